@@ -1,0 +1,74 @@
+"""What a method owes: what to sample, what to keep, what each token deserves, what each token costs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from torch import Tensor
+
+from strop.types import Group, ScoredTrajectory
+
+
+class Column(StrEnum):
+    """A per-token column of a batch that a method may need. Log-probs in nats, after temperature."""
+
+    OLD_LOGPROBS = "old_logprobs"  # the sampled tokens rescored by the trainer, before the first update of the step
+    REFERENCE_LOGPROBS = "reference_logprobs"
+    VALUES = "values"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Why one rollout was kept or dropped; the report shows it beside the rollout."""
+
+    is_kept: bool
+    reason: str
+    figures: Mapping[str, float]  # of the method: p_err, p_format, weight, draw order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """A group after selection: one decision per trajectory of the group, in its order."""
+
+    group: Group
+    decisions: tuple[Decision, ...]
+
+    @property
+    def kept(self) -> tuple[ScoredTrajectory, ...]:
+        pairs = zip(self.group.trajectories, self.decisions, strict=True)
+        return tuple(scored for scored, decision in pairs if decision.is_kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """Columns of one micro-batch, all of one shape; no gradient in any of them."""
+
+    loss_mask: Tensor  # bool, True on tokens the policy sampled
+    advantages: Tensor
+    sampled_logprobs: Tensor
+    columns: Mapping[Column, Tensor]  # those that the method needs
+
+
+class Method(Protocol):
+    """A frozen value; every function of it is pure."""
+
+    @property
+    def needs(self) -> frozenset[Column]: ...
+
+    def num_rollouts(self, group_size: int) -> int:
+        """How many rollouts of a task to sample so that `group_size` can be kept."""
+
+    def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
+        """Which rollouts of a closed group to learn from. Keeps none where nothing can be learnt."""
+
+    def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
+        """Per selection and kept trajectory, one float32 tensor of shape (len(trajectory.ids),)."""
+
+    def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
+        """The loss of each token, of the shape of `policy_logprobs`, 0 where masked; averaging is not decided here."""
+
+    def token_statistics(self, policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
+        """Named per-token figures (clip fractions, ratio) that the trainer averages over unmasked tokens; no gradient."""

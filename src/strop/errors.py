@@ -1,0 +1,55 @@
+"""The one family of exceptions. Whose fault it is decides the class, because that decides what happens next."""
+
+from __future__ import annotations
+
+
+class StropError(Exception):
+    """Everything that strop raises on purpose."""
+
+
+class UserError(StropError):
+    """A mistake that the user can mend. The message names the thing, its place and the remedy; exit code 2, no traceback."""
+
+
+class ConfigError(UserError):
+    """A recipe, or a `--set`, that cannot be understood or does not add up."""
+
+
+class RunError(UserError):
+    """A run directory that cannot be used as asked: another recipe's, half copied, or on a full disk."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer that cannot do what the recipe asks of it."""
+
+
+class TaskError(UserError):
+    """A data set, or a row of it, that is not a task."""
+
+
+class CannotLearnError(UserError):
+    """A run that cannot learn as it stands (design law 11): all groups tied, every tool call failing, zero gradient."""
+
+
+class MachineError(StropError):
+    """Our fault: a lost worker, a dead engine, overload. Retried on a fresh environment, or the trajectory is void."""
+
+
+class EngineLost(MachineError):  # noqa: N818 - named for what happened
+    """The engine died, hung or answered garbage."""
+
+
+class WeightsNotProven(EngineLost):
+    """The engine holds other weights than those that were published to it (design law 6)."""
+
+
+class RequestTooLong(StropError):  # noqa: N818
+    """A request that can never fit in the engine's KV memory, whatever else is running."""
+
+
+class ToolBroken(MachineError):  # noqa: N818
+    """A tool that could not run at all. A wrong call is not this: it is a `ToolResult` that the policy reads."""
+
+
+class DeadlineExceeded(MachineError):  # noqa: N818
+    """Somebody waited too long; the message names who and for what (design law 7)."""

@@ -1,0 +1,53 @@
+"""What an environment and a reward owe to the code that plays a task to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from strop.types import Completion, StopReason, Task, ToolCall, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What the environment answers: ids to feed before the next completion, or the end.
+
+    `completion_text` is the view of the completion that it answers; empty for the opening observation, whose `ids` are
+    the prompt.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    completion_text: str
+    calls: tuple[ToolCall, ...]
+    stop_reason: StopReason | None  # None: go on
+
+
+class Environment(Protocol):
+    """One playing of one task. Single use, so there is no reset; `close` is called even after an error."""
+
+    async def start(self) -> Observation:
+        """The prompt."""
+
+    async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
+        """Answer a completion. An observation of more than `num_tokens_left` ids is not given: the rollout overflows instead."""
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentFactory(Protocol):
+    """Makes the environment of one rollout; `seed` belongs to the rollout."""
+
+    def __call__(self, task: Task, *, seed: int) -> Environment: ...
+
+
+class Reward(Protocol):
+    """Judges a finished trajectory. Pure in (task, trajectory)."""
+
+    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        """Named parts; their weighted sum is the reward. A wrong or missing answer is a value, not an exception.
+
+        Raises:
+            MachineError: the judge itself was lost; retried, then the trajectory is void (law 3).
+        """

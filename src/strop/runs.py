@@ -1,0 +1,234 @@
+"""The run directory: where everything of a run lies, and how it is written so that a kill at any moment loses nothing.
+
+    runs/<name>/  manifest.json  metrics.jsonl  events.jsonl  report.html
+                  stages/<stage>/{rollouts/step-<k>.jsonl, checkpoints/step-<k>/, model/, eval/, done.json}
+
+Files are replaced whole (temporary name, fsync, rename) or appended to by whole lines. A last line without its end is what a
+kill leaves; readers drop it. docs/run-directory.md describes each file for other programs.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from strop.errors import RunError
+
+FORMAT_VERSION = 1
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Turn a full disk, or a directory that may not be written, into one message that names the place and the remedy.
+
+    Raises:
+        RunError: for ENOSPC, EDQUOT, EROFS, EACCES and EFBIG; any other OSError passes through.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+            raise
+        raise RunError(
+            f"{path}: cannot be written: {error.strerror}. What was written before is intact. Free space there (or choose"
+            " another place with --runs), then give the same command again: the run goes on from its last checkpoint."
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` with `value` as JSON, whole or not at all, on disk when this returns."""
+    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with `text`, whole or not at all, on disk when this returns."""
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def read_json(path: Path) -> Any:
+    """The JSON value in `path`. Raises `RunError` when it is missing or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RunError(f"{path}: missing. Is {path.parent} a run directory of strop?") from error
+    except ValueError as error:
+        raise RunError(f"{path}: not valid JSON ({error}). Restore it, or start a run under another name.") from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file; [] when there is none. A last line that a kill cut short is left out.
+
+    Raises:
+        RunError: a line before the last is not JSON.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    values = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is "", or a line cut short
+        try:
+            values.append(json.loads(line))
+        except ValueError as error:
+            raise RunError(f"{path}:{number}: not valid JSON ({error}). Remove that line, then try again.") from error
+    return values
+
+
+class LineWriter:
+    """Appends whole lines of JSON to one file. A line that a kill cut short is taken off when the file is opened again."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing_to(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _drop_cut_line(self._descriptor)
+
+    def append(self, value: Mapping[str, Any]) -> None:
+        line = (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode()
+        with writing_to(self.path):
+            size = os.fstat(self._descriptor).st_size
+            written = 0
+            try:
+                while written < len(line):
+                    written += os.write(self._descriptor, line[written:])
+            except OSError:
+                os.ftruncate(self._descriptor, size)  # never half a line before a whole one
+                raise
+
+    def sync(self) -> None:
+        """Everything appended so far is on disk when this returns."""
+        with writing_to(self.path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _drop_cut_line(descriptor: int) -> None:
+    end = os.fstat(descriptor).st_size
+    position = end
+    while position > 0:
+        start = max(0, position - 65_536)
+        block = os.pread(descriptor, position - start, start)
+        newline = block.rfind(b"\n")
+        if newline >= 0:
+            position = start + newline + 1
+            break
+        position = start
+    if position < end:
+        os.ftruncate(descriptor, position)
+
+
+def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make directory `path` with what `fill` writes into it: complete or not there at all (law 9).
+
+    A directory of that name that exists already is replaced.
+    """
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir()
+        try:
+            fill(temporary)
+            for file in sorted(temporary.rglob("*")):
+                if file.is_file():
+                    _sync(file)
+            _sync(temporary)
+            if path.exists():
+                shutil.rmtree(path)
+            temporary.rename(path)
+            _sync(path.parent)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class RunDirectory:
+    """The paths of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def stage(self, name: str) -> StageDirectory:
+        return StageDirectory(self.path / "stages" / name)
+
+
+class StageDirectory:
+    """The paths of one stage of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def model(self) -> Path:
+        """The stage's product: a directory that `transformers` loads."""
+        return self.path / "model"
+
+    @property
+    def done(self) -> Path:
+        """Written last: while it is missing, the stage is not finished."""
+        return self.path / "done.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    def rollouts(self, step: int) -> Path:
+        """One line per finished rollout of the step, as it was scored, in order of arrival."""
+        return self.path / "rollouts" / f"step-{step:06d}.jsonl"
+
+    def selection(self, step: int) -> Path:
+        """Why each rollout of the step was kept or dropped, and its advantage."""
+        return self.path / "rollouts" / f"step-{step:06d}.selection.json"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "eval" / "result.json"

@@ -1,0 +1,50 @@
+"""What a trainer owes the controller, whether it is local, torchrun workers or actors: the same five calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from torch import Tensor
+
+from strop.algorithms.protocol import Column, LossInputs
+from strop.engine.protocol import InferenceEngine
+from strop.training.batch import TokenBatch
+
+TokenLoss: TypeAlias = Callable[[Tensor, LossInputs], Tensor]
+TokenStatistics: TypeAlias = Callable[[Tensor, LossInputs], dict[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """One optimizer step."""
+
+    update: int  # how many updates this trainer has done, this one included
+    loss: float
+    grad_norm: float  # before clipping
+    learning_rate: float
+    statistics: Mapping[str, float]  # means over unmasked tokens: entropy_nats and the method's own
+
+
+class Trainer(Protocol):
+    """Owns the weights and the optimizer. Calls are made one at a time."""
+
+    @property
+    def num_updates(self) -> int: ...
+
+    async def score(self, batch: TokenBatch, column: Column) -> TokenBatch:
+        """`batch` with `column` filled in by the policy (or the reference), without gradient, at the batch's temperature."""
+
+    async def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
+        """One optimizer step on the whole batch: loss = sum(loss_weights * token loss), split as memory asks (law 4)."""
+
+    async def publish(self, engine: InferenceEngine, *, version: int) -> str:
+        """Send the weights to the engine in its dtype; returns their checksum once the engine has proved it (law 6)."""
+
+    async def save(self, directory: Path) -> None:
+        """Write model (a directory that transformers loads), optimizer and counters into `directory`, which is empty."""
+
+    async def load(self, directory: Path) -> None:
+        """Continue from what `save` wrote: the next update is the one that would have followed, bit for bit."""

@@ -1,0 +1,203 @@
+"""The nouns that every layer speaks. Frozen, keyword-only, small; what can be derived is a property."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why the engine stopped sampling one completion."""
+
+    STOP = "stop"  # a stop id or a stop string
+    LENGTH = "length"  # max_tokens
+
+
+class StopReason(StrEnum):
+    """Why a trajectory ended."""
+
+    ANSWERED = "answered"  # the policy ended a turn without a tool call
+    LENGTH = "length"  # the token budget ran out inside a completion
+    TURN_LIMIT = "turn_limit"  # a tool call in the last allowed turn; it is not run
+    TOOL_BUDGET = "tool_budget"  # a tool call beyond the number allowed; it is not run
+    OVERFLOW = "overflow"  # the observation no longer fits the token budget; ids are left as they were
+
+
+class ToolOutcome(StrEnum):
+    """What became of one tool call. By status, never by looking for words in its text."""
+
+    STDOUT = "stdout"
+    ECHO = "echo"
+    EMPTY = "empty"
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    KILLED = "killed"
+    REJECTED = "rejected"
+    MALFORMED = "malformed"  # not JSON, or no name or arguments
+    UNCLOSED = "unclosed"  # an opening tag without its closing one
+    UNKNOWN_TOOL = "unknown_tool"
+    WRONG_ARGUMENTS = "wrong_arguments"
+    TOO_MANY_CALLS = "too_many_calls"
+    NOT_RUN = "not_run"  # the rollout ended on this call (turn limit, tool budget)
+
+    @property
+    def is_error(self) -> bool:
+        """True where rStar2-Agent's Eq. 4 counts an error: the agent's mistakes, none of ours."""
+        return self in _ERROR_OUTCOMES
+
+
+_ERROR_OUTCOMES = frozenset(
+    {
+        ToolOutcome.ERROR,
+        ToolOutcome.TIMEOUT,
+        ToolOutcome.KILLED,
+        ToolOutcome.REJECTED,
+        ToolOutcome.MALFORMED,
+        ToolOutcome.UNCLOSED,
+        ToolOutcome.UNKNOWN_TOOL,
+        ToolOutcome.WRONG_ARGUMENTS,
+        ToolOutcome.TOO_MANY_CALLS,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One problem and what is needed to judge an answer to it."""
+
+    id: str
+    question: str
+    answer: str
+    source: str  # where it comes from: a file, a hub data set, a generator
+    facts: Mapping[str, str] = field(default_factory=dict)  # whatever else a reward or a report wants to know
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class RolloutKey:
+    """Which rollout of a step; its order is the canonical order of rows (design law 4)."""
+
+    task_index: int  # position in the stage's stream of tasks
+    attempt: int
+    branch: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine returned in one turn: ids exactly as sampled, and which of them were forced on the policy.
+
+    `logprobs` and `entropies` are in nats, of the distribution sampled from: after temperature, over the full vocabulary
+    (design law 5). `entropies` is empty when the engine cannot tell.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...]
+    is_forced: tuple[bool, ...]
+    policy_version: int
+    finish_reason: FinishReason
+    cached_tokens: int  # how many of the request's ids were not computed again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call that the policy made, and what came of it. `text` is what the policy was shown."""
+
+    name: str
+    arguments: str  # as the policy wrote them
+    outcome: ToolOutcome
+    text: str
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """One completion and the observation after it. Ids are the truth; the two texts are views of them, for people."""
+
+    completion: Completion
+    calls: tuple[ToolCall, ...]
+    observation_ids: tuple[int, ...]
+    completion_text: str
+    observation_text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at a task. Token ids are kept as they arose, never re-encoded from text (design law 1)."""
+
+    key: RolloutKey
+    task_id: str
+    prompt_ids: tuple[int, ...]
+    turns: tuple[Turn, ...]
+    stop_reason: StopReason
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt, completions and observations in the order in which they arose."""
+        ids = list(self.prompt_ids)
+        for turn in self.turns:
+            ids += [*turn.completion.ids, *turn.observation_ids]
+        return ids
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """True on tokens that the policy sampled; False on prompt, forced tokens and observations (design law 2)."""
+        mask = [False] * len(self.prompt_ids)
+        for turn in self.turns:
+            mask += [not forced for forced in turn.completion.is_forced] + [False] * len(turn.observation_ids)
+        return mask
+
+    @property
+    def sampled_logprobs(self) -> list[float]:
+        """The engine's log-prob of each sampled token, in nats, aligned with `ids`; 0 where nothing was sampled."""
+        logprobs = [0.0] * len(self.prompt_ids)
+        for turn in self.turns:
+            logprobs += [*turn.completion.logprobs, *([0.0] * len(turn.observation_ids))]
+        return logprobs
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Everything after the prompt, observations included."""
+        return sum(len(turn.completion.ids) + len(turn.observation_ids) for turn in self.turns)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [call for turn in self.turns for call in turn.calls]
+
+    @property
+    def num_errors(self) -> int:
+        """Calls that went wrong by the agent's own doing."""
+        return sum(call.outcome.is_error for call in self.calls)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Stopped by a budget of tokens, not by the policy."""
+        return self.stop_reason in (StopReason.LENGTH, StopReason.OVERFLOW)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredTrajectory:
+    """A trajectory and its judgement. `reward` is the weighted sum of `reward_parts`."""
+
+    trajectory: Trajectory
+    reward: float
+    reward_parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The scored trajectories of one task, in canonical order. Void rollouts are counted, never included (law 3)."""
+
+    task: Task
+    task_index: int
+    trajectories: tuple[ScoredTrajectory, ...]
+    num_void: int = 0
+
+    @property
+    def rewards(self) -> list[float]:
+        return [scored.reward for scored in self.trajectories]
+
+    @property
+    def is_tied(self) -> bool:
+        """All rewards equal: nothing to learn from the comparison."""
+        return len(set(self.rewards)) < 2
