@@ -31,7 +31,7 @@ class Environment(Protocol):
         """The prompt."""
 
     async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
-        """Answer a completion. An observation of more than `num_tokens_left` ids is not given: the rollout overflows instead."""
+        """Answer a completion. One of more than `num_tokens_left` ids is not given: the rollout overflows instead."""
 
     async def close(self) -> None: ...
 

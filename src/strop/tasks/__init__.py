@@ -1,0 +1,29 @@
+"""Where problems come from."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from strop.tasks.arithmetic import ArithmeticTasks
+from strop.tasks.config import ArithmeticConfig, HubConfig, JsonlConfig, Split, TaskConfig
+from strop.tasks.protocol import TaskSource
+from strop.tasks.rows import RowTasks, load_hub, load_jsonl
+
+__all__ = ["ArithmeticTasks", "RowTasks", "Split", "TaskConfig", "TaskSource", "load_hub", "load_jsonl", "make_tasks"]
+
+
+def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
+    """The source that `config` describes. Training tasks come in an order that `seed` decides, test rows in file order.
+
+    Raises:
+        TaskError: the rows cannot be found, or are not tasks.
+    """
+    match config:
+        case ArithmeticConfig():
+            return ArithmeticTasks(config, seed=seed, split=split)
+        case JsonlConfig():
+            return RowTasks(load_jsonl(config, split=split), seed=seed, is_shuffled=split == "train")
+        case HubConfig():
+            return RowTasks(load_hub(config, split=split), seed=seed, is_shuffled=split == "train")
+        case _:
+            assert_never(config)

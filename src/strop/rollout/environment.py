@@ -1,0 +1,232 @@
+"""Plays the tools' part in a rollout: reads a turn's calls, runs them, hands back the observation or the end.
+
+Which turns go on and which end is rStar2-Agent's (arXiv 2508.20722, section 2.1): a turn with a tool call goes on, even if
+it also holds an answer; a turn without one ends the rollout; a call in the last allowed turn is not run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from pydantic import Field
+
+from strop.config import Config
+from strop.errors import ConfigError, DeadlineExceeded
+from strop.rollout.arguments import argument_problem
+from strop.rollout.chat import ChatFormat
+from strop.rollout.prompt import Prompt
+from strop.rollout.protocol import Environment, Observation
+from strop.rollout.tool_calls import Call, FailedCall, ParsedCall, has_closed_call, parse_tool_calls
+from strop.seeds import derive_seed
+from strop.tools.protocol import Tool, ToolResult
+from strop.types import Completion, FinishReason, StopReason, Task, ToolCall, ToolOutcome
+
+
+class RolloutLimits(Config):
+    """How far one rollout may go, apart from its tokens."""
+
+    max_turns: int = Field(default=10, ge=1)  # T; rStar2-Agent section 4.3, stages 1 and 2
+    max_calls_per_turn: int = Field(default=4, ge=1)
+    max_calls: int | None = Field(default=None, ge=0)  # calls run in a whole rollout; ARPO's call limit is 3 or 6
+    max_response_tokens: int = Field(default=512, ge=16)  # of one tool response; beyond it head and tail are kept
+    deadline_s: float = Field(default=60.0, gt=0)  # of one call: far above the tool's own time limit, for it means our fault
+
+
+class ToolObserver(Protocol):
+    """Follows the tool calls of one rollout, so that an interrupted run knows what was open and what had come back."""
+
+    def opened(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> None:
+        """The call is about to be run."""
+
+    def closed(self, *, turn: int, index: int, result: ToolResult) -> None:
+        """The call came back; `result.text` is what the policy will be shown. Not called when the tool broke."""
+
+    def recorded(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> ToolResult | None:
+        """The result that the same call had before an interruption, to be given again instead of running it (law 8)."""
+
+
+class ToolObserverFactory(Protocol):
+    """Makes the observer of one rollout; `seed` is the rollout's own."""
+
+    def __call__(self, task: Task, *, seed: int) -> ToolObserver: ...
+
+
+class Unobserved:
+    """Nobody follows, nothing is replayed."""
+
+    def opened(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> None:
+        pass
+
+    def closed(self, *, turn: int, index: int, result: ToolResult) -> None:
+        pass
+
+    def recorded(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> ToolResult | None:
+        return None
+
+
+class ToolEnvironments:
+    """Makes one `ToolEnvironment` per rollout; what all rollouts share is here.
+
+    Raises:
+        ConfigError: two tools have one name.
+    """
+
+    def __init__(
+        self,
+        chat: ChatFormat,
+        prompt: Prompt,
+        tools: Sequence[Tool],
+        limits: RolloutLimits,
+        observe: ToolObserverFactory | None = None,
+    ) -> None:
+        self.chat = chat
+        self.prompt = prompt
+        self.limits = limits
+        self.tools = {tool.spec.name: tool for tool in tools}
+        self.observe = observe
+        if len(self.tools) < len(tools):
+            names = [tool.spec.name for tool in tools]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"tools: two of them are called {twice!r}, so a call could mean either. Rename one.")
+
+    def __call__(self, task: Task, *, seed: int) -> Environment:
+        observer = Unobserved() if self.observe is None else self.observe(task, seed=seed)
+        return ToolEnvironment(self, task, observer, seed=seed)
+
+
+class ToolEnvironment:
+    """One playing of one task with tools."""
+
+    def __init__(self, shared: ToolEnvironments, task: Task, observer: ToolObserver, *, seed: int) -> None:
+        self._chat, self._tools, self._limits = shared.chat, shared.tools, shared.limits
+        self._prompt = shared.prompt
+        self._task = task
+        self._observer = observer
+        self._seed = seed
+        self._num_turns = 0
+        self._num_calls_run = 0
+
+    async def start(self) -> Observation:
+        messages = self._prompt.fill(self._task.question, [tool.spec for tool in self._tools.values()])
+        text = "\n\n".join(message.text for message in messages) + self._prompt.prefill
+        ids = self._chat.prompt_ids(messages, self._prompt.prefill)
+        return Observation(ids=ids, text=text, completion_text="", calls=(), stop_reason=None)
+
+    async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
+        """Answer a completion.
+
+        A response's length is known only after its call: where it turns out not to fit, the calls are recorded as they ran
+        and the rollout overflows. Where not even empty responses would fit, nothing is run.
+
+        Raises:
+            DeadlineExceeded: a tool kept silent beyond `deadline_s`. Its own time limit is well below, so this is our fault.
+        """
+        self._num_turns += 1
+        text = self._text_of(completion)
+        calls = parse_tool_calls(text, max_calls=self._limits.max_calls_per_turn)
+        if completion.finish_reason is FinishReason.LENGTH and not has_closed_call(text):
+            return _end(text, (), StopReason.LENGTH)
+        if not calls:
+            return _end(text, (), StopReason.ANSWERED)
+        stop_reason = self._limit_reached(calls)
+        if stop_reason is None and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
+            stop_reason = StopReason.OVERFLOW
+        if stop_reason is not None:
+            return _end(text, tuple(_not_run(call) for call in calls), stop_reason)
+        made = await self._run_all(calls)
+        responses = [call.text for call in made]
+        ids = self._observation_ids(completion, responses)
+        if len(ids) > num_tokens_left:
+            return _end(text, made, StopReason.OVERFLOW)
+        return Observation(ids=ids, text="\n".join(responses), completion_text=text, calls=made, stop_reason=None)
+
+    async def close(self) -> None:
+        """Nothing to give back: tools hold no state of a rollout."""
+
+    def _text_of(self, completion: Completion) -> str:
+        ids = completion.ids
+        return self._chat.decode(ids[:-1] if ids and ids[-1] in self._chat.stop_ids else ids)
+
+    def _observation_ids(self, completion: Completion, responses: Sequence[str]) -> tuple[int, ...]:
+        has_ended = completion.ids[-1:] == (self._chat.end_of_turn_id,)
+        return self._chat.observation_ids(responses, completion_ended=has_ended)
+
+    def _limit_reached(self, calls: Sequence[Call]) -> StopReason | None:
+        if self._num_turns >= self._limits.max_turns:
+            return StopReason.TURN_LIMIT
+        num_wanted = sum(isinstance(call, ParsedCall) for call in calls)
+        if self._limits.max_calls is not None and self._num_calls_run + num_wanted > self._limits.max_calls:
+            return StopReason.TOOL_BUDGET
+        return None
+
+    async def _run_all(self, calls: Sequence[Call]) -> tuple[ToolCall, ...]:
+        """All calls of a turn at once; one that raises ends the others."""
+        running = [asyncio.ensure_future(self._make(index, call)) for index, call in enumerate(calls)]
+        try:
+            return tuple(await asyncio.gather(*running))
+        finally:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+
+    async def _make(self, index: int, call: Call) -> ToolCall:
+        if isinstance(call, FailedCall):
+            return _told(call.name, call.arguments_text, call.outcome, call.text)
+        if call.name not in self._tools:
+            known = ", ".join(self._tools) or "none"
+            text = f"Error: there is no tool {self._shortened(call.name)!r}. Tools: {known}."
+            return _told(call.name, call.arguments_text, ToolOutcome.UNKNOWN_TOOL, text)
+        tool = self._tools[call.name]
+        problem = argument_problem(tool.spec.parameters, call.arguments)
+        if problem is not None:
+            text = self._shortened(f"Error: {call.name}: {problem}.")
+            return _told(call.name, call.arguments_text, ToolOutcome.WRONG_ARGUMENTS, text)
+        self._num_calls_run += 1
+        result = await self._run(tool, index, call)
+        return ToolCall(
+            name=call.name,
+            arguments=call.arguments_text,
+            outcome=result.outcome,
+            text=result.text,
+            duration_s=result.duration_s,
+        )
+
+    async def _run(self, tool: Tool, index: int, call: ParsedCall) -> ToolResult:
+        turn = self._num_turns - 1
+        recorded = self._observer.recorded(turn=turn, index=index, name=call.name, arguments=call.arguments)
+        if recorded is not None:
+            return recorded
+        self._observer.opened(turn=turn, index=index, name=call.name, arguments=call.arguments)
+        deadline = asyncio.timeout(self._limits.deadline_s)
+        try:
+            async with deadline:
+                result = await tool.call(call.arguments, seed=derive_seed(self._seed, turn, index))
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(
+                f"tool {call.name!r} gave no answer to call {index} of turn {turn} of task {self._task.id!r} within"
+                f" {self._limits.deadline_s} s."
+            ) from error
+        shown = ToolResult(outcome=result.outcome, text=self._shortened(result.text), duration_s=result.duration_s)
+        self._observer.closed(turn=turn, index=index, result=shown)
+        return shown
+
+    def _shortened(self, text: str) -> str:
+        return self._chat.shorten(text, self._limits.max_response_tokens)
+
+
+def _told(name: str, arguments: str, outcome: ToolOutcome, text: str) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments, outcome=outcome, text=text, duration_s=0.0)
+
+
+def _not_run(call: Call) -> ToolCall:
+    """A call on which the rollout ends. What could not be read stays the policy's mistake; it was just not told."""
+    outcome = call.outcome if isinstance(call, FailedCall) else ToolOutcome.NOT_RUN
+    return _told(call.name, call.arguments_text, outcome, "")
+
+
+def _end(completion_text: str, calls: tuple[ToolCall, ...], stop_reason: StopReason) -> Observation:
+    return Observation(ids=(), text="", completion_text=completion_text, calls=calls, stop_reason=stop_reason)

@@ -1,0 +1,73 @@
+"""Makes arithmetic problems without end, such as (812-95)*7: easy with a tool, hard for a small model without one."""
+
+from __future__ import annotations
+
+import random
+
+from strop.errors import TaskError
+from strop.seeds import derive_seed
+from strop.tasks.config import ArithmeticConfig, Split
+from strop.types import Task
+
+_TEST_SHARE = 10  # one in so many sets of operands belongs to the test split
+_MAX_DRAWS = 1000
+
+
+class ArithmeticTasks:
+    """Expressions with integer results; the task at an index is a pure function of config, seed, split and index.
+
+    Which split an expression belongs to is a hash of its operands, whatever their order and operators: no seed brings
+    48*37 into training when 37*48 is tested.
+    """
+
+    def __init__(self, config: ArithmeticConfig, *, seed: int, split: Split) -> None:
+        self.config = config
+        self.seed = seed
+        self.split = split
+
+    @property
+    def num_tasks(self) -> None:
+        return None
+
+    def task(self, index: int) -> Task:
+        """The task at `index`. Raises `TaskError` when so few operands are possible that the split has none."""
+        draw = random.Random(derive_seed("arithmetic", self.seed, self.split, index))
+        for _ in range(_MAX_DRAWS):
+            operands = [self._operand(draw) for _ in range(self.config.num_terms)]
+            if _split_of(operands) == self.split:
+                break
+        else:
+            raise TaskError(
+                f"arithmetic tasks: {_MAX_DRAWS} draws of {self.config.num_terms} operands of {self.config.min_digits} to"
+                f" {self.config.max_digits} digits held none for the {self.split} split. Raise num_terms or max_digits."
+            )
+        expression, value = self._expression(draw, operands)
+        return Task(
+            id=f"arithmetic/{expression}",
+            question=self.config.wording.replace("{expression}", expression),
+            answer=str(value),
+            source=f"arithmetic/{self.split}",
+            facts={"expression": expression},
+        )
+
+    def _operand(self, draw: random.Random) -> int:
+        num_digits = draw.randint(self.config.min_digits, self.config.max_digits)
+        return draw.randint(2 if num_digits == 1 else 10 ** (num_digits - 1), 10**num_digits - 1)
+
+    def _expression(self, draw: random.Random, operands: list[int]) -> tuple[str, int]:
+        """The operands joined from left to right by drawn operators, and the value."""
+        expression, value = str(operands[0]), operands[0]
+        is_sum = False
+        for operand in operands[1:]:
+            operator = draw.choice(self.config.operators)
+            if operator == "*":
+                expression = f"({expression})*{operand}" if is_sum else f"{expression}*{operand}"
+                value, is_sum = value * operand, False
+            else:
+                expression = f"{expression}{operator}{operand}"
+                value, is_sum = value + operand if operator == "+" else value - operand, True
+        return expression, value
+
+
+def _split_of(operands: list[int]) -> Split:
+    return "test" if derive_seed("arithmetic-split", *sorted(operands)) % _TEST_SHARE == 0 else "train"

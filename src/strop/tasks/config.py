@@ -1,0 +1,76 @@
+"""Says in a recipe where tasks come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from strop.config import Config
+
+Split: TypeAlias = Literal["train", "test"]
+
+
+class ArithmeticConfig(Config):
+    """Generated sums, differences and products."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    num_terms: int = Field(default=3, ge=2, le=10)
+    min_digits: int = Field(default=1, ge=1)  # of each operand
+    max_digits: int = Field(default=2, ge=1, le=12)
+    operators: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-", "*"), min_length=1)
+    wording: str = "What is {expression}?"
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.min_digits > self.max_digits:
+            raise ValueError(
+                f"min_digits is {self.min_digits} but max_digits is {self.max_digits}: no operand has both. Lower min_digits."
+            )
+        if self.wording.count("{expression}") != 1:
+            raise ValueError(f"wording is {self.wording!r}: it must hold {{expression}} once, where the expression goes.")
+        return self
+
+
+class Columns(Config):
+    """Which columns of a row make a task, and which rows are left out."""
+
+    question: str = "question"
+    answer: str = "answer"
+    answer_after: str = ""  # the answer is what follows the last of these marks in its column; GSM8K's is "####"
+    facts: tuple[str, ...] = ()  # further columns to carry along, for rewards and reports
+    max_question_chars: int | None = Field(default=None, ge=1)
+    max_solution_steps: int | None = Field(default=None, ge=0)  # GSM8K's calculations, written <<48/2=24>>
+    limit: int | None = Field(default=None, ge=1)  # the first rows of those that are left
+
+    @model_validator(mode="after")
+    def _can_count_steps(self) -> Self:
+        if self.max_solution_steps is not None and not self.answer_after:
+            raise ValueError(
+                f"max_solution_steps is {self.max_solution_steps}, but without answer_after a row has no solution to count"
+                ' steps in. Set answer_after (GSM8K: "####").'
+            )
+        return self
+
+
+class JsonlConfig(Columns):
+    """Rows of a file, one JSON object a line."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: Path
+    test_path: Path | None = None
+
+
+class HubConfig(Columns):
+    """A data set of the Hugging Face hub, or a directory that `datasets` loads; needs the extra `data`."""
+
+    kind: Literal["hub"] = "hub"
+    name: str
+    subset: str | None = None
+    revision: str | None = None  # a commit, so that a run can be repeated
+    train_split: str = "train"
+    test_split: str = "test"
+
+
+TaskConfig: TypeAlias = Annotated[ArithmeticConfig | JsonlConfig | HubConfig, Field(discriminator="kind")]
