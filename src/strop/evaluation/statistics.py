@@ -1,0 +1,122 @@
+"""What repeated attempts at a set of tasks say about accuracy: avg@k with an interval, pass@k, maj@k.
+
+Every figure is a mean over tasks, each task with the same weight, so that avg@k equals pass@1 also where void attempts left
+some tasks with fewer than k. Void attempts are left out by the caller (design law 3); a task without any attempt has no figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_BLOCK = 4_000_000  # draws held in memory at once: 32 MB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """A mean over tasks and the interval it may lie in."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float = 0.95, num_resamples: int = 10_000) -> Estimate:
+    """avg@k, pass@1 in rStar2-Agent section 5: the mean score of an attempt, with a bootstrap interval clustered by task.
+
+    Attempts at one task share its difficulty, so whole tasks are drawn with replacement and the percentiles of the resampled
+    means are the interval. Where every score is 0 (or every score is 1) all resamples agree and would promise certainty;
+    the exact binomial bound over tasks stands in: 1 - ((1 - level) / 2) ** (1 / num_tasks).
+
+    Args:
+        scores: per task, the score of each attempt; the numbers of attempts may differ.
+        seed: of the resampling; one seed, one interval.
+        level: the share of intervals that are to hold the truth.
+        num_resamples: how many sets of tasks are drawn.
+
+    Raises:
+        ValueError: there is no task, or a task has no attempt.
+    """
+    means = _task_means(scores)
+    mean = float(means.mean())
+    if np.all(means == means[0]) and means[0] in (0.0, 1.0):
+        reach = 1 - ((1 - level) / 2) ** (1 / len(means))
+        return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
+    low, high = np.quantile(_resampled_means(means, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(mean=mean, low=float(low), high=float(high))
+
+
+def pass_at_k(is_correct: Sequence[Sequence[bool]], *, k: int) -> float:
+    """The chance that at least one of `k` attempts is right: unbiased, from n >= k attempts a task.
+
+    Mean over tasks of 1 - C(n - c, k) / C(n, k), c of n attempts being right; Chen et al. (arXiv:2107.03374), equation 1.
+
+    Raises:
+        ValueError: there is no task, or a task has fewer than `k` attempts.
+    """
+    if not is_correct:
+        raise ValueError("pass@k of no tasks is undefined")
+    if k < 1:
+        raise ValueError(f"pass@k needs k >= 1, not {k}")
+    chances = []
+    for task, attempts in enumerate(is_correct):
+        if len(attempts) < k:
+            raise ValueError(f"pass@{k} needs {k} attempts at each task, but task {task} has {len(attempts)}")
+        num_wrong = len(attempts) - sum(attempts)
+        chances.append(1 - math.comb(num_wrong, k) / math.comb(len(attempts), k))
+    return sum(chances) / len(chances)
+
+
+def majority_at_k(answers: Sequence[Sequence[str]], is_correct: Sequence[Sequence[bool]]) -> float:
+    """maj@k (cons@k in DeepSeek-R1): how often the answer that most attempts at a task agree on is right.
+
+    Answers are compared as strings, so bring them to one form first. An empty answer has no vote; a task without any vote is
+    wrong. Answers that tie share the task, which is what breaking ties at random gives on average.
+
+    Args:
+        answers: per task, the answer of each attempt; "" where there is none.
+        is_correct: of the same shape, the verdict on each.
+
+    Raises:
+        ValueError: there is no task, or the shapes differ.
+    """
+    if not answers:
+        raise ValueError("maj@k of no tasks is undefined")
+    pairs = zip(answers, is_correct, strict=True)
+    return sum(_majority_verdict(given, verdicts) for given, verdicts in pairs) / len(answers)
+
+
+def _majority_verdict(answers: Sequence[str], verdicts: Sequence[bool]) -> float:
+    votes: dict[str, list[bool]] = defaultdict(list)
+    for answer, verdict in zip(answers, verdicts, strict=True):
+        if answer:
+            votes[answer].append(verdict)
+    if not votes:
+        return 0.0
+    most = max(len(verdicts) for verdicts in votes.values())
+    winners = [sum(verdicts) / most for verdicts in votes.values() if len(verdicts) == most]
+    return sum(winners) / len(winners)
+
+
+def _task_means(scores: Sequence[Sequence[float]]) -> np.ndarray:
+    if not scores:
+        raise ValueError("the mean over no tasks is undefined")
+    for task, attempts in enumerate(scores):
+        if not attempts:
+            raise ValueError(f"task {task} has no attempt; leave out tasks whose attempts are all void")
+    return np.array([sum(attempts) / len(attempts) for attempts in scores], dtype=np.float64)
+
+
+def _resampled_means(means: np.ndarray, seed: int, num_resamples: int) -> np.ndarray:
+    """(num_resamples,): the mean of as many tasks as there are, drawn with replacement, in blocks that fit in memory."""
+    generator = np.random.default_rng(seed)
+    rows = max(1, _BLOCK // len(means))
+    blocks = [
+        means[generator.integers(len(means), size=(min(rows, num_resamples - start), len(means)))].mean(axis=1)
+        for start in range(0, num_resamples, rows)
+    ]
+    return np.concatenate(blocks)
