@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from strop.algorithms.aggregation import Aggregation
 from strop.types import Group, ScoredTrajectory
 
 
@@ -57,6 +58,14 @@ class Method(Protocol):
 
     @property
     def needs(self) -> frozenset[Column]: ...
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """How the losses of tokens become the loss of an update."""
+
+    @property
+    def constant(self) -> int | None:
+        """What `Aggregation.CONSTANT` divides by, in tokens; None with any other."""
 
     def num_rollouts(self, group_size: int) -> int:
         """How many rollouts of a task to sample so that `group_size` can be kept."""

@@ -1,0 +1,23 @@
+"""The `method` key of a recipe: a table with a `name`, or the name alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import BeforeValidator, Field
+
+from strop.algorithms.grpo import GRPO
+from strop.algorithms.grpo_roc import GRPORoC
+
+
+def _name_alone(value: Any) -> Any:
+    """`method = "grpo"` means `method = {name = "grpo"}`."""
+    if isinstance(value, dict) and "name" not in value:
+        raise ValueError('method has no name. Add one, as in method = {name = "grpo_roc", oversample = 2}.')
+    return {"name": value} if isinstance(value, str) else value
+
+
+MethodConfig: TypeAlias = Annotated[
+    Annotated[GRPO | GRPORoC, Field(discriminator="name")],
+    BeforeValidator(_name_alone),
+]

@@ -1,0 +1,222 @@
+"""GRPO-RoC, resampling on correct: sample twice the group, keep clean successes and a fair share of the failures.
+
+rStar2-Agent (arXiv 2508.20722) section 2.2.3. It is GRPO with another `select`. Departures: the paper's weight 1/p_total is
+infinite for a flawless rollout, so `eps_roc` is added; its halves become floor(n_neg G / N), so that any N >= G is served; and
+what "sample with probability" means without replacement is fixed as seeded Gumbel top-k, whose noise belongs to each rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from strop.algorithms.advantages import outcome_advantages
+from strop.algorithms.aggregation import Aggregation
+from strop.algorithms.grpo import check_constant
+from strop.algorithms.losses import grpo_token_loss, ratio_statistics
+from strop.algorithms.protocol import Column, Decision, LossInputs, Selection
+from strop.algorithms.selection import check_group_size, describe_tie, describe_voids, drop_all, num_to_keep
+from strop.config import Config
+from strop.seeds import derive_seed
+from strop.types import Group, RolloutKey, ToolOutcome, Trajectory
+
+ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
+
+
+def error_ratio(trajectory: Trajectory) -> float:
+    """p_err, rStar2-Agent Eq. 4: the share of tool calls that went wrong; 0.5 without a call, to encourage tool use.
+
+    A call that was not run, because the rollout ended on it, is no call here: nothing came of it.
+    """
+    outcomes = [call.outcome for call in trajectory.calls if call.outcome is not ToolOutcome.NOT_RUN]
+    if not outcomes:
+        return 0.5
+    return sum(outcome.is_error for outcome in outcomes) / len(outcomes)
+
+
+def format_penalty(trajectory: Trajectory) -> float:
+    """p_format, rStar2-Agent Eq. 5: 1 without an answer tag, else min(1, (answers - 1) / turns).
+
+    Tags are counted in what the policy sampled, never in observations or the prompt. Unbalanced tags give 1, as in the
+    authors' released code.
+    """
+    text = "".join(turn.completion_text for turn in trajectory.turns)
+    num_answers = text.count(ANSWER_OPEN)
+    if num_answers == 0 or num_answers != text.count(ANSWER_CLOSE):
+        return 1.0
+    return min(1.0, (num_answers - 1) / max(1, len(trajectory.turns)))
+
+
+class GRPORoC(Config):
+    """Learns from `group_size` rollouts out of `oversample` times as many."""
+
+    name: Literal["grpo_roc"] = "grpo_roc"
+    oversample: float = Field(default=2.0, ge=1)  # N / G; 1 keeps every rollout
+    selection: Literal["sampled", "greedy"] = "sampled"  # greedy: the lowest p_total first; rStar2-Agent's released code
+    eps_roc: float = Field(default=1e-2, gt=0)  # weight = 1 / (p_total + eps_roc)
+    positive_above: float = 0.0  # a rollout is positive if its reward is more
+    min_positives: int = Field(default=0, ge=0)  # 0 in the paper, 2 in the released code; less where there are not as many
+    min_negatives: int = Field(default=0, ge=0)
+    clip_low: float = Field(default=0.2, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
+    eps: float = Field(default=1e-6, ge=0)  # added to the std of rewards
+    normalize_std: bool = True
+    drop_tied: bool = True
+    aggregation: Aggregation = Aggregation.GROUP_TOKEN_MEAN  # Eq. 6; token_mean in the released code
+    constant: int | None = Field(default=None, gt=0)
+
+    @model_validator(mode="after")
+    def _constant_goes_with_its_aggregation(self) -> Self:
+        check_constant(self.aggregation, self.constant)
+        return self
+
+    @property
+    def needs(self) -> frozenset[Column]:
+        return frozenset({Column.OLD_LOGPROBS})
+
+    def num_rollouts(self, group_size: int) -> int:
+        """N = G * oversample, to the nearest. Raises `ConfigError` for a group of one."""
+        check_group_size(group_size, allow_group_of_one=False)
+        return math.floor(group_size * self.oversample + 0.5)
+
+    def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
+        """Draws positives by quality and negatives uniformly, in proportion to their numbers.
+
+        Ties are judged before and after. Of a group with voids, G' = floor(G N' / N) are kept, and none if that is below 2.
+        N = G keeps all.
+        """
+        num_rollouts = self.num_rollouts(group_size)
+        num_kept = num_to_keep(group, group_size=group_size, num_rollouts=num_rollouts)
+        candidates = self._draw(group, seed)
+        figures = [candidate.figures for candidate in candidates]
+        if num_kept < 2:
+            return drop_all(group, describe_voids(group, num_rollouts), figures)
+        if group.is_tied and self.drop_tied:
+            return drop_all(group, describe_tie(group.rewards, positive_above=self.positive_above), figures)
+        num_positives = sum(candidate.is_positive for candidate in candidates)
+        quota = self._positive_quota(num_positives, len(candidates) - num_positives, num_kept)
+        decisions = tuple(candidate.decide(quota if candidate.is_positive else num_kept - quota) for candidate in candidates)
+        selection = Selection(group=group, decisions=decisions)
+        kept_rewards = [scored.reward for scored in selection.kept]
+        if self.drop_tied and len(set(kept_rewards)) < 2:
+            tie = describe_tie(kept_rewards, positive_above=self.positive_above)
+            return drop_all(group, f"after selection a {tie}", figures)
+        return selection
+
+    def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
+        """Mean and std are those of the rollouts that were kept (Eq. 7)."""
+        return outcome_advantages(selections, normalize_std=self.normalize_std, eps=self.eps, allow_group_of_one=False)
+
+    def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
+        return grpo_token_loss(
+            policy_logprobs,
+            inputs.columns[Column.OLD_LOGPROBS],
+            inputs.advantages,
+            inputs.loss_mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+
+    def token_statistics(self, policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
+        return ratio_statistics(
+            policy_logprobs,
+            inputs.columns[Column.OLD_LOGPROBS],
+            inputs.sampled_logprobs,
+            inputs.advantages,
+            inputs.loss_mask,
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+        )
+
+    def _positive_quota(self, num_positives: int, num_negatives: int, num_kept: int) -> int:
+        """How many positives to keep: what floor(n_neg G' / N') negatives leave, then the minority floors."""
+        quota = num_kept - num_negatives * num_kept // (num_positives + num_negatives)
+        least = min(self.min_positives, num_positives)
+        most = num_kept - min(self.min_negatives, num_negatives)
+        if least > most:  # too few to serve both floors: stay in proportion
+            return quota
+        return max(least, min(quota, most))
+
+    def _draw(self, group: Group, seed: int) -> list[_Candidate]:
+        """Every rollout with its place in the draw of its side, in the group's order."""
+        p_errs = [error_ratio(scored.trajectory) for scored in group.trajectories]
+        p_formats = [format_penalty(scored.trajectory) for scored in group.trajectories]
+        is_positive = [scored.reward > self.positive_above for scored in group.trajectories]
+        weights = [
+            1.0 / (p_err + p_format + self.eps_roc) if positive else 1.0
+            for p_err, p_format, positive in zip(p_errs, p_formats, is_positive, strict=True)
+        ]
+        places: dict[int, int] = {}
+        sizes: dict[bool, int] = {}
+        for side in (True, False):
+            rows = [row for row, positive in enumerate(is_positive) if positive == side]
+            keys = [group.trajectories[row].trajectory.key for row in rows]
+            order = draw_order([weights[row] for row in rows], keys, seed, is_greedy=self.selection == "greedy")
+            places |= {rows[drawn]: place for place, drawn in enumerate(order, start=1)}
+            sizes[side] = len(rows)
+        return [
+            _Candidate(
+                is_positive=positive,
+                p_err=p_errs[row],
+                p_format=p_formats[row],
+                weight=weights[row],
+                place=places[row],
+                num_drawn_from=sizes[positive],
+            )
+            for row, positive in enumerate(is_positive)
+        ]
+
+
+def draw_order(weights: Sequence[float], keys: Sequence[RolloutKey], seed: int, *, is_greedy: bool = False) -> list[int]:
+    """Indices in the order in which sampling without replacement, with probability in proportion to weight, draws them.
+
+    Gumbel top-k (Kool et al., arXiv:1903.06059): the order of log weight + Gumbel noise. The noise is a pure function of
+    (seed, key), so that neither the order of the rollouts nor the presence of others changes it (law 8). Greedy: by weight
+    alone, equal weights in the order of the noise.
+    """
+    noise = [_gumbel(seed, key) for key in keys]
+    if is_greedy:
+        return sorted(range(len(weights)), key=lambda index: (-weights[index], -noise[index]))
+    return sorted(range(len(weights)), key=lambda index: -(math.log(weights[index]) + noise[index]))
+
+
+def _gumbel(seed: int, key: RolloutKey) -> float:
+    bits = derive_seed("grpo_roc", seed, key.task_index, key.attempt, key.branch)
+    uniform = ((bits >> 11) + 0.5) / 2.0**52  # 52 bits: in float64 neither 0 nor 1
+    return -math.log(-math.log(uniform))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """One rollout of a group, and its place (from 1) in the draw among the `num_drawn_from` of its side."""
+
+    is_positive: bool
+    p_err: float
+    p_format: float
+    weight: float
+    place: int
+    num_drawn_from: int
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {
+            "p_err": self.p_err,
+            "p_format": self.p_format,
+            "weight": self.weight,
+            "draw_order": float(self.place),
+        }
+
+    def decide(self, quota: int) -> Decision:
+        """Kept if it was among the first `quota` that were drawn."""
+        is_kept = self.place <= quota
+        side = "correct" if self.is_positive else "wrong"
+        reason = (
+            f"{'kept' if is_kept else 'dropped'}: {side}, draw {self.place} of {self.num_drawn_from}"
+            f" ({min(quota, self.num_drawn_from)} kept), p_err {self.p_err:.2f}, p_format {self.p_format:.2f}"
+        )
+        return Decision(is_kept=is_kept, reason=reason, figures=self.figures)
