@@ -37,7 +37,7 @@ class RunRequest:
     wall_s: float = 4.0
     memory_mib: int = 512
     output_bytes: int = 65_536  # head and tail are kept beyond it
-    seed: int = 0  # hash seed of the interpreter: the same call gives the same text
+    seed: int = 0  # of Python's `random`; the hash seed is fixed: the same call gives the same text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

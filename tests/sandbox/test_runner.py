@@ -1,0 +1,170 @@
+"""The runner itself: many calls at once, its own death, its end, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from strop.errors import MachineError
+from strop.sandbox import (
+    LocalSandbox,
+    RunOutcome,
+    RunRequest,
+    Sandbox,
+    SandboxConfig,
+    ScriptedSandbox,
+    scripted_result,
+)
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+    return children + [below for child in children for below in descendants(child)]
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_fifty_calls_at_once_get_each_its_own_answer() -> None:
+    async def play() -> None:
+        async with LocalSandbox(SandboxConfig(max_running=8)) as box:
+            requests = [RunRequest(code=f"print(input(), {number})", stdin=f"call {number}") for number in range(50)]
+            results = await asyncio.gather(*map(box.run, requests))
+            assert [result.text for result in results] == [f"call {number} {number}\n" for number in range(50)]
+
+    asyncio.run(play())
+
+
+def test_time_in_the_queue_is_reported_and_not_counted_against_the_limit() -> None:
+    async def play() -> None:
+        async with LocalSandbox(SandboxConfig(max_running=1)) as box:
+            slow = RunRequest(code="import time; time.sleep(0.3); print('done')", wall_s=0.8)
+            results = await asyncio.gather(*(box.run(slow) for _ in range(4)))
+            assert [result.outcome for result in results] == [RunOutcome.STDOUT] * 4
+            assert max(result.queue_s for result in results) > 0.8
+            assert max(result.run_s for result in results) < 0.8
+
+    asyncio.run(play())
+
+
+def test_a_loop_does_not_hold_up_the_calls_beside_it() -> None:
+    async def play() -> None:
+        async with LocalSandbox(SandboxConfig(max_running=4)) as box:
+            loop = asyncio.create_task(box.run(RunRequest(code="while True: pass", wall_s=1.0)))
+            for _ in range(20):
+                assert (await box.run(RunRequest(code="1"))).text == "1"
+            assert not loop.done()
+            assert (await loop).outcome is RunOutcome.TIMEOUT
+
+    asyncio.run(play())
+
+
+def test_calls_in_flight_survive_the_death_of_the_fork_server() -> None:
+    async def play() -> None:
+        async with LocalSandbox(SandboxConfig(max_running=4)) as box:
+            request = RunRequest(code="import time; time.sleep(0.3); print('done')")
+            calls = [asyncio.create_task(box.run(request)) for _ in range(8)]
+            await asyncio.sleep(0.15)
+            os.kill(descendants(os.getpid())[0], signal.SIGKILL)
+            assert [result.text for result in await asyncio.gather(*calls)] == ["done\n"] * 8
+
+    asyncio.run(play())
+
+
+def test_a_fork_server_that_keeps_dying_is_our_fault_and_not_the_programs() -> None:
+    async def play() -> None:
+        async with LocalSandbox() as box:
+            call = asyncio.create_task(box.run(RunRequest(code="import time; time.sleep(60)", wall_s=60.0)))
+            for _ in range(2):
+                await asyncio.sleep(0.4)
+                os.kill(descendants(os.getpid())[0], signal.SIGKILL)
+            with pytest.raises(MachineError, match="died twice"):
+                await call
+
+    asyncio.run(play())
+
+
+def test_a_cancelled_call_takes_its_program_with_it() -> None:
+    async def play() -> None:
+        async with LocalSandbox() as box:
+            before = len(descendants(os.getpid()))
+            call = asyncio.create_task(box.run(RunRequest(code="while True: pass")))
+            await asyncio.sleep(0.2)
+            assert len(descendants(os.getpid())) == before + 1
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await asyncio.sleep(0.1)
+            assert len(descendants(os.getpid())) == before
+
+    asyncio.run(play())
+
+
+def test_descriptors_and_processes_do_not_grow_with_calls() -> None:
+    async def play() -> None:
+        async with LocalSandbox() as box:
+            programs = ["print(1)", "1 / 0", "import os; os.fork()", "import os; os._exit(3)", "while True: print('x' * 99999)"]
+            await asyncio.gather(*(box.run(RunRequest(code=code)) for code in programs))
+            before = num_descriptors(), len(descendants(os.getpid()))
+            for _ in range(12):
+                await asyncio.gather(*(box.run(RunRequest(code=programs[n % 5], output_bytes=4096)) for n in range(25)))
+            assert (num_descriptors(), len(descendants(os.getpid()))) == before
+
+    asyncio.run(play())
+
+
+def test_close_leaves_nothing_behind_and_may_be_called_twice() -> None:
+    descriptors, processes = num_descriptors(), descendants(os.getpid())
+    box = Sandbox()
+    box.run("print(1)")
+    assert descendants(os.getpid()) != processes
+    box.close()
+    box.close()
+    assert descendants(os.getpid()) == processes
+    assert num_descriptors() == descriptors
+
+
+def test_close_ends_the_calls_that_still_run() -> None:
+    async def play() -> None:
+        box = LocalSandbox()
+        call = asyncio.create_task(box.run(RunRequest(code="while True: pass", wall_s=60.0)))
+        await asyncio.sleep(0.3)
+        await box.close()
+        with pytest.raises(MachineError, match="closed"):
+            await call
+        with pytest.raises(MachineError, match="closed"):
+            await box.run(RunRequest(code="1"))
+
+    asyncio.run(play())
+
+
+def test_a_scripted_sandbox_answers_from_its_script() -> None:
+    box = ScriptedSandbox(answer={"1 + 1": "2", "1 / 0": scripted_result("ZeroDivisionError", RunOutcome.ERROR)})
+    assert asyncio.run(box.run(RunRequest(code="1 + 1"))).text == "2"
+    assert asyncio.run(box.run(RunRequest(code="1 / 0"))).outcome is RunOutcome.ERROR
+    assert [request.code for request in box.requests] == ["1 + 1", "1 / 0"]
+
+
+def test_a_scripted_sandbox_fails_the_same_requests_under_the_same_seed() -> None:
+    async def faults(seed: int) -> list[bool]:
+        box = ScriptedSandbox(answer=lambda request: request.code, fault_rate=0.5, max_latency_s=0.001, seed=seed)
+        requests = [RunRequest(code=str(number)) for number in range(20)]
+        results = await asyncio.gather(*map(box.run, requests), return_exceptions=True)
+        return [isinstance(result, MachineError) for result in results]
+
+    first = asyncio.run(faults(1))
+    assert asyncio.run(faults(1)) == first
+    assert asyncio.run(faults(2)) != first
+    assert 0 < sum(first) < 20
+
+
+def test_a_scripted_sandbox_dies_when_its_script_says_so() -> None:
+    box = ScriptedSandbox(answer=lambda request: "ok", dies_after=1)
+    assert asyncio.run(box.run(RunRequest(code="1"))).text == "ok"
+    with pytest.raises(MachineError, match="died after 1 requests"):
+        asyncio.run(box.run(RunRequest(code="1")))
