@@ -1,0 +1,140 @@
+"""The Python tool: runs the policy's program in a sandbox and shows one of the four responses of rStar2-Agent section 2.1.
+
+Printed output; else the last expression as IPython would show it; an error with its traceback; a timeout.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+from pydantic import Field
+
+from strop.config import Config
+from strop.errors import MachineError, ToolBroken
+from strop.sandbox.protocol import CodeRunner, RunOutcome, RunRequest, RunResult
+from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.types import ToolOutcome
+
+_log = logging.getLogger(__name__)
+
+_RETRIES = 2  # of what is our fault, never of what a program did
+_DESCRIPTION = (
+    "Executes Python code with the given standard input and returns what it printed, or the value of its last expression."
+)
+_OUTCOMES = {
+    RunOutcome.STDOUT: ToolOutcome.STDOUT,
+    RunOutcome.ECHO: ToolOutcome.ECHO,
+    RunOutcome.EMPTY: ToolOutcome.EMPTY,
+    RunOutcome.ERROR: ToolOutcome.ERROR,
+    RunOutcome.TIMEOUT: ToolOutcome.TIMEOUT,
+    RunOutcome.KILLED: ToolOutcome.KILLED,
+    RunOutcome.REJECTED: ToolOutcome.REJECTED,
+}
+
+
+class PythonToolConfig(Config):
+    """The tool's name in the prompt, and the limits of one call."""
+
+    name: str = Field(default="execute_python_code_with_standard_io", min_length=1)  # rStar2-Agent, Figure 3
+    wall_s: float = Field(default=4.0, gt=0)
+    memory_mib: int = Field(default=512, ge=32)
+    max_chars: int = Field(default=4_096, ge=64)  # of what the policy is shown; head and tail are kept beyond it
+
+
+class PythonTool(Tool):
+    """Runs `code` with `input` on stdin. Every call is a fresh program: nothing is kept from one to the next.
+
+    Args:
+        runner: where programs run; shared by all rollouts, closed by whoever made it.
+        config: name and limits.
+    """
+
+    def __init__(self, runner: CodeRunner, config: PythonToolConfig | None = None) -> None:
+        self._runner = runner
+        self._config = config or PythonToolConfig()
+        self._spec = ToolSpec(
+            name=self._config.name,
+            description=_DESCRIPTION,
+            parameters={
+                "type": "object",
+                "properties": {
+                    "code": {"type": "string", "description": "The Python code to execute."},
+                    "input": {"type": "string", "description": "What the code reads from standard input."},
+                },
+                "required": ["code", "input"],
+            },
+        )
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+        """Run once; `input` may be left out. Raises `ToolBroken` when the sandbox fails again and again."""
+        started_at = time.perf_counter()
+        code, stdin = arguments.get("code"), arguments.get("input", "")
+        if mistake := self._mistake(arguments):
+            return ToolResult(outcome=ToolOutcome.WRONG_ARGUMENTS, text=mistake, duration_s=0.0)
+        assert isinstance(code, str)
+        assert isinstance(stdin, str)
+        request = RunRequest(
+            code=code,
+            stdin=stdin,
+            wall_s=self._config.wall_s,
+            memory_mib=self._config.memory_mib,
+            output_bytes=max(256, 4 * self._config.max_chars),  # a character has at most 4 bytes
+            seed=seed,
+        )
+        result = await self._run(request)
+        return ToolResult(
+            outcome=_OUTCOMES[result.outcome],
+            text=self._text(result),
+            duration_s=time.perf_counter() - started_at,
+        )
+
+    def _mistake(self, arguments: Mapping[str, object]) -> str:
+        """What is wrong with the arguments, in words for the policy; empty when nothing is."""
+        if "code" not in arguments:
+            return f"{self.spec.name}: the argument 'code' is missing."
+        for name, value in arguments.items():
+            if name not in ("code", "input"):
+                return f"{self.spec.name}: there is no argument {name!r}; the arguments are 'code' and 'input'."
+            if not isinstance(value, str):
+                return f"{self.spec.name}: the argument {name!r} must be a string."
+        return ""
+
+    async def _run(self, request: RunRequest) -> RunResult:
+        fault = ""
+        for _ in range(1 + _RETRIES):
+            try:
+                result = await self._runner.run(request)
+            except MachineError as error:
+                fault = str(error)
+            else:
+                if result.outcome in _OUTCOMES:
+                    return result
+                fault = f"{result.outcome}: {result.reason}"
+            _log.warning("the sandbox failed a call of %s: %s", self.spec.name, fault)
+        raise ToolBroken(f"{self.spec.name}: the sandbox failed {1 + _RETRIES} times in a row, last with {fault}")
+
+    def _text(self, result: RunResult) -> str:
+        shown = shorten(result.text, self._config.max_chars)
+        if result.outcome is RunOutcome.TIMEOUT:
+            return _with_line(shown, f"Execution timed out after {self._config.wall_s:g} s.")
+        if result.outcome is RunOutcome.KILLED:
+            return _with_line(shown, f"Execution was killed ({result.reason}).")
+        return shown
+
+
+def shorten(text: str, max_chars: int) -> str:
+    """`text`, or its head and its tail of together `max_chars` characters around a line that counts what is left out."""
+    if len(text) <= max_chars:
+        return text
+    head, tail = max_chars - max_chars // 2, max_chars // 2
+    return f"{text[:head]}\n[... {len(text) - max_chars} characters left out ...]\n{text[len(text) - tail :]}"
+
+
+def _with_line(text: str, line: str) -> str:
+    return text + ("\n" if text and not text.endswith("\n") else "") + line
