@@ -6,12 +6,14 @@ One row per trajectory, in canonical order; `T` is the longest row. Column `t` o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from strop.algorithms.protocol import Column
+from strop.algorithms.aggregation import Aggregation, token_weights
+from strop.algorithms.protocol import Column, Selection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,3 +28,173 @@ class TokenBatch:
     sampled_logprobs: Tensor  # float32, nats, 0 where nothing was sampled
     columns: Mapping[Column, Tensor]  # float32; those that were asked for
     temperature: float  # at which the tokens were sampled, and are scored (law 5)
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that are trained on."""
+        return int(self.loss_mask.sum())
+
+    def to(self, device: torch.device) -> TokenBatch:
+        return TokenBatch(
+            ids=self.ids.to(device),
+            lengths=self.lengths.to(device),
+            loss_mask=self.loss_mask.to(device),
+            loss_weights=self.loss_weights.to(device),
+            advantages=self.advantages.to(device),
+            sampled_logprobs=self.sampled_logprobs.to(device),
+            columns={column: values.to(device) for column, values in self.columns.items()},
+            temperature=self.temperature,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row before padding; all sequences are of one length."""
+
+    ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    advantages: Tensor  # float32 (len(ids),)
+    sampled_logprobs: Sequence[float]
+    group: int  # equal for rows that are compared with each other
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Rows of a batch that go through the model at once, as a batch of their own, cut after their last trained token."""
+
+    rows: Tensor  # int64 (n,), where they stand in the whole batch
+    batch: TokenBatch
+
+
+def pack(
+    selections: Sequence[Selection],
+    advantages: Sequence[Sequence[Tensor]],
+    *,
+    aggregation: Aggregation,
+    temperature: float,
+    constant: int | None = None,
+) -> TokenBatch:
+    """The kept trajectories of one update as a batch, in canonical order (law 4); of no rows if none was kept.
+
+    Masks come from each trajectory's provenance (law 2). Weights are computed here, over the whole update, and never again.
+
+    Args:
+        selections: the groups of one update, in any order.
+        advantages: `method.advantages(selections)`: per selection and kept trajectory a tensor (len(trajectory.ids),).
+        aggregation, constant: the method's.
+        temperature: at which the tokens were sampled.
+
+    Raises:
+        ValueError: advantages do not match the trajectories.
+    """
+    keyed = []
+    for group, (selection, of_group) in enumerate(zip(selections, advantages, strict=True)):
+        for scored, of_tokens in zip(selection.kept, of_group, strict=True):
+            trajectory = scored.trajectory
+            row = Row(
+                ids=trajectory.ids,
+                loss_mask=trajectory.loss_mask,
+                advantages=of_tokens,
+                sampled_logprobs=trajectory.sampled_logprobs,
+                group=group,
+            )
+            keyed.append((trajectory.key, row))
+    keyed.sort(key=lambda pair: pair[0])
+    return pack_rows([row for _, row in keyed], aggregation=aggregation, temperature=temperature, constant=constant)
+
+
+def pack_rows(rows: Sequence[Row], *, aggregation: Aggregation, temperature: float, constant: int | None = None) -> TokenBatch:
+    """`rows` of one update in the order given, padded on the right to the longest of them.
+
+    Raises:
+        ValueError: the sequences of a row differ in length.
+    """
+    num_columns = max((len(row.ids) for row in rows), default=1)
+    shape = (len(rows), num_columns)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
+    advantages = torch.zeros(shape)
+    sampled_logprobs = torch.zeros(shape)
+    for index, row in enumerate(rows):
+        length = len(row.ids)
+        if not length == len(row.loss_mask) == len(row.sampled_logprobs) == row.advantages.numel():
+            raise ValueError(
+                f"row {index} has {length} ids, but {len(row.loss_mask)} mask values, {len(row.sampled_logprobs)} log-probs"
+                f" and {row.advantages.numel()} advantages: one of each belongs to every token"
+            )
+        ids[index, :length] = torch.tensor(row.ids)
+        loss_mask[index, :length] = torch.tensor(row.loss_mask)
+        advantages[index, :length] = row.advantages
+        sampled_logprobs[index, :length] = torch.tensor(row.sampled_logprobs)
+    loss_mask[:, 0] = False  # nothing comes before it, so nothing predicts it
+    groups = torch.tensor([row.group for row in rows], dtype=torch.int64)
+    return TokenBatch(
+        ids=ids,
+        lengths=torch.tensor([len(row.ids) for row in rows], dtype=torch.int64),
+        loss_mask=loss_mask,
+        loss_weights=token_weights(loss_mask, groups, aggregation, constant=constant),
+        advantages=torch.where(loss_mask, advantages, 0.0),
+        sampled_logprobs=sampled_logprobs,
+        columns={},
+        temperature=temperature,
+    )
+
+
+def split_by_group(selections: Sequence[Selection], num_minibatches: int) -> list[list[Selection]]:
+    """The groups that kept something, in canonical order, in `num_minibatches` runs of nearly equal numbers of groups.
+
+    A mini-batch is one update: `pack` each of them by itself, and score it by itself, so that each update's weights sum as its
+    aggregation says. Groups are never torn. With fewer groups than mini-batches asked for, there is one mini-batch a group;
+    with none, there is none. The first mini-batches hold the one group more that an uneven division leaves.
+
+    Raises:
+        ValueError: `num_minibatches` is not positive.
+    """
+    if num_minibatches < 1:
+        raise ValueError(f"num_minibatches is {num_minibatches}: a batch cannot be split into less than one part")
+    groups = sorted((selection for selection in selections if selection.kept), key=lambda each: each.group.task_index)
+    num_parts = min(num_minibatches, len(groups))
+    parts = []
+    start = 0
+    for part in range(num_parts):
+        end = start + len(groups) // num_parts + (part < len(groups) % num_parts)
+        parts.append(groups[start:end])
+        start = end
+    return parts
+
+
+def microbatches(batch: TokenBatch, max_tokens: int) -> list[Microbatch]:
+    """`batch` in parts of at most `max_tokens` padded tokens, shortest rows first; a longer row goes by itself.
+
+    A row counts up to its last trained token, since nothing after it reaches the loss; a row without one is left out. Rows of
+    equal length stay in canonical order, so the parts are a pure function of the batch.
+    """
+    positions = torch.arange(1, batch.loss_mask.shape[1] + 1)
+    lengths = (batch.loss_mask * positions).amax(1).tolist() if len(batch.lengths) else []
+    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: lengths[row])
+    parts: list[list[int]] = []
+    for row in order:
+        if parts and (len(parts[-1]) + 1) * lengths[row] <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return [_take(batch, part, lengths[part[-1]]) for part in parts]
+
+
+def _take(batch: TokenBatch, rows: list[int], num_columns: int) -> Microbatch:
+    index = torch.tensor(rows, dtype=torch.int64)
+
+    def cut(values: Tensor) -> Tensor:
+        return values[index, :num_columns]
+
+    taken = TokenBatch(
+        ids=cut(batch.ids),
+        lengths=batch.lengths[index].clamp(max=num_columns),
+        loss_mask=cut(batch.loss_mask),
+        loss_weights=cut(batch.loss_weights),
+        advantages=cut(batch.advantages),
+        sampled_logprobs=cut(batch.sampled_logprobs),
+        columns={column: cut(values) for column, values in batch.columns.items()},
+        temperature=batch.temperature,
+    )
+    return Microbatch(rows=index, batch=taken)

@@ -1,4 +1,4 @@
-"""What a trainer owes the controller, whether it is local, torchrun workers or actors: the same five calls."""
+"""What a trainer owes the controller, whether it is local, torchrun workers or actors: the same few calls."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ TokenStatistics: TypeAlias = Callable[[Tensor, LossInputs], dict[str, Tensor]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """One optimizer step."""
+    """One optimizer step, or why there was none: then nothing of the trainer has changed."""
 
     update: int  # how many updates this trainer has done, this one included
-    loss: float
+    loss: float  # not finite where that is why the update was skipped; so is grad_norm
     grad_norm: float  # before clipping
     learning_rate: float
-    statistics: Mapping[str, float]  # means over unmasked tokens: entropy_nats and the method's own
+    statistics: Mapping[str, float]  # means over unmasked tokens: entropy_nats and the method's own; empty when skipped
+    skip_reason: str = ""  # nothing to learn from, or a loss or gradient that is not finite
+
+    @property
+    def is_skipped(self) -> bool:
+        return bool(self.skip_reason)
 
 
 class Trainer(Protocol):
@@ -38,7 +43,11 @@ class Trainer(Protocol):
         """`batch` with `column` filled in by the policy (or the reference), without gradient, at the batch's temperature."""
 
     async def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
-        """One optimizer step on the whole batch: loss = sum(loss_weights * token loss), split as memory asks (law 4)."""
+        """One optimizer step on the whole batch: loss = sum(loss_weights * token loss), split as memory asks (law 4).
+
+        Raises:
+            CannotLearnError: too many updates in a row were skipped.
+        """
 
     async def publish(self, engine: InferenceEngine, *, version: int) -> str:
         """Send the weights to the engine in its dtype; returns their checksum once the engine has proved it (law 6)."""
@@ -48,3 +57,9 @@ class Trainer(Protocol):
 
     async def load(self, directory: Path) -> None:
         """Continue from what `save` wrote: the next update is the one that would have followed, bit for bit."""
+
+    async def reset_optimizer(self) -> None:
+        """Forget the moments and start the learning-rate schedule again; the weights and `num_updates` stay."""
+
+    async def close(self) -> None:
+        """Wait for a call that still runs, then give the threads and devices back."""

@@ -1,0 +1,62 @@
+"""Settings of the trainer and its optimizer, and the learning rate of each update."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import Field
+
+from strop.config import Config
+
+
+class Schedule(StrEnum):
+    """What the learning rate does after the warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"  # half a cosine down to `final_lr_fraction`, reached after the last update
+
+
+class OptimizerConfig(Config):
+    """AdamW. Vectors (norms, biases) are never decayed."""
+
+    lr: float = Field(default=1e-6, gt=0)  # rStar2-Agent (arXiv 2508.20722) section 4.3
+    betas: tuple[float, float] = (0.9, 0.95)  # CS336 assignment 5
+    weight_decay: float = Field(default=0.0, ge=0)
+    eps: float = Field(default=1e-8, gt=0)
+    grad_clip: float = Field(default=1.0, ge=0)  # largest gradient norm; 0: no clipping
+    warmup_updates: int = Field(default=0, ge=0)  # linear; the first update already moves
+    schedule: Schedule = Schedule.CONSTANT
+    final_lr_fraction: float = Field(default=0.0, ge=0, le=1)  # of lr, at the end of the cosine
+
+
+class TrainerConfig(Config):
+    """How one process trains one model."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    precision: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and optimizer are float32 always
+    device: str = "cpu"  # or "cuda", "cuda:1"
+    max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # padded; decides memory, never the gradient (law 4)
+    max_logits: int = Field(default=2**26, gt=0)  # held at once, in float32: 256 MiB
+    max_skipped_updates: int = Field(default=3, gt=0)  # in a row, before the run says that it cannot learn
+
+
+def learning_rate(config: OptimizerConfig, update: int, total_updates: int | None) -> float:
+    """The learning rate of the update that comes after `update` others.
+
+    Raises:
+        ValueError: a cosine without `total_updates`, or without an update after its warm-up.
+    """
+    if update < config.warmup_updates:
+        return config.lr * (update + 1) / config.warmup_updates
+    if config.schedule is Schedule.CONSTANT:
+        return config.lr
+    if total_updates is None or total_updates <= config.warmup_updates:
+        raise ValueError(
+            f"optimizer.schedule is 'cosine' over {total_updates} updates after {config.warmup_updates} of warm-up:"
+            " it needs a total that is larger than the warm-up"
+        )
+    progress = min(1.0, (update - config.warmup_updates) / (total_updates - config.warmup_updates))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * cosine)
