@@ -36,6 +36,7 @@ def told(result: RunResult) -> tuple[str, str]:
         ("if __name__ == '__main__':\n    print('main')", ("stdout", "main\n")),
         ("raise SystemExit", ("empty", "")),
         ("print(1)\nraise SystemExit(0)", ("stdout", "1\n")),
+        ("print(1)\nexit()", ("stdout", "1\n")),
         ("raise SystemExit(3)", ("error", "The program exited with code 3.\n")),
         ("import sys; sys.exit('enough')", ("error", "enough\nThe program exited with code 1.\n")),
         ("import os; os._exit(7)", ("error", "The program exited with code 7.\n")),
@@ -72,11 +73,13 @@ def test_a_traceback_through_the_standard_library_hides_where_it_lies(box: Sandb
     ("code", "last_line"),
     [
         ("x = = 1", "SyntaxError: invalid syntax"),
+        ("await x", "SyntaxError: 'await' outside function"),
         ("  x", "IndentationError: unexpected indent"),
         ("input()", "EOFError: EOF when reading a line"),
         ("def f(n): return f(n + 1)\nf(0)", "RecursionError: maximum recursion depth exceeded"),
         ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E", "E: <exception str() failed>"),
         ("class V:\n    def __repr__(self): raise ValueError('no repr')\nV()", "ValueError: no repr"),
+        ("kept = []\nwhile True: kept.append([0])", "MemoryError"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("x = 'a' * (1 << 40)", "MemoryError"),
         ("open('big', 'wb').write(b'0' * (32 << 20))", "OSError: [Errno 27] File too large"),
@@ -85,9 +88,20 @@ def test_a_traceback_through_the_standard_library_hides_where_it_lies(box: Sandb
     ],
 )
 def test_the_mistakes_of_a_program_are_errors_that_name_themselves(box: Sandbox, code: str, last_line: str) -> None:
-    result = box.run(code)
+    result = box.run(code, memory_mib=128)
     assert result.outcome is RunOutcome.ERROR
     assert result.text.endswith(last_line + "\n")
+
+
+def test_a_syntax_error_shows_its_line(box: Sandbox) -> None:
+    assert box.run("x = 1\nreturn x").text.splitlines()[:2] == ['  File "<code>", line 2', "    return x"]
+
+
+def test_a_recursion_without_limit_ends_in_a_short_error(box: Sandbox) -> None:
+    result = box.run("import sys; sys.setrecursionlimit(10**9)\ndef f(n): return f(n + 1)\nf(0)", memory_mib=128)
+    assert result.outcome is RunOutcome.ERROR  # MemoryError, or what CPython makes of it
+    assert "[Previous line repeated 1996 more times]" in result.text
+    assert len(result.text) < 1_000
 
 
 def test_what_was_printed_before_an_exception_is_kept(box: Sandbox) -> None:
@@ -153,7 +167,9 @@ def test_a_flood_of_output_ends_the_program_with_the_same_text_each_time(box: Sa
     [
         "object()",
         "[object(), lambda: 0, type('T', (), {})()]",
-        "import random\nrandom.random()",
+        "import random, secrets\nprint(random.random(), random.SystemRandom().random(), secrets.token_hex())",
+        "import uuid\nprint(uuid.uuid4())",
+        "import numpy\nprint(numpy.random.rand(), numpy.random.default_rng().random())",
         "print({'a', 'b', 'c', 'd'}, hash('text'), id([]))",
         "import os\nprint(os.getpid(), os.getppid(), os.getuid(), os.getcwd(), sorted(os.environ.items()), os.listdir('/'))",
         "import fractions, decimal\nobject()",
@@ -161,6 +177,7 @@ def test_a_flood_of_output_ends_the_program_with_the_same_text_each_time(box: Sa
 )
 def test_the_same_call_gives_the_same_text_whatever_ran_before(box: Sandbox, code: str) -> None:
     first = box.run(code, seed=3).text
+    assert "Traceback" not in first
     for other in ("1 / 0", "x = [object() for _ in range(1000)]", "print('x' * 5000)", "import os; os._exit(2)"):
         box.run(other)
         assert box.run(code, seed=3).text == first

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,46 @@ def test_a_cancelled_call_takes_its_program_with_it() -> None:
             assert len(descendants(os.getpid())) == before
 
     asyncio.run(play())
+
+
+def test_a_call_cancelled_before_its_program_started_leaves_no_program() -> None:
+    async def play() -> None:
+        async with LocalSandbox(SandboxConfig(max_running=8)) as box:
+            before = num_descriptors(), len(descendants(os.getpid()))
+            for num_turns in range(12):  # of the event loop: the call is then in another place each time
+                call = asyncio.create_task(box.run(RunRequest(code="while True: pass", wall_s=60.0)))
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+            await box.run(RunRequest(code="1"))
+            await asyncio.sleep(0.1)
+            assert (num_descriptors(), len(descendants(os.getpid()))) == before
+
+    asyncio.run(play())
+
+
+def test_addresses_do_not_depend_on_what_runs_at_the_same_time() -> None:
+    async def play() -> None:
+        texts = set()
+        for _ in range(2):
+            async with LocalSandbox(SandboxConfig(max_running=6)) as box:
+                programs = ["object()", "1 / 0", "print('x' * 9999)", "import time; time.sleep(0.01)", "object()"]
+                results = await asyncio.gather(*(box.run(RunRequest(code=programs[n % 5])) for n in range(100)))
+                texts |= {result.text for result in results if result.text.startswith("<object")}
+        assert len(texts) == 1
+
+    asyncio.run(play())
+
+
+def test_close_tells_the_threads_that_wait_for_an_answer() -> None:
+    box = Sandbox()
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(box.run, "while True: pass", wall_s=60.0) for _ in range(3)]
+        time.sleep(0.3)
+        box.close()
+        assert all(isinstance(call.exception(timeout=5), MachineError) for call in calls)
 
 
 def test_descriptors_and_processes_do_not_grow_with_calls() -> None:

@@ -7,7 +7,16 @@ import asyncio
 import pytest
 
 from strop.errors import MachineError, ToolBroken
-from strop.sandbox import LocalSandbox, RunOutcome, RunRequest, RunResult, ScriptedSandbox, scripted_result
+from strop.sandbox import (
+    IsolationLevel,
+    LocalSandbox,
+    RunOutcome,
+    RunRequest,
+    RunResult,
+    SandboxConfig,
+    ScriptedSandbox,
+    scripted_result,
+)
 from strop.tools import PythonTool, PythonToolConfig, ToolResult
 from strop.types import ToolOutcome
 
@@ -32,7 +41,7 @@ def test_it_is_described_as_in_the_prompt_of_rstar2_agent() -> None:
 
 def test_the_four_responses_of_rstar2_agent_come_from_real_programs() -> None:
     async def play() -> list[ToolResult]:
-        async with LocalSandbox() as box:
+        async with LocalSandbox(SandboxConfig(min_level=IsolationLevel.PROCESS)) as box:
             tool = PythonTool(box, PythonToolConfig(wall_s=0.5))
             programs = [
                 "print(int(input()) * 2)",

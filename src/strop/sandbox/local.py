@@ -11,7 +11,6 @@ import contextlib
 import itertools
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -178,6 +177,11 @@ class _Files:
     def to_send(self) -> tuple[int, int, int, int]:
         return self.payload, self.stdin, self.output_write, self.record
 
+    def close_output_write(self) -> None:
+        """The program holds it now: the pipe ends when the last of its processes does."""
+        os.close(self.output_write)
+        self.output_write = -1
+
     def close(self) -> None:
         for descriptor in (self.payload, self.stdin, self.record, self.output_read, self.output_write):
             if descriptor >= 0:
@@ -304,13 +308,17 @@ class LocalSandbox(CodeRunner):
 
     async def _run_once(self, zygote: _Zygote, request: RunRequest) -> _Run:
         """Raises `_ZygoteLost`. On every way out the program is dead and its files are closed."""
-        is_isolated = self.level is IsolationLevel.NAMESPACES
-        directory = "" if is_isolated else tempfile.mkdtemp(prefix="strop-")
+        if self.level is IsolationLevel.NAMESPACES:
+            return await self._run_in(zygote, request, directory="")  # a child makes its own
+        with tempfile.TemporaryDirectory(prefix="strop-", ignore_cleanup_errors=True) as directory:
+            return await self._run_in(zygote, request, directory=directory)
+
+    async def _run_in(self, zygote: _Zygote, request: RunRequest, *, directory: str) -> _Run:
         files = _open_files(request, directory)
         loop = asyncio.get_running_loop()
         output = OutputTail(limit=request.output_bytes, skip=len(wire.READY))
         flooded = loop.create_future()
-        started: _Started | None = None
+        call: _Call | None = None
 
         def read() -> None:
             with contextlib.suppress(BlockingIOError):
@@ -323,8 +331,7 @@ class LocalSandbox(CodeRunner):
 
         try:
             call = zygote.request(files.to_send)
-            os.close(files.output_write)
-            files.output_write = -1
+            files.close_output_write()
             loop.add_reader(files.output_read, read)
             started = await _within(_FORK_LIMIT_S, call.started, zygote)
             started_at = time.perf_counter()
@@ -334,19 +341,18 @@ class LocalSandbox(CodeRunner):
             self._kill(started)
             ended = await _within(_KILL_LIMIT_S, call.ended, zygote)
             run_s = time.perf_counter() - started_at
-            if not output.is_flood:
-                output.drain(files.output_read)
-                stopped_for = stopped_for or ("output" if output.is_flood else "")
+            output.drain(files.output_read)
+            if output.is_flood and not stopped_for:
+                stopped_for = "output"
             kind, text = _read_record(files.record)
             return _Run(ended=ended, stopped_for=stopped_for, output=output, record_kind=kind, record_text=text, run_s=run_s)
         finally:
             loop.remove_reader(files.output_read)
-            if started is not None:
-                self._kill(started)
-                os.close(started.pidfd)
             files.close()
-            if directory:
-                shutil.rmtree(directory, ignore_errors=True)
+            # If it has not started yet, cancelling tells the reader of the reports to kill it when it does.
+            if call is not None and not call.started.cancel() and call.started.exception() is None:
+                self._kill(call.started.result())
+                os.close(call.started.result().pidfd)
 
     def _kill(self, started: _Started) -> None:
         """The program is pid 1 of its namespace: with it dies everything it started."""

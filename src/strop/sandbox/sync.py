@@ -60,10 +60,15 @@ class Sandbox:
         """End every program that still runs. Safe to call twice."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._box.close(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._end_calls(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end_calls(self) -> None:
+        """Close, and let every call that was waiting tell its thread so."""
+        await self._box.close()
+        await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
     def __enter__(self) -> Self:
         return self

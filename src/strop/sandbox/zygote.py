@@ -13,6 +13,7 @@ through buffers made once, so that the heap at each fork is the same whatever ra
 
 from __future__ import annotations
 
+import _sitebuiltins
 import atexit
 import builtins
 import ctypes
@@ -30,7 +31,7 @@ import sys
 import traceback
 from _ast import Expr, Expression, Module, PyCF_ONLY_AST
 from collections.abc import Callable
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn, TextIO
 
 PAYLOAD_HEADER = struct.Struct("<QQI")  # seed, memory in bytes, length of the working directory's path
@@ -41,6 +42,8 @@ READY = b"\x01"  # the first byte on the output pipe: everything after it is the
 REPORT = struct.Struct("<IiQq")  # kind, status, call id, pid
 KIND_HELLO, KIND_FAILED, KIND_STARTED, KIND_EXITED, KIND_SIGNALED = range(5)
 MAX_TRACEBACK_CHARS = 8_000
+MAX_FRAMES = 2_000  # twice Python's recursion limit; formatting millions takes longer than a program may run
+SPARE_BYTES = 32 << 20  # for the traceback of a program that has used all its memory
 MAX_PROCESSES = 32  # threads count too
 MAX_FILE_BYTES = 16 << 20
 WORK_DIRECTORY = "/tmp/work"
@@ -217,7 +220,7 @@ class Zygote:
             sys.stdout = _text_stream(1)
             sys.stderr = _text_stream(2)
             sys.__dict__.update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)  # read-only to type checkers
-            random.seed(seed)
+            _seed(seed)
             os.write(1, READY)
         except BaseException as error:
             _write_record(shown, RECORD_SETUP, f"{type(error).__name__}: {error}")
@@ -278,12 +281,20 @@ def _limit(memory_bytes: int) -> None:
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
         (resource.RLIMIT_NPROC, MAX_PROCESSES),
-        (resource.RLIMIT_AS, memory_bytes),
     ):
         hard = resource.getrlimit(kind)[1]
         value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
         resource.setrlimit(kind, (value, value))
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes + SPARE_BYTES))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an OSError
+
+
+def _seed(seed: int) -> None:
+    """Make everything that draws its own seed from the system, such as numpy's generators, a function of `seed`."""
+    random.seed(seed)
+    entropy = random.Random(f"system entropy {seed}").randbytes
+    random.__dict__["_urandom"] = entropy  # what `secrets` and `SystemRandom` draw from
+    os.urandom = entropy
 
 
 def _address_space(proc: int) -> int:
@@ -381,16 +392,37 @@ def _exit_code(error: SystemExit, stderr: TextIO) -> int:
 def _format(error: BaseException, format_exception: Callable[[BaseException], list[str]] = traceback.format_exception) -> str:
     """The traceback without the runner's frames and without the places where this machine keeps its libraries."""
     try:
+        memory_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         frames = error.__traceback__
         while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
             frames = frames.tb_next
-        error.__traceback__ = frames
+        error.__traceback__ = _fold(frames)
+        if isinstance(error, SyntaxError) and error.text is None and error.filename == "<code>" and error.lineno:
+            error.text = linecache.getline("<code>", error.lineno)
         text = "".join(format_exception(error))
         for prefix, name in _LIBRARIES:
             text = text.replace(prefix, name)
     except BaseException as broken:  # an exception whose own text raises, or a program that broke the formatter
         text = f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})\n"
     return _cut(text, MAX_TRACEBACK_CHARS)
+
+
+def _fold(frames: TracebackType | None) -> TracebackType | None:
+    """The same frames; of more than `MAX_FRAMES`, the first half and the last half of so many."""
+    count, frame = 0, frames
+    while frame is not None:
+        count, frame = count + 1, frame.tb_next
+    if count <= MAX_FRAMES or frames is None:
+        return frames
+    last_of_head, first_of_tail = frames, frames
+    for index in range(count - MAX_FRAMES // 2):
+        assert first_of_tail.tb_next is not None
+        first_of_tail = first_of_tail.tb_next
+        if index == MAX_FRAMES // 2 - 2:
+            last_of_head = first_of_tail
+    last_of_head.tb_next = first_of_tail
+    return frames
 
 
 _LIBRARIES: list[tuple[str, str]] = []  # (where it lies, what is shown), longest first; filled at start
@@ -405,6 +437,7 @@ def _cut(text: str, limit: int) -> str:
 
 def _write_record(shown: mmap.mmap, kind: bytes, text: str) -> None:
     room = RECORD_BYTES - RECORD_HEADER.size
+    # Eight bytes a character is more than any encoding of one, so that no cut falls into the middle of it.
     encoded = _cut(text, room // 8).encode("utf-8", "backslashreplace")[:room]
     shown[RECORD_HEADER.size : RECORD_HEADER.size + len(encoded)] = encoded
     shown[: RECORD_HEADER.size] = RECORD_HEADER.pack(kind, len(encoded))
@@ -524,6 +557,8 @@ def main() -> None:
     control, level, shown_paths, libraries = int(sys.argv[1]), sys.argv[2], sys.argv[3].split(":"), sys.argv[4].split(":")
     _fix_addresses()
     sys.argv = [""]
+    # What `site` would have added; it does not run here.
+    builtins.exit, builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D"), _sitebuiltins.Quitter("quit", "Ctrl-D")
     for path in libraries:
         sys.path.append(path)
         _LIBRARIES.append((path, "site-packages"))
