@@ -7,7 +7,6 @@ spells one out, it is encoded in two pieces that meet inside the spelling.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -106,6 +105,10 @@ class ChatFormat:
             behind[0] = Span(text=first.text[first.text.index(self._end_of_turn) + len(self._end_of_turn) :], is_ours=True)
         return self._encode(behind)
 
+    def completion_ids(self, text: str) -> tuple[int, ...]:
+        """What an assistant says in one turn, as a policy would have sampled it: `text`, tags included, and the end of turn."""
+        return (*self._encode([Span(text=text, is_ours=True)]), self.end_of_turn_id)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`, special tokens included: a view for people and for parsers, never encoded again."""
         text: str = self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -149,9 +152,7 @@ class ChatFormat:
             shorter = "".join(span.text for span in self._render(turns[:length], add_generation_prompt=is_user_last))
             longer = "".join(span.text for span in self._render(turns[: length + 1], add_generation_prompt=False))
             if not longer.startswith(shorter):
-                same = next(
-                    (at for at, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(longer)
-                )
+                same = _num_same(shorter, longer)
                 return (
                     f"{self._name}: its chat template rewrites history: after message {length + 1} the rendering of the first"
                     f" {length} differs from character {same} on: {shorter[same : same + 40]!r} became"
@@ -248,3 +249,9 @@ class ChatFormat:
                 if start < foreign_end and foreign_start < end:
                     yield max(start + 1, foreign_start)
                     break
+
+
+def _num_same(one: str, other: str) -> int:
+    """How many leading characters two texts share."""
+    differing = (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1])
+    return next(differing, min(len(one), len(other)))

@@ -144,19 +144,19 @@ def _task_of(row: Mapping[str, Any], columns: Columns, *, place: str, source: st
         solution, mark, answer = full.rpartition(columns.answer_after)
         if not mark:
             raise TaskError(
-                f"{place}: its {columns.answer!r} holds no {columns.answer_after!r}, after which the answer should stand. Mend the"
-                " row, or leave answer_after out where the whole column is the answer."
+                f"{place}: its {columns.answer!r} holds no {columns.answer_after!r}, after which the answer should stand."
+                " Mend the row, or leave answer_after out where the whole column is the answer."
             )
         facts["solution"] = solution.strip()
     if not answer.strip():
         raise TaskError(f"{place}: a row without an answer. Fill in {columns.answer!r}, or remove the row.")
-    return Task(id=place, question=question, answer=answer.strip(), source=source, facts=facts)
+    return Task(id=Path(place).name, question=question, answer=answer.strip(), source=source, facts=facts)
 
 
 def _text(row: Mapping[str, Any], column: str, *, key: str, place: str) -> str:
     if column not in row:
         raise TaskError(
-            f"{place}: no column {column!r}. It has {', '.join(map(repr, row)) or 'none'}. Set tasks.{key} to the one that is meant."
+            f"{place}: no column {column!r}. It has {', '.join(map(repr, row)) or 'none'}. Set tasks.{key} to the one meant."
         )
     value = row[column]
     if isinstance(value, bool) or not isinstance(value, str | int | float):

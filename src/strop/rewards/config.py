@@ -1,0 +1,33 @@
+"""Says in a recipe how a trajectory is judged, and how the parts of the judgement are weighed."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from strop.config import Config
+
+PARTS = ("accuracy", "format", "called")
+"""What `MathReward` judges; each is 0 or 1."""
+
+
+class RewardConfig(Config):
+    """The weights of the reward's parts; a part without a weight is reported and does not count."""
+
+    kind: Literal["math"] = "math"
+    weights: dict[str, float] = Field(default={"accuracy": 1.0})  # rStar2-Agent section 2.2.1: the answer alone
+    needs_box: bool = True  # the answer must stand in \boxed{} inside its tag; rStar2-Agent section 2.1
+    verify_deadline_s: float = Field(default=2.0, gt=0)  # of one comparison
+
+    @model_validator(mode="after")
+    def _weighs_what_exists(self) -> Self:
+        for name in self.weights:
+            if name not in PARTS:
+                nearest = difflib.get_close_matches(name, PARTS, n=1)
+                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+                raise ValueError(f"weights.{name}: no such part.{hint} The parts are {', '.join(PARTS)}.")
+        if not any(self.weights.values()):
+            raise ValueError("weights are all 0: every trajectory would get the same reward. Give one part a weight.")
+        return self
