@@ -1,0 +1,97 @@
+"""Proof that the weights which sample are the weights which were published (design law 6)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from strop.engine.protocol import NamedTensor
+from strop.engine.weights import DecoderWeights
+from strop.errors import ModelError, WeightsNotProven
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+class PublishedWeights:
+    """The weights of an engine, and what was promised of them. Used by one thread; `version` may be read by any."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self.version = -1
+        self._weights = weights
+        self._names: set[str] = set()  # that were sent since the last `retract`
+        self._checksum = ""
+        self._num_writes = 0
+        self._doubt = "no weights were published to this engine yet"  # empty: the weights are proven
+
+    def retract(self, doubt: str) -> None:
+        """Weights are about to change: nothing may sample until `prove` succeeds."""
+        self._doubt = doubt
+        self._names = set()
+
+    def copy(self, name: str, tensor: Tensor) -> None:
+        """Raises `WeightsNotProven` when the model has no such weight, or one of another shape."""
+        self._weights.copy(name, tensor)
+        self._names.add(name)
+
+    def prove(self, version: int, checksum: str) -> None:
+        """Accept what was copied as `version`.
+
+        Raises:
+            WeightsNotProven: weights are missing, or what is held now differs from `checksum`.
+        """
+        if missing := self._weights.missing(self._names):
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            self._doubt = f"the last publication (version {version}) lacked {shown}"
+            raise WeightsNotProven(f"publication of version {version} lacks {len(missing)} weights: {shown}.")
+        held = self._weights.checksum(self._names)
+        if held != checksum:
+            self._doubt = f"the last publication (version {version}) arrived damaged"
+            raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but the engine holds {held}.")
+        self._accept(version, checksum)
+
+    def read(self, directory: Path, version: int) -> None:
+        """Accept the safetensors of a `transformers` model directory as `version`.
+
+        Raises:
+            ModelError: no safetensors there.
+            WeightsNotProven: they are not those of this model.
+        """
+        self.retract(f"reading {directory} failed")
+        for name, tensor in _tensors(directory):
+            self.copy(name, tensor)
+        self.prove(version, self._weights.checksum(self._names))
+
+    def verify(self, *, is_thorough: bool) -> None:
+        """Check that nothing was written since the proof: every byte if thorough, else torch's write counters.
+
+        Raises:
+            WeightsNotProven: also on every later call, until weights are published again.
+        """
+        if not self._doubt and self._weights.num_writes != self._num_writes:
+            self._doubt = f"somebody wrote to the weights of version {self.version} after they were published"
+        if not self._doubt and is_thorough and self._weights.checksum(self._names) != self._checksum:
+            self._doubt = f"the weights are no longer those that were published as version {self.version}"
+        if self._doubt:
+            raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
+
+    def _accept(self, version: int, checksum: str) -> None:
+        self.version, self._checksum, self._num_writes, self._doubt = version, checksum, self._weights.num_writes, ""
+
+
+def _tensors(directory: Path) -> Iterator[NamedTensor]:
+    index = directory / _INDEX
+    if index.exists():
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    elif (directory / _SINGLE).exists():
+        shards = [_SINGLE]
+    else:
+        raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX}. Save the model with transformers' save_pretrained.")
+    for shard in shards:
+        with safe_open(directory / shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                if not name.endswith("rotary_emb.inv_freq"):  # old files hold it; it is computed from the config
+                    yield name, file.get_tensor(name)

@@ -1,0 +1,251 @@
+"""The deterministic double of an engine: says what it was told to say, and fails where it was told to fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor, weights_checksum
+from strop.engine.requests import check_prefix, check_request
+from strop.errors import EngineLost, StropError, WeightsNotProven
+from strop.types import Completion, FinishReason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A scripted completion whose figures matter. `logprobs` and `entropies` in nats, one per id."""
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    entropies: tuple[float, ...]
+
+
+Policy = Callable[[CompletionRequest], Sequence[int] | Reply]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Hold:
+    """KV memory of one conversation."""
+
+    ids: tuple[int, ...]  # of its newest request and completion
+    reserved_tokens: int
+    running: asyncio.Task[Completion] | None
+
+
+class ScriptedEngine:
+    """An `InferenceEngine` without a model.
+
+    Each completion is cut after its first stop id and at `max_tokens`, as a model's would be; a script that ends before both
+    counts as stopped. Bare ids are reported with
+    log-prob and entropy 0: a script is certain of what it says. It samples before any weights were published, too, and
+    reports `policy_version`.
+
+    Args:
+        policy: a function of the request; or completions to give in order of arrival; or completions by request id.
+        latency_s: how long each completion takes.
+        kv_tokens: KV memory. A conversation holds len(ids) + max_tokens of it until it is released; others wait.
+        max_request_tokens: the longest conversation.
+        max_running: how many conversations may hold KV memory at once.
+        lost_at: which requests, counted from 0 in order of arrival, raise `EngineLost`.
+        has_wrong_weights: whether every load ends up holding other values than were sent.
+        policy_version: before the first `load_weights`.
+        dtype: of the weights it holds.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | Sequence[Sequence[int]] | Mapping[str, Sequence[int]],
+        *,
+        latency_s: float = 0.0,
+        kv_tokens: int = 1 << 20,
+        max_request_tokens: int = 1 << 14,
+        max_running: int = 1 << 10,
+        lost_at: Collection[int] = (),
+        has_wrong_weights: bool = False,
+        policy_version: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.requests: list[CompletionRequest] = []  # all that were accepted, in order of arrival
+        self.released: list[str] = []  # every id that `release` was called with
+        self.weights: dict[str, torch.Tensor] = {}  # of the newest load
+        self._policy = policy
+        self._latency_s = latency_s
+        self._capacity = Capacity(
+            total_tokens=kv_tokens, max_request_tokens=min(max_request_tokens, kv_tokens), max_running=max_running
+        )
+        self._lost_at = frozenset(lost_at)
+        self._has_wrong_weights = has_wrong_weights
+        self._policy_version = policy_version
+        self._dtype = dtype
+        self._is_proven = True
+        self._is_closed = False
+        self._holds: dict[str, _Hold] = {}  # by newest request
+        self._refused: dict[str, str] = {}  # a request that was refused -> the conversation that it would have gone on
+        self._room = asyncio.Condition()
+        self._queue: list[str] = []  # requests that wait for room, in order of arrival
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(is_deterministic=True, can_fork=True, has_entropies=True, dtype=self._dtype)
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def complete(self, request: CompletionRequest) -> Completion:
+        number = len(self.requests)
+        try:
+            self._accept(request)
+        except StropError:
+            if self._goes_on_in_place(request):
+                self._refused[request.id] = request.extends
+            raise
+        cached_tokens = await self._take_room(request)
+        hold = self._holds[request.id]
+        hold.running = asyncio.create_task(self._answer(request, number, cached_tokens))
+        try:
+            completion = await hold.running
+        except asyncio.CancelledError as error:
+            if self._is_closed:
+                raise EngineLost("the engine was closed.") from error
+            raise
+        finally:
+            if hold.running.cancelled() or hold.running.exception() is not None:
+                await self._give_back(request.id)
+        hold.running = None
+        hold.ids = (*request.ids, *completion.ids)
+        return completion
+
+    async def abort(self, request_id: str) -> None:
+        await self._give_back(request_id)
+
+    async def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+        await self._give_back(request_id)
+
+    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
+        running = [request_id for request_id, hold in self._holds.items() if hold.running is not None]
+        if running or self._queue:
+            raise StropError(f"weights cannot be loaded while completions run or wait: {[*running, *self._queue]}.")
+        self._is_proven = False
+        self._holds.clear()
+        self._refused.clear()
+        self.weights = {name: tensor.detach().to(self._dtype, copy=True) async for name, tensor in tensors}
+        if self._has_wrong_weights:
+            self.weights = {name: tensor + 1 for name, tensor in self.weights.items()}
+        held = weights_checksum(self.weights.items())
+        if held != checksum:
+            raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but the engine holds {held}.")
+        self._is_proven, self._policy_version = True, version
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for hold in self._holds.values():
+            if hold.running is not None:
+                hold.running.cancel()
+        async with self._room:
+            self._room.notify_all()
+
+    def _accept(self, request: CompletionRequest) -> None:
+        check_request(request, max_length=self._capacity.max_request_tokens)
+        if request.id in self._holds or request.id in self._queue:
+            raise StropError(f"request {request.id}: an earlier request of that id was not released.")
+        number = len(self.requests)
+        self.requests.append(request)
+        if self._is_closed:
+            raise EngineLost("the engine was closed.")
+        if number in self._lost_at:
+            raise EngineLost(f"request {request.id}, number {number}, was scripted to lose the engine.")
+        if not self._is_proven:
+            raise WeightsNotProven("the last publication was not proven. Publish weights to the engine again.")
+        parent = self._holds.get(request.extends)
+        if parent is not None:
+            check_prefix(request, parent.ids)
+
+    def _goes_on_in_place(self, request: CompletionRequest) -> bool:
+        parent = self._holds.get(request.extends)
+        return parent is not None and parent.running is None and request.at == len(parent.ids)
+
+    async def _take_room(self, request: CompletionRequest) -> int:
+        """Wait for KV memory, first come first served; returns how many ids were there already."""
+        cached_tokens = min(request.at, len(request.ids) - 1) if request.extends in self._holds else 0
+        tokens = len(request.ids) + request.max_tokens
+        if self._goes_on_in_place(request):
+            del self._holds[request.extends]  # it goes on in place; its memory is its own
+        else:
+            await self._wait_for(request.id, tokens)
+        self._holds[request.id] = _Hold(ids=request.ids, reserved_tokens=tokens, running=None)
+        return cached_tokens
+
+    async def _wait_for(self, request_id: str, tokens: int) -> None:
+        self._queue.append(request_id)
+        try:
+            async with self._room:
+                await self._room.wait_for(
+                    lambda: (
+                        self._is_closed
+                        or request_id not in self._queue
+                        or (self._queue[0] == request_id and self._has_room_for(tokens))
+                    )
+                )
+            if self._is_closed:
+                raise EngineLost("the engine was closed.")
+            if request_id not in self._queue:
+                raise asyncio.CancelledError(f"request {request_id} was aborted")
+        finally:
+            if request_id in self._queue:
+                self._queue.remove(request_id)
+            async with self._room:
+                self._room.notify_all()
+
+    def _has_room_for(self, tokens: int) -> bool:
+        held = sum(hold.reserved_tokens for hold in self._holds.values())
+        return held + tokens <= self._capacity.total_tokens and len(self._holds) < self._capacity.max_running
+
+    async def _give_back(self, request_id: str) -> None:
+        request_id = self._refused.pop(request_id, request_id)
+        hold = self._holds.pop(request_id, None)
+        if hold is not None and hold.running is not None:
+            hold.running.cancel()
+        if request_id in self._queue:
+            self._queue.remove(request_id)
+        async with self._room:
+            self._room.notify_all()
+
+    async def _answer(self, request: CompletionRequest, number: int, cached_tokens: int) -> Completion:
+        await asyncio.sleep(self._latency_s)
+        reply = self._reply(request, number)
+        stop = next((index + 1 for index, token in enumerate(reply.ids) if token in request.stop_ids), None)
+        length = min(stop or len(reply.ids), request.max_tokens)
+        is_stopped = length == stop or length < request.max_tokens
+        return Completion(
+            ids=reply.ids[:length],
+            logprobs=reply.logprobs[:length],
+            entropies=reply.entropies[:length],
+            is_forced=(False,) * length,
+            policy_version=self._policy_version,
+            finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
+            cached_tokens=cached_tokens,
+        )
+
+    def _reply(self, request: CompletionRequest, number: int) -> Reply:
+        if callable(self._policy):
+            said = self._policy(request)
+        elif isinstance(self._policy, Mapping):
+            if request.id not in self._policy:
+                raise StropError(f"the script has no completion for request {request.id}.")
+            said = self._policy[request.id]
+        else:
+            if number >= len(self._policy):
+                raise StropError(f"the script has {len(self._policy)} completions; request {request.id} is number {number}.")
+            said = self._policy[number]
+        if isinstance(said, Reply):
+            return said
+        return Reply(ids=tuple(said), logprobs=(0.0,) * len(said), entropies=(0.0,) * len(said))

@@ -1,0 +1,301 @@
+"""What every engine owes by its protocol."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import torch
+
+from strop.engine import CompletionRequest, EngineConfig, InferenceEngine, ScriptedEngine, TorchEngine, weights_checksum
+from strop.errors import EngineLost, RequestTooLong, StropError, WeightsNotProven
+from strop.types import FinishReason
+
+from .support import VOCAB_SIZE, make_model, make_request, publish, stream
+
+MAX_LENGTH, SLOTS = 100, 3
+
+
+def _count_up(request: CompletionRequest) -> list[int]:
+    """The ids after the last one, as a script."""
+    return [(request.ids[-1] + 1 + index) % VOCAB_SIZE for index in range(request.max_tokens)]
+
+
+def _scripted() -> InferenceEngine:
+    return ScriptedEngine(_count_up, latency_s=0.01, max_request_tokens=MAX_LENGTH, max_running=SLOTS, policy_version=-1)
+
+
+def _torch() -> InferenceEngine:
+    return TorchEngine(make_model("llama").config, EngineConfig(slots=SLOTS, max_length=MAX_LENGTH, device="cpu"))
+
+
+@pytest.fixture(params=[_scripted, _torch], ids=["scripted", "torch"])
+def run(request) -> Callable:
+    """Plays an async scenario with a fresh engine that holds published weights, and closes it."""
+
+    def play(scenario: Callable) -> None:
+        async def with_engine() -> None:
+            engine = request.param()
+            assert engine.policy_version == -1
+            await publish(engine, make_model("llama"), version=7)
+            try:
+                async with asyncio.timeout(20):
+                    await scenario(engine)
+            finally:
+                await engine.close()
+
+        asyncio.run(with_engine())
+
+    return play
+
+
+def test_a_completion_has_one_figure_per_id_and_the_version_of_its_weights(run):
+    async def scenario(engine):
+        completion = await engine.complete(make_request("a", [1, 2, 3]))
+        assert len(completion.ids) == len(completion.logprobs) == len(completion.entropies) == len(completion.is_forced) == 8
+        assert not any(completion.is_forced)
+        assert all(logprob <= 0 for logprob in completion.logprobs)
+        assert all(entropy >= 0 for entropy in completion.entropies)
+        assert completion.policy_version == engine.policy_version == 7
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.cached_tokens == 0
+
+    run(scenario)
+
+
+def test_the_seed_alone_decides_what_is_sampled(run):
+    async def scenario(engine):
+        first, again = [await engine.complete(make_request(name, [1, 2], seed=5)) for name in "ab"]
+        assert first.ids == again.ids
+        assert first.logprobs == again.logprobs
+
+    run(scenario)
+
+
+def test_a_stop_id_ends_a_completion_and_is_its_last_id(run):
+    async def scenario(engine):
+        free = await engine.complete(make_request("a", [1, 2]))
+        stop = free.ids[3]
+        stopped = await engine.complete(make_request("b", [1, 2], stop_ids=frozenset({stop})))
+        assert stopped.ids == free.ids[: free.ids.index(stop) + 1]
+        assert stopped.finish_reason is FinishReason.STOP
+
+    run(scenario)
+
+
+def test_a_conversation_goes_on_from_what_is_cached(run):
+    async def scenario(engine):
+        first = await engine.complete(make_request("a", [1, 2, 3]))
+        so_far = [1, 2, 3, *first.ids]
+        second = await engine.complete(make_request("b", [*so_far, 4, 5], extends="a", at=len(so_far)))
+        assert second.cached_tokens >= len(so_far) - 1
+
+    run(scenario)
+
+
+def test_a_request_can_be_forked_at_any_length_by_several_while_it_is_held(run):
+    async def scenario(engine):
+        first = await engine.complete(make_request("a", [1, 2, 3]))
+        forks = [make_request(f"fork {at}", [*[1, 2, 3, *first.ids][:at], 9], extends="a", at=at) for at in (2, 6)]
+        for fork, completion in zip(forks, await asyncio.gather(*map(engine.complete, forks)), strict=True):
+            assert completion.cached_tokens == fork.at
+
+    run(scenario)
+
+
+def test_a_prefix_that_is_not_the_earlier_one_is_refused(run):
+    async def scenario(engine):
+        first = await engine.complete(make_request("a", [1, 2, 3]))
+        with pytest.raises(StropError, match="differ"):
+            await engine.complete(make_request("b", [1, 9, 3, *first.ids], extends="a", at=5))
+
+    run(scenario)
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once(run):
+    async def scenario(engine):
+        assert engine.capacity.max_request_tokens == MAX_LENGTH
+        with pytest.raises(RequestTooLong, match="max_tokens"):
+            await engine.complete(make_request("a", [1] * 50, max_tokens=51))
+        await engine.complete(make_request("b", [1] * 50, max_tokens=50))
+
+    run(scenario)
+
+
+def test_requests_wait_in_order_of_arrival_while_memory_is_full(run):
+    async def scenario(engine):
+        assert engine.capacity.max_running == SLOTS
+        for number in range(SLOTS):
+            await engine.complete(make_request(f"held {number}", [1]))
+        order: list[str] = []
+
+        async def complete_and_release(name: str) -> None:
+            await engine.complete(make_request(name, [2]))
+            order.append(name)
+            await engine.release(name)
+
+        waiting = [asyncio.create_task(complete_and_release(name)) for name in ("first", "second", "third")]
+        await asyncio.sleep(0.1)
+        assert not order
+        await engine.release("held 1")
+        await asyncio.gather(*waiting)
+        assert order == ["first", "second", "third"]
+
+    run(scenario)
+
+
+def test_a_conversation_that_holds_memory_goes_on_while_others_wait(run):
+    async def scenario(engine):
+        held = [await engine.complete(make_request(f"held {number}", [1])) for number in range(SLOTS)]
+        waiting = asyncio.create_task(engine.complete(make_request("waiting", [2])))
+        await asyncio.sleep(0.02)
+        so_far = [1, *held[0].ids]
+        await engine.complete(make_request("next turn", [*so_far, 3], extends="held 0", at=len(so_far)))
+        assert not waiting.done()
+        await engine.release("next turn")
+        await waiting
+
+    run(scenario)
+
+
+def test_an_aborted_request_is_cancelled_and_its_memory_is_free_again(run):
+    async def scenario(engine):
+        tasks = [asyncio.create_task(engine.complete(make_request(name, [1], max_tokens=90))) for name in "abc"]
+        await asyncio.sleep(0.005)
+        await asyncio.gather(*(engine.abort(name) for name in "abc"))
+        assert all(isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*tasks, return_exceptions=True))
+        await asyncio.gather(*(engine.complete(make_request(name, [1])) for name in "abc"))
+
+    run(scenario)
+
+
+def test_a_waiting_request_can_be_aborted(run):
+    async def scenario(engine):
+        for number in range(SLOTS):
+            await engine.complete(make_request(f"held {number}", [1]))
+        waiting = asyncio.create_task(engine.complete(make_request("waiting", [2])))
+        await asyncio.sleep(0.02)
+        await engine.abort("waiting")
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    run(scenario)
+
+
+def test_a_caller_who_goes_away_leaves_nothing_behind(run):
+    async def scenario(engine):
+        tasks = [asyncio.create_task(engine.complete(make_request(name, [1], max_tokens=90))) for name in "abc"]
+        await asyncio.sleep(0.005)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(engine.complete(make_request(name, [1])) for name in "abc"))
+
+    run(scenario)
+
+
+def test_unknown_ids_are_ignored_by_release_and_abort(run):
+    async def scenario(engine):
+        await engine.release("nobody")
+        await engine.abort("nobody")
+        await engine.complete(make_request("a", [1]))
+
+    run(scenario)
+
+
+def test_an_id_that_is_in_use_is_refused(run):
+    async def scenario(engine):
+        await engine.complete(make_request("a", [1]))
+        with pytest.raises(StropError, match="not released"):
+            await engine.complete(make_request("a", [2]))
+        await engine.release("a")
+        await engine.complete(make_request("a", [2]))
+
+    run(scenario)
+
+
+def test_a_publication_with_another_checksum_stops_sampling_until_a_good_one(run):
+    async def scenario(engine):
+        tensors = [(name, parameter.detach()) for name, parameter in make_model("llama", seed=1).named_parameters()]
+        damaged = [(name, tensor + 1e-3 * (name == "model.norm.weight")) for name, tensor in tensors]
+        with pytest.raises(WeightsNotProven, match="checksum"):
+            await engine.load_weights(stream(damaged), version=8, checksum=weights_checksum(tensors))
+        with pytest.raises(WeightsNotProven):
+            await engine.complete(make_request("a", [1]))
+        await engine.load_weights(stream(tensors), version=9, checksum=weights_checksum(tensors))
+        assert (await engine.complete(make_request("b", [1]))).policy_version == engine.policy_version == 9
+
+    run(scenario)
+
+
+def test_a_publication_drops_every_cache_of_the_older_weights(run):
+    async def scenario(engine):
+        first = await engine.complete(make_request("a", [1, 2, 3]))
+        await publish(engine, make_model("llama", seed=1), version=8)
+        so_far = [1, 2, 3, *first.ids]
+        second = await engine.complete(make_request("b", [*so_far, 4], extends="a", at=len(so_far)))
+        assert second.cached_tokens == 0
+
+    run(scenario)
+
+
+def test_weights_cannot_be_published_under_a_running_completion(run):
+    async def scenario(engine):
+        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=90)))
+        await asyncio.sleep(0.005)
+        with pytest.raises(StropError, match=r"running|run or wait"):
+            await publish(engine, make_model("llama", seed=1), version=8)
+        assert (await running).policy_version == engine.policy_version == 7
+
+    run(scenario)
+
+
+def test_a_closed_engine_fails_what_runs_and_refuses_the_rest(run):
+    async def scenario(engine):
+        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=90)))
+        await asyncio.sleep(0.005)
+        await engine.close()
+        with pytest.raises(EngineLost, match="closed"):
+            await running
+        with pytest.raises(EngineLost, match="closed"):
+            await engine.complete(make_request("b", [1]))
+        await engine.release("a")
+        await engine.close()
+
+    run(scenario)
+
+
+def test_weights_are_held_in_the_dtype_that_is_announced(run):
+    async def scenario(engine):
+        assert engine.capabilities.dtype is torch.float32
+
+    run(scenario)
+
+
+async def _interrupted(tensors: list) -> AsyncIterator:
+    yield tensors[0]
+    raise ConnectionError("the trainer has gone")
+
+
+def test_a_publication_that_breaks_off_stops_sampling(run):
+    async def scenario(engine):
+        tensors = [(name, parameter.detach()) for name, parameter in make_model("llama").named_parameters()]
+        with pytest.raises(ConnectionError):
+            await engine.load_weights(_interrupted(tensors), version=8, checksum=weights_checksum(tensors))
+        with pytest.raises(WeightsNotProven):
+            await engine.complete(make_request("a", [1]))
+
+    run(scenario)
+
+
+def test_a_conversation_whose_next_request_was_refused_is_released_by_that_request(run):
+    async def scenario(engine):
+        for number in range(SLOTS):
+            first = await engine.complete(make_request(f"held {number}", [1]))
+        so_far = [1, *first.ids]
+        too_long = make_request("refused", so_far, max_tokens=MAX_LENGTH, extends=f"held {SLOTS - 1}", at=len(so_far))
+        with pytest.raises(RequestTooLong):
+            await engine.complete(too_long)
+        await engine.release("refused")
+        await engine.complete(make_request("a", [1]))
+
+    run(scenario)
