@@ -1,0 +1,200 @@
+from collections import Counter
+from itertools import permutations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from strop.algorithms import GRPORoC
+from strop.algorithms.grpo_roc import draw_order, error_ratio, format_penalty
+from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, ToolOutcome, Trajectory
+
+OK, BAD = ToolOutcome.STDOUT, ToolOutcome.ERROR
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        ([], 0.5),  # no call: encouraged to make one
+        ([OK, BAD, OK, ToolOutcome.EMPTY], 0.25),
+        ([ToolOutcome.MALFORMED], 1.0),  # counts as a call, and as an error
+        ([ToolOutcome.TIMEOUT, ToolOutcome.UNKNOWN_TOOL, OK, ToolOutcome.ECHO], 0.5),
+        ([OK, BAD, ToolOutcome.NOT_RUN], 0.5),  # nothing came of the last one
+        ([ToolOutcome.NOT_RUN], 0.5),  # as without a call
+    ],
+)
+def test_p_err_is_the_share_of_calls_that_went_wrong(make_trajectory, outcomes, expected):
+    assert error_ratio(make_trajectory([("", outcomes)])) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["no tag"], 1.0),
+        (["<answer>1</answer>"], 0.0),
+        (["<answer>1</answer>", "", "", "<answer>2</answer>"], 0.25),  # (2 - 1) / 4 turns
+        (["<answer>1</answer>" * 5], 1.0),  # (5 - 1) / 1 turn, at most 1
+        (["<answer>1"], 1.0),  # unbalanced
+        (["<answer>1</answer></answer>"], 1.0),
+        (["<answer>", "1</answer>"], 0.0),  # balanced over turns
+        ([], 1.0),
+    ],
+)
+def test_p_format_counts_answer_tags_that_the_policy_wrote(make_trajectory, texts, expected):
+    assert format_penalty(make_trajectory([(text, ()) for text in texts])) == expected
+
+
+def test_positives_are_drawn_without_replacement_in_proportion_to_their_weights():
+    """20 000 draws of weights 4, 2, 1 against the six ordered probabilities, worked out by hand."""
+    expected = {
+        (0, 1, 2): 4 / 7 * 2 / 3,
+        (0, 2, 1): 4 / 7 * 1 / 3,
+        (1, 0, 2): 2 / 7 * 4 / 5,
+        (1, 2, 0): 2 / 7 * 1 / 5,
+        (2, 0, 1): 1 / 7 * 4 / 6,
+        (2, 1, 0): 1 / 7 * 2 / 6,
+    }
+    keys = [RolloutKey(task_index=0, attempt=attempt) for attempt in range(3)]
+    counts = Counter(tuple(draw_order([4, 2, 1], keys, seed)) for seed in range(20_000))
+    for order in permutations(range(3)):
+        assert counts[order] / 20_000 == pytest.approx(expected[order], abs=0.014)  # 4 standard deviations
+
+
+def test_a_flawless_rollout_weighs_one_over_eps_and_the_figures_say_why_it_was_kept(make_group):
+    group = make_group([1, 1, 0, 0], errors=[0, 1, 0, 4])
+    selection = GRPORoC().select(group, group_size=2, seed=3)
+    assert len(selection.kept) == 2
+    first, second, third, _ = (dict(decision.figures) for decision in selection.decisions)
+    assert (first["p_err"], first["p_format"]) == (0.0, 0.0)
+    assert first["weight"] == pytest.approx(100.0)  # 1 / (0 + 0.01)
+    assert second["weight"] == pytest.approx(1 / 0.26)  # 1 / (1/4 + 0.01)
+    assert third["weight"] == 1.0  # wrong rollouts are drawn uniformly
+    assert {first["draw_order"], second["draw_order"]} == {1.0, 2.0}
+    kept = next(decision for decision in selection.decisions if decision.is_kept and decision.figures["weight"] != 1.0)
+    assert kept.reason.startswith("kept: correct, draw 1 of 2 (1 kept), p_err 0.")
+
+
+@pytest.mark.parametrize(
+    ("num_positives", "num_rollouts", "group_size", "positives_kept"),
+    [
+        (4, 8, 4, 2),  # halves
+        (3, 8, 4, 2),  # floor(5 * 4 / 8) = 2 negatives, the rest positives
+        (7, 8, 4, 4),  # floor(1 * 4 / 8) = 0 negatives
+        (2, 9, 3, 1),  # three times the group: floor(7 * 3 / 9) = 2 negatives
+    ],
+)
+def test_negatives_keep_their_share_rounded_down_and_positives_fill_the_group(
+    make_group, num_positives, num_rollouts, group_size, positives_kept
+):
+    method = GRPORoC(oversample=num_rollouts / group_size, drop_tied=False)
+    group = make_group([1.0] * num_positives + [0.0] * (num_rollouts - num_positives))
+    kept = method.select(group, group_size=group_size, seed=0).kept
+    assert [scored.reward for scored in kept].count(1.0) == positives_kept
+    assert len(kept) == group_size
+
+
+@pytest.mark.parametrize(
+    ("num_positives", "positives_kept"),
+    [
+        (1, 1),  # fewer than the floor: take all, fill with the other side
+        (2, 2),  # in proportion it would be 1
+        (14, 6),  # in proportion it would be 7 or 8; 2 negatives are kept
+        (15, 7),  # the one negative there is
+        (8, 4),  # floors do not bind
+    ],
+)
+def test_the_released_floors_keep_two_of_the_minority_where_there_are_two(make_group, num_positives, positives_kept):
+    method = GRPORoC(min_positives=2, min_negatives=2)
+    group = make_group([1.0] * num_positives + [0.0] * (16 - num_positives))
+    kept = method.select(group, group_size=8, seed=0).kept
+    assert [scored.reward for scored in kept].count(1.0) == positives_kept
+    assert len(kept) == 8
+
+
+def test_greedy_keeps_the_cleanest_and_breaks_ties_by_seed(make_group):
+    group = make_group([1, 1, 1, 1, 0, 0, 0, 0], errors=[2, 0, 1, 3, 0, 0, 0, 0])
+    for seed in range(20):
+        selection = GRPORoC(selection="greedy").select(group, group_size=4, seed=seed)
+        assert [decision.is_kept for decision in selection.decisions[:4]] == [False, True, True, False]
+    alike = make_group([1, 1, 1, 1, 0, 0, 0, 0])
+    assert len({tuple(decision.is_kept for decision in _greedy(alike, seed).decisions[:4]) for seed in range(50)}) > 3
+
+
+def _greedy(group, seed):
+    return GRPORoC(selection="greedy").select(group, group_size=4, seed=seed)
+
+
+def test_sampling_prefers_clean_successes_but_not_always(make_group):
+    group = make_group([1, 1, 0, 0], errors=[0, 4, 0, 0])  # weights 100 and 1 / 1.01 = 0.990
+    kept_clean = sum(GRPORoC().select(group, group_size=2, seed=seed).decisions[0].is_kept for seed in range(2000))
+    assert kept_clean / 2000 == pytest.approx(100 / 100.990, abs=0.009)  # 4 standard deviations
+
+
+@pytest.mark.parametrize(("reward", "side"), [(0.0, "wrong"), (1.0, "right")])
+def test_a_tied_group_is_dropped_before_selection(make_group, reward, side):
+    selection = GRPORoC().select(make_group([reward] * 8), group_size=4, seed=0)
+    assert selection.kept == ()
+    assert selection.decisions[0].reason == f"dropped: tied group, all {side} (reward {reward:g})"
+    assert "p_err" in selection.decisions[0].figures
+
+
+def test_a_group_that_selection_ties_is_dropped_after_it(make_group):
+    # floor(1 * 4 / 8) = 0 negatives: four positives are left.
+    selection = GRPORoC().select(make_group([1.0] * 7 + [0.0]), group_size=4, seed=0)
+    assert selection.kept == ()
+    assert selection.decisions[0].reason == "dropped: after selection a tied group, all right (reward 1)"
+
+
+def test_without_oversampling_nothing_is_resampled(make_group):
+    group = make_group([1, 1, 0, 0], errors=[4, 0, 4, 0])
+    assert GRPORoC(oversample=1).num_rollouts(4) == 4
+    assert len(GRPORoC(oversample=1).select(group, group_size=4, seed=0).kept) == 4
+
+
+@pytest.mark.parametrize(("num_left", "num_kept"), [(8, 4), (7, 3), (5, 2), (4, 2), (3, 0)])
+def test_law_3_voids_shrink_the_group_in_proportion_and_below_two_it_is_dropped(make_group, num_left, num_kept):
+    group = make_group([1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0][:num_left])
+    selection = GRPORoC(drop_tied=False).select(group, group_size=4, seed=0)  # 8 were asked for
+    assert len(selection.kept) == num_kept
+    if num_kept == 0:
+        assert "only 3 of 8 rollouts were not voided" in selection.decisions[0].reason
+
+
+def test_law_8_the_noise_of_a_rollout_does_not_depend_on_the_others():
+    keys = [RolloutKey(task_index=2, attempt=attempt) for attempt in range(6)]
+    whole = [keys[index] for index in draw_order([1.0] * 6, keys, seed=11)]
+    some = list(reversed(keys[1:5]))
+    part = [some[index] for index in draw_order([1.0] * 4, some, seed=11)]
+    assert part == [key for key in whole if key in some]
+
+
+def test_advantages_compare_what_was_kept(make_group):
+    """rStar2-Agent Eq. 7: 8 rollouts with 6 positives leave 3 and 1; mean 0.75, std 0.5."""
+    method = GRPORoC(eps=0.0)
+    selection = method.select(make_group([1.0] * 6 + [0.0] * 2), group_size=4, seed=0)
+    [advantages] = method.advantages([selection])
+    assert [of_tokens[0].item() for of_tokens in advantages] == pytest.approx([0.5, 0.5, 0.5, -1.5])
+
+
+@given(
+    rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=12),
+    group_size=st.integers(2, 6),
+    floors=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    seed=st.integers(0, 2**62),
+)
+def test_any_group_keeps_exactly_its_number_or_nothing(rewards, group_size, floors, seed):
+    method = GRPORoC(oversample=2, min_positives=floors[0], min_negatives=floors[1], drop_tied=False)
+    group = _plain_group(rewards)
+    kept = method.select(group, group_size=group_size, seed=seed).kept
+    expected = group_size * min(len(rewards), 2 * group_size) // (2 * group_size)
+    assert len(kept) == (expected if expected >= 2 else 0)
+
+
+def _plain_group(rewards):
+    scored = []
+    for attempt, reward in enumerate(rewards):
+        trajectory = Trajectory(
+            key=RolloutKey(task_index=0, attempt=attempt), task_id="t", prompt_ids=(1,), turns=(), stop_reason=StopReason.LENGTH
+        )
+        scored.append(ScoredTrajectory(trajectory=trajectory, reward=reward, reward_parts={}))
+    return Group(task=Task(id="t", question="?", answer="1", source="by hand"), task_index=0, trajectories=tuple(scored))

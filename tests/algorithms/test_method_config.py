@@ -1,0 +1,36 @@
+import pytest
+
+from strop.algorithms import GRPO, Aggregation, GRPORoC, MethodConfig
+from strop.config import Config, validate
+from strop.errors import ConfigError
+
+
+class Recipe(Config):
+    method: MethodConfig
+
+
+def test_a_method_may_be_named_by_its_name_alone():
+    assert validate(Recipe, {"method": "grpo_roc"}, place="r.toml").method == GRPORoC()
+
+
+def test_the_settings_of_a_method_stand_in_its_table():
+    tree = {"method": {"name": "grpo", "aggregation": "sequence_mean", "clip_high": 0.2}}
+    assert validate(Recipe, tree, place="r.toml").method == GRPO(aggregation=Aggregation.SEQUENCE_MEAN, clip_high=0.2)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("grop", "'grop' is not one of grpo, grpo_roc. Did you mean 'grpo'?"),
+        ({"name": "grpo_rock"}, "Did you mean 'grpo_roc'?"),
+        ({"name": "grpo", "clip_hihg": 1.0}, "Did you mean 'clip_high'?"),
+        ({"clip_high": 1.0}, "method has no name"),
+        ({"name": "grpo", "aggregation": "constant"}, "method.constant is not set"),
+        ({"name": "grpo", "constant": 3000}, "Remove it"),
+        ({"name": "grpo_roc", "oversample": 0.5}, "oversample"),
+    ],
+)
+def test_a_mistake_in_a_method_is_named_with_its_remedy(method, message):
+    with pytest.raises(ConfigError) as error:
+        validate(Recipe, {"method": method}, place="r.toml")
+    assert message in str(error.value)
