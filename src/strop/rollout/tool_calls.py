@@ -20,6 +20,8 @@ OPENING, CLOSING = "<tool_call>", "</tool_call>"
 
 _NOT_SPACE = re.compile(r"\S|\Z")
 _DECODER = json.JSONDecoder()
+_MAX_DEPTH = 64
+_TOO_DEEP = f"its JSON is nested more than {_MAX_DEPTH} levels deep"
 _FORM = '{"name": ..., "arguments": {...}}'
 
 
@@ -79,8 +81,10 @@ def _parse_block(text: str, start: int) -> tuple[Call, int]:
     try:
         value, value_end = _DECODER.raw_decode(text, value_start)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # else no log, pipe or tokenizer could take it
+        if _is_deeper(value, _MAX_DEPTH):
+            problem = _TOO_DEEP
     except RecursionError:
-        problem = "its JSON is nested too deeply"
+        problem = _TOO_DEEP
     except json.JSONDecodeError as error:
         problem = f"invalid JSON: {error.msg} at character {error.pos - value_start}"
     except UnicodeEncodeError:
@@ -118,6 +122,11 @@ def _read_call(value: Any, block: str) -> Call:
             text='Error: "arguments" must be a JSON object.',
         )
     return ParsedCall(name=name, arguments=arguments, arguments_text=arguments_text)
+
+
+def _is_deeper(value: Any, max_depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (max_depth == 0 or any(_is_deeper(each, max_depth - 1) for each in inner))
 
 
 def _failed(block: str, outcome: ToolOutcome, problem: str, *, name: str = "") -> FailedCall:

@@ -1,0 +1,167 @@
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from strop.config import Config, validate
+from strop.errors import ConfigError, TaskError
+from strop.tasks import RowTasks, TaskConfig, load_hub, load_jsonl, make_tasks
+from strop.tasks.config import HubConfig, JsonlConfig
+from strop.types import Task
+
+DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+needs_gsm8k = pytest.mark.skipif(
+    not (DATA / "gsm8k").is_dir(), reason=f"no GSM8K in {DATA}; set STROP_DATA to a directory that holds gsm8k/train.jsonl"
+)
+
+ROW = {"question": "How many?", "answer": "Half of 48 is <<48/2=24>>24.\n#### 24"}
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def load(path, split="train", **config):
+    return load_jsonl(JsonlConfig(path=path, **config), split=split)
+
+
+def numbered(count):
+    return [Task(id=str(number), question="q", answer="a", source="test") for number in range(count)]
+
+
+def test_a_row_becomes_a_task(tmp_path):
+    (task,) = load(write(tmp_path / "rows.jsonl", ROW), answer_after="####")
+    assert (task.id, task.question, task.answer) == ("rows.jsonl:1", "How many?", "24")
+    assert task.facts == {"solution": "Half of 48 is <<48/2=24>>24."}
+
+
+def test_columns_are_chosen_numbers_are_text_and_facts_are_carried(tmp_path):
+    path = write(tmp_path / "rows.jsonl", {"problem": "p", "label": 7, "level": 3})
+    (task,) = load(path, question="problem", answer="label", facts=("level",))
+    assert (task.question, task.answer, task.facts) == ("p", "7", {"level": "3"})
+
+
+def test_blank_lines_are_skipped_and_still_counted(tmp_path):
+    assert [task.id for task in load(write(tmp_path / "rows.jsonl", "", ROW, "", ROW))] == ["rows.jsonl:2", "rows.jsonl:4"]
+
+
+def test_the_easy_rows_are_kept(tmp_path):
+    hard = {"question": "How many?", "answer": "<<1=1>> <<2=2>> <<3=3>>\n#### 3"}
+    path = write(tmp_path / "rows.jsonl", hard, {**ROW, "question": "x" * 100}, ROW, ROW)
+    kept = load(path, answer_after="####", max_solution_steps=2, max_question_chars=50, limit=1)
+    assert [task.id for task in kept] == ["rows.jsonl:3"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (["{oops"], r"rows.jsonl:1: not JSON"),
+        (["[1]"], r"rows.jsonl:1: a JSON list, not an object"),
+        ([ROW, {"question": "q", "answer": ""}], r"rows.jsonl:2: its 'answer' holds no '####'"),
+        ([{"question": "q", "answer": "x ####  "}], r"rows.jsonl:1: a row without an answer"),
+        ([{"question": "q", "answer": None}], r"rows.jsonl:1: its 'answer' is empty"),
+        ([{"question": " ", "answer": "#### 1"}], r"rows.jsonl:1: a row without a question"),
+        (
+            [{"problem": "q", "answer": "#### 1"}],
+            r"rows.jsonl:1: no column 'question'. It has 'problem', 'answer'. Set tasks.question",
+        ),
+        ([{"question": "q", "answer": ["#### 1"]}], r"rows.jsonl:1: its 'answer' is a list"),
+        ([], r"rows.jsonl: it has no rows"),
+    ],
+)
+def test_a_row_that_is_no_task_is_named_with_its_place(tmp_path, rows, message):
+    with pytest.raises(TaskError, match=message):
+        load(write(tmp_path / "rows.jsonl", *rows), answer_after="####")
+
+
+def test_filters_that_leave_nothing_are_named(tmp_path):
+    with pytest.raises(TaskError, match="none of its 1 rows is left under max_question_chars = 3"):
+        load(write(tmp_path / "rows.jsonl", ROW), max_question_chars=3)
+
+
+def test_a_missing_file_is_named_with_the_nearest(tmp_path):
+    write(tmp_path / "train.jsonl", ROW)
+    with pytest.raises(TaskError, match=r"trian\.jsonl: no such file of tasks\. Did you mean .*train\.jsonl\?"):
+        load(tmp_path / "trian.jsonl")
+
+
+def test_a_file_that_is_not_text_is_an_error_of_its_own(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(TaskError, match="cannot be read"):
+        load(tmp_path / "rows.jsonl")
+
+
+def test_test_rows_come_from_a_file_of_their_own(tmp_path):
+    train, test = write(tmp_path / "train.jsonl", ROW), write(tmp_path / "test.jsonl", ROW)
+    assert load(train, split="test", test_path=test)[0].id == "test.jsonl:1"
+    with pytest.raises(TaskError, match=r"Set tasks\.test_path"):
+        load(train, split="test")
+
+
+def test_an_epoch_holds_every_task_once_and_each_has_its_own_order():
+    source = RowTasks(numbered(50), seed=1)
+    first, second = ([source.task(epoch * 50 + position).id for position in range(50)] for epoch in (0, 1))
+    assert set(first) == set(second) == {str(number) for number in range(50)}
+    assert first != second != sorted(second, key=int)
+
+
+def test_the_order_is_the_seeds_and_not_the_readers():
+    one, other = RowTasks(numbered(50), seed=1), RowTasks(numbered(50), seed=1)
+    assert [one.task(index) for index in range(200)] == [other.task(index) for index in reversed(range(200))][::-1]
+    assert [one.task(index) for index in range(50)] != [RowTasks(numbered(50), seed=2).task(index) for index in range(50)]
+
+
+def test_test_rows_keep_the_order_of_their_file(tmp_path):
+    path = write(tmp_path / "rows.jsonl", *[ROW] * 20)
+    source = make_tasks(JsonlConfig(path=path, test_path=path), seed=1, split="test")
+    assert [source.task(index).id for index in range(20)] == [f"rows.jsonl:{number}" for number in range(1, 21)]
+
+
+def test_an_empty_set_is_refused():
+    with pytest.raises(TaskError, match="empty"):
+        RowTasks([], seed=0)
+
+
+def test_a_hub_data_set_without_the_package_names_the_extra():
+    if importlib.util.find_spec("datasets"):
+        pytest.skip("the datasets package is installed")
+    with pytest.raises(TaskError, match=r"pip install 'strop\[data\]'"):
+        load_hub(HubConfig(name="openai/gsm8k"), split="train")
+
+
+def test_a_local_directory_is_loaded_as_a_hub_data_set(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra strop[data]")
+    write(tmp_path / "train.jsonl", ROW)
+    (task,) = load_hub(HubConfig(name=str(tmp_path), answer_after="####"), split="train")
+    assert task.answer == "24"
+    with pytest.raises(TaskError, match="its split 'test' cannot be loaded"):
+        load_hub(HubConfig(name=str(tmp_path)), split="test")
+
+
+class _Recipe(Config):
+    tasks: TaskConfig
+
+
+def test_a_recipe_chooses_the_source_by_kind_and_an_unknown_kind_names_the_nearest():
+    recipe = validate(_Recipe, {"tasks": {"kind": "jsonl", "path": "rows.jsonl"}}, place="recipe")
+    assert recipe.tasks == JsonlConfig(path=Path("rows.jsonl"))
+    with pytest.raises(ConfigError, match="Did you mean 'jsonl'"):
+        validate(_Recipe, {"tasks": {"kind": "json"}}, place="recipe")
+
+
+def test_counting_steps_needs_a_solution_to_count_in():
+    with pytest.raises(ValueError, match="Set answer_after"):
+        TypeAdapter(TaskConfig).validate_python({"kind": "jsonl", "path": Path("x"), "max_solution_steps": 2})
+
+
+@needs_gsm8k
+def test_gsm8k_is_read_whole_with_its_final_answers():
+    train = load(DATA / "gsm8k" / "train.jsonl", answer_after="####")
+    assert len(train) == 7473
+    assert (train[0].answer, train[1].answer) == ("72", "10")
+    easy = load(DATA / "gsm8k" / "train.jsonl", answer_after="####", max_solution_steps=2)
+    assert 0 < len(easy) < len(train)
