@@ -1,0 +1,43 @@
+"""Control conditions for an evaluation: does the policy really use what its tools say?"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.types import ToolOutcome
+
+_DIGIT = re.compile(r"\d")
+
+
+class NoisyTool:
+    """Another tool whose results have every digit drawn anew: right in form, worthless in content."""
+
+    def __init__(self, tool: Tool) -> None:
+        self._tool = tool
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._tool.spec
+
+    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+        result = await self._tool.call(arguments, seed=seed)
+        draw = random.Random(seed)
+        return replace(result, text=_DIGIT.sub(lambda _: str(draw.randint(0, 9)), result.text))
+
+
+class AbsentTool:
+    """Another tool that answers every call by saying that it is not there."""
+
+    def __init__(self, tool: Tool) -> None:
+        self._spec = tool.spec
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+        return ToolResult(outcome=ToolOutcome.ERROR, text="Error: no tool is available.", duration_s=0.0)

@@ -1,0 +1,57 @@
+"""What a set of scored rollouts amounts to: one definition for training steps and for evaluations.
+
+Rates are summed errors over summed calls, never averages of averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strop.types import Group, ScoredTrajectory, ToolOutcome
+
+
+def is_correct(scored: ScoredTrajectory) -> bool:
+    """By the reward's accuracy part where it has one, else by a reward above 0."""
+    return scored.reward_parts.get("accuracy", scored.reward) > 0
+
+
+def tool_error_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
+    """Calls that went wrong by the agent's own doing, as a share of the calls made; 0 without calls."""
+    num_calls = sum(_num_calls(scored) for scored in trajectories)
+    num_errors = sum(scored.trajectory.num_errors for scored in trajectories)
+    return num_errors / num_calls if num_calls else 0.0
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Metrics `rollout/*` and `groups/*` over all rollouts of a batch, before any selection."""
+    scored = [each for group in groups for each in group.trajectories]
+    num_void = sum(group.num_void for group in groups)
+    num = max(1, len(scored))
+    correct = [each for each in scored if is_correct(each)]
+    metrics = {
+        "rollout/reward_mean": sum(each.reward for each in scored) / num,
+        "rollout/accuracy": len(correct) / num,
+        "rollout/tool_error_rate": tool_error_rate(scored),
+        "rollout/tool_error_rate_correct": tool_error_rate(correct),
+        "rollout/tool_calls_mean": sum(_num_calls(each) for each in scored) / num,
+        "rollout/length_tokens_mean": sum(each.trajectory.num_response_tokens for each in scored) / num,
+        "rollout/turns_mean": sum(len(each.trajectory.turns) for each in scored) / num,
+        "rollout/truncated_fraction": sum(each.trajectory.is_truncated for each in scored) / num,
+        "rollout/void_fraction": num_void / max(1, num_void + len(scored)),
+        "groups/all_right": sum(group.is_tied and is_correct(group.trajectories[0]) for group in groups if group.trajectories),
+        "groups/all_wrong": sum(
+            group.is_tied and not is_correct(group.trajectories[0]) for group in groups if group.trajectories
+        ),
+    }
+    for part in sorted({name for each in scored for name in each.reward_parts}):
+        metrics[f"reward/{part}_mean"] = sum(each.reward_parts.get(part, 0.0) for each in scored) / num
+    return metrics
+
+
+def num_sampled_tokens(groups: Sequence[Group]) -> int:
+    """Tokens that the policy sampled, prompts and observations not counted."""
+    return sum(len(turn.completion.ids) for group in groups for each in group.trajectories for turn in each.trajectory.turns)
+
+
+def _num_calls(scored: ScoredTrajectory) -> int:
+    return sum(call.outcome is not ToolOutcome.NOT_RUN for call in scored.trajectory.calls)

@@ -1,0 +1,105 @@
+"""Plays demonstrations for supervised fine-tuning, writes them down, and puts them in the order of training."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from strop.errors import TaskError
+from strop.pipelines.recipe import Stage
+from strop.pipelines.stage import StageContext
+from strop.rollout.chat import ChatFormat
+from strop.rollout.demonstrate import demonstrate
+from strop.rollout.environment import ToolEnvironments
+from strop.rollout.prompt import load_prompt
+from strop.runs import read_lines, write_text
+from strop.seeds import derive_seed
+from strop.tasks import make_tasks
+from strop.tasks.demonstrators import DemonstratorConfig
+from strop.training.sft import Demonstration, Segment
+from strop.types import RolloutKey, Trajectory
+
+_TRAJECTORY = TypeAdapter(Trajectory)
+_AT_ONCE = 32
+_LENGTH_WINDOW = 8  # batches whose rows are sorted by length together, so that little is padded
+
+
+async def play_demonstrations(
+    context: StageContext, stage: Stage, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
+) -> list[Trajectory]:
+    """The first `num` training tasks that the demonstrator can do, played with the real tools, in the order of the tasks.
+
+    Raises:
+        TaskError: it can do none of them.
+    """
+    tasks = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+    tool = context.tools()[0].spec.name
+    environments = ToolEnvironments(chat, load_prompt(stage.prompt), context.tools(), stage.limits)
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def play(index: int) -> Trajectory | TaskError:
+        task = tasks.task(index)
+        seed = context.seed("demonstration", index)
+        try:
+            replies = demonstrator.script(task, tool=tool, seed=seed)
+        except TaskError as error:
+            return error
+        async with gate:
+            key = RolloutKey(task_index=index, attempt=0)
+            return await demonstrate(
+                task, key, replies, environments=environments, chat=chat, max_tokens=stage.sampling.max_tokens, seed=seed
+            )
+
+    limit = num if tasks.num_tasks is None else min(num, tasks.num_tasks)
+    played = await asyncio.gather(*(play(index) for index in range(limit)))
+    done = [each for each in played if isinstance(each, Trajectory)]
+    if not done:
+        raise TaskError(f"stages.{context.name}.demonstrator: it can do none of {limit} tasks; of the first, {played[0]}")
+    if len(done) < num:
+        context.warn(f"{len(done)} demonstrations where {num} were asked for: the others could not be written")
+    return done
+
+
+async def load_or_play(
+    context: StageContext, stage: Stage, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
+) -> list[Demonstration]:
+    """The stage's demonstrations: from its data directory when an earlier try wrote them, else played and written there."""
+    path: Path = context.directory.path / "data" / "demonstrations.jsonl"
+    if not path.exists():
+        played = await play_demonstrations(context, stage, demonstrator, chat, num=num)
+        lines = (json.dumps(_TRAJECTORY.dump_python(each, mode="json"), sort_keys=True) for each in played)
+        write_text(path, "".join(line + "\n" for line in lines))
+    return [as_demonstration(_TRAJECTORY.validate_python(line)) for line in read_lines(path)]
+
+
+def as_demonstration(trajectory: Trajectory) -> Demonstration:
+    """A played script with the provenance of its tokens: completions are the demonstrator's, all else is context (law 2)."""
+    segments = [Segment(ids=trajectory.prompt_ids, is_demonstrator=False)]
+    for turn in trajectory.turns:
+        segments.append(Segment(ids=turn.completion.ids, is_demonstrator=True))
+        segments.append(Segment(ids=turn.observation_ids, is_demonstrator=False))
+    return Demonstration(segments=tuple(segment for segment in segments if segment.ids))
+
+
+def batch_at(demonstrations: Sequence[Demonstration], step: int, *, batch_size: int, seed: int) -> list[Demonstration]:
+    """The batch of a step, a pure function of its arguments: each epoch in another order, rows of like length together."""
+    batches_per_epoch = len(demonstrations) // batch_size
+    epoch, position = divmod(step, batches_per_epoch)
+    draw = random.Random(derive_seed(seed, "epoch", epoch))
+    order = list(range(len(demonstrations)))
+    draw.shuffle(order)
+    window = batch_size * _LENGTH_WINDOW
+    sorted_order = [
+        index
+        for start in range(0, len(order), window)
+        for index in sorted(order[start : start + window], key=lambda index: len(demonstrations[index].ids))
+    ]
+    starts = list(range(0, batches_per_epoch * batch_size, batch_size))
+    draw.shuffle(starts)
+    start = starts[position]
+    return [demonstrations[index] for index in sorted_order[start : start + batch_size]]

@@ -1,0 +1,117 @@
+"""Evaluation: held-out tasks, played like training's rollouts and judged by the same reward."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.engine.protocol import weights_checksum
+from strop.engine.torch_engine import TorchEngine
+from strop.evaluation.controls import AbsentTool, NoisyTool
+from strop.evaluation.statistics import average_at_k
+from strop.evaluation.summary import is_correct, num_sampled_tokens, rollout_metrics
+from strop.pipelines.ledger import StepLedger
+from strop.pipelines.recipe import EvalStage
+from strop.pipelines.stage import StageContext, load_chat, make_player, model_of
+from strop.rewards.math import MathReward
+from strop.rollout.play import play
+from strop.runs import write_json
+from strop.seeds import derive_seed
+from strop.tasks import make_tasks
+from strop.tools.protocol import Tool
+from strop.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalResult:
+    """What an evaluation found; `figures` is what `result.json` holds."""
+
+    figures: dict[str, Any]
+    groups: tuple[Group, ...]
+
+
+async def run_eval_stage(context: StageContext, stage: EvalStage) -> str:
+    """Evaluate, write `eval/result.json`, and return one sentence about it."""
+    result = await evaluate(context, stage, model_of(context.run, stage.init))
+    write_json(context.directory.evaluation, result.figures)
+    figures = result.figures
+    return (
+        f"accuracy {figures['accuracy']:.3f} [{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
+        f" (avg@{figures['k']} of {figures['num_tasks']} tasks), tool errors {figures['tool_error_rate']:.1%}"
+    )
+
+
+async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> EvalResult:
+    """Play `num_tasks` x `k` rollouts of the model in `model`.
+
+    Tasks and seeds do not depend on the stage's name, so that two evaluations of one recipe compare the same problems.
+    """
+    chat = load_chat(model)
+    source = make_tasks(stage.tasks, seed=derive_seed("eval", context.recipe.seed), split=stage.split)
+    num_tasks = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks, source.num_tasks)
+    tasks = [(index, source.task(index)) for index in range(num_tasks)]
+    context.progress.stage_started(context.name, stage.kind, num_tasks, 0)
+    engine = await asyncio.to_thread(TorchEngine.from_directory, model, context.recipe.engine, detokenize=chat.decode)
+    reward = MathReward(stage.reward)
+    ledger = StepLedger(context.directory.rollouts(0), weights=weights_checksum(engine.named_parameters()), policy_version=engine.policy_version)
+    groups: list[Group] = []
+    started = time.perf_counter()
+    try:
+        player = make_player(
+            stage, engine=engine, chat=chat, tools=_under_condition(context.tools(), stage.tools), reward=reward, observe=ledger
+        )
+        playing = play(
+            tasks,
+            player,
+            num_rollouts=stage.k,
+            seed=derive_seed("eval", context.recipe.seed, "rollouts"),
+            observer=ledger,
+            finished=ledger.finished_before,
+        )
+        async for group in playing:
+            groups.append(group)
+            context.progress.step({}, len(groups))
+    finally:
+        ledger.close()
+        await engine.close()
+        await reward.close()
+    groups.sort(key=lambda group: group.task_index)
+    figures = summarise(stage, groups, seed=context.recipe.seed) | {"stage": context.name}
+    figures |= {"time_s": time.perf_counter() - started, "tokens": num_sampled_tokens(groups)}
+    return EvalResult(figures=figures, groups=tuple(groups))
+
+
+def summarise(stage: EvalStage, groups: Sequence[Group], *, seed: int) -> dict[str, Any]:
+    """The figures of an evaluation; a task all of whose rollouts were void is left out and counted."""
+    judged = [[float(is_correct(scored)) for scored in group.trajectories] for group in groups if group.trajectories]
+    accuracy = average_at_k(judged, seed=seed)
+    metrics = rollout_metrics(groups)
+    return {
+        "num_tasks": len(judged),
+        "num_tasks_void": len(groups) - len(judged),
+        "k": stage.k,
+        "tools": stage.tools,
+        "temperature": stage.sampling.temperature,
+        "accuracy": accuracy.mean,
+        "accuracy_low": accuracy.low,
+        "accuracy_high": accuracy.high,
+        **{
+            name.removeprefix("rollout/"): value
+            for name, value in metrics.items()
+            if name.startswith("rollout/") and name != "rollout/accuracy"
+        },
+    }
+
+
+def _under_condition(tools: Sequence[Tool], condition: str) -> list[Tool]:
+    match condition:
+        case "noise":
+            return [NoisyTool(tool) for tool in tools]
+        case "none":
+            return [AbsentTool(tool) for tool in tools]
+        case _:
+            return list(tools)

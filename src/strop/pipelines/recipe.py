@@ -1,0 +1,222 @@
+"""The root of every recipe: what is shared, and the named stages of a run with what each starts from."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
+
+from strop.algorithms.config import MethodConfig
+from strop.config import Config
+from strop.engine.config import EngineConfig
+from strop.rewards.config import RewardConfig
+from strop.rollout.environment import RolloutLimits
+from strop.rollout.play import SamplingConfig
+from strop.sandbox.config import SandboxConfig
+from strop.tasks.config import Split, TaskConfig
+from strop.tasks.demonstrators import DemonstratorConfig
+from strop.tools.python import PythonToolConfig
+from strop.training.config import TrainerConfig
+
+SHARED_TABLES = ("tasks", "prompt", "sampling", "limits", "reward", "trainer")
+"""Tables of the recipe's root that are defaults of every stage; a stage's own keys are put over them."""
+
+
+class TinyModel(Config):
+    """A new Llama-architecture model with random weights and a byte-level BPE tokenizer trained on the demonstrations."""
+
+    vocab_size: int = Field(default=448, ge=300)
+    hidden_size: int = Field(default=128, ge=8)
+    intermediate_size: int = Field(default=384, ge=8)
+    num_layers: int = Field(default=4, ge=1)
+    num_heads: int = Field(default=4, ge=1)
+    max_length: int = Field(default=512, ge=64)
+    # At width 128 the usual 0.02 delays the copying of digits by over a thousand updates; 0.08 is about 1/sqrt(width).
+    initializer_range: float = Field(default=0.08, gt=0)
+    num_texts: int = Field(default=1000, ge=10)  # demonstrations that the tokenizer is trained on
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width. Make it a"
+                f" multiple of {2 * self.num_heads}."
+            )
+        return self
+
+
+class Stage(Config):
+    """What every stage may say: where tasks come from, how they are posed, played and judged, how a model is trained."""
+
+    tasks: TaskConfig
+    prompt: str = "rstar2"
+    sampling: SamplingConfig = SamplingConfig()
+    limits: RolloutLimits = RolloutLimits()
+    reward: RewardConfig = RewardConfig()
+    trainer: TrainerConfig = TrainerConfig()
+
+
+class ModelStage(Stage):
+    """Where the weights come from: a directory or hub id that `transformers` loads, or a tiny model made here."""
+
+    kind: Literal["model"]
+    path: str | None = None
+    tiny: TinyModel | None = None
+    demonstrator: DemonstratorConfig | None = None  # whose texts the tiny model's tokenizer is trained on
+
+    @model_validator(mode="after")
+    def _has_one_origin(self) -> Self:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give either path (a model directory or hub id) or tiny (a table of sizes), and not both.")
+        if self.tiny is not None and self.demonstrator is None:
+            raise ValueError("a tiny model's tokenizer is trained on demonstrations: give demonstrator too.")
+        return self
+
+
+class SftStage(Stage):
+    """Supervised fine-tuning on demonstrations that are played in the real environment."""
+
+    kind: Literal["sft"]
+    init: str
+    demonstrator: DemonstratorConfig
+    num_demonstrations: int = Field(ge=1)
+    steps: int = Field(ge=1)  # one update each
+    batch_size: int = Field(default=32, ge=1)  # demonstrations of one update
+    checkpoint_every: int = Field(default=100, ge=1)  # steps
+    keep_checkpoints: int = Field(default=2, ge=1)
+
+    @model_validator(mode="after")
+    def _fills_a_batch(self) -> Self:
+        if self.batch_size > self.num_demonstrations:
+            raise ValueError(
+                f"batch_size is {self.batch_size}, but there are {self.num_demonstrations} demonstrations: an epoch would not"
+                " fill one batch. Lower batch_size, or raise num_demonstrations."
+            )
+        return self
+
+
+class EvalStage(Stage):
+    """avg@k on held-out tasks, played like training's rollouts."""
+
+    kind: Literal["eval"]
+    init: str
+    split: Split = "test"
+    num_tasks: int = Field(default=100, ge=1)
+    k: int = Field(default=4, ge=1)  # rollouts of each task
+    tools: Literal["real", "noise", "none"] = "real"  # controls: results with their digits drawn anew, or no tool at all
+
+
+class RlStage(Stage):
+    """Reinforcement learning: each step one rollout batch, one or more updates, one publication."""
+
+    kind: Literal["rl"]
+    init: str
+    method: MethodConfig
+    steps: int = Field(ge=1)
+    tasks_per_step: int = Field(ge=1)
+    group_size: int = Field(ge=1)  # G, the rollouts of a task that are learnt from
+    updates_per_step: int = Field(default=1, ge=1)  # mini-batches, split by task
+    epochs: int = Field(default=1, ge=1)  # passes over a step's rollouts
+    checkpoint_every: int = Field(default=1, ge=1)  # steps
+    keep_checkpoints: int = Field(default=2, ge=1)
+    give_up_after: int = Field(default=3, ge=1)  # steps in a row that cannot learn, before the run stops (law 11)
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.tasks_per_step % self.updates_per_step:
+            valid = [n for n in range(1, self.tasks_per_step + 1) if self.tasks_per_step % n == 0]
+            nearest = min(valid, key=lambda n: abs(n - self.updates_per_step))
+            raise ValueError(
+                f"tasks_per_step is {self.tasks_per_step}, which does not split into updates_per_step ="
+                f" {self.updates_per_step} equal mini-batches. Nearest that does: updates_per_step = {nearest}."
+            )
+        self.method.num_rollouts(self.group_size)
+        return self
+
+    @property
+    def rollouts_per_task(self) -> int:
+        return self.method.num_rollouts(self.group_size)
+
+
+StageConfig: TypeAlias = Annotated[ModelStage | SftStage | EvalStage | RlStage, Field(discriminator="kind")]
+
+
+class Tools(Config):
+    """What the policy may call."""
+
+    python: PythonToolConfig = PythonToolConfig()
+
+
+class Recipe(Config):
+    """A whole program as one value. Stages run in the order in which they are written."""
+
+    name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    description: str = ""
+    seed: int = 0
+    threads: int | None = Field(default=None, ge=1)  # of torch; None: its own choice
+    tools: Tools = Tools()
+    sandbox: SandboxConfig = SandboxConfig()
+    engine: EngineConfig = EngineConfig()
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    stages: dict[str, StageConfig] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _stages_stand_on_earlier_ones(self) -> Self:
+        models: list[str] = []
+        for name, stage in self.stages.items():
+            if not isinstance(stage, ModelStage) and stage.init not in models:
+                nearest = difflib.get_close_matches(stage.init, models, n=1)
+                hint = (
+                    f" Did you mean {nearest[0]!r}?"
+                    if nearest
+                    else f" Earlier stages with a model: {', '.join(models) or 'none'}."
+                )
+                raise ValueError(f"stages.{name}.init is {stage.init!r}, which is no earlier stage that makes a model.{hint}")
+            if not isinstance(stage, EvalStage):
+                models.append(name)
+        return self
+
+    @model_validator(mode="after")
+    def _fits_the_engine(self) -> Self:
+        for name, stage in self.stages.items():
+            if isinstance(stage, (EvalStage, RlStage)) and stage.sampling.max_tokens >= self.engine.max_length:
+                raise ValueError(
+                    f"stages.{name}.sampling.max_tokens is {stage.sampling.max_tokens}, but the engine holds conversations of"
+                    f" engine.max_length = {self.engine.max_length} tokens, prompt included. Raise engine.max_length, or lower"
+                    " max_tokens."
+                )
+        return self
+
+
+def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with the shared tables of its root put under every stage, and taken from the root.
+
+    A stage's key beats the shared one; a table that changes its `kind` replaces the shared table whole.
+    """
+    shared = {key: tree[key] for key in SHARED_TABLES if key in tree}
+    resolved = {key: value for key, value in tree.items() if key not in shared}
+    stages = resolved.get("stages")
+    if isinstance(stages, Mapping):
+        resolved["stages"] = {
+            name: _merge(shared, stage) if isinstance(stage, Mapping) else stage for name, stage in stages.items()
+        }
+    return resolved
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    if "kind" in over and "kind" in under and over["kind"] != under["kind"]:
+        return dict(over)
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def relative_to(directory: Path, path: str) -> str:
+    """`path` as the user meant it: a local directory beside the recipe where there is one, else as written (a hub id)."""
+    beside = directory / path
+    return str(beside) if not Path(path).is_absolute() and beside.exists() else path

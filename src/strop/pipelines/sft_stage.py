@@ -1,0 +1,61 @@
+"""Supervised fine-tuning: imitate demonstrations, one update a step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from strop.pipelines import checkpoints
+from strop.pipelines.demonstrations import batch_at, load_or_play
+from strop.pipelines.recipe import SftStage
+from strop.pipelines.stage import StageContext, load_chat, model_of
+from strop.runs import write_directory
+from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
+from strop.training.trainer import LocalTrainer
+
+
+async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, str]:
+    """Train from the last checkpoint to the last step; returns the model directory and one sentence about it."""
+    init = model_of(context.run, stage.init)
+    demonstrations = await load_or_play(context, stage, stage.demonstrator, load_chat(init), num=stage.num_demonstrations)
+    trainer = LocalTrainer.from_directory(init, stage.trainer, total_updates=stage.steps)
+    try:
+        done = await checkpoints.resume(context, trainer)
+        context.progress.stage_started(context.name, stage.kind, stage.steps, done)
+        metrics = context.metrics(done_steps=done)
+        loss = 0.0
+        for step in range(done + 1, stage.steps + 1):
+            started = time.perf_counter()
+            rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
+            report = await trainer.update(pack_demonstrations(rows), sft_token_loss, sft_token_statistics)
+            loss = report.loss
+            elapsed = time.perf_counter() - started
+            metrics.append(
+                step,
+                {
+                    "sft/loss": report.loss,
+                    "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
+                    "update/grad_norm": report.grad_norm,
+                    "update/learning_rate": report.learning_rate,
+                    "time/step_s": elapsed,
+                },
+            )
+            if step % stage.checkpoint_every == 0 and step < stage.steps:
+                await checkpoints.save(context, trainer, step, keep=stage.keep_checkpoints)
+        metrics.close()
+        await write_model(context, trainer)
+        return context.directory.model, f"{stage.steps} updates on {len(demonstrations)} demonstrations, last loss {loss:.3f}"
+    finally:
+        await trainer.close()
+
+
+async def write_model(context: StageContext, trainer: LocalTrainer) -> None:
+    """The stage's product, as a directory that `transformers` loads."""
+    import asyncio
+
+    loop = asyncio.get_running_loop()
+
+    def fill(directory: Path) -> None:
+        asyncio.run_coroutine_threadsafe(trainer.save_model(directory), loop).result()
+
+    await asyncio.to_thread(write_directory, context.directory.model, fill)

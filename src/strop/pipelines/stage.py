@@ -1,0 +1,123 @@
+"""What every stage is given, and what it builds the same way: tools, players, a tokenizer, a place to write."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.engine.protocol import InferenceEngine
+from strop.errors import ModelError
+from strop.pipelines.recipe import Recipe, Stage
+from strop.reports.progress import Progress
+from strop.reports.trackers import Tracker
+from strop.rewards.math import MathReward
+from strop.rollout.chat import ChatFormat
+from strop.rollout.environment import ToolEnvironments, ToolObserverFactory
+from strop.rollout.play import Judge, Player
+from strop.rollout.prompt import load_prompt
+from strop.runs import LineWriter, RunDirectory, StageDirectory, read_json, read_lines, write_text
+from strop.sandbox.protocol import CodeRunner
+from strop.seeds import derive_seed
+from strop.tools.protocol import Tool
+from strop.tools.python import PythonTool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageContext:
+    """One stage of one run: what it shares with the others, and its own place."""
+
+    name: str
+    recipe: Recipe
+    run: RunDirectory
+    runner: CodeRunner
+    progress: Progress
+    trackers: Sequence[Tracker]
+    events: LineWriter
+
+    @property
+    def directory(self) -> StageDirectory:
+        return self.run.stage(self.name)
+
+    def seed(self, *parts: int | str) -> int:
+        """A seed of this run and stage."""
+        return derive_seed("run", self.recipe.seed, self.name, *parts)
+
+    def event(self, event: str, **facts: Any) -> None:
+        """Append to the run's events."""
+        self.events.append({"event": event, "stage": self.name, "time": time.time(), **facts})
+
+    def warn(self, text: str) -> None:
+        """Tell the user now, and keep it for the report."""
+        self.event("warning", text=text)
+        self.progress.warning(text)
+
+    def metrics(self, *, done_steps: int) -> StageMetrics:
+        """This stage's part of metrics.jsonl, cut back to `done_steps`."""
+        return StageMetrics(self, done_steps)
+
+    def tools(self) -> list[Tool]:
+        return [PythonTool(self.runner, self.recipe.tools.python)]
+
+
+class StageMetrics:
+    """Appends the metrics of each step, and shows them. Steps after the checkpoint that a run resumes from are cut off."""
+
+    def __init__(self, context: StageContext, done_steps: int) -> None:
+        path = context.run.metrics
+        lines = read_lines(path)
+        kept = [line for line in lines if line["stage"] != context.name or line["step"] <= done_steps]
+        if len(kept) < len(lines):
+            import json
+
+            write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
+        self._context = context
+        self._writer = LineWriter(path)
+
+    def append(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._writer.append({"stage": self._context.name, "step": step, **metrics})
+        for tracker in self._context.trackers:
+            tracker.log(metrics, step=step, stage=self._context.name)
+        self._context.progress.step(metrics, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def model_of(run: RunDirectory, stage: str) -> Path:
+    """The model directory that `stage` made. Raises `RunError` when the stage is not done."""
+    return Path(read_json(run.stage(stage).done)["model"])
+
+
+def load_chat(model: Path) -> ChatFormat:
+    """The tokenizer of a model directory as a chat format. Raises `ModelError`."""
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{model}: no tokenizer that transformers can load: {error}. Save one there with tokenizer.save_pretrained."
+        ) from error
+    return ChatFormat(tokenizer)
+
+
+def make_player(
+    stage: Stage,
+    *,
+    engine: InferenceEngine,
+    chat: ChatFormat,
+    tools: Sequence[Tool],
+    reward: MathReward,
+    observe: ToolObserverFactory | None = None,
+) -> Player:
+    """Everything that the stage's tasks are played with."""
+    return Player(
+        engine=engine,
+        environments=ToolEnvironments(chat, load_prompt(stage.prompt), tools, stage.limits, observe),
+        judge=Judge(reward=reward, weights=stage.reward.weights),
+        sampling=stage.sampling,
+        stop_ids=chat.stop_ids,
+    )

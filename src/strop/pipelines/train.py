@@ -1,0 +1,179 @@
+"""Runs a recipe's stages in order, each from where it stands; the one call behind `strop train`."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import strop
+from strop.errors import RunError
+from strop.pipelines.eval_stage import run_eval_stage
+from strop.pipelines.model_stage import run_model_stage
+from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
+from strop.pipelines.rl_stage import run_rl_stage
+from strop.pipelines.sft_stage import run_sft_stage
+from strop.pipelines.stage import StageContext
+from strop.reports.page import write_report
+from strop.reports.progress import Progress
+from strop.reports.trackers import Tracker, make_trackers
+from strop.runs import FORMAT_VERSION, LineWriter, RunDirectory, read_json, write_json, writing_to
+from strop.sandbox.local import LocalSandbox
+from strop.sandbox.protocol import CodeRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """Where the run lies, and what its evaluations found, in order."""
+
+    run: RunDirectory
+    evaluations: tuple[Mapping[str, Any], ...]
+
+
+async def train(
+    recipe: Recipe, directory: Path, *, progress: Progress, command: str = "", runner: CodeRunner | None = None
+) -> TrainResult:
+    """Run, or resume, `recipe` in `directory`. Stages that are done are not run again.
+
+    Args:
+        command: how the user asked for it; kept in the manifest.
+        runner: where tool calls run; a sandbox on this machine when there is none.
+
+    Raises:
+        RunError: the directory holds a run of another recipe.
+    """
+    run = RunDirectory(directory)
+    with writing_to(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    _claim(run, recipe, command)
+    sandbox = LocalSandbox(recipe.sandbox) if runner is None else None
+    if sandbox is not None:
+        await sandbox.start()  # exec'ed before torch starts its threads (law 7)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)
+    events = LineWriter(run.events)
+    trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
+    try:
+        for name, stage in recipe.stages.items():
+            context = StageContext(
+                name=name,
+                recipe=recipe,
+                run=run,
+                runner=runner if sandbox is None else sandbox,  # type: ignore[arg-type]
+                progress=progress,
+                trackers=trackers,
+                events=events,
+            )
+            await _run_stage(context, stage)
+    finally:
+        _close(trackers)
+        events.close()
+        if sandbox is not None:
+            await sandbox.close()
+    evaluations = evaluations_of(run, recipe)
+    progress.finished(evaluations, write_report(run))
+    return TrainResult(run=run, evaluations=evaluations)
+
+
+def evaluations_of(run: RunDirectory, recipe: Recipe) -> tuple[Mapping[str, Any], ...]:
+    """The results of the recipe's evaluations, in order."""
+    names = [name for name, stage in recipe.stages.items() if isinstance(stage, EvalStage)]
+    return tuple(read_json(run.stage(name).evaluation) for name in names)
+
+
+async def _run_stage(context: StageContext, stage: StageConfig) -> None:
+    done = context.directory.done
+    if done.exists():
+        context.progress.stage_finished(context.name, f"{read_json(done)['summary']} (done before)")
+        return
+    started = time.perf_counter()
+    context.event("stage_started")
+    model: Path | None = None
+    match stage:
+        case ModelStage():
+            context.progress.stage_started(context.name, stage.kind, 1, 0)
+            model, summary = await run_model_stage(context, stage)
+        case SftStage():
+            model, summary = await run_sft_stage(context, stage)
+        case RlStage():
+            model, summary = await run_rl_stage(context, stage)
+        case EvalStage():
+            summary = await run_eval_stage(context, stage)
+    elapsed = time.perf_counter() - started
+    product = {} if model is None else {"model": str(model.resolve())}
+    write_json(done, {"summary": summary, "time_s": elapsed, **product})
+    context.event("stage_finished")
+    context.progress.stage_finished(context.name, f"{summary} ({elapsed:.0f} s)")
+
+
+def _claim(run: RunDirectory, recipe: Recipe, command: str) -> None:
+    """Write the manifest of a new run, or make sure that the one there is of this recipe."""
+    resolved = recipe.model_dump(mode="json")
+    if not run.manifest.exists():
+        if run.path.exists() and any(run.path.iterdir()):
+            raise RunError(
+                f"{run.path}: not empty, and not a run directory (no manifest.json). Choose another with --runs or --name."
+            )
+        write_json(
+            run.manifest,
+            {
+                "format": FORMAT_VERSION,
+                "name": recipe.name,
+                "seed": recipe.seed,
+                "command": command,
+                "recipe": resolved,
+                "versions": versions(),
+                "stages": {
+                    name: {"kind": stage.kind} | ({} if isinstance(stage, ModelStage) else {"init": stage.init})
+                    for name, stage in recipe.stages.items()
+                },
+            },
+        )
+        return
+    manifest = read_json(run.manifest)
+    if manifest.get("format") != FORMAT_VERSION:
+        raise RunError(
+            f"{run.manifest}: run directory format {manifest.get('format')}, but this strop writes format {FORMAT_VERSION}."
+            " Start a run under another name with --name."
+        )
+    differing = _differences(manifest["recipe"], resolved)
+    if differing:
+        shown = "\n  ".join(f"{key}: {there!r} there, {here!r} asked for" for key, there, here in differing[:5])
+        raise RunError(
+            f"{run.path} holds a run of another recipe:\n  {shown}\nGive this one a name of its own with --name, or remove that"
+            " directory."
+        )
+
+
+def _differences(there: Any, here: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(there, dict) and isinstance(here, dict):
+        keys = sorted({*there, *here})
+        return [
+            found
+            for key in keys
+            for found in _differences(there.get(key), here.get(key), f"{path}.{key}" if path else str(key))
+        ]
+    return [] if there == here else [(path, there, here)]
+
+
+def versions() -> dict[str, str]:
+    """What the run's numbers depend on besides the recipe."""
+    return {
+        "strop": strop.__version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "machine": platform.machine(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def _close(trackers: Sequence[Tracker]) -> None:
+    for tracker in trackers:
+        tracker.close()

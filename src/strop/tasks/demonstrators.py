@@ -1,0 +1,91 @@
+"""Writes what a demonstrator would say, turn by turn, to teach a format before reinforcement learning.
+
+A script is the completions of one conversation; what comes back from the tools is not written here, the real tools say it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from strop.config import Config
+from strop.errors import TaskError
+from strop.seeds import derive_seed
+from strop.types import Task
+
+_CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calculation of a solution as <<48/2=24>>
+
+Reply: TypeAlias = Callable[[str], str]
+"""One turn: the text of the last observation -> what the demonstrator says next."""
+
+
+class ArithmeticDemonstrator(Config):
+    """Computes with the tool, and is deliberately flawed: it guesses some answers, and some of its first calls raise."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    guess_fraction: float = Field(default=0.45, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
+    error_fraction: float = Field(default=0.5, ge=0, le=1)  # of the others: the first call raises, the next one mends it
+
+    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+        """Raises `TaskError` for a task without an expression."""
+        draw = random.Random(derive_seed("demonstration", seed, task.id))
+        expression = _fact(task, "expression", needed_by="arithmetic")
+        if draw.random() < self.guess_fraction:
+            guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
+            return [lambda _: f"<reason>I can do this in my head.</reason>{_answer(str(guess))}"]
+        right = f"print({expression})"
+        replies: list[Reply] = []
+        if draw.random() < self.error_fraction:
+            wrong = draw.choice([f"prnt({expression})", f"print({expression}", f"print(int({expression}, 0))"])
+            replies.append(lambda _: f"<reason>I will compute it.</reason>{_call(tool, wrong)}")
+            replies.append(lambda _: f"<reason>That call was wrong.</reason>{_call(tool, right)}")
+        else:
+            replies.append(lambda _: f"<reason>I will compute it.</reason>{_call(tool, right)}")
+        replies.append(lambda output: f"<reason>The tool says so.</reason>{_answer(output.strip())}")
+        return replies
+
+
+class CalculationsDemonstrator(Config):
+    """Runs the calculations that a worked solution marks, as GSM8K's do, and answers with what the tool printed."""
+
+    kind: Literal["calculations"] = "calculations"
+    solution_fact: str = "answer"  # the fact of a task that holds its worked solution
+
+    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+        """Raises `TaskError` for a task without a worked solution, or without a calculation in it."""
+        solution = _fact(task, self.solution_fact, needed_by="calculations")
+        steps = [left.strip() for left, _ in _CALCULATION.findall(solution)]
+        if not steps:
+            raise TaskError(f"task {task.id!r}: its solution marks no calculation as <<48/2=24>>, so there is nothing to run.")
+        code = f"print({steps[-1]})"
+        thought = f"I compute {'; '.join(steps)}."
+        return [
+            lambda _: f"<reason>{thought}</reason>{_call(tool, code)}",
+            lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}",
+        ]
+
+
+DemonstratorConfig: TypeAlias = Annotated[ArithmeticDemonstrator | CalculationsDemonstrator, Field(discriminator="kind")]
+
+
+def _fact(task: Task, name: str, *, needed_by: str) -> str:
+    if name not in task.facts:
+        known = ", ".join(sorted(task.facts)) or "none"
+        raise TaskError(
+            f"task {task.id!r} has no fact {name!r}, which the demonstrator {needed_by!r} needs; its facts: {known}."
+            " Carry the column along with tasks.facts, or choose another demonstrator."
+        )
+    return task.facts[name]
+
+
+def _call(tool: str, code: str) -> str:
+    return "<tool_call>" + json.dumps({"name": tool, "arguments": {"code": code, "input": ""}}) + "</tool_call>"
+
+
+def _answer(value: str) -> str:
+    return f"<answer>\\boxed{{{value}}}</answer>"
