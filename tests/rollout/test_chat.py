@@ -135,7 +135,7 @@ def test_a_template_that_drops_thoughts_is_found_out_with_the_place():
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused_with_the_remedy():
-    with pytest.raises(ModelError, match="no chat template.*instruct variant"):
+    with pytest.raises(ModelError, match=r"no chat template.*instruct variant"):
         ChatFormat(byte_tokenizer(chat_template=None))
 
 

@@ -217,7 +217,7 @@ def test_a_broken_tool_raises_and_ends_the_other_calls():
 
 
 def test_a_tool_that_keeps_silent_is_our_fault_and_is_named():
-    with pytest.raises(DeadlineExceeded, match="tool 'add' gave no answer to call 0 of turn 0 of task 't' within 0.01 s"):
+    with pytest.raises(DeadlineExceeded, match=r"tool 'add' gave no answer to call 0 of turn 0 of task 't' within 0\.01 s"):
         play(environment(Adder(wait_s=10), deadline_s=0.01), completion(call()))
 
 

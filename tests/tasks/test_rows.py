@@ -85,7 +85,7 @@ def test_filters_that_leave_nothing_are_named(tmp_path):
 
 def test_a_missing_file_is_named_with_the_nearest(tmp_path):
     write(tmp_path / "train.jsonl", ROW)
-    with pytest.raises(TaskError, match=r"trian\.jsonl: no such file of tasks\. Did you mean .*train\.jsonl\?"):
+    with pytest.raises(TaskError, match=r"trian\.jsonl: no such file\. Did you mean .*train\.jsonl\?"):
         load(tmp_path / "trian.jsonl")
 
 
