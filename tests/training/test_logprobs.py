@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from strop.training.logprobs import token_logprobs
+from strop.training.trainer import load_model
+
+
+@pytest.fixture
+def model(model_directory):
+    return load_model(model_directory).eval()
+
+
+def full_logits_reference(model, ids, where, temperature):
+    """The model library's own forward, with an attention mask, all logits at once."""
+    attention_mask = (torch.arange(ids.shape[1])[None] < lengths_of(where)[:, None]).long()
+    logits = model(input_ids=ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1].float() / temperature
+    distribution = logits.log_softmax(-1)
+    logprobs = distribution.gather(-1, ids[:, 1:, None]).squeeze(-1)
+    entropies = -(distribution.exp() * distribution).sum(-1)
+    return logprobs * where[:, 1:], entropies * where[:, 1:]
+
+
+def lengths_of(where):
+    return (where * torch.arange(1, where.shape[1] + 1)).amax(1)
+
+
+@pytest.mark.parametrize("max_logits", [61 * 4, 2**26])  # chunks of four positions; a single chunk
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_law_5_chunked_logprobs_entropies_and_gradients_equal_the_full_forward(model, make_batch, max_logits, temperature):
+    batch = make_batch()
+    factors = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(1))
+    logprobs, entropies = token_logprobs(model, batch.ids, batch.loss_mask, temperature=temperature, max_logits=max_logits)
+    (logprobs * factors).sum().backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected, expected_entropies = full_logits_reference(model, batch.ids, batch.loss_mask, temperature)
+    (expected * factors[:, 1:]).sum().backward()
+    torch.testing.assert_close(logprobs[:, 1:], expected, rtol=0, atol=2e-6)
+    torch.testing.assert_close(entropies[:, 1:], expected_entropies, rtol=0, atol=2e-6)
+    assert logprobs[:, 0].tolist() == [0.0] * len(batch.lengths)
+    assert not entropies.requires_grad
+    for name, parameter in model.named_parameters():
+        assert (gradients[name] - parameter.grad).norm() < 1e-6 * parameter.grad.norm()
+
+
+def test_what_stands_in_the_padding_reaches_neither_logprobs_nor_gradients(model, make_batch):
+    batch = make_batch()
+    is_padding = torch.arange(batch.ids.shape[1])[None] >= batch.lengths[:, None]
+    results = []
+    for padding in (0, 17):
+        ids = torch.where(is_padding, padding, batch.ids)
+        logprobs, _ = token_logprobs(model, ids, batch.loss_mask, temperature=1.0)
+        logprobs.sum().backward()
+        results.append((logprobs.detach(), [parameter.grad.clone() for parameter in model.parameters()]))
+        model.zero_grad()
+    assert torch.equal(results[0][0], results[1][0])
+    for first, second in zip(results[0][1], results[1][1], strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=1e-5)

@@ -1,0 +1,336 @@
+import asyncio
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from strop.algorithms import GRPO, Column
+from strop.engine.protocol import Capabilities, weights_checksum
+from strop.errors import CannotLearnError, ModelError, RunError
+from strop.training import LocalTrainer, OptimizerConfig, Schedule, TrainerConfig, pack_demonstrations, sft_token_loss
+from strop.training.sft import Demonstration, Segment, sft_token_statistics
+from strop.training.trainer import load_model
+
+METHOD = GRPO()
+
+
+def make_trainer(directory, *, lr=1e-2, grad_clip=0.0, **settings):
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=lr, grad_clip=grad_clip), **settings)
+    return LocalTrainer.from_directory(directory, config)
+
+
+def weights_of(trainer):
+    return {name: parameter.detach().clone() for name, parameter in trainer._model.named_parameters()}
+
+
+def gradients_of(trainer, batch, method=METHOD):
+    """The gradient that an update of `batch` would use, by way of the update itself."""
+    captured = {}
+    trainer._optimizer.step = lambda: captured.update(
+        {name: parameter.grad.clone() for name, parameter in trainer._model.named_parameters()}
+    )
+    report = asyncio.run(trainer.update(batch, method.token_loss, method.token_statistics))
+    return captured, report
+
+
+def assert_same_gradient(first, second, tolerance):
+    for name, gradient in first.items():
+        assert (gradient - second[name]).norm() <= tolerance * second[name].norm(), name
+
+
+def with_old_logprobs(batch, trainer, noise=0.0):
+    scored = asyncio.run(trainer.score(batch, Column.OLD_LOGPROBS))
+    shift = noise * torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(5))
+    old = scored.columns[Column.OLD_LOGPROBS] + shift * batch.loss_mask
+    return replace(scored, columns={Column.OLD_LOGPROBS: old})
+
+
+def grpo_reference_loss(model, batch, lengths, groups):
+    """rStar2-Agent Eq. 6 written out in loops: row by row without padding, mean over tokens of a group, then over groups."""
+    old = batch.columns[Column.OLD_LOGPROBS]
+    of_group = {group: [] for group in groups}
+    for row, length in enumerate(lengths):
+        logits = model(input_ids=batch.ids[row : row + 1, :length]).logits[0] / batch.temperature
+        distribution = torch.log_softmax(logits, -1)
+        for position in range(1, length):
+            if batch.loss_mask[row, position]:
+                ratio = (distribution[position - 1, batch.ids[row, position]] - old[row, position]).exp()
+                advantage = batch.advantages[row, position]
+                term = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                of_group[groups[row]].append(term)
+    means = [torch.stack(terms).mean() for terms in of_group.values()]
+    return -torch.stack(means).mean()
+
+
+def test_gradients_equal_a_plain_grpo_loss_off_policy(model_directory, make_batch):
+    trainer = make_trainer(model_directory, max_tokens_per_microbatch=30)
+    batch = with_old_logprobs(make_batch(), trainer, noise=0.4)
+    gradients, report = gradients_of(trainer, batch)
+    model = load_model(model_directory).eval()
+    loss = grpo_reference_loss(model, batch, [9, 14, 11, 7, 14, 8], [0, 0, 1, 1, 2, 2])
+    loss.backward()
+    assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert report.statistics["clip_fraction_high"] > 0  # the reference must have seen clipping
+    assert_same_gradient(gradients, {name: parameter.grad for name, parameter in model.named_parameters()}, 1e-5)
+    total = math.sqrt(sum(parameter.grad.square().sum().item() for parameter in model.parameters()))
+    assert report.grad_norm == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 45, 10_000])
+def test_law_4_micro_batch_size_changes_the_gradient_by_rounding_only(model_directory, make_batch, max_tokens):
+    whole = make_trainer(model_directory, max_tokens_per_microbatch=100_000)
+    batch = with_old_logprobs(make_batch(), whole, noise=0.4)
+    expected, expected_report = gradients_of(whole, batch)
+    gradients, report = gradients_of(make_trainer(model_directory, max_tokens_per_microbatch=max_tokens), batch)
+    assert_same_gradient(gradients, expected, 2e-6)
+    assert report.loss == pytest.approx(expected_report.loss, rel=1e-5)
+    assert report.statistics == pytest.approx(expected_report.statistics, rel=1e-5, abs=1e-8)
+
+
+def test_law_4_order_of_rows_and_padding_change_the_gradient_by_rounding_only(model_directory, make_batch):
+    trainer = make_trainer(model_directory)
+    batch = with_old_logprobs(make_batch(), trainer, noise=0.4)
+    expected, _ = gradients_of(trainer, batch)
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+
+    def reorder_and_pad(values):
+        return torch.nn.functional.pad(values[order], (0, 9))
+
+    other = replace(
+        batch,
+        ids=reorder_and_pad(batch.ids),
+        lengths=batch.lengths[order],
+        loss_mask=reorder_and_pad(batch.loss_mask),
+        loss_weights=reorder_and_pad(batch.loss_weights),
+        advantages=reorder_and_pad(batch.advantages),
+        sampled_logprobs=reorder_and_pad(batch.sampled_logprobs),
+        columns={column: reorder_and_pad(values) for column, values in batch.columns.items()},
+    )
+    assert_same_gradient(gradients_of(trainer, other)[0], expected, 2e-6)
+
+
+def test_law_2_what_masked_positions_hold_changes_neither_loss_nor_gradient(model_directory, make_batch):
+    trainer = make_trainer(model_directory)
+    batch = with_old_logprobs(make_batch(), trainer, noise=0.4)
+    expected, expected_report = gradients_of(trainer, batch)
+    hidden = ~batch.loss_mask
+    poisoned = replace(
+        batch,
+        advantages=batch.advantages.masked_fill(hidden, math.nan),
+        sampled_logprobs=batch.sampled_logprobs.masked_fill(hidden, math.nan),
+        columns={Column.OLD_LOGPROBS: batch.columns[Column.OLD_LOGPROBS].masked_fill(hidden, -math.inf)},
+    )
+    gradients, report = gradients_of(trainer, poisoned)
+    assert report == replace(expected_report, update=2)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_first_update_after_scoring_has_a_ratio_of_exactly_one(model_directory, make_batch, precision):
+    trainer = make_trainer(model_directory, precision=precision, max_tokens_per_microbatch=40)
+    batch = with_old_logprobs(make_batch(), trainer)
+    report = asyncio.run(trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+    assert report.statistics["ratio"] == 1.0
+    assert report.statistics["old_kl_nats"] == 0.0
+    again = asyncio.run(trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+    assert again.statistics["ratio"] != 1.0
+
+
+def test_bfloat16_computes_in_low_precision_and_keeps_its_weights_in_float32(model_directory, make_batch):
+    low, full = make_trainer(model_directory, precision="bfloat16"), make_trainer(model_directory)
+    batch = make_batch()
+    gap = (
+        with_old_logprobs(batch, low).columns[Column.OLD_LOGPROBS] - with_old_logprobs(batch, full).columns[Column.OLD_LOGPROBS]
+    )
+    assert 1e-5 < gap.abs().max().item() < 0.3
+    asyncio.run(low.update(with_old_logprobs(batch, low), METHOD.token_loss, METHOD.token_statistics))
+    assert {weights.dtype for weights in weights_of(low).values()} == {torch.float32}
+
+
+def test_law_8_two_trainers_of_one_seed_are_equal_bit_for_bit(model_directory, make_batch):
+    trainers = [make_trainer(model_directory) for _ in range(2)]
+    for trainer in trainers:
+        for seed in range(3):
+            batch = with_old_logprobs(make_batch(seed=seed), trainer)
+            asyncio.run(trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+    first, second = map(weights_of, trainers)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_law_9_a_loaded_trainer_goes_on_as_the_saved_one_would_have_bit_for_bit(model_directory, make_batch, tmp_path):
+    async def train(trainer, seeds):
+        for seed in seeds:
+            batch = await trainer.score(make_batch(seed=seed), Column.OLD_LOGPROBS)
+            await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics)
+
+    settings = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2, warmup_updates=3, schedule=Schedule.COSINE, weight_decay=0.1))
+    straight = LocalTrainer.from_directory(model_directory, settings, total_updates=6)
+    asyncio.run(train(straight, range(2)))
+    asyncio.run(straight.save(tmp_path))
+    asyncio.run(train(straight, range(2, 5)))
+    resumed = LocalTrainer.from_directory(model_directory, settings, total_updates=6)
+    asyncio.run(resumed.load(tmp_path))
+    assert resumed.num_updates == 2
+    asyncio.run(train(resumed, range(2, 5)))
+    first, second = weights_of(straight), weights_of(resumed)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_saved_model_is_a_directory_that_transformers_loads_with_its_tokenizer_files(model_directory, tmp_path):
+    trainer = make_trainer(model_directory)
+    asyncio.run(trainer.save(tmp_path))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert all(torch.equal(loaded.get_parameter(name), weights) for name, weights in weights_of(trainer).items())
+    assert (tmp_path / "model" / "tokenizer.json").read_text() == '{"by": "hand"}'
+
+
+def test_a_checkpoint_that_is_not_complete_or_of_another_model_is_refused(model_directory, tmp_path):
+    trainer = make_trainer(model_directory)
+    with pytest.raises(RunError, match=r"trainer\.json: missing"):
+        asyncio.run(trainer.load(tmp_path))
+    asyncio.run(trainer.save(tmp_path))
+    (tmp_path / "optimizer.pt").unlink()
+    with pytest.raises(RunError, match=r"optimizer\.pt: missing"):
+        asyncio.run(trainer.load(tmp_path))
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        make_trainer(tmp_path)
+
+
+class RecordingEngine:
+    """Keeps what it is sent, as an engine of this dtype."""
+
+    def __init__(self, dtype):
+        self.capabilities = Capabilities(is_deterministic=True, can_fork=False, has_entropies=False, dtype=dtype)
+        self.received = {}
+
+    async def load_weights(self, tensors, *, version, checksum):
+        self.received = {name: tensor async for name, tensor in tensors}
+        self.version, self.checksum = version, checksum
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_law_6_what_is_published_matches_its_checksum_in_the_engines_dtype(model_directory, make_batch, dtype):
+    trainer = make_trainer(model_directory)
+    engine = RecordingEngine(dtype)
+    checksum = asyncio.run(trainer.publish(engine, version=3))
+    assert checksum == engine.checksum == weights_checksum(engine.received.items())
+    assert engine.version == 3
+    assert {tensor.dtype for tensor in engine.received.values()} == {dtype}
+    assert "model.embed_tokens.weight" in engine.received
+    assert "lm_head.weight" not in engine.received  # tied: sent once
+    batch = with_old_logprobs(make_batch(), trainer)
+    asyncio.run(trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+    assert weights_checksum(engine.received.items()) == checksum  # an engine that keeps them is not changed by an update
+    assert asyncio.run(trainer.publish(engine, version=4)) != checksum
+
+
+def poisoned(batch):
+    return replace(batch, advantages=batch.advantages.masked_fill(batch.loss_mask, math.nan))
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_changes_nothing(model_directory, make_batch):
+    trainer = make_trainer(model_directory, max_skipped_updates=2)
+    before = weights_of(trainer)
+    good = with_old_logprobs(make_batch(), trainer)
+
+    async def scenario():
+        skipped = await trainer.update(poisoned(good), METHOD.token_loss, METHOD.token_statistics)
+        assert skipped.is_skipped
+        assert "loss is nan" in skipped.skip_reason
+        assert skipped.update == trainer.num_updates == 0
+        assert all(torch.equal(before[name], weights) for name, weights in weights_of(trainer).items())
+        assert not (await trainer.update(good, METHOD.token_loss, METHOD.token_statistics)).is_skipped
+        await trainer.update(poisoned(good), METHOD.token_loss, METHOD.token_statistics)
+        with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
+            await trainer.update(poisoned(good), METHOD.token_loss, METHOD.token_statistics)
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_without_a_token_to_train_on_is_skipped(model_directory, make_batch):
+    trainer = make_trainer(model_directory)
+    report = asyncio.run(trainer.update(make_batch((3, 2)), METHOD.token_loss, METHOD.token_statistics))
+    assert report.skip_reason == "none of the 2 rows has a token to train on"
+
+
+def test_the_gradient_is_clipped_to_its_norm_and_reported_as_it_was(model_directory, make_batch):
+    free, clipped = make_trainer(model_directory), make_trainer(model_directory, grad_clip=0.01)
+    batch = with_old_logprobs(make_batch(), free)
+    gradients, report = gradients_of(clipped, batch)
+    assert report.grad_norm == gradients_of(free, batch)[1].grad_norm > 0.01
+    assert math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values())) == pytest.approx(0.01, rel=1e-3)
+
+
+def test_a_reset_optimizer_forgets_its_moments_and_its_schedule_but_not_its_updates(model_directory, make_batch):
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_updates=4))
+    trainer = LocalTrainer.from_directory(model_directory, config)
+    batch = with_old_logprobs(make_batch(), trainer)
+
+    async def scenario():
+        reports = [await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics) for _ in range(2)]
+        await trainer.reset_optimizer()
+        reports.append(await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+        return reports
+
+    reports = asyncio.run(scenario())
+    assert [report.learning_rate for report in reports] == pytest.approx([2.5e-4, 5e-4, 2.5e-4])
+    assert [report.update for report in reports] == [1, 2, 3]
+
+
+def test_the_reference_stays_what_it_was_while_the_policy_moves(model_directory, make_batch):
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2))
+    trainer = LocalTrainer.from_directory(model_directory, config, reference=model_directory)
+    method = GRPO(kl_coefficient=0.1)
+
+    async def scenario():
+        batch = await trainer.score(make_batch(), Column.OLD_LOGPROBS)
+        batch = await trainer.score(batch, Column.REFERENCE_LOGPROBS)
+        first = await trainer.update(batch, method.token_loss, method.token_statistics)
+        second = await trainer.update(batch, method.token_loss, method.token_statistics)
+        rescored = await trainer.score(batch, Column.REFERENCE_LOGPROBS)
+        return first, second, batch, rescored
+
+    first, second, batch, rescored = asyncio.run(scenario())
+    assert first.statistics["reference_kl_nats"] == 0.0
+    assert second.statistics["reference_kl_nats"] > 0.0
+    assert torch.equal(batch.columns[Column.REFERENCE_LOGPROBS], rescored.columns[Column.REFERENCE_LOGPROBS])
+
+
+def test_a_column_that_no_model_here_can_fill_is_refused(model_directory, make_batch):
+    with pytest.raises(ValueError, match="reference_logprobs"):
+        asyncio.run(make_trainer(model_directory).score(make_batch(), Column.REFERENCE_LOGPROBS))
+
+
+def test_sft_learns_a_demonstration_by_heart(model_directory):
+    trainer = make_trainer(model_directory, grad_clip=1.0)
+    talk = Demonstration(
+        segments=(Segment(ids=(1, 2, 3), is_demonstrator=False), Segment(ids=(9, 8, 7, 6), is_demonstrator=True))
+    )
+
+    async def scenario():
+        return [await trainer.update(pack_demonstrations([talk]), sft_token_loss, sft_token_statistics) for _ in range(40)]
+
+    reports = asyncio.run(scenario())
+    assert reports[0].loss > 2.0  # log 61 = 4.1 for a uniform guess
+    assert reports[-1].loss < 0.05
+    assert reports[0].statistics["logprob_nats"] == pytest.approx(-reports[0].loss, rel=1e-5)
+
+
+def test_the_event_loop_runs_on_while_the_trainer_computes(model_directory, make_batch):
+    """Law 7: model compute is in a worker thread."""
+    trainer = make_trainer(model_directory)
+
+    async def scenario():
+        task = asyncio.ensure_future(trainer.score(make_batch((40,) * 64), Column.OLD_LOGPROBS))
+        ticks = 0
+        while not task.done():
+            await asyncio.sleep(0.001)
+            ticks += 1
+        return ticks
+
+    assert asyncio.run(scenario()) >= 3

@@ -1,0 +1,23 @@
+import pytest
+
+from strop.training import OptimizerConfig, Schedule
+from strop.training.config import learning_rate
+
+
+def test_warm_up_rises_in_equal_steps_to_the_learning_rate():
+    config = OptimizerConfig(lr=1.0, warmup_updates=4)
+    assert [learning_rate(config, update, None) for update in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_cosine_falls_from_the_learning_rate_to_its_final_fraction():
+    config = OptimizerConfig(lr=1.0, schedule=Schedule.COSINE, final_lr_fraction=0.1, warmup_updates=2)
+    rates = [learning_rate(config, update, 6) for update in (1, 2, 4, 6, 100)]
+    # Halfway: 0.1 + 0.9 / 2.
+    assert rates == pytest.approx([1.0, 1.0, 0.55, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("total_updates", [None, 5])
+def test_a_cosine_needs_to_know_where_it_ends(total_updates):
+    config = OptimizerConfig(schedule=Schedule.COSINE, warmup_updates=5)
+    with pytest.raises(ValueError, match="larger than the warm-up"):
+        learning_rate(config, 5, total_updates)
