@@ -44,8 +44,8 @@ _MODELS = {
 MODEL_NAMES = tuple(_MODELS)
 
 
-def make_model(name: str, seed: int = 0) -> torch.nn.Module:
-    """A tiny random model of float32, biases and norms random, too."""
+def make_model(name: str, seed: int = 0, scale: float = 1.0) -> torch.nn.Module:
+    """A tiny random model of float32, biases and norms random, too; all but the norms multiplied by `scale`."""
     torch.manual_seed(seed)
     model = _MODELS[name]()
     with torch.no_grad():
@@ -54,6 +54,8 @@ def make_model(name: str, seed: int = 0) -> torch.nn.Module:
                 parameter.normal_(0, 0.2)
             if "norm" in parameter_name:
                 parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.mul_(scale)
     return model.eval()
 
 

@@ -15,6 +15,22 @@ from dataclasses import dataclass, field
 from strop.engine.protocol import CompletionRequest
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """How much of one request and its completion a conversation repeats.
+
+    `num_computed` counts the columns that were there when that request ended. Its last id came later, in whatever chunk its
+    successor was computed; a fork computes it again, so that its bits do not depend on who else went on from there.
+    """
+
+    num_ids: int
+    num_computed: int
+
+    def reusable_by(self, request: CompletionRequest) -> int:
+        """How many columns `request`, which extends the shared one, may copy; at least one id is left to compute."""
+        return min(request.at, self.num_computed, len(request.ids) - 1)
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Conversation:
     """What one slot holds. The last id sampled has no KV yet: it is computed with whatever follows it."""
@@ -23,8 +39,15 @@ class Conversation:
     ids: list[int]  # of the newest request, and of its completion as far as it was sampled
     num_computed: int  # columns whose KV is there
     tail: str  # the newest request; releasing it gives the slot back
-    lineage: dict[str, int] = field(default_factory=dict)  # request -> how many of its ids and completion are repeated here
+    lineage: dict[str, Share] = field(default_factory=dict)  # by request
     is_running: bool = True
+
+    def lineage_of_fork(self, num_ids: int, num_computed: int) -> dict[str, Share]:
+        """What a copy of the first `num_ids` ids, with `num_computed` columns, repeats of earlier requests."""
+        return {
+            request_id: Share(num_ids=min(share.num_ids, num_ids), num_computed=min(share.num_computed, num_computed))
+            for request_id, share in self.lineage.items()
+        }
 
 
 class ConversationTable:
@@ -47,7 +70,7 @@ class ConversationTable:
     def holder(self, request_id: str) -> Conversation | None:
         """The conversation that holds the most of a request; None when none does, or `request_id` is empty."""
         holders = [conversation for conversation in self if request_id in conversation.lineage]
-        return max(holders, key=lambda conversation: conversation.lineage[request_id], default=None)
+        return max(holders, key=lambda conversation: conversation.lineage[request_id].num_computed, default=None)
 
     def continued_by(self, request: CompletionRequest) -> Conversation | None:
         """The conversation whose slot `request` takes over: idle, and extended exactly at its end."""
@@ -61,20 +84,26 @@ class ConversationTable:
         self._conversations[request.id] = conversation
         conversation.tail = request.id
         conversation.ids = list(request.ids)
-        conversation.lineage[request.id] = len(request.ids)
+        conversation.lineage[request.id] = Share(num_ids=len(request.ids), num_computed=len(request.ids))
         conversation.is_running = True
 
-    def open(self, request: CompletionRequest, lineage: dict[str, int]) -> Conversation:
+    def open(self, request: CompletionRequest, lineage: dict[str, Share]) -> Conversation:
         """Give `request` the lowest free slot; nothing of it is computed yet."""
         conversation = Conversation(
             slot=heapq.heappop(self._free),
             ids=list(request.ids),
             num_computed=0,
             tail=request.id,
-            lineage={**lineage, request.id: len(request.ids)},
+            lineage={**lineage, request.id: Share(num_ids=len(request.ids), num_computed=len(request.ids))},
         )
         self._conversations[request.id] = conversation
         return conversation
+
+    def end(self, conversation: Conversation) -> None:
+        """The newest request of `conversation` is complete; its slot waits for the next one."""
+        num_ids = len(conversation.ids)
+        conversation.lineage[conversation.tail] = Share(num_ids=num_ids, num_computed=num_ids - 1)
+        conversation.is_running = False
 
     def close(self, conversation: Conversation) -> None:
         del self._conversations[conversation.tail]
@@ -83,8 +112,3 @@ class ConversationTable:
     def close_all(self) -> None:
         for conversation in list(self):
             self.close(conversation)
-
-
-def shared_lineage(parent: Conversation, length: int) -> dict[str, int]:
-    """What a fork of the first `length` ids of `parent` repeats of earlier requests."""
-    return {request_id: min(held, length) for request_id, held in parent.lineage.items()}

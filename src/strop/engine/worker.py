@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from strop.engine.config import EngineConfig
-from strop.engine.conversations import Conversation, ConversationTable, shared_lineage
+from strop.engine.conversations import Conversation, ConversationTable, Share
 from strop.engine.decoder import Decoder, Prefix
 from strop.engine.invariance import all_sizes, invariant_sizes
 from strop.engine.protocol import CompletionRequest
@@ -54,8 +54,9 @@ class _Job:
 class _Snapshot:
     """What a fork needs of a conversation that is gone."""
 
-    prefix: Prefix
-    lineage: dict[str, int]
+    prefix: Prefix  # maybe longer than this fork needs
+    num_computed: int  # columns to copy
+    lineage: dict[str, Share]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +205,8 @@ class Worker:
             if self._is_in_use(request.id):
                 raise StropError(f"request {request.id}: an earlier request of that id was not released.")
             if parent is not None:
-                check_prefix(request, parent.ids[: parent.lineage[request.extends]])
+                is_whole = parent.tail == request.extends
+                check_prefix(request, parent.ids if is_whole else parent.ids[: request.at])
         except StropError as error:
             self._refuse(job, error)
             return
@@ -235,18 +237,19 @@ class Worker:
             job = self._waiting.popleft()
             if job.future.done() or not self._may_sample(job):
                 continue
-            if parent := self._table.holder(job.request.extends):
-                reused = self._reusable(job.request, parent)
-                conversation = self._table.open(job.request, shared_lineage(parent, job.request.at))
+            request = job.request
+            if parent := self._table.holder(request.extends):
+                reused = parent.lineage[request.extends].reusable_by(request)
+                conversation = self._table.open(request, parent.lineage_of_fork(request.at, reused))
                 self._decoder.copy_across(parent.slot, conversation.slot, reused)
                 self._start(job, conversation, reused)
             elif job.snapshot is not None:
-                reused = min(job.snapshot.prefix.length, job.request.at, len(job.request.ids) - 1)
-                conversation = self._table.open(job.request, job.snapshot.lineage)
+                conversation = self._table.open(request, job.snapshot.lineage)
+                reused = job.snapshot.num_computed
                 self._decoder.copy_in(conversation.slot, job.snapshot.prefix, reused)
                 self._start(job, conversation, reused)
             else:
-                self._start_afresh(job, self._table.open(job.request, {}))
+                self._start_afresh(job, self._table.open(request, {}))
 
     def _may_sample(self, job: _Job) -> bool:
         try:
@@ -355,8 +358,7 @@ class Worker:
 
     def _finish(self, job: _Job, conversation: Conversation, finish_reason: FinishReason) -> None:
         del self._running[conversation.slot]
-        conversation.is_running = False
-        conversation.lineage[job.request.id] = len(conversation.ids)
+        self._table.end(conversation)
         _resolve(
             job.future,
             Completion(
@@ -398,15 +400,11 @@ class Worker:
         ]
         if not forks:
             return
-        length = max(self._reusable(job.request, gone) for job in forks)
-        prefix = self._decoder.copy_out(gone.slot, length)
-        for job in forks:
-            job.snapshot = _Snapshot(prefix=prefix, lineage=shared_lineage(gone, job.request.at))
-
-    @staticmethod
-    def _reusable(request: CompletionRequest, parent: Conversation) -> int:
-        """How many columns of `parent` a fork may copy; at least one id is left to compute."""
-        return min(request.at, parent.num_computed, len(request.ids) - 1)
+        lengths = [gone.lineage[job.request.extends].reusable_by(job.request) for job in forks]
+        prefix = self._decoder.copy_out(gone.slot, max(lengths))
+        for job, length in zip(forks, lengths, strict=True):
+            lineage = gone.lineage_of_fork(job.request.at, length)
+            job.snapshot = _Snapshot(prefix=prefix, num_computed=length, lineage=lineage)
 
     def _begin_load(self) -> None:
         if self._is_loading:

@@ -1,0 +1,82 @@
+"""A request's ids and log-probs do not depend on what else the engine does, bit for bit (design law 8)."""
+
+import asyncio
+import random
+
+import pytest
+
+from strop.engine import EngineConfig, TorchEngine
+
+from .support import VOCAB_SIZE, make_model, make_request, publish
+
+NUM_CONVERSATIONS, GROUP = 24, 4
+
+
+async def _play(engine, number):
+    """Three turns; the prompt is shared by a group of four, lengths differ, and the last turn is forked twice."""
+    group = number // GROUP
+    ids = [(7 * group + index) % VOCAB_SIZE for index in range(9 + 13 * group)]
+    bits, last, at = [], "", 0
+    for turn in range(3):
+        settings = {"seed": 100 * number + turn, "stop_ids": frozenset({5}), "extends": last, "at": at}
+        request = make_request(f"{number}/{turn}", ids, max_tokens=6 + 9 * (number % 5), **settings)
+        completion = await engine.complete(request)
+        bits.append((completion.ids, completion.logprobs, completion.entropies))
+        ids = [*ids, *completion.ids]
+        last, at = request.id, len(ids)
+        ids += [(number + turn + index) % VOCAB_SIZE for index in range(1 + 11 * turn)]
+        await asyncio.sleep(random.random() * 0.01)
+    branches = [
+        make_request(f"{number}/fork {at}", [*ids[:at], 1, 2], max_tokens=5, seed=at, extends=last, at=at) for at in (8, at)
+    ]
+    for completion in await asyncio.gather(*map(engine.complete, branches)):
+        bits.append((completion.ids, completion.logprobs, completion.entropies))
+    for request_id in (last, *(branch.id for branch in branches)):
+        await engine.release(request_id)
+    return bits
+
+
+def _with_engine(model, config, scenario):
+    async def run():
+        engine = TorchEngine(model.config, config)
+        await publish(engine, model)
+        assert engine.capabilities.is_deterministic
+        try:
+            return await scenario(engine)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+async def _alone(engine):
+    return [await _play(engine, number) for number in range(NUM_CONVERSATIONS)]
+
+
+def _together(order_seed):
+    """All at once, in another order, each after a random delay."""
+    order = list(range(NUM_CONVERSATIONS))
+    random.Random(order_seed).shuffle(order)
+
+    async def late(engine, number):
+        await asyncio.sleep(random.random() * 0.05)
+        return await _play(engine, number)
+
+    async def scenario(engine):
+        played = await asyncio.gather(*(late(engine, number) for number in order))
+        return [played[order.index(number)] for number in range(NUM_CONVERSATIONS)]
+
+    return scenario
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bits_depend_neither_on_company_nor_on_order_nor_on_slots(name, dtype):
+    model = make_model(name)
+    roomy = EngineConfig(slots=72, max_length=400, device="cpu", dtype=dtype)
+    reference = _with_engine(model, roomy, _alone)
+    for order_seed in range(2):
+        assert _with_engine(model, roomy, _together(order_seed)) == reference
+    # Two slots more than conversations: forks wait for each other, in other rows, and prompts are forgotten meanwhile.
+    other_layout = EngineConfig(slots=26, max_length=300, device="cpu", dtype=dtype, cached_prompts=2)
+    assert _with_engine(model, other_layout, _together(9)) == reference

@@ -1,0 +1,367 @@
+"""What the embedded engine adds to the protocol: sharing, sampling, publication, failure."""
+
+import asyncio
+import math
+import threading
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, Qwen2Config
+
+from strop.engine import EngineConfig, TorchEngine, weights_checksum
+from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
+from strop.types import FinishReason
+
+from .support import VOCAB_SIZE, make_model, make_request, publish, stream
+
+
+@pytest.fixture
+def play():
+    """Runs an async scenario with an engine that holds a tiny model; the keywords are those of `EngineConfig`."""
+
+    def run(scenario, *, model=None, detokenize=None, **settings):
+        model = model or make_model("llama")
+        config = EngineConfig(**{"slots": 4, "max_length": 200, "device": "cpu", **settings})
+
+        async def with_engine():
+            engine = TorchEngine(model.config, config, detokenize=detokenize)
+            try:
+                await publish(engine, model)
+                return await scenario(engine)
+            finally:
+                await engine.close()
+
+        return asyncio.run(with_engine())
+
+    return run
+
+
+def test_a_groups_prompt_is_computed_once(play):
+    async def scenario(engine):
+        prompt = range(40)
+        completions = await asyncio.gather(*(engine.complete(make_request(f"{n}", prompt, seed=n)) for n in range(4)))
+        assert sorted(completion.cached_tokens for completion in completions) == [0, 40, 40, 40]
+        assert len({completion.ids for completion in completions}) == 4
+
+    play(scenario)
+
+
+def test_the_oldest_prompt_is_forgotten_first(play):
+    async def scenario(engine):
+        cached = []
+        for number, first in enumerate([1, 2, 1, 3, 2, 1]):  # two are kept: 1 | 1 2 | 2 1 | 1 3 | 3 2 | 2 1
+            cached.append((await engine.complete(make_request(f"{number}", [first, 9, 9]))).cached_tokens)
+            await engine.release(f"{number}")
+        assert cached == [0, 0, 3, 0, 0, 0]
+
+    play(scenario, cached_prompts=2)
+
+
+def test_a_fork_that_waited_still_has_the_prefix_of_a_parent_that_was_released(play):
+    async def scenario(engine):
+        parent = await engine.complete(make_request("parent", range(30)))
+        other = await engine.complete(make_request("other", [1]))
+        fork = make_request("fork", [*range(30), *parent.ids[:4], 8], extends="parent", at=34)
+        waiting = asyncio.create_task(engine.complete(fork))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await engine.release("parent")
+        assert (await waiting).cached_tokens == 34
+        assert other.ids
+
+    play(scenario, slots=2)
+
+
+def test_siblings_of_a_request_whose_slot_was_taken_over_still_find_its_prefix(play):
+    async def scenario(engine):
+        parent = await engine.complete(make_request("parent", range(30)))
+        ids = [*range(30), *parent.ids]
+        children = [make_request(f"child {n}", [*ids, 7], extends="parent", at=len(ids), seed=3) for n in range(3)]
+        completions = [await engine.complete(child) for child in children]
+        assert [completion.cached_tokens for completion in completions] == [len(ids) - 1] * 3
+        assert len({(completion.ids, completion.logprobs) for completion in completions}) == 1  # one seed, one history
+
+    play(scenario)
+
+
+def test_sampled_frequencies_are_the_models_probabilities(play):
+    model = make_model("llama")
+    num_draws = 2000
+
+    async def scenario(engine):
+        requests = [make_request(f"{seed}", [1, 2, 3], max_tokens=1, seed=seed, temperature=0.7) for seed in range(num_draws)]
+
+        async def first_id(request):
+            completion = await engine.complete(request)
+            await engine.release(request.id)
+            return completion.ids[0]
+
+        return await asyncio.gather(*map(first_id, requests))
+
+    drawn = play(scenario, model=model, slots=64)
+    with torch.no_grad():
+        probabilities = (model(torch.tensor([[1, 2, 3]])).logits[0, -1] / 0.7).softmax(-1)
+    counts = torch.bincount(torch.tensor(drawn), minlength=VOCAB_SIZE)
+    likely = probabilities > 0.01
+    deviations = (counts - num_draws * probabilities) / (num_draws * probabilities * (1 - probabilities)).sqrt()
+    assert deviations[likely].abs().max() < 4  # standard deviations
+    num_expected = num_draws * probabilities[~likely].sum().item()
+    assert counts[~likely].sum().item() == pytest.approx(num_expected, abs=4 * math.sqrt(num_expected))
+
+
+def test_temperature_0_takes_the_likeliest_and_reports_its_logprob_at_temperature_1(play):
+    model = make_model("llama")
+
+    async def scenario(engine):
+        return await engine.complete(make_request("a", [1, 2, 3], temperature=0.0))
+
+    completion = play(scenario, model=model)
+    with torch.no_grad():
+        logprobs = model(torch.tensor([[1, 2, 3, *completion.ids]])).logits[0, 2:-1].log_softmax(-1)
+    assert completion.ids == tuple(logprobs.argmax(-1).tolist())
+    assert completion.logprobs == pytest.approx(logprobs.max(-1).values.tolist(), abs=1e-4)
+
+
+def test_stop_ids_are_banned_before_min_tokens_and_logprobs_are_under_the_ban(play):
+    model = make_model("llama")
+    stop_ids = frozenset(range(40))
+
+    async def scenario(engine):
+        settings = {"stop_ids": stop_ids, "max_tokens": 30}
+        free = [make_request(f"free {seed}", [1, 2, 3], seed=seed, **settings) for seed in range(2)]
+        bound = make_request("bound", [1, 2, 3], min_tokens=6, **settings)
+        return (await asyncio.gather(*map(engine.complete, [*free, bound])))[-1]
+
+    completion = play(scenario, model=model)
+    assert len(completion.ids) >= 6
+    assert not stop_ids & set(completion.ids[:5])
+    with torch.no_grad():
+        logits = model(torch.tensor([[1, 2, 3, *completion.ids]])).logits[0, 2:-1]
+    logits[:6, :40] = -torch.inf
+    expected = logits.log_softmax(-1)[torch.arange(len(completion.ids)), torch.tensor(completion.ids)]
+    assert completion.logprobs == pytest.approx(expected.tolist(), abs=1e-4)
+    assert all(map(math.isfinite, completion.entropies))
+
+
+def test_a_stop_string_ends_a_completion_where_it_is_complete(play):
+    async def scenario(engine):
+        free = await engine.complete(make_request("a", [1], max_tokens=30))
+        stop = f"<{free.ids[4]}><{free.ids[5]}>"
+        stopped = await engine.complete(make_request("b", [1], max_tokens=30, stop_strings=(stop,)))
+        assert stopped.ids == free.ids[:6]
+        assert stopped.finish_reason is FinishReason.STOP
+
+    play(scenario, detokenize=lambda ids: "".join(f"<{token}>" for token in ids))
+
+
+def test_a_stop_string_without_a_detokenizer_is_refused(play):
+    async def scenario(engine):
+        with pytest.raises(UserError, match="detokenize"):
+            await engine.complete(make_request("a", [1], stop_strings=("x",)))
+
+    play(scenario)
+
+
+def test_ids_outside_the_vocabulary_are_refused_and_harm_nobody(play):
+    async def scenario(engine):
+        with pytest.raises(ModelError, match="vocabulary has 67"):
+            await engine.complete(make_request("a", [1, VOCAB_SIZE]))
+        await engine.complete(make_request("b", [1]))
+
+    play(scenario)
+
+
+def _edit(engine, name):
+    """What neither autograd nor torch's write counters notice."""
+    dict(engine.named_parameters())[name].data += 1e-3
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"])
+def test_a_weight_that_was_perturbed_by_a_thousandth_is_noticed_at_the_next_request(play, name):
+    async def scenario(engine):
+        await engine.complete(make_request("a", [1]))
+        _edit(engine, name)
+        with pytest.raises(WeightsNotProven, match="version 1"):
+            await engine.complete(make_request("b", [1]))
+        with pytest.raises(WeightsNotProven):
+            await engine.complete(make_request("c", [1]))
+        await publish(engine, make_model("llama"), version=2)
+        await engine.complete(make_request("d", [1]))
+
+    play(scenario)
+
+
+def test_a_write_is_noticed_even_while_others_sample(play):
+    async def scenario(engine):
+        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=190)))
+        await asyncio.sleep(0.01)
+        with torch.no_grad():
+            dict(engine.named_parameters())["model.norm.weight"].mul_(1.001)
+        with pytest.raises(WeightsNotProven, match="somebody wrote"):
+            await engine.complete(make_request("b", [1]))
+        assert not running.done()
+        await running
+
+    play(scenario)
+
+
+def test_weights_that_are_missing_unknown_or_misshaped_are_named(play):
+    async def scenario(engine):
+        whole = dict(make_model("llama").named_parameters())
+        short = {name: tensor for name, tensor in whole.items() if name != "model.layers.0.mlp.up_proj.weight"}
+        for tensors, message in [
+            (short, r"lacks 1 weights: model\.layers\.0\.mlp\.up_proj\.weight"),
+            (whole | {"model.layers.0.q_norm.weight": torch.zeros(8)}, r"model\.layers\.0\.q_norm\.weight"),
+            (whole | {"model.norm.weight": torch.zeros(31)}, r"model\.norm\.weight.*\(31,\).*\(32,\)"),
+        ]:
+            with pytest.raises(WeightsNotProven, match=message):
+                await engine.load_weights(stream(tensors.items()), version=2, checksum=weights_checksum(tensors.items()))
+            with pytest.raises(WeightsNotProven):
+                await engine.complete(make_request("a", [1]))
+
+    play(scenario)
+
+
+def test_a_tied_head_may_be_published_or_left_out(play):
+    model = make_model("qwen2")
+
+    async def scenario(engine):
+        names = dict(model.named_parameters())
+        assert "lm_head.weight" not in names
+        listed = [(name, tensor.detach()) for name, tensor in model.state_dict().items()]
+        assert "lm_head.weight" in dict(listed)
+        await engine.load_weights(stream(listed), version=2, checksum=weights_checksum(listed))
+        await engine.complete(make_request("a", [1]))
+
+    play(scenario, model=model)
+
+
+def test_a_request_before_any_publication_is_refused():
+    async def scenario():
+        engine = TorchEngine(make_model("llama").config, EngineConfig(slots=2, max_length=64, device="cpu"))
+        try:
+            with pytest.raises(WeightsNotProven, match="no weights were published"):
+                await engine.complete(make_request("a", [1]))
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_a_model_directory_is_an_engine(play, tmp_path, name):
+    model = make_model(name)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    request = make_request("a", [1, 2, 3])
+
+    async def from_directory():
+        engine = TorchEngine.from_directory(tmp_path, EngineConfig(slots=4, max_length=200, device="cpu"), version=3)
+        try:
+            assert engine.policy_version == 3
+            return await engine.complete(request)
+        finally:
+            await engine.close()
+
+    loaded = asyncio.run(from_directory())
+    published = play(lambda engine: engine.complete(request), model=model)
+    assert (loaded.ids, loaded.logprobs) == (published.ids, published.logprobs)
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        TorchEngine.from_directory(tmp_path, EngineConfig())
+    make_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="save_pretrained"):
+        TorchEngine.from_directory(tmp_path, EngineConfig(slots=2, max_length=64))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(), "'gpt2'.*llama, qwen2, qwen3"),
+        (LlamaConfig(hidden_act="gelu"), "gelu"),
+        (Qwen2Config(use_sliding_window=True, max_window_layers=0), "sliding-window"),
+        (
+            LlamaConfig(
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, max_position_embeddings=512
+            ),
+            "'dynamic' beyond 512",
+        ),
+    ],
+)
+def test_what_the_forward_does_not_implement_is_refused_by_name(config, message):
+    with pytest.raises(ModelError, match=message):
+        TorchEngine(config, EngineConfig())
+
+
+def test_whoever_waits_too_long_is_named_and_leaves_no_trace(play):
+    release_worker = threading.Event()
+
+    def detokenize(ids):
+        release_worker.wait()
+        return ""
+
+    async def scenario(engine):
+        with pytest.raises(DeadlineExceeded, match=r"request slow .* 0\.2 s"):
+            await engine.complete(make_request("slow", [1], stop_strings=("x",)))
+        release_worker.set()
+        await engine.complete(make_request("slow", [1]))  # the id is free again
+
+    play(scenario, detokenize=detokenize, deadline_s=0.2)
+
+
+def test_an_error_in_the_worker_fails_everybody_and_every_later_request(play):
+    def detokenize(ids):
+        raise ZeroDivisionError("broken tokenizer")
+
+    async def scenario(engine):
+        requests = [make_request("a", [1], max_tokens=100), make_request("b", [1], stop_strings=("x",))]
+        for error in await asyncio.gather(*map(engine.complete, requests), return_exceptions=True):
+            assert isinstance(error, EngineLost)
+            assert isinstance(error.__cause__, ZeroDivisionError)
+        with pytest.raises(EngineLost, match="broken tokenizer"):
+            await engine.complete(make_request("c", [1]))
+
+    play(scenario, detokenize=detokenize)
+
+
+def test_weights_that_make_no_sense_lose_the_engine_instead_of_being_sampled(play):
+    async def scenario(engine):
+        broken = [(name, tensor.detach() * math.nan) for name, tensor in make_model("llama").named_parameters()]
+        await engine.load_weights(stream(broken), version=2, checksum=weights_checksum(broken))
+        with pytest.raises(EngineLost, match="not finite"):
+            await engine.complete(make_request("a", [1]))
+
+    play(scenario)
+
+
+def test_requests_that_arrive_during_a_publication_wait_for_its_end(play):
+    async def scenario(engine):
+        tensors = [(name, tensor.detach()) for name, tensor in make_model("llama", seed=1).named_parameters()]
+        go_on = asyncio.Event()
+
+        async def slowly():
+            yield tensors[0]
+            await go_on.wait()
+            for named in tensors[1:]:
+                yield named
+
+        load = asyncio.create_task(engine.load_weights(slowly(), version=2, checksum=weights_checksum(tensors)))
+        await asyncio.sleep(0.02)
+        waiting = asyncio.create_task(engine.complete(make_request("a", [1])))
+        with pytest.raises(StropError, match="one at a time"):
+            await publish(engine, make_model("llama"), version=3)
+        assert not waiting.done()
+        go_on.set()
+        await load
+        assert (await waiting).policy_version == 2
+
+    play(scenario)
+
+
+def test_no_thread_outlives_the_engine(play):
+    async def scenario(engine):
+        assert "strop-engine" in {thread.name for thread in threading.enumerate()}
+
+    play(scenario)
+    assert "strop-engine" not in {thread.name for thread in threading.enumerate()}
