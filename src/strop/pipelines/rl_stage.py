@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from strop.algorithms.protocol import Column, Selection
-from strop.engine.torch_engine import TorchEngine
+from strop.engine.protocol import InferenceEngine
 from strop.errors import CannotLearnError
 from strop.evaluation.summary import num_sampled_tokens, rollout_metrics
 from strop.pipelines import checkpoints
@@ -44,10 +44,11 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         reference=init if Column.REFERENCE_LOGPROBS in stage.method.needs else None,
         total_updates=stage.steps * stage.updates_per_step * stage.epochs,
     )
-    engine = await asyncio.to_thread(TorchEngine.from_directory, init, context.recipe.engine)
+    chat = load_chat(init)
+    engine = await asyncio.to_thread(context.open_engine, init, context.recipe.engine, detokenize=chat.decode)
     reward = MathReward(stage.reward)
     try:
-        loop = _Loop(context, stage, trainer, engine, reward, load_chat(init))
+        loop = _Loop(context, stage, trainer, engine, reward, chat)
         done = await checkpoints.resume(context, trainer)
         context.progress.stage_started(context.name, stage.kind, stage.steps, done)
         metrics = context.metrics(done_steps=done)
@@ -86,7 +87,7 @@ class _Loop:
         context: StageContext,
         stage: RlStage,
         trainer: LocalTrainer,
-        engine: TorchEngine,
+        engine: InferenceEngine,
         reward: MathReward,
         chat: ChatFormat,
     ) -> None:
@@ -216,10 +217,13 @@ def _selection_metrics(selections: Sequence[Selection]) -> dict[str, float]:
 
 def _update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     """Means over the step's updates; nothing of an empty step, so that a curve shows a hole and not a zero."""
+    num_skipped = sum(report.is_skipped for report in reports)
+    reports = [report for report in reports if not report.is_skipped]
     if not reports:
-        return {}
+        return {"update/skipped": float(num_skipped)}
     num = len(reports)
     metrics = {
+        "update/skipped": float(num_skipped),
         "update/loss": sum(report.loss for report in reports) / num,
         "update/grad_norm": sum(report.grad_norm for report in reports) / num,
         "update/learning_rate": reports[-1].learning_rate,
@@ -257,6 +261,7 @@ def _why_stuck(groups: Sequence[Group], selections: Sequence[Selection], reports
     problems = []
     if calls and all(call.outcome.is_error for call in calls):
         problems.append(f"every one of {len(calls)} tool calls failed; the last said {calls[-1].text[:120]!r}.")
+    problems += [f"update {report.update} was skipped: {report.skip_reason}" for report in reports if report.is_skipped]
     if reports and all(report.grad_norm == 0 for report in reports):
         problems.append("the gradient is zero.")
     return problems

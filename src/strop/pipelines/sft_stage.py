@@ -28,6 +28,9 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
             started = time.perf_counter()
             rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
             report = await trainer.update(pack_demonstrations(rows), sft_token_loss, sft_token_statistics)
+            if report.is_skipped:
+                context.warn(f"step {step}: update skipped: {report.skip_reason}")
+                continue
             loss = report.loss
             elapsed = time.perf_counter() - started
             metrics.append(

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from strop.engine.config import EngineConfig
 from strop.engine.protocol import InferenceEngine
+from strop.engine.torch_engine import TorchEngine
 from strop.errors import ModelError
 from strop.pipelines.recipe import Recipe, Stage
 from strop.reports.progress import Progress
@@ -25,6 +29,17 @@ from strop.tools.protocol import Tool
 from strop.tools.python import PythonTool
 
 
+class EngineFactory(Protocol):
+    """Opens an engine that samples from a model directory; whoever asked closes it."""
+
+    def __call__(self, model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]) -> InferenceEngine: ...
+
+
+def open_torch_engine(model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]) -> InferenceEngine:
+    """The embedded engine. Blocks while it reads the weights."""
+    return TorchEngine.from_directory(model, config, detokenize=detokenize)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageContext:
     """One stage of one run: what it shares with the others, and its own place."""
@@ -33,6 +48,7 @@ class StageContext:
     recipe: Recipe
     run: RunDirectory
     runner: CodeRunner
+    open_engine: EngineFactory
     progress: Progress
     trackers: Sequence[Tracker]
     events: LineWriter
@@ -70,8 +86,6 @@ class StageMetrics:
         lines = read_lines(path)
         kept = [line for line in lines if line["stage"] != context.name or line["step"] <= done_steps]
         if len(kept) < len(lines):
-            import json
-
             write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
         self._context = context
         self._writer = LineWriter(path)
@@ -89,6 +103,15 @@ class StageMetrics:
 def model_of(run: RunDirectory, stage: str) -> Path:
     """The model directory that `stage` made. Raises `RunError` when the stage is not done."""
     return Path(read_json(run.stage(stage).done)["model"])
+
+
+def weights_digest(model: Path) -> str:
+    """A digest of the weight files of a model directory."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in sorted(model.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(path.name.encode() + hashlib.file_digest(file, "blake2b").digest())
+    return digest.hexdigest()
 
 
 def load_chat(model: Path) -> ChatFormat:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from strop.pipelines.recipe import TinyModel
 
@@ -32,13 +32,17 @@ CHAT_TEMPLATE = (
 
 
 def make_tokenizer(texts: Sequence[str], *, vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: digits single, chat and tool tags special, whole phrases of `texts` as one token.
+    """A byte-level BPE tokenizer: digits and operators single, chat and tool tags special, phrases of `texts` as one token.
 
-    Words are not split at spaces before merging, so that what every text repeats costs few tokens.
+    Words are not split at spaces before merging, so that what every text repeats costs few tokens. A formula, on the other
+    hand, is the same tokens wherever it stands, so that copying one is copying tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(r"[0-9()+*/-]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

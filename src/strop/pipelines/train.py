@@ -19,7 +19,7 @@ from strop.pipelines.model_stage import run_model_stage
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
 from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.sft_stage import run_sft_stage
-from strop.pipelines.stage import StageContext
+from strop.pipelines.stage import EngineFactory, StageContext, open_torch_engine
 from strop.reports.page import write_report
 from strop.reports.progress import Progress
 from strop.reports.trackers import Tracker, make_trackers
@@ -37,13 +37,20 @@ class TrainResult:
 
 
 async def train(
-    recipe: Recipe, directory: Path, *, progress: Progress, command: str = "", runner: CodeRunner | None = None
+    recipe: Recipe,
+    directory: Path,
+    *,
+    progress: Progress,
+    command: str = "",
+    runner: CodeRunner | None = None,
+    open_engine: EngineFactory = open_torch_engine,
 ) -> TrainResult:
     """Run, or resume, `recipe` in `directory`. Stages that are done are not run again.
 
     Args:
         command: how the user asked for it; kept in the manifest.
         runner: where tool calls run; a sandbox on this machine when there is none.
+        open_engine: makes the engine of a stage; the embedded one by default.
 
     Raises:
         RunError: the directory holds a run of another recipe.
@@ -66,6 +73,7 @@ async def train(
                 recipe=recipe,
                 run=run,
                 runner=runner if sandbox is None else sandbox,  # type: ignore[arg-type]
+                open_engine=open_engine,
                 progress=progress,
                 trackers=trackers,
                 events=events,

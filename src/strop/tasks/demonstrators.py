@@ -28,8 +28,8 @@ class ArithmeticDemonstrator(Config):
     """Computes with the tool, and is deliberately flawed: it guesses some answers, and some of its first calls raise."""
 
     kind: Literal["arithmetic"] = "arithmetic"
-    guess_fraction: float = Field(default=0.45, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
-    error_fraction: float = Field(default=0.5, ge=0, le=1)  # of the others: the first call raises, the next one mends it
+    guess_fraction: float = Field(default=0.5, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
+    error_fraction: float = Field(default=0.4, ge=0, le=1)  # of the others: the first call raises, the next one mends it
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without an expression."""
@@ -37,16 +37,16 @@ class ArithmeticDemonstrator(Config):
         expression = _fact(task, "expression", needed_by="arithmetic")
         if draw.random() < self.guess_fraction:
             guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
-            return [lambda _: f"<reason>I can do this in my head.</reason>{_answer(str(guess))}"]
+            return [lambda _: f"<reason>{expression}: I can do this in my head.</reason>{_answer(str(guess))}"]
         right = f"print({expression})"
         replies: list[Reply] = []
         if draw.random() < self.error_fraction:
             wrong = draw.choice([f"prnt({expression})", f"print({expression}", f"print(int({expression}, 0))"])
-            replies.append(lambda _: f"<reason>I will compute it.</reason>{_call(tool, wrong)}")
+            replies.append(lambda _: f"<reason>{expression}: I will compute it.</reason>{_call(tool, wrong)}")
             replies.append(lambda _: f"<reason>That call was wrong.</reason>{_call(tool, right)}")
         else:
-            replies.append(lambda _: f"<reason>I will compute it.</reason>{_call(tool, right)}")
-        replies.append(lambda output: f"<reason>The tool says so.</reason>{_answer(output.strip())}")
+            replies.append(lambda _: f"<reason>{expression}: I will compute it.</reason>{_call(tool, right)}")
+        replies.append(lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}")
         return replies
 
 

@@ -1,0 +1,145 @@
+"""What a recipe would do, before it does it: stages, batch arithmetic, and estimates of tokens, memory and time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from strop.errors import ModelError
+from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
+from strop.pipelines.tiny_model import tiny_llama_config
+
+_MIB = 2**20
+_IDLE_MIB = 600  # an interpreter with torch and transformers imported
+_DECODE_SHARE = 0.05  # of the machine's matrix rate that decoding row by row reaches; measured on small models, rough
+_TRAIN_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One stage in words and in estimates. Token numbers are upper bounds: every rollout at its limit."""
+
+    name: str
+    kind: str
+    init: str
+    arithmetic: str
+    tokens: int
+    memory_mib: float
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """What estimates need to know of a model."""
+
+    num_parameters: int
+    kv_bytes_per_token: int  # in float32
+
+
+def plan(recipe: Recipe) -> list[PlannedStage]:
+    """Every stage of `recipe`, with rough estimates for this machine.
+
+    Raises:
+        ModelError: a stage's model directory is missing.
+    """
+    rate = _matmul_flops()
+    sizes: dict[str, ModelSize] = {}
+    stages = []
+    for name, stage in recipe.stages.items():
+        if isinstance(stage, ModelStage):
+            sizes[name] = _size_of(stage)
+        else:
+            sizes[name] = sizes[stage.init]
+        stages.append(_planned(name, stage, recipe, sizes[name], rate))
+    return stages
+
+
+def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rate: float) -> PlannedStage:
+    weights_mib = size.num_parameters * 4 / _MIB
+    engine_width = 2 if recipe.engine.dtype == "bfloat16" else 4
+    engine_mib = size.num_parameters * engine_width / _MIB + (
+        recipe.engine.slots * recipe.engine.max_length * size.kv_bytes_per_token * engine_width / 4 / _MIB
+    )
+    tokens, memory, flops = 0, _IDLE_MIB + weights_mib, 0.0
+    init = "" if isinstance(stage, ModelStage) else stage.init
+    match stage:
+        case ModelStage():
+            arithmetic = stage.path or f"a new model of {size.num_parameters / 1e6:.2f} M parameters"
+        case SftStage():
+            tokens = stage.steps * stage.batch_size * stage.sampling.max_tokens
+            flops = 6 * size.num_parameters * tokens / _TRAIN_SHARE
+            memory += 3 * weights_mib + _activations_mib(stage, size)
+            epochs = stage.steps * stage.batch_size / stage.num_demonstrations
+            arithmetic = (
+                f"{stage.steps} steps x {stage.batch_size} of {stage.num_demonstrations} demonstrations = {epochs:.1f} epochs"
+            )
+        case EvalStage():
+            tokens = stage.num_tasks * stage.k * stage.sampling.max_tokens
+            flops = 2 * size.num_parameters * tokens / _DECODE_SHARE
+            memory += engine_mib
+            arithmetic = (
+                f"{stage.num_tasks} tasks x {stage.k} rollouts = {stage.num_tasks * stage.k} rollouts, tools {stage.tools}"
+            )
+        case RlStage():
+            rollouts = stage.tasks_per_step * stage.rollouts_per_task
+            kept = stage.tasks_per_step * stage.group_size
+            tokens = stage.steps * rollouts * stage.sampling.max_tokens
+            trained = stage.steps * kept * stage.sampling.max_tokens * stage.epochs
+            flops = size.num_parameters * (2 * tokens / _DECODE_SHARE + 8 * trained / _TRAIN_SHARE)
+            memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size)
+            updates = stage.updates_per_step * stage.epochs
+            arithmetic = (
+                f"{stage.steps} steps x {stage.tasks_per_step} tasks x {stage.rollouts_per_task} rollouts = {rollouts} a step;"
+                f" {stage.method.name} keeps {stage.group_size} a task = {kept}; {updates} updates a step of"
+                f" {kept // stage.updates_per_step} rollouts = {stage.steps * updates} updates"
+            )
+    return PlannedStage(
+        name=name, kind=stage.kind, init=init, arithmetic=arithmetic, tokens=tokens, memory_mib=memory, time_s=flops / rate
+    )
+
+
+def _activations_mib(stage: SftStage | RlStage, size: ModelSize) -> float:
+    """Of one micro-batch: about 34 values a token, layer and channel, of which the KV cache is 2."""
+    return stage.trainer.max_tokens_per_microbatch * size.kv_bytes_per_token * 17 / _MIB
+
+
+def _size_of(stage: ModelStage) -> ModelSize:
+    if stage.tiny is not None:
+        return _count(tiny_llama_config(stage.tiny, vocab_size=stage.tiny.vocab_size, eos_token_id=2))
+    assert stage.path is not None  # the config's validator saw to it
+    try:
+        return _count(transformers.AutoConfig.from_pretrained(stage.path, local_files_only=Path(stage.path).is_dir()))
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{stage.path}: no model config there, so nothing can be planned: {str(error).splitlines()[0]} `strop model import`"
+            " makes a model directory; a hub id needs a connection."
+        ) from error
+
+
+def _count(config: transformers.PretrainedConfig) -> ModelSize:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    sizes: Mapping[str, int] = config.to_dict()
+    head = sizes.get("head_dim") or sizes["hidden_size"] // sizes["num_attention_heads"]
+    kv_heads = sizes.get("num_key_value_heads") or sizes["num_attention_heads"]
+    return ModelSize(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        kv_bytes_per_token=2 * sizes["num_hidden_layers"] * kv_heads * head * 4,
+    )
+
+
+def _matmul_flops() -> float:
+    """FLOP/s of a float32 product of 64 x 1024 by 1024 x 1024 here and now."""
+    left, right = torch.ones(64, 1024), torch.ones(1024, 1024)
+    left @ right
+    started = time.perf_counter()
+    num = 0
+    while time.perf_counter() - started < 0.1:
+        left @ right
+        num += 1
+    return num * 2 * 64 * 1024 * 1024 / (time.perf_counter() - started)
