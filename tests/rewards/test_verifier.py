@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -115,3 +116,36 @@ def test_no_child_outlives_close():
         return child.returncode
 
     assert asyncio.run(judge()) == -signal.SIGKILL
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the child on Linux; elsewhere the end of stdin does")
+def test_a_child_that_computes_ends_when_its_parent_is_killed():
+    code = """
+import asyncio
+from strop.rewards import MathVerifier
+
+async def main():
+    verifier = MathVerifier(deadline_s=60.0)
+    await verifier.verify("p", "q")
+    print(verifier._child.pid, flush=True)
+    await verifier.verify("3", "10^{10^{10^{10}}}")
+
+asyncio.run(main())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.communicate()
+    deadline = time.monotonic() + 10
+    while _is_running(child):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _is_running(pid):
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
