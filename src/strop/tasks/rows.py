@@ -77,8 +77,8 @@ def load_hub(config: HubConfig, *, split: Split) -> list[Task]:
         rows = load_dataset(config.name, config.subset, split=name, revision=config.revision)
     except (ValueError, OSError) as error:  # unknown split or subset; not found, offline
         raise TaskError(
-            f"{config.name}: its split {name!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and split; a machine"
-            " without network needs a local directory as the name."
+            f"{config.name}: its split {name!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and"
+            " split; a machine without network needs a local directory as the name."
         ) from error
     source = f"{config.name}[{name}]"
     return _tasks_of(((f"{source} row {number}", row) for number, row in enumerate(rows)), config, source=source)
