@@ -8,6 +8,7 @@ import torch
 from pydantic import PositiveFloat, PositiveInt
 
 from strop.config import Config
+from strop.errors import ConfigError
 
 
 class EngineConfig(Config):
@@ -29,6 +30,9 @@ class EngineConfig(Config):
 
     @property
     def torch_device(self) -> torch.device:
+        """Raises `ConfigError` for "cuda" where torch sees no such device."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError('engine.device is "cuda", but torch sees no CUDA device here. Use "auto" or "cpu".')
         if self.device == "auto":
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)

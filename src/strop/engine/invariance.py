@@ -11,7 +11,7 @@ from strop.engine.decoder import KV_STEP, Decoder
 
 _log = logging.getLogger(__name__)
 _MAX_COLUMN_SIZES = 20
-_MIN_ROWS = 8
+_MAX_ROW_SIZES, _ROW_STEP = 8, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,18 @@ class StepSizes:
 
 
 def all_sizes(decoder: Decoder) -> StepSizes:
-    """The sizes worth having: row counts that double, and at most 20 KV lengths."""
-    rows = [_MIN_ROWS << doubling for doubling in range(16) if _MIN_ROWS << doubling < decoder.num_slots]
-    step = -(-decoder.num_columns // (_MAX_COLUMN_SIZES * KV_STEP)) * KV_STEP
-    columns = range(step, decoder.num_columns, step)
-    return StepSizes(rows=(*rows, decoder.num_slots), columns=(*columns, decoder.num_columns), is_invariant=False)
+    """The sizes worth having: at most 8 row counts, multiples of 8, and at most 20 KV lengths, multiples of `KV_STEP`."""
+    return StepSizes(
+        rows=_evenly_up_to(decoder.num_slots, _ROW_STEP, _MAX_ROW_SIZES),
+        columns=_evenly_up_to(decoder.num_columns, KV_STEP, _MAX_COLUMN_SIZES),
+        is_invariant=False,
+    )
+
+
+def _evenly_up_to(largest: int, unit: int, max_sizes: int) -> tuple[int, ...]:
+    """Multiples of a multiple of `unit` below `largest`, and `largest`."""
+    step = -(-largest // (max_sizes * unit)) * unit
+    return (*range(step, largest, step), largest)
 
 
 @torch.inference_mode()
