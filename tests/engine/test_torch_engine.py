@@ -57,6 +57,18 @@ def test_the_oldest_prompt_is_forgotten_first(play):
     play(scenario, cached_prompts=2)
 
 
+def test_a_prompt_that_older_weights_computed_is_forgotten(play):
+    async def scenario(engine):
+        await engine.complete(make_request("a", range(40)))
+        await publish(engine, make_model("llama", seed=1), version=2)
+        return await engine.complete(make_request("b", range(40)))
+
+    after = play(scenario)
+    assert after.cached_tokens == 0
+    fresh = play(lambda engine: engine.complete(make_request("b", range(40))), model=make_model("llama", seed=1))
+    assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs)
+
+
 def test_a_fork_that_waited_still_has_the_prefix_of_a_parent_that_was_released(play):
     async def scenario(engine):
         parent = await engine.complete(make_request("parent", range(30)))
