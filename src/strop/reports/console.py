@@ -1,0 +1,195 @@
+"""Shows a run in a terminal, or as plain lines where there is none: stages, one line a step, the end result."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.table import Table
+
+from strop.reports.scales import Unit, duration, figure
+
+_SHOWN = {  # metric -> how it is called in a line, and its unit
+    "rollout/reward_mean": ("reward {}", Unit.PLAIN),
+    "rollout/tool_error_rate": ("tool errors {}", Unit.PERCENT),
+    "rollout/length_tokens_mean": ("length {}", Unit.PLAIN),
+    "sft/loss": ("loss {}", Unit.PLAIN),
+    "rollout/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
+    "sft/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
+}
+_LINES_PER_STAGE = 20  # of a stage whose steps are too quick to be read one by one
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stage:
+    """The stage that is running now."""
+
+    name: str
+    kind: str
+    total: int
+    done_before: int
+    started: float
+    bar: TaskID | None
+
+
+class ConsoleProgress:
+    """Implements `Progress`. In a terminal a bar with the time left stays below the lines; `close`, or `with`, removes it."""
+
+    def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = Console() if console is None else console
+        self._clock = clock
+        self._stage: _Stage | None = None
+        self._bars = Progress(
+            TextColumn("  {task.description}"),
+            BarColumn(bar_width=32),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away. Safe to call twice."""
+        self._bars.stop()
+
+    def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
+        resumed = f", {done_steps} done before" if done_steps else ""
+        unit = "tasks" if kind == "eval" else "steps"
+        size = f" · {total_steps} {unit}{resumed}" if total_steps > 1 else ""
+        self._console.print()
+        self._say(f"{name} · {kind}{size}" if name != kind else f"{name}{size}", style="bold")
+        bar = None
+        if total_steps > 1 and self._console.is_terminal:
+            bar = self._bars.add_task(name, total=total_steps, completed=done_steps, left="")
+            self._bars.start()
+            self._console.show_cursor(True)  # a process that is killed here must not leave a terminal without one
+        self._stage = _Stage(name=name, kind=kind, total=total_steps, done_before=done_steps, started=self._clock(), bar=bar)
+
+    def step(self, metrics: Mapping[str, float], step: int) -> None:
+        stage = self._stage
+        assert stage is not None, "a step of no stage: stage_started comes first"
+        left = self._time_left(stage, step)
+        if stage.bar is not None:
+            self._bars.update(stage.bar, completed=step, left=left)
+        if not self._is_worth_a_line(stage, step, metrics):
+            return
+        parts = [text.format(figure(metrics[key], unit)) for key, (text, unit) in _SHOWN.items() if key in metrics]
+        width = len(str(stage.total))
+        self._say("   ".join([f"  {step:>{width}}/{stage.total}", *parts, *([left] if left else [])]))
+
+    def stage_finished(self, name: str, summary: str) -> None:
+        if self._stage is not None and self._stage.bar is not None:
+            self._bars.remove_task(self._stage.bar)
+            self._bars.stop()
+        self._stage = None
+        self._say(f"  ✓ {name}: {summary}", style="green")
+
+    def warning(self, text: str) -> None:
+        self._say(f"  ! {text}", style="yellow")
+
+    def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
+        self.close()
+        self._console.print()
+        if results:
+            self._console.print(_result_table(results), markup=False)
+        self._say(f"report: {report}", style="bold")
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+    def _time_left(self, stage: _Stage, step: int) -> str:
+        num_done, num_left = step - stage.done_before, stage.total - step
+        if num_done < 1 or num_left < 1:
+            return ""
+        return f"{duration((self._clock() - stage.started) / num_done * num_left)} left"
+
+    def _is_worth_a_line(self, stage: _Stage, step: int, metrics: Mapping[str, float]) -> bool:
+        """Every step of RL; of quicker stages a few, and none where a bar already says it all."""
+        if stage.kind == "rl" or step == stage.total:
+            return bool(metrics) or stage.bar is None
+        if not metrics and stage.bar is not None:
+            return False
+        return step % math.ceil(stage.total / (_LINES_PER_STAGE if metrics else 4)) == 0
+
+
+class PlannedStage(Protocol):
+    """What `print_plan` shows of one stage."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def init(self) -> str: ...
+    @property
+    def arithmetic(self) -> str: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def memory_mib(self) -> float: ...
+    @property
+    def time_s(self) -> float: ...
+
+
+def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, console: Console | None = None) -> None:
+    """Show what a recipe would do, with its estimates."""
+    console = Console() if console is None else console
+    console.print(f"{name}: {description}" if description else name, style="bold", markup=False, highlight=False)
+    table = _table("stage", "kind", "from", "what", "tokens", "memory", "time")
+    for column in table.columns[4:]:
+        column.justify = "right"
+    for stage in stages:
+        table.add_row(
+            stage.name,
+            stage.kind,
+            stage.init or "–",
+            stage.arithmetic,
+            f"≤ {stage.tokens:,}" if stage.tokens else "–",
+            f"{stage.memory_mib:,.0f} MiB",
+            duration(stage.time_s) if stage.time_s else "–",
+        )
+    console.print(table, markup=False)
+    total = duration(sum(stage.time_s for stage in stages))
+    console.print(f"about {total} in all: rough, measured on this machine just now. Nothing was run.", highlight=False)
+
+
+def _result_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    table = _table("stage", "accuracy", "95% interval", "tool errors", "when right", "tokens", "truncated")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for result in results:
+        table.add_row(
+            str(result.get("stage", "")),
+            _shown(result, "accuracy"),
+            f"{_shown(result, 'accuracy_low')} – {_shown(result, 'accuracy_high')}",
+            _shown(result, "tool_error_rate"),
+            _shown(result, "tool_error_rate_correct"),
+            _shown(result, "length_tokens_mean", Unit.PLAIN),
+            _shown(result, "truncated_fraction"),
+        )
+    return table
+
+
+def _shown(result: Mapping[str, Any], key: str, unit: Unit = Unit.PERCENT) -> str:
+    return figure(result[key], unit) if key in result else "missing"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

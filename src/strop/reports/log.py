@@ -1,0 +1,175 @@
+"""A run directory -> what a report says about it, as typed values.
+
+It may be read while the run goes on: a file that is not there yet is a figure that is not there yet.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from strop.runs import RunDirectory, read_json, read_lines
+
+Metrics: TypeAlias = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLog:
+    """One stage of the program, with what it logged at each step."""
+
+    name: str
+    kind: str  # model, sft, eval, rl; "" where the manifest does not say
+    init: str  # the stage, or the place, that its model came from; "" likewise
+    is_done: bool
+    steps: Mapping[int, Metrics]  # in order of step; of a step that ran twice, what it logged last
+
+    @property
+    def metrics(self) -> set[str]:
+        """The keys that any of its steps logged."""
+        return {key for metrics in self.steps.values() for key in metrics}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What one evaluation found. A figure that was not written is nowhere in `figures`."""
+
+    stage: str
+    condition: str  # what was done to its tools: "none", "noise"; "" where nothing was
+    terms: str  # which tasks, and how they were played: evaluations on other terms are not compared
+    figures: Metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Warned:
+    """One warning, and how often it was given."""
+
+    text: str
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLog:
+    """Everything a report says about a run, rollouts apart."""
+
+    name: str
+    command: str
+    seed: str
+    versions: Mapping[str, str]
+    recipe: Mapping[str, str]  # flat: "stages.rl.steps" -> "60"
+    stages: tuple[StageLog, ...]
+    evaluations: tuple[Evaluation, ...]
+    warnings: tuple[Warned, ...]
+
+    @property
+    def before_and_after(self) -> tuple[Evaluation, Evaluation] | None:
+        """The last evaluation that an earlier one can be compared with, and the first of those; None where there is none.
+
+        Evaluations with their tools taken away or made noisy are controls: they are compared only where nothing else is.
+        """
+        for is_control in (False, True):
+            candidates = [each for each in self.evaluations if bool(each.condition) is is_control]
+            for last in reversed(candidates):
+                first = next(each for each in candidates if each.terms == last.terms)
+                if first is not last:
+                    return first, last
+        return None
+
+
+def read_run(run: RunDirectory) -> RunLog:
+    """What is known of `run` now.
+
+    Raises:
+        RunError: there is no manifest, or a file is damaged.
+    """
+    manifest: dict[str, Any] = read_json(run.manifest)
+    rows, events = read_lines(run.metrics), read_lines(run.events)
+    named: dict[str, dict[str, Any]] = {name: stage or {} for name, stage in (manifest.get("stages") or {}).items()}
+    names = _in_order(named, events, rows)
+    recipe = manifest.get("recipe") or {}
+    return RunLog(
+        name=str(manifest.get("name") or run.path.name),
+        command=str(manifest.get("command", "")),
+        seed=str(manifest.get("seed", "")),
+        versions={str(key): str(value) for key, value in (manifest.get("versions") or {}).items()},
+        recipe=_flat(recipe),
+        stages=tuple(
+            StageLog(
+                name=name,
+                kind=str(named.get(name, {}).get("kind", "")),
+                init=str(named.get(name, {}).get("init", "")),
+                is_done=run.stage(name).done.exists(),
+                steps=_steps(rows, name),
+            )
+            for name in names
+        ),
+        evaluations=tuple(
+            _evaluation(name, read_json(path), (recipe.get("stages") or {}).get(name) or {})
+            for name in names
+            if (path := run.stage(name).evaluation).exists()
+        ),
+        warnings=_warnings(events),
+    )
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, float]:
+    """The entries of `values` that are finite numbers."""
+    return {
+        key: float(value)
+        for key, value in values.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+
+
+def _steps(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
+    steps = {
+        int(row["step"]): {key: value for key, value in finite(row).items() if key != "step"}
+        for row in rows
+        if row.get("stage") == stage and "step" in row
+    }
+    return dict(sorted(steps.items()))
+
+
+def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
+    """The stages as they ran, then those that did not begin yet, each after the stage whose model it needs.
+
+    The manifest's keys are sorted by name, so the order of the program is not in it.
+    """
+    ran = [str(line["stage"]) for line in [*events, *rows] if "stage" in line]
+    names = list(dict.fromkeys(ran))
+    waiting = [name for name in named if name not in names]
+    while waiting:
+        ready = [name for name in waiting if named[name].get("init") not in waiting] or waiting
+        names += ready
+        waiting = [name for name in waiting if name not in ready]
+    return names
+
+
+def _evaluation(stage: str, result: Mapping[str, Any], recipe: Mapping[str, Any]) -> Evaluation:
+    tools = str(result.get("tools", "real"))
+    terms = [recipe.get(key) for key in ("tasks", "split", "sampling", "limits")]
+    terms += [recipe.get("num_tasks", result.get("num_tasks")), tools]
+    return Evaluation(
+        stage=stage,
+        condition="" if tools == "real" else f"tools: {tools}",
+        terms=json.dumps(terms, sort_keys=True),
+        figures=finite(result),
+    )
+
+
+def _warnings(events: list[dict[str, Any]]) -> tuple[Warned, ...]:
+    counts = Counter(str(event.get("text", "")) for event in events if event.get("event") == "warning")
+    return tuple(Warned(text=text, count=count) for text, count in counts.items())
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    leaves: dict[str, str] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = str(value)
+    return leaves

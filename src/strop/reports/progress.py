@@ -1,0 +1,43 @@
+"""What a pipeline tells whoever watches it run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Progress(Protocol):
+    """Follows a run. Calls come from one thread, in order."""
+
+    def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
+        """`done_steps` of `total_steps` were done by an earlier try."""
+
+    def step(self, metrics: Mapping[str, float], step: int) -> None:
+        """Step `step` of the stage is done; `metrics` is what the run log got, or empty."""
+
+    def stage_finished(self, name: str, summary: str) -> None: ...
+
+    def warning(self, text: str) -> None: ...
+
+    def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
+        """The run is done; `results` are those of its evaluations, in order."""
+
+
+class Silent:
+    """Nobody watches."""
+
+    def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, float], step: int) -> None:
+        pass
+
+    def stage_finished(self, name: str, summary: str) -> None:
+        pass
+
+    def warning(self, text: str) -> None:
+        pass
+
+    def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
+        pass

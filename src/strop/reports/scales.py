@@ -1,0 +1,98 @@
+"""Axis ticks at round numbers, and how a figure is written for a reader."""
+
+from __future__ import annotations
+
+import math
+from enum import StrEnum
+
+
+class Unit(StrEnum):
+    """What a figure counts; decides how it is written."""
+
+    PLAIN = "plain"
+    PERCENT = "percent"  # of a fraction: 0.125 is written 12.5%
+    SECONDS = "seconds"
+
+
+def nice_ticks(low: float, high: float, *, count: int = 4, is_integer: bool = False) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten: about `count` steps that cover [low, high].
+
+    Where `low` equals `high` the range is opened around the value, so there are always at least two ticks.
+    """
+    if low == high:
+        reach = abs(low) / 2 or 0.5
+        low, high = low - reach, high + reach
+    step = _nice_step((high - low) / count)
+    if is_integer:
+        step = max(1.0, step)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(index * step, 12 - math.floor(math.log10(step))) for index in range(first, last + 1)]
+
+
+def _nice_step(rough: float) -> float:
+    power = 10.0 ** math.floor(math.log10(rough))
+    return min((nice * power for nice in (1, 2, 5, 10)), key=lambda nice: abs(math.log(nice / rough)))
+
+
+def tick_labels(ticks: list[float], unit: Unit) -> list[str]:
+    """Labels of one axis, all with the decimals that its step needs."""
+    step = ticks[1] - ticks[0]
+    scale = 100 if unit is Unit.PERCENT else 1
+    suffix = {Unit.PERCENT: "%", Unit.SECONDS: " s", Unit.PLAIN: ""}[unit]
+    largest = max(abs(tick) for tick in ticks) * scale
+    if largest >= 1e7 or step * scale < 1e-4:
+        exponent = math.floor(math.log10(largest) + 1e-9)
+        decimals = _decimals(step * scale / 10.0**exponent)
+        return [
+            _signed(f"{tick * scale / 10.0**exponent:.{decimals}f}e{exponent}") + suffix if tick else "0" + suffix
+            for tick in ticks
+        ]
+    if largest >= 10_000:
+        decimals = _decimals(step / 1000)
+        return [_signed(f"{tick / 1000:,.{decimals}f}k") + suffix if tick else "0" + suffix for tick in ticks]
+    decimals = _decimals(step * scale)
+    return [_signed(f"{tick * scale:,.{decimals}f}") + suffix for tick in ticks]
+
+
+def figure(value: float, unit: Unit = Unit.PLAIN) -> str:
+    """One figure for a sentence or a table: three significant digits, no more decimals than a reader wants."""
+    if unit is Unit.PERCENT:
+        return _signed(f"{value * 100:.1f}%")
+    if unit is Unit.SECONDS:
+        return duration(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size >= 1e7 or size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return _signed(f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}")
+    if size >= 100 or value == int(value):
+        return _signed(f"{value:,.0f}")
+    return _signed(f"{value:.{1 if size >= 10 else 2 if size >= 1 else 3}f}")
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it: 0.42 s, 12 s, 3 min 05 s, 2 h 10 min."""
+    if seconds < 0.9995e-3 and seconds > 0:
+        return "< 1 ms"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def _decimals(step: float) -> int:
+    return max(0, -math.floor(math.log10(step) + 1e-9))
+
+
+def _signed(text: str) -> str:
+    """With a true minus sign, and none before a zero."""
+    if not text.startswith("-"):
+        return text
+    return text[1:] if not text.strip("-0.,%ke ") else "−" + text[1:]

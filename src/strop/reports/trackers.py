@@ -1,0 +1,88 @@
+"""Copies of the run log in other tools. metrics.jsonl is always written; these are optional extras."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from strop.errors import UserError
+from strop.runs import RunDirectory
+
+
+class Tracker(Protocol):
+    """One experiment in another tool."""
+
+    def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
+        """The metrics of one step of one stage. Each stage counts its own steps."""
+
+    def close(self) -> None: ...
+
+
+class TensorBoardTracker:
+    """Event files in a directory; `tensorboard --logdir` shows them. Tags are stage/metric."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `UserError` when TensorBoard is not installed."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise _not_installed("tensorboard") from error
+        self._writer: Any = SummaryWriter(log_dir=str(directory))  # its types differ from release to release
+
+    def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
+        for key, value in metrics.items():
+            self._writer.add_scalar(f"{stage}/{key}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """A run of the project `strop` at Weights & Biases, resumed under the same name. Keys are stage/metric."""
+
+    def __init__(self, name: str, recipe: Mapping[str, Any], directory: Path) -> None:
+        """Raises `UserError` when wandb is not installed."""
+        try:
+            import wandb
+        except ImportError as error:
+            raise _not_installed("wandb") from error
+        directory.mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project="strop", name=name, id=name, resume="allow", config=dict(recipe), dir=str(directory)
+        )
+        self._stages: set[str] = set()
+
+    def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
+        if stage not in self._stages:
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+            self._stages.add(stage)
+        self._run.log({f"{stage}/{key}": value for key, value in metrics.items()} | {f"{stage}/step": step})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def make_trackers(
+    kinds: Sequence[Literal["tensorboard", "wandb"]], *, run: RunDirectory, name: str, recipe: Mapping[str, Any]
+) -> list[Tracker]:
+    """The trackers that a recipe asks for, in its order.
+
+    Raises:
+        UserError: one of them is not installed; the message names the extra.
+    """
+    made: list[Tracker] = []
+    for kind in kinds:
+        match kind:
+            case "tensorboard":
+                made.append(TensorBoardTracker(run.path / "tensorboard"))
+            case "wandb":
+                made.append(WandbTracker(name, recipe, run.path / "wandb"))
+    return made
+
+
+def _not_installed(extra: str) -> UserError:
+    return UserError(
+        f"trackers: {extra!r} is asked for, but it is not installed. pip install 'strop[{extra}]', or take it off the recipe's"
+        " trackers: metrics.jsonl and report.html hold the same figures."
+    )

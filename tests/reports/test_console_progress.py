@@ -1,0 +1,90 @@
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+from rich.console import Console
+
+from strop.reports.console import ConsoleProgress, print_plan
+
+_METRICS = {
+    "rollout/reward_mean": 0.512,
+    "rollout/tool_error_rate": 0.123,
+    "rollout/length_tokens_mean": 98.44,
+    "rollout/tokens_per_s": 1903.2,
+    "update/loss": 0.1,
+}
+
+
+def _progress(*, is_terminal: bool = False) -> tuple[ConsoleProgress, io.StringIO, list[float]]:
+    shown, now = io.StringIO(), [0.0]
+    console = Console(file=shown, force_terminal=is_terminal, width=120, color_system=None)
+    return ConsoleProgress(console, clock=lambda: now[0]), shown, now
+
+
+def test_each_rl_step_is_one_plain_line_with_the_time_left():
+    progress, shown, now = _progress()
+    progress.stage_started("rl", "rl", 12, 2)
+    now[0] = 60.0
+    progress.step(_METRICS, 4)  # two of the ten steps left took a minute
+    lines = shown.getvalue().splitlines()
+    assert lines[1] == "rl · 12 steps, 2 done before"
+    assert lines[2] == "   4/12   reward 0.512   tool errors 12.3%   length 98.4   1,903 tokens/s   4 min 00 s left"
+    assert "\x1b" not in shown.getvalue()
+
+
+def test_quick_stages_are_not_a_line_a_step():
+    progress, shown, _ = _progress()
+    progress.stage_started("cold start", "sft", 500, 0)
+    for step in range(1, 501):
+        progress.step({"sft/loss": 1.0}, step)
+    assert shown.getvalue().count("loss 1") == 20
+    progress.stage_started("before", "eval", 100, 0)
+    for step in range(1, 101):
+        progress.step({}, step)
+    assert shown.getvalue().count("/100") == 4
+    assert "before · eval · 100 tasks" in shown.getvalue()
+
+
+def test_a_terminal_gets_a_bar_and_its_cursor_back():
+    progress, shown, _ = _progress(is_terminal=True)
+    for stage in ("rl", "rl-2"):
+        progress.stage_started(stage, "rl", 2, 0)
+        progress.step(_METRICS, 1)
+        progress.stage_finished(stage, "done")
+    with progress:
+        progress.stage_started("after", "eval", 8, 0)
+        progress.step({}, 1)
+    text = shown.getvalue()
+    assert "1/2" in text
+    assert "━" in text
+    assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
+
+
+def test_what_the_user_wrote_is_not_taken_for_markup():
+    progress, shown, _ = _progress()
+    progress.warning("all rewards are [red]0[/red]")
+    progress.finished([{"stage": "[bold]after[/bold]", "accuracy": 0.5}], Path("runs/[x]/report.html"))
+    assert "[red]0[/red]" in shown.getvalue()
+    assert "[bold]after[/bold]" in shown.getvalue()
+    assert "report: runs/[x]/report.html" in shown.getvalue()
+
+
+def test_the_end_shows_before_and_after_and_what_is_missing():
+    progress, shown, _ = _progress()
+    after = {"stage": "after", "accuracy": 0.842, "accuracy_low": 0.787, "accuracy_high": 0.893, "tool_error_rate": 0.062}
+    progress.finished([{"stage": "before", "accuracy": 0.031}, after], Path("report.html"))
+    before, last = [line for line in shown.getvalue().splitlines() if line.startswith(("before", "after"))]
+    assert before.split()[:2] == ["before", "3.1%"]
+    assert "missing" in before
+    assert last.split()[:6] == ["after", "84.2%", "78.7%", "–", "89.3%", "6.2%"]
+
+
+def test_a_plan_is_shown_with_its_estimates():
+    shown = io.StringIO()
+    stage = SimpleNamespace(
+        name="rl", kind="rl", init="sft", arithmetic="30 steps x 16 tasks", tokens=12345, memory_mib=810.4, time_s=185.0
+    )
+    print_plan("demo", "A tiny model.", [stage], console=Console(file=shown, width=120))
+    assert "≤ 12,345" in shown.getvalue()
+    assert "810 MiB" in shown.getvalue()
+    assert "about 3 min 05 s in all" in shown.getvalue()

@@ -1,0 +1,262 @@
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from fake_run import STAGES, write_run
+from tokenizers import Tokenizer
+
+from strop.errors import RunError
+from strop.reports.log import Evaluation, RunLog, StageLog, read_run
+from strop.reports.page import cards, verdict, write_report
+from strop.reports.panels import sections
+from strop.reports.rollouts import read_rollouts
+from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> RunDirectory:
+    return write_run(tmp_path_factory.mktemp("runs") / "demo", num_steps=20)
+
+
+@pytest.fixture
+def run(tmp_path) -> RunDirectory:
+    return write_run(tmp_path / "demo", num_steps=3)
+
+
+def _page(run: RunDirectory) -> str:
+    return write_report(run).read_text(encoding="utf-8")
+
+
+def _drop_metric(run: RunDirectory, key: str) -> None:
+    lines = [{name: value for name, value in line.items() if name != key} for line in read_lines(run.metrics)]
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+class _Elements(HTMLParser):
+    """Every element's name and attributes, as a browser would see them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+    def named(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.found if name == tag]
+
+
+def test_the_page_opens_with_what_was_learnt(finished):
+    page = _page(finished)
+    assert page.index("Accuracy rose from 3.1% to 84.2%.") < page.index("Before and after") < page.index("Rollouts")
+    assert "The 95% intervals lie apart." in page
+    assert "11 of 16 groups are tied" in page
+    assert "3 times" in page
+
+
+def test_the_page_is_one_small_file_that_needs_no_other(finished):
+    page = _page(finished)
+    assert len(page.encode()) < 3_000_000
+    elements = _Elements(page)
+    assert not [1 for _, attributes in elements.found if {"src", "href", "srcset"} & attributes.keys()]
+    assert set(re.findall(r"https?://[\w./]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert "@import" not in page
+    assert not elements.named("link")
+
+
+def test_one_run_gives_one_page(finished, tmp_path):
+    again = write_run(tmp_path / "demo", num_steps=20)
+    assert _page(again) == _page(finished)
+
+
+def test_every_metric_that_a_run_logs_is_drawn_and_none_is_missing(finished):
+    drawn = [drawing.plot for section in sections(read_run(finished)) for drawing in section.drawings]
+    assert all(plot.series for plot in drawn)
+    assert not [name for plot in drawn for name in plot.missing]
+
+
+@pytest.mark.parametrize("key", ["rollout/reward_mean", "policy/clip_fraction_low", "time/update_s", "sft/loss"])
+def test_a_metric_deleted_from_the_log_is_named_as_missing(run, key):
+    assert not re.search(rf"missing[^<]*(<[^>]*>)*{key}", _page(run))
+    _drop_metric(run, key)
+    plots = [drawing.plot for section in sections(read_run(run)) for drawing in section.drawings]
+    assert [plot.missing for plot in plots if plot.missing] == [(key,)]
+    assert key in _page(run)
+
+
+def test_a_metric_that_nobody_foresaw_is_drawn_too(run):
+    lines = [line | {"reward/style_mean": 0.5} for line in read_lines(run.metrics)]
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    assert "reward/style_mean" in _page(run)
+
+
+def test_figures_that_are_not_finite_are_not_drawn(run):
+    with run.metrics.open("a", encoding="utf-8") as file:
+        file.write(
+            '{"stage": "rl", "step": 4, "rollout/reward_mean": NaN, "update/loss": Infinity, "update/grad_norm": null}\n'
+        )
+    page = _page(run)
+    assert not re.search(r'd="[^"]*(nan|inf)', page)
+
+
+def test_text_of_a_rollout_is_shown_and_never_run(tmp_path):
+    evil = "<script>alert({a})</script></script><img src=x onerror=alert({b})>{c}' \" &amp;"
+    run = write_run(tmp_path / "demo", num_steps=1, question=evil)
+    page = _page(run)
+    elements = _Elements(page)
+    assert "<script>alert(" not in page
+    assert not elements.named("img")
+    assert len(elements.named("script")) == 2  # the strips of tokens, and the page's own
+    assert "&lt;script&gt;alert(" in page
+    strips = re.search(r'<script type="application/json" id="strips">(.*?)</script>', page, re.DOTALL)[1]
+    assert json.loads(strips)
+
+
+def test_stages_come_in_the_order_they_ran_though_the_manifest_sorts_them(finished):
+    assert list(read_json(finished.manifest)["stages"]) == sorted(STAGES)
+    assert [stage.name for stage in read_run(finished).stages] == list(STAGES)
+
+
+def test_stages_that_did_not_begin_follow_the_stage_they_need(run):
+    run.events.unlink()
+    run.metrics.unlink()
+    names = [stage.name for stage in read_run(run).stages]
+    assert names.index("model") < names.index("sft") < names.index("rl") < names.index("after")
+
+
+def test_a_step_that_ran_twice_is_drawn_as_it_ran_last(run):
+    with run.metrics.open("a", encoding="utf-8") as file:
+        file.write('{"stage": "rl", "step": 2, "rollout/reward_mean": 9.5}\n')
+    stage = next(stage for stage in read_run(run).stages if stage.name == "rl")
+    assert list(stage.steps) == [1, 2, 3]
+    assert stage.steps[2] == {"rollout/reward_mean": 9.5}
+
+
+def test_a_run_that_only_began_has_a_page_that_says_so(tmp_path):
+    run = RunDirectory(tmp_path)
+    write_json(run.manifest, {"format": 1, "name": "young"})
+    page = _page(run)
+    assert "No evaluation yet." in page
+    assert "No training step was logged" in page
+    assert "No rollouts to show" in page
+
+
+def test_a_directory_without_a_manifest_is_the_users_error(tmp_path):
+    with pytest.raises(RunError, match=r"manifest\.json: missing"):
+        write_report(RunDirectory(tmp_path))
+
+
+def _evaluation(stage: str, accuracy: float, reach: float = 0.02, *, terms: str = "", condition: str = "") -> Evaluation:
+    figures = {"accuracy": accuracy, "accuracy_low": accuracy - reach, "accuracy_high": accuracy + reach}
+    return Evaluation(stage=stage, condition=condition, terms=terms, figures=figures)
+
+
+def _log(*evaluations: Evaluation) -> RunLog:
+    return RunLog(name="x", command="", seed="", versions={}, recipe={}, stages=(), evaluations=evaluations, warnings=())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reach", "tone"),
+    [(0.2, 0.8, 0.1, "good"), (0.8, 0.2, 0.1, "bad"), (0.5, 0.6, 0.1, "flat"), (0.5, 0.5, 0.1, "flat")],
+)
+def test_a_change_is_claimed_only_where_the_intervals_lie_apart(before, after, reach, tone):
+    assert verdict(_log(_evaluation("a", before, reach), _evaluation("b", after, reach))).tone == tone
+
+
+def test_before_and_after_speak_of_the_same_tasks():
+    log = _log(_evaluation("easy", 0.9, terms="easy"), _evaluation("before", 0.1), _evaluation("after", 0.5))
+    assert [each.stage for each in log.before_and_after] == ["before", "after"]
+    assert _log(_evaluation("easy", 0.9, terms="easy"), _evaluation("hard", 0.1)).before_and_after is None
+
+
+def test_controls_with_broken_tools_are_not_the_after():
+    control = {"terms": "noise", "condition": "tools: noise"}
+    log = _log(_evaluation("a", 0.1), _evaluation("x", 0.1, **control), _evaluation("b", 0.8), _evaluation("y", 0.1, **control))
+    assert [each.stage for each in log.before_and_after] == ["a", "b"]
+
+
+def test_a_figure_missing_from_an_evaluation_is_named_on_its_card():
+    made = {card.metric: card for card in cards(_evaluation("a", 0.1), _evaluation("b", 0.5))}
+    assert made["accuracy"].change == "+40.0 points"
+    assert made["tool_error_rate"].after == "missing"
+    assert "tool_error_rate" in made["tool_error_rate"].caption
+
+
+def test_rollouts_are_sampled_from_the_first_to_the_last_step_mixed_groups_first(finished):
+    log = read_run(finished)
+    table = read_rollouts(finished, log)
+    assert [step.step for step in table.steps] == [1, 10, 20]
+    for step in table.steps:
+        first = step.groups[0]
+        assert len({rollout.reward for rollout in first.rollouts}) == 2
+    rollout = table.steps[0].groups[0].rollouts[0]
+    assert rollout.reason
+    assert dict(rollout.figures).keys() == {"p_err", "p_format", "weight"}
+    assert dict(rollout.reward_parts).keys() == {"answer", "format"}
+
+
+def test_strips_hold_the_tokens_as_they_were_sampled(finished):
+    log = read_run(finished)
+    table = read_rollouts(finished, log)
+    turn = table.steps[0].groups[0].rollouts[0].turns[0]
+    policy, observed = table.strips[turn.completion.strip], table.strips[turn.observation.strip]
+    assert "".join(policy["t"]) == turn.completion.text
+    assert "".join(observed["t"]) == turn.observation.text
+    assert policy["f"][:4] == [1, 1, 1, 0]  # forced tokens first, as fake_run makes them
+    assert len(policy["i"]) == len(policy["p"]) == len(policy["h"]) == turn.completion.num_tokens
+    assert observed.keys() == {"t", "i"}
+
+
+def test_a_character_of_several_tokens_is_shown_whole_on_the_first(finished):
+    answers = [strip["t"] for strip in read_rollouts(finished, read_run(finished)).strips if " ✓" in "".join(strip["t"])]
+    assert answers
+    assert not any("\ufffd" in piece for pieces in answers for piece in pieces)
+
+
+def test_without_a_tokenizer_turns_are_shown_as_text(run):
+    (run.stage("sft").model / "tokenizer.json").unlink()
+    table = read_rollouts(run, read_run(run))
+    assert not table.has_tokens
+    assert not table.strips
+    assert "shown as text" in _page(run)
+    assert html.escape("I should work this out", quote=False) in _page(run)
+
+
+def test_long_rollouts_stay_within_the_budget_and_say_what_is_left_out(run, monkeypatch):
+    monkeypatch.setattr("strop.reports.rollouts.TOKEN_BUDGET", 64)
+    monkeypatch.setattr("strop.reports.rollouts.TEXT_BUDGET", 64)
+    strips = read_rollouts(run, read_run(run)).strips
+    assert all(len(strip["i"]) <= 8 for strip in strips)
+    strip = next(strip for strip in strips if "gap" in strip)
+    assert strip["gap"][0] == 5  # two thirds of 8 before the gap
+    assert len(strip["t"]) == len(strip["i"]) == len(strip["p"]) == 8
+
+
+def test_a_stage_is_numbered_on_from_the_one_before(tmp_path):
+    def stage(name: str, first: int) -> StageLog:
+        steps = {step: {"rollout/reward_mean": 1.0} for step in (first, first + 1)}
+        return StageLog(name=name, kind="rl", init="", is_done=True, steps=steps)
+
+    for first in (0, 1):
+        log = RunLog(
+            name="x",
+            command="",
+            seed="",
+            versions={},
+            recipe={},
+            stages=(stage("one", first), stage("two", first)),
+            evaluations=(),
+            warnings=(),
+        )
+        plot = sections(log)[0].drawings[0].plot
+        assert [x for x, _ in plot.series[0].points] == [first, first + 1, first + 2, first + 3]
+        assert [(mark.x, mark.label) for mark in plot.boundaries] == [(first, "one"), (first + 2, "two")]
+
+
+def test_the_tokenizer_of_the_fixture_round_trips(finished):
+    tokenizer = Tokenizer.from_file(str(Path(finished.stage("sft").model / "tokenizer.json")))
+    assert tokenizer.decode(tokenizer.encode("naïve ✓").ids) == "naïve ✓"
