@@ -53,7 +53,7 @@ class _Elements(HTMLParser):
 def test_the_page_opens_with_what_was_learnt(finished):
     page = _page(finished)
     assert page.index("Accuracy rose from 3.1% to 84.2%.") < page.index("Before and after") < page.index("Rollouts")
-    assert "The 95% intervals lie apart." in page
+    assert "Stage before against stage after: the 95% intervals lie apart." in page
     assert "11 of 16 groups are tied" in page
     assert "3 times" in page
 

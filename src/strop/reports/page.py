@@ -82,14 +82,15 @@ def verdict(log: RunLog) -> Verdict:
     if any(bound is None for bound in bounds):
         word = "rose" if last > first else "fell" if last < first else "stayed"
         return Verdict(text=f"Accuracy {word} {moved}.", support="No intervals were logged beside it.", tone="flat")
+    stages = f"Stage {before.stage} against stage {after.stage}"
     low_before, high_before, low_after, high_after = (bound or 0.0 for bound in bounds)
     if low_after > high_before:
-        return Verdict(text=f"Accuracy rose {moved}.", support="The 95% intervals lie apart.", tone="good")
+        return Verdict(text=f"Accuracy rose {moved}.", support=f"{stages}: the 95% intervals lie apart.", tone="good")
     if high_after < low_before:
-        return Verdict(text=f"Accuracy fell {moved}.", support="The 95% intervals lie apart.", tone="bad")
+        return Verdict(text=f"Accuracy fell {moved}.", support=f"{stages}: the 95% intervals lie apart.", tone="bad")
     return Verdict(
         text=f"Accuracy went {moved}: no change that can be told from chance.",
-        support="The 95% intervals overlap; more tasks or more steps would tell.",
+        support=f"{stages}: the 95% intervals overlap; more tasks or more steps would tell.",
         tone="flat",
     )
 

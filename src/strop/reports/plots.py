@@ -290,7 +290,7 @@ def _legend(series: Sequence[Series], missing: Sequence[str], body: _Body) -> tu
     """Names below the plot, in as many rows as they need, then what is missing; with the height of the whole drawing."""
     parts: list[Markup] = []
     x, y = 14.0, body.bottom + 12
-    is_named = len(series) > 1 or any(each.look is not Look.LINE for each in series)
+    is_named = len(series) + len(missing) > 1 or any(each.look is not Look.LINE for each in series)
     for each in series if is_named else ():
         width = 20 + len(each.label) * _CHAR + 12
         if x > 14 and x + width > _WIDTH:
