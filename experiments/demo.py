@@ -26,8 +26,10 @@ from typing import Any
 from strop.config import load_toml, validate
 from strop.pipelines.recipe import Recipe, resolve
 from strop.pipelines.train import train
+from strop.reports.compare import Table, compare_page
 from strop.reports.progress import Silent
-from strop.runs import RunDirectory, read_lines, write_json
+from strop.reports.scales import Unit
+from strop.runs import RunDirectory, read_lines, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -136,6 +138,31 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join(rows)
 
 
+def page(results: Mapping[str, Any]) -> str:
+    """The arms' curves side by side, and every evaluation in a table."""
+    curves = {
+        metric: {
+            arm: [arms[arm][metric] for arms in results["curves"].values() if arms[arm][metric]]
+            for arm in ARMS
+            if arm != "sft_continued"
+        }
+        for metric in CURVES
+    }
+    rows = tuple(
+        (f"{arm}, {stage}, seed {seed}", *(f"{each[key]:.3f}" for key in _SHOWN))
+        for seed, arms in results["figures"].items()
+        for arm, evaluations in arms.items()
+        for stage, each in evaluations.items()
+    )
+    return compare_page(
+        "The demo: GRPO-RoC and its controls",
+        curves,
+        table=Table(columns=("evaluation", *_SHOWN), rows=rows),
+        lead="Each arm starts from the same cold start of its seed; sft_continued has no rollouts, so it has no curve.",
+        units={"rollout/accuracy": Unit.PERCENT, "rollout/tool_error_rate_correct": Unit.PERCENT},
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -166,8 +193,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     by_seed = {str(seed): json.loads((options.runs / f"seed-{seed}.json").read_text()) for seed in options.seeds}
     results = summarise(by_seed)
     write_json(RESULTS / "demo.json", results)
+    write_text(RESULTS / "demo.html", page(results))
     text = table(results)
-    (RESULTS / "demo.txt").write_text(text + "\n")
+    write_text(RESULTS / "demo.txt", text + "\n")
     print(text)
     return 0 if all(bar["holds"] for bar in results["bars"].values()) else 1
 

@@ -65,7 +65,8 @@ def train(
         print_plan(loaded.name, loaded.description, plan(loaded))
         return
     command = shlex.join(["strop", *sys.argv[1:]])
-    asyncio.run(run_recipe(loaded, runs / loaded.name, progress=ConsoleProgress(), command=command))
+    with ConsoleProgress() as progress:
+        asyncio.run(run_recipe(loaded, runs / loaded.name, progress=progress, command=command))
 
 
 @app.command(name="eval")
@@ -83,7 +84,8 @@ def evaluate(
     from strop.reports.console import ConsoleProgress
 
     loaded = load_recipe(recipe, overrides or [], name=name or f"eval-{model.resolve().name}")
-    asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=ConsoleProgress()))
+    with ConsoleProgress() as progress:
+        asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=progress))
 
 
 @app.command()
