@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from strop.config import Config
 from strop.errors import ConfigError
@@ -21,7 +21,7 @@ class EngineConfig(Config):
     device: Literal["cpu", "cuda", "auto"] = "auto"  # auto: cuda where there is one
     threads: PositiveInt | None = None  # torch's own choice when unset; torch keeps one number for the whole process
     deterministic: bool = True  # a request's tokens and log-probs do not depend on what else is in the batch
-    cached_prompts: int = 16  # opening prompts whose KV is kept, so that a group's prompt is computed once
+    cached_prompts: NonNegativeInt = 16  # opening prompts whose KV is kept, so that a group's prompt is computed once
     deadline_s: PositiveFloat = 600.0  # of one completion, waiting for a slot included
 
     @property
