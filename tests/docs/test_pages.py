@@ -13,7 +13,9 @@ import torch
 import typer
 
 from strop import types
+from strop.algorithms.losses import ratio_statistics
 from strop.cli import app
+from strop.doctor import CHECKS
 from strop.evaluation.summary import rollout_metrics
 from strop.tools.protocol import ToolResult
 from strop.types import ToolOutcome
@@ -187,6 +189,18 @@ def test_the_run_directory_page_names_every_field_of_a_rollout_and_every_outcome
 def test_the_run_directory_page_names_every_metric_of_rollouts() -> None:
     for name in rollout_metrics([]):
         assert f"`{name}`" in TEXTS["docs/run-directory.md"], name
+
+
+def test_the_run_directory_page_names_every_statistic_of_an_update() -> None:
+    one = torch.zeros(1)
+    statistics = ratio_statistics(one, one, one, one, torch.ones(1, dtype=torch.bool), clip_low=0.2, clip_high=0.2)
+    for name in statistics:
+        assert f"`policy/{name}`" in TEXTS["docs/run-directory.md"], name
+
+
+def test_the_troubleshooting_page_names_every_check_of_the_doctor_in_order() -> None:
+    [table] = re.findall(r"\| check \|.*?\n\n", TEXTS["docs/guides/troubleshooting.md"], re.DOTALL)
+    assert re.findall(r"^\| ([a-z -]+?) \|", table, re.MULTILINE)[2:] == list(CHECKS)
 
 
 def test_the_messages_of_the_troubleshooting_page_stand_in_the_code() -> None:
