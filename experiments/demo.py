@@ -94,7 +94,10 @@ def summarise(by_seed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for seed, arms in by_seed.items():
         figures[seed] = {
-            arm: {stage: {key: evaluation[key] for key in _SHOWN} for stage, evaluation in arms[arm]["evaluations"].items()}
+            arm: {
+                stage: {key: evaluation[key] for key in _SHOWN if key in evaluation}
+                for stage, evaluation in arms[arm]["evaluations"].items()
+            }
             for arm in ARMS
         }
     main = [figures[seed]["grpo_roc"] for seed in figures]
@@ -130,7 +133,7 @@ def table(results: Mapping[str, Any]) -> str:
                 interval = f"[{each['accuracy_low']:.3f}, {each['accuracy_high']:.3f}]"
                 rows.append(
                     f"{seed:>4}  {arm:<14} {stage:<10} {each['accuracy']:>8.3f}  {interval:<16}"
-                    f" {each['tool_error_rate_correct']:>21.4f} {each['length_tokens_mean']:>7.1f}"
+                    f" {each.get('tool_error_rate_correct', math.nan):>21.4f} {each['length_tokens_mean']:>7.1f}"
                 )
     rows.append("")
     for name, bar in results["bars"].items():
@@ -149,7 +152,7 @@ def page(results: Mapping[str, Any]) -> str:
         for metric in CURVES
     }
     rows = tuple(
-        (f"{arm}, {stage}, seed {seed}", *(f"{each[key]:.3f}" for key in _SHOWN))
+        (f"{arm}, {stage}, seed {seed}", *(f"{each[key]:.3f}" if key in each else "–" for key in _SHOWN))
         for seed, arms in results["figures"].items()
         for arm, evaluations in arms.items()
         for stage, each in evaluations.items()

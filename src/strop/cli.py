@@ -14,6 +14,8 @@ import typer
 
 from strop.errors import StropError, UserError
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="strop",
     no_args_is_help=True,
@@ -106,12 +108,11 @@ def doctor(
     ] = None,
 ) -> None:
     """Check model and recipe against each other: template, mask, log-probs, tools, reward, batch arithmetic, publication."""
-    from strop.doctor import examine, print_findings
-    from strop.pipelines.load import load_recipe
+    from strop.doctor import examine_file, print_diagnosis
 
-    findings = asyncio.run(examine(load_recipe(recipe, overrides or []), model=model))
-    print_findings(findings)
-    if any(finding.remedy for finding in findings):
+    diagnosis = asyncio.run(examine_file(recipe, overrides or [], model=model))
+    print_diagnosis(diagnosis)
+    if diagnosis.problems:
         raise typer.Exit(2)
 
 
@@ -139,9 +140,10 @@ def main() -> None:
     except StropError as error:
         print(f"error: {type(error).__name__}: {error}\nThe same command goes on from the last checkpoint.", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:
-        print("\nstopped. The same command goes on from the last checkpoint.", file=sys.stderr)
-        sys.exit(130)
+    except SystemExit as error:
+        if error.code == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+            print("\nstopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+        raise
 
 
 if __name__ == "__main__":

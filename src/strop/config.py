@@ -80,7 +80,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 def _explain(model: type[BaseModel], tree: Mapping[str, Any], detail: Mapping[str, Any]) -> str:
     location = [str(part) for part in detail["loc"]]
-    path = ".".join(part for part in location if not _is_tag(tree, location, part)) or "the recipe"
+    path = ".".join(_without_tags(tree, location)) or "the recipe"
     if detail["type"] == "extra_forbidden":
         nearest = difflib.get_close_matches(location[-1], _known_keys(model, location[:-1]), n=1, cutoff=0.5)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else " Remove it, or see docs/recipes.md for the keys that exist."
@@ -101,17 +101,19 @@ def _explain(model: type[BaseModel], tree: Mapping[str, Any], detail: Mapping[st
     return f"{path}: {message} (got {shown if len(shown) <= 80 else shown[:77] + '...'})."
 
 
-def _is_tag(tree: Mapping[str, Any], location: Sequence[str], part: str) -> bool:
-    """Whether `part` names a member of a tagged union, which stands in pydantic's path but not in the recipe."""
+def _without_tags(tree: Mapping[str, Any], location: Sequence[str]) -> list[str]:
+    """`location` less the members of tagged unions, which stand in pydantic's path but not in the recipe."""
     node: Any = tree
+    path = []
     for step in location:
         if isinstance(node, Mapping) and step in node:
             node = node[step]
         elif isinstance(node, list) and step.isdigit() and int(step) < len(node):
             node = node[int(step)]
-        elif step == part and isinstance(node, Mapping) and part in node.values():
-            return True
-    return False
+        elif step == node or (isinstance(node, Mapping) and step in node.values()):
+            continue
+        path.append(step)
+    return path
 
 
 def _known_keys(model: type[BaseModel], path: Sequence[str]) -> list[str]:

@@ -43,7 +43,7 @@ class WeightsNotProven(EngineLost):
     """The engine holds other weights than those that were published to it (design law 6)."""
 
 
-class RequestTooLong(StropError):  # noqa: N818
+class RequestTooLong(UserError):  # noqa: N818 - named for what happened
     """A request that can never fit in the engine's KV memory, whatever else is running."""
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,28 +23,49 @@ from strop.errors import RunError
 
 FORMAT_VERSION = 1
 
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOTDIR, errno.EEXIST)
+_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)$")
+
 
 @contextmanager
 def writing_to(path: Path) -> Iterator[None]:
-    """Turn a full disk, or a directory that may not be written, into one message that names the place and the remedy.
+    """Turn a full disk, or a place where nothing may be written, into one message that names the place and the remedy.
 
     Raises:
-        RunError: for ENOSPC, EDQUOT, EROFS, EACCES and EFBIG; any other OSError passes through.
+        RunError: the disk is full, the place is read-only, or a file stands in its way; any other exception passes through.
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG):
+    except RunError:
+        raise
+    except Exception as error:
+        number = _os_error_behind(error)
+        if number not in _NO_PLACE:
             raise
         raise RunError(
-            f"{path}: cannot be written: {error.strerror}. What was written before is intact. Free space there (or choose"
+            f"{path}: cannot be written: {os.strerror(number)}. What was written before is intact. Free space there (or choose"
             " another place with --runs), then give the same command again: the run goes on from its last checkpoint."
         ) from error
 
 
+def _os_error_behind(error: BaseException | None) -> int | None:
+    """The errno of `error`, or of what it arose from: safetensors names it in its text, torch.save raises over it."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno
+        named = _RUST_OS_ERROR.search(str(error))
+        if named:
+            return int(named.group(1))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` with `value` as JSON, whole or not at all, on disk when this returns."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+    """Replace `path` with `value` as JSON, whole or not at all, on disk when this returns.
+
+    Keys keep their order: a recipe's stages have one.
+    """
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -159,7 +181,7 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
                 shutil.rmtree(path)
             temporary.rename(path)
             _sync(path.parent)
-        except OSError:
+        except Exception:  # whatever went wrong, half a directory only takes up room
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 

@@ -16,14 +16,15 @@ def is_correct(scored: ScoredTrajectory) -> bool:
 
 
 def tool_error_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
-    """Calls that went wrong by the agent's own doing, as a share of the calls made; 0 without calls."""
-    num_calls = sum(_num_calls(scored) for scored in trajectories)
-    num_errors = sum(scored.trajectory.num_errors for scored in trajectories)
-    return num_errors / num_calls if num_calls else 0.0
+    """Calls that went wrong by the agent's own doing, as a share of the calls made. There must be one."""
+    return sum(scored.trajectory.num_errors for scored in trajectories) / _num_calls(trajectories)
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Metrics `rollout/*` and `groups/*` over all rollouts of a batch, before any selection."""
+    """Metrics `rollout/*` and `groups/*` over all rollouts of a batch, before any selection.
+
+    A tool-error rate is left out where there was no call to go wrong: no calls is not the same as no errors.
+    """
     scored = [each for group in groups for each in group.trajectories]
     num_void = sum(group.num_void for group in groups)
     num = max(1, len(scored))
@@ -31,9 +32,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     metrics = {
         "rollout/reward_mean": sum(each.reward for each in scored) / num,
         "rollout/accuracy": len(correct) / num,
-        "rollout/tool_error_rate": tool_error_rate(scored),
-        "rollout/tool_error_rate_correct": tool_error_rate(correct),
-        "rollout/tool_calls_mean": sum(_num_calls(each) for each in scored) / num,
+        "rollout/tool_calls_mean": _num_calls(scored) / num,
         "rollout/length_tokens_mean": sum(each.trajectory.num_response_tokens for each in scored) / num,
         "rollout/turns_mean": sum(len(each.trajectory.turns) for each in scored) / num,
         "rollout/truncated_fraction": sum(each.trajectory.is_truncated for each in scored) / num,
@@ -43,6 +42,9 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
             group.is_tied and not is_correct(group.trajectories[0]) for group in groups if group.trajectories
         ),
     }
+    for name, of in (("rollout/tool_error_rate", scored), ("rollout/tool_error_rate_correct", correct)):
+        if _num_calls(of):
+            metrics[name] = tool_error_rate(of)
     for part in sorted({name for each in scored for name in each.reward_parts}):
         metrics[f"reward/{part}_mean"] = sum(each.reward_parts.get(part, 0.0) for each in scored) / num
     return metrics
@@ -53,5 +55,5 @@ def num_sampled_tokens(groups: Sequence[Group]) -> int:
     return sum(len(turn.completion.ids) for group in groups for each in group.trajectories for turn in each.trajectory.turns)
 
 
-def _num_calls(scored: ScoredTrajectory) -> int:
-    return sum(call.outcome is not ToolOutcome.NOT_RUN for call in scored.trajectory.calls)
+def _num_calls(trajectories: Sequence[ScoredTrajectory]) -> int:
+    return sum(call.outcome is not ToolOutcome.NOT_RUN for scored in trajectories for call in scored.trajectory.calls)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import time
 from pathlib import Path
 
 from strop.pipelines.stage import StageContext
@@ -35,13 +36,14 @@ async def resume(context: StageContext, trainer: LocalTrainer) -> int:
 async def save(context: StageContext, trainer: LocalTrainer, step: int, *, keep: int) -> None:
     """Write the checkpoint of `step`, then remove all but the last `keep`."""
     context.event("checkpoint_started", step=step)
+    started = time.perf_counter()
     loop = asyncio.get_running_loop()
 
     def fill(directory: Path) -> None:
         asyncio.run_coroutine_threadsafe(trainer.save(directory), loop).result()
 
     await asyncio.to_thread(write_directory, context.directory.checkpoint(step), fill)
-    context.event("checkpoint_finished", step=step)
+    context.event("checkpoint_finished", step=step, time_s=time.perf_counter() - started)
     for old in sorted(_steps(context.directory))[:-keep]:
         shutil.rmtree(context.directory.checkpoint(old))
 

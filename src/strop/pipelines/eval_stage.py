@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,10 @@ async def run_eval_stage(context: StageContext, stage: EvalStage) -> str:
     result = await evaluate(context, stage, model_of(context.run, stage.init))
     write_json(context.directory.evaluation, result.figures)
     figures = result.figures
+    errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
     return (
         f"accuracy {figures['accuracy']:.3f} [{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
-        f" (avg@{figures['k']} of {figures['num_tasks']} tasks), tool errors {figures['tool_error_rate']:.1%}"
+        f" (avg@{figures['k']} of {figures['num_tasks']} tasks){errors}"
     )
 
 
@@ -55,26 +57,24 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     context.progress.stage_started(context.name, stage.kind, num_tasks, 0)
     engine = await asyncio.to_thread(context.open_engine, model, context.recipe.engine, detokenize=chat.decode)
     reward = MathReward(stage.reward)
-    ledger = StepLedger(context.directory.rollouts(0), weights=weights_digest(model), policy_version=engine.policy_version)
     groups: list[Group] = []
     started = time.perf_counter()
     try:
-        player = make_player(
-            stage, engine=engine, chat=chat, tools=_under_condition(context.tools(), stage.tools), reward=reward, observe=ledger
-        )
-        playing = play(
-            tasks,
-            player,
-            num_rollouts=stage.k,
-            seed=derive_seed("eval", context.recipe.seed, "rollouts"),
-            observer=ledger,
-            finished=ledger.finished_before,
-        )
-        async for group in playing:
-            groups.append(group)
-            context.progress.step({}, len(groups))
+        path = context.directory.rollouts(0)
+        with closing(StepLedger(path, weights=weights_digest(model), policy_version=engine.policy_version)) as ledger:
+            tools = _under_condition(context.tools(), stage.tools)
+            playing = play(
+                tasks,
+                make_player(stage, engine=engine, chat=chat, tools=tools, reward=reward, observe=ledger),
+                num_rollouts=stage.k,
+                seed=derive_seed("eval", context.recipe.seed, "rollouts"),
+                observer=ledger,
+                finished=ledger.finished_before,
+            )
+            async for group in playing:
+                groups.append(group)
+                context.progress.step({}, len(groups))
     finally:
-        ledger.close()
         await engine.close()
         await reward.close()
     groups.sort(key=lambda group: group.task_index)

@@ -19,7 +19,7 @@ from strop.sandbox.config import SandboxConfig
 from strop.tasks.config import Split, TaskConfig
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tools.python import PythonToolConfig
-from strop.training.config import TrainerConfig
+from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
 
 SHARED_TABLES = ("tasks", "prompt", "sampling", "limits", "reward", "trainer")
 """Tables of the recipe's root that are defaults of every stage; a stage's own keys are put over them."""
@@ -57,6 +57,15 @@ class Stage(Config):
     limits: RolloutLimits = RolloutLimits()
     reward: RewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
+
+
+def check_schedule(optimizer: OptimizerConfig, num_updates: int) -> None:
+    """Raises `ValueError` when a cosine over `num_updates` would end before its warm-up does."""
+    if optimizer.schedule is Schedule.COSINE and optimizer.warmup_updates >= num_updates:
+        raise ValueError(
+            f"trainer.optimizer.warmup_updates is {optimizer.warmup_updates}, but the stage has {num_updates} updates in all:"
+            " nothing is left for the cosine. Lower warmup_updates, raise steps, or set schedule = 'constant'."
+        )
 
 
 class ModelStage(Stage):
@@ -97,6 +106,11 @@ class SftStage(Stage):
             )
         return self
 
+    @model_validator(mode="after")
+    def _schedule_ends_after_its_warmup(self) -> Self:
+        check_schedule(self.trainer.optimizer, self.steps)
+        return self
+
 
 class EvalStage(Stage):
     """avg@k on held-out tasks, played like training's rollouts."""
@@ -134,6 +148,11 @@ class RlStage(Stage):
                 f" {self.updates_per_step} equal mini-batches. Nearest that does: updates_per_step = {nearest}."
             )
         self.method.num_rollouts(self.group_size)
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_ends_after_its_warmup(self) -> Self:
+        check_schedule(self.trainer.optimizer, self.steps * self.updates_per_step * self.epochs)
         return self
 
     @property

@@ -53,17 +53,15 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         context.progress.stage_started(context.name, stage.kind, stage.steps, done)
         metrics = context.metrics(done_steps=done)
         weights = await trainer.publish(engine, version=done)
-        num_stuck = 0
+        num_stuck = int(metrics.last.get("update/stuck_steps", 0))
         for step in range(done + 1, stage.steps + 1):
             figures, weights, problems = await loop.step(step, weights)
-            if step % stage.checkpoint_every == 0 and step < stage.steps:
-                started = time.perf_counter()
-                await checkpoints.save(context, trainer, step, keep=stage.keep_checkpoints)
-                figures["time/checkpoint_s"] = time.perf_counter() - started
-            metrics.append(step, figures)
+            num_stuck = num_stuck + 1 if problems else 0
+            metrics.append(step, {**figures, "update/stuck_steps": num_stuck})  # before the checkpoint that makes it count
             for problem in problems:
                 context.warn(f"step {step} cannot learn: {problem}")
-            num_stuck = num_stuck + 1 if problems else 0
+            if step % stage.checkpoint_every == 0 and step < stage.steps:
+                await checkpoints.save(context, trainer, step, keep=stage.keep_checkpoints)
             if num_stuck >= stage.give_up_after:
                 raise CannotLearnError(
                     f"stages.{context.name}: {num_stuck} steps in a row could not learn; of step {step}: {'; '.join(problems)}"

@@ -87,6 +87,9 @@ class StageMetrics:
         kept = [line for line in lines if line["stage"] != context.name or line["step"] <= done_steps]
         if len(kept) < len(lines):
             write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
+        own = (line for line in reversed(kept) if line["stage"] == context.name)
+        self.last: Mapping[str, Any] = next(own, {})
+        """What the last step before this try got; empty when there was none."""
         self._context = context
         self._writer = LineWriter(path)
 
@@ -102,7 +105,7 @@ class StageMetrics:
 
 def model_of(run: RunDirectory, stage: str) -> Path:
     """The model directory that `stage` made. Raises `RunError` when the stage is not done."""
-    return Path(read_json(run.stage(stage).done)["model"])
+    return run.path / str(read_json(run.stage(stage).done)["model"])
 
 
 def weights_digest(model: Path) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -22,10 +24,14 @@ from strop.pipelines.sft_stage import run_sft_stage
 from strop.pipelines.stage import EngineFactory, StageContext, open_torch_engine
 from strop.reports.page import write_report
 from strop.reports.progress import Progress
-from strop.reports.trackers import Tracker, make_trackers
+from strop.reports.trackers import make_trackers
 from strop.runs import FORMAT_VERSION, LineWriter, RunDirectory, read_json, write_json, writing_to
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.protocol import CodeRunner
+
+_FREE_KEYS = re.compile(
+    r"description|trackers|sandbox\.max_running|stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,32 +64,28 @@ async def train(
     run = RunDirectory(directory)
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
-    _claim(run, recipe, command)
-    sandbox = LocalSandbox(recipe.sandbox) if runner is None else None
-    if sandbox is not None:
-        await sandbox.start()  # exec'ed before torch starts its threads (law 7)
     if recipe.threads is not None:
-        torch.set_num_threads(recipe.threads)
-    events = LineWriter(run.events)
-    trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
-    try:
+        torch.set_num_threads(recipe.threads)  # starts none yet; the manifest says how many there will be
+    _claim(run, recipe, command)
+    async with AsyncExitStack() as opened:
+        if runner is None:
+            runner = await opened.enter_async_context(LocalSandbox(recipe.sandbox))  # before torch has threads (law 7)
+        events = opened.enter_context(closing(LineWriter(run.events)))
+        trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
+        for tracker in trackers:
+            opened.callback(tracker.close)
         for name, stage in recipe.stages.items():
             context = StageContext(
                 name=name,
                 recipe=recipe,
                 run=run,
-                runner=runner if sandbox is None else sandbox,  # type: ignore[arg-type]
+                runner=runner,
                 open_engine=open_engine,
                 progress=progress,
                 trackers=trackers,
                 events=events,
             )
             await _run_stage(context, stage)
-    finally:
-        _close(trackers)
-        events.close()
-        if sandbox is not None:
-            await sandbox.close()
     evaluations = evaluations_of(run, recipe)
     progress.finished(evaluations, write_report(run))
     return TrainResult(run=run, evaluations=evaluations)
@@ -114,17 +116,26 @@ async def _run_stage(context: StageContext, stage: StageConfig) -> None:
         case EvalStage():
             summary = await run_eval_stage(context, stage)
     elapsed = time.perf_counter() - started
-    product = {} if model is None else {"model": str(model.resolve())}
+    product = {} if model is None else {"model": _as_seen_from(context.run.path, model)}
     write_json(done, {"summary": summary, "time_s": elapsed, **product})
     context.event("stage_finished")
     context.progress.stage_finished(context.name, f"{summary} ({elapsed:.0f} s)")
 
 
+def _as_seen_from(directory: Path, path: Path) -> str:
+    """Relative where `path` lies in `directory`, so that a run may be moved or copied; absolute elsewhere."""
+    is_inside = path.resolve().is_relative_to(directory.resolve())
+    return str(path.resolve().relative_to(directory.resolve()) if is_inside else path.resolve())
+
+
 def _claim(run: RunDirectory, recipe: Recipe, command: str) -> None:
-    """Write the manifest of a new run, or make sure that the one there is of this recipe."""
+    """Write the manifest of a new run, or make sure that the one there is of this recipe.
+
+    Keys that change no result may differ from one try to the next.
+    """
     resolved = recipe.model_dump(mode="json")
     if not run.manifest.exists():
-        if run.path.exists() and any(run.path.iterdir()):
+        if any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):  # a kill may leave half a manifest
             raise RunError(
                 f"{run.path}: not empty, and not a run directory (no manifest.json). Choose another with --runs or --name."
             )
@@ -150,7 +161,7 @@ def _claim(run: RunDirectory, recipe: Recipe, command: str) -> None:
             f"{run.manifest}: run directory format {manifest.get('format')}, but this strop writes format {FORMAT_VERSION}."
             " Start a run under another name with --name."
         )
-    differing = _differences(manifest["recipe"], resolved)
+    differing = [each for each in _differences(manifest["recipe"], resolved) if not _FREE_KEYS.fullmatch(each[0])]
     if differing:
         shown = "\n  ".join(f"{key}: {there!r} there, {here!r} asked for" for key, there, here in differing[:5])
         raise RunError(
@@ -180,8 +191,3 @@ def versions() -> dict[str, str]:
         "machine": platform.machine(),
         "threads": str(torch.get_num_threads()),
     }
-
-
-def _close(trackers: Sequence[Tracker]) -> None:
-    for tracker in trackers:
-        tracker.close()

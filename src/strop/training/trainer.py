@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -237,8 +237,8 @@ class LocalTrainer:
 
     def _save(self, directory: Path) -> None:
         self._save_model(directory / "model")
-        with writing_to(directory):
-            torch.save(self._optimizer.state_dict(), directory / "optimizer.pt")
+        with writing_to(directory), (directory / "optimizer.pt").open("wb") as file:  # by path, torch would hide a full disk
+            torch.save(self._optimizer.state_dict(), file)
         counters = {"num_updates": self._num_updates, "num_scheduled": self._num_scheduled, "num_skipped": self._num_skipped}
         write_json(directory / "trainer.json", counters)
 
@@ -283,7 +283,7 @@ def load_model(directory: Path) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
-    except (OSError, ValueError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{directory}: transformers cannot load this model: {error}") from error
     assert isinstance(model, PreTrainedModel)
     return model
