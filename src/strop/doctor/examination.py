@@ -1,0 +1,306 @@
+"""Tries the parts out together: conversations with a tool call, their batch, log-probs of the same tokens from all sides."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from strop.algorithms.aggregation import Aggregation
+from strop.algorithms.protocol import Column, Decision, Selection
+from strop.doctor.finding import Origin, Piece
+from strop.doctor.parts import ROOM, Parts
+from strop.engine.protocol import CompletionRequest
+from strop.errors import MachineError
+from strop.rollout.chat import message
+from strop.rollout.environment import ToolEnvironments
+from strop.rollout.prompt import load_prompt
+from strop.rollout.tool_calls import CLOSING, OPENING
+from strop.seeds import derive_seed
+from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.training.batch import TokenBatch
+from strop.types import (
+    Completion,
+    FinishReason,
+    Group,
+    RolloutKey,
+    ScoredTrajectory,
+    StopReason,
+    ToolOutcome,
+    Trajectory,
+    Turn,
+)
+
+CODE, PRINTED = "print(6*7)", "42"
+_NUM_CONVERSATIONS = 2
+_NUM_PROBES = 16
+_PROBE_TOKENS = 24
+_TOOL_DEADLINE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRow:
+    """Ids, which of them the engine sampled, and the log-probs that it reported for those."""
+
+    ids: Sequence[int]
+    is_sampled: Sequence[bool]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A rollout whose first turn begins with a tool call put into the policy's mouth; all else is sampled or observed."""
+
+    trajectory: Trajectory
+    tool_fault: str  # why the tool could not run at all; empty when it ran
+
+    @property
+    def row(self) -> SampledRow:
+        is_sampled = [origin is Origin.SAMPLED for origin in origins(self.trajectory)]
+        return SampledRow(ids=self.trajectory.ids, is_sampled=is_sampled, logprobs=self.trajectory.sampled_logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """The `n` sampled tokens of some rows, seen from three sides. Log-probs in nats, (n,) each."""
+
+    engine: Tensor  # as reported
+    trainer: Tensor  # as scored at the recipe's temperature
+    logits: Tensor  # float32 (n, V): of the original weights, in a plain forward of `transformers`, before any temperature
+    tokens: Tensor  # int64
+    rounding_nats: float  # mean distance of that forward in bfloat16 from itself in float32; 0 where nobody rounds
+
+    def original(self, temperature: float) -> Tensor:
+        """Log-probs of the tokens under the original weights."""
+        return logprobs_at(self.logits, self.tokens, temperature)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Examination:
+    """The parts, and what came of trying them out together. Weights are still the original ones."""
+
+    parts: Parts
+    conversations: tuple[Conversation, ...]
+    batch: TokenBatch  # of the conversations, as `parts.pack` makes it: one row each, in order
+    evidence: Evidence
+
+    @property
+    def tolerance_nats(self) -> float:
+        """How far two computations of one log-prob may lie apart on average: engine and trainer may each round once."""
+        return max(self.parts.tolerance, 2 * self.evidence.rounding_nats)
+
+
+async def try_out(parts: Parts) -> Examination:
+    """Play, pack, sample, score. Raises `MachineError` when the engine is lost."""
+    conversations = tuple([await _converse(parts, index) for index in range(min(_NUM_CONVERSATIONS, len(parts.tasks)))])
+    rows = [conversation.row for conversation in conversations]
+    rows += await sample_rows(parts, "before", num=_NUM_PROBES)
+    return Examination(
+        parts=parts,
+        conversations=conversations,
+        batch=_packed(parts, conversations),
+        evidence=await compare(parts, rows),
+    )
+
+
+async def sample_rows(parts: Parts, name: str, *, num: int) -> list[SampledRow]:
+    """Completions of short prompts, sampled together: nothing stops them, nothing is forced."""
+
+    async def one(index: int) -> SampledRow:
+        ids = parts.chat.prompt_ids([message("user", parts.tasks[index % len(parts.tasks)].question)])
+        completion = await _sample(parts, ids, num=_PROBE_TOKENS, name=f"{name}-{index}")
+        return SampledRow(
+            ids=(*ids, *completion.ids),
+            is_sampled=(False,) * len(ids) + (True,) * len(completion.ids),
+            logprobs=(0.0,) * len(ids) + completion.logprobs,
+        )
+
+    return list(await asyncio.gather(*(one(index) for index in range(num))))
+
+
+async def compare(parts: Parts, rows: Sequence[SampledRow]) -> Evidence:
+    """The sampled tokens of `rows` as the engine reported them, as the trainer scores them, as the original model has them."""
+    batch = batch_of(rows, parts.temperature)
+    scored = (await parts.trainer.score(batch, Column.OLD_LOGPROBS)).columns[Column.OLD_LOGPROBS]
+    logits = await asyncio.to_thread(lambda: torch.cat([_logits(parts.original, row) for row in rows]))
+    tokens = batch.ids[batch.loss_mask]
+    rounding_nats = 0.0
+    if parts.is_rounded:
+        rounded = await asyncio.to_thread(_rounded_logits, parts.original, rows)
+        exact, inexact = (logprobs_at(each, tokens, parts.temperature) for each in (logits, rounded))
+        rounding_nats = (exact - inexact).abs().mean().item()
+    return Evidence(
+        engine=batch.sampled_logprobs[batch.loss_mask],
+        trainer=scored[batch.loss_mask],
+        logits=logits,
+        tokens=tokens,
+        rounding_nats=rounding_nats,
+    )
+
+
+def batch_of(rows: Sequence[SampledRow], temperature: float) -> TokenBatch:
+    """`rows` with advantage 1 on every sampled token. Made by hand: that `pack` is right is what another check is about."""
+    shape = (len(rows), max(len(row.ids) for row in rows))
+    ids, mask, logprobs = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool), torch.zeros(shape)
+    for index, row in enumerate(rows):
+        ids[index, : len(row.ids)] = torch.tensor(row.ids)
+        mask[index, : len(row.ids)] = torch.tensor(row.is_sampled)
+        logprobs[index, : len(row.ids)] = torch.tensor(row.logprobs)
+    return TokenBatch(
+        ids=ids,
+        lengths=torch.tensor([len(row.ids) for row in rows]),
+        loss_mask=mask,
+        loss_weights=mask / mask.sum(),
+        advantages=mask.float(),
+        sampled_logprobs=logprobs,
+        columns={},
+        temperature=temperature,
+    )
+
+
+def logprobs_at(logits: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+    """(n, V), (n,) -> (n,), in nats."""
+    return (logits / temperature).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def origins(trajectory: Trajectory) -> list[Origin]:
+    """Where each id of `trajectory` comes from, read off its turns one by one."""
+    found = [Origin.PROMPT] * len(trajectory.prompt_ids)
+    for turn in trajectory.turns:
+        found += [Origin.FORCED if forced else Origin.SAMPLED for forced in turn.completion.is_forced]
+        found += [Origin.OBSERVATION] * len(turn.observation_ids)
+    return found
+
+
+def pieces(examination: Examination) -> tuple[Piece, ...]:
+    """The first conversation as text, cut where the origin of tokens, or their place in the packed mask, changes."""
+    trajectory = examination.conversations[0].trajectory
+    marks = list(zip(origins(trajectory), examination.batch.loss_mask[0].tolist(), strict=False))
+    ids, found, start = trajectory.ids, [], 0
+    for end in range(1, len(ids) + 1):
+        if end == len(ids) or marks[end] != marks[start]:
+            origin, is_trained = marks[start]
+            text = examination.parts.chat.decode(ids[start:end])
+            found.append(Piece(text=text, origin=origin, is_trained=is_trained))
+            start = end
+    return tuple(found)
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, row: SampledRow) -> Tensor:
+    """Float32 (number of sampled ids, V): what `model` predicts each sampled id from."""
+    predicted = torch.tensor(row.is_sampled)[1:]
+    logits: Tensor = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0, :-1].float()
+    return logits[predicted]
+
+
+def _rounded_logits(model: PreTrainedModel, rows: Sequence[SampledRow]) -> Tensor:
+    rounded = copy.deepcopy(model).to(torch.bfloat16)
+    return torch.cat([_logits(rounded, row) for row in rows])
+
+
+def _packed(parts: Parts, conversations: Sequence[Conversation]) -> TokenBatch:
+    selections = []
+    for index, conversation in enumerate(conversations):
+        scored = ScoredTrajectory(trajectory=conversation.trajectory, reward=1.0, reward_parts={})
+        group = Group(task=parts.tasks[index], task_index=index, trajectories=(scored,))
+        selections.append(Selection(group=group, decisions=(Decision(is_kept=True, reason="examined", figures={}),)))
+    advantages = [[torch.ones(len(each.trajectory.ids))] for each in conversations]
+    return parts.pack(selections, advantages, aggregation=Aggregation.TOKEN_MEAN, temperature=parts.temperature)
+
+
+async def _converse(parts: Parts, index: int) -> Conversation:
+    chat, task = parts.chat, parts.tasks[index]
+    witness = _Witness(parts.tools[0])
+    limits = parts.stage.limits.model_copy(
+        update={"max_turns": 2, "max_calls": None, "deadline_s": max(parts.stage.limits.deadline_s, 2 * _TOOL_DEADLINE_S)}
+    )
+    environment = ToolEnvironments(chat, load_prompt(parts.stage.prompt), [witness], limits)(task, seed=index)
+    try:
+        prompt = (await environment.start()).ids
+        words = json.dumps({"name": witness.spec.name, "arguments": {"code": CODE, "input": ""}})
+        forced = chat.completion_ids(f"{OPENING}{words}{CLOSING}")[:-1]
+        name = f"conversation-{index}"
+        tail = await _sample(parts, prompt + forced, num=8 + 4 * index, name=f"{name}-first", stop_ids=chat.stop_ids)
+        called = replace(
+            tail,
+            ids=forced + tail.ids,
+            logprobs=(0.0,) * len(forced) + tail.logprobs,
+            entropies=(),
+            is_forced=(True,) * len(forced) + tail.is_forced,
+            finish_reason=FinishReason.STOP,
+        )
+        observation = await environment.step(called, num_tokens_left=ROOM)
+        context = prompt + called.ids + observation.ids
+        answer = await _sample(parts, context, num=16 + 4 * index, name=f"{name}-second", stop_ids=chat.stop_ids)
+    finally:
+        await environment.close()
+    turns = (
+        Turn(
+            completion=called,
+            calls=observation.calls,
+            observation_ids=observation.ids,
+            completion_text=observation.completion_text,
+            observation_text=observation.text,
+        ),
+        Turn(
+            completion=answer,
+            calls=(),
+            observation_ids=(),
+            completion_text=chat.decode(answer.ids),
+            observation_text="",
+        ),
+    )
+    trajectory = Trajectory(
+        key=RolloutKey(task_index=index, attempt=0),
+        task_id=task.id,
+        prompt_ids=prompt,
+        turns=turns,
+        stop_reason=StopReason.ANSWERED,
+    )
+    return Conversation(trajectory=trajectory, tool_fault=witness.fault)
+
+
+async def _sample(
+    parts: Parts, ids: tuple[int, ...], *, num: int, name: str, stop_ids: frozenset[int] = frozenset()
+) -> Completion:
+    request = CompletionRequest(
+        id=f"doctor-{name}",
+        ids=ids,
+        max_tokens=num,
+        stop_ids=stop_ids,
+        temperature=parts.temperature,
+        seed=derive_seed("doctor", parts.recipe.seed, name),
+    )
+    try:
+        return await parts.engine.complete(request)
+    finally:
+        await parts.engine.release(request.id)
+
+
+class _Witness(Tool):
+    """The tool, but one that breaks is written down and answers an error: the conversation goes on for the other checks."""
+
+    def __init__(self, tool: Tool) -> None:
+        self.fault = ""
+        self._tool = tool
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._tool.spec
+
+    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
+        try:
+            async with asyncio.timeout(_TOOL_DEADLINE_S):
+                return await self._tool.call(arguments, seed=seed)
+        except MachineError as error:
+            self.fault = str(error)
+        except TimeoutError:
+            self.fault = f"no answer within {_TOOL_DEADLINE_S:g} s"
+        return ToolResult(outcome=ToolOutcome.ERROR, text="The tool is broken.", duration_s=0.0)

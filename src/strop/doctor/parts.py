@@ -1,0 +1,210 @@
+"""The parts under examination, built as a run would build them; any one of them can be replaced by another."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from strop.algorithms.aggregation import Aggregation
+from strop.algorithms.protocol import Selection
+from strop.engine.protocol import InferenceEngine
+from strop.errors import ConfigError, MachineError, UserError
+from strop.pipelines.model_stage import find_model, run_model_stage
+from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
+from strop.pipelines.stage import StageContext, load_chat, open_torch_engine
+from strop.reports.progress import Silent
+from strop.rewards.math import MathReward
+from strop.rollout.chat import ChatFormat
+from strop.rollout.play import Judge
+from strop.rollout.prompt import load_prompt
+from strop.runs import LineWriter, RunDirectory
+from strop.sandbox.local import LocalSandbox
+from strop.sandbox.protocol import CodeRunner, RunRequest, RunResult
+from strop.sandbox.scripted import ScriptedSandbox
+from strop.seeds import derive_seed
+from strop.tasks import make_tasks
+from strop.tools.protocol import Tool
+from strop.tools.python import PythonTool
+from strop.training.batch import TokenBatch, pack
+from strop.training.config import OptimizerConfig
+from strop.training.protocol import Trainer
+from strop.training.trainer import LocalTrainer, load_model
+from strop.types import Task
+
+ROOM = 512  # tokens that the doctor's own conversation may take behind its prompt
+_NUM_TASKS = 32
+_NUM_TEXTS = 100  # that a tiny model's tokenizer is trained on; a run takes more
+_MAX_SLOTS = 16
+# AdamW's first step moves every weight by about this much: log-probs move by far more than rounding, whatever the model.
+_PERTURBATION = 1e-3
+
+
+class Packer(Protocol):
+    """The signature of `strop.training.pack`."""
+
+    def __call__(
+        self,
+        selections: Sequence[Selection],
+        advantages: Sequence[Sequence[Tensor]],
+        *,
+        aggregation: Aggregation,
+        temperature: float,
+    ) -> TokenBatch: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a step of the recipe runs on. The trainer, the engine and `original` hold the same weights at the start."""
+
+    recipe: Recipe
+    stage: Stage  # the one whose prompt, sampling, limits and reward are examined
+    model: str  # in words
+    chat: ChatFormat
+    engine: InferenceEngine
+    trainer: Trainer
+    original: PreTrainedModel  # float32: the yardstick, never trained
+    tools: tuple[Tool, ...]
+    judge: Judge
+    pack: Packer
+    tasks: tuple[Task, ...]  # the first of the stage's training tasks
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether engine or trainer computes in bfloat16."""
+        return "bfloat16" in (self.recipe.engine.dtype, self.stage.trainer.precision)
+
+    @property
+    def tolerance(self) -> float:
+        """Nats between two computations of one log-prob that are no reason to ask why."""
+        return 2e-2 if self.is_rounded else 1e-3
+
+    @property
+    def temperature(self) -> float:
+        """At which tokens are sampled and scored; greedy decoding reports log-probs of temperature 1."""
+        return self.stage.sampling.temperature or 1.0
+
+
+@asynccontextmanager
+async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]:
+    """The real parts for `recipe`, closed on the way out; `model` stands in for the model that it starts from.
+
+    Raises:
+        UserError: there is no such model, or it cannot be used here; or there are no tasks.
+    """
+    async with AsyncExitStack() as opened:
+        runner = await _open_sandbox(recipe, opened)
+        if recipe.threads is not None:
+            torch.set_num_threads(recipe.threads)
+        place = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="strop-doctor-")))
+        directory, words = await _find_or_make_model(recipe, model, place)
+        stage = stage_under_examination(recipe)
+        chat = load_chat(directory)
+        tools = (PythonTool(runner, recipe.tools.python),)
+        tasks = first_tasks(recipe, stage)
+        longest = max(prompt_lengths(stage, tasks, chat, tools))
+        config = recipe.engine.model_copy(
+            update={
+                "slots": min(recipe.engine.slots, _MAX_SLOTS),
+                "max_length": max(recipe.engine.max_length, longest + ROOM),  # whether the recipe's is enough is checked apart
+            }
+        )
+        trainer = LocalTrainer.from_directory(
+            directory, stage.trainer.model_copy(update={"optimizer": OptimizerConfig(lr=_PERTURBATION)})
+        )
+        opened.push_async_callback(trainer.close)
+        engine = await asyncio.to_thread(open_torch_engine, directory, config, detokenize=chat.decode)
+        opened.push_async_callback(engine.close)
+        reward = MathReward(stage.reward)
+        opened.push_async_callback(reward.close)
+        yield Parts(
+            recipe=recipe,
+            stage=stage,
+            model=words,
+            chat=chat,
+            engine=engine,
+            trainer=trainer,
+            original=load_model(directory).eval(),
+            tools=tools,
+            judge=Judge(reward=reward, weights=stage.reward.weights),
+            pack=pack,
+            tasks=tasks,
+        )
+
+
+def stage_under_examination(recipe: Recipe) -> Stage:
+    """The first stage that reinforces; where none does, the first that evaluates, else the last."""
+    stages = list(recipe.stages.values())
+    for kind in (RlStage, EvalStage):
+        for stage in stages:
+            if isinstance(stage, kind):
+                return stage
+    return stages[-1]
+
+
+def first_tasks(recipe: Recipe, stage: Stage) -> tuple[Task, ...]:
+    """The first training tasks of `stage`. Raises `TaskError` when there are none."""
+    source = make_tasks(stage.tasks, seed=derive_seed("doctor", recipe.seed), split="train")
+    num = _NUM_TASKS if source.num_tasks is None else min(_NUM_TASKS, source.num_tasks)
+    return tuple(source.task(index) for index in range(num))
+
+
+def prompt_lengths(stage: Stage, tasks: Sequence[Task], chat: ChatFormat, tools: Sequence[Tool]) -> list[int]:
+    """Tokens of each task's prompt."""
+    prompt = load_prompt(stage.prompt)
+    specs = [tool.spec for tool in tools]
+    return [len(chat.prompt_ids(prompt.fill(task.question, specs), prompt.prefill)) for task in tasks]
+
+
+class BrokenSandbox(CodeRunner):
+    """Stands in for a sandbox that could not be started: the tool round trip reports why, and all other checks are made."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    async def run(self, request: RunRequest) -> RunResult:
+        raise MachineError(self._reason)
+
+    async def close(self) -> None:
+        """Nothing to end."""
+
+
+async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> CodeRunner:
+    try:
+        return await opened.enter_async_context(LocalSandbox(recipe.sandbox))
+    except (UserError, MachineError) as error:
+        return BrokenSandbox(str(error))
+
+
+async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -> tuple[Path, str]:
+    """The model directory and how to call it. Raises `UserError`."""
+    if model is not None:
+        return find_model(str(model)), str(model)
+    origins = [(name, stage) for name, stage in recipe.stages.items() if isinstance(stage, ModelStage)]
+    if not origins:
+        raise ConfigError(f"recipe {recipe.name!r} has no stage that names a model. Give one with --model.")
+    name, origin = origins[0]
+    if origin.tiny is not None:
+        few = origin.tiny.model_copy(update={"num_texts": min(origin.tiny.num_texts, _NUM_TEXTS)})
+        origin = origin.model_copy(update={"tiny": few})
+    with closing(LineWriter(place / "events.jsonl")) as events:
+        context = StageContext(
+            name=name,
+            recipe=recipe,
+            run=RunDirectory(place),
+            runner=ScriptedSandbox(answer=lambda _: "42\n"),  # texts for a tokenizer do not need a sandbox that works
+            open_engine=open_torch_engine,
+            progress=Silent(),
+            trackers=(),
+            events=events,
+        )
+        directory, words = await run_model_stage(context, origin)
+    return directory, words if origin.tiny is None else f"a new model: {words}"

@@ -1,0 +1,104 @@
+"""The recipe of the demo in small, and the one way in which every test examines it."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from strop.doctor import Diagnosis, Parts, examine_parts, open_parts
+from strop.pipelines.load import load_recipe
+from strop.pipelines.recipe import Recipe
+from strop.pipelines.tiny_model import make_tokenizer
+
+RECIPE = """
+name = "small"
+threads = 1
+
+[tasks]
+kind = "arithmetic"
+wording = "{expression}"
+
+[tools.python]
+name = "python"
+
+[engine]
+slots = 16
+max_length = 512
+dtype = "float32"
+
+[sampling]
+max_tokens = 128
+temperature = 0.8
+
+[stages.base]
+kind = "model"
+prompt = "plain"
+demonstrator = { kind = "arithmetic" }
+tiny = { hidden_size = 32, num_layers = 2, num_heads = 4, intermediate_size = 64, vocab_size = 320, num_texts = 20 }
+
+[stages.rl]
+kind = "rl"
+init = "base"
+prompt = "plain"
+method = "grpo"
+steps = 1
+tasks_per_step = 4
+group_size = 4
+updates_per_step = 2
+"""
+
+Fault = Callable[[Parts], Parts]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("recipes") / "small.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+@pytest.fixture
+def recipe(recipe_path: Path) -> Recipe:
+    return load_recipe(recipe_path)
+
+
+@pytest.fixture
+def examine_with(recipe: Recipe) -> Callable[..., Diagnosis]:
+    """Examine the real parts after `fault` has replaced one of them."""
+
+    def examine(fault: Fault = lambda parts: parts, *, of: Recipe = recipe, model: Path | None = None) -> Diagnosis:
+        async def all_of_it() -> Diagnosis:
+            async with open_parts(of, model) as parts:
+                return await examine_parts(fault(parts))
+
+        return asyncio.run(all_of_it())
+
+    return examine
+
+
+@pytest.fixture
+def tiny_directory(recipe: Recipe, tmp_path: Path) -> Callable[..., Path]:
+    """A random model of any architecture in a directory, with the tokenizer of the demo."""
+
+    def make(model: Any) -> Path:
+        model.save_pretrained(tmp_path)
+        make_tokenizer([], vocab_size=300).save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def run() -> Callable[..., Any]:
+    return asyncio.run

@@ -1,0 +1,213 @@
+"""Each seeded fault is injected into otherwise real parts, and is the only thing that the doctor reports."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import strop.engine.worker
+from strop.doctor import CHECKS, examine_file
+from strop.engine.sampling import Draw, draw
+from strop.errors import MachineError, WeightsNotProven
+from strop.rewards import MathReward, MathVerifier
+from strop.rollout.chat import ChatFormat
+from strop.rollout.play import Judge
+from strop.sandbox import ScriptedSandbox
+from strop.tools.python import PythonTool
+from strop.training.batch import pack
+from strop.training.trainer import LocalTrainer
+
+FORGETFUL_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{% if message['role'] == 'assistant' and not loop.last %}{{ message['content'].split('</think>')[-1] }}"
+    "{% else %}{{ message['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class _Wrapped:
+    """An engine or trainer that behaves like `inner` wherever a subclass does not say otherwise."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def only_problem(diagnosis):
+    """The one problem; every other check must have been made, and have found nothing."""
+    assert [finding.check for finding in diagnosis.findings] == list(CHECKS)
+    assert len(diagnosis.problems) == 1, [(problem.check, problem.detail) for problem in diagnosis.problems]
+    return diagnosis.problems[0]
+
+
+def test_a_template_that_rewrites_history_is_found(examine_with):
+    def forget(parts):
+        parts.chat.tokenizer.chat_template = FORGETFUL_TEMPLATE
+        return replace(parts, chat=ChatFormat(parts.chat.tokenizer))
+
+    problem = only_problem(examine_with(forget))
+    assert problem.check == "chat template"
+    assert "rewrites history" in problem.detail
+    assert problem.remedy == "Use a template that only appends."
+
+
+@pytest.mark.parametrize(("shift", "side"), [(1, "right"), (-1, "left")])
+def test_a_shifted_mask_is_found(examine_with, shift, side):
+    def pack_shifted(selections, advantages, **settings):
+        batch = pack(selections, advantages, **settings)
+        return replace(batch, loss_mask=torch.roll(batch.loss_mask, shift, dims=1))
+
+    diagnosis = examine_with(lambda parts: replace(parts, pack=pack_shifted))
+    problem = only_problem(diagnosis)
+    assert problem.check == "loss mask"
+    assert f"lies 1 to the {side}" in problem.detail
+    assert "Do not shift the mask in pack()" in problem.remedy
+    assert any(piece.is_trained and piece.origin != "sampled" for piece in diagnosis.rollout)
+
+
+def draw_from_nucleus(logits, temperatures, uniform, banned, *, is_renormalised, top_p=0.9):
+    """`draw`, but from the likeliest tokens that together have `top_p`."""
+    scaled = logits / temperatures.unsqueeze(1)
+    ordered = scaled.softmax(-1).sort(-1, descending=True)
+    is_cut = torch.zeros_like(scaled, dtype=torch.bool)
+    is_cut.scatter_(1, ordered.indices, ordered.values.cumsum(-1) - ordered.values >= top_p)
+    drawn = draw(logits, temperatures, uniform, is_cut)
+    full = scaled.log_softmax(-1).gather(1, drawn.ids[:, None]).squeeze(1)
+    return drawn if is_renormalised else Draw(ids=drawn.ids, logprobs=full, entropies=drawn.entropies)
+
+
+@pytest.mark.parametrize("is_renormalised", [True, False], ids=["renormalised log-probs", "full log-probs"])
+def test_top_p_is_found_whether_or_not_the_log_probs_tell(examine_with, monkeypatch, is_renormalised):
+    def nucleus(logits, temperatures, uniform, banned):
+        return draw_from_nucleus(logits, temperatures, uniform, banned, is_renormalised=is_renormalised)
+
+    monkeypatch.setattr(strop.engine.worker, "draw", nucleus)
+    problem = only_problem(examine_with())
+    assert problem.check == "log-probs"
+    assert "top-p of about 0.9" in problem.detail or "top-p of about 0.89" in problem.detail
+    assert "Switch top-p and top-k off" in problem.remedy
+
+
+def test_a_wrong_temperature_of_the_engine_is_found(examine_with):
+    class Hot(_Wrapped):
+        async def complete(self, request):
+            return await self.inner.complete(replace(request, temperature=1.3))
+
+    problem = only_problem(examine_with(lambda parts: replace(parts, engine=Hot(parts.engine))))
+    assert problem.check == "log-probs"
+    assert "the engine's log-probs are those of temperature 1.3, not of 0.8" in problem.detail
+    assert "sampling.temperature = 0.8" in problem.remedy
+
+
+def test_a_wrong_temperature_of_the_trainer_is_found(examine_with):
+    class Forgetful(_Wrapped):
+        async def score(self, batch, column):
+            return await self.inner.score(replace(batch, temperature=1.0), column)
+
+    problem = only_problem(examine_with(lambda parts: replace(parts, trainer=Forgetful(parts.trainer))))
+    assert problem.check == "log-probs"
+    assert "the trainer scores at temperature 1, but tokens are sampled at 0.8" in problem.detail
+    assert "pack() temperature = 0.8" in problem.remedy
+
+
+def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with, monkeypatch):
+    def cold(logits, temperatures, uniform, banned):
+        drawn = draw(logits, temperatures * 0.5, uniform, banned)
+        said = (logits / temperatures.unsqueeze(1)).log_softmax(-1).gather(1, drawn.ids[:, None]).squeeze(1)
+        return Draw(ids=drawn.ids, logprobs=said, entropies=drawn.entropies)
+
+    monkeypatch.setattr(strop.engine.worker, "draw", cold)
+    problem = only_problem(examine_with())
+    assert problem.check == "log-probs"
+    assert "reports log-probs of temperature 0.8, but draws its tokens with temperature 0.3" in problem.detail
+
+
+def test_reversed_grader_arguments_are_found(examine_with):
+    class Reversed(MathVerifier):
+        async def verify(self, gold, prediction):
+            return await super().verify(prediction, gold)
+
+    verifiers = []
+
+    def reverse(parts):
+        verifiers.append(Reversed())
+        reward = MathReward(parts.stage.reward, verifiers[0])
+        return replace(parts, judge=Judge(reward=reward, weights=parts.stage.reward.weights))
+
+    problem = only_problem(examine_with(reverse))
+    assert problem.check == "reward"
+    assert "gold and answer seem to be swapped" in problem.detail
+    assert "verify(gold, answer)" in problem.remedy
+
+
+def test_a_dead_sandbox_is_found(examine_with):
+    dead = ScriptedSandbox(answer={}, dies_after=0)
+    problem = only_problem(examine_with(lambda parts: replace(parts, tools=(PythonTool(dead, parts.recipe.tools.python),))))
+    assert problem.check == "tool round trip"
+    assert "the scripted sandbox died" in problem.detail
+    assert problem.remedy.startswith("Bring the sandbox back")
+
+
+def test_a_sandbox_that_cannot_start_leaves_the_other_checks_to_be_made(examine_with, monkeypatch):
+    async def fail(self):
+        raise MachineError("no namespaces here")
+
+    monkeypatch.setattr("strop.sandbox.local.LocalSandbox.start", fail)
+    assert "no namespaces here" in only_problem(examine_with()).detail
+
+
+def test_stale_weights_are_found(examine_with):
+    class Stale(_Wrapped):
+        async def load_weights(self, tensors, *, version, checksum):
+            async for _ in tensors:
+                pass
+
+    problem = only_problem(examine_with(lambda parts: replace(parts, engine=Stale(parts.engine))))
+    assert problem.check == "publication"
+    assert "They are those of before the update" in problem.detail
+    assert "Make load_weights copy every tensor" in problem.remedy
+
+
+def test_weights_that_the_engine_cannot_prove_are_found(examine_with):
+    class Suspicious(_Wrapped):
+        async def load_weights(self, tensors, *, version, checksum):
+            raise WeightsNotProven("version 1 was published with another checksum.")
+
+    problem = only_problem(examine_with(lambda parts: replace(parts, engine=Suspicious(parts.engine))))
+    assert problem.check == "publication"
+    assert "another checksum" in problem.detail
+
+
+def test_trained_weights_that_do_not_move_are_found(examine_with):
+    async def do_nothing(self, batch, loss, statistics):
+        report = await LocalTrainer.update(self.inner, batch, loss, statistics)
+        await self.inner._run(lambda: self.inner._model.load_state_dict(before))
+        return report
+
+    before = {}
+
+    class Frozen(_Wrapped):
+        update = do_nothing
+
+    def freeze(parts):
+        before.update({name: tensor.clone() for name, tensor in parts.original.state_dict().items()})
+        return replace(parts, trainer=Frozen(parts.trainer))
+
+    problem = only_problem(examine_with(freeze))
+    assert problem.check == "publication"
+    assert "nothing can be said of publication" in problem.detail
+
+
+async def _diagnose(path, *overrides):
+    return await examine_file(path, overrides, model=None)
+
+
+def test_an_indivisible_batch_is_found(recipe_path, run):
+    diagnosis = run(_diagnose(recipe_path, "stages.rl.updates_per_step=3"))
+    (problem,) = diagnosis.findings
+    assert problem.check == "batch arithmetic"
+    assert "tasks_per_step is 4, which does not split into updates_per_step = 3" in problem.detail
+    assert problem.remedy == "Nearest that does: updates_per_step = 2."
+    assert diagnosis.not_made == tuple(name for name in CHECKS if name != "batch arithmetic")

@@ -1,0 +1,87 @@
+"""What the doctor says of healthy recipes, and of recipes whose mistake is in the file."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from typer.testing import CliRunner
+
+from strop.cli import app
+from strop.doctor import CHECKS, examine_file
+from strop.pipelines.load import load_recipe
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+}
+
+
+def test_a_healthy_recipe_has_every_check_made_and_no_problem(examine_with):
+    diagnosis = examine_with()
+    assert [finding.check for finding in diagnosis.findings] == list(CHECKS)
+    assert not diagnosis.problems
+    assert {piece.origin for piece in diagnosis.rollout if piece.is_trained} == {"sampled"}
+    assert {piece.origin for piece in diagnosis.rollout} == {"prompt", "forced", "sampled", "observation"}
+
+
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: LlamaForCausalLM(LlamaConfig(**SIZES)), "bfloat16"),
+        (lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)), "float32"),
+    ],
+    ids=["llama in bfloat16", "qwen2 in float32"],
+)
+def test_a_random_model_of_another_origin_has_no_problem(examine_with, tiny_directory, recipe_path, make, dtype):
+    torch.manual_seed(0)
+    low = load_recipe(recipe_path, [f"engine.dtype={dtype}", f"trainer.precision={dtype}"])
+    assert not examine_with(of=low, model=tiny_directory(make())).problems
+
+
+@pytest.mark.parametrize(
+    ("override", "check", "detail", "remedy"),
+    [
+        ("stages.rl.grup_size=1", "recipe", "stages.rl.grup_size: unknown key.", "Did you mean 'group_size'?"),
+        ("stages.rl.group_size=1", "batch arithmetic", "group_size is 1", "allow_group_of_one = true"),
+        ("sampling.max_tokens=500", "batch arithmetic", "the engine holds 512", "Raise engine.max_length"),
+        (
+            'stages.rl.trainer.optimizer={schedule="cosine", warmup_updates=9}',
+            "batch arithmetic",
+            "warmup_updates is 9",
+            "Lower warmup_updates",
+        ),
+        ("stages.base.path=nowhere", "recipe", "stages.base: give either path", "Mend what the message names"),
+    ],
+)
+def test_a_mistake_in_the_recipe_is_the_one_thing_reported(recipe_path, run, override, check, detail, remedy):
+    (problem,) = run(examine_file(recipe_path, [override], model=None)).problems
+    assert problem.check == check
+    assert detail in problem.detail
+    assert remedy in problem.remedy
+
+
+def test_a_model_that_is_not_there_is_a_finding(recipe_path, run, tmp_path):
+    (problem,) = run(examine_file(recipe_path, [], model=tmp_path)).findings
+    assert problem.check == "model"
+    assert "no config.json there" in problem.detail
+
+
+def test_the_demo_is_healthy_and_the_command_shows_its_mask():
+    result = CliRunner().invoke(app, ["doctor", "recipes/demo.toml", "--set", "threads=1"])
+    assert result.exit_code == 0, result.output
+    assert "No problem found." in result.output
+    assert "⟦" in result.output  # the tokens that are trained on, where there are no colours
+
+
+def test_the_command_ends_with_2_when_there_is_a_problem_and_shows_the_remedy(recipe_path):
+    result = CliRunner().invoke(app, ["doctor", str(recipe_path), "--set", "stages.rl.updates_per_step=3"])
+    assert result.exit_code == 2
+    shown = " ".join(result.output.split())
+    assert "stages.rl: tasks_per_step is 4" in shown
+    assert "Remedy: Nearest that does: updates_per_step = 2." in shown
+    assert "1 problem found." in shown
