@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from strop.engine.protocol import NamedTensor
@@ -91,7 +91,11 @@ def _tensors(directory: Path) -> Iterator[NamedTensor]:
     else:
         raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX}. Save the model with transformers' save_pretrained.")
     for shard in shards:
-        with safe_open(directory / shard, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+        try:
+            file = safe_open(directory / shard, framework="pt")
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ModelError(f"{directory / shard}: missing or damaged: {error}. Save or download the model again.") from error
+        with file:
+            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
                 if not name.endswith("rotary_emb.inv_freq"):  # old files hold it; it is computed from the config
-                    yield name, file.get_tensor(name)
+                    yield name, file.get_tensor(name)  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -247,14 +248,13 @@ def _why_stuck(groups: Sequence[Group], selections: Sequence[Selection], reports
     scored = [each for group in groups for each in group.trajectories]
     if not scored:
         return ["every rollout is void: the engine, the tools or the judge fail; see events.jsonl."]
-    if not any(selection.kept for selection in selections):
+    if all(group.is_tied for group in groups):
         rewards = {each.reward for each in scored}
-        same = (
-            f"all {len(scored)} rewards are {rewards.pop():g}"
-            if len(rewards) == 1
-            else "within each group all rewards are equal"
-        )
-        return [f"no group is left to learn from: {same}."]
+        same = f"all {len(scored)} rewards are {rewards.pop():g}" if len(rewards) == 1 else "within each, all rewards are equal"
+        return [f"every group is tied: {same}."]
+    if not any(selection.kept for selection in selections):
+        reasons = Counter(decision.reason for selection in selections for decision in selection.decisions)
+        return [f"the method kept none of {len(scored)} rollouts, most often because: {reasons.most_common(1)[0][0]}."]
     calls = [call for each in scored for call in each.trajectory.calls]
     problems = []
     if calls and all(call.outcome.is_error for call in calls):
