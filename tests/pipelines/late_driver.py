@@ -1,0 +1,52 @@
+"""`python late_driver.py RECIPE RUN [hold]`: train with a real sandbox whose answers come late, in no foreseeable order.
+
+With `hold`, the first checkpoint of the second RL step stops half written and never ends.
+"""
+
+import asyncio
+import random
+import sys
+from pathlib import Path
+
+from strop.pipelines.load import load_recipe
+from strop.pipelines.train import train
+from strop.reports.progress import Silent
+from strop.sandbox.local import LocalSandbox
+from strop.training.trainer import LocalTrainer
+
+MAX_LATENCY_S = 0.3
+
+
+class LateSandbox:
+    """A real sandbox behind a slow line."""
+
+    def __init__(self, sandbox):
+        self.sandbox = sandbox
+        self.draw = random.SystemRandom()
+
+    async def run(self, request):
+        result = await self.sandbox.run(request)
+        await asyncio.sleep(self.draw.uniform(0, MAX_LATENCY_S))
+        return result
+
+
+async def save_half(trainer, directory):
+    if "/rl/" not in str(directory) or "step-000002" not in directory.name:
+        await save_whole(trainer, directory)
+        return
+    await trainer.save_model(directory / "model")
+    await asyncio.sleep(3600)
+
+
+save_whole = LocalTrainer.save
+
+
+async def main(recipe, run):
+    async with LocalSandbox() as sandbox:
+        await train(load_recipe(recipe), run, progress=Silent(), runner=LateSandbox(sandbox))
+
+
+if __name__ == "__main__":
+    if sys.argv[3:] == ["hold"]:
+        LocalTrainer.save = save_half
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))

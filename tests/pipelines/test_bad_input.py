@@ -1,0 +1,243 @@
+"""A user's mistake is one message that says what, where and what to do; exit code 2; nothing written before is lost."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripted_runs import RECIPE
+from strop import cli
+from strop.runs import read_lines
+
+TINY = Path(__file__).with_name("tiny.toml")
+STROP = [sys.executable, "-m", "strop.cli"]
+
+
+@pytest.fixture
+def strop(monkeypatch, capsys):
+    """Type a command; returns its exit code and what it said on stderr."""
+
+    def typed(*words):
+        num_threads = torch.get_num_threads()
+        monkeypatch.setattr(sys, "argv", ["strop", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        torch.set_num_threads(num_threads)
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return exit_.value.code, said
+
+    return typed
+
+
+@pytest.fixture
+def mistake(strop):
+    """Type a command that must fail as a user's mistake; returns the message."""
+
+    def typed(*words):
+        code, said = strop(*words)
+        assert code == 2, said
+        assert said.count("error: ") == 1, said
+        return said[said.index("error: ") :]
+
+    return typed
+
+
+def write_recipe(directory, text=None, **tables):
+    path = directory / "recipe.toml"
+    path.write_text(text if text is not None else as_toml(RECIPE | tables))
+    return path
+
+
+def as_toml(tree):
+    """TOML of a recipe: every top-level table as one inline table."""
+
+    def inline(value):
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{json.dumps(key)} = {inline(each)}" for key, each in value.items()) + "}"
+        return json.dumps(value)
+
+    return "".join(f"{key} = {inline(value)}\n" for key, value in tree.items())
+
+
+def stage(name, **keys):
+    return {**RECIPE["stages"], name: RECIPE["stages"][name] | keys}
+
+
+def test_a_misspelt_key_is_named_with_its_place_and_the_nearest_real_one(mistake, tmp_path):
+    said = mistake("train", TINY, "--set", "stages.rl.grup_size=8", "--runs", tmp_path / "runs")
+    assert f"{TINY}: stages.rl.grup_size: unknown key. Did you mean 'group_size'?" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_misspelt_method_is_named_with_those_that_exist(mistake, tmp_path):
+    said = mistake("train", TINY, "--set", "stages.rl.method=grpo_rock", "--runs", tmp_path / "runs")
+    assert "stages.rl.method" in said
+    assert "Did you mean 'grpo_roc'?" in said
+
+
+def test_a_wrong_type_is_named_with_what_was_given(mistake, tmp_path):
+    said = mistake("train", TINY, "--set", 'stages.rl.steps="many"', "--runs", tmp_path / "runs")
+    assert "stages.rl.steps: Input should be a valid integer (got 'many')." in said
+
+
+def test_all_mistakes_of_a_recipe_are_told_at_once(mistake, tmp_path):
+    words = ["--set", 'stages.rl.steps="many"', "--set", "stages.sft.batchsize=3"]
+    said = mistake("train", TINY, *words, "--runs", tmp_path / "runs")
+    assert "stages.rl.steps" in said
+    assert "stages.sft.batchsize: unknown key. Did you mean 'batch_size'?" in said
+
+
+def test_a_recipe_that_is_not_there_is_named_with_the_nearest(mistake):
+    assert f"{TINY.with_name('tinny.toml')}: no such recipe. Did you mean {TINY}?" in mistake(
+        "train", TINY.with_name("tinny.toml")
+    )
+
+
+def test_a_recipe_that_is_not_toml_is_told_the_line(mistake, tmp_path):
+    said = mistake("train", write_recipe(tmp_path, "name = \n"))
+    assert "recipe.toml: not valid TOML: " in said
+    assert "line 1" in said
+
+
+def test_nothing_to_resample_from_is_refused_with_the_remedy(mistake, tmp_path):
+    words = ["--set", 'stages.rl.method={name="grpo_roc", oversample=0.5}']
+    said = mistake("train", TINY, *words, "--runs", tmp_path / "runs")
+    assert "stages.rl.method.oversample: Input should be greater than or equal to 1 (got 0.5)." in said
+    said = mistake("train", TINY, "--set", "stages.rl.method=grpo_roc", "--set", "stages.rl.group_size=1", "--runs", tmp_path)
+    assert "group_size" in said
+
+
+def test_a_data_file_that_is_missing_is_named_with_the_nearest(mistake, tmp_path):
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    recipe = write_recipe(tmp_path, tasks={"kind": "jsonl", "path": "trian.jsonl"})
+    said = mistake("train", recipe, "--runs", tmp_path / "runs")
+    assert "trian.jsonl: no such file." in said
+
+
+def test_a_row_without_an_answer_is_named_by_file_and_line(mistake, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": ""}\n')
+    recipe = write_recipe(tmp_path, tasks={"kind": "jsonl", "path": "rows.jsonl"})
+    said = mistake("train", recipe, "--runs", tmp_path / "runs")
+    assert f"{tmp_path / 'rows.jsonl'}:2: a row without an answer. Fill in 'answer', or remove the row." in said
+
+
+def test_a_model_that_is_not_there_is_named(mistake, tmp_path):
+    stages = {"base": {"kind": "model", "path": "./nowhere"}}
+    said = mistake("train", write_recipe(tmp_path, stages=stages), "--runs", tmp_path / "runs")
+    assert "./nowhere: no such directory. Give a model directory or a hub id such as org/name." in said
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),  # the model is named in every message, and what is wrong with it
+    [
+        (lambda model: (model / "chat_template.jinja").unlink(), "its tokenizer has no chat template"),
+        (lambda model: (model / "tokenizer.json").unlink(), "no tokenizer that transformers can load"),
+        (lambda model: (model / "tokenizer.json").write_text("{"), "no tokenizer that transformers can load"),
+        (lambda model: (model / "config.json").unlink(), "no config.json there"),
+        (lambda model: (model / "config.json").write_text("{"), "config.json"),
+        (lambda model: (model / "model.safetensors").write_bytes(b"\0" * 64), "deserializing header"),
+        (lambda model: (model / "model.safetensors").unlink(), "model.safetensors"),
+    ],
+    ids=["no chat template", "no tokenizer", "cut tokenizer", "no config", "cut config", "damaged weights", "no weights"],
+)
+@pytest.mark.parametrize("kind", ["eval", "rl"])
+def test_a_model_directory_that_is_not_whole_says_what_it_lacks(mistake, scripted_run, tmp_path, spoil, message, kind):
+    model = shutil.copytree(scripted_run.run.stage("sft").model, tmp_path / "model")
+    spoil(model)
+    last = RECIPE["stages"]["before" if kind == "eval" else "rl"] | {"init": "base"}
+    recipe = write_recipe(tmp_path, stages={"base": {"kind": "model", "path": "model"}, "last": last})
+    said = mistake("train", recipe, "--runs", tmp_path / "runs")
+    assert message in said
+    assert str(model) in said
+
+
+def test_a_run_directory_of_another_recipe_is_left_alone(mistake, scripted_run, tmp_path):
+    recipe = write_recipe(tmp_path, stages=stage("rl", group_size=4))
+    before = contents(scripted_run.run.path)
+    said = mistake("train", recipe, "--runs", scripted_run.run.path.parent)
+    assert f"{scripted_run.run.path} holds a run of another recipe:" in said
+    assert "stages.rl.group_size: 6 there, 4 asked for" in said
+    assert "--name" in said
+    assert contents(scripted_run.run.path) == before
+
+
+def test_a_directory_that_is_no_run_is_left_alone(mistake, tmp_path):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "thesis.txt").write_text("years of work")
+    assert "not empty, and not a run directory" in mistake("train", TINY, "--runs", tmp_path / "runs")
+    assert (tmp_path / "runs" / "tiny" / "thesis.txt").read_text() == "years of work"
+
+
+def test_half_a_manifest_that_a_kill_left_is_no_obstacle(mistake, tmp_path):
+    (tmp_path / "runs" / "scripted").mkdir(parents=True)
+    (tmp_path / "runs" / "scripted" / ".manifest.json.tmp").write_text('{"form')
+    recipe = write_recipe(tmp_path, stages={"base": {"kind": "model", "path": "./nowhere"}})
+    assert "./nowhere: no such directory" in mistake("train", recipe, "--runs", tmp_path / "runs")
+    assert (tmp_path / "runs" / "scripted" / "manifest.json").exists()
+
+
+def test_a_damaged_manifest_is_named(mistake, tmp_path):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "manifest.json").write_text('{"format": 1, "rec')
+    assert "manifest.json: not valid JSON" in mistake("train", TINY, "--runs", tmp_path / "runs")
+
+
+def test_runs_beneath_a_file_are_refused(mistake, tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    assert str(tmp_path / "runs") in mistake("train", TINY, "--runs", tmp_path / "runs")
+
+
+def test_a_report_of_no_run_is_refused(mistake, tmp_path):
+    assert str(tmp_path / "nothing") in mistake("report", tmp_path / "nothing")
+
+
+def test_an_evaluation_that_the_recipe_does_not_have_is_named(mistake, scripted_run, tmp_path):
+    model = scripted_run.run.stage("sft").model
+    said = mistake("eval", TINY, "--model", model, "--stage", "befor", "--runs", tmp_path / "runs")
+    assert "'befor'" in said
+    assert "before, after" in said
+
+
+def contents(directory):
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def as_a_user(tmp_path, *words):
+    return subprocess.run([*STROP, *map(str, words)], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
+
+
+def test_the_command_itself_exits_with_2_and_one_message(tmp_path):
+    done = as_a_user(tmp_path, "train", TINY, "--set", "stages.rl.grup_size=8")
+    assert done.returncode == 2
+    assert done.stderr == f"error: {TINY}: stages.rl.grup_size: unknown key. Did you mean 'group_size'?\n"
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_control_c_stops_a_run_with_one_line_and_130(tmp_path):
+    process = subprocess.Popen(
+        [*STROP, "train", str(TINY)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    events = tmp_path / "runs" / "tiny" / "events.jsonl"
+    try:
+        deadline = time.monotonic() + 30
+        while not any(line.get("stage") == "sft" for line in read_lines(events)):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in said
+    assert "stopped. The same command goes on from the last checkpoint." in said
+    assert process.returncode == 130

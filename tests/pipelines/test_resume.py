@@ -1,0 +1,228 @@
+"""`kill -9` at any moment, then the same command again, ends where an undisturbed run ends: bit for bit (laws 8 and 9).
+
+Real processes, the embedded engine, a real sandbox whose answers come after random times: no two runs have one order.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scripted_runs import untimed
+from strop.pipelines.ledger import open_tool_calls, read_rollouts
+from strop.runs import RunDirectory, read_json, read_lines
+
+HERE = Path(__file__).parent
+LIMIT_S = 60
+LEDGER = "step-{:06d}.ledger.jsonl"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = RunDirectory(tmp_path_factory.mktemp("undisturbed") / "run")
+    finish(run)
+    return run
+
+
+def finish(run):
+    with started(run) as process:
+        assert process.wait(timeout=LIMIT_S) == 0, complaint(run)
+
+
+@contextmanager
+def started(run, *words):
+    """The driver as a process group of its own; nothing of it is left afterwards."""
+    with complaint_path(run).open("ab") as complaints:
+        process = subprocess.Popen(
+            [sys.executable, HERE / "late_driver.py", HERE / "tiny.toml", run.path, *words],
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def complaint_path(run):
+    return run.path.with_name("stderr.txt")
+
+
+def complaint(run):
+    return complaint_path(run).read_text()[-3000:]
+
+
+def kill_when(run, is_time, *words):
+    """Start the run, stop it dead when `is_time()`, and see that nothing of it is left.
+
+    The processes are halted before the last look, so that what is seen is what the kill finds.
+    """
+    with started(run, *words) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            assert process.poll() is None, f"the run ended before it was time to kill it\n{complaint(run)}"
+            assert time.monotonic() < deadline, "it never was time to kill the run"
+            if is_time():
+                os.killpg(process.pid, signal.SIGSTOP)
+                if is_time():
+                    break
+                os.killpg(process.pid, signal.SIGCONT)
+            time.sleep(0.005)
+        family = descendants(process.pid)
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
+    deadline = time.monotonic() + 5
+    while left := [pid for pid in family if is_running(pid, family[pid])]:
+        assert time.monotonic() < deadline, f"still running after the kill: {left}"
+        time.sleep(0.02)
+    return family
+
+
+def descendants(pid):
+    """Every process below `pid`, wherever its session: pid -> start time."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        fields = stat(int(entry.name))
+        if fields is not None:
+            parents[int(entry.name)] = (int(fields[1]), fields[19])
+    found = {}
+    frontier = {pid}
+    while frontier:
+        frontier = {child for child, (parent, _) in parents.items() if parent in frontier}
+        found |= {child: parents[child][1] for child in frontier}
+    return found
+
+
+def stat(pid):
+    """The fields of /proc/<pid>/stat behind the name; None when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def is_running(pid, start_time):
+    fields = stat(pid)
+    return fields is not None and fields[19] == start_time and fields[0] != "Z"
+
+
+def events(run, event, stage):
+    return [line for line in read_lines(run.events) if line["event"] == event and line["stage"] == stage]
+
+
+def num_steps(run, stage):
+    return sum(line["stage"] == stage for line in read_lines(run.metrics))
+
+
+def calls_are_open(run):
+    """At least four tool calls of the second RL step are open, and a rollout of it has ended."""
+    rollouts = run.stage("rl").path / "rollouts"
+    ended = read_lines(rollouts / "step-000002.jsonl")
+    return len(ended) >= 1 and open_tool_calls(rollouts / LEDGER.format(2)) >= 4
+
+
+def is_in_checkpoint(run):
+    half = run.stage("rl").checkpoints / ".step-000002.tmp" / "model" / "model.safetensors"
+    return half.exists() and half.stat().st_size > 0
+
+
+def assert_equal_runs(run, other):
+    """Equal in all that no clock said."""
+    assert [untimed(line) for line in read_lines(run.metrics)] == [untimed(line) for line in read_lines(other.metrics)]
+    for stage in ("before", "after"):
+        assert untimed(read_json(run.stage(stage).evaluation)) == untimed(read_json(other.stage(stage).evaluation))
+    for stage in ("base", "sft", "rl"):
+        mine, theirs = (each.stage(stage).model / "model.safetensors" for each in (run, other))
+        assert mine.read_bytes() == theirs.read_bytes(), stage
+    for step in (1, 2, 3):
+        assert read_json(run.stage("rl").selection(step)) == read_json(other.stage("rl").selection(step))
+        assert tokens(run, step) == tokens(other, step)
+
+
+def tokens(run, step):
+    rollouts = read_rollouts(run.stage("rl").rollouts(step))
+    assert len({scored.trajectory.key for scored in rollouts}) == len(rollouts), "a rollout was played twice"
+    return {scored.trajectory.key: scored.trajectory.ids for scored in rollouts}
+
+
+def order_of_arrival(run, step):
+    return [scored.trajectory.key for scored in read_rollouts(run.stage("rl").rollouts(step))]
+
+
+def test_law_9_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_path):
+    run = RunDirectory(shutil.copytree(undisturbed.path, tmp_path / "run"))  # up to its RL, to save time
+    shutil.rmtree(run.stage("rl").path)
+    shutil.rmtree(run.stage("after").path)
+    run.events.unlink()
+    family = kill_when(run, lambda: calls_are_open(run))
+    assert family, "the sandbox was running"
+    ledger = run.stage("rl").path / "rollouts" / LEDGER.format(2)
+    assert open_tool_calls(ledger) >= 4
+    num_started = len({json.dumps(line["key"]) for line in read_lines(ledger) if line["event"] == "started"})
+    assert num_started == 24  # conversations in the batch
+    num_ended = len(read_lines(run.stage("rl").rollouts(2)))
+    assert 1 <= num_ended < 24
+
+    finish(run)
+
+    assert_equal_runs(run, undisturbed)
+    assert [line["step"] for line in events(run, "resumed", "rl")] == [1]
+    assert [line["reused"] for line in read_lines(ledger) if line["event"] == "opened"] == [0, num_ended]
+    assert any(order_of_arrival(run, step) != order_of_arrival(undisturbed, step) for step in (1, 2, 3))
+    calls = sum(line["rollout/tool_calls_mean"] * 24 for line in read_lines(run.metrics) if line["stage"] == "rl")
+    assert calls >= 24, "hardly any rollout called a tool: the test proves nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_time", "words"),
+    [
+        pytest.param(lambda run: events(run, "stage_started", "base"), [], id="making the model"),
+        pytest.param(lambda run: events(run, "stage_started", "sft"), [], id="playing demonstrations"),
+        pytest.param(lambda run: num_steps(run, "sft") == 12, [], id="SFT, before its first checkpoint"),
+        pytest.param(lambda run: 30 <= num_steps(run, "sft") < 50, [], id="SFT, between two checkpoints"),
+        pytest.param(
+            lambda run: 2 <= len(read_lines(run.stage("before").rollouts(0))) < 16, [], id="evaluation, some rollouts ended"
+        ),
+        pytest.param(
+            lambda run: open_tool_calls(run.stage("rl").path / "rollouts" / LEDGER.format(1)) >= 4, [], id="first RL step"
+        ),
+        pytest.param(is_in_checkpoint, ["hold"], id="in the middle of a checkpoint"),
+        pytest.param(lambda run: run.stage("rl").selection(3).exists(), [], id="after the last update"),
+        pytest.param(
+            lambda run: 2 <= len(read_lines(run.stage("after").rollouts(0))) < 16, [], id="last evaluation, some rollouts ended"
+        ),
+    ],
+)
+def test_law_9_a_kill_in_any_stage_changes_nothing(undisturbed, tmp_path, is_time, words):
+    run = RunDirectory(tmp_path / "run")
+    kill_when(run, lambda: is_time(run), *words)
+    finish(run)
+    assert_equal_runs(run, undisturbed)
+    assert not list(run.path.rglob(".*.tmp"))
+
+
+@pytest.mark.slow
+def test_law_9_a_run_that_is_killed_again_and_again_still_ends_the_same(undisturbed, tmp_path):
+    run = RunDirectory(tmp_path / "run")
+    kill_when(run, lambda: events(run, "stage_started", "sft"))
+    kill_when(run, lambda: num_steps(run, "sft") >= 40)
+    kill_when(run, lambda: calls_are_open(run))
+    kill_when(run, lambda: is_in_checkpoint(run), "hold")
+    started_checkpoints = [line["step"] for line in events(run, "checkpoint_started", "rl")]
+    finished_checkpoints = [line["step"] for line in events(run, "checkpoint_finished", "rl")]
+    assert started_checkpoints[-1] == 2
+    assert 2 not in finished_checkpoints
+    finish(run)
+    assert_equal_runs(run, undisturbed)
+    assert not list(run.path.rglob(".*.tmp"))

@@ -1,0 +1,119 @@
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from strop.config import Config, load_toml, validate
+from strop.errors import ConfigError
+
+
+class Grpo(Config):
+    name: Literal["grpo"] = "grpo"
+    clip_low: float = 0.2
+
+
+class Ppo(Config):
+    name: Literal["ppo"] = "ppo"
+    gae_lambda: float = 0.95
+
+
+class Rl(Config):
+    kind: Literal["rl"]
+    method: Annotated[Grpo | Ppo, Field(discriminator="name")]
+    steps: int = Field(default=1, ge=1)
+    operators: tuple[str, ...] = ()
+
+
+class Sft(Config):
+    kind: Literal["sft"]
+    steps: int = 1
+
+
+class Root(Config):
+    name: str
+    stages: dict[str, Annotated[Rl | Sft, Field(discriminator="kind")]]
+
+
+def stages(name="rl", **keys):
+    return {"name": "x", "stages": {name: {"kind": "rl", "method": {"name": "grpo"}} | keys}}
+
+
+def complaint(tree):
+    with pytest.raises(ConfigError) as told:
+        validate(Root, tree, place="r.toml")
+    return str(told.value)
+
+
+@pytest.mark.parametrize("name", ["rl", "sft", "second"])
+def test_a_key_is_named_with_its_path_in_the_recipe_even_where_a_stage_is_called_like_its_kind(name):
+    assert complaint(stages(name, stepps=1)) == f"r.toml: stages.{name}.stepps: unknown key. Did you mean 'steps'?"
+    assert complaint(stages(name, steps=0)).startswith(f"r.toml: stages.{name}.steps: Input should be greater")
+    assert (
+        complaint(stages(name, method={"name": "grpo", "clip_lo": 1}))
+        == f"r.toml: stages.{name}.method.clip_lo: unknown key. Did you mean 'clip_low'?"
+    )
+
+
+def test_a_key_that_resembles_nothing_points_to_the_list():
+    said = complaint(stages(zzz=1))
+    assert said == "r.toml: stages.rl.zzz: unknown key. Remove it, or see docs/recipes.md for the keys that exist."
+
+
+def test_a_key_that_is_required_is_named():
+    assert complaint({"stages": {}}) == "r.toml: name: required, but not set."
+
+
+def test_an_unknown_kind_is_named_with_the_real_ones():
+    said = complaint(stages(method={"name": "grp"}))
+    assert said == "r.toml: stages.rl.method.name: 'grp' is not one of grpo, ppo. Did you mean 'grpo'?"
+
+
+@pytest.mark.parametrize(("value", "shown"), [("3", "'3'"), (3.5, "3.5"), (None, "None"), (True, "True")])
+def test_nothing_is_silently_converted_into_a_number(value, shown):
+    said = complaint(stages(steps=value))
+    assert said.startswith("r.toml: stages.rl.steps: Input should be a valid integer")
+    assert f"(got {shown})" in said
+
+
+def test_lists_become_tuples_and_a_config_cannot_be_changed():
+    root = validate(Root, stages(operators=["+", "-"]), place="r.toml")
+    assert root.stages["rl"].operators == ("+", "-")
+    with pytest.raises(ValueError, match="frozen"):
+        root.name = "y"
+
+
+def test_the_command_line_beats_the_file_and_its_values_are_toml_or_words(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('name = "x"\n[stages.rl]\nsteps = 3\n')
+    overrides = ["stages.rl.steps=10", "stages.rl.method=grpo", 'name="y"', "a.b.c=[1, 2]", "lr=1e-3", "on=true"]
+    assert load_toml(path, overrides) == {
+        "name": "y",
+        "stages": {"rl": {"steps": 10, "method": "grpo"}},
+        "a": {"b": {"c": [1, 2]}},
+        "lr": 1e-3,
+        "on": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("steps", "--set steps: expected key=value"),
+        ("=3", "--set =3: expected key=value"),
+        ("a..b=3", "--set a..b=3: expected key=value"),
+        ("name.first=3", "--set name.first=3: name is 'x', which has no keys of its own."),
+    ],
+)
+def test_an_override_that_makes_no_sense_is_explained(tmp_path, override, message):
+    (tmp_path / "r.toml").write_text('name = "x"\n')
+    with pytest.raises(ConfigError) as told:
+        load_toml(tmp_path / "r.toml", [override])
+    assert str(told.value).startswith(message)
+
+
+def test_a_file_that_is_no_recipe_is_explained(tmp_path):
+    (tmp_path / "r.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"r\.toml: cannot be read as a recipe"):
+        load_toml(tmp_path / "r.toml")
+    with pytest.raises(ConfigError, match="cannot be read as a recipe"):
+        load_toml(tmp_path)

@@ -1,0 +1,121 @@
+import errno
+import json
+
+import pytest
+from safetensors import SafetensorError
+
+from strop.errors import RunError
+from strop.runs import LineWriter, read_json, read_lines, write_directory, write_json, write_text, writing_to
+
+
+def test_a_line_that_a_kill_cut_short_is_dropped_by_readers_and_by_the_next_writer(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"st')
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    writer = LineWriter(path)
+    writer.append({"step": 3})
+    writer.close()
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_cut_line_longer_than_a_block_is_dropped_whole(tmp_path):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + b"x" * 200_000)
+    LineWriter(path).close()
+    assert path.read_bytes() == b'{"a": 1}\n'
+    path.write_bytes(b"x" * 200_000)
+    LineWriter(path).close()
+    assert path.read_bytes() == b""
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step\n{"step": 3}\n')
+    with pytest.raises(RunError, match=r"metrics\.jsonl:2: not valid JSON .* Remove that line"):
+        read_lines(path)
+
+
+def test_no_file_is_no_lines(tmp_path):
+    assert read_lines(tmp_path / "nothing.jsonl") == []
+
+
+def test_json_keeps_the_order_of_its_keys_and_refuses_what_is_no_number(tmp_path):
+    path = tmp_path / "deep" / "manifest.json"
+    write_json(path, {"stages": {"sft": 1, "base": 2}})
+    assert list(read_json(path)["stages"]) == ["sft", "base"]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(path, float("nan"))
+    assert list(read_json(path)["stages"]) == ["sft", "base"]
+
+
+def test_a_missing_or_damaged_json_file_is_named(tmp_path):
+    with pytest.raises(RunError, match=r"manifest\.json: missing\. Is .* a run directory of strop\?"):
+        read_json(tmp_path / "manifest.json")
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(RunError, match=r"manifest\.json: not valid JSON"):
+        read_json(tmp_path / "manifest.json")
+
+
+def test_writing_what_cannot_be_written_leaves_the_old_text(tmp_path):
+    path = tmp_path / "report.html"
+    write_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "\ud800")
+    assert path.read_text() == "old"
+
+
+def test_a_directory_is_replaced_whole_and_leaves_nothing_beside_it(tmp_path):
+    for text in ("one", "two"):
+        write_directory(tmp_path / "model", lambda directory, text=text: (directory / text).write_text(text) and None)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+    assert [entry.name for entry in (tmp_path / "model").iterdir()] == ["two"]
+
+
+def test_what_went_wrong_while_a_directory_was_filled_takes_no_room(tmp_path):
+    def fill(directory):
+        (directory / "half").write_text("half")
+        raise RunError("the disk is full")
+
+    with pytest.raises(RunError):
+        write_directory(tmp_path / "model", fill)
+    assert list(tmp_path.iterdir()) == []
+
+
+def from_torch():
+    """torch.save raises over the OSError of the file it was given."""
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    except OSError:
+        raise RuntimeError("unexpected pos 704 vs 598")  # noqa: B904 - as torch does
+
+
+def from_safetensors():
+    raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def from_python():
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("write", [from_python, from_torch, from_safetensors])
+def test_a_full_disk_is_one_message_whoever_noticed_it(tmp_path, write):
+    with pytest.raises(RunError, match=r"cannot be written: No space left on device\..*Free space there"), writing_to(tmp_path):
+        write()
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(errno.ENOENT, "gone"), RuntimeError("a bug of ours"), KeyError("key")])
+def test_other_errors_keep_their_traceback(tmp_path, error):
+    with pytest.raises(type(error)), writing_to(tmp_path):
+        raise error
+
+
+def test_lines_refuse_what_is_no_number_and_stay_whole(tmp_path):
+    writer = LineWriter(tmp_path / "metrics.jsonl")
+    writer.append({"loss": 1.0})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        writer.append({"loss": float("nan")})
+    writer.append({"loss": 2.0})
+    writer.sync()
+    writer.close()
+    writer.close()
+    assert [json.loads(line) for line in writer.path.read_text().splitlines()] == [{"loss": 1.0}, {"loss": 2.0}]
