@@ -9,6 +9,7 @@ import strop.engine.worker
 from strop.doctor import CHECKS, examine_file
 from strop.engine.sampling import Draw, draw
 from strop.errors import MachineError, WeightsNotProven
+from strop.pipelines.load import load_recipe
 from strop.rewards import MathReward, MathVerifier
 from strop.rollout.chat import ChatFormat
 from strop.rollout.play import Judge
@@ -90,12 +91,14 @@ def test_top_p_is_found_whether_or_not_the_log_probs_tell(examine_with, monkeypa
     assert "Switch top-p and top-k off" in problem.remedy
 
 
-def test_a_wrong_temperature_of_the_engine_is_found(examine_with):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_temperature_of_the_engine_is_found(examine_with, recipe_path, dtype):
     class Hot(_Wrapped):
         async def complete(self, request):
             return await self.inner.complete(replace(request, temperature=1.3))
 
-    problem = only_problem(examine_with(lambda parts: replace(parts, engine=Hot(parts.engine))))
+    low = load_recipe(recipe_path, [f"engine.dtype={dtype}", f"trainer.precision={dtype}"])
+    problem = only_problem(examine_with(lambda parts: replace(parts, engine=Hot(parts.engine)), of=low))
     assert problem.check == "log-probs"
     assert "the engine's log-probs are those of temperature 1.3, not of 0.8" in problem.detail
     assert "sampling.temperature = 0.8" in problem.remedy

@@ -73,7 +73,8 @@ def _explain_gap(evidence: Evidence, gap: float, temperature: float) -> Finding:
     said = evidence.engine if suspect == "engine" else evidence.trainer
     fitted, left = _fit(evidence, said, temperature)
     measured = f"engine and trainer differ by {gap:.2g} nats on average"
-    if left > 0.1 * distances[suspect]:
+    distance = distances[suspect]
+    if left > min(distance / 2, max(distance / 10, 1.5 * evidence.rounding_nats)):  # rounding is left by any explanation
         return Finding(
             check=NAME,
             detail=f"{measured}; the {suspect} is the one that differs from a plain forward, and no temperature explains it.",

@@ -22,7 +22,7 @@ from strop.pipelines.model_stage import find_model, run_model_stage
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
 from strop.pipelines.stage import StageContext, load_chat, open_torch_engine
 from strop.reports.progress import Silent
-from strop.rewards.math import MathReward
+from strop.rewards import make_reward
 from strop.rollout.chat import ChatFormat
 from strop.rollout.play import Judge
 from strop.rollout.prompt import load_prompt
@@ -123,7 +123,7 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
         opened.push_async_callback(trainer.close)
         engine = await asyncio.to_thread(open_torch_engine, directory, config, detokenize=chat.decode)
         opened.push_async_callback(engine.close)
-        reward = MathReward(stage.reward)
+        reward = make_reward(stage.reward)
         opened.push_async_callback(reward.close)
         yield Parts(
             recipe=recipe,
