@@ -7,7 +7,9 @@ nearest real one, with its full path in the recipe.
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +60,25 @@ def validate(model: type[ConfigT], tree: Mapping[str, Any], *, place: str) -> Co
     except ValidationError as error:
         lines = [_explain(model, tree, dict(detail)) for detail in error.errors(include_url=False)]
         raise ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
+
+
+def import_object(path: str, *, key: str) -> Any:
+    """What `module:name` names, for recipes that use a user's own code; the working directory counts as importable.
+
+    Raises:
+        ConfigError: `key` of the recipe holds no such path, or importing it fails.
+    """
+    module, colon, name = path.partition(":")
+    if not module or not colon or not name:
+        raise ConfigError(f"{key}: {path!r} is not of the form module:name, as in my_tools:word_count.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}: {path!r} cannot be imported: {error}. Run strop where {module}.py lies, or install the module."
+        ) from error
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

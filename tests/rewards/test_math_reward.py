@@ -5,7 +5,7 @@ from trajectories import TASK, called, trajectory, turn
 
 from strop.config import validate
 from strop.errors import ConfigError, UserError
-from strop.rewards import MathReward, RewardConfig, function_reward, weighted
+from strop.rewards import MathReward, RewardConfig, function_reward
 from strop.types import StopReason, ToolOutcome
 
 RIGHT, WRONG = r"<answer>\boxed{72}</answer>", r"<answer>\boxed{71}</answer>"
@@ -31,12 +31,6 @@ def judge(reward, judged):
 )
 def test_the_parts_are_accuracy_format_and_called(judged, parts):
     assert judge(MathReward(RewardConfig()), judged) == dict(zip(("accuracy", "format", "called"), parts, strict=True))
-
-
-def test_the_reward_is_the_weighted_sum_and_parts_without_a_weight_do_not_count():
-    parts = {"accuracy": 1.0, "format": 1.0, "called": 0.0}
-    assert weighted(parts, {"accuracy": 1.0}) == 1.0
-    assert weighted(parts, {"accuracy": 1.0, "format": 0.25, "called": 0.5}) == 1.25
 
 
 def test_by_default_the_answer_alone_counts():

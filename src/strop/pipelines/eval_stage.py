@@ -16,7 +16,7 @@ from strop.evaluation.summary import is_correct, num_sampled_tokens, rollout_met
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import EvalStage
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of, weights_digest
-from strop.rewards.math import MathReward
+from strop.rewards import make_reward
 from strop.rollout.play import play
 from strop.runs import write_json
 from strop.seeds import derive_seed
@@ -56,7 +56,7 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     tasks = [(index, source.task(index)) for index in range(num_tasks)]
     context.progress.stage_started(context.name, stage.kind, num_tasks, 0)
     engine = await asyncio.to_thread(context.open_engine, model, context.recipe.engine, detokenize=chat.decode)
-    reward = MathReward(stage.reward)
+    reward = make_reward(stage.reward)
     groups: list[Group] = []
     started = time.perf_counter()
     try:

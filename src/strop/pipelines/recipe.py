@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from strop.algorithms.config import MethodConfig
 from strop.config import Config
 from strop.engine.config import EngineConfig
-from strop.rewards.config import RewardConfig
+from strop.rewards.config import AnyRewardConfig, RewardConfig
 from strop.rollout.environment import RolloutLimits
 from strop.rollout.play import SamplingConfig
 from strop.sandbox.config import SandboxConfig
@@ -55,7 +55,7 @@ class Stage(Config):
     prompt: str = "rstar2"
     sampling: SamplingConfig = SamplingConfig()
     limits: RolloutLimits = RolloutLimits()
-    reward: RewardConfig = RewardConfig()
+    reward: AnyRewardConfig = RewardConfig()
     trainer: TrainerConfig = TrainerConfig()
 
 
@@ -167,6 +167,7 @@ class Tools(Config):
     """What the policy may call."""
 
     python: PythonToolConfig = PythonToolConfig()
+    functions: tuple[str, ...] = ()  # module:name of typed Python functions, offered beside it
 
 
 class Recipe(Config):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,10 @@ from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import RlStage
 from strop.pipelines.sft_stage import write_model
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of
-from strop.rewards.math import MathReward
+from strop.rewards import make_reward
 from strop.rollout.chat import ChatFormat
 from strop.rollout.play import play
+from strop.rollout.protocol import Reward
 from strop.runs import write_json
 from strop.tasks import make_tasks
 from strop.tasks.protocol import TaskSource
@@ -47,7 +48,7 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
     )
     chat = load_chat(init)
     engine = await asyncio.to_thread(context.open_engine, init, context.recipe.engine, detokenize=chat.decode)
-    reward = MathReward(stage.reward)
+    reward = make_reward(stage.reward)
     try:
         loop = _Loop(context, stage, trainer, engine, reward, chat)
         done = await checkpoints.resume(context, trainer)
@@ -57,7 +58,7 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         num_stuck = int(metrics.last.get("update/stuck_steps", 0))
         for step in range(done + 1, stage.steps + 1):
             figures, weights, problems = await loop.step(step, weights)
-            num_stuck = num_stuck + 1 if problems else 0
+            num_stuck = num_stuck + 1 if problems and not is_mostly_right(figures) else 0
             metrics.append(step, {**figures, "update/stuck_steps": num_stuck})  # before the checkpoint that makes it count
             for problem in problems:
                 context.warn(f"step {step} cannot learn: {problem}")
@@ -78,6 +79,11 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         await trainer.close()
 
 
+def is_mostly_right(figures: Mapping[str, float]) -> bool:
+    """Whether a step that taught nothing did so because there is little left to learn, which is no reason to give up."""
+    return figures["rollout/accuracy"] > 0.5
+
+
 class _Loop:
     """What stays the same from step to step."""
 
@@ -87,7 +93,7 @@ class _Loop:
         stage: RlStage,
         trainer: LocalTrainer,
         engine: InferenceEngine,
-        reward: MathReward,
+        reward: Reward,
         chat: ChatFormat,
     ) -> None:
         self.context, self.stage = context, stage

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from strop.config import import_object
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import InferenceEngine
 from strop.engine.torch_engine import TorchEngine
@@ -17,16 +18,22 @@ from strop.errors import ModelError
 from strop.pipelines.recipe import Recipe, Stage
 from strop.reports.progress import Progress
 from strop.reports.trackers import Tracker
-from strop.rewards.math import MathReward
 from strop.rollout.chat import ChatFormat
 from strop.rollout.environment import ToolEnvironments, ToolObserverFactory
 from strop.rollout.play import Judge, Player
 from strop.rollout.prompt import load_prompt
+from strop.rollout.protocol import Reward
 from strop.runs import LineWriter, RunDirectory, StageDirectory, read_json, read_lines, write_text
 from strop.sandbox.protocol import CodeRunner
 from strop.seeds import derive_seed
+from strop.tools.function import FunctionTool, tool
 from strop.tools.protocol import Tool
 from strop.tools.python import PythonTool
+
+
+def as_tool(function: Callable[..., Any]) -> FunctionTool:
+    """A typed function as a tool, whether or not it is decorated with `tool` already."""
+    return function if isinstance(function, FunctionTool) else tool(function)
 
 
 class EngineFactory(Protocol):
@@ -75,7 +82,9 @@ class StageContext:
         return StageMetrics(self, done_steps)
 
     def tools(self) -> list[Tool]:
-        return [PythonTool(self.runner, self.recipe.tools.python)]
+        """The Python tool, then the recipe's own functions. Raises `ConfigError` when one cannot be imported."""
+        own = (import_object(path, key="tools.functions") for path in self.recipe.tools.functions)
+        return [PythonTool(self.runner, self.recipe.tools.python), *map(as_tool, own)]
 
 
 class StageMetrics:
@@ -136,7 +145,7 @@ def make_player(
     engine: InferenceEngine,
     chat: ChatFormat,
     tools: Sequence[Tool],
-    reward: MathReward,
+    reward: Reward,
     observe: ToolObserverFactory | None = None,
 ) -> Player:
     """Everything that the stage's tasks are played with."""

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from strop.config import Config
 
 PARTS = ("accuracy", "format", "called")
 """What `MathReward` judges; each is 0 or 1."""
+
+
+class FunctionRewardConfig(Config):
+    """A user's own function (task, trajectory) -> float, as the only part."""
+
+    kind: Literal["function"]
+    function: str  # module:name
+
+    @property
+    def weights(self) -> dict[str, float]:
+        return {"reward": 1.0}
 
 
 class RewardConfig(Config):
@@ -31,3 +42,12 @@ class RewardConfig(Config):
         if not any(self.weights.values()):
             raise ValueError("weights are all 0: every trajectory would get the same reward. Give one part a weight.")
         return self
+
+
+def _math_by_default(value: Any) -> Any:
+    return {"kind": "math", **value} if isinstance(value, dict) and "kind" not in value else value
+
+
+AnyRewardConfig: TypeAlias = Annotated[
+    Annotated[RewardConfig | FunctionRewardConfig, Field(discriminator="kind")], BeforeValidator(_math_by_default)
+]

@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 
 from strop.errors import UserError
-from strop.rollout.protocol import Reward
 from strop.types import Task, Trajectory
 
 PART = "reward"
 
 
-class _FunctionReward:
+class FunctionReward:
+    """Implements `Reward`; see `function_reward`."""
+
     def __init__(self, function: Callable[[Task, Trajectory], float]) -> None:
         self._function = function
 
@@ -23,11 +24,14 @@ class _FunctionReward:
             raise UserError(f"reward {name}: returned {value!r} for task {task.id!r}. Return a finite number.")
         return {PART: float(value)}
 
+    async def close(self) -> None:
+        """Nothing to end."""
 
-def function_reward(function: Callable[[Task, Trajectory], float]) -> Reward:
+
+def function_reward(function: Callable[[Task, Trajectory], float]) -> FunctionReward:
     """A reward of the one part `reward`, which is what `function` returns; it is called in the event loop, so it must be quick.
 
     Raises, when called:
         UserError: the function returned something other than a finite number.
     """
-    return _FunctionReward(function)
+    return FunctionReward(function)

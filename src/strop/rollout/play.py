@@ -27,7 +27,7 @@ class SamplingConfig(Config):
     """How completions are sampled. Truncated sampling (top-p, top-k) does not exist here: law 5."""
 
     temperature: float = Field(default=1.0, ge=0)
-    max_tokens: int = Field(default=1024, ge=1)  # of a whole response: every completion and observation after the prompt
+    max_tokens: int = Field(default=512, ge=1)  # of a whole response: every completion and observation after the prompt
     min_tokens: int = Field(default=0, ge=0)  # of each completion; CS336 uses 4
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
+from strop.config import import_object
 from strop.tasks.arithmetic import ArithmeticTasks
-from strop.tasks.config import ArithmeticConfig, HubConfig, JsonlConfig, Split, TaskConfig
+from strop.tasks.config import ArithmeticConfig, HubConfig, JsonlConfig, PythonTasksConfig, Split, TaskConfig
 from strop.tasks.protocol import TaskSource
 from strop.tasks.rows import RowTasks, load_hub, load_jsonl
 
@@ -25,5 +26,8 @@ def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
             return RowTasks(load_jsonl(config, split=split), seed=seed, is_shuffled=split == "train")
         case HubConfig():
             return RowTasks(load_hub(config, split=split), seed=seed, is_shuffled=split == "train")
+        case PythonTasksConfig():
+            source: TaskSource = import_object(config.source, key="tasks.source")(seed=seed, split=split)
+            return source
         case _:
             assert_never(config)

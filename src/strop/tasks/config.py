@@ -73,4 +73,11 @@ class HubConfig(Columns):
     test_split: str = "test"
 
 
-TaskConfig: TypeAlias = Annotated[ArithmeticConfig | JsonlConfig | HubConfig, Field(discriminator="kind")]
+class PythonTasksConfig(Config):
+    """A user's own source: a function (seed, split) -> `TaskSource`, called with both by name."""
+
+    kind: Literal["python"] = "python"
+    source: str  # module:name
+
+
+TaskConfig: TypeAlias = Annotated[ArithmeticConfig | JsonlConfig | HubConfig | PythonTasksConfig, Field(discriminator="kind")]

@@ -1,0 +1,88 @@
+"""A recipe may name a user's own task source, tool and reward as module:name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.config import validate
+from strop.errors import ConfigError
+from strop.pipelines.recipe import Recipe, resolve
+from strop.pipelines.stage import as_tool
+from strop.rewards import make_reward
+from strop.tasks import make_tasks
+from strop.types import RolloutKey, StopReason, Task, Trajectory
+
+MODULE = '''
+from strop.types import Task
+
+class Squares:
+    num_tasks = None
+
+    def task(self, index):
+        return Task(id=f"square/{index}", question=f"{index} squared?", answer=str(index**2), source="squares")
+
+def squares(*, seed, split):
+    return Squares()
+
+def word_count(text: str) -> int:
+    """Count the words of a text."""
+    return len(text.split())
+
+def shortness(task, trajectory):
+    return 1.0 / (1 + trajectory.num_response_tokens)
+'''
+
+
+@pytest.fixture
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_own_code.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_own_code"
+
+
+def recipe(module: str, **root: Any) -> Recipe:
+    tree = {
+        "name": "own",
+        "tasks": {"kind": "python", "source": f"{module}:squares"},
+        "reward": {"kind": "function", "function": f"{module}:shortness"},
+        "sampling": {"max_tokens": 64},
+        "tools": {"functions": [f"{module}:word_count"]},
+        "stages": {"base": {"kind": "model", "path": "model"}, "check": {"kind": "eval", "init": "base"}},
+        **root,
+    }
+    return validate(Recipe, resolve(tree), place="test")
+
+
+def test_a_recipe_names_a_users_tasks_tool_and_reward(own_module):
+    own = recipe(own_module)
+    stage = own.stages["check"]
+    assert make_tasks(stage.tasks, seed=0, split="test").task(3).answer == "9"
+    trajectory = Trajectory(
+        key=RolloutKey(task_index=0, attempt=0), task_id="t", prompt_ids=(1,), turns=(), stop_reason=StopReason.ANSWERED
+    )
+    task = Task(id="t", question="", answer="", source="")
+    assert asyncio.run(make_reward(stage.reward)(task, trajectory)) == {"reward": 1.0}
+    assert stage.reward.weights == {"reward": 1.0}
+    import my_own_code
+
+    tool = as_tool(my_own_code.word_count)
+    assert asyncio.run(tool.call({"text": "one two"}, seed=0)).text == "2"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("no_colon", "not of the form module:name"), ("my_own_code:absent", "no attribute"), ("not_a_module:f", "not_a_module")],
+)
+def test_code_that_cannot_be_imported_is_named_with_its_key(own_module, path, says):
+    stage = recipe(own_module, tasks={"kind": "python", "source": path}).stages["check"]
+    with pytest.raises(ConfigError, match=f"tasks.source: .*{says}"):
+        make_tasks(stage.tasks, seed=0, split="test")
+
+
+def test_a_reward_table_without_a_kind_is_the_mathematical_one():
+    own = recipe("unused", reward={"weights": {"accuracy": 0.5}})
+    assert own.stages["check"].reward.kind == "math"
