@@ -509,8 +509,13 @@ def _build_root(paths: list[str]) -> None:
     _mount("none", "/", "", _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV)
 
 
+def _place_inside(path: str) -> str:
+    """Where a program finds what the host has at `path`: /tmp is each call's own, so what lies there is shown elsewhere."""
+    return f"/moved{path}" if path.startswith("/tmp/") else path
+
+
 def _show(path: str) -> None:
-    source, target = f"/old{path}", f"/new{path}"
+    source, target = f"/old{path}", f"/new{_place_inside(path)}"
     if os.path.islink(source):
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.symlink(os.readlink(source), target)
@@ -559,15 +564,15 @@ def main() -> None:
     sys.argv = [""]
     # What `site` would have added; it does not run here.
     builtins.exit, builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D"), _sitebuiltins.Quitter("quit", "Ctrl-D")
-    for path in libraries:
-        sys.path.append(path)
-        _LIBRARIES.append((path, "site-packages"))
-    _LIBRARIES.append((os.path.dirname(os.__file__), "python"))
+    is_isolated, is_root = level == "namespaces", False
+    place = _place_inside if is_isolated else str
+    sys.path[:] = [place(path) for path in [*sys.path, *libraries]]
+    _LIBRARIES.extend((place(path), "site-packages") for path in libraries)
+    _LIBRARIES.append((place(os.path.dirname(os.__file__)), "python"))
     _LIBRARIES.sort(key=lambda pair: -len(pair[0]))
     os.set_inheritable(control, False)
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    is_isolated, is_root = level == "namespaces", False
     try:
         _write_at(proc, "self/oom_score_adj", "1000")
         if is_isolated:

@@ -1,0 +1,37 @@
+"""A virtual environment below /tmp, where each call has a file system of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import strop
+
+SCRIPT = """
+from strop.sandbox import Sandbox
+with Sandbox(min_level="namespaces") as box:
+    print(box.run("import my_tiny_library; print(my_tiny_library.ANSWER); open('/tmp/mine', 'w').write('x')").text.strip())
+"""
+
+
+def test_libraries_below_tmp_can_be_imported_and_tmp_is_still_the_programs_own():
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        environment = Path(directory) / "venv"
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        library = environment / "lib" / version / "site-packages" / "my_tiny_library.py"
+        library.write_text("ANSWER = 42\n")
+        paths = [str(Path(strop.__file__).parent.parent), sysconfig.get_path("purelib")]
+        run = subprocess.run(
+            [str(environment / "bin" / "python"), "-c", SCRIPT],
+            env={"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert (run.stdout.strip(), run.returncode) == ("42", 0), run.stderr
+        assert not Path("/tmp/mine").exists()
