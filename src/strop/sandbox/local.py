@@ -154,7 +154,8 @@ class _Zygote:
         elif kind == wire.KIND_STARTED:
             call = self._by_pid[pid] = self._calls.pop(call_id)
             if call.started.cancelled():  # whoever asked is gone, and so must the program be
-                signal.pidfd_send_signal(descriptors[0], signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # unless it ended by itself meanwhile
+                    signal.pidfd_send_signal(descriptors[0], signal.SIGKILL)
                 os.close(descriptors[0])
             else:
                 call.started.set_result(_Started(pid=pid, pidfd=descriptors[0]))
