@@ -42,4 +42,4 @@ experiments-gsm8k: setup
 	$(BIN)/python experiments/gsm8k_smollm2.py --data $(DATA)
 
 clean:
-	rm -rf $(VENV) runs build dist
+	rm -rf $(VENV) build dist

@@ -139,8 +139,7 @@ def test_law_3_a_faulty_sandbox_costs_rollouts_but_never_a_reward_of_0(tmp_path)
         return answer(output[1]) if output else call(f"print({re.search(r'[0-9]+[+][0-9]+', conversation)[0]})")
 
     faulty = FaultyInRl()
-    with pytest.raises(CannotLearnError, match=r"every group is tied: all \d+ rewards are 1"):
-        run_recipe(tmp_path / "run", make_recipe(give_up_after=1), say=always_calls, runner=faulty, progress=faulty)
+    run_recipe(tmp_path / "run", make_recipe(give_up_after=1, steps=1), say=always_calls, runner=faulty, progress=faulty)
     (line,) = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["stage"] == "rl"]
     assert 0 < line["rollout/void_fraction"] < 1
     assert line["rollout/accuracy"] == 1.0
@@ -149,7 +148,7 @@ def test_law_3_a_faulty_sandbox_costs_rollouts_but_never_a_reward_of_0(tmp_path)
 
 
 class FaultyInRl(Watching):
-    """A runner that watches its run, and is faultless until the RL stage starts. What failed once fails whenever retried."""
+    """A runner that watches its run, and is faultless outside the RL stage. What failed once fails whenever retried."""
 
     def stage_started(self, name, kind, total_steps, done_steps):
         self.sandbox = ScriptedSandbox(answer=sums_and_errors, fault_rate=0.5 if name == "rl" else 0.0)

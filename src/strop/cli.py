@@ -78,14 +78,18 @@ def evaluate(
     overrides: Set = None,
     stage: Annotated[str | None, typer.Option("--stage", help="Which evaluation of the recipe; the first by default.")] = None,
     runs: Runs = Path("runs"),
-    name: Annotated[str | None, typer.Option("--name", help="Name of the result; `eval-<model>` by default.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the result; `eval-<digest of the weights>` by default.")
+    ] = None,
 ) -> None:
     """Evaluate a model directory as one of the recipe's evaluations would: avg@k with its interval, tool errors, length."""
     from strop.pipelines.evaluate import evaluate_model
     from strop.pipelines.load import load_recipe
+    from strop.pipelines.model_stage import find_model
+    from strop.pipelines.stage import weights_digest
     from strop.reports.console import ConsoleProgress
 
-    loaded = load_recipe(recipe, overrides or [], name=name or f"eval-{model.resolve().name}")
+    loaded = load_recipe(recipe, overrides or [], name=name or f"eval-{weights_digest(find_model(str(model)))[:12]}")
     with ConsoleProgress() as progress:
         asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=progress))
 
@@ -129,7 +133,8 @@ def import_model(
 
 def main() -> None:
     """Entry point of the `strop` command."""
-    logging.basicConfig(level=os.environ.get("STROP_LOG", "WARNING"), format="%(levelname)s %(name)s: %(message)s")
+    level = logging.getLevelNamesMapping().get(os.environ.get("STROP_LOG", "").upper(), logging.WARNING)
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:

@@ -75,7 +75,7 @@ def import_object(path: str, *, key: str) -> Any:
         sys.path.insert(0, "")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError, NameError) as error:
         raise ConfigError(
             f"{key}: {path!r} cannot be imported: {error}. Run strop where {module}.py lies, or install the module."
         ) from error

@@ -20,7 +20,7 @@ from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
 from strop.pipelines.model_stage import find_model, run_model_stage
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
-from strop.pipelines.stage import StageContext, load_chat, open_torch_engine
+from strop.pipelines.stage import StageContext, load_chat, make_tools, open_torch_engine
 from strop.reports.progress import Silent
 from strop.rewards import make_reward
 from strop.rollout.chat import ChatFormat
@@ -33,7 +33,6 @@ from strop.sandbox.scripted import ScriptedSandbox
 from strop.seeds import derive_seed
 from strop.tasks import make_tasks
 from strop.tools.protocol import Tool
-from strop.tools.python import PythonTool
 from strop.training.batch import TokenBatch, pack
 from strop.training.config import OptimizerConfig
 from strop.training.protocol import Trainer
@@ -108,7 +107,7 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
         directory, words = await _find_or_make_model(recipe, model, place)
         stage = stage_under_examination(recipe)
         chat = load_chat(directory)
-        tools = (PythonTool(runner, recipe.tools.python),)
+        tools = tuple(make_tools(recipe, runner))
         tasks = first_tasks(recipe, stage)
         longest = max(prompt_lengths(stage, tasks, chat, tools))
         config = recipe.engine.model_copy(

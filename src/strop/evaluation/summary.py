@@ -27,20 +27,23 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """
     scored = [each for group in groups for each in group.trajectories]
     num_void = sum(group.num_void for group in groups)
-    num = max(1, len(scored))
+    right = [is_correct(group.trajectories[0]) for group in groups if group.trajectories and group.is_tied]
+    metrics: dict[str, float] = {
+        "rollout/void_fraction": num_void / max(1, num_void + len(scored)),
+        "groups/all_right": float(sum(right)),
+        "groups/all_wrong": float(len(right) - sum(right)),
+    }
+    if not scored:
+        return metrics  # nothing to take a mean of: what is void never enters one as zero (law 3)
+    num = len(scored)
     correct = [each for each in scored if is_correct(each)]
-    metrics = {
+    metrics |= {
         "rollout/reward_mean": sum(each.reward for each in scored) / num,
         "rollout/accuracy": len(correct) / num,
         "rollout/tool_calls_mean": _num_calls(scored) / num,
         "rollout/length_tokens_mean": sum(each.trajectory.num_response_tokens for each in scored) / num,
         "rollout/turns_mean": sum(len(each.trajectory.turns) for each in scored) / num,
         "rollout/truncated_fraction": sum(each.trajectory.is_truncated for each in scored) / num,
-        "rollout/void_fraction": num_void / max(1, num_void + len(scored)),
-        "groups/all_right": sum(group.is_tied and is_correct(group.trajectories[0]) for group in groups if group.trajectories),
-        "groups/all_wrong": sum(
-            group.is_tied and not is_correct(group.trajectories[0]) for group in groups if group.trajectories
-        ),
     }
     for name, of in (("rollout/tool_error_rate", scored), ("rollout/tool_error_rate_correct", correct)):
         if _num_calls(of):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from strop.errors import MachineError
 from strop.evaluation.controls import AbsentTool, NoisyTool
 from strop.evaluation.statistics import average_at_k
 from strop.evaluation.summary import is_correct, num_sampled_tokens, rollout_metrics
@@ -86,6 +87,11 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
 def summarise(stage: EvalStage, groups: Sequence[Group], *, seed: int) -> dict[str, Any]:
     """The figures of an evaluation; a task all of whose rollouts were void is left out and counted."""
     judged = [[float(is_correct(scored)) for scored in group.trajectories] for group in groups if group.trajectories]
+    if not judged:
+        raise MachineError(
+            f"every rollout of {len(groups)} tasks is void: engine, tools or judge fail. The ledger beside the rollouts"
+            " says how."
+        )
     accuracy = average_at_k(judged, seed=seed)
     metrics = rollout_metrics(groups)
     return {

@@ -58,7 +58,7 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         num_stuck = int(metrics.last.get("update/stuck_steps", 0))
         for step in range(done + 1, stage.steps + 1):
             figures, weights, problems = await loop.step(step, weights)
-            num_stuck = num_stuck + 1 if problems and not is_mostly_right(figures) else 0
+            num_stuck = num_stuck + 1 if problems and not is_solved(figures) else 0
             metrics.append(step, {**figures, "update/stuck_steps": num_stuck})  # before the checkpoint that makes it count
             for problem in problems:
                 context.warn(f"step {step} cannot learn: {problem}")
@@ -79,9 +79,9 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         await trainer.close()
 
 
-def is_mostly_right(figures: Mapping[str, float]) -> bool:
-    """Whether a step that taught nothing did so because there is little left to learn, which is no reason to give up."""
-    return figures["rollout/accuracy"] > 0.5
+def is_solved(figures: Mapping[str, float]) -> bool:
+    """Whether a step left no gradient because most rollouts are right, which is no reason to give up."""
+    return figures.get("update/grad_norm", 0.0) == 0 and figures.get("rollout/accuracy", 0.0) > 0.5
 
 
 class _Loop:
@@ -253,7 +253,7 @@ def _why_stuck(groups: Sequence[Group], selections: Sequence[Selection], reports
     """Why this step taught nothing, in words for the user (law 11); empty when it did."""
     scored = [each for group in groups for each in group.trajectories]
     if not scored:
-        return ["every rollout is void: the engine, the tools or the judge fail; see events.jsonl."]
+        return ["every rollout is void: engine, tools or judge fail; the ledger beside the step's rollouts says how."]
     if all(group.is_tied for group in groups):
         rewards = {each.reward for each in scored}
         same = f"all {len(scored)} rewards are {rewards.pop():g}" if len(rewards) == 1 else "within each, all rewards are equal"

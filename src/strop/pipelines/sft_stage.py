@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from strop.errors import TaskError
 from strop.pipelines import checkpoints
 from strop.pipelines.demonstrations import batch_at, load_or_play
 from strop.pipelines.recipe import SftStage
@@ -18,6 +19,11 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
     """Train from the last checkpoint to the last step; returns the model directory and one sentence about it."""
     init = model_of(context.run, stage.init)
     demonstrations = await load_or_play(context, stage, stage.demonstrator, load_chat(init), num=stage.num_demonstrations)
+    if len(demonstrations) < stage.batch_size:
+        raise TaskError(
+            f"stages.{context.name}: {len(demonstrations)} demonstrations could be played, fewer than batch_size ="
+            f" {stage.batch_size}. Lower batch_size, or give it more tasks that the demonstrator can do."
+        )
     trainer = LocalTrainer.from_directory(init, stage.trainer, total_updates=stage.steps)
     try:
         done = await checkpoints.resume(context, trainer)
@@ -28,21 +34,21 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
             started = time.perf_counter()
             rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
             report = await trainer.update(pack_demonstrations(rows), sft_token_loss, sft_token_statistics)
+            elapsed = time.perf_counter() - started
             if report.is_skipped:
                 context.warn(f"step {step}: update skipped: {report.skip_reason}")
-                continue
-            loss = report.loss
-            elapsed = time.perf_counter() - started
-            metrics.append(
-                step,
-                {
-                    "sft/loss": report.loss,
-                    "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
-                    "update/grad_norm": report.grad_norm,
-                    "update/learning_rate": report.learning_rate,
-                    "time/step_s": elapsed,
-                },
-            )
+            else:
+                loss = report.loss
+                metrics.append(
+                    step,
+                    {
+                        "sft/loss": report.loss,
+                        "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
+                        "update/grad_norm": report.grad_norm,
+                        "update/learning_rate": report.learning_rate,
+                        "time/step_s": elapsed,
+                    },
+                )
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await checkpoints.save(context, trainer, step, keep=stage.keep_checkpoints)
         metrics.close()

@@ -36,6 +36,12 @@ def as_tool(function: Callable[..., Any]) -> FunctionTool:
     return function if isinstance(function, FunctionTool) else tool(function)
 
 
+def make_tools(recipe: Recipe, runner: CodeRunner) -> list[Tool]:
+    """The Python tool, then the recipe's own functions. Raises `ConfigError` when one cannot be imported."""
+    own = (import_object(path, key="tools.functions") for path in recipe.tools.functions)
+    return [PythonTool(runner, recipe.tools.python), *map(as_tool, own)]
+
+
 class EngineFactory(Protocol):
     """Opens an engine that samples from a model directory; whoever asked closes it."""
 
@@ -82,9 +88,7 @@ class StageContext:
         return StageMetrics(self, done_steps)
 
     def tools(self) -> list[Tool]:
-        """The Python tool, then the recipe's own functions. Raises `ConfigError` when one cannot be imported."""
-        own = (import_object(path, key="tools.functions") for path in self.recipe.tools.functions)
-        return [PythonTool(self.runner, self.recipe.tools.python), *map(as_tool, own)]
+        return make_tools(self.recipe, self.runner)
 
 
 class StageMetrics:

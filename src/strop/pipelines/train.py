@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import platform
 import re
 import time
-from collections.abc import Mapping
-from contextlib import AsyncExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -66,8 +68,9 @@ async def train(
         directory.mkdir(parents=True, exist_ok=True)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)  # starts none yet; the manifest says how many there will be
-    _claim(run, recipe, command)
     async with AsyncExitStack() as opened:
+        opened.enter_context(_alone_in(run))
+        _claim(run, recipe, command)
         if runner is None:
             runner = await opened.enter_async_context(LocalSandbox(recipe.sandbox))  # before torch has threads (law 7)
         events = opened.enter_context(closing(LineWriter(run.events)))
@@ -126,6 +129,25 @@ def _as_seen_from(directory: Path, path: Path) -> str:
     """Relative where `path` lies in `directory`, so that a run may be moved or copied; absolute elsewhere."""
     is_inside = path.resolve().is_relative_to(directory.resolve())
     return str(path.resolve().relative_to(directory.resolve()) if is_inside else path.resolve())
+
+
+@contextmanager
+def _alone_in(run: RunDirectory) -> Iterator[None]:
+    """Keep a second process out of the run directory; the kernel lets go of the lock whatever ends this one.
+
+    Raises:
+        RunError: another process is running there.
+    """
+    descriptor = os.open(run.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise RunError(f"{run.path}: another strop is running there. Wait for it, end it, or choose a --name.") from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _claim(run: RunDirectory, recipe: Recipe, command: str) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from strop.config import Config
 from strop.engine.protocol import CompletionRequest, InferenceEngine
-from strop.errors import EngineLost, MachineError
+from strop.errors import EngineLost, MachineError, RequestTooLong
 from strop.rollout.protocol import Environment, EnvironmentFactory, Reward
 from strop.seeds import derive_seed
 from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
@@ -75,6 +75,7 @@ class Player:
         request_id, known = "", 0  # the last request, and how many ids the engine has seen of the conversation
         try:
             opening = await environment.start()
+            self._check_prompt(task, len(opening.ids))
             turns: list[Turn] = []
             context = opening.ids
             num_left = self.sampling.max_tokens
@@ -86,7 +87,7 @@ class Player:
                     stop_ids=self.stop_ids,
                     temperature=self.sampling.temperature,
                     seed=derive_seed(seed, len(turns)),
-                    min_tokens=self.sampling.min_tokens,
+                    min_tokens=min(self.sampling.min_tokens, num_left),
                     extends=request_id,
                     at=known,
                 )
@@ -118,6 +119,15 @@ class Player:
                 await self.engine.release(request_id)
             await environment.close()
 
+    def _check_prompt(self, task: Task, length: int) -> None:
+        most = self.engine.capacity.max_request_tokens
+        if length + self.sampling.max_tokens > most:
+            raise RequestTooLong(
+                f"task {task.id!r}: its prompt of {length} tokens and sampling.max_tokens = {self.sampling.max_tokens} exceed"
+                f" engine.max_length = {most}. Leave such tasks out (tasks.max_question_chars), lower max_tokens,"
+                " or raise engine.max_length and start a run under another --name."
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Void:
@@ -146,6 +156,7 @@ async def play(
     one more attempt takes its place; at most `num_rollouts` attempts are added to a group (law 3).
 
     Raises:
+        RequestTooLong: a task's prompt leaves no room for the response.
         EngineLost: there is nobody left to sample; rollouts already finished were reported to `observer`.
     """
     groups = [
