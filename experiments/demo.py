@@ -2,6 +2,7 @@
 
     make experiments-demo
 
+GRPO runs with its own defaults (token mean, tied groups kept), so its arms differ from the demo in more than the selection.
 Per seed, from one and the same cold start: GRPO-RoC (the demo), GRPO with G rollouts, GRPO with 2G rollouts, and SFT continued
 for as many tokens as the demo's RL sampled. The demo's policy is also evaluated with every digit of its tool results drawn
 anew, and without a tool. Every evaluation is of the same held-out problems.
@@ -161,7 +162,8 @@ def page(results: Mapping[str, Any]) -> str:
         "The demo: GRPO-RoC and its controls",
         curves,
         table=Table(columns=("evaluation", *_SHOWN), rows=rows),
-        lead="Each arm starts from the same cold start of its seed; sft_continued has no rollouts, so it has no curve.",
+        lead="Each arm starts from the same cold start of its seed; sft_continued has no rollouts, so it has no curve."
+        " GRPO runs with its own defaults: token mean, tied groups kept.",
         units={"rollout/accuracy": Unit.PERCENT, "rollout/tool_error_rate_correct": Unit.PERCENT},
     )
 
