@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from strop.algorithms.advantages import outcome_advantages
@@ -56,7 +56,7 @@ class GRPORoC(Config):
     """Learns from `group_size` rollouts out of `oversample` times as many."""
 
     name: Literal["grpo_roc"] = "grpo_roc"
-    oversample: float = Field(default=2.0, ge=1)  # N / G; 1 keeps every rollout
+    oversample: float = 2.0  # N / G; 1 keeps every rollout
     selection: Literal["sampled", "greedy"] = "sampled"  # greedy: the lowest p_total first; rStar2-Agent's released code
     eps_roc: float = Field(default=1e-2, gt=0)  # weight = 1 / (p_total + eps_roc)
     positive_above: float = 0.0  # a rollout is positive if its reward is more
@@ -69,6 +69,16 @@ class GRPORoC(Config):
     drop_tied: bool = True
     aggregation: Aggregation = Aggregation.GROUP_TOKEN_MEAN  # Eq. 6; token_mean in the released code
     constant: int | None = Field(default=None, gt=0)
+
+    @field_validator("oversample")
+    @classmethod
+    def _leaves_something_to_choose_from(cls, oversample: float) -> float:
+        if oversample < 1:
+            raise ValueError(
+                f"{oversample} times as many rollouts as are kept is fewer than are kept: there is nothing to resample from."
+                " Raise it (the paper takes 2), or set method = 'grpo'."
+            )
+        return oversample
 
     @model_validator(mode="after")
     def _constant_goes_with_its_aggregation(self) -> Self:
