@@ -10,9 +10,7 @@ from strop.doctor import CHECKS, examine_file
 from strop.engine.sampling import Draw, draw
 from strop.errors import MachineError, WeightsNotProven
 from strop.pipelines.load import load_recipe
-from strop.rewards import MathReward, MathVerifier
 from strop.rollout.chat import ChatFormat
-from strop.rollout.play import Judge
 from strop.sandbox import ScriptedSandbox
 from strop.tools.python import PythonTool
 from strop.training.batch import pack
@@ -128,16 +126,10 @@ def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with
 
 
 def test_reversed_grader_arguments_are_found(examine_with):
-    class Reversed(MathVerifier):
-        async def verify(self, gold, prediction):
-            return await super().verify(prediction, gold)
-
-    verifiers = []
-
     def reverse(parts):
-        verifiers.append(Reversed())
-        reward = MathReward(parts.stage.reward, verifiers[0])
-        return replace(parts, judge=Judge(reward=reward, weights=parts.stage.reward.weights))
+        verify = parts.judge.reward._verifier.verify  # of the healthy part, which is closed with the others
+        parts.judge.reward._verifier.verify = lambda gold, prediction: verify(prediction, gold)
+        return parts
 
     problem = only_problem(examine_with(reverse))
     assert problem.check == "reward"

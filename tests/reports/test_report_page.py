@@ -116,8 +116,9 @@ def test_text_of_a_rollout_is_shown_and_never_run(tmp_path):
     assert json.loads(strips)
 
 
-def test_stages_come_in_the_order_they_ran_though_the_manifest_sorts_them(finished):
-    assert list(read_json(finished.manifest)["stages"]) == sorted(STAGES)
+def test_stages_come_in_the_order_they_ran(finished):
+    manifest = read_json(finished.manifest)
+    write_json(finished.manifest, {**manifest, "stages": dict(sorted(manifest["stages"].items()))})
     assert [stage.name for stage in read_run(finished).stages] == list(STAGES)
 
 

@@ -133,6 +133,10 @@ class MathVerifier:
             with contextlib.suppress(ProcessLookupError):
                 child.kill()
         await child.wait()
+        if child.stdin is not None:  # else its pipe would be closed by the collector, after the event loop
+            child.stdin.close()
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                await child.stdin.wait_closed()
 
 
 async def _exchange(child: asyncio.subprocess.Process, line: str) -> str | None:
