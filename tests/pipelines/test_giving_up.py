@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from scripted_runs import answer, make_recipe, run_recipe
+from scripted_runs import Watching, answer, make_recipe, run_recipe
 from strop.runs import read_lines
 
 
@@ -14,7 +14,9 @@ def right(conversation, draw):
 
 
 def test_a_policy_that_is_always_right_is_no_reason_to_give_up(tmp_path):
-    run_recipe(tmp_path / "run", make_recipe(steps=4, give_up_after=2), say=right)
+    progress = Watching()
+    run_recipe(tmp_path / "run", make_recipe(steps=4, give_up_after=2), say=right, progress=progress)
+    assert progress.warnings == []
     lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["stage"] == "rl"]
     assert [(line["rollout/accuracy"], line["groups/all_right"], line["update/stuck_steps"]) for line in lines] == [
         (1.0, 3, 0)

@@ -58,7 +58,8 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         num_stuck = int(metrics.last.get("update/stuck_steps", 0))
         for step in range(done + 1, stage.steps + 1):
             figures, weights, problems = await loop.step(step, weights)
-            num_stuck = num_stuck + 1 if problems and not is_solved(figures) else 0
+            problems = [] if is_solved(figures) else problems
+            num_stuck = num_stuck + 1 if problems else 0
             metrics.append(step, {**figures, "update/stuck_steps": num_stuck})  # before the checkpoint that makes it count
             for problem in problems:
                 context.warn(f"step {step} cannot learn: {problem}")
