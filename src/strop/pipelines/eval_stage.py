@@ -12,7 +12,7 @@ from typing import Any
 
 from strop.errors import MachineError
 from strop.evaluation.controls import AbsentTool, NoisyTool
-from strop.evaluation.statistics import average_at_k
+from strop.evaluation.statistics import average_at_k, pass_at_k
 from strop.evaluation.summary import is_correct, num_sampled_tokens, rollout_metrics
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import EvalStage
@@ -103,6 +103,7 @@ def summarise(stage: EvalStage, groups: Sequence[Group], *, seed: int) -> dict[s
         "accuracy": accuracy.mean,
         "accuracy_low": accuracy.low,
         "accuracy_high": accuracy.high,
+        "pass_at_k": pass_at_k([[score > 0 for score in scores] for scores in judged], k=min(map(len, judged))),
         **{
             name.removeprefix("rollout/"): value
             for name, value in metrics.items()
