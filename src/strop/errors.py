@@ -35,6 +35,14 @@ class MachineError(StropError):
     """Our fault: a lost worker, a dead engine, overload. Retried on a fresh environment, or the trajectory is void."""
 
 
+class NodeLost(MachineError):  # noqa: N818 - named for what happened
+    """A node of the code service died or was cut off with calls in flight."""
+
+
+class SessionLost(MachineError):  # noqa: N818
+    """A session of the code service is gone: its program ended it, its lease ran out, or its node died."""
+
+
 class EngineLost(MachineError):  # noqa: N818 - named for what happened
     """The engine died, hung or answered garbage."""
 

@@ -2,7 +2,7 @@
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
-from strop.sandbox.protocol import CodeRunner, IsolationLevel, RunOutcome, RunRequest, RunResult
+from strop.sandbox.protocol import CodeRunner, IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 from strop.sandbox.scripted import ScriptedSandbox, scripted_result
 from strop.sandbox.sync import Sandbox
 
@@ -13,6 +13,7 @@ __all__ = [
     "RunOutcome",
     "RunRequest",
     "RunResult",
+    "RunTimings",
     "Sandbox",
     "SandboxConfig",
     "ScriptedSandbox",

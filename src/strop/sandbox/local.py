@@ -27,7 +27,7 @@ from strop.errors import MachineError, UserError
 from strop.sandbox import zygote as wire
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.output import OutputTail
-from strop.sandbox.protocol import CodeRunner, IsolationLevel, RunOutcome, RunRequest, RunResult
+from strop.sandbox.protocol import CodeRunner, IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 
 _log = logging.getLogger(__name__)
 
@@ -400,8 +400,7 @@ class LocalSandbox(CodeRunner):
             reason=reason,
             text=text,
             exit_code=exit_code,
-            queue_s=queue_s,
-            run_s=run_s,
+            timings=RunTimings(queue_s=queue_s, run_s=run_s),
             level=self.level,
         )
 

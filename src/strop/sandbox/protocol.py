@@ -1,8 +1,17 @@
-"""What a code runner owes: run untrusted code once, tell what happened. No word of learning here."""
+"""What a code service owes: run untrusted code, compare answers, tell what happened. No word of learning here.
+
+    RunRequest    -> RunResult     one program, in a sandbox of its own
+    VerifyRequest -> PairVerdict*  pairs of mathematical answers, judged where no program ever ran
+    session                        a notebook: cells that share their state, forked when a conversation branches
+
+Four protocols, each the one before and more: `CodeRunner` runs programs, `CodeService` also verifies and keeps sessions,
+`CodeNode` is a service on one machine that says how much it takes at once.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
@@ -17,15 +26,30 @@ class RunOutcome(StrEnum):
     TIMEOUT = "timeout"
     KILLED = "killed"  # `reason` says by what: memory, output, signal N, policy
     REJECTED = "rejected"  # the request itself is over a limit; never run
-    OVERLOADED = "overloaded"
+    OVERLOADED = "overloaded"  # admission control; the client tries again
     INTERNAL = "internal"
+
+    @property
+    def is_ours(self) -> bool:
+        return self in (RunOutcome.OVERLOADED, RunOutcome.INTERNAL)
 
 
 class IsolationLevel(StrEnum):
-    """How far a program is kept from everything else; each level includes the ones below it."""
+    """How far a program is kept from everything else; each level includes what the ones after it give."""
 
-    NAMESPACES = "namespaces"  # own pid, network and mount namespaces; nothing of it survives its kill
-    PROCESS = "process"  # resource limits and a process group only: against accidents, not against intent
+    STRICT = "strict"  # L3: every namespace fresh for each call
+    NAMESPACES = "namespaces"  # L2: own pid, mount, ipc and user namespaces, an empty network; the default
+    CONFINED = "confined"  # L1: Landlock, seccomp and limits without namespaces: what plain containers allow
+    PROCESS = "process"  # L0: limits and a process group only: against accidents, not against intent
+
+    @property
+    def rank(self) -> int:
+        """3 for L3 down to 0 for L0."""
+        return 3 - list(IsolationLevel).index(self)
+
+    @classmethod
+    def _missing_(cls, value: object) -> IsolationLevel | None:
+        return next((level for level in cls if value == f"L{level.rank}"), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +58,27 @@ class RunRequest:
 
     code: str
     stdin: str = ""
-    wall_s: float = 4.0
-    memory_mib: int = 512
+    wall_s: float = 4.0  # from the start of the program; time in queues is not counted
+    cpu_s: float | None = None  # of all its threads, in whole seconds; a second more than `wall_s` when None
+    memory_mib: int = 512  # address space beyond the interpreter's own, for each process
+    max_processes: int = 32  # threads count too
+    file_mib: int = 16  # the largest file it may write
     output_bytes: int = 65_536  # head and tail are kept beyond it
-    seed: int = 0  # of Python's `random`; the hash seed is fixed: the same call gives the same text
+    seed: int = 0  # of `random`, `os.urandom` and numpy; the hash seed is fixed: the same call gives the same text
+    profile: str = ""  # which modules are already loaded where it runs; chosen by its imports when empty
+    language: str = "python"
+    session: str = ""  # the cell of a session; empty for a program of its own
+    id: str = ""  # two requests of one client with the same id are one call; empty for no such promise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTimings:
+    """Seconds. Only `run_s` counts against a limit."""
+
+    queue_s: float = 0.0  # from arrival to a slot, over all queues
+    setup_s: float = 0.0  # from the slot to the first instruction of the program
+    run_s: float = 0.0  # from there to its end
+    cpu_s: float = 0.0  # user and system, of the program and everything it started and waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +86,49 @@ class RunResult:
     """What happened. `text` is what a reader may see: it holds no time, process id, address or path of the runner."""
 
     outcome: RunOutcome
-    reason: str  # detail of KILLED, REJECTED and INTERNAL; empty otherwise
+    reason: str  # detail of KILLED, REJECTED, OVERLOADED and INTERNAL; empty otherwise
     text: str
     exit_code: int | None  # None when it did not exit by itself
-    queue_s: float
-    run_s: float
+    timings: RunTimings
     level: IsolationLevel
+    peak_memory_bytes: int = 0  # the largest resident set among its processes
+    node: str = ""
+
+
+class PairVerdict(StrEnum):
+    """What became of one comparison."""
+
+    EQUAL = "equal"
+    UNEQUAL = "unequal"
+    UNREADABLE = "unreadable"  # one of the two is no mathematics
+    TIMEOUT = "timeout"  # the pair's own doing: it was stopped at its own limit, alone
+    INTERNAL = "internal"  # ours; tried again before it is said
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerPair:
+    gold: str
+    answer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRequest:
+    """Answers to compare with `math-verify`, in this order: it is not symmetric."""
+
+    pairs: tuple[AnswerPair, ...]
+    pair_wall_s: float = 2.0  # of each pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionLimits:
+    """Of a session as a whole; each cell has the limits of its own request besides."""
+
+    memory_mib: int = 512
+    max_processes: int = 32
+    file_mib: int = 16
+    seed: int = 0
+    profile: str = "full"
+    lease_s: float = field(default=300.0)  # it ends when no cell came for so long
 
 
 class CodeRunner(Protocol):
@@ -61,3 +139,36 @@ class CodeRunner(Protocol):
 
     async def close(self) -> None:
         """End every program that still runs, and the runner. Safe to call twice."""
+
+
+class CodeService(CodeRunner, Protocol):
+    """Also compares answers and keeps sessions. A cell is a `run` whose request names its session."""
+
+    def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        """Yields (index of the pair, its verdict) as each is known; every index once, in any order.
+
+        Raises `MachineError` only when the service itself is lost.
+        """
+
+    async def open_session(self, limits: SessionLimits) -> str:
+        """The id of a new session: an interpreter whose state lasts from one cell to the next, errors included."""
+
+    async def fork_session(self, session: str) -> str:
+        """The id of a copy that shares nothing with `session` from here on.
+
+        Raises `SessionLost` when the session does not exist any more.
+        """
+
+    async def close_session(self, session: str) -> None:
+        """End it. Safe to call twice, and for a session that was lost."""
+
+
+class CodeNode(CodeService, Protocol):
+    """A service on one machine: what the front sends work to."""
+
+    name: str
+    level: IsolationLevel
+    num_slots: int  # how many calls it takes at once; further ones wait in the front, not here
+
+    async def wait_lost(self) -> str:
+        """Returns when the node is gone, with the reason. Calls in flight have raised `NodeLost` by then."""

@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from strop.errors import MachineError
-from strop.sandbox.protocol import CodeRunner, IsolationLevel, RunOutcome, RunRequest, RunResult
+from strop.sandbox.protocol import CodeRunner, IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 from strop.seeds import derive_seed
 
 
 def scripted_result(text: str, outcome: RunOutcome = RunOutcome.STDOUT, *, reason: str = "") -> RunResult:
     """A result with nothing but an outcome and a text."""
     return RunResult(
-        outcome=outcome, reason=reason, text=text, exit_code=0, queue_s=0.0, run_s=0.0, level=IsolationLevel.NAMESPACES
+        outcome=outcome, reason=reason, text=text, exit_code=0, timings=RunTimings(), level=IsolationLevel.NAMESPACES
     )
 
 
