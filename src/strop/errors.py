@@ -39,6 +39,10 @@ class NodeLost(MachineError):  # noqa: N818 - named for what happened
     """A node of the code service died or was cut off with calls in flight."""
 
 
+class LinkBroken(MachineError):  # noqa: N818
+    """A peer of the code service sent what is no message, fell silent, or hung up."""
+
+
 class SessionLost(MachineError):  # noqa: N818
     """A session of the code service is gone: its program ended it, its lease ran out, or its node died."""
 
