@@ -264,8 +264,8 @@ NOT_ROOT = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
 
 def test_without_user_namespaces_it_refuses_and_names_the_remedy() -> None:
     text = output_of(NO_NAMESPACES, "namespaces")
-    assert "sandbox.min_level is 'namespaces', but this machine does not allow them" in text
-    assert "sandbox.min_level = 'process'" in text
+    assert "sandbox.min_level is 'namespaces', but this machine does not allow that" in text
+    assert "sandbox.min_level = 'confined'" in text
 
 
 def test_without_user_namespaces_it_runs_as_plain_processes_only_when_that_was_accepted() -> None:

@@ -2,20 +2,42 @@
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
-from strop.sandbox.protocol import CodeRunner, IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
+from strop.sandbox.protocol import (
+    AnswerPair,
+    CodeNode,
+    CodeRunner,
+    CodeService,
+    IsolationLevel,
+    PairVerdict,
+    RunOutcome,
+    RunRequest,
+    RunResult,
+    RunTimings,
+    SessionLimits,
+    VerifyRequest,
+)
 from strop.sandbox.scripted import ScriptedSandbox, scripted_result
-from strop.sandbox.sync import Sandbox
+from strop.sandbox.session import Session
+from strop.sandbox.sync import Sandbox, SandboxSession
 
 __all__ = [
+    "AnswerPair",
+    "CodeNode",
     "CodeRunner",
+    "CodeService",
     "IsolationLevel",
     "LocalSandbox",
+    "PairVerdict",
     "RunOutcome",
     "RunRequest",
     "RunResult",
     "RunTimings",
     "Sandbox",
     "SandboxConfig",
+    "SandboxSession",
     "ScriptedSandbox",
+    "Session",
+    "SessionLimits",
+    "VerifyRequest",
     "scripted_result",
 ]

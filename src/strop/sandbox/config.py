@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Literal
 
 from pydantic import Field
 
@@ -11,12 +12,18 @@ from strop.sandbox.protocol import IsolationLevel
 
 
 class SandboxConfig(Config):
-    """Of the runner on this machine. The limits are defaults; a `RunRequest` may ask for others."""
+    """Of one machine. The limits are defaults; a `RunRequest` may ask for others."""
 
     wall_s: float = Field(default=4.0, gt=0)  # from the start of the program; time in the queue is not counted
     memory_mib: int = Field(default=512, ge=32)  # address space beyond the interpreter's own, for each process
     output_bytes: int = Field(default=65_536, ge=256)  # head and tail are kept beyond it
-    max_running: int = Field(default_factory=lambda: 2 * (os.cpu_count() or 1), ge=1, le=1024)
-    min_level: IsolationLevel = IsolationLevel.NAMESPACES
-    max_code_bytes: int = Field(default=1_000_000, ge=1)
+    max_running: int = Field(default_factory=lambda: 2 * (os.cpu_count() or 1), ge=1, le=1024)  # that compute
+    max_alive: int = Field(default=256, ge=1, le=4096)  # with those that sleep, which lend their slots
+    min_level: IsolationLevel = IsolationLevel.CONFINED
+    level: IsolationLevel | None = None  # the best that this machine gives, up to `namespaces`, when left out
+    zygotes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=64)  # fork servers for each profile
+    warm: tuple[Literal["bare", "numpy", "full", "verify"], ...] = ("bare",)  # profiles started at once; others when needed
+    modules: tuple[str, ...] = ()  # loaded in the profile `full` besides its own
+    recycle_after: int = Field(default=100_000, ge=1)  # programs from one fork server before another takes its place
+    max_code_bytes: int = Field(default=262_144, ge=1)
     max_stdin_bytes: int = Field(default=8_000_000, ge=0)

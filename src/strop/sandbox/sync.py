@@ -1,15 +1,28 @@
-"""The sandbox for programs that are not asynchronous: the same runner behind a plain call."""
+"""The sandbox for programs that are not asynchronous: the same service behind plain calls."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Coroutine, Iterable
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
-from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult
+from strop.sandbox.protocol import (
+    AnswerPair,
+    CodeService,
+    IsolationLevel,
+    PairVerdict,
+    RunRequest,
+    RunResult,
+    SessionLimits,
+    VerifyRequest,
+)
+from strop.sandbox.session import Session
+
+_ResultT = TypeVar("_ResultT")
 
 
 class Sandbox:
@@ -18,12 +31,23 @@ class Sandbox:
         with Sandbox() as box:
             result = box.run("print(input())", stdin="hello")
 
+        with Sandbox(url="http://sandbox.example:8300", token=token) as box: ...
+
     Args:
-        min_level: how little isolation is still accepted.
-        config: everything else; its own `min_level` is used when the first argument is left out.
+        min_level: how little isolation is still accepted, as in "namespaces" or "L2"; of a sandbox on this machine.
+        config: everything else of it; its own `min_level` is used when the first argument is left out.
+        url: of a running service (`strop sandbox serve`), which is used instead of this machine.
+        token: what that service asks for.
     """
 
-    def __init__(self, *, min_level: IsolationLevel | str | None = None, config: SandboxConfig | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        min_level: IsolationLevel | str | None = None,
+        config: SandboxConfig | None = None,
+        url: str | None = None,
+        token: str | None = None,
+    ) -> None:
         config = config or SandboxConfig()
         if min_level is not None:
             config = config.model_copy(update={"min_level": IsolationLevel(min_level)})
@@ -31,30 +55,32 @@ class Sandbox:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="strop-sandbox", daemon=True)
         self._thread.start()
-        self._box = LocalSandbox(config)
+        self._box: CodeService | None = None
         try:
-            asyncio.run_coroutine_threadsafe(self._box.start(), self._loop).result()
+            self._box = self._wait(self._open(url, token))
         except BaseException:
             self.close()
             raise
 
     @property
-    def level(self) -> IsolationLevel:
-        return self._box.level
+    def level(self) -> IsolationLevel | None:
+        """Of the sandbox on this machine; None where a service decides."""
+        return self._box.level if isinstance(self._box, LocalSandbox) else None
 
     def run(
         self, code: str, *, stdin: str = "", wall_s: float | None = None, memory_mib: int | None = None, seed: int = 0
     ) -> RunResult:
         """Run `code` once; a limit that is left out is the configured one."""
-        request = RunRequest(
-            code=code,
-            stdin=stdin,
-            wall_s=self._config.wall_s if wall_s is None else wall_s,
-            memory_mib=self._config.memory_mib if memory_mib is None else memory_mib,
-            output_bytes=self._config.output_bytes,
-            seed=seed,
-        )
-        return asyncio.run_coroutine_threadsafe(self._box.run(request), self._loop).result()
+        return self._wait(self._service.run(self._request(code, stdin, wall_s, memory_mib, seed)))
+
+    def verify(self, pairs: Iterable[tuple[str, str]], *, pair_wall_s: float = 2.0) -> list[PairVerdict]:
+        """A verdict on each (gold, answer), in the same order."""
+        named = tuple(AnswerPair(gold=gold, answer=answer) for gold, answer in pairs)
+        return self._wait(_collect(self._service, VerifyRequest(pairs=named, pair_wall_s=pair_wall_s)))
+
+    def session(self, limits: SessionLimits | None = None) -> SandboxSession:
+        """A new notebook; use as `with`, or close it."""
+        return SandboxSession(self, self._wait(Session.open(self._service, limits)))
 
     def close(self) -> None:
         """End every program that still runs. Safe to call twice."""
@@ -65,9 +91,37 @@ class Sandbox:
         self._thread.join()
         self._loop.close()
 
+    @property
+    def _service(self) -> CodeService:
+        assert self._box is not None
+        return self._box
+
+    def _request(self, code: str, stdin: str, wall_s: float | None, memory_mib: int | None, seed: int) -> RunRequest:
+        return RunRequest(
+            code=code,
+            stdin=stdin,
+            wall_s=self._config.wall_s if wall_s is None else wall_s,
+            memory_mib=self._config.memory_mib if memory_mib is None else memory_mib,
+            output_bytes=self._config.output_bytes,
+            seed=seed,
+        )
+
+    async def _open(self, url: str | None, token: str | None) -> CodeService:
+        if url is not None:
+            from strop.sandbox.service.client import SandboxClient  # needs httpx, which a sandbox on this machine does not
+
+            return SandboxClient(url, token=token)
+        box = LocalSandbox(self._config)
+        await box.start()
+        return box
+
+    def _wait(self, work: Coroutine[Any, Any, _ResultT]) -> _ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
     async def _end_calls(self) -> None:
         """Close, and let every call that was waiting tell its thread so."""
-        await self._box.close()
+        if self._box is not None:
+            await self._box.close()
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
     def __enter__(self) -> Self:
@@ -75,3 +129,34 @@ class Sandbox:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+class SandboxSession:
+    """A `Session` behind plain calls; made by `Sandbox.session`."""
+
+    def __init__(self, box: Sandbox, session: Session) -> None:
+        self._box = box
+        self._session = session
+
+    def run(self, code: str, *, stdin: str = "", wall_s: float | None = None) -> RunResult:
+        """Run one more cell. Raises `SessionLost` when the session ended before it."""
+        return self._box._wait(self._session.run(self._box._request(code, stdin, wall_s, None, 0)))
+
+    def fork(self) -> SandboxSession:
+        """A copy of its state as it is now. Raises `SessionLost`."""
+        return SandboxSession(self._box, self._box._wait(self._session.fork()))
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._box._wait(self._session.close())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+async def _collect(service: CodeService, request: VerifyRequest) -> list[PairVerdict]:
+    verdicts = {index: verdict async for index, verdict in service.verify(request)}
+    return [verdicts[index] for index in range(len(request.pairs))]

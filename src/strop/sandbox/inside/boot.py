@@ -1,0 +1,13 @@
+"""Makes a package of this folder and starts it. Run as a script, so that nothing else of strop needs to be importable."""
+
+import os
+import sys
+import types
+
+package = types.ModuleType("strop_inside")
+package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
+sys.modules["strop_inside"] = package
+
+from strop_inside.main import main  # type: ignore[import-not-found]  # noqa: E402
+
+main()

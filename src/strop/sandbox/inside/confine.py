@@ -1,0 +1,156 @@
+"""How a child is shut in, step by step, at each level; and the limits of what it then runs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import sys
+from typing import TextIO
+
+from . import filesystem, kernel, program
+
+try:
+    from . import landlock, seccomp
+except ImportError:
+    landlock = seccomp = None
+from .wire import WORK_DIRECTORY
+
+UNPRIVILEGED_UID = 1_000_000  # on the host, when started by root: RLIMIT_NPROC is not enforced for the kernel's uid 0
+INNER_UID = 1_000  # what a program sees
+NICENESS = 10  # the service that watches it comes first
+EXCHANGE, WAKE = 3, 4
+
+
+class Confinement:
+    """What the children of one fork server have in common; made before the first of them.
+
+    Args:
+        level: the value of an `IsolationLevel`.
+        proc: the host's /proc, opened before it went out of sight.
+        is_root: whether the fork server is the host's root.
+        readable: the trees that a program may read where no mount namespace hides the others.
+    """
+
+    def __init__(self, level: str, *, proc: int, is_root: bool, readable: list[str]) -> None:
+        self.level = level
+        self.proc = proc
+        self.is_root = is_root
+        self.is_namespaced = level in ("strict", "namespaces")
+        self._filter = None if level == "process" or seccomp is None else seccomp.build(is_namespaced=self.is_namespaced)
+        self._rules = (
+            None
+            if level == "process" or seccomp is None
+            else landlock.prepare(readable=None if self.is_namespaced else readable)
+        )
+        self._base_memory = _address_space(proc)
+
+    def apply(self, directory: str) -> None:
+        """Into the cage, for good. `directory` is the call's own on disk, where there is no private /tmp."""
+        kernel.libc.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.setsid()
+        os.nice(NICENESS)
+        if self.is_namespaced:
+            self._enter_namespaces()
+            directory = WORK_DIRECTORY
+        elif self.is_root and self.level == "confined":
+            _become_unprivileged(directory)
+        os.chdir(directory)
+        if self.level == "process":
+            return
+        kernel.drop_capabilities()
+        if self._rules is not None and self._filter is not None:
+            kernel.check(kernel.libc.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "set no_new_privs")
+            landlock.restrict(self._rules, writable="/tmp" if self.is_namespaced else directory)
+            seccomp.install(self._filter)
+
+    def limit(self, *, memory_bytes: int, cpu_s: int, max_processes: int, file_bytes: int) -> None:
+        """The limits of the work that follows; below those of the machine, where it has lower ones."""
+        for kind, limit in (
+            (resource.RLIMIT_CPU, cpu_s),
+            (resource.RLIMIT_FSIZE, file_bytes),
+            (resource.RLIMIT_NPROC, max_processes),
+            *_FIXED_LIMITS,
+        ):
+            hard = resource.getrlimit(kind)[1]
+            value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (value, value))
+        total = self._base_memory + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (total, total + program.SPARE_BYTES))
+
+    def _enter_namespaces(self) -> None:
+        more = kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS if self.level == "strict" else 0
+        kernel.check(kernel.libc.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | more), "unshare mount and ipc namespaces")
+        filesystem.mount_tmp()
+        filesystem.make_work_directory()
+        if self.is_root:
+            os.setgroups([])
+            os.setresgid(UNPRIVILEGED_UID, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
+            os.setresuid(UNPRIVILEGED_UID, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
+            kernel.libc.prctl(kernel.PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below belong to root
+        # A user namespace for each call: RLIMIT_NPROC is counted in it, and the same uid is seen on every machine.
+        kernel.enter_user_namespace(self.proc, inside=INNER_UID)
+        try:
+            kernel.write_at(self.proc, "sys/user/max_user_namespaces", "0")
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):  # containers mount it read-only
+                raise
+
+
+_FIXED_LIMITS = (
+    (resource.RLIMIT_CORE, 0),
+    (resource.RLIMIT_NOFILE, 128),
+    (resource.RLIMIT_MEMLOCK, 0),
+    (resource.RLIMIT_MSGQUEUE, 0),
+    (resource.RLIMIT_STACK, 64 << 20),
+)
+
+
+def take_streams(exchange: int, wake: int, output: int) -> None:
+    """Put the descriptors in their places, close all others, and open the text streams."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    moved = [os.dup(exchange), os.dup(wake)]  # out of the way of the places below
+    for source, target in ((nothing, 0), (output, 1), (output, 2), (moved[0], EXCHANGE), (moved[1], WAKE)):
+        os.dup2(source, target, inheritable=target < EXCHANGE)
+    os.closerange(WAKE + 1, 4096)
+    sys.stdout = _text_stream(1)
+    sys.stderr = _text_stream(2)
+    sys.__dict__.update(__stdout__=sys.stdout, __stderr__=sys.stderr)  # read-only to type checkers
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a file that grows too large is an OSError
+
+
+def give_stdin(content: bytes) -> None:
+    """Make `content` what the program reads from its standard input; a file, so that nobody waits for a reader."""
+    if content:
+        descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        os.dup2(descriptor, 0)
+        os.close(descriptor)
+    sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - for life
+    sys.__dict__.update(__stdin__=sys.stdin)
+
+
+def _text_stream(descriptor: int) -> TextIO:
+    """Line by line, so that what was printed before a kill is kept; surrogates are shown escaped."""
+    return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _become_unprivileged(directory: str) -> None:
+    uid = UNPRIVILEGED_UID + os.getpid()  # RLIMIT_NPROC counts per uid, and every call has its own
+    os.chown(directory, uid, uid)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+
+
+def _address_space(proc: int) -> int:
+    descriptor = os.open("self/statm", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    try:
+        return int(os.read(descriptor, 64).split()[0]) * resource.getpagesize()
+    finally:
+        os.close(descriptor)

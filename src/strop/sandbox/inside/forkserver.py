@@ -1,0 +1,164 @@
+"""The fork server: a loop that only waits, forks and reaps. A child gets its work from the supervisor, past this process.
+
+A child inherits this memory, so no program, input or output ever passes through it, only descriptors. Each child is pid 1 of a
+pid namespace: when it dies the kernel kills everything that it started.
+
+    supervisor --(id of the child + exchange, wake, output)--> fork server --fork--> child: confined, waiting on `wake`
+    supervisor <--(started: id, pid, pidfd)-- <--(ended: pid, status, CPU time, memory)--
+
+`repr(object())` must not differ between two equal calls. Addresses are not randomised, and the loop talks to the kernel through
+buffers made once, so that the heap at each fork is the same whatever ran before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+from collections.abc import Callable
+from typing import NoReturn
+
+from . import kernel
+from .wire import KIND_EXITED, KIND_SIGNALED, KIND_STARTED, MAX_SPAWN_BYTES
+
+_WNOHANG = 1
+_POLLIN = 1
+_NUM_DESCRIPTORS = 3
+
+
+class _Iovec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class _Message(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_length", ctypes.c_uint32),
+        ("iov", ctypes.POINTER(_Iovec)),
+        ("num_iov", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_length", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+class _Rights(ctypes.Structure):
+    """One SCM_RIGHTS message with room for the descriptors of a child."""
+
+    _fields_ = (
+        ("length", ctypes.c_size_t),
+        ("level", ctypes.c_int),
+        ("kind", ctypes.c_int),
+        ("descriptors", ctypes.c_int * 4),  # three, and the padding that the kernel's alignment asks for
+    )
+
+
+class _Spawn(ctypes.Structure):
+    """`wire.SPAWN`, and the path behind it."""
+
+    _pack_ = 1
+    _fields_ = (("child", ctypes.c_uint64), ("directory", ctypes.c_char * MAX_SPAWN_BYTES))
+
+
+class _Report(ctypes.Structure):
+    """`wire.REPORT`, as the loop fills it in place."""
+
+    _pack_ = 1
+    _fields_ = (
+        ("kind", ctypes.c_uint32),
+        ("status", ctypes.c_int32),
+        ("child", ctypes.c_uint64),
+        ("pid", ctypes.c_int64),
+        ("cpu_us", ctypes.c_uint64),
+        ("peak_kib", ctypes.c_uint64),
+    )
+
+
+class _Poll(ctypes.Structure):
+    _fields_ = (("descriptor", ctypes.c_int), ("events", ctypes.c_short), ("returned", ctypes.c_short))
+
+
+class _Usage(ctypes.Structure):
+    """`struct rusage` as 64-bit Linux lays it out."""
+
+    _fields_ = (
+        ("user_s", ctypes.c_long),
+        ("user_us", ctypes.c_long),
+        ("system_s", ctypes.c_long),
+        ("system_us", ctypes.c_long),
+        ("peak_kib", ctypes.c_long),
+        ("rest", ctypes.c_long * 13),
+    )
+
+
+def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, int, str], NoReturn]) -> None:
+    """Fork a child for each packet on `control`, and report its start and its end, until the supervisor closes its side.
+
+    Args:
+        control: a seqpacket socket.
+        pid_namespace: this process's own, so that each child can get a new one; -1 for children that share it.
+        run_child: the life of a child: exchange, wake, output, directory.
+    """
+    libc = kernel.libc
+    spawn, report, usage, status = _Spawn(), _Report(), _Usage(), ctypes.c_int()
+    taken, given = _Rights(), _Rights(length=20, level=1, kind=1)  # SOL_SOCKET, SCM_RIGHTS, one descriptor
+    incoming, outgoing = _message(spawn, ctypes.sizeof(taken), taken), _message(report, ctypes.sizeof(given), given)
+    outgoing.control_length = 24  # one descriptor, aligned
+    deaths_fd = _death_descriptor()
+    polled = (_Poll * 2)(_Poll(control, _POLLIN), _Poll(deaths_fd, _POLLIN))
+    drained = ctypes.create_string_buffer(128)
+    # References to foreign memory made once: the loop then allocates nothing that outlives an iteration.
+    report_at, usage_at, status_at = ctypes.byref(report), ctypes.byref(usage), ctypes.byref(status)
+    incoming_at, outgoing_at, polled_at = ctypes.byref(incoming), ctypes.byref(outgoing), ctypes.byref(polled)
+    descriptors, passed = taken.descriptors, given.descriptors
+    requests, deaths = polled[0], polled[1]
+    report_size, control_size = ctypes.sizeof(report), ctypes.sizeof(taken)
+    gc.collect()
+    gc.freeze()
+    while True:
+        if libc.poll(polled_at, 2, -1) < 0:
+            continue
+        if deaths.returned:
+            libc.read(deaths_fd, drained, 128)
+            while True:
+                report.pid = libc.wait4(-1, status_at, _WNOHANG, usage_at)
+                if report.pid <= 0:
+                    break
+                ended = status.value
+                report.kind = KIND_SIGNALED if ended & 0x7F else KIND_EXITED
+                report.status = ended & 0x7F or (ended >> 8) & 0xFF
+                report.cpu_us = (usage.user_s + usage.system_s) * 1_000_000 + usage.user_us + usage.system_us
+                report.peak_kib = usage.peak_kib
+                libc.send(control, report_at, report_size, 0)
+        if requests.returned:
+            incoming.control_length = control_size
+            length = libc.recvmsg(control, incoming_at, 0)
+            if length <= 0:
+                return
+            if pid_namespace >= 0:
+                # After the init of a pid namespace has died, fork fails with ENOMEM until a new one is asked for.
+                kernel.check(libc.setns(pid_namespace, kernel.CLONE_NEWPID), "setns")
+                kernel.check(libc.unshare(kernel.CLONE_NEWPID), "unshare a pid namespace")
+            report.pid = os.fork()
+            if report.pid == 0:
+                run_child(descriptors[0], descriptors[1], descriptors[2], spawn.directory.decode())
+            passed[0] = libc.syscall(kernel.SYS_PIDFD_OPEN, ctypes.c_long(report.pid), 0)
+            report.kind, report.child, report.status = KIND_STARTED, spawn.child, 0
+            libc.sendmsg(control, outgoing_at, 0)
+            libc.close(passed[0])
+            for index in range(_NUM_DESCRIPTORS):
+                libc.close(descriptors[index])
+
+
+def _death_descriptor() -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+    signals = ctypes.c_uint64(1 << (signal.SIGCHLD - 1))
+    return kernel.check(kernel.libc.signalfd(-1, ctypes.byref(signals), 0o2000000 | 0o4000), "signalfd")  # CLOEXEC, NONBLOCK
+
+
+def _message(content: ctypes.Structure, control_length: int, control: _Rights) -> _Message:
+    iov = _Iovec(base=ctypes.addressof(content), length=ctypes.sizeof(content))
+    message = _Message(num_iov=1, control=ctypes.addressof(control), control_length=control_length)
+    message.iov = ctypes.pointer(iov)
+    return message

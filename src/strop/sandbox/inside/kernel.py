@@ -1,0 +1,81 @@
+"""System calls that Python 3.11 has no function for, with errors that name what failed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+ADDR_NO_RANDOMIZE = 0x0040000
+MADV_COLLAPSE = 25
+SYS_PIDFD_OPEN, SYS_MOUNT_SETATTR = 434, 442  # the same on every architecture
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+
+libc = ctypes.CDLL(None, use_errno=True)
+_NO_CAPABILITIES = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3; no bit in any of the three sets
+
+
+def check(result: int, what: str) -> int:
+    """`result`, or an `OSError` that says `what` failed when it is negative."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def prctl(option: int, value: int) -> None:
+    check(libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    result = libc.mount(source.encode(), target.encode(), kind.encode(), ctypes.c_ulong(flags), options.encode() or None)
+    check(result, f"mount {target}")
+
+
+def show_read_only(target: str, *, allows_devices: bool) -> None:
+    """Make the mount at `target`, and every mount below it, read-only."""
+    no_device = 0 if allows_devices else MOUNT_ATTR_NODEV
+    attributes = (ctypes.c_uint64 * 4)(MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | no_device, 0, 0, 0)
+    result = libc.syscall(
+        SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, ctypes.byref(attributes), ctypes.c_size_t(32)
+    )
+    check(result, f"mount_setattr {target} (needs Linux 5.12)")
+
+
+def pivot_root(new: str, old: str) -> None:
+    number = _SYS_PIVOT_ROOT.get(platform.machine())
+    if number is None:
+        raise OSError(38, f"pivot_root has no known number on {platform.machine()}")
+    check(libc.syscall(number, new.encode(), old.encode()), "pivot_root")
+
+
+def drop_capabilities() -> None:
+    check(libc.capset(*_NO_CAPABILITIES), "drop capabilities")
+
+
+def write_at(directory: int, path: str, text: str) -> None:
+    """Write `text` to the file `path` below the open /proc `directory`."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, f"write {text!r} to /proc/{path}: {error.strerror}") from error
+
+
+def enter_user_namespace(proc: int, *, inside: int, other_namespaces: int = 0) -> None:
+    """A user namespace of its own where the caller's uid and gid are `inside`; the other namespaces then belong to it."""
+    uid, gid = os.geteuid(), os.getegid()
+    check(libc.unshare(CLONE_NEWUSER | other_namespaces), "unshare a user namespace")
+    write_at(proc, "self/setgroups", "deny")
+    write_at(proc, "self/uid_map", f"{inside} {uid} 1")
+    write_at(proc, "self/gid_map", f"{inside} {gid} 1")

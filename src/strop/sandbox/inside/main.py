@@ -1,0 +1,142 @@
+"""The start of a fork server: out of sight of the host, warm, then serving. Its arguments are one JSON object."""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import builtins
+import json
+import mmap
+import os
+import random
+import signal
+import sys
+import time
+from typing import Any, NoReturn
+
+from . import confine, filesystem, forkserver, kernel, profiles, program, verify
+from .wire import JOB_SESSION, JOB_VERIFY, KIND_FAILED, KIND_HELLO, READY, RECORD_BYTES, RECORD_SETUP, REPORT, STAMP, WORK
+
+
+def main() -> None:
+    fix_addresses()
+    settings = json.loads(sys.argv[1])
+    control = settings["control"]
+    os.set_inheritable(control, False)
+    try:
+        cage, pid_namespace = start(settings)
+    except (OSError, ImportError) as error:
+        _send(control, KIND_FAILED, (isinstance(error, OSError) and error.strerror) or str(error))
+        return
+    _send(control, KIND_HELLO)
+    forkserver.serve(control, pid_namespace=pid_namespace, run_child=Child(cage).live)
+
+
+def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
+    """Go out of sight of the host and load the profile; in the process that is to fork, its cage and its pid namespace.
+
+    Raises:
+        OSError: this machine refuses a step; the message names it.
+        ImportError: of a module that was asked for by name.
+    """
+    level, libraries = settings["level"], settings["libraries"]
+    sys.argv = [""]
+    # What `site` would have added; it does not run here.
+    builtins.exit, builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D"), _sitebuiltins.Quitter("quit", "Ctrl-D")
+    is_namespaced, is_root, pid_namespace = level in ("strict", "namespaces"), os.geteuid() == 0, -1
+    place = filesystem.place_inside if is_namespaced else str
+    sys.path[:] = [place(path) for path in [*sys.path, *libraries]]
+    program.LIBRARIES.extend((place(path), "site-packages") for path in libraries)
+    program.LIBRARIES.append((place(os.path.dirname(os.__file__)), "python"))
+    program.LIBRARIES.sort(key=lambda pair: -len(pair[0]))
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    kernel.write_at(proc, "self/oom_score_adj", "1000")
+    if is_namespaced:
+        is_root = _isolate(proc)
+        if (pid := os.fork()) != 0:
+            os.closerange(3, 4096)
+            os.waitpid(pid, 0)
+            os._exit(0)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.setsid()
+        filesystem.build_root(settings["shown"])
+        pid_namespace = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    profiles.load(settings["profile"], settings["modules"])
+    profiles.collapse(proc)
+    return confine.Confinement(level, proc=proc, is_root=is_root, readable=settings["shown"]), pid_namespace
+
+
+class Child:
+    """The life of one child, from the fork to its last word."""
+
+    def __init__(self, cage: confine.Confinement) -> None:
+        self._cage = cage
+
+    def live(self, exchange: int, wake: int, output: int, directory: str) -> NoReturn:
+        record: mmap.mmap | None = None
+        try:
+            record = mmap.mmap(exchange, RECORD_BYTES)  # outlives any descriptor
+            self._cage.apply(directory)
+            confine.take_streams(exchange, wake, output)
+            os.read(confine.WAKE, 8)
+            os.close(confine.WAKE)
+            header = os.pread(confine.EXCHANGE, WORK.size, RECORD_BYTES)
+            job, seed, memory_bytes, cpu_s, max_processes, file_mib, code_length, stdin_length = WORK.unpack(header)
+            code = _read(code_length, RECORD_BYTES + WORK.size)
+            stdin = _read(stdin_length, RECORD_BYTES + WORK.size + code_length)
+            os.close(confine.EXCHANGE)
+            confine.give_stdin(stdin)
+            self._cage.limit(memory_bytes=memory_bytes, cpu_s=cpu_s, max_processes=max_processes, file_bytes=file_mib << 20)
+            _seed(seed)
+            record[: STAMP.size] = STAMP.pack(time.monotonic())
+            os.write(1, READY)
+        except BaseException as error:
+            if record is not None:
+                program.write_record(record, RECORD_SETUP, f"{type(error).__name__}: {error}")
+            os._exit(1)
+        if job == JOB_VERIFY:
+            verify.judge(code, _emit)
+            os._exit(0)
+        assert job != JOB_SESSION
+        program.run_program(code.decode(), record)
+
+
+def _emit(line: bytes) -> None:
+    os.write(1, line + b"\n")
+
+
+def _read(length: int, offset: int) -> bytes:
+    """Memory files give all that was asked for at once."""
+    return os.pread(confine.EXCHANGE, length, offset) if length else b""
+
+
+def _seed(seed: int) -> None:
+    """Make everything that draws its own seed from the system, such as numpy's generators, a function of `seed`."""
+    random.seed(seed)
+    entropy = random.Random(f"system entropy {seed}").randbytes
+    random.__dict__["_urandom"] = entropy  # what `secrets` and `SystemRandom` draw from
+    os.urandom = entropy
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed(seed & 0xFFFF_FFFF)  # drawn when numpy was loaded: the same in every child
+
+
+def _isolate(proc: int) -> bool:
+    """Into fresh namespaces, without a user namespace where root allows it. True if the caller is the host's root."""
+    own = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
+    if kernel.libc.unshare(own) == 0:
+        return True
+    kernel.enter_user_namespace(proc, inside=0, other_namespaces=own)
+    return False
+
+
+def fix_addresses() -> None:
+    """Execute this script again without address randomisation; where that is refused, default reprs will differ."""
+    current = kernel.libc.personality(0xFFFFFFFF)
+    if current < 0 or current & kernel.ADDR_NO_RANDOMIZE:
+        return
+    if kernel.libc.personality(current | kernel.ADDR_NO_RANDOMIZE) >= 0:
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def _send(control: int, kind: int, text: str = "") -> None:
+    os.write(control, REPORT.pack(kind, 0, 0, 0, 0, 0) + text.encode())

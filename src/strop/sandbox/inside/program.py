@@ -1,0 +1,177 @@
+"""One program, from its text to its last word: echo as IPython would show it, errors with a traceback that is only its own.
+
+Untrusted code runs in this process. What it says of itself goes into a record that nobody trusts; it may choose a text there,
+never an outcome. Every name that is used after the program ran is bound before it: a program may replace any of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import linecache
+import mmap
+import os
+import resource
+import sys
+import traceback
+from _ast import Expr, Expression, Module, PyCF_ONLY_AST
+from collections.abc import Callable
+from types import CodeType, ModuleType, TracebackType
+from typing import NoReturn, TextIO
+
+from .wire import MAX_TRACEBACK_CHARS, RECORD_BYTES, RECORD_ECHO, RECORD_ERROR, RECORD_HEADER, STAMP
+
+MAX_FRAMES = 2_000  # twice Python's recursion limit; formatting millions takes longer than a program may run
+SPARE_BYTES = 32 << 20  # for the traceback of a program that has used all its memory
+_OWN_FILES = {__file__}
+
+
+def run_program(
+    code: str,
+    shown: mmap.mmap,
+    # Bound now: the program may replace any of them.
+    exit_now: Callable[[int], NoReturn] = os._exit,
+    getpid: Callable[[], int] = os.getpid,
+    run_exit_hooks: Callable[[], None] = atexit._run_exitfuncs,
+    modules: dict[str, ModuleType] = sys.modules,
+    make_text: Callable[[object], str] = repr,
+) -> NoReturn:
+    own_pid, streams = getpid(), (sys.stdout, sys.stderr)
+    exit_code, kind, text = 0, b"", ""
+    try:
+        value = execute(code, fresh_main())
+        if value is not None:
+            kind, text = RECORD_ECHO, make_text(value)
+    except SystemExit as error:
+        exit_code = _exit_code(error, streams[1])
+    except BaseException as error:
+        exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
+    try:
+        if (threading := modules.get("threading")) is not None:
+            threading._shutdown()  # waits for threads that are no daemons, as the interpreter does
+        run_exit_hooks()
+    except BaseException as error:
+        if not exit_code:
+            exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
+    if getpid() != own_pid:  # a fork of the program that came back here; it has no record of its own
+        if kind == RECORD_ERROR:
+            _try(streams[1].write, text)
+    elif kind:
+        write_record(shown, kind, text)
+    for stream in streams:
+        _try(stream.flush)
+    exit_now(exit_code)
+
+
+def fresh_main() -> dict[str, object]:
+    """The names of a new, registered `__main__`: pickling and multiprocessing look it up."""
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = main
+    return main.__dict__
+
+
+def execute(code: str, names: dict[str, object], file: str = "<code>") -> object:
+    """Run the program; the value of its last statement if that is an expression without a semicolon after it, else None."""
+    code = code.removeprefix("\ufeff")
+    # Lines as the compiler counts them; a last one without its end would shift the carets of a traceback.
+    lines = [f"{line}\n" for line in code.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    linecache.cache[file] = (len(code), None, lines, file)
+    tree = compile(code, file, "exec", PyCF_ONLY_AST, dont_inherit=True)
+    assert isinstance(tree, Module)
+    last = tree.body[-1] if tree.body else None
+    if isinstance(last, Expr):
+        tree.body.pop()
+    else:
+        last = None
+    body: CodeType = compile(tree, file, "exec", dont_inherit=True)
+    flags = body.co_flags & 0x1FF0000  # what `from __future__` asked for
+    tail = None if last is None else compile(Expression(last.value), file, "eval", flags, dont_inherit=True)
+    exec(body, names)
+    if last is None or tail is None:
+        return None
+    value: object = eval(tail, names)
+    return None if _is_silenced(code, last) else value
+
+
+def _is_silenced(code: str, last: Expr) -> bool:
+    """Whether a semicolon follows the last statement, which hides its value as in IPython."""
+    assert last.end_lineno is not None
+    assert last.end_col_offset is not None
+    lines = code.encode().splitlines(keepends=True)  # columns count bytes
+    after = lines[last.end_lineno - 1][last.end_col_offset :]
+    return after.lstrip().startswith(b";")
+
+
+def _exit_code(error: SystemExit, stderr: TextIO) -> int:
+    if error.code is None:
+        return 0
+    if isinstance(error.code, int):
+        return error.code & 0xFF
+    _try(lambda: stderr.write(f"{error.code}\n"))
+    return 1
+
+
+def format_error(
+    error: BaseException, format_exception: Callable[[BaseException], list[str]] = traceback.format_exception
+) -> str:
+    """The traceback without the runner's frames and without the places where this machine keeps its libraries."""
+    try:
+        memory_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+            frames = frames.tb_next
+        error.__traceback__ = _fold(frames)
+        if isinstance(error, SyntaxError) and error.text is None and str(error.filename).startswith("<c") and error.lineno:
+            error.text = linecache.getline(str(error.filename), error.lineno)
+        text = "".join(format_exception(error))
+        for prefix, name in LIBRARIES:
+            text = text.replace(prefix, name)
+    except BaseException as broken:  # an exception whose own text raises, or a program that broke the formatter
+        text = f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})\n"
+    return _cut(text, MAX_TRACEBACK_CHARS)
+
+
+def _fold(frames: TracebackType | None) -> TracebackType | None:
+    """The same frames; of more than `MAX_FRAMES`, the first half and the last half of so many."""
+    count, frame = 0, frames
+    while frame is not None:
+        count, frame = count + 1, frame.tb_next
+    if count <= MAX_FRAMES or frames is None:
+        return frames
+    last_of_head, first_of_tail = frames, frames
+    for index in range(count - MAX_FRAMES // 2):
+        assert first_of_tail.tb_next is not None
+        first_of_tail = first_of_tail.tb_next
+        if index == MAX_FRAMES // 2 - 2:
+            last_of_head = first_of_tail
+    last_of_head.tb_next = first_of_tail
+    return frames
+
+
+LIBRARIES: list[tuple[str, str]] = []  # (where it lies, what is shown), longest first; filled at start
+
+
+def _cut(text: str, limit: int) -> str:
+    if len(text) <= limit:
+        return text
+    half = limit // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def write_record(shown: mmap.mmap, kind: bytes, text: str) -> None:
+    start = STAMP.size + RECORD_HEADER.size
+    room = RECORD_BYTES - start
+    # Eight bytes a character is more than any encoding of one, so that no cut falls into the middle of it.
+    encoded = _cut(text, room // 8).encode("utf-8", "backslashreplace")[:room]
+    shown[start : start + len(encoded)] = encoded
+    shown[STAMP.size : start] = RECORD_HEADER.pack(kind, len(encoded))
+
+
+def _try(action: Callable[..., object], *arguments: str) -> None:
+    """For the last words of a program that may have closed or replaced its own streams."""
+    try:
+        action(*arguments)
+    except BaseException:
+        return

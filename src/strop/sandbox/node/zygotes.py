@@ -1,0 +1,308 @@
+"""The supervisor's end of the fork servers: children that are already shut in and wait for their work.
+
+Every piece of work runs in a child that was forked before it came, if the machine had the time, so that a lone call does not
+wait for a fork. A child is used once. Nothing that one writes reaches the fork server: the next is as clean as the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.errors import MachineError
+from strop.sandbox.inside import wire
+from strop.sandbox.protocol import IsolationLevel
+
+_log = logging.getLogger(__name__)
+
+_START_LIMIT_S = 60.0  # of a fork server; 0.1 s bare and 2 s with sympy when the machine is idle
+_MAX_UNSTARTED = 16  # children asked of one fork server at once; more would only lengthen its queue
+_INSIDE = Path(wire.__file__).parent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a child ended, as its parent saw it."""
+
+    exit_code: int | None
+    signal: int | None
+    cpu_s: float
+    peak_bytes: int
+    is_lost: bool = False  # its fork server died under it: nobody knows how it would have ended
+
+
+_LOST = Ended(exit_code=None, signal=None, cpu_s=0.0, peak_bytes=0, is_lost=True)
+
+
+class Child:
+    """One confined process that waits for its work, does it, and ends."""
+
+    __slots__ = (
+        "_is_killed",
+        "_on_end",
+        "_wake",
+        "_zygote",
+        "directory",
+        "ended",
+        "exchange",
+        "number",
+        "output",
+        "pidfd",
+        "started_at",
+    )
+
+    def __init__(self, zygote: Zygote, number: int, *, exchange: int, wake: int, output: int, directory: str) -> None:
+        self._zygote = zygote
+        self._wake = wake
+        self._is_killed = False
+        self._on_end: Callable[[], None] | None = None
+        self.number = number
+        self.exchange = exchange  # a memory file: its record, then its work
+        self.output = output  # the read end of its stdout and stderr
+        self.directory = directory  # its own on disk; empty where it has a private /tmp
+        self.pidfd = -1
+        self.started_at = 0.0  # 0 until its parent said so
+        self.ended: Ended | None = None
+
+    def give(self, work: bytes, on_end: Callable[[], None]) -> None:
+        """Let it begin; `on_end` is called once, when it and everything that it started are dead."""
+        os.pwrite(self.exchange, work, wire.RECORD_BYTES)
+        os.eventfd_write(self._wake, 1)
+        self._on_end = on_end
+        if self.ended is not None:
+            on_end()
+
+    def kill(self) -> None:
+        """Safe at any time. It is pid 1 of its namespace: with it dies everything that it started."""
+        self._is_killed = True
+        if self.pidfd >= 0 and self.ended is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def host_pid(self) -> int | None:
+        """Its process id as this process sees it; None when it has ended."""
+        try:
+            with open(f"/proc/self/fdinfo/{self.pidfd}") as described:
+                pid = int(described.read().rpartition("\nPid:\t")[2].split(maxsplit=1)[0])
+        except (FileNotFoundError, IndexError, ValueError):
+            return None
+        return pid if pid > 0 else None
+
+    def close(self) -> None:
+        """Give back its descriptors and its directory; kills it first when it still runs. Safe to call twice."""
+        if self.ended is None:
+            self.kill()
+            self._on_end = self._release
+        else:
+            self._release()
+
+    def take_start(self, pidfd: int) -> None:
+        self.pidfd = pidfd
+        self.started_at = time.monotonic()
+        if self._is_killed:
+            self.kill()
+
+    def take_end(self, ended: Ended) -> None:
+        if self.ended is None:
+            self.ended = ended
+            if self._on_end is not None:
+                self._on_end()
+
+    def _release(self) -> None:
+        for descriptor in (self.exchange, self._wake, self.output, self.pidfd):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self.exchange = self._wake = self.output = self.pidfd = -1
+        if self.directory:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory = ""
+
+
+class Zygote:
+    """One fork server process. Belongs to one event loop."""
+
+    def __init__(self, profile: str, level: IsolationLevel, *, modules: tuple[str, ...], on_lost: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._level = level
+        self._on_lost = on_lost
+        self._numbers = itertools.count(1)
+        self._children: dict[int, Child] = {}  # not reported as started yet
+        self._by_pid: dict[int, Child] = {}
+        self._spares: deque[Child] = deque()
+        self._to_send: deque[tuple[Child, bytes, tuple[int, int, int]]] = deque()
+        self._hello: asyncio.Future[None] = self._loop.create_future()
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        with theirs:
+            # In this thread, which lives as long as the event loop: the fork server dies with the thread that started it.
+            self._process = subprocess.Popen(
+                command(_INSIDE / "boot.py", level, profile, modules=modules, control=theirs.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+                env=ENVIRONMENT,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self._loop.add_reader(self._socket, self._read)
+        self.profile = profile
+        self.num_spawned = 0
+        self.is_lost = False
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def num_alive(self) -> int:
+        return len(self._children) + len(self._by_pid)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing but spare children is left of it."""
+        return self.num_alive <= len(self._spares)
+
+    async def hello(self) -> None:
+        """Returns when it is ready. Raises `MachineError` with its words when it cannot isolate or start."""
+        done, _ = await asyncio.wait({self._hello}, timeout=_START_LIMIT_S)
+        if not done:
+            self.lose()
+            raise MachineError(f"a fork server of the sandbox did not start within {_START_LIMIT_S:.0f} s")
+        await self._hello
+        self._spares.append(self._spawn())
+
+    def take(self) -> Child:
+        """A child for one piece of work, and another one on its way for the next."""
+        child = self._spares.popleft() if self._spares else self._spawn()
+        if not self._spares and not self.is_lost:
+            self._spares.append(self._spawn())
+        return child
+
+    def lose(self) -> None:
+        """Kill it, with everything it runs, and tell those who wait. Safe to call twice."""
+        if self.is_lost:
+            return
+        self.is_lost = True
+        self._loop.remove_reader(self._socket)
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+        for _, _, descriptors in self._to_send:
+            os.close(descriptors[2])
+        self._to_send.clear()
+        if not self._hello.done():
+            self._hello.set_exception(MachineError("a fork server of the sandbox ended before it was ready"))
+            self._hello.exception()  # marks it as seen: nobody may be waiting for it
+        for child in [*self._children.values(), *self._by_pid.values()]:
+            child.take_end(_LOST)
+        for child in self._spares:
+            child.close()
+        self._spares.clear()
+        self._children.clear()
+        self._by_pid.clear()
+        self._on_lost()
+
+    def _spawn(self) -> Child:
+        number = next(self._numbers)
+        self.num_spawned += 1
+        directory = "" if self._level.rank >= 2 else tempfile.mkdtemp(prefix="strop-")
+        try:
+            exchange = os.memfd_create("exchange", os.MFD_CLOEXEC)
+            os.ftruncate(exchange, wire.RECORD_BYTES)
+            wake = os.eventfd(0, os.EFD_CLOEXEC)
+            output_read, output_write = os.pipe2(os.O_CLOEXEC)
+        except OSError as error:
+            raise MachineError(f"no descriptors left for another program ({error}). Raise `ulimit -n`.") from error
+        os.set_blocking(output_read, False)
+        child = Child(self, number, exchange=exchange, wake=wake, output=output_read, directory=directory)
+        self._children[number] = child
+        self._to_send.append((child, wire.SPAWN.pack(number) + directory.encode(), (exchange, wake, output_write)))
+        self._send()
+        return child
+
+    def _send(self) -> None:
+        while self._to_send and len(self._children) - len(self._to_send) < _MAX_UNSTARTED:
+            child, message, descriptors = self._to_send.popleft()
+            try:
+                socket.send_fds(self._socket, [message], list(descriptors))
+            except OSError:
+                self._to_send.appendleft((child, message, descriptors))
+                self.lose()
+                return
+            os.close(descriptors[2])  # the child holds it now: the pipe ends when the last of its processes does
+
+    def _read(self) -> None:
+        while not self.is_lost:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1)
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                message, descriptors = b"", []
+            if len(message) < wire.REPORT.size:
+                self.lose()
+                return
+            self._take(message, descriptors)
+
+    def _take(self, message: bytes, descriptors: list[int]) -> None:
+        kind, status, number, pid, cpu_us, peak_kib = wire.REPORT.unpack_from(message)
+        if kind == wire.KIND_STARTED:
+            child = self._by_pid[pid] = self._children.pop(number)
+            child.take_start(descriptors[0])
+            self._send()
+        elif kind in (wire.KIND_EXITED, wire.KIND_SIGNALED):
+            is_exit = kind == wire.KIND_EXITED
+            self._by_pid.pop(pid).take_end(
+                Ended(
+                    exit_code=status if is_exit else None,
+                    signal=None if is_exit else status,
+                    cpu_s=cpu_us / 1e6,
+                    peak_bytes=peak_kib << 10,
+                )
+            )
+        elif kind == wire.KIND_HELLO:
+            self._hello.set_result(None)
+        else:
+            self._hello.set_exception(MachineError(message[wire.REPORT.size :].decode("utf-8", "replace")))
+
+
+ENVIRONMENT = {  # all that a program sees of an environment; nothing of ours
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": wire.WORK_DIRECTORY,
+    "LANG": "C.UTF-8",
+    "TZ": "UTC",
+    "PYTHONHASHSEED": "0",
+    "PYTHONUTF8": "1",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+
+
+def command(script: Path, level: IsolationLevel, profile: str, *, modules: tuple[str, ...] = (), **more: object) -> list[str]:
+    """Runs `script` clean of all that is ours, with the settings of a fork server as its argument."""
+    libraries = list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
+    system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"]
+    shown: list[str] = []
+    for path in [*system, sys.base_prefix, sys.prefix, *libraries]:
+        if not any(Path(path).is_relative_to(other) for other in shown):
+            shown.append(path)
+    settings = {"level": level.value, "profile": profile, "modules": modules, "shown": shown, "libraries": libraries, **more}
+    # -P and -s rather than -I, which would also ignore PYTHONHASHSEED.
+    return [sys.executable, "-s", "-P", "-S", "-B", str(script), json.dumps(settings)]
