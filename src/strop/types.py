@@ -46,6 +46,11 @@ class ToolOutcome(StrEnum):
         """True where rStar2-Agent's Eq. 4 counts an error: the agent's mistakes, none of ours."""
         return self in _ERROR_OUTCOMES
 
+    @property
+    def is_dispatched(self) -> bool:
+        """True where a tool was asked and gave the result; any other call was answered, or dropped, before it reached one."""
+        return self in _DISPATCHED_OUTCOMES
+
 
 _ERROR_OUTCOMES = frozenset(
     {
@@ -58,6 +63,17 @@ _ERROR_OUTCOMES = frozenset(
         ToolOutcome.UNKNOWN_TOOL,
         ToolOutcome.WRONG_ARGUMENTS,
         ToolOutcome.TOO_MANY_CALLS,
+    }
+)
+_DISPATCHED_OUTCOMES = frozenset(
+    {
+        ToolOutcome.STDOUT,
+        ToolOutcome.ECHO,
+        ToolOutcome.EMPTY,
+        ToolOutcome.ERROR,
+        ToolOutcome.TIMEOUT,
+        ToolOutcome.KILLED,
+        ToolOutcome.REJECTED,
     }
 )
 

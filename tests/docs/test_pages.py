@@ -16,7 +16,7 @@ from strop import types
 from strop.algorithms.losses import ratio_statistics
 from strop.cli import app
 from strop.doctor import CHECKS
-from strop.evaluation.summary import rollout_metrics
+from strop.evaluation.summary import rollout_metrics, tool_call_metrics
 from strop.tools.protocol import ToolResult
 from strop.types import ToolOutcome
 
@@ -184,8 +184,38 @@ def test_the_run_directory_page_names_every_field_of_a_rollout_and_every_outcome
 
 
 def test_the_run_directory_page_names_every_metric_of_rollouts() -> None:
-    for name in rollout_metrics([]):
+    call = types.ToolCall(name="python", arguments="{}", outcome=ToolOutcome.STDOUT, text="1", duration_s=0.1)
+    completion = types.Completion(
+        ids=(1,),
+        logprobs=(0.0,),
+        entropies=(),
+        is_forced=(False,),
+        policy_version=0,
+        finish_reason=types.FinishReason.STOP,
+        cached_tokens=0,
+    )
+    turn = types.Turn(completion=completion, calls=(call,), observation_ids=(), completion_text="", observation_text="")
+    trajectory = types.Trajectory(
+        key=types.RolloutKey(task_index=0, attempt=0),
+        task_id="t",
+        prompt_ids=(1,),
+        turns=(turn,),
+        stop_reason=types.StopReason.ANSWERED,
+    )
+    group = types.Group(
+        task=types.Task(id="t", question="?", answer="1", source="by hand"),
+        task_index=0,
+        trajectories=(types.ScoredTrajectory(trajectory=trajectory, reward=1.0, reward_parts={}),),
+    )
+    metrics = rollout_metrics([group]) | tool_call_metrics([group])
+    assert {"rollout/tool_error_rate", "time/tool_latency_p95_s"} < metrics.keys()
+    for name in metrics:
         assert f"`{name}`" in TEXTS["docs/run-directory.md"], name
+
+
+def test_the_run_directory_page_says_which_calls_reach_a_tool() -> None:
+    [row] = re.findall(r"^\| `rollout/tool_calls_dispatched` \|.*", TEXTS["docs/run-directory.md"], re.MULTILINE)
+    assert re.findall(r"`(\w+)`", row) == [outcome.value for outcome in ToolOutcome if outcome.is_dispatched]
 
 
 def test_the_run_directory_page_names_every_statistic_of_an_update() -> None:

@@ -20,6 +20,7 @@ ROLLOUT_KEYS = {
     "rollout/tool_error_rate",
     "rollout/tool_error_rate_correct",
     "rollout/tool_calls_mean",
+    "rollout/tool_calls_dispatched",
     "rollout/length_tokens_mean",
     "rollout/turns_mean",
     "rollout/truncated_fraction",
@@ -44,6 +45,9 @@ ROLLOUT_KEYS = {
     "time/score_s",
     "time/update_s",
     "time/publish_s",
+    "time/tool_latency_mean_s",
+    "time/tool_latency_p50_s",
+    "time/tool_latency_p95_s",
     "time/step_s",
 }
 
@@ -105,6 +109,16 @@ def test_every_step_is_one_line_of_metrics(scripted_run):
         assert line["groups/used"] >= 1
         assert line["update/grad_norm"] > 0
         assert line["update/stuck_steps"] == 0
+
+
+def test_calls_and_their_latency_are_those_of_the_rollouts_on_disk(scripted_run):
+    lines = [line for line in read_lines(scripted_run.run.metrics) if line["stage"] == "rl"]
+    for line in lines:
+        rollouts = read_rollouts(scripted_run.run.stage("rl").rollouts(line["step"]))
+        latencies = [call.duration_s for scored in rollouts for call in scored.trajectory.calls if call.outcome.is_dispatched]
+        assert line["rollout/tool_calls_dispatched"] == len(latencies) > 0
+        assert line["time/tool_latency_mean_s"] == pytest.approx(sum(latencies) / len(latencies))
+        assert line["time/tool_latency_p50_s"] <= line["time/tool_latency_p95_s"] <= max(latencies) < line["time/rollout_s"]
 
 
 def test_every_rollout_is_written_down_with_what_became_of_it(scripted_run):

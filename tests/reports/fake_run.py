@@ -108,6 +108,7 @@ def _rl_metrics(progress: float, chance: random.Random) -> dict[str, float]:
     errors = max(0.01, 0.3 * math.exp(-2.2 * progress) + chance.gauss(0, 0.015))
     all_right, all_wrong = round(16 * accuracy**4), round(16 * (1 - accuracy) ** 4)
     rollout_s = chance.gauss(2.6, 0.2) * (1.4 - 0.5 * progress)
+    latency_s = chance.gauss(0.045, 0.003) * (1.2 - 0.3 * progress)
     return {
         "rollout/reward_mean": accuracy,
         "rollout/accuracy": accuracy,
@@ -138,6 +139,10 @@ def _rl_metrics(progress: float, chance: random.Random) -> dict[str, float]:
         "time/publish_s": 0.05,
         "time/checkpoint_s": 0.12,
         "time/step_s": rollout_s + 1.6,
+        "rollout/tool_calls_dispatched": round(512 * (1.7 - 0.5 * progress) + chance.gauss(0, 20)),
+        "time/tool_latency_mean_s": latency_s,
+        "time/tool_latency_p50_s": 0.7 * latency_s,
+        "time/tool_latency_p95_s": latency_s * (2.6 + abs(chance.gauss(0, 0.4))),
     }
 
 

@@ -109,6 +109,13 @@ def test_a_single_point_is_drawn(look):
     assert "nan" not in drawing
 
 
+def test_plots_of_the_same_steps_line_up_though_one_has_fewer_figures():
+    every = Plot(title="t", series=(Series(label="a", points=((1, 5.0), (3, 6.0), (9, 5.5))),), x_low=1, x_high=9, y_low=0)
+    fewer = Plot(title="t", series=(Series(label="a", points=((3, 6.0),)),), x_low=1, x_high=9, y_low=0)
+    assert _readout(draw(every))["x"][1] == _readout(draw(fewer))["x"][0]
+    assert _readout(draw(fewer))["at"] == ["step 3"]
+
+
 def test_a_long_line_keeps_its_mean_and_its_range():
     points = tuple((float(x), 1.0 if x % 2 else 0.0) for x in range(MAX_POINTS * 10))
     content = _readout(draw(Plot(title="p", series=(Series(label="a", points=points),))))

@@ -79,13 +79,67 @@ def test_every_metric_that_a_run_logs_is_drawn_and_none_is_missing(finished):
     assert not [name for plot in drawn for name in plot.missing]
 
 
-@pytest.mark.parametrize("key", ["rollout/reward_mean", "policy/clip_fraction_low", "time/update_s", "sft/loss"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "rollout/reward_mean",
+        "policy/clip_fraction_low",
+        "time/update_s",
+        "rollout/tool_calls_dispatched",
+        "time/tool_latency_p95_s",
+        "sft/loss",
+    ],
+)
 def test_a_metric_deleted_from_the_log_is_named_as_missing(run, key):
     assert not re.search(rf"missing[^<]*(<[^>]*>)*{key}", _page(run))
     _drop_metric(run, key)
     plots = [drawing.plot for section in sections(read_run(run)) for drawing in section.drawings]
     assert [plot.missing for plot in plots if plot.missing] == [(key,)]
     assert key in _page(run)
+
+
+def test_calls_and_their_latency_are_drawn_for_a_run_that_called_tools(run):
+    [section] = [section for section in sections(read_run(run)) if section.title == "Tool calls"]
+    calls, latency = (drawing.plot for drawing in section.drawings)
+    logged = [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
+    assert calls.series[0].points == tuple((line["step"], line["rollout/tool_calls_dispatched"]) for line in logged)
+    assert [series.label for series in latency.series] == ["mean", "95th percentile", "median"]
+    assert latency.series[1].points == tuple((line["step"], line["time/tool_latency_p95_s"]) for line in logged)
+    page = _page(run)
+    assert page.index("<h2>Time</h2>") < page.index("<h2>Tool calls</h2>") < page.index("<h2>Rollouts</h2>")
+    assert "<h3>Tool calls per step</h3>" in page
+    assert "<h3>Tool latency</h3>" in page
+
+
+@pytest.mark.parametrize("is_count_logged", [True, False])
+def test_a_run_that_called_no_tool_has_no_plot_of_calls(run, is_count_logged):
+    lines = []
+    for line in read_lines(run.metrics):
+        kept = {
+            key: value for key, value in line.items() if not key.startswith(("time/tool_", "rollout/tool_calls_dispatched"))
+        }
+        lines.append(kept | ({"rollout/tool_calls_dispatched": 0.0} if is_count_logged and line["stage"] == "rl" else {}))
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    page = _page(run)
+    assert "<h2>Time</h2>" in page
+    for absent in ("<h2>Tool calls</h2>", "Tool calls per step", "Tool latency", "tool_calls_dispatched", "tool_latency"):
+        assert absent not in page
+
+
+def test_a_step_without_calls_is_a_zero_of_calls_and_has_no_latency(run):
+    lines = read_lines(run.metrics)
+    quiet = next(line for line in lines if line["stage"] == "rl" and line["step"] == 3)
+    for key in [key for key in quiet if key.startswith("time/tool_")]:
+        del quiet[key]
+    quiet["rollout/tool_calls_dispatched"] = 0.0
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    [section] = [section for section in sections(read_run(run)) if section.title == "Tool calls"]
+    calls, latency = (drawing.plot for drawing in section.drawings)
+    assert calls.series[0].points[-1] == (3, 0.0)
+    assert [[x for x, _ in series.points] for series in latency.series] == [[1, 2]] * 3
+    assert (latency.x_low, latency.x_high) == (calls.x_low, calls.x_high) == (1, 3)  # one step lies above the other
+    assert not calls.missing
+    assert not latency.missing
 
 
 def test_a_metric_that_nobody_foresaw_is_drawn_too(run):

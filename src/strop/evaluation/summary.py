@@ -5,6 +5,7 @@ Rates are summed errors over summed calls, never averages of averages.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from strop.types import Group, ScoredTrajectory, ToolOutcome
@@ -53,6 +54,24 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return metrics
 
 
+def tool_call_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """How many calls reached a tool, and how long each took from dispatch to result: rStar2-Agent (arXiv 2508.20722), Figure 6.
+
+    Latencies stand under `time/`, with all that a clock says and no second run repeats. They are left out where no call was
+    dispatched. Percentiles are by nearest rank: a latency that some call had.
+    """
+    calls = [call for group in groups for scored in group.trajectories for call in scored.trajectory.calls]
+    latencies = sorted(call.duration_s for call in calls if call.outcome.is_dispatched)
+    metrics = {"rollout/tool_calls_dispatched": float(len(latencies))}
+    if latencies:
+        metrics |= {
+            "time/tool_latency_mean_s": math.fsum(latencies) / len(latencies),
+            "time/tool_latency_p50_s": _percentile(latencies, 50),
+            "time/tool_latency_p95_s": _percentile(latencies, 95),
+        }
+    return metrics
+
+
 def num_sampled_tokens(groups: Sequence[Group]) -> int:
     """Tokens that the policy sampled, prompts and observations not counted."""
     return sum(len(turn.completion.ids) for group in groups for each in group.trajectories for turn in each.trajectory.turns)
@@ -60,3 +79,8 @@ def num_sampled_tokens(groups: Sequence[Group]) -> int:
 
 def _num_calls(trajectories: Sequence[ScoredTrajectory]) -> int:
     return sum(call.outcome is not ToolOutcome.NOT_RUN for scored in trajectories for call in scored.trajectory.calls)
+
+
+def _percentile(ordered: Sequence[float], percent: int) -> float:
+    """The smallest of `ordered` that at least `percent` % of them do not exceed."""
+    return ordered[math.ceil(len(ordered) * percent / 100) - 1]

@@ -18,7 +18,7 @@ import torch
 from strop.algorithms.protocol import Column, Selection
 from strop.engine.protocol import InferenceEngine
 from strop.errors import CannotLearnError
-from strop.evaluation.summary import num_sampled_tokens, rollout_metrics
+from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
 from strop.pipelines import checkpoints
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import RlStage
@@ -126,6 +126,7 @@ class _Loop:
         weights = await self.trainer.publish(self.engine, version=step)
         figures = (
             rollout_metrics(groups)
+            | tool_call_metrics(groups)
             | _selection_metrics(selections)
             | _update_metrics(reports)
             | _gap_metrics(batches)

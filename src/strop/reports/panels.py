@@ -150,11 +150,28 @@ TIME = (
         note="Tokens sampled per second of rollout.",
     ),
     Panel(
-        title="Step and tools",
-        metrics={"time/step_s": "whole step", "time/tool_s": "inside tools"},
-        note="Tool calls that run side by side add up.",
+        title="Whole step",
+        metrics={"time/step_s": "step"},
+        note="From the first rollout to the published weights.",
         unit=Unit.SECONDS,
-        optional=frozenset({"time/tool_s"}),
+    ),
+)
+
+TOOL_CALLS = (  # rStar2-Agent (arXiv 2508.20722), Figure 6, as two plots: calls and seconds share no axis
+    Panel(
+        title="Tool calls per step",
+        metrics={"rollout/tool_calls_dispatched": "calls"},
+        note="Those that reached a tool, in all rollouts together.",
+    ),
+    Panel(
+        title="Tool latency",
+        metrics={
+            "time/tool_latency_mean_s": "mean",
+            "time/tool_latency_p95_s": "95th percentile",
+            "time/tool_latency_p50_s": "median",
+        },
+        note="Of one call, from dispatch to result, queues included.",
+        unit=Unit.SECONDS,
     ),
 )
 
@@ -168,7 +185,10 @@ FINE_TUNING = (
 
 
 def sections(log: RunLog) -> list[Section]:
-    """Every metric that the run logged, and every one that it should have, under headings; what matters most first."""
+    """Every metric that the run logged, and every one that it should have, under headings; what matters most first.
+
+    Tool calls have a section only where there were some.
+    """
     tuned = [stage for stage in log.stages if _is_fine_tuning(stage)]
     trained = [stage for stage in log.stages if stage not in tuned and (stage.steps or stage.kind == "rl")]
     found: list[Section] = []
@@ -178,9 +198,11 @@ def sections(log: RunLog) -> list[Section]:
             _section("Optimisation", OPTIMISATION, trained, is_open=True),
             _section("Time", TIME, trained, is_open=True),
         ]
+    if _called_tools(trained):
+        found.append(_section("Tool calls", TOOL_CALLS, trained, is_open=True))
     if tuned:
         found.append(_section("Supervised fine-tuning", FINE_TUNING, tuned, is_open=not trained))
-    drawn = {key for panel in (*LEARNING, *OPTIMISATION, *TIME, *FINE_TUNING) for key in panel.metrics}
+    drawn = {key for panel in (*LEARNING, *OPTIMISATION, *TIME, *TOOL_CALLS, *FINE_TUNING) for key in panel.metrics}
     others = sorted({key for stage in log.stages for key in stage.metrics} - drawn)
     if others:
         panels = [Panel(title=key, metrics={key: key}, note="", y_low=None) for key in others]
@@ -198,6 +220,11 @@ def trailing_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
 
 def _is_fine_tuning(stage: StageLog) -> bool:
     return stage.kind == "sft" or any(key.startswith("sft/") for key in stage.metrics)
+
+
+def _called_tools(stages: Sequence[StageLog]) -> bool:
+    keys = [key for panel in TOOL_CALLS for key in panel.metrics]
+    return any(metrics.get(key, 0.0) > 0 for stage in stages for metrics in stage.steps.values() for key in keys)
 
 
 def _section(title: str, panels: Sequence[Panel], stages: Sequence[StageLog], *, is_open: bool) -> Section:
@@ -221,6 +248,8 @@ def _plot(panel: Panel, stages: Sequence[StageLog]) -> Plot:
         unit=panel.unit,
         boundaries=_boundaries(stages, offsets),
         missing=tuple(key for key in panel.metrics if key not in logged and key not in panel.optional),
+        x_low=min((x for x, _ in steps), default=None),  # every plot of a section has the same steps, whatever each logged
+        x_high=max((x for x, _ in steps), default=None),
         y_low=panel.y_low,
         y_high=panel.y_high,
     )

@@ -93,7 +93,9 @@ class Plot:
     x_label: str = "step"
     boundaries: tuple[Boundary, ...] = ()
     missing: tuple[str, ...] = ()
-    y_low: float | None = None  # the axis reaches at least this far; None: as far as the figures go
+    x_low: float | None = None  # an axis reaches at least this far; None: as far as the figures go
+    x_high: float | None = None
+    y_low: float | None = None
     y_high: float | None = None
 
 
@@ -186,6 +188,7 @@ def _frame(
     plot: Plot, series: Sequence[Series], bases: Sequence[Sequence[float]], top: float
 ) -> tuple[_Frame, list[float], list[str]]:
     xs = [x for each in series for x, _ in each.points]
+    xs += [bound for bound in (plot.x_low, plot.x_high) if bound is not None]
     ys = [
         y + offset for each, base in zip(series, bases, strict=True) for (_, y), offset in zip(each.points, base, strict=True)
     ]
