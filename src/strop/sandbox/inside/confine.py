@@ -9,18 +9,14 @@ import signal
 import sys
 from typing import TextIO
 
-from . import filesystem, kernel, program
-
-try:
-    from . import landlock, seccomp
-except ImportError:
-    landlock = seccomp = None
+from . import filesystem, kernel, landlock, program, seccomp
 from .wire import WORK_DIRECTORY
 
 UNPRIVILEGED_UID = 1_000_000  # on the host, when started by root: RLIMIT_NPROC is not enforced for the kernel's uid 0
 INNER_UID = 1_000  # what a program sees
 NICENESS = 10  # the service that watches it comes first
 EXCHANGE, WAKE = 3, 4
+_SCOPED_ABI = 6  # of Landlock: it then keeps signals inside
 
 
 class Confinement:
@@ -38,12 +34,13 @@ class Confinement:
         self.proc = proc
         self.is_root = is_root
         self.is_namespaced = level in ("strict", "namespaces")
-        self._filter = None if level == "process" or seccomp is None else seccomp.build(is_namespaced=self.is_namespaced)
-        self._rules = (
-            None
-            if level == "process" or seccomp is None
-            else landlock.prepare(readable=None if self.is_namespaced else readable)
-        )
+        self._filter: seccomp.Filter | None = None
+        self._rules: landlock.Rules | None = None
+        if level != "process":
+            self._rules = landlock.prepare(readable=None if self.is_namespaced else readable)
+            self._filter = seccomp.build(
+                is_namespaced=self.is_namespaced, has_own_uid=is_root, are_signals_scoped=landlock.abi() >= _SCOPED_ABI
+            )
         self._base_memory = _address_space(proc)
 
     def apply(self, directory: str) -> None:
@@ -57,11 +54,8 @@ class Confinement:
         elif self.is_root and self.level == "confined":
             _become_unprivileged(directory)
         os.chdir(directory)
-        if self.level == "process":
-            return
-        kernel.drop_capabilities()
         if self._rules is not None and self._filter is not None:
-            kernel.check(kernel.libc.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "set no_new_privs")
+            kernel.drop_capabilities()
             landlock.restrict(self._rules, writable="/tmp" if self.is_namespaced else directory)
             seccomp.install(self._filter)
 

@@ -22,7 +22,7 @@ from typing import NoReturn
 from . import kernel
 from .wire import KIND_EXITED, KIND_SIGNALED, KIND_STARTED, MAX_SPAWN_BYTES
 
-_WNOHANG = 1
+_P_ALL, _WNOHANG, _WEXITED, _WNOWAIT = 0, 1, 4, 0x01000000
 _POLLIN = 1
 _NUM_DESCRIPTORS = 3
 
@@ -79,6 +79,12 @@ class _Poll(ctypes.Structure):
     _fields_ = (("descriptor", ctypes.c_int), ("events", ctypes.c_short), ("returned", ctypes.c_short))
 
 
+class _SignalInfo(ctypes.Structure):
+    """The part of `siginfo_t` that waitid fills, as 64-bit Linux lays it out."""
+
+    _fields_ = (("before", ctypes.c_int * 4), ("pid", ctypes.c_int), ("rest", ctypes.c_char * 108))
+
+
 class _Usage(ctypes.Structure):
     """`struct rusage` as 64-bit Linux lays it out."""
 
@@ -101,7 +107,7 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
         run_child: the life of a child: exchange, wake, output, directory.
     """
     libc = kernel.libc
-    spawn, report, usage, status = _Spawn(), _Report(), _Usage(), ctypes.c_int()
+    spawn, report, usage, status, siginfo = _Spawn(), _Report(), _Usage(), ctypes.c_int(), _SignalInfo()
     taken, given = _Rights(), _Rights(length=20, level=1, kind=1)  # SOL_SOCKET, SCM_RIGHTS, one descriptor
     incoming, outgoing = _message(spawn, ctypes.sizeof(taken), taken), _message(report, ctypes.sizeof(given), given)
     outgoing.control_length = 24  # one descriptor, aligned
@@ -110,6 +116,7 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
     drained = ctypes.create_string_buffer(128)
     # References to foreign memory made once: the loop then allocates nothing that outlives an iteration.
     report_at, usage_at, status_at = ctypes.byref(report), ctypes.byref(usage), ctypes.byref(status)
+    siginfo_at = ctypes.byref(siginfo)
     incoming_at, outgoing_at, polled_at = ctypes.byref(incoming), ctypes.byref(outgoing), ctypes.byref(polled)
     descriptors, passed = taken.descriptors, given.descriptors
     requests, deaths = polled[0], polled[1]
@@ -122,7 +129,13 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
         if deaths.returned:
             libc.read(deaths_fd, drained, 128)
             while True:
-                report.pid = libc.wait4(-1, status_at, _WNOHANG, usage_at)
+                if pid_namespace < 0:
+                    # While its leader is not reaped, nobody else can be in the process group: end what the program left.
+                    siginfo.pid = 0
+                    libc.waitid(_P_ALL, 0, siginfo_at, _WEXITED | _WNOHANG | _WNOWAIT)
+                    if siginfo.pid:
+                        libc.kill(-siginfo.pid, signal.SIGKILL)
+                report.pid = libc.wait4(siginfo.pid or -1, status_at, _WNOHANG, usage_at)
                 if report.pid <= 0:
                     break
                 ended = status.value

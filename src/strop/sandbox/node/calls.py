@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from strop.sandbox.node.zygotes import Child, Ended
 from strop.sandbox.protocol import RunRequest
 
 SETUP_LIMIT_S = 5.0  # from the work to its first instruction; 1 ms when the machine is idle
+_KILL_LIMIT_S = 0.25  # from a kill to the report of the end
 _MAX_EXTENSION_S = 0.25  # of a deadline, for a child that says it was late to start: nobody can check that
 
 
@@ -40,6 +42,7 @@ class Call:
         "_given_at",
         "_is_reading",
         "_loop",
+        "_stopped_at",
         "_stopped_for",
         "child",
         "output",
@@ -51,6 +54,7 @@ class Call:
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._is_reading = False
         self._stopped_for = ""
+        self._stopped_at = 0.0
         self._admitted_at = admitted_at
         self._given_at = time.monotonic()
         self._deadline = 0.0
@@ -77,13 +81,20 @@ class Call:
 
     def stop(self, reason: str) -> None:
         """Kill it; the first reason counts."""
-        if not self._finished.done():
-            self._stopped_for = self._stopped_for or reason
+        if not self._finished.done() and not self._stopped_for:
+            self._stopped_for = reason
+            self._stopped_at = time.monotonic()
             self.child.kill()
 
     def look(self, now: float) -> None:
         """Once every few milliseconds: take its output, which a pipe no longer holds, and stop it when its time is over."""
-        if not self._is_reading and not self._finished.done():
+        if self._finished.done():
+            return
+        if self._stopped_for:
+            if now - self._stopped_at > _KILL_LIMIT_S:  # it is dead, and its fork server too slow to say so
+                self.child.abandon()
+            return
+        if not self._is_reading:
             # Not from the start: most programs are over by now, and what they print fits into the pipe.
             self._is_reading = True
             self._loop.add_reader(self.child.output, self._read)
@@ -102,6 +113,10 @@ class Call:
             self._loop.remove_reader(self.child.output)
 
     def _check_deadline(self, now: float) -> None:
+        if self.child.is_dead:
+            # It ended in time, and its parent has not said so: no timeout, but a fault of ours.
+            self.child.abandon()
+            return
         self.output.drain(self.child.output)
         if not self.output.is_ready:
             if now - self._given_at > SETUP_LIMIT_S:
@@ -116,7 +131,7 @@ class Call:
     def _began_at(self, now: float) -> float:
         """When its work began, as far as its own word is possible."""
         (stamp,) = wire.STAMP.unpack(os.pread(self.child.exchange, wire.STAMP.size, 0))
-        return float(min(max(stamp, self._given_at), now)) if stamp == stamp else self._given_at
+        return float(min(max(stamp, self._given_at), now)) if math.isfinite(stamp) else self._given_at
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -137,16 +152,16 @@ class Call:
         ended = self.child.ended
         assert ended is not None
         now = time.monotonic()
-        content = os.pread(self.child.exchange, wire.RECORD_BYTES, 0)
-        kind, length = wire.RECORD_HEADER.unpack_from(content, wire.STAMP.size)
+        kind, length = wire.RECORD_HEADER.unpack(os.pread(self.child.exchange, wire.RECORD_HEADER.size, wire.STAMP.size))
         start = wire.STAMP.size + wire.RECORD_HEADER.size
+        text = os.pread(self.child.exchange, min(length, wire.RECORD_BYTES - start), start) if length else b""
         began_at = self._began_at(now)
         return FinishedCall(
             ended=ended,
             stopped_for=self._stopped_for,
             output=self.output,
             record_kind=kind,
-            record_text=content[start : start + length].decode("utf-8", "replace"),
+            record_text=text.decode("utf-8", "replace"),
             setup_s=began_at - self._admitted_at,
             run_s=now - began_at,
         )

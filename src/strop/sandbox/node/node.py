@@ -124,7 +124,7 @@ class Node(CodeNode):
                     facts = await call.wait()
                 finally:
                     del self._calls[call]
-                if not facts.ended.is_lost:
+                if not facts.ended.is_lost or facts.stopped_for not in ("", "setup"):
                     result = judge(facts, request, level=self.level, queue_s=admitted_at - arrived_at, node=self.name)
                     if result.outcome is not RunOutcome.INTERNAL:
                         return result

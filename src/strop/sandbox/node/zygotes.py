@@ -12,6 +12,7 @@ import itertools
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import socket
@@ -56,6 +57,7 @@ class Child:
     __slots__ = (
         "_is_killed",
         "_on_end",
+        "_pid",
         "_wake",
         "_zygote",
         "directory",
@@ -71,6 +73,7 @@ class Child:
         self._zygote = zygote
         self._wake = wake
         self._is_killed = False
+        self._pid = 0  # as its parent sees it
         self._on_end: Callable[[], None] | None = None
         self.number = number
         self.exchange = exchange  # a memory file: its record, then its work
@@ -94,6 +97,23 @@ class Child:
         if self.pidfd >= 0 and self.ended is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            if self.directory:  # no pid namespace, but a process group that it cannot leave
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._pid, signal.SIGKILL)
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it is over, even if its parent has not said so yet."""
+        if self.ended is not None or self.pidfd < 0:
+            return self.ended is not None
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def abandon(self) -> None:
+        """Give up its fork server, which does not tell what became of it."""
+        _log.warning("a fork server of the sandbox does not answer; giving it up")
+        self._zygote.lose()
 
     def host_pid(self) -> int | None:
         """Its process id as this process sees it; None when it has ended."""
@@ -112,7 +132,8 @@ class Child:
         else:
             self._release()
 
-    def take_start(self, pidfd: int) -> None:
+    def take_start(self, pid: int, pidfd: int) -> None:
+        self._pid = pid
         self.pidfd = pidfd
         self.started_at = time.monotonic()
         if self._is_killed:
@@ -265,7 +286,7 @@ class Zygote:
         kind, status, number, pid, cpu_us, peak_kib = wire.REPORT.unpack_from(message)
         if kind == wire.KIND_STARTED:
             child = self._by_pid[pid] = self._children.pop(number)
-            child.take_start(descriptors[0])
+            child.take_start(pid, descriptors[0])
             self._send()
         elif kind in (wire.KIND_EXITED, wire.KIND_SIGNALED):
             is_exit = kind == wire.KIND_EXITED
