@@ -41,6 +41,9 @@ class Confinement:
             self._filter = seccomp.build(
                 is_namespaced=self.is_namespaced, has_own_uid=is_root, are_signals_scoped=landlock.abi() >= _SCOPED_ABI
             )
+        # Python may live where only root looks. Landlock lets no program look elsewhere, whatever this capability allows.
+        is_hidden = level == "confined" and is_root and not all(_is_public(path) for path in readable)
+        self._needed_capability = kernel.CAP_DAC_READ_SEARCH if is_hidden else None
         self._base_memory = _address_space(proc)
 
     def apply(self, directory: str) -> None:
@@ -55,7 +58,7 @@ class Confinement:
             _become_unprivileged(directory)
         os.chdir(directory)
         if self._rules is not None and self._filter is not None:
-            kernel.drop_capabilities()
+            kernel.drop_capabilities(all_but=self._needed_capability)
             landlock.restrict(self._rules, writable="/tmp" if self.is_namespaced else directory)
             seccomp.install(self._filter)
 
@@ -137,9 +140,18 @@ def _text_stream(descriptor: int) -> TextIO:
 def _become_unprivileged(directory: str) -> None:
     uid = UNPRIVILEGED_UID + os.getpid()  # RLIMIT_NPROC counts per uid, and every call has its own
     os.chown(directory, uid, uid)
+    kernel.keep_capabilities_over_setuid()
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+
+
+def _is_public(path: str) -> bool:
+    """Whether everybody may go there."""
+    parents = [path]
+    while parents[-1] != "/":
+        parents.append(os.path.dirname(parents[-1]))
+    return all(os.stat(parent).st_mode & 0o001 for parent in parents if os.path.isdir(parent))
 
 
 def _address_space(proc: int) -> int:

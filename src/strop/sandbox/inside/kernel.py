@@ -19,7 +19,9 @@ _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 libc = ctypes.CDLL(None, use_errno=True)
-_NO_CAPABILITIES = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()  # version 3; no bit in any of the three sets
+CAP_DAC_READ_SEARCH = 2
+_CAPABILITY_VERSION = (ctypes.c_uint32 * 2)(0x20080522, 0)
+_PR_SET_KEEPCAPS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 8, 47, 2
 
 
 def check(result: int, what: str) -> int:
@@ -56,8 +58,16 @@ def pivot_root(new: str, old: str) -> None:
     check(libc.syscall(number, new.encode(), old.encode()), "pivot_root")
 
 
-def drop_capabilities() -> None:
-    check(libc.capset(*_NO_CAPABILITIES), "drop capabilities")
+def drop_capabilities(*, all_but: int | None = None) -> None:
+    """Give up every capability, or every one but `all_but`, which programs that are executed then keep as well."""
+    kept = 0 if all_but is None else 1 << all_but
+    check(libc.capset(_CAPABILITY_VERSION, (ctypes.c_uint32 * 6)(kept, kept, kept)), "drop capabilities")
+    if all_but is not None:
+        check(libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, all_but, 0, 0), "keep a capability")
+
+
+def keep_capabilities_over_setuid() -> None:
+    prctl(_PR_SET_KEEPCAPS, 1)
 
 
 def write_at(directory: int, path: str, text: str) -> None:
