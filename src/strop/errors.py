@@ -39,12 +39,20 @@ class NodeLost(MachineError):  # noqa: N818 - named for what happened
     """A node of the code service died or was cut off with calls in flight."""
 
 
+class NodeGone(NodeLost):
+    """The node was lost before the call reached it: the call has not run there."""
+
+
 class LinkBroken(MachineError):  # noqa: N818
     """A peer of the code service sent what is no message, fell silent, or hung up."""
 
 
 class SessionLost(MachineError):  # noqa: N818
     """A session of the code service is gone: its program ended it, its lease ran out, or its node died."""
+
+
+class Overloaded(MachineError):  # noqa: N818
+    """The code service holds as much as it may; the same request is welcome a little later."""
 
 
 class EngineLost(MachineError):  # noqa: N818 - named for what happened

@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from strop.errors import MachineError, NodeLost, SessionLost
+from strop.errors import MachineError, NodeGone, NodeLost, SessionLost
 from strop.sandbox.protocol import (
     CodeNode,
     CodeRunner,
@@ -20,6 +20,7 @@ from strop.sandbox.protocol import (
     SessionLimits,
     VerifyRequest,
 )
+from strop.sandbox.verify_process import ProcessVerifier
 from strop.seeds import derive_seed
 
 
@@ -34,6 +35,8 @@ def scripted_result(text: str, outcome: RunOutcome = RunOutcome.STDOUT, *, reaso
 class ScriptedSandbox(CodeRunner):
     """Answers each request from a script; which answer, how late and whether it fails depend on the request alone.
 
+    Answers to problems are compared for real, in processes that `close` ends. It belongs to one event loop then.
+
     Args:
         answer: from the code to its text or its result, or a function of the request.
         max_latency_s: answers take a time drawn from [0, this], by `seed` and the request.
@@ -47,6 +50,7 @@ class ScriptedSandbox(CodeRunner):
     dies_after: int | None = None
     seed: int = 0
     requests: list[RunRequest] = field(default_factory=list, init=False)  # in order of arrival
+    _verifier: ProcessVerifier = field(default_factory=ProcessVerifier, init=False)
 
     async def run(self, request: RunRequest) -> RunResult:
         self.requests.append(request)
@@ -60,11 +64,14 @@ class ScriptedSandbox(CodeRunner):
         answer = self.answer(request) if callable(self.answer) else self.answer[request.code]
         return scripted_result(answer) if isinstance(answer, str) else answer
 
+    def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        return self._verifier.verify(request)
+
     async def close(self) -> None:
-        """Nothing to end."""
+        await self._verifier.close()
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class ScriptedNode(CodeNode):
     """A node of the code service that runs nothing. It dies on demand, and remembers what it was asked.
 
@@ -155,7 +162,7 @@ class ScriptedNode(CodeNode):
 
     def _raise_if_dead(self) -> None:
         if self._death:
-            raise NodeLost(f"node {self.name!r} died: {self._death}")
+            raise NodeGone(f"node {self.name!r} died: {self._death}")
 
     def _cells_of(self, session: str) -> list[RunRequest]:
         if session not in self.cells:

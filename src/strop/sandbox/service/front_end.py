@@ -8,7 +8,7 @@ import hmac
 from collections.abc import AsyncIterator
 from typing import Any, Self, TypeVar
 
-from strop.errors import LinkBroken, MachineError, NodeLost, SessionLost, StropError, UserError
+from strop.errors import LinkBroken, MachineError, NodeGone, NodeLost, SessionLost, StropError, UserError
 from strop.sandbox.protocol import (
     CodeNode,
     PairVerdict,
@@ -41,6 +41,7 @@ from strop.sandbox.service.messages import (
     Refusal,
     Run,
     SessionIs,
+    Slots,
     Verify,
     Welcome,
 )
@@ -178,7 +179,7 @@ class RemoteNode(CodeNode):
 
     def _send(self, message: Call) -> None:
         if self._lost.done():
-            raise NodeLost(f"node {self.name!r} is gone: {self._lost.result()}")
+            raise NodeGone(f"node {self.name!r} is gone: {self._lost.result()}")
         try:
             self._channel.send(message)
         except ValueError as error:
@@ -215,6 +216,8 @@ class RemoteNode(CodeNode):
                 self._on_answer(message)
             case Ping():
                 pass
+            case Slots(num_slots=num_slots):
+                self.num_slots = num_slots
             case Draining():
                 if not self._draining.done():
                     self._draining.set_result(None)

@@ -30,9 +30,12 @@ from strop.sandbox.service.messages import (
     Refusal,
     Run,
     SessionIs,
+    Slots,
     Verify,
     Welcome,
 )
+
+_SLOTS_S = 0.05  # how often the number of slots is looked at
 
 _log = logging.getLogger(__name__)
 
@@ -85,7 +88,9 @@ class _NodeSide:
     async def serve(self, draining: asyncio.Event | None) -> str:
         pump = asyncio.create_task(self._channel.pump(self._on_message))
         lost = asyncio.create_task(self._node.wait_lost())
-        drain = asyncio.create_task(self._announce(draining)) if draining else None
+        helpers = {pump, lost, asyncio.create_task(self._announce_slots())}
+        if draining is not None:
+            helpers.add(asyncio.create_task(self._announce_draining(draining)))
         try:
             await asyncio.wait({pump, lost}, return_when=asyncio.FIRST_COMPLETED)
             if not pump.done():
@@ -98,7 +103,6 @@ class _NodeSide:
                     return self._goodbye
                 raise
         finally:
-            helpers = {pump, lost} | ({drain} if drain else set())
             for task in (*helpers, *self._tasks.values()):
                 task.cancel()
             await asyncio.wait({*helpers, *self._tasks.values()})
@@ -107,7 +111,15 @@ class _NodeSide:
                     await self._node.close_session(session)
         raise AssertionError("a pump ends by raising")
 
-    async def _announce(self, draining: asyncio.Event) -> None:
+    async def _announce_slots(self) -> None:
+        announced = self._node.num_slots
+        while True:
+            await asyncio.sleep(_SLOTS_S)
+            if self._node.num_slots != announced:
+                announced = self._node.num_slots
+                self._channel.send(Slots(num_slots=announced))
+
+    async def _announce_draining(self, draining: asyncio.Event) -> None:
         await draining.wait()
         self._channel.send(Draining())
 
