@@ -17,13 +17,13 @@ from typing import Self
 
 from strop.errors import MachineError, UserError
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.node.calls import Call
+from strop.sandbox.node.calls import Call, FinishedCall
 from strop.sandbox.node.judge import judge, refuse
 from strop.sandbox.node.pools import ZygotePool, profile_of
 from strop.sandbox.node.slots import Slots
 from strop.sandbox.node.verification import verify
 from strop.sandbox.node.verify_child import ConfinedVerifyChild
-from strop.sandbox.node.watchdog import Glance, glance, own_bytes
+from strop.sandbox.node.watchdog import Watchdog
 from strop.sandbox.protocol import (
     CodeNode,
     IsolationLevel,
@@ -37,8 +37,7 @@ from strop.sandbox.protocol import (
 _log = logging.getLogger(__name__)
 
 _TICK_S = 0.01  # how often running calls are looked at
-_GLANCE_S = 0.1  # how often their processes are
-_TREE_FACTOR = 2  # all processes of a call together may hold so many times what one may
+_SLOTS_FACTOR = 3  # calls that are here for each that computes: enough that none waits for the front, few enough to be fair
 _TRIES = 2  # of one call, when its fork server died under it
 _PROFILES = ("bare", "numpy", "full", "verify")
 _PROBE = RunRequest(code="print(6 * 7)", wall_s=5.0)
@@ -56,16 +55,18 @@ class Node(CodeNode):
         self.config = config or SandboxConfig()
         self.name = name
         self.level = self.config.level or IsolationLevel.NAMESPACES
-        self.num_slots = self.config.max_alive
         self._slots = Slots(num_busy=self.config.max_running, num_alive=self.config.max_alive)
         self._pools: dict[str, ZygotePool] = {}
-        self._calls: dict[Call, Glance | None] = {}  # those that run, and what was last seen of each
-        self._asleep: set[Call] = set()
+        self._watchdog = Watchdog(self._slots)
         self._tick_timer: asyncio.TimerHandle | None = None
-        self._next_glance = 0.0
         self._starting = asyncio.Lock()
         self._closed = asyncio.Event()
         self._is_proven = False
+
+    @property
+    def num_slots(self) -> int:
+        """Grows with every program that sleeps."""
+        return min(self.config.max_alive, _SLOTS_FACTOR * self.config.max_running + self._watchdog.num_asleep)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -83,14 +84,16 @@ class Node(CodeNode):
             UserError: this machine cannot give `config.min_level`; the message says what it lacks.
         """
         async with self._starting:
-            if self._is_proven or self._closed.is_set():
+            if self._is_proven:
                 return
+            self._refuse_if_closed()
             _raise_descriptor_limit()
             faults = []
             for level in self._levels():
                 try:
                     await self._prove(level)
                 except MachineError as error:
+                    self._refuse_if_closed()
                     faults.append(f"{level.value}: {error}")
                     self._close_pools()
                     continue
@@ -104,8 +107,7 @@ class Node(CodeNode):
             raise UserError(_too_little(self.config, faults))
 
     async def run(self, request: RunRequest) -> RunResult:
-        if self._closed.is_set():
-            raise MachineError("the sandbox was closed; a call came after that")
+        self._refuse_if_closed()
         if not self._is_proven:
             await self.start()
         if refusal := self._refusal(request):
@@ -113,32 +115,22 @@ class Node(CodeNode):
         arrived_at = time.monotonic()
         await self._slots.acquire()
         admitted_at = time.monotonic()
-        call: Call | None = None
         try:
             for _ in range(_TRIES):  # a program is stateless: when its fork server died it may run once more
                 child = await self._pool(request.profile or profile_of(request.code)).take()
-                call = Call(child, request, admitted_at=admitted_at)
-                self._calls[call] = None
-                self._tick_later()
-                try:
-                    facts = await call.wait()
-                finally:
-                    del self._calls[call]
-                if not facts.ended.is_lost or facts.stopped_for not in ("", "setup"):
-                    result = judge(facts, request, level=self.level, queue_s=admitted_at - arrived_at, node=self.name)
-                    if result.outcome is not RunOutcome.INTERNAL:
-                        return result
-                    fault = result.reason
-                else:
+                facts = await self._watch(Call(child, request, admitted_at=admitted_at))
+                if facts.ended.is_lost and facts.stopped_for in ("", "setup"):
                     if self._closed.is_set():
                         raise MachineError("the sandbox was closed while a call was running")
                     fault = "its fork server died"
+                    continue
+                result = judge(facts, request, level=self.level, queue_s=admitted_at - arrived_at, node=self.name)
+                if result.outcome is not RunOutcome.INTERNAL:
+                    return result
+                fault = result.reason
             raise MachineError(f"a call failed {_TRIES} times through no fault of its program; the last time {fault}")
         finally:
-            is_asleep = call in self._asleep
-            if call is not None:
-                self._asleep.discard(call)
-            self._slots.release(is_asleep=is_asleep)
+            self._slots.release()
 
     async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
         if not self._is_proven:
@@ -157,18 +149,21 @@ class Node(CodeNode):
         self._close_pools()
 
     async def _verify_child(self) -> ConfinedVerifyChild:
-        if self._closed.is_set():
-            raise MachineError("the sandbox was closed; a call came after that")
+        self._refuse_if_closed()
         await self._slots.acquire()
 
         def give_back() -> None:
-            self._slots.release(is_asleep=False)
+            self._slots.release()
 
         try:
             return ConfinedVerifyChild(await self._pool("verify").take(), give_back)
         except BaseException:
             give_back()
             raise
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise MachineError("the sandbox was closed; a call came after that, or was still waiting")
 
     def _levels(self) -> list[IsolationLevel]:
         """What to try, best first."""
@@ -180,18 +175,13 @@ class Node(CodeNode):
 
     async def _prove(self, level: IsolationLevel) -> None:
         self.level = level
-        call = Call(await self._pool("bare").take(), _PROBE, admitted_at=time.monotonic())
-        self._calls[call] = None
-        self._tick_later()
-        try:
-            facts = await call.wait()
-        finally:
-            del self._calls[call]
+        facts = await self._watch(Call(await self._pool("bare").take(), _PROBE, admitted_at=time.monotonic()))
         result = judge(facts, _PROBE, level=level, queue_s=0.0, node=self.name)
         if result.text != "42\n":
             raise MachineError(result.reason or f"a first program ended with {facts.ended}")
 
     def _pool(self, profile: str) -> ZygotePool:
+        self._refuse_if_closed()
         if (pool := self._pools.get(profile)) is None:
             pool = self._pools[profile] = ZygotePool(
                 profile,
@@ -226,41 +216,23 @@ class Node(CodeNode):
             return f"there is no profile {request.profile!r}; the profiles are bare, numpy and full"
         return ""
 
+    async def _watch(self, call: Call) -> FinishedCall:
+        self._watchdog.add(call)
+        self._tick_later()
+        try:
+            return await call.wait()
+        finally:
+            self._watchdog.remove(call)
+
     def _tick_later(self) -> None:
         if self._tick_timer is None:
             self._tick_timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
 
     def _tick(self) -> None:
         self._tick_timer = None
-        if not self._calls:
-            return
-        self._tick_later()
-        now = time.monotonic()
-        for call in list(self._calls):
-            call.look(now)
-        if now >= self._next_glance:
-            self._next_glance = now + _GLANCE_S
-            for call, before in list(self._calls.items()):
-                if call.age_s > _GLANCE_S:
-                    self._glance(call, before)
-
-    def _glance(self, call: Call, before: Glance | None) -> None:
-        if (pid := call.child.host_pid()) is None:
-            return
-        seen = glance(pid)
-        self._calls[call] = seen
-        allowed = _TREE_FACTOR * call.request.memory_mib << 20
-        if seen.anonymous_bytes > allowed and own_bytes(seen.pids) > allowed:
-            call.stop("memory")
-        if before is None:
-            return
-        is_asleep = not seen.is_busy_since(before)
-        if is_asleep and call not in self._asleep:
-            self._asleep.add(call)
-            self._slots.lend()
-        elif not is_asleep and call in self._asleep:
-            self._asleep.remove(call)
-            self._slots.take_back()
+        if self._watchdog:
+            self._tick_later()
+            self._watchdog.look(time.monotonic())
 
 
 def _raise_descriptor_limit() -> None:

@@ -97,10 +97,11 @@ class ZygotePool:
             self._start.add_done_callback(_note_failure)
 
     async def _wait_for_start(self) -> None:
-        assert self._start is not None
-        await asyncio.wait({self._start})
-        if not self._start.cancelled():
-            await self._start
+        start = self._start
+        assert start is not None
+        await asyncio.wait({start})
+        if not start.cancelled():  # else the pool was closed
+            start.result()
 
     async def _start_missing(self) -> None:
         """The first alone, so that a failure is one failure and a call that waits need not wait for all."""

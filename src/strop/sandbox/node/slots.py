@@ -34,13 +34,12 @@ class Slots:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self.release(is_asleep=False)
+                self.release()
             raise
 
-    def release(self, *, is_asleep: bool) -> None:
+    def release(self) -> None:
         self._alive_left += 1
-        if not is_asleep:
-            self._busy_left += 1
+        self._busy_left += 1
         self._wake()
 
     def lend(self) -> None:

@@ -6,33 +6,100 @@ import os
 import time
 from dataclasses import dataclass
 
+from strop.sandbox.node.calls import Call
+from strop.sandbox.node.slots import Slots
+
+_FIRST_LOOK_S = 0.02  # most programs are over by then
+_LOOK_S, _LOOK_ASLEEP_S = 0.05, 0.2
+_TREE_FACTOR = 2  # all processes of a call together may hold so many times what one may
+_BUSY_SHARE = 0.1  # of one core; below it a program is asleep
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_BUSY_SHARE = 0.1  # of one core; below it a program is asleep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Glance:
-    """What all processes of one call use together."""
+    """What all processes of one call do and hold together."""
 
     taken_at: float
     cpu_s: float
+    is_running: bool  # at least one thread is on a processor, or wants to be
     anonymous_bytes: int  # pages that its processes share are counted in each: never too little
     pids: tuple[int, ...]
 
-    def is_busy_since(self, before: Glance) -> bool:
-        return self.cpu_s - before.cpu_s > _BUSY_SHARE * (self.taken_at - before.taken_at)
+
+@dataclass(slots=True, kw_only=True)
+class _Watched:
+    next_at: float
+    last: Glance | None = None
+    is_asleep: bool = False
+
+
+class Watchdog:
+    """Watches the calls that hold a slot: lends the slots of those that sleep, and stops those that hold too much memory."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._calls: dict[Call, _Watched] = {}
+
+    @property
+    def num_asleep(self) -> int:
+        return sum(watched.is_asleep for watched in self._calls.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, call: Call) -> None:
+        self._calls[call] = _Watched(next_at=time.monotonic() + _FIRST_LOOK_S)
+
+    def remove(self, call: Call) -> None:
+        """Its slot is busy again, whatever it did last: whoever holds it gives it back."""
+        if self._calls.pop(call).is_asleep:
+            self._slots.take_back()
+
+    def look(self, now: float) -> None:
+        for call, watched in list(self._calls.items()):
+            call.look(now)
+            if now >= watched.next_at:
+                self._glance(call, watched)
+                watched.next_at = now + (_LOOK_ASLEEP_S if watched.is_asleep else _LOOK_S)
+
+    def _glance(self, call: Call, watched: _Watched) -> None:
+        if (pid := call.child.host_pid()) is None:
+            return
+        seen, before = glance(pid), watched.last
+        watched.last = seen
+        allowed = _TREE_FACTOR * call.request.memory_mib << 20
+        if seen.anonymous_bytes > allowed and own_bytes(seen.pids) > allowed:
+            call.stop("memory")
+        has_computed = before is not None and seen.cpu_s - before.cpu_s > _BUSY_SHARE * (seen.taken_at - before.taken_at)
+        is_asleep = not seen.is_running and not has_computed
+        if is_asleep and not watched.is_asleep:
+            self._slots.lend()
+        elif watched.is_asleep and not is_asleep:
+            self._slots.take_back()
+        watched.is_asleep = is_asleep
 
 
 def glance(pid: int) -> Glance:
-    """At the process `pid` and everything below it. Processes that end meanwhile count as nothing."""
-    cpu_ticks, anonymous_bytes, pids = 0, 0, _tree(pid)
-    for one in pids:
-        fields = _read(f"/proc/{one}/stat").rpartition(")")[2].split()
-        cpu_ticks += int(fields[11]) + int(fields[12]) if fields else 0
+    """At the process `pid` and everything below it. What ends meanwhile counts as nothing."""
+    ticks, is_running, anonymous_bytes, pids = 0, False, 0, [pid]
+    for one in pids:  # grows as its children are found
+        for thread in _threads(one):
+            fields = _read(f"/proc/{one}/task/{thread}/stat").rpartition(")")[2].split()
+            if fields:
+                ticks += int(fields[11]) + int(fields[12])
+                is_running |= fields[0] in "RD"
+            pids += [int(child) for child in _read(f"/proc/{one}/task/{thread}/children").split()]
         pages = _read(f"/proc/{one}/statm").split()
         anonymous_bytes += (int(pages[1]) - int(pages[2])) * _PAGE_BYTES if pages else 0
-    return Glance(taken_at=time.monotonic(), cpu_s=cpu_ticks / _TICKS_PER_S, anonymous_bytes=anonymous_bytes, pids=tuple(pids))
+    return Glance(
+        taken_at=time.monotonic(),
+        cpu_s=ticks / _TICKS_PER_S,
+        is_running=is_running,
+        anonymous_bytes=anonymous_bytes,
+        pids=tuple(pids),
+    )
 
 
 def own_bytes(pids: tuple[int, ...]) -> int:
@@ -45,22 +112,10 @@ def own_bytes(pids: tuple[int, ...]) -> int:
     return total
 
 
-def _tree(pid: int) -> list[int]:
-    found, new = [pid], [pid]
-    while new:
-        below: list[int] = []
-        for one in new:
-            for task in _tasks(one):
-                below += [int(child) for child in _read(f"/proc/{one}/task/{task}/children").split()]
-        found += below
-        new = below
-    return found
-
-
-def _tasks(pid: int) -> list[str]:
+def _threads(pid: int) -> list[str]:
     try:
         return os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError, NotADirectoryError):
+    except (FileNotFoundError, ProcessLookupError):
         return []
 
 
