@@ -1,23 +1,25 @@
 import asyncio
-import os
-import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from strop.errors import MachineError
 from strop.rewards.verifier import MathVerifier, Verdict
+from strop.sandbox import ScriptedSandbox
+from strop.sandbox.protocol import PairVerdict
+from strop.sandbox.verify_process import ProcessVerifier
 
 
-def verify(*pairs, deadline_s=20.0):
-    """The verdict on each (gold, prediction), all by one verifier."""
+def verify(*pairs, deadline_s=20.0, service=None):
+    """The verdict on each (gold, prediction), all asked at once."""
 
     async def judge():
-        verifier = MathVerifier(deadline_s=deadline_s)
+        verifier = MathVerifier(service, deadline_s=deadline_s)
         try:
-            return [await verifier.verify(gold, prediction) for gold, prediction in pairs]
+            return await asyncio.gather(*(verifier.verify(gold, prediction) for gold, prediction in pairs))
         finally:
             await verifier.close()
 
@@ -41,13 +43,25 @@ def test_gold_comes_first_for_the_judge_is_not_symmetric():
     assert [verdict.is_correct for verdict in verify(("1 < x < 2", "(1, 2)"), ("(1, 2)", "1 < x < 2"))] == [True, False]
 
 
-def test_plain_numbers_never_start_the_child():
-    async def judge():
-        verifier = MathVerifier()
-        verdicts = [await verifier.verify("1,072", "1072.0"), await verifier.verify("1072", "1073")]
-        return verdicts, verifier._child
+class Broken:
+    """A service that says what it is told to."""
 
-    assert asyncio.run(judge()) == ([Verdict.EXACT, Verdict.WRONG], None)
+    def __init__(self, *verdicts, error=None):
+        self.verdicts, self.error = verdicts, error
+        self.requests = []
+
+    async def verify(self, request):
+        self.requests.append(request)
+        for index, verdict in enumerate(self.verdicts):
+            yield index, verdict
+        if self.error is not None:
+            raise self.error
+
+
+def test_plain_numbers_are_never_asked_of_the_service():
+    service = Broken()
+    assert verify(("1,072", "1072.0"), ("1072", "1073"), service=service) == [Verdict.EXACT, Verdict.WRONG]
+    assert service.requests == []
 
 
 def test_the_trainers_process_never_imports_the_judge():
@@ -55,9 +69,9 @@ def test_the_trainers_process_never_imports_the_judge():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_pair_that_hangs_the_judge_is_a_timeout_and_the_next_pair_is_judged():
-    verdicts = verify(("3", "10^{10^{10^{10}}}"), ("p - q", "-q + p"), deadline_s=2.0)
-    assert verdicts == [Verdict.TIMEOUT, Verdict.CORRECT]
+def test_a_pair_that_hangs_the_judge_is_a_timeout_and_the_others_are_judged():
+    verdicts = verify(("p - q", "-q + p"), ("3", "10^{10^{10^{10}}}"), ("a + b", "b + a"), deadline_s=1.0)
+    assert verdicts == [Verdict.CORRECT, Verdict.TIMEOUT, Verdict.CORRECT]
     assert not Verdict.TIMEOUT.is_correct
 
 
@@ -65,23 +79,85 @@ def test_a_prediction_of_ten_thousand_characters_is_not_read():
     assert verify(("3", "x" * 10_001)) == [Verdict.UNREADABLE]
 
 
-async def _kill(child):
-    os.kill(child.pid, signal.SIGKILL)
-    await child.wait()
-
-
-def test_a_lost_child_is_replaced_and_its_pair_judged_again():
+def test_questions_asked_together_are_one_request():
     async def judge():
-        verifier = MathVerifier(deadline_s=20.0)
+        service = Counting()
+        verifier = MathVerifier(service)
+        pairs = [(f"a + {number}", f"{number + number % 2} + a") for number in range(40)]
         try:
-            await verifier.verify("p - q", "-q + p")
-            first = verifier._child
-            await _kill(first)
-            return await verifier.verify("p - q", "-q + p"), verifier._child is not first
+            verdicts = await asyncio.gather(*(verifier.verify(*pair) for pair in pairs))
         finally:
             await verifier.close()
+            await service.close()
+        return verdicts, service.num_pairs
 
-    assert asyncio.run(judge()) == (Verdict.CORRECT, True)
+    verdicts, num_pairs = asyncio.run(judge())
+    assert verdicts == [Verdict.CORRECT, Verdict.WRONG] * 20
+    assert num_pairs == [40]
+
+
+class Counting(ProcessVerifier):
+    def __init__(self):
+        super().__init__()
+        self.num_pairs = []
+
+    def verify(self, request):
+        self.num_pairs.append(len(request.pairs))
+        return super().verify(request)
+
+
+def test_a_process_that_did_its_work_is_used_again():
+    async def judge():
+        verifier = MathVerifier()
+        pids = []
+        try:
+            for _ in range(3):
+                await verifier.verify("p - q", "-q + p")
+                await asyncio.gather(*verifier._requests)
+                pids += [process.pid for process in verifier._own._idle]
+        finally:
+            await verifier.close()
+        return pids
+
+    first, *others = asyncio.run(judge())
+    assert others == [first] * 2
+
+
+def test_a_scripted_sandbox_compares_answers_for_real():
+    async def judge():
+        sandbox = ScriptedSandbox(answer={})
+        verifier = MathVerifier(sandbox)
+        try:
+            return await verifier.verify(r"\frac{1}{2}", "0.5")
+        finally:
+            await verifier.close()
+            await sandbox.close()
+
+    assert asyncio.run(judge()) is Verdict.CORRECT
+
+
+@pytest.mark.parametrize(
+    ("service", "message"),
+    [
+        (Broken(PairVerdict.INTERNAL), "failed twice on one pair"),
+        (Broken(), "did not judge every pair"),
+        (Broken(error=MachineError("the service is gone")), "the service is gone"),
+    ],
+    ids=["internal", "silent", "lost"],
+)
+def test_a_judge_that_fails_is_our_fault_and_no_verdict(service, message):
+    with pytest.raises(MachineError, match=message):
+        verify(("p - q", "-q + p"), service=service)
+
+
+def test_verdicts_that_came_before_a_service_was_lost_stand():
+    async def judge():
+        verifier = MathVerifier(Broken(PairVerdict.EQUAL, error=MachineError("the service is gone")))
+        return await asyncio.gather(verifier.verify("a", "b"), verifier.verify("c", "d"), return_exceptions=True)
+
+    first, second = asyncio.run(judge())
+    assert first is Verdict.CORRECT
+    assert isinstance(second, MachineError)
 
 
 def test_a_judge_that_cannot_be_started_is_our_fault(monkeypatch):
@@ -94,7 +170,7 @@ def test_a_question_given_up_does_not_answer_the_next_one():
     async def judge():
         verifier = MathVerifier(deadline_s=20.0)
         try:
-            await verifier.verify("p - q", "-q + p")  # the child is up
+            await verifier.verify("p - q", "-q + p")  # a process is up
             question = asyncio.ensure_future(verifier.verify("a + b", "b + a"))
             await asyncio.sleep(0)
             question.cancel()
@@ -106,20 +182,27 @@ def test_a_question_given_up_does_not_answer_the_next_one():
     assert asyncio.run(judge()) is Verdict.WRONG
 
 
-def test_no_child_outlives_close():
+def test_closing_ends_the_questions_that_wait_and_the_processes_that_compute():
     async def judge():
-        verifier = MathVerifier(deadline_s=20.0)
+        verifier = MathVerifier(deadline_s=60.0)
         await verifier.verify("p - q", "-q + p")
-        child = verifier._child
+        await asyncio.gather(*verifier._requests)  # verdicts come before the process says that it is free
+        (process,) = verifier._own._idle
+        question = asyncio.ensure_future(verifier.verify("3", "10^{10^{10^{10}}}"))
+        await asyncio.sleep(0.2)
+        assert is_running(process.pid)
         await verifier.close()
         await verifier.close()
-        return child.returncode
+        (error,) = await asyncio.gather(question, return_exceptions=True)
+        return error, process.pid
 
-    assert asyncio.run(judge()) == -signal.SIGKILL
+    error, pid = asyncio.run(judge())
+    assert isinstance(error, MachineError)
+    assert not is_running(pid)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the child on Linux; elsewhere the end of stdin does")
-def test_a_child_that_computes_ends_when_its_parent_is_killed():
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends the process on Linux; elsewhere the end of stdin does")
+def test_a_process_that_computes_ends_when_its_parent_is_killed():
     code = """
 import asyncio
 from strop.rewards import MathVerifier
@@ -127,25 +210,27 @@ from strop.rewards import MathVerifier
 async def main():
     verifier = MathVerifier(deadline_s=60.0)
     await verifier.verify("p", "q")
-    print(verifier._child.pid, flush=True)
+    await asyncio.gather(*verifier._requests)
+    print(verifier._own._idle[0].pid, flush=True)
     await verifier.verify("3", "10^{10^{10^{10}}}")
 
 asyncio.run(main())
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    child = int(parent.stdout.readline())
+    pid = int(parent.stdout.readline())
+    time.sleep(0.1)
     parent.kill()
     parent.communicate()
     deadline = time.monotonic() + 10
-    while _is_running(child):
+    while is_running(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def _is_running(pid):
+def is_running(pid):
     try:
-        with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
+    return state != "Z"

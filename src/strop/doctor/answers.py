@@ -8,7 +8,7 @@ from strop.doctor.examination import Examination
 from strop.doctor.finding import Finding
 from strop.errors import MachineError
 from strop.rewards.config import PARTS
-from strop.rewards.numbers import plain_number
+from strop.sandbox.numbers import plain_number
 from strop.types import (
     Completion,
     FinishReason,
@@ -74,7 +74,7 @@ async def check_answers(examination: Examination) -> Finding:
         return Finding(
             check=NAME,
             detail=f"the judge was lost: {error}",
-            remedy="Run `python -m strop.rewards.verifier_child` by hand, and mend what it reports.",
+            remedy="Mend what it says. Answers are compared by the code service, where programs run.",
         )
     if misjudged:
         told = "; ".join(f"{each.what} counts as {'wrong' if each.is_right else 'right'}" for each in misjudged[:4])

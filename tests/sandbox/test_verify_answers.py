@@ -1,0 +1,127 @@
+"""What is said of a pair of answers: the verdicts of math_verify, whatever the answer holds."""
+
+import random
+import re
+
+import pytest
+from verify_support import Watched, judge, math_answers, needs_math
+
+from strop.sandbox.protocol import PairVerdict
+
+EQUAL, UNEQUAL, UNREADABLE = PairVerdict.EQUAL, PairVerdict.UNEQUAL, PairVerdict.UNREADABLE
+
+
+def test_answers_are_compared_by_meaning():
+    cases = [
+        (r"\frac{1}{2}", "0.5", EQUAL),
+        (r"\frac{1}{2}", "0.51", UNEQUAL),
+        ("p - q", "-q + p", EQUAL),
+        ("p - q", "q - p", UNEQUAL),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)", EQUAL),
+        ("72", r"72\text{ dollars}", EQUAL),
+        ("72", "x = 72", EQUAL),
+        ("72", "72 or 73", UNEQUAL),
+        (r"\{1,2\}", r"\{2, 1\}", EQUAL),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1.0 \\ 2 \end{pmatrix}", EQUAL),
+        ("72", "", UNREADABLE),
+        ("3", "}{", UNREADABLE),
+    ]
+    assert judge(*(case[:2] for case in cases)) == [case[2] for case in cases]
+
+
+def test_gold_comes_first_for_the_judge_is_not_symmetric():
+    assert judge(("1 < x < 2", "(1, 2)"), ("(1, 2)", "1 < x < 2")) == [EQUAL, UNEQUAL]
+
+
+def test_plain_numbers_and_equal_texts_need_no_child():
+    def none_may_start(child):
+        raise AssertionError("a child was started")
+
+    pairs = [("1,072", "1072.0"), ("1072", "1073"), (r"\text{Evelyn}", r"\text{Evelyn}"), ("3", "x" * 10_001)]
+    assert judge(*pairs, handle=none_may_start) == [EQUAL, UNEQUAL, EQUAL, UNREADABLE]
+
+
+HOSTILE = {
+    "nested braces": "{" * 4_900 + "x" + "}" * 4_900,
+    "braces that never close": "{" * 9_900,
+    "nested fractions": r"\frac{1}{" * 1_000 + "x" + "}" * 1_000,
+    "nested roots": r"\sqrt{" * 1_500 + "x" + "}" * 1_500,
+    "nested parentheses": "(" * 4_900 + "x" + ")" * 4_900,
+    "import": "__import__('os').system('touch {canary}')",
+    "lambda": r"(lambda: __import__('os').open('{canary}', 64))()",
+    "attributes": "().__class__.__base__.__subclasses__()",
+    "text with code": r"\text{{__import__('os').system('touch {canary}')}}",
+    "the judge's own words": "0 equal\nequal\n0 equal",
+    "a second box": r"7}} \boxed{{3}} {{",
+    "NUL and surrogate": "\0\ud800",
+    "very long": "1+" * 4_999 + "1",
+    "many dollars": "$" * 9_999,
+    "minus signs": "-" * 9_999 + "3",
+    "powers of words": "final answer is " * 600,
+}
+
+
+@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_answer_is_not_equal_and_harms_no_other_pair(answer, tmp_path):
+    canary = tmp_path / "canary"
+    if "{canary}" in answer:
+        answer = answer.format(canary=canary)
+    verdicts = judge(("p - q", "-q + p"), ("3", answer), ("p - q", "-q + p"), pair_wall_s=2.0)
+    assert verdicts[1] in (UNEQUAL, UNREADABLE, PairVerdict.TIMEOUT)
+    assert verdicts[::2] == [EQUAL, EQUAL]
+    assert not canary.exists()
+
+
+def test_a_child_says_indices_and_verdicts_and_nothing_of_the_answers():
+    children = []
+
+    def watch(child):
+        children.append(Watched(child))
+        return children[-1]
+
+    golds = ["p - q", r"\text{nobody may read this}", r"\sqrt{17} \text{ secret}"]
+    judge(*((gold, answer) for gold in golds for answer in ("x", "}{", r"\frac{a", "q")), handle=watch)
+    (child,) = children
+    first, *others = child.said
+    assert first == b"start"
+    assert len(others) == 12
+    assert all(re.fullmatch(rb"\d+ (equal|unequal|unreadable)", line) for line in others)
+
+
+def variants(answers):
+    """Real answers against what policies write: rewritten, as decimals, with a name in front, and wrong."""
+    for number, gold in enumerate(answers):
+        yield gold, gold.replace(r"\frac", r"\dfrac").replace(r"\left", "").replace(r"\right", "").replace(" ", "") + " "
+        if fraction := re.fullmatch(r"\\frac\{(-?\d+)\}\{(\d+)\}", gold):
+            yield gold, f"{fraction[1]}/{fraction[2]}"
+            yield gold, f"{int(fraction[1]) / int(fraction[2]):.6f}"
+        yield gold, f"x={gold}"
+        yield gold, f"{gold}+1"
+        yield gold, answers[(7 * number + 3) % len(answers)]
+
+
+def assert_same_as_math_verify(pairs):
+    from math_verify import parse, verify
+
+    from strop.sandbox.numbers import exact_match
+
+    pairs = [pair for pair in pairs if exact_match(*pair) is None]
+    expected = []
+    for gold, answer in pairs:
+        read = [parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
+        is_equal = all(read) and verify(*read, timeout_seconds=None)
+        expected.append(UNREADABLE if not all(read) else EQUAL if is_equal else UNEQUAL)
+    found = judge(*pairs, pair_wall_s=60.0)
+    assert [each for each in zip(pairs, found, expected, strict=True) if each[1] is not each[2]] == []
+    assert {EQUAL, UNEQUAL} <= set(expected)
+
+
+@needs_math
+def test_verdicts_on_real_answers_are_those_of_math_verify():
+    assert_same_as_math_verify(random.Random(0).sample(list(variants(math_answers())), 150))
+
+
+@needs_math
+@pytest.mark.slow
+def test_verdicts_on_all_real_answers_are_those_of_math_verify():
+    assert_same_as_math_verify(list(variants(math_answers())))
