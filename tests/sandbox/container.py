@@ -1,9 +1,10 @@
 """Runs a command as if in a container whose profile allows no namespaces; a script for tests.
 
-    python container.py [--deny-landlock] [--unprivileged] COMMAND...
+    python container.py [--deny-landlock] [--allow-namespaces] [--unprivileged] COMMAND...
 
 Refuses what the default profile of common container runtimes refuses a container without capabilities. `--deny-landlock` is an
-older runtime, whose profile does not know Landlock; `--unprivileged` gives up root first.
+older runtime, whose profile does not know Landlock; `--allow-namespaces` a container without a profile; `--unprivileged` gives
+up root first.
 """
 
 from __future__ import annotations
@@ -62,12 +63,14 @@ def _closed_above(path: Path) -> Path | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deny-landlock", action="store_true")
+    parser.add_argument("--allow-namespaces", action="store_true")
     parser.add_argument("--unprivileged", action="store_true")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     if arguments.unprivileged and os.geteuid() == 0:
         become_unprivileged()
-    seccomp.install(profile(denies_landlock=arguments.deny_landlock))
+    if not arguments.allow_namespaces:
+        seccomp.install(profile(denies_landlock=arguments.deny_landlock))
     os.execvp(arguments.command[0], arguments.command)
 
 
