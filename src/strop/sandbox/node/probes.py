@@ -226,8 +226,8 @@ _REMEDY = {
         " seccomp=unconfined and apparmor=unconfined."
     ),
     IsolationLevel.CONFINED: (
-        "Linux 6.7 or later with Landlock (`landlock` in /sys/kernel/security/lsm; Linux 6.12 if the service is not root) and a"
-        " container profile that allows the landlock_* system calls, as Docker's does since 20.10.10."
+        "Linux 6.2 or later with `landlock` in /sys/kernel/security/lsm, and a container profile that allows the landlock_*"
+        " system calls, as Docker's default one does since 23.0."
     ),
 }
 _LOSS = {

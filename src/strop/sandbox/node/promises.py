@@ -194,7 +194,7 @@ CHECKS = (
         name="write",
         shows="nothing outside its own directory changes",
         level=_L1,
-        decide=_stopped("reach", "write", "create", "chmod"),
+        decide=_stopped("reach", "write", "truncate", "create", "chmod"),
     ),
     Check(name="environ of others", shows="/proc gives no environment away", level=_L1, decide=_stopped("reach", "environ")),
     Check(name="signals", shows="no signal reaches the service", level=_L1, decide=_stopped("reach", "signal")),
