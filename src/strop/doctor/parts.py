@@ -22,14 +22,15 @@ from strop.pipelines.model_stage import find_model, run_model_stage
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
 from strop.pipelines.stage import StageContext, load_chat, make_tools, open_torch_engine
 from strop.reports.progress import Silent
-from strop.rewards import make_reward
+from strop.rewards import RunService, make_reward
 from strop.rollout.chat import ChatFormat
 from strop.rollout.play import Judge
 from strop.rollout.prompt import load_prompt
 from strop.runs import LineWriter, RunDirectory
 from strop.sandbox.local import LocalSandbox
-from strop.sandbox.protocol import CodeRunner, RunRequest, RunResult
+from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, VerifyRequest
 from strop.sandbox.scripted import ScriptedSandbox
+from strop.sandbox.verify_process import ProcessVerifier
 from strop.seeds import derive_seed
 from strop.tasks import make_tasks
 from strop.tools.protocol import Tool
@@ -122,7 +123,7 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
         opened.push_async_callback(trainer.close)
         engine = await asyncio.to_thread(open_torch_engine, directory, config, detokenize=chat.decode)
         opened.push_async_callback(engine.close)
-        reward = make_reward(stage.reward)
+        reward = make_reward(stage.reward, runner)
         opened.push_async_callback(reward.close)
         yield Parts(
             recipe=recipe,
@@ -163,24 +164,30 @@ def prompt_lengths(stage: Stage, tasks: Sequence[Task], chat: ChatFormat, tools:
     return [len(chat.prompt_ids(prompt.fill(task.question, specs), prompt.prefill)) for task in tasks]
 
 
-class BrokenSandbox(CodeRunner):
+class BrokenSandbox(RunService):
     """Stands in for a sandbox that could not be started: the tool round trip reports why, and all other checks are made."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
+        self._verifier = ProcessVerifier()
 
     async def run(self, request: RunRequest) -> RunResult:
         raise MachineError(self._reason)
 
+    def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        return self._verifier.verify(request)
+
     async def close(self) -> None:
-        """Nothing to end."""
+        await self._verifier.close()
 
 
-async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> CodeRunner:
+async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> RunService:
     try:
         return await opened.enter_async_context(LocalSandbox(recipe.sandbox))
     except (UserError, MachineError) as error:
-        return BrokenSandbox(str(error))
+        broken = BrokenSandbox(str(error))
+        opened.push_async_callback(broken.close)
+        return broken
 
 
 async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -> tuple[Path, str]:

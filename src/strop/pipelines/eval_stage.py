@@ -57,7 +57,7 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     tasks = [(index, source.task(index)) for index in range(num_tasks)]
     context.progress.stage_started(context.name, stage.kind, num_tasks, 0)
     engine = await asyncio.to_thread(context.open_engine, model, context.recipe.engine, detokenize=chat.decode)
-    reward = make_reward(stage.reward)
+    reward = make_reward(stage.reward, context.runner)
     groups: list[Group] = []
     started = time.perf_counter()
     try:

@@ -48,7 +48,7 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
     )
     chat = load_chat(init)
     engine = await asyncio.to_thread(context.open_engine, init, context.recipe.engine, detokenize=chat.decode)
-    reward = make_reward(stage.reward)
+    reward = make_reward(stage.reward, context.runner)
     try:
         loop = _Loop(context, stage, trainer, engine, reward, chat)
         done = await checkpoints.resume(context, trainer)

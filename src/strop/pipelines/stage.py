@@ -18,6 +18,7 @@ from strop.errors import ModelError
 from strop.pipelines.recipe import Recipe, Stage
 from strop.reports.progress import Progress
 from strop.reports.trackers import Tracker
+from strop.rewards.service import RunService
 from strop.rollout.chat import ChatFormat
 from strop.rollout.environment import ToolEnvironments, ToolObserverFactory
 from strop.rollout.play import Judge, Player
@@ -60,7 +61,7 @@ class StageContext:
     name: str
     recipe: Recipe
     run: RunDirectory
-    runner: CodeRunner
+    runner: RunService
     open_engine: EngineFactory
     progress: Progress
     trackers: Sequence[Tracker]

@@ -27,9 +27,9 @@ from strop.pipelines.stage import EngineFactory, StageContext, open_torch_engine
 from strop.reports.page import write_report
 from strop.reports.progress import Progress
 from strop.reports.trackers import make_trackers
+from strop.rewards.service import RunService
 from strop.runs import FORMAT_VERSION, LineWriter, RunDirectory, read_json, write_json, writing_to
 from strop.sandbox.local import LocalSandbox
-from strop.sandbox.protocol import CodeRunner
 
 _FREE_KEYS = re.compile(
     r"description|trackers|sandbox\.max_running|stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints)"
@@ -50,14 +50,14 @@ async def train(
     *,
     progress: Progress,
     command: str = "",
-    runner: CodeRunner | None = None,
+    runner: RunService | None = None,
     open_engine: EngineFactory = open_torch_engine,
 ) -> TrainResult:
     """Run, or resume, `recipe` in `directory`. Stages that are done are not run again.
 
     Args:
         command: how the user asked for it; kept in the manifest.
-        runner: where tool calls run; a sandbox on this machine when there is none.
+        runner: where programs run and answers are compared; a sandbox on this machine when there is none.
         open_engine: makes the engine of a stage; the embedded one by default.
 
     Raises:

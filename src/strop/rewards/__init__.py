@@ -1,27 +1,45 @@
 """(task, trajectory) -> reward parts."""
 
 from strop.config import import_object
-from strop.rewards.config import AnyRewardConfig, FunctionRewardConfig, RewardConfig
+from strop.errors import ConfigError
+from strop.rewards.code import CodeReward
+from strop.rewards.config import AnyRewardConfig, CodeRewardConfig, FunctionRewardConfig, RewardConfig
 from strop.rewards.function import FunctionReward, function_reward
 from strop.rewards.math import MathReward
+from strop.rewards.service import RunService
 from strop.rewards.verifier import MathVerifier, Verdict
 
 __all__ = [
     "AnyRewardConfig",
+    "CodeReward",
+    "CodeRewardConfig",
     "FunctionReward",
     "FunctionRewardConfig",
     "MathReward",
     "MathVerifier",
     "RewardConfig",
+    "RunService",
     "Verdict",
     "function_reward",
     "make_reward",
-    "weighted",
 ]
 
 
-def make_reward(config: AnyRewardConfig) -> MathReward | FunctionReward:
-    """The reward that `config` describes; whoever asked closes it. Raises `ConfigError` when a function cannot be imported."""
-    if isinstance(config, FunctionRewardConfig):
-        return function_reward(import_object(config.function, key="reward.function"))
-    return MathReward(config)
+def make_reward(config: AnyRewardConfig, service: RunService | None = None) -> MathReward | CodeReward | FunctionReward:
+    """The reward that `config` describes; whoever asked closes it.
+
+    Args:
+        service: runs programs and compares answers. Without one answers are compared all the same, in processes of their own.
+
+    Raises:
+        ConfigError: a function cannot be imported, or programs are to be judged and nothing runs them.
+    """
+    match config:
+        case FunctionRewardConfig():
+            return function_reward(import_object(config.function, key="reward.function"))
+        case CodeRewardConfig():
+            if service is None:
+                raise ConfigError("reward.kind = 'code' runs programs, but there is no sandbox to run them in.")
+            return CodeReward(config, service)
+        case RewardConfig():
+            return MathReward(config, service)

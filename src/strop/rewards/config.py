@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -11,6 +12,9 @@ from strop.config import Config
 
 PARTS = ("accuracy", "format", "called")
 """What `MathReward` judges; each is 0 or 1."""
+
+CODE_PARTS = ("accuracy", "passed", "format", "called")
+"""What `CodeReward` judges; `passed` is a share, the others are 0 or 1."""
 
 
 class FunctionRewardConfig(Config):
@@ -34,14 +38,33 @@ class RewardConfig(Config):
 
     @model_validator(mode="after")
     def _weighs_what_exists(self) -> Self:
-        for name in self.weights:
-            if name not in PARTS:
-                nearest = difflib.get_close_matches(name, PARTS, n=1)
-                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-                raise ValueError(f"weights.{name}: no such part.{hint} The parts are {', '.join(PARTS)}.")
-        if not any(self.weights.values()):
-            raise ValueError("weights are all 0: every trajectory would get the same reward. Give one part a weight.")
+        _check_weights(self.weights, PARTS)
         return self
+
+
+class CodeRewardConfig(Config):
+    """The answer is a program, judged by the tests that the task holds."""
+
+    kind: Literal["code"]
+    weights: dict[str, float] = Field(default={"accuracy": 1.0})
+    tests_fact: str | None = None  # the fact of a task that holds its tests as JSON; its answer does when left out
+    wall_s: float = Field(default=4.0, gt=0)  # of each test
+    memory_mib: int = Field(default=512, ge=32)  # of each test
+
+    @model_validator(mode="after")
+    def _weighs_what_exists(self) -> Self:
+        _check_weights(self.weights, CODE_PARTS)
+        return self
+
+
+def _check_weights(weights: Mapping[str, float], parts: Sequence[str]) -> None:
+    for name in weights:
+        if name not in parts:
+            nearest = difflib.get_close_matches(name, parts, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"weights.{name}: no such part.{hint} The parts are {', '.join(parts)}.")
+    if not any(weights.values()):
+        raise ValueError("weights are all 0: every trajectory would get the same reward. Give one part a weight.")
 
 
 def _math_by_default(value: Any) -> Any:
@@ -49,5 +72,6 @@ def _math_by_default(value: Any) -> Any:
 
 
 AnyRewardConfig: TypeAlias = Annotated[
-    Annotated[RewardConfig | FunctionRewardConfig, Field(discriminator="kind")], BeforeValidator(_math_by_default)
+    Annotated[RewardConfig | CodeRewardConfig | FunctionRewardConfig, Field(discriminator="kind")],
+    BeforeValidator(_math_by_default),
 ]

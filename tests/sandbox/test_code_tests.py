@@ -1,0 +1,119 @@
+"""Programs against tests of what they print, on the real sandbox."""
+
+import asyncio
+
+import pytest
+
+from strop.errors import MachineError
+from strop.sandbox import LocalSandbox, RunOutcome, SandboxConfig, ScriptedSandbox, scripted_result
+from strop.sandbox.code_tests import CaseOutcome, CodeTest, first_difference, run_tests
+
+PASSED, WRONG, NOT_RUN = CaseOutcome.PASSED, CaseOutcome.WRONG_OUTPUT, CaseOutcome.NOT_RUN
+SQUARES = [CodeTest(stdin=f"{number}\n", expected=f"{number * number}\n") for number in range(1, 6)]
+
+
+def run(code, tests, **options):
+    async def in_sandbox():
+        async with LocalSandbox(SandboxConfig(max_running=4)) as sandbox:
+            return await run_tests(sandbox, code, tests, **options)
+
+    return asyncio.run(in_sandbox())
+
+
+def outcomes(report):
+    return [case.outcome for case in report.cases]
+
+
+def test_a_right_program_passes_every_test():
+    report = run("print(int(input()) ** 2)", SQUARES)
+    assert outcomes(report) == [PASSED] * 5
+    assert report.is_passed
+    assert report.passed_share == 1.0
+
+
+def test_tests_after_the_first_failure_are_not_run():
+    code = "n = int(input())\nprint(n * n if n != 3 else 0)"
+    report = run(code, SQUARES)
+    assert outcomes(report) == [PASSED, PASSED, WRONG, NOT_RUN, NOT_RUN]
+    assert report.cases[2].why == "line 1: expected '9', got '0'"
+    assert (report.num_passed, report.passed_share, report.is_passed) == (2, 0.4, False)
+    assert outcomes(run(code, SQUARES, stop_at_first_failure=False)) == [PASSED, PASSED, WRONG, PASSED, PASSED]
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "why"),
+    [
+        ("print(1 / 0)", CaseOutcome.ERROR, "ZeroDivisionError: division by zero"),
+        ("print(1); raise SystemExit(3)", CaseOutcome.ERROR, "The program exited with code 3."),
+        ("while True: pass", CaseOutcome.TIMEOUT, ""),
+        ("while True: print('1' * 10_000)", CaseOutcome.KILLED, "output"),
+        ("int(input()) ** 2", WRONG, "line 1: expected '1', got the end of the output"),  # an echo is no output
+        ("x = 1", WRONG, "line 1: expected '1', got the end of the output"),
+        ("print(1, 2)", WRONG, "line 1: expected '1', got '1 2'"),
+        ("x = '\0'", CaseOutcome.REJECTED, "the code holds a NUL character"),
+    ],
+)
+def test_what_a_program_does_instead_is_told(code, outcome, why):
+    (case,) = run(code, SQUARES[:1], wall_s=0.5).cases
+    assert (case.outcome, case.why) == (outcome, why)
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "difference"),
+    [
+        ("1\n2\n", "1\n2\n", ""),
+        ("1\n2", "1\n2\n", ""),
+        ("1\n2\n", "1  \r\n2\t\n\n", ""),  # whitespace at the end of lines, empty lines at the end
+        ("", "", ""),
+        ("1\n2\n", "1\n", "line 2: expected '2', got the end of the output"),
+        ("1\n", "1\n2\n", "line 2: expected the end of the output, got '2'"),
+        ("", "1", "line 1: expected the end of the output, got '1'"),
+        ("1\n2\n", "1\n\n2\n", "line 2: expected '2', got ''"),
+        ("1", " 1", "line 1: expected '1', got ' 1'"),
+        ("1.0", "1", "line 1: expected '1.0', got '1'"),
+        ("a\nb\nc", "a\nB\nC", "line 2: expected 'b', got 'B'"),
+        ("x" * 99, "y", f"line 1: expected '{'x' * 76}..., got 'y'"),
+    ],
+)
+def test_the_first_line_that_differs_is_named(expected, printed, difference):
+    assert first_difference(expected, printed) == difference
+
+
+def test_a_long_output_is_compared_to_its_end():
+    expected = "".join(f"{number}\n" for number in range(60_000))
+    test = CodeTest(stdin="", expected=expected)
+    assert run("for n in range(60_000): print(n)", [test]).is_passed
+    (case,) = run("for n in range(60_000): print(n if n != 59_998 else 0)", [test]).cases
+    assert case.why == "line 59999: expected '59998', got '0'"
+
+
+def test_the_report_does_not_depend_on_which_run_ends_first():
+    async def judge(latency_s):
+        async def answer_late(request):
+            await asyncio.sleep(latency_s[request.stdin])
+            return scripted_result("wrong")
+
+        class Late(ScriptedSandbox):
+            async def run(self, request):
+                return await answer_late(request)
+
+        tests = [CodeTest(stdin=name, expected="right") for name in "abc"]
+        return await run_tests(Late(answer={}), "", tests)
+
+    for latency_s in ({"a": 0.03, "b": 0.0, "c": 0.01}, {"a": 0.0, "b": 0.01, "c": 0.02}):
+        assert outcomes(asyncio.run(judge(latency_s))) == [WRONG, NOT_RUN, NOT_RUN]
+
+
+@pytest.mark.parametrize("outcome", [RunOutcome.OVERLOADED, RunOutcome.INTERNAL])
+def test_our_faults_are_no_failed_test(outcome):
+    sandbox = ScriptedSandbox(answer=lambda _: scripted_result("", outcome, reason="as scripted"))
+    with pytest.raises(MachineError, match="as scripted"):
+        asyncio.run(run_tests(sandbox, "", SQUARES))
+    with pytest.raises(MachineError, match="died after 2 requests"):
+        asyncio.run(run_tests(ScriptedSandbox(answer=lambda request: str(int(request.stdin) ** 2), dies_after=2), "", SQUARES))
+
+
+def test_no_test_is_no_proof():
+    report = asyncio.run(run_tests(ScriptedSandbox(answer={}), "print(1)", []))
+    assert not report.is_passed
+    assert report.passed_share == 0.0
