@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow experiments-demo experiments-gsm8k clean
+.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox experiments-demo experiments-gsm8k clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,14 @@ test: lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m slow
+
+# The code service against everything that a program, a signal or a cut wire can do to it: minutes, at every level.
+test-sandbox: setup
+	$(BIN)/python -m pytest -m sandbox
+
+# The code service against the limit of a bare fork; writes benchmarks/results/sandbox.{json,txt}.
+bench-sandbox: setup
+	$(BIN)/python benchmarks/sandbox.py
 
 # Three seeds of the demo with controls and arms; writes experiments/results/demo.{json,txt,html}.
 experiments-demo: setup

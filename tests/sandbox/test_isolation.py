@@ -253,23 +253,30 @@ def output_of(launcher: list[str], level: str) -> str:
     return done.stdout
 
 
-# Root without a capability, where no further user namespace may be made: what a container with default settings allows.
-NO_NAMESPACES = [
-    *("unshare", "--user", "--map-root-user", "sh", "-c"),
-    'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all --inh-caps=-all "$@"',
-    "sh",
-]
-NOT_ROOT = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+# Filters as a default container has them, and a user who is not root on the host either.
+CONTAINER = [sys.executable, str(Path(__file__).parent / "container.py")]
+WITHOUT_LANDLOCK = [*CONTAINER, "--deny-landlock"]
+NOT_ROOT = [*CONTAINER, "--allow-namespaces", "--unprivileged"]
 
 
-def test_without_user_namespaces_it_refuses_and_names_the_remedy() -> None:
-    text = output_of(NO_NAMESPACES, "namespaces")
-    assert "sandbox.min_level is 'namespaces', but this machine does not allow that" in text
+def test_without_namespaces_it_refuses_the_default_level_of_a_service_and_names_the_remedy() -> None:
+    text = output_of(CONTAINER, "namespaces")
+    assert "sandbox.min_level is 'namespaces' (L2), and this machine does not give it" in text
     assert "sandbox.min_level = 'confined'" in text
 
 
-def test_without_user_namespaces_it_runs_as_plain_processes_only_when_that_was_accepted() -> None:
-    assert output_of(NO_NAMESPACES, "process") == "process 42 timeout x\n\n"
+def test_without_namespaces_it_confines_by_landlock_and_seccomp() -> None:
+    assert output_of(CONTAINER, "confined") == "confined 42 timeout x\n\n"
+
+
+def test_where_landlock_is_denied_as_well_it_refuses_to_start() -> None:
+    text = output_of(WITHOUT_LANDLOCK, "confined")
+    assert "sandbox.min_level is 'confined' (L1), and this machine does not give it" in text
+    assert "sandbox.min_level = 'process'" in text
+
+
+def test_without_any_of_them_it_runs_as_plain_processes_only_when_that_was_accepted() -> None:
+    assert output_of(WITHOUT_LANDLOCK, "process") == "process 42 timeout x\n\n"
 
 
 def test_without_root_it_isolates_through_user_namespaces() -> None:

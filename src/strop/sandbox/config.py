@@ -19,6 +19,7 @@ class SandboxConfig(Config):
     output_bytes: int = Field(default=65_536, ge=256)  # head and tail are kept beyond it
     max_running: int = Field(default_factory=lambda: 2 * (os.cpu_count() or 1), ge=1, le=1024)  # that compute
     max_alive: int = Field(default=256, ge=1, le=4096)  # with those that sleep, which lend their slots
+    max_sessions: int = Field(default=64, ge=0, le=4096)  # that live at once; they hold no slot between their cells
     min_level: IsolationLevel = IsolationLevel.CONFINED
     level: IsolationLevel | None = None  # the best that this machine gives, up to `namespaces`, when left out
     zygotes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=64)  # fork servers for each profile

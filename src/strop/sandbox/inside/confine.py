@@ -10,7 +10,7 @@ import sys
 from typing import TextIO
 
 from . import filesystem, kernel, landlock, program, seccomp
-from .wire import WORK_DIRECTORY
+from .wire import MAX_FAMILY_PROCESSES, WORK_DIRECTORY
 
 UNPRIVILEGED_UID = 1_000_000  # on the host, when started by root: RLIMIT_NPROC is not enforced for the kernel's uid 0
 INNER_UID = 1_000  # what a program sees
@@ -35,12 +35,14 @@ class Confinement:
         self.is_root = is_root
         self.is_namespaced = level in ("strict", "namespaces")
         self._filter: seccomp.Filter | None = None
+        self._session_filter: seccomp.Filter | None = None
         self._rules: landlock.Rules | None = None
         if level != "process":
             self._rules = landlock.prepare(readable=None if self.is_namespaced else readable)
             self._filter = seccomp.build(
                 is_namespaced=self.is_namespaced, has_own_uid=is_root, are_signals_scoped=landlock.abi() >= _SCOPED_ABI
             )
+            self._session_filter = seccomp.build(is_namespaced=True, in_session=True) if self.is_namespaced else self._filter
         # Python may live where only root looks. Landlock lets no program look elsewhere, whatever this capability allows.
         is_hidden = level == "confined" and is_root and not all(_is_public(path) for path in readable)
         self._needed_capability = kernel.CAP_DAC_READ_SEARCH if is_hidden else None
@@ -48,19 +50,38 @@ class Confinement:
 
     def apply(self, directory: str) -> None:
         """Into the cage, for good. `directory` is the call's own on disk, where there is no private /tmp."""
+        self._enter(directory, self._filter)
+
+    def apply_to_session(self, directory: str, *, max_processes: int) -> int:
+        """The same for a process that may be asked to fork itself into new namespaces: the listener of its filter, or -1.
+
+        Its limit of processes is set here, since the filter lets nobody change it later: it is what a program may start, below
+        what all copies of the session may start together.
+        """
+        return self._enter(directory, self._session_filter, max_processes=max_processes)
+
+    def _enter(self, directory: str, program_filter: seccomp.Filter | None, *, max_processes: int = 0) -> int:
         kernel.libc.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         os.nice(NICENESS)
         if self.is_namespaced:
-            self._enter_namespaces()
+            self._enter_namespaces(allows_more=max_processes > 0)
             directory = WORK_DIRECTORY
         elif self.is_root and self.level == "confined":
             _become_unprivileged(directory)
         os.chdir(directory)
-        if self._rules is not None and self._filter is not None:
-            kernel.drop_capabilities(all_but=self._needed_capability)
-            landlock.restrict(self._rules, writable="/tmp" if self.is_namespaced else directory)
-            seccomp.install(self._filter)
+        if max_processes:
+            hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
+            most = MAX_FAMILY_PROCESSES if self.is_namespaced else max_processes
+            most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(resource.RLIMIT_NPROC, (min(max_processes, most), most))
+        if self._rules is None or program_filter is None:
+            return -1
+        kernel.drop_capabilities(all_but=self._needed_capability)
+        # The /tmp of a session's copy is another one, that no rule could name before; everything else is mounted read-only.
+        writable = "/" if max_processes and self.is_namespaced else "/tmp" if self.is_namespaced else directory
+        landlock.restrict(self._rules, writable=writable)
+        return seccomp.install(program_filter)
 
     def limit(self, *, memory_bytes: int, cpu_s: int, max_processes: int, file_bytes: int) -> None:
         """The limits of the work that follows; below those of the machine, where it has lower ones."""
@@ -76,7 +97,22 @@ class Confinement:
         total = self._base_memory + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (total, total + program.SPARE_BYTES))
 
-    def _enter_namespaces(self) -> None:
+    def limit_session(self, *, memory_bytes: int, file_bytes: int) -> None:
+        """Of a session: its largest limits, below which each cell has its own. Its time is counted outside."""
+        for kind, limit in ((resource.RLIMIT_FSIZE, file_bytes), *_FIXED_LIMITS):
+            hard = resource.getrlimit(kind)[1]
+            value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (value, value))
+        self.limit_cell(memory_bytes=memory_bytes, file_bytes=file_bytes, is_hard=True)
+
+    def limit_cell(self, *, memory_bytes: int, file_bytes: int, is_hard: bool = False) -> None:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (min(file_bytes, hard), hard))
+        total = self._base_memory + memory_bytes
+        hard = total + program.SPARE_BYTES if is_hard else resource.getrlimit(resource.RLIMIT_AS)[1]
+        resource.setrlimit(resource.RLIMIT_AS, (min(total, hard), hard))
+
+    def _enter_namespaces(self, *, allows_more: bool) -> None:
         more = kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS if self.level == "strict" else 0
         kernel.check(kernel.libc.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC | more), "unshare mount and ipc namespaces")
         filesystem.mount_tmp()
@@ -88,6 +124,8 @@ class Confinement:
             kernel.libc.prctl(kernel.PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below belong to root
         # A user namespace for each call: RLIMIT_NPROC is counted in it, and the same uid is seen on every machine.
         kernel.enter_user_namespace(self.proc, inside=INNER_UID)
+        if allows_more:
+            return
         try:
             kernel.write_at(self.proc, "sys/user/max_user_namespaces", "0")
         except OSError as error:

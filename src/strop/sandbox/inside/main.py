@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from . import confine, filesystem, forkserver, kernel, profiles, program, verify
-from .wire import JOB_SESSION, JOB_VERIFY, KIND_FAILED, KIND_HELLO, READY, RECORD_BYTES, RECORD_SETUP, REPORT, STAMP, WORK
+from . import cells, confine, filesystem, forkserver, kernel, profiles, program, verify
+from .wire import JOB_VERIFY, KIND_FAILED, KIND_HELLO, READY, RECORD_BYTES, RECORD_SETUP, REPORT, SESSION_MARK, STAMP, WORK
 
 
 def main() -> None:
@@ -61,6 +61,8 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
         os.setsid()
         filesystem.build_root(settings["shown"])
         pid_namespace = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    else:
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what a program leaves behind is killed with its group, and reaped here
     profiles.load(settings["profile"], settings["modules"])
     profiles.collapse(proc)
     return confine.Confinement(level, proc=proc, is_root=is_root, readable=settings["shown"]), pid_namespace
@@ -73,6 +75,8 @@ class Child:
         self._cage = cage
 
     def live(self, exchange: int, wake: int, output: int, directory: str) -> NoReturn:
+        if directory.startswith(SESSION_MARK):
+            cells.live(self._cage, exchange, wake, output, directory.removeprefix(SESSION_MARK), _seed)
         record: mmap.mmap | None = None
         try:
             record = mmap.mmap(exchange, RECORD_BYTES)  # outlives any descriptor
@@ -97,7 +101,6 @@ class Child:
         if job == JOB_VERIFY:
             verify.judge(code, _emit)
             os._exit(0)
-        assert job != JOB_SESSION
         program.run_program(code.decode(), record)
 
 

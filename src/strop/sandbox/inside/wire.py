@@ -25,3 +25,30 @@ READY = b"\x01"  # the first byte on the output pipe, before anything that the p
 
 MAX_TRACEBACK_CHARS = 8_000
 WORK_DIRECTORY = "/tmp/work"
+
+# A session: its process and the supervisor share a line of packets, the first byte of each says what it is.
+SESSION_MARK = "session:"  # before the directory in a spawn packet: `wake` is the line, the exchange holds a WORK header
+LINE_BYTES = 131_072  # of the longest packet
+# supervisor -> session
+LINE_CELL = b"c"  # CELL, with the code and its stdin as sealed files
+LINE_FORK = b"f"  # FORK, with (line, output) of each of the two branches
+LINE_DRESS = b"g"  # to a branch that was born: the JSON of what it must give up
+LINE_STEM = b"e"  # both branches live: become nothing but the parent of their namespaces
+CELL = struct.Struct("<cIIIQI")  # LINE_CELL, number, length of the code, of stdin, memory in bytes, file MiB
+FORK = struct.Struct("<cQ")  # LINE_FORK, flags of clone
+# session -> supervisor
+LINE_HELLO = b"h"  # shut in; with the listener of its filter where it has one
+LINE_FAILED = b"x"  # a step failed; the text says which
+LINE_BEGAN = b"b"  # BEGAN
+LINE_DONE = b"d"  # DONE, and the text behind it
+LINE_BORN = b"n"  # ready for its first cell; of a branch: in its own namespaces
+LINE_DRESSED = b"r"  # a branch: with its own files, and nothing else
+BEGAN = struct.Struct("<cI")  # LINE_BEGAN, number of the cell
+DONE = struct.Struct("<cIBc")  # LINE_DONE, number of the cell, exit code, what the text is (a RECORD_* or a space)
+
+# supervisor -> groundwork, with the descriptors said there; the answer is the id and an errno, and what failed behind it
+GROUNDWORK = struct.Struct("<cQqqQI")  # step, id, process, uid of its namespaces' owner, processes allowed, inner uid
+GROUND_RAISE = b"r"  # let a process start so many others; with its pidfd
+GROUND_DRESS = b"d"  # a branch's uids, its /tmp and its processes; with the pidfds of its stem and of itself
+GROUND_ANSWER = struct.Struct("<Qi")
+MAX_FAMILY_PROCESSES = 2_048  # of all branches of one session together, as far as any of them may raise its limit

@@ -61,7 +61,7 @@ class Call:
         self.child = child
         self.request = request
         self.output = OutputTail(limit=request.output_bytes, skip=len(wire.READY))
-        child.give(work_of(request), self._end)
+        child.give(work_of(request, num_others=child.num_others), self._end)
 
     @property
     def age_s(self) -> float:
@@ -167,14 +167,15 @@ class Call:
         )
 
 
-def work_of(request: RunRequest, job: bytes = wire.JOB_PROGRAM) -> bytes:
+def work_of(request: RunRequest, *, num_others: int = 0) -> bytes:
+    """The work as the child reads it; `num_others` is how many processes its limit of them counts that are not its own."""
     code, stdin = request.code.encode(), request.stdin.encode()
     header = wire.WORK.pack(
-        job,
+        wire.JOB_PROGRAM,
         request.seed & 0xFFFF_FFFF_FFFF_FFFF,
         request.memory_mib << 20,
         int(request.cpu_s if request.cpu_s is not None else request.wall_s + 1) + 1,
-        request.max_processes,
+        request.max_processes + num_others,
         request.file_mib,
         len(code),
         len(stdin),

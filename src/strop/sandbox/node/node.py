@@ -18,8 +18,12 @@ from typing import Self
 from strop.errors import MachineError, UserError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.node.calls import Call, FinishedCall
+from strop.sandbox.node.canaries import Canaries
+from strop.sandbox.node.cells import Cell
 from strop.sandbox.node.judge import judge, refuse
 from strop.sandbox.node.pools import ZygotePool, profile_of
+from strop.sandbox.node.probes import ProbeReport, probe, refusal
+from strop.sandbox.node.sessions import Sessions
 from strop.sandbox.node.slots import Slots
 from strop.sandbox.node.verification import verify
 from strop.sandbox.node.verify_child import ConfinedVerifyChild
@@ -31,6 +35,7 @@ from strop.sandbox.protocol import (
     RunOutcome,
     RunRequest,
     RunResult,
+    SessionLimits,
     VerifyRequest,
 )
 
@@ -39,8 +44,7 @@ _log = logging.getLogger(__name__)
 _TICK_S = 0.01  # how often running calls are looked at
 _SLOTS_FACTOR = 3  # calls that are here for each that computes: enough that none waits for the front, few enough to be fair
 _TRIES = 2  # of one call, when its fork server died under it
-_PROFILES = ("bare", "numpy", "full", "verify")
-_PROBE = RunRequest(code="print(6 * 7)", wall_s=5.0)
+_PROGRAM_PROFILES = ("bare", "numpy", "full")
 
 
 class Node(CodeNode):
@@ -55,6 +59,7 @@ class Node(CodeNode):
         self.config = config or SandboxConfig()
         self.name = name
         self.level = self.config.level or IsolationLevel.NAMESPACES
+        self.tried: dict[IsolationLevel, ProbeReport | str] = {}  # what each level that was tried came to, the last one given
         self._slots = Slots(num_busy=self.config.max_running, num_alive=self.config.max_alive)
         self._pools: dict[str, ZygotePool] = {}
         self._watchdog = Watchdog(self._slots)
@@ -62,6 +67,7 @@ class Node(CodeNode):
         self._starting = asyncio.Lock()
         self._closed = asyncio.Event()
         self._is_proven = False
+        self._opened_sessions: Sessions | None = None
 
     @property
     def num_slots(self) -> int:
@@ -88,23 +94,9 @@ class Node(CodeNode):
                 return
             self._refuse_if_closed()
             _raise_descriptor_limit()
-            faults = []
-            for level in self._levels():
-                try:
-                    await self._prove(level)
-                except MachineError as error:
-                    self._refuse_if_closed()
-                    faults.append(f"{level.value}: {error}")
-                    self._close_pools()
-                    continue
-                if faults:
-                    _log.warning(
-                        "programs run at level %s (L%d); higher ones fail here: %s", level, level.rank, "; ".join(faults)
-                    )
-                self._is_proven = True
-                await asyncio.gather(*(self._pool(profile).fill() for profile in self.config.warm))
-                return
-            raise UserError(_too_little(self.config, faults))
+            await self._find_level()
+            self._is_proven = True
+            await asyncio.gather(*(self._pool(profile).fill() for profile in self.config.warm))
 
     async def run(self, request: RunRequest) -> RunResult:
         self._refuse_if_closed()
@@ -112,6 +104,8 @@ class Node(CodeNode):
             await self.start()
         if refusal := self._refusal(request):
             return refuse(refusal, level=self.level, node=self.name)
+        if request.session:
+            return await self._sessions.run(request)
         arrived_at = time.monotonic()
         await self._slots.acquire()
         admitted_at = time.monotonic()
@@ -138,6 +132,21 @@ class Node(CodeNode):
         async for index, verdict in verify(self._verify_child, request):
             yield index, verdict
 
+    async def open_session(self, limits: SessionLimits) -> str:
+        self._refuse_if_closed()
+        if not self._is_proven:
+            await self.start()
+        if limits.profile not in _PROGRAM_PROFILES:
+            raise UserError(f"a session's profile is {limits.profile!r}; the profiles are {', '.join(_PROGRAM_PROFILES)}")
+        return await self._sessions.open(limits)
+
+    async def fork_session(self, session: str) -> str:
+        self._refuse_if_closed()
+        return await self._sessions.fork(session)
+
+    async def close_session(self, session: str) -> None:
+        self._sessions.close_session(session)
+
     async def wait_lost(self) -> str:
         await self._closed.wait()
         return "it was closed"
@@ -146,6 +155,8 @@ class Node(CodeNode):
         self._closed.set()
         if self._tick_timer is not None:
             self._tick_timer.cancel()
+        if self._opened_sessions is not None:
+            await self._opened_sessions.close()
         self._close_pools()
 
     async def _verify_child(self) -> ConfinedVerifyChild:
@@ -173,12 +184,44 @@ class Node(CodeNode):
             return [IsolationLevel.STRICT]
         return [level for level in IsolationLevel if self.config.min_level.rank <= level.rank < IsolationLevel.STRICT.rank]
 
-    async def _prove(self, level: IsolationLevel) -> None:
-        self.level = level
-        facts = await self._watch(Call(await self._pool("bare").take(), _PROBE, admitted_at=time.monotonic()))
-        result = judge(facts, _PROBE, level=level, queue_s=0.0, node=self.name)
-        if result.text != "42\n":
-            raise MachineError(result.reason or f"a first program ended with {facts.ended}")
+    async def _find_level(self) -> None:
+        """Raises `UserError` when none that is accepted holds."""
+        for level in self._levels():
+            self.level = level
+            try:
+                with Canaries() as canaries:  # planted before the first fork server, so that it could inherit them
+                    report = await probe(self._run_once, level, canaries=canaries)
+            except MachineError as error:
+                self._refuse_if_closed()
+                self.tried[level] = str(error)
+            else:
+                self.tried[level] = report
+                if not report.broken(level):
+                    break
+            self._close_pools()
+        else:
+            raise refusal(self.config.level or self.config.min_level, self.tried)
+        if len(self.tried) > 1:
+            _log.warning(
+                "programs run at level L%d (%s): this machine gives no more. %s", level.rank, level, self._why_not_more()
+            )
+
+    def _why_not_more(self) -> str:
+        *higher, _ = self.tried.items()
+        return "; ".join(
+            f"{level}: {found if isinstance(found, str) else ', '.join(probe.name for probe in found.broken(level))}"
+            for level, found in higher
+        )
+
+    async def _run_once(self, request: RunRequest) -> RunResult:
+        """One attempt, without a slot."""
+        facts = await self._watch(Call(await self._pool("bare").take(), request, admitted_at=time.monotonic()))
+        if facts.ended.is_lost:
+            raise MachineError("a fork server died under a program of the self-test")
+        result = judge(facts, request, level=self.level, queue_s=0.0, node=self.name)
+        if result.outcome is RunOutcome.INTERNAL:
+            raise MachineError(result.reason)
+        return result
 
     def _pool(self, profile: str) -> ZygotePool:
         self._refuse_if_closed()
@@ -212,11 +255,25 @@ class Node(CodeNode):
             return f"the input has {len(stdin)} bytes, the limit is {config.max_stdin_bytes}"
         if request.language != "python":
             return f"the language is {request.language!r}, and only 'python' runs here"
-        if request.profile and request.profile not in _PROFILES[:3]:
+        if request.profile and request.profile not in _PROGRAM_PROFILES:
             return f"there is no profile {request.profile!r}; the profiles are bare, numpy and full"
         return ""
 
-    async def _watch(self, call: Call) -> FinishedCall:
+    @property
+    def _sessions(self) -> Sessions:
+        """At the level that was proven."""
+        if self._opened_sessions is None:
+            self._opened_sessions = Sessions(
+                self.level,
+                pool=self._pool,
+                slots=self._slots,
+                watch=self._watch,
+                max_sessions=self.config.max_sessions,
+                node=self.name,
+            )
+        return self._opened_sessions
+
+    async def _watch(self, call: Call | Cell) -> FinishedCall:
         self._watchdog.add(call)
         self._tick_later()
         try:
@@ -239,14 +296,3 @@ def _raise_descriptor_limit() -> None:
     """Each call holds four descriptors here."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _too_little(config: SandboxConfig, faults: list[str]) -> str:
-    wanted = config.level or config.min_level
-    return (
-        f"sandbox.min_level is {wanted.value!r}, but this machine does not allow that: {'; '.join(faults)}."
-        " Allow user namespaces (sysctl kernel.unprivileged_userns_clone=1, user.max_user_namespaces>0; on Ubuntu"
-        " kernel.apparmor_restrict_unprivileged_userns=0; in a container --cap-add SYS_ADMIN or"
-        " --security-opt seccomp=unconfined), or accept less isolation with sandbox.min_level = 'confined' (Landlock and"
-        " seccomp) or, for programs that can read your files and use your network, 'process'."
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -48,7 +49,7 @@ class Ended:
     is_lost: bool = False  # its fork server died under it: nobody knows how it would have ended
 
 
-_LOST = Ended(exit_code=None, signal=None, cpu_s=0.0, peak_bytes=0, is_lost=True)
+LOST = Ended(exit_code=None, signal=None, cpu_s=0.0, peak_bytes=0, is_lost=True)
 
 
 class Child:
@@ -87,6 +88,10 @@ class Child:
         """Let it begin; `on_end` is called once, when it and everything that it started are dead."""
         os.pwrite(self.exchange, work, wire.RECORD_BYTES)
         os.eventfd_write(self._wake, 1)
+        self.watch(on_end)
+
+    def watch(self, on_end: Callable[[], None]) -> None:
+        """`on_end` is called once, as for `give`, of a child that has its work from the start."""
         self._on_end = on_end
         if self.ended is not None:
             on_end()
@@ -124,6 +129,11 @@ class Child:
             return None
         return pid if pid > 0 else None
 
+    @property
+    def num_others(self) -> int:
+        """Processes that RLIMIT_NPROC counts besides its own: without namespaces and without root, all of this user."""
+        return self._zygote.num_others
+
     def close(self) -> None:
         """Give back its descriptors and its directory; kills it first when it still runs. Safe to call twice."""
         if self.ended is None:
@@ -144,6 +154,12 @@ class Child:
             self.ended = ended
             if self._on_end is not None:
                 self._on_end()
+
+    def close_sent(self, descriptors: tuple[int, int, int]) -> None:
+        """It holds its ends now: the pipe of its output ends when the last of its processes does."""
+        os.close(descriptors[2])
+        if descriptors[1] != self._wake:  # of a line the other end is the supervisor's
+            os.close(descriptors[1])
 
     def _release(self) -> None:
         for descriptor in (self.exchange, self._wake, self.output, self.pidfd):
@@ -196,6 +212,12 @@ class Zygote:
         return len(self._children) + len(self._by_pid)
 
     @property
+    def num_others(self) -> int:
+        if self._level.rank >= 2 or os.geteuid() == 0:
+            return 0
+        return _num_threads_of_user(int(time.monotonic()))
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing but spare children is left of it."""
         return self.num_alive <= len(self._spares)
@@ -216,6 +238,12 @@ class Zygote:
             self._spares.append(self._spawn())
         return child
 
+    def take_session(self, work: bytes) -> tuple[Child, socket.socket]:
+        """A child that keeps its state, and the line to it."""
+        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.setblocking(False)
+        return self._spawn(work=work, line=theirs.detach()), line
+
     def lose(self) -> None:
         """Kill it, with everything it runs, and tell those who wait. Safe to call twice."""
         if self.is_lost:
@@ -225,14 +253,14 @@ class Zygote:
         self._socket.close()
         self._process.kill()
         self._process.wait()
-        for _, _, descriptors in self._to_send:
-            os.close(descriptors[2])
+        for child, _, descriptors in self._to_send:
+            child.close_sent(descriptors)
         self._to_send.clear()
         if not self._hello.done():
             self._hello.set_exception(MachineError("a fork server of the sandbox ended before it was ready"))
             self._hello.exception()  # marks it as seen: nobody may be waiting for it
         for child in [*self._children.values(), *self._by_pid.values()]:
-            child.take_end(_LOST)
+            child.take_end(LOST)
         for child in self._spares:
             child.close()
         self._spares.clear()
@@ -240,21 +268,26 @@ class Zygote:
         self._by_pid.clear()
         self._on_lost()
 
-    def _spawn(self) -> Child:
+    def _spawn(self, *, work: bytes = b"", line: int = -1) -> Child:
+        """A child that waits for its work or, with a `line`, has it already and lives on."""
         number = next(self._numbers)
         self.num_spawned += 1
         directory = "" if self._level.rank >= 2 else tempfile.mkdtemp(prefix="strop-")
         try:
             exchange = os.memfd_create("exchange", os.MFD_CLOEXEC)
             os.ftruncate(exchange, wire.RECORD_BYTES)
-            wake = os.eventfd(0, os.EFD_CLOEXEC)
+            wake = os.eventfd(0, os.EFD_CLOEXEC) if line < 0 else -1
             output_read, output_write = os.pipe2(os.O_CLOEXEC)
         except OSError as error:
             raise MachineError(f"no descriptors left for another program ({error}). Raise `ulimit -n`.") from error
         os.set_blocking(output_read, False)
         child = Child(self, number, exchange=exchange, wake=wake, output=output_read, directory=directory)
         self._children[number] = child
-        self._to_send.append((child, wire.SPAWN.pack(number) + directory.encode(), (exchange, wake, output_write)))
+        message = wire.SPAWN.pack(number) + directory.encode()
+        if line >= 0:
+            os.pwrite(exchange, work, wire.RECORD_BYTES)
+            message = wire.SPAWN.pack(number) + f"{wire.SESSION_MARK}{directory}".encode()
+        self._to_send.append((child, message, (exchange, wake if line < 0 else line, output_write)))
         self._send()
         return child
 
@@ -267,7 +300,7 @@ class Zygote:
                 self._to_send.appendleft((child, message, descriptors))
                 self.lose()
                 return
-            os.close(descriptors[2])  # the child holds it now: the pipe ends when the last of its processes does
+            child.close_sent(descriptors)
 
     def _read(self) -> None:
         while not self.is_lost:
@@ -290,7 +323,9 @@ class Zygote:
             self._send()
         elif kind in (wire.KIND_EXITED, wire.KIND_SIGNALED):
             is_exit = kind == wire.KIND_EXITED
-            self._by_pid.pop(pid).take_end(
+            if (ended := self._by_pid.pop(pid, None)) is None:
+                return  # an orphan of a program, adopted
+            ended.take_end(
                 Ended(
                     exit_code=status if is_exit else None,
                     signal=None if is_exit else status,
@@ -302,6 +337,17 @@ class Zygote:
             self._hello.set_result(None)
         else:
             self._hello.set_exception(MachineError(message[wire.REPORT.size :].decode("utf-8", "replace")))
+
+
+@functools.lru_cache(maxsize=1)
+def _num_threads_of_user(second: int) -> int:
+    """Of the user of this process, as /proc shows them in the given `second`: reading them takes a millisecond or more."""
+    count = 0
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if process.name.isdecimal() and process.stat().st_uid == os.geteuid():
+                count += len(os.listdir(process / "task"))
+    return count
 
 
 ENVIRONMENT = {  # all that a program sees of an environment; nothing of ours
