@@ -24,11 +24,15 @@ _Instruction = tuple[int, int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Test:
-    """Decides by the low 32 bits of one argument: all that the kernel reads of pids, flags, commands and families."""
+    """Decides by the low 32 bits of one argument: all that the kernel reads of pids, flags, commands and families.
+
+    Only of an address both halves count.
+    """
 
     argument: int
     equals: int
     mask: int = 0xFFFFFFFF
+    is_high_half: bool = False
     then: Rule
     otherwise: Rule
 
@@ -80,7 +84,7 @@ def _decide(rule: Rule) -> list[_Instruction]:
     if isinstance(rule, int):
         return [(_RETURN, 0, 0, rule)]
     then, otherwise = _decide(rule.then), _decide(rule.otherwise)
-    program: list[_Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * rule.argument)]
+    program: list[_Instruction] = [(_LOAD, 0, 0, _ARGUMENTS_AT + 8 * rule.argument + 4 * rule.is_high_half)]
     if rule.mask != 0xFFFFFFFF:
         program.append((_AND, 0, 0, rule.mask))
     return [*program, _branch(_JUMP_IF_EQUAL, rule.equals, when_true=0, when_false=len(then)), *then, *otherwise]

@@ -23,7 +23,7 @@ from .wire import MAX_TRACEBACK_CHARS, RECORD_BYTES, RECORD_ECHO, RECORD_ERROR, 
 
 MAX_FRAMES = 2_000  # twice Python's recursion limit; formatting millions takes longer than a program may run
 SPARE_BYTES = 32 << 20  # for the traceback of a program that has used all its memory
-_OWN_FILES = {__file__}
+OWN_FILES = {__file__}
 
 
 def run_program(
@@ -43,7 +43,7 @@ def run_program(
         if value is not None:
             kind, text = RECORD_ECHO, make_text(value)
     except SystemExit as error:
-        exit_code = _exit_code(error, streams[1])
+        exit_code = exit_code_of(error, streams[1])
     except BaseException as error:
         exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
     try:
@@ -55,11 +55,11 @@ def run_program(
             exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
     if getpid() != own_pid:  # a fork of the program that came back here; it has no record of its own
         if kind == RECORD_ERROR:
-            _try(streams[1].write, text)
+            attempt(streams[1].write, text)
     elif kind:
         write_record(shown, kind, text)
     for stream in streams:
-        _try(stream.flush)
+        attempt(stream.flush)
     exit_now(exit_code)
 
 
@@ -103,12 +103,12 @@ def _is_silenced(code: str, last: Expr) -> bool:
     return after.lstrip().startswith(b";")
 
 
-def _exit_code(error: SystemExit, stderr: TextIO) -> int:
+def exit_code_of(error: SystemExit, stderr: TextIO) -> int:
     if error.code is None:
         return 0
     if isinstance(error.code, int):
         return error.code & 0xFF
-    _try(lambda: stderr.write(f"{error.code}\n"))
+    attempt(lambda: stderr.write(f"{error.code}\n"))
     return 1
 
 
@@ -120,7 +120,7 @@ def format_error(
         memory_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
         frames = error.__traceback__
-        while frames is not None and frames.tb_frame.f_code.co_filename in _OWN_FILES:
+        while frames is not None and frames.tb_frame.f_code.co_filename in OWN_FILES:
             frames = frames.tb_next
         error.__traceback__ = _fold(frames)
         if isinstance(error, SyntaxError) and error.text is None and str(error.filename).startswith("<c") and error.lineno:
@@ -161,15 +161,18 @@ def _cut(text: str, limit: int) -> str:
 
 
 def write_record(shown: mmap.mmap, kind: bytes, text: str) -> None:
-    start = STAMP.size + RECORD_HEADER.size
-    room = RECORD_BYTES - start
-    # Eight bytes a character is more than any encoding of one, so that no cut falls into the middle of it.
-    encoded = _cut(text, room // 8).encode("utf-8", "backslashreplace")[:room]
+    start, encoded = STAMP.size + RECORD_HEADER.size, encode_record(text)
     shown[start : start + len(encoded)] = encoded
     shown[STAMP.size : start] = RECORD_HEADER.pack(kind, len(encoded))
 
 
-def _try(action: Callable[..., object], *arguments: str) -> None:
+def encode_record(text: str) -> bytes:
+    room = RECORD_BYTES - STAMP.size - RECORD_HEADER.size
+    # Eight bytes a character is more than any encoding of one, so that no cut falls into the middle of it.
+    return _cut(text, room // 8).encode("utf-8", "backslashreplace")[:room]
+
+
+def attempt(action: Callable[..., object], *arguments: str) -> None:
     """For the last words of a program that may have closed or replaced its own streams."""
     try:
         action(*arguments)

@@ -23,6 +23,7 @@ _ABSENT = fail(errno.ENOSYS)
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 5, 0xF
 _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
+_RLIMIT_NPROC = 6
 _PERSONALITY_QUERY = 0xFFFFFFFF
 _CLONE_NEW = 0x7E020000  # every namespace that clone can ask for
 _CLONE_PARENT = 0x00008000  # would give the fork server a child that it does not know
@@ -84,7 +85,8 @@ def build(
         is_namespaced: it has pid and mount namespaces of its own. Without them the filter also holds it in its process group,
             so that one kill of the group reaches every descendant, keeps it from the attributes of files, and from signals
             unless one of the two below says that they are harmless.
-        in_session: asking for a namespace or a mount waits for the supervisor's answer, through the listener of `install`.
+        in_session: asking for a namespace or a mount waits for the supervisor's answer, through the listener of `install`; and
+            the limit of processes stays as it is, since what a copy may start is bounded by what its origin might have.
         has_own_uid: nothing else on the machine runs as its uid or owns files by it.
         are_signals_scoped: Landlock keeps its signals inside (ABI 6). Where nothing does, a program can signal only itself
             together with all its kin (`kill(0, ...)`): it cannot end one of its children.
@@ -93,6 +95,8 @@ def build(
         OSError: no table of system calls for this architecture.
     """
     rules = _always(privileged=NOTIFY if in_session else _REFUSED)
+    if in_session:
+        rules |= _fixed_limit(_RLIMIT_NPROC)
     if not is_namespaced:
         rules |= _each("setsid setpgid", _REFUSED)
         if not has_own_uid:
@@ -149,6 +153,20 @@ def _always(*, privileged: Rule) -> dict[str, Rule]:
     }
 
 
+def _fixed_limit(kind: int) -> dict[str, Rule]:
+    """Nobody sets this limit, of others or its own; it may still be read."""
+    is_query = Test(
+        argument=2,
+        equals=0,
+        then=Test(argument=2, is_high_half=True, equals=0, then=ALLOW, otherwise=_REFUSED),
+        otherwise=_REFUSED,
+    )
+    return {
+        "setrlimit": Test(argument=0, equals=kind, then=_REFUSED, otherwise=ALLOW),
+        "prlimit64": _only(0, 0, then=Test(argument=1, equals=kind, then=is_query, otherwise=ALLOW)),
+    }
+
+
 def _each(names: str, rule: Rule) -> dict[str, Rule]:
     return dict.fromkeys(names.split(), rule)
 
@@ -194,12 +212,12 @@ def receive(listener: int) -> Notification | None:
 
 
 def allow(listener: int, ticket: int) -> bool:
-    """Let the call happen as it was asked. False when whoever asked is gone."""
+    """Let the call happen as it was asked. False when whoever asked is gone, or has its answer."""
     return _answer(listener, _ANSWER.pack(ticket, 0, 0, _CONTINUE))
 
 
 def refuse(listener: int, ticket: int, error: int = errno.EPERM) -> bool:
-    """Let the call fail with `error`. False when whoever asked is gone."""
+    """Let the call fail with `error`. False when whoever asked is gone, or has its answer."""
     return _answer(listener, _ANSWER.pack(ticket, 0, -error, 0))
 
 
@@ -207,7 +225,7 @@ def _answer(listener: int, answer: bytes) -> bool:
     try:
         fcntl.ioctl(listener, _SEND, answer)
     except OSError as error:
-        if error.errno == errno.ENOENT:
+        if error.errno in (errno.ENOENT, errno.EINPROGRESS):
             return False
         raise
     return True

@@ -33,8 +33,9 @@ _X86_64 = {
     "reboot": 169, "removexattr": 197, "request_key": 249, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
     "sched_setaffinity": 203, "sched_setattr": 314, "sched_setparam": 142, "sched_setscheduler": 144, "seccomp": 317,
     "semctl": 66, "semget": 64, "semop": 65, "semtimedop": 220, "setdomainname": 171, "sethostname": 170, "setns": 308,
-    "setpgid": 109, "setpriority": 141, "setsid": 112, "settimeofday": 164, "setxattr": 188, "shmat": 30, "shmctl": 31,
-    "shmdt": 67, "shmget": 29, "socket": 41, "socketpair": 53, "swapoff": 168, "swapon": 167, "syslog": 103, "tgkill": 234,
+    "setpgid": 109, "setpriority": 141, "setrlimit": 160, "setsid": 112, "settimeofday": 164, "setxattr": 188, "shmat": 30,
+    "shmctl": 31, "shmdt": 67, "shmget": 29, "socket": 41, "socketpair": 53, "swapoff": 168, "swapon": 167, "syslog": 103,
+    "tgkill": 234,
     "tkill": 200, "umount2": 166, "unshare": 272, "uselib": 134, "userfaultfd": 323, "utime": 132, "utimensat": 280,
     "utimes": 235, "vhangup": 153, "vmsplice": 278,
 }  # fmt: skip
@@ -53,8 +54,8 @@ _AARCH64 = {  # it never had the calls that are missing here
     "request_key": 218, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "sched_setaffinity": 122, "sched_setattr": 274,
     "sched_setparam": 118, "sched_setscheduler": 119, "seccomp": 277, "semctl": 191, "semget": 190, "semop": 193,
     "semtimedop": 192, "setdomainname": 162, "sethostname": 161, "setns": 268, "setpgid": 154, "setpriority": 140,
-    "setsid": 157, "settimeofday": 170, "setxattr": 5, "shmat": 196, "shmctl": 195, "shmdt": 197, "shmget": 194,
-    "socket": 198, "socketpair": 199, "swapoff": 225, "swapon": 224, "syslog": 116, "tgkill": 131, "tkill": 130,
+    "setrlimit": 164, "setsid": 157, "settimeofday": 170, "setxattr": 5, "shmat": 196, "shmctl": 195, "shmdt": 197,
+    "shmget": 194, "socket": 198, "socketpair": 199, "swapoff": 225, "swapon": 224, "syslog": 116, "tgkill": 131, "tkill": 130,
     "umount2": 39, "unshare": 97, "userfaultfd": 282, "utimensat": 88, "vhangup": 58, "vmsplice": 75,
 }  # fmt: skip
 

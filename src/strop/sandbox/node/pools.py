@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 
 from strop.errors import MachineError
 from strop.sandbox.node.zygotes import Child, Zygote
@@ -57,17 +58,30 @@ class ZygotePool:
 
     async def take(self) -> Child:
         """A child from the least loaded fork server. Raises `MachineError` when none can be started."""
+        zygote = await self._least_loaded()
+        child = zygote.take()
+        self._renew(zygote)
+        return child
+
+    async def take_session(self, work: bytes) -> tuple[Child, socket.socket]:
+        """A child that keeps its state, and the line to it; raises as `take` does."""
+        zygote = await self._least_loaded()
+        child, line = zygote.take_session(work)
+        self._renew(zygote)
+        return child, line
+
+    async def _least_loaded(self) -> Zygote:
         if not self._zygotes:
             await self.start()
-        zygote = min(self._zygotes, key=lambda one: one.num_alive)
-        child = zygote.take()
+        return min(self._zygotes, key=lambda one: one.num_alive)
+
+    def _renew(self, zygote: Zygote) -> None:
         if zygote.num_spawned > self._recycle_after:
             self._zygotes.remove(zygote)
             self._retired.append(zygote)
             self._refill()
         for retired in [one for one in self._retired if one.is_idle]:
             retired.lose()
-        return child
 
     async def start(self) -> None:
         """Returns when one fork server is ready; the others follow."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
-from strop.sandbox.node.calls import Call
 from strop.sandbox.node.slots import Slots
+from strop.sandbox.protocol import RunRequest
 
 _FIRST_LOOK_S = 0.02  # most programs are over by then
 _LOOK_S, _LOOK_ASLEEP_S = 0.05, 0.2
@@ -28,8 +29,27 @@ class Glance:
     pids: tuple[int, ...]
 
 
+class Process(Protocol):
+    def host_pid(self) -> int | None:
+        """As this process numbers it; None when it has ended."""
+
+
+class Watched(Protocol):
+    """What holds a slot: a program, or a cell of a session."""
+
+    @property
+    def child(self) -> Process: ...
+
+    @property
+    def request(self) -> RunRequest: ...
+
+    def look(self, now: float) -> None: ...
+
+    def stop(self, reason: str) -> None: ...
+
+
 @dataclass(slots=True, kw_only=True)
-class _Watched:
+class _Watch:
     next_at: float
     last: Glance | None = None
     is_asleep: bool = False
@@ -40,7 +60,7 @@ class Watchdog:
 
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
-        self._calls: dict[Call, _Watched] = {}
+        self._calls: dict[Watched, _Watch] = {}
 
     @property
     def num_asleep(self) -> int:
@@ -49,10 +69,10 @@ class Watchdog:
     def __bool__(self) -> bool:
         return bool(self._calls)
 
-    def add(self, call: Call) -> None:
-        self._calls[call] = _Watched(next_at=time.monotonic() + _FIRST_LOOK_S)
+    def add(self, call: Watched) -> None:
+        self._calls[call] = _Watch(next_at=time.monotonic() + _FIRST_LOOK_S)
 
-    def remove(self, call: Call) -> None:
+    def remove(self, call: Watched) -> None:
         """Its slot is busy again, whatever it did last: whoever holds it gives it back."""
         if self._calls.pop(call).is_asleep:
             self._slots.take_back()
@@ -64,7 +84,7 @@ class Watchdog:
                 self._glance(call, watched)
                 watched.next_at = now + (_LOOK_ASLEEP_S if watched.is_asleep else _LOOK_S)
 
-    def _glance(self, call: Call, watched: _Watched) -> None:
+    def _glance(self, call: Watched, watched: _Watch) -> None:
         if (pid := call.child.host_pid()) is None:
             return
         seen, before = glance(pid), watched.last

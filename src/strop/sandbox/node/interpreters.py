@@ -1,0 +1,248 @@
+"""The process that holds a session's state, as the supervisor has it: its line, its output, its death, and what it lies in.
+
+The first one of a session is a child of a fork server. When it is forked it becomes the stem of two others, which die with it;
+so it lives as long as one of them does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from strop.sandbox.inside import seccomp
+from strop.sandbox.node.zygotes import LOST, Child, Ended
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MAX_REFUSED_AT_ONCE = 8
+
+
+@dataclass(slots=True, kw_only=True)
+class Family:
+    """What a session and all its copies have in common. Closed with the last of them."""
+
+    listener: int  # answers those that ask for namespaces; -1 where there are none
+    owner: int  # uid on this machine of whoever owns their namespaces
+    max_processes: int  # that each may start
+    devices: set[int] = field(default_factory=set)  # every /tmp that one of them has ever had
+    forking: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: the questions of all come in at one place
+    num_members: int = 0
+
+    def refuse_questions(self) -> None:
+        """Of programs that ask for namespaces or mounts unordered. A few at a time, so that asking costs them more than us."""
+        for _ in range(_MAX_REFUSED_AT_ONCE):
+            if self.listener < 0 or self.forking.locked() or not _is_readable(self.listener):
+                return
+            if (question := seccomp.receive(self.listener)) is not None:
+                seccomp.refuse(self.listener, question.id)
+
+    def join(self) -> None:
+        self.num_members += 1
+
+    def leave(self) -> None:
+        self.num_members -= 1
+        if self.num_members == 0 and self.listener >= 0:
+            os.close(self.listener)
+            self.listener = -1
+
+
+class Interpreter:
+    """One living process. `on_end` is called once, when it and everything that it started are dead.
+
+    Args:
+        line: a seqpacket socket, its other end in the process.
+        output: what it prints, all cells of it.
+        pidfd: of the process.
+        family: of its session and the copies of it.
+        stem: the process in whose namespaces its own lie; None for a child of a fork server.
+        child: that child; None for a copy.
+    """
+
+    def __init__(
+        self,
+        line: socket.socket,
+        output: int,
+        pidfd: int,
+        *,
+        family: Family,
+        stem: Stem | None = None,
+        child: Child | None = None,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._child = child
+        self._is_closed = False
+        self.line = line
+        self.output = output
+        self.pidfd = pidfd
+        self.pid = pid_of(pidfd)
+        self.family = family
+        self.stem = stem
+        self.depth: int = 0 if stem is None else stem.interpreter.depth + 1
+        self.ended: Ended | None = None
+        self.on_end: Callable[[], None] | None = None
+        family.join()
+        if child is None:
+            self._loop.add_reader(pidfd, self._take_end)
+        else:
+            child.watch(self._take_end)
+
+    def host_pid(self) -> int | None:
+        return self.pid if self.ended is None else None
+
+    @property
+    def root(self) -> Interpreter:
+        """The first of its family, in whose namespaces all others lie."""
+        return self if self.stem is None else self.stem.interpreter.root
+
+    def send(self, packet: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Raises `OSError` when it closed its end, or reads nothing any more."""
+        socket.send_fds(self.line, [packet], list(descriptors))
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.ended is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, number)
+
+    def kill(self) -> None:
+        """With pid 1 of a namespace dies everything in it."""
+        if self._child is not None:
+            self._child.kill()
+        else:
+            self.signal(signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """It was killed and nobody says that it is dead."""
+        if self._child is not None:
+            self._child.abandon()
+
+    @property
+    def cpu_s(self) -> float:
+        """Of the process, and of what it started and waited for."""
+        fields = stat_of(self.pid)
+        return sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S
+
+    @property
+    def peak_bytes(self) -> int:
+        return 1024 * int(status_of(self.pid).get("VmHWM", "0 kB").split()[0])
+
+    def close(self) -> None:
+        """Kill it, and give everything back as soon as it is dead. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self.ended is None:
+            self.kill()
+        else:
+            self._release()
+
+    def _take_end(self) -> None:
+        is_unwanted = self._is_closed
+        if self._child is not None:
+            self.ended = self._child.ended
+        else:
+            self._loop.remove_reader(self.pidfd)
+            self.ended = _end_of(self.pid)
+        if self.on_end is not None:
+            self.on_end()
+        if is_unwanted:
+            self._release()
+
+    def _release(self) -> None:
+        self.line.close()
+        if self._child is not None:
+            self._child.close()  # with its descriptors
+        else:
+            os.close(self.pidfd)
+            os.close(self.output)
+        if self.stem is not None:
+            self.stem.release()
+        self.family.leave()
+
+
+class Stem:
+    """An interpreter that was forked: it runs nothing any more, and ends with the last of those that need it."""
+
+    def __init__(self, interpreter: Interpreter, *, num_users: int) -> None:
+        self._num_users = num_users
+        self.interpreter = interpreter
+
+    def release(self) -> None:
+        self._num_users -= 1
+        if self._num_users == 0:
+            self.interpreter.close()
+
+
+def pid_of(pidfd: int) -> int:
+    """The process as this one numbers it; 0 when it is dead."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as described:
+        return max(0, int(described.read().rpartition("\nPid:\t")[2].split(maxsplit=1)[0]))
+
+
+def stat_of(pid: int) -> list[str]:
+    """/proc/PID/stat from the third field on. Empty when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def status_of(pid: int) -> dict[str, str]:
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+
+
+def children_of(pid: int) -> list[int]:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    found: list[int] = []
+    for thread in threads:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
+            found += [int(child) for child in file.read().split()]
+    return found
+
+
+async def readable(descriptor: int) -> None:
+    """Returns when there is something to read."""
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _set, ready)
+    try:
+        await ready
+    finally:
+        loop.remove_reader(descriptor)
+
+
+def _set(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
+def _is_readable(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _end_of(pid: int) -> Ended:
+    """Of a copy, from what is left of it: nobody waits for it, so its entry stays until its stem is killed."""
+    fields = stat_of(pid)
+    if not fields or fields[0] not in "ZX":
+        return LOST
+    status = int(fields[49])
+    return Ended(
+        exit_code=None if status & 0x7F else (status >> 8) & 0xFF,
+        signal=status & 0x7F or None,
+        cpu_s=sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S,
+        peak_bytes=0,
+    )

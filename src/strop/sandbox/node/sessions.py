@@ -1,0 +1,332 @@
+"""The sessions of one machine: who may run the next cell, who is copied, whose lease is over.
+
+    open ── cell ── cell ── fork ─┬─ cell ...      the same id
+                                  └─ cell ...      another id
+
+Cells of one session run in the order in which they came. A cell runs once: whatever happens to it, it is never given again.
+When its interpreter is gone, so is the session, and every later cell raises `SessionLost` with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from strop.errors import MachineError, SessionLost, UserError
+from strop.sandbox.inside import wire
+from strop.sandbox.node import forking
+from strop.sandbox.node.calls import FinishedCall
+from strop.sandbox.node.cells import Cell
+from strop.sandbox.node.groundwork import Groundwork
+from strop.sandbox.node.interpreters import Family, Interpreter, readable
+from strop.sandbox.node.judge import judge
+from strop.sandbox.node.pools import ZygotePool
+from strop.sandbox.node.slots import Slots
+from strop.sandbox.node.watchdog import glance, own_bytes
+from strop.sandbox.node.zygotes import LOST, Ended
+from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult, SessionLimits
+
+_ResultT = TypeVar("_ResultT")
+
+_START_LIMIT_S = 10.0  # of a session; 2 ms bare when the machine is idle
+_LOOK_S = 0.5  # how often sessions are looked at between cells
+_IDLE_CPU_S = 5.0  # that a session may compute between two cells
+_TREE_FACTOR = 2  # all its processes together may hold so many times what one may
+_MAX_REMEMBERED = 4_096  # sessions that are gone, with the reason
+_LOSS_NOTICE_S = 0.1  # until a fork server's death is known that killed what it had started
+
+
+class _Session:
+    """One id and the interpreter that answers for it now."""
+
+    def __init__(self, name: str, interpreter: Interpreter, limits: SessionLimits, *, num_cells: int = 0) -> None:
+        self.name = name
+        self.interpreter = interpreter
+        self.limits = limits
+        self.num_cells = num_cells
+        self.turn = asyncio.Lock()
+        self.is_busy = False  # with a cell or a fork
+        self.lost_for = ""
+        self.lease: asyncio.TimerHandle | None = None
+        self.idle_cpu_s = interpreter.cpu_s
+
+
+class Sessions:
+    """Belongs to one event loop.
+
+    Args:
+        level: of all of them.
+        pool: of the fork servers of a profile.
+        slots: a cell holds one while it runs; a session holds none.
+        watch: runs a cell to its end under the eyes of the node.
+        max_sessions: that live at once.
+        node: in every reply.
+    """
+
+    def __init__(
+        self,
+        level: IsolationLevel,
+        *,
+        pool: Callable[[str], ZygotePool],
+        slots: Slots,
+        watch: Callable[[Cell], Awaitable[FinishedCall]],
+        max_sessions: int,
+        node: str,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._level = level
+        self._pool = pool
+        self._slots = slots
+        self._watch = watch
+        self._max_sessions = max_sessions
+        self._node = node
+        self._groundwork = Groundwork()
+        self._sessions: dict[str, _Session] = {}
+        self._num_starting = 0
+        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._look_timer: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def open(self, limits: SessionLimits) -> str:
+        self._require_room()
+        self._num_starting += 1
+        try:
+            interpreter = await self._start(limits)
+        finally:
+            self._num_starting -= 1
+        return self._add(interpreter, limits)
+
+    async def fork(self, name: str) -> str:
+        session = self._find(name)
+        async with session.turn:
+            self._require_alive(session)
+            self._require_room()
+            self._require_depth(session)
+            self._num_starting += 1
+            self._begin(session)
+            try:
+                first, second, burial = await forking.fork(session.interpreter, level=self._level, groundwork=self._groundwork)
+            except BaseException:
+                self._end(session)
+                raise
+            finally:
+                self._num_starting -= 1
+            self._keep(burial)
+            session.interpreter = first
+            self._end(session)
+            if session.lost_for:
+                second.close()
+                self._require_alive(session)
+            return self._add(second, session.limits, num_cells=session.num_cells)
+
+    async def run(self, request: RunRequest) -> RunResult:
+        """One cell. Raises `SessionLost` when there is no such session any more."""
+        session, arrived_at = self._find(request.session), time.monotonic()
+        await session.turn.acquire()
+        try:
+            self._require_alive(session)
+            await self._slots.acquire()
+        except BaseException:
+            session.turn.release()
+            raise
+        # From here on it runs to its end, whoever still waits for it.
+        admitted_at = time.monotonic()
+        request = replace(request, memory_mib=min(request.memory_mib, session.limits.memory_mib))
+        session.num_cells += 1
+        self._begin(session)
+        cell = Cell(session.interpreter, request, session.num_cells, admitted_at=admitted_at)
+        playing = self._keep(asyncio.ensure_future(self._play(session, cell)))
+        try:
+            facts = await asyncio.shield(playing)
+        except asyncio.CancelledError:
+            cell.stop("cancelled")
+            raise
+        if facts.ended.is_lost:
+            self._require_alive(session)
+        return judge(facts, request, level=self._level, queue_s=admitted_at - arrived_at, node=self._node)
+
+    def close_session(self, name: str) -> None:
+        """Safe to call twice, and for one that was lost."""
+        if (session := self._sessions.get(name)) is not None:
+            self._lose(session, "it was closed")
+
+    async def close(self) -> None:
+        for session in list(self._sessions.values()):
+            self._lose(session, "its node was closed")
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._groundwork.close()
+
+    async def _start(self, limits: SessionLimits) -> Interpreter:
+        work = wire.WORK.pack(
+            wire.JOB_SESSION,
+            limits.seed & 0xFFFF_FFFF_FFFF_FFFF,
+            limits.memory_mib << 20,
+            0,
+            limits.max_processes,
+            limits.file_mib,
+            0,
+            0,
+        )
+        child, line = await self._pool(limits.profile).take_session(work)
+        listener = -1
+        try:
+            async with asyncio.timeout(_START_LIMIT_S):
+                await readable(line.fileno())
+                packet, descriptors, _, _ = socket.recv_fds(line, wire.LINE_BYTES, 1)
+                listener = descriptors[0] if descriptors else -1
+                if packet[:1] == wire.LINE_HELLO:
+                    await readable(line.fileno())
+                    packet = line.recv(wire.LINE_BYTES)
+                while child.pidfd < 0 and child.ended is None:  # noqa: ASYNC110 - its parent's word is already on its way
+                    await asyncio.sleep(0.001)
+            if packet[:1] != wire.LINE_BORN or child.ended is not None:
+                raise MachineError(f"a session did not start: {packet[1:].decode('utf-8', 'replace') or 'its process ended'}")
+        except BaseException as error:
+            line.close()
+            child.close()
+            if listener >= 0:
+                os.close(listener)
+            if isinstance(error, TimeoutError):
+                raise MachineError(f"a session did not start within {_START_LIMIT_S:.0f} s") from error
+            raise
+        pid = child.host_pid()
+        owner = os.stat(f"/proc/{pid}").st_uid if pid is not None else 0
+        family = Family(listener=listener, owner=owner, max_processes=limits.max_processes)
+        return Interpreter(line, child.output, child.pidfd, family=family, child=child)
+
+    def _add(self, interpreter: Interpreter, limits: SessionLimits, *, num_cells: int = 0) -> str:
+        session = _Session(f"{self._node}-{secrets.token_hex(8)}", interpreter, limits, num_cells=num_cells)
+        self._sessions[session.name] = session
+        self._end(session)
+        if self._look_timer is None:
+            self._look_timer = self._loop.call_later(_LOOK_S, self._look)
+        return session.name
+
+    async def _play(self, session: _Session, cell: Cell) -> FinishedCall:
+        try:
+            facts = await self._watch(cell)
+            if (ended := session.interpreter.ended) is None:
+                return facts
+            if ended.signal == signal.SIGKILL and not cell.is_killed:
+                await asyncio.sleep(_LOSS_NOTICE_S)
+            root = session.interpreter.root.ended
+            if session.lost_for or ended.is_lost or (root is not None and root.is_lost):
+                self._lose(session, "its fork server died")
+                return replace(facts, ended=LOST)
+            self._lose(session, _end_in_cell(facts, cell, session.num_cells))
+            return facts
+        finally:
+            self._slots.release()
+            self._end(session)
+            session.turn.release()
+
+    def _begin(self, session: _Session) -> None:
+        session.is_busy = True
+        session.interpreter.on_end = None
+        if session.lease is not None:
+            session.lease.cancel()
+            session.lease = None
+
+    def _end(self, session: _Session) -> None:
+        """Of a cell or a fork: the lease begins again, or what was left to do is done."""
+        session.is_busy = False
+        interpreter = session.interpreter
+        if interpreter.ended is not None and not session.lost_for:
+            self._lose(session, f"it ended between two cells ({_how(interpreter.ended)})")
+        if session.lost_for:
+            interpreter.close()
+            return
+        session.idle_cpu_s = interpreter.cpu_s
+        interpreter.on_end = lambda: self._end(session)
+        lease_s = session.limits.lease_s
+        session.lease = self._loop.call_later(lease_s, self._lose, session, f"its lease of {lease_s:g} s ran out")
+
+    def _lose(self, session: _Session, reason: str) -> None:
+        if session.lost_for:
+            return
+        session.lost_for = reason
+        del self._sessions[session.name]
+        self._gone[session.name] = reason
+        if len(self._gone) > _MAX_REMEMBERED:
+            self._gone.popitem(last=False)
+        if session.lease is not None:
+            session.lease.cancel()
+        if session.is_busy:  # whoever is busy with it closes it
+            session.interpreter.kill()
+        else:
+            session.interpreter.on_end = None
+            session.interpreter.close()
+
+    def _look(self) -> None:
+        """At the sessions between their cells: they hold no slot, so they may not do much."""
+        self._look_timer = self._loop.call_later(_LOOK_S, self._look) if self._sessions else None
+        for session in list(self._sessions.values()):
+            if session.is_busy:
+                continue
+            interpreter = session.interpreter
+            interpreter.family.refuse_questions()
+            seen = glance(interpreter.pid)
+            allowed = _TREE_FACTOR * session.limits.memory_mib << 20
+            if seen.anonymous_bytes > allowed and own_bytes(seen.pids) > allowed:
+                self._lose(session, "between two cells it took more memory than it may")
+            elif interpreter.cpu_s - session.idle_cpu_s > _IDLE_CPU_S:
+                self._lose(session, f"between two cells it computed for more than {_IDLE_CPU_S:g} s")
+
+    def _require_room(self) -> None:
+        if len(self._sessions) + self._num_starting >= self._max_sessions:
+            raise MachineError(
+                f"node {self._node!r} has {self._max_sessions} sessions, as many as it keeps at once: close one, or raise"
+                " sandbox.max_sessions"
+            )
+
+    def _require_depth(self, session: _Session) -> None:
+        if self._level.rank < IsolationLevel.NAMESPACES.rank:
+            raise UserError(
+                f"a session can be forked at level L2 or above, and this node runs programs at L{self._level.rank}"
+                f" ({self._level.value}): without namespaces a copy could not be kept apart from its origin. Open a new"
+                " session and run its cells again, or allow namespaces."
+            )
+        if session.interpreter.depth >= forking.MAX_DEPTH:
+            raise UserError(
+                f"session {session.name!r} is a copy of a copy, {forking.MAX_DEPTH} deep, and namespaces nest no deeper."
+                " Open a new session and run its cells again."
+            )
+
+    def _require_alive(self, session: _Session) -> None:
+        if session.lost_for:
+            raise SessionLost(f"session {session.name!r} is gone: {session.lost_for}")
+
+    def _find(self, name: str) -> _Session:
+        if (session := self._sessions.get(name)) is not None:
+            return session
+        if name in self._gone:
+            raise SessionLost(f"session {name!r} is gone: {self._gone[name]}")
+        raise SessionLost(f"node {self._node!r} has no session {name!r}")
+
+    def _keep(self, task: asyncio.Task[_ResultT]) -> asyncio.Task[_ResultT]:
+        """Until it is done, whoever waits for it."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def _how(ended: Ended) -> str:
+    return f"exit code {ended.exit_code}" if ended.exit_code is not None else f"signal {ended.signal}"
+
+
+def _end_in_cell(facts: FinishedCall, cell: Cell, number: int) -> str:
+    if facts.stopped_for and cell.is_killed:
+        return f"cell {number} was stopped ({facts.stopped_for}) and did not end when it was interrupted"
+    return f"cell {number} ended it ({_how(facts.ended)})"
