@@ -18,10 +18,9 @@ import logging
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from types import SimpleNamespace
 from typing import Any
 
-from . import answers
+from . import answers, latex
 
 STARTED = b"start"
 EQUAL, UNEQUAL, UNREADABLE = b"equal", b"unequal", b"unreadable"
@@ -42,7 +41,7 @@ def load() -> None:
     """Import everything, which takes a third of a second."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    _read_faster()
+    latex.read_faster()
 
 
 def judge(payload: bytes, emit: Callable[[bytes], None]) -> None:
@@ -78,33 +77,3 @@ def _parse(text: str) -> Any:
     from math_verify import parse
 
     return parse(rf"\boxed{{{text}}}", parsing_timeout=None)
-
-
-def _read_faster() -> None:
-    """Have LaTeX parsed in two stages, and integers without a parser for Python: the same trees at less than half the cost."""
-    import sympy
-    from antlr4.atn.PredictionMode import PredictionMode
-    from antlr4.error.Errors import ParseCancellationException
-    from antlr4.error.ErrorStrategy import BailErrorStrategy
-    from latex2sympy2_extended import latex2sympy2
-
-    class Converter(latex2sympy2._Latex2Sympy):  # type: ignore[misc]
-        def create_parser(self, latex: str) -> Any:
-            # SLL prediction gives the tree of full LL, or a syntax error (the documentation of ANTLR's PredictionMode), for
-            # the grammar reads to the end of its input. Only after an error the slow way decides.
-            parser = super().create_parser(latex)
-            parser._interp.predictionMode = PredictionMode.SLL
-            parser._errHandler = BailErrorStrategy()
-            try:
-                tree = parser.math()
-            except ParseCancellationException:
-                tree = super().create_parser(latex).math()
-            return SimpleNamespace(math=lambda: tree)
-
-        def parse_number(self, text: str) -> Any:
-            digits = text.replace(",", "")
-            if digits.isascii() and digits.isdigit():
-                return sympy.Integer(digits)
-            return super().parse_number(text)
-
-    latex2sympy2._Latex2Sympy = Converter
