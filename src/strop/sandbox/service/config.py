@@ -43,7 +43,7 @@ class DispatchConfig(Config):
     # Beyond its own limit, until a node that is alive has failed a call: for a fault of ours, so it may be generous.
     answer_grace_s: float = Field(default=60.0, gt=0)
     linger_s: float = Field(default=5.0, ge=0)  # a call with an id outlives a lost connection, for its client to come back
-    keep_s: float = Field(default=60.0, ge=0)  # the answer of a call with an id is kept for as long, within the next two
+    keep_s: float = Field(default=120.0, ge=0)  # the answer of a call with an id is kept for as long, within the next two
     max_kept: int = Field(default=50_000, ge=0)
     max_kept_bytes: int = Field(default=64 << 20, ge=0)
 
@@ -52,7 +52,7 @@ class ServeConfig(Config):
     """Of `strop sandbox serve`."""
 
     host: str = "127.0.0.1"
-    port: int = Field(default=8517, ge=0, le=65_535)  # 0 for a free one
+    port: int = Field(default=8300, ge=0, le=65_535)  # 0 for a free one
     # Name -> secret; the name is the client's identity in the queue. Empty: everyone who reaches the port may use it.
     tokens: dict[str, str] = Field(default_factory=dict)
     nodes_host: str = "127.0.0.1"

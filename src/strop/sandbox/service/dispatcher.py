@@ -8,13 +8,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self
 
 from strop.errors import MachineError, Overloaded, UserError
 from strop.sandbox.protocol import (
     CodeNode,
+    CodeRunner,
     CodeService,
     IsolationLevel,
     PairVerdict,
@@ -109,7 +110,7 @@ class Dispatcher(CodeService):
         """End the call of this id, whoever else listens; False when there is none."""
         return self.runs.cancel(call_id, client)
 
-    async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncIterator[tuple[int, PairVerdict]]:
+    async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
         """See `CodeService`. Raises `Overloaded` before the first verdict, `UserError` for limits that cannot be."""
         self._raise_if_refusing()
         async for verdict in self._judging.verify(request, client):
@@ -129,6 +130,10 @@ class Dispatcher(CodeService):
 
     async def close_session(self, session: str) -> None:
         await self.sessions.close(session)
+
+    def of_client(self, client: str) -> CodeRunner:
+        """The same service for one client, where a `CodeRunner` is asked for."""
+        return _ClientRunner(self, client)
 
     def add_node(self, node: CodeNode) -> None:
         """Let it work from now on. It belongs to the dispatcher, which closes it at the end, or when it is lost."""
@@ -170,3 +175,15 @@ class Dispatcher(CodeService):
             await asyncio.sleep(_SWEEP_S)
             self.runs.end_abandoned()
             self.sessions.forget_expired()
+
+
+class _ClientRunner(CodeRunner):
+    def __init__(self, dispatcher: Dispatcher, client: str) -> None:
+        self._dispatcher = dispatcher
+        self._client = client
+
+    async def run(self, request: RunRequest) -> RunResult:
+        return await self._dispatcher.run(request, client=self._client)
+
+    async def close(self) -> None:
+        """The service belongs to everybody and goes on."""

@@ -83,7 +83,11 @@ class Runs:
             job, since = next(iter(self._abandoned.items()))
             if now - since < self._config.linger_s:
                 break
-            self._withdraw(job)
+            if job.session is not None and job.session.busy is job:
+                # A cell runs once: one that has begun is not stopped for a client that may still ask for its answer.
+                del self._abandoned[job]
+            else:
+                self._withdraw(job)
         self.kept.expire(now=now)
 
     def _rejoin(self, job: RunJob, listener: Listener) -> Leave:

@@ -1,0 +1,141 @@
+"""Requests to a code service over HTTP, and what each way of failing means."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+from pydantic import TypeAdapter, ValidationError
+
+from strop.errors import MachineError, Overloaded, SessionLost, StropError, UserError
+from strop.sandbox.service.lines import ErrorReply, Problem, ProblemKind
+
+try:
+    import aiohttp
+except ImportError as error:
+    raise UserError("a code service is reached with aiohttp, which is not installed: pip install 'strop[serve]'.") from error
+
+_CONNECT_S = 5.0
+_ANSWER_S = 60.0  # for a request that is no stream
+_CLIENT_HEADER = "X-Strop-Client"
+_ERROR: TypeAdapter[ErrorReply] = TypeAdapter(ErrorReply)
+_KINDS: dict[ProblemKind, type[StropError]] = {
+    ProblemKind.INVALID: UserError,
+    ProblemKind.NOT_FOUND: UserError,
+    ProblemKind.TOO_LARGE: UserError,
+    ProblemKind.UNAUTHORIZED: UserError,
+    ProblemKind.SESSION_LOST: SessionLost,
+    ProblemKind.OVERLOADED: Overloaded,
+    ProblemKind.INTERNAL: MachineError,
+}
+# What happens to a connection, and to one that could not be made.
+CONNECTION_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
+
+
+class ServiceHttp:
+    """One code service: its address, our token, and a pool of connections. Belongs to one event loop."""
+
+    def __init__(self, url: str, *, token: str | None, client: str) -> None:
+        self.url = url.rstrip("/")
+        if not self.url.startswith(("http://", "https://")):
+            raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8300.")
+        self._headers = {_CLIENT_HEADER: client} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._session: aiohttp.ClientSession | None = None
+
+    @asynccontextmanager
+    async def request(self, method: str, path: str, body: Any = None, *, is_stream: bool = False) -> AsyncIterator[Any]:
+        """The response, once its status is known to be 200.
+
+        Raises:
+            UserError: the address or the token is wrong, or the request is.
+            SessionLost, Overloaded, MachineError: as the service says.
+            aiohttp.ClientError, OSError, TimeoutError: there was no answer.
+        """
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                headers=self._headers, connector=aiohttp.TCPConnector(limit=0), auto_decompress=False
+            )
+        timeout = aiohttp.ClientTimeout(total=None if is_stream else _ANSWER_S, sock_connect=_CONNECT_S)
+        try:
+            async with self._session.request(method, self.url + path, data=body, timeout=timeout) as response:
+                if response.status != 200:
+                    self._raise_problem(response.status, await response.read())
+                yield response
+        except aiohttp.InvalidURL as error:
+            raise UserError(f"{self.url!r} is no address of a code service: {error}.") from error
+
+    async def ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """The body of the reply; raises as `request` does."""
+        async with self.request(method, path, body) as response:
+            reply: bytes = await response.read()
+            return reply
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _raise_problem(self, status: int, body: bytes) -> NoReturn:
+        try:
+            problem = _ERROR.validate_json(body).error
+        except ValidationError:
+            problem = None
+        if status == 401:
+            raise UserError(f"the code service at {self.url} refused the token; give the one that it was started with.")
+        if problem is None and status < 500:
+            raise UserError(f"what answers at {self.url} is no code service: it says {status} to us.")
+        if problem is None:  # something between us and the service, which may be restarting
+            raise Overloaded(f"what answers at {self.url} says {status}")
+        raise exception_of(problem)
+
+
+def exception_of(problem: Problem) -> StropError:
+    return _KINDS[problem.kind](problem.message)
+
+
+def unreachable(http: ServiceHttp, reason: str, *, limit_s: float, was_up: bool) -> StropError:
+    """A wrong address is the user's to mend; a service that was there is not."""
+    if was_up:
+        return MachineError(f"the code service at {http.url} has been out of reach for {limit_s:g} s: {reason}")
+    return UserError(f"no code service answers at {http.url}: {reason}. Is it running, and is this its address?")
+
+
+def backoff_s(num_failures: int) -> float:
+    """Longer with each failure, up to about two seconds, and never in step with other clients."""
+    return min(2.0, 0.05 * 2.0 ** min(num_failures, 10)) * random.uniform(0.5, 1.0)
+
+
+async def back_off(num_failures: int) -> None:
+    await asyncio.sleep(backoff_s(num_failures))
+
+
+class Tries:
+    """Of one request that may be sent again.
+
+    Args:
+        patience_s: how long an overloaded service is asked again.
+        limit_s: how long one that does not answer is.
+        was_up: whether it ever did.
+    """
+
+    def __init__(self, http: ServiceHttp, *, patience_s: float, limit_s: float, was_up: bool) -> None:
+        self._http = http
+        self._patience_s = patience_s
+        self._limit_s = limit_s
+        self._was_up = was_up
+        self._started_at = asyncio.get_running_loop().time()
+        self._num_failures = 0
+
+    async def after(self, error: Exception) -> None:
+        """Wait before the next one, or raise what has become of it all."""
+        self._num_failures += 1
+        is_overload = isinstance(error, Overloaded)
+        tried_s = asyncio.get_running_loop().time() - self._started_at
+        if tried_s > (self._patience_s if is_overload else self._limit_s):
+            if is_overload:
+                raise error
+            reason = str(error) or type(error).__name__
+            raise unreachable(self._http, reason, limit_s=self._limit_s, was_up=self._was_up) from error
+        await back_off(self._num_failures)
