@@ -70,7 +70,7 @@ def check(
     min_level: MinLevel = IsolationLevel.NAMESPACES,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
 ) -> None:
-    """Attack this machine's own sandbox and tell which level of isolation holds. Exits with 2 when that is below the minimum."""
+    """Attack this machine's own sandbox and tell which level of isolation holds. Exits with 2 when that is too little."""
     from rich.console import Console
 
     from strop.sandbox.node.node import Node
