@@ -174,7 +174,7 @@ def work_of(request: RunRequest, *, num_others: int = 0) -> bytes:
         wire.JOB_PROGRAM,
         request.seed & 0xFFFF_FFFF_FFFF_FFFF,
         request.memory_mib << 20,
-        int(request.cpu_s if request.cpu_s is not None else request.wall_s + 1) + 1,
+        math.ceil(request.wall_s + 1 if request.cpu_s is None else request.cpu_s),
         request.max_processes + num_others,
         request.file_mib,
         len(code),

@@ -34,9 +34,9 @@ from strop.sandbox.protocol import IsolationLevel
 _log = logging.getLogger(__name__)
 
 MAX_DEPTH = 24  # pid and user namespaces nest 32 deep in all
-_LIMIT_S = 10.0  # of a fork; 10 ms when the machine is idle
+_LIMIT_S = 5.0  # of a fork; 10 ms when the machine is idle
 _STEM_LIMIT_S = 2.0  # from the word to the end of what the stem was
-_MAX_REFUSED = 100  # questions that are not the ordered ones
+_MAX_ROUNDS = 100  # of kills, until what starts processes has lost
 _MAX_MAPPINGS = 64
 _FLAGS = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
 _STRICT_FLAGS = kernel.CLONE_NEWNET | kernel.CLONE_NEWUTS
@@ -105,6 +105,8 @@ class _Fork:
         self._flags = flags
         self._groundwork = groundwork
         self._midwife = 0
+        self._older = set(children_of(origin.pid))  # none of these was born for this
+        self._held: list[int] = []  # questions
         self._pidfds: list[int] = []
         self._shared: set[tuple[int, int]] = set()  # device and inode of the memory that the copies shared with the session
         self.ends = (_Ends.open(), _Ends.open())
@@ -131,6 +133,9 @@ class _Fork:
             if isinstance(error, BaseExceptionGroup):
                 raise error.exceptions[0] from None
             raise
+        finally:
+            for question in self._held:
+                seccomp.refuse(self._family.listener, question)
         return first, second
 
     async def _wait_for_failure(self) -> None:
@@ -141,18 +146,15 @@ class _Fork:
         raise MachineError("it ended, or does not keep to what was agreed")
 
     async def _answer(self) -> None:
-        """Let the midwife have its two clones, and nobody anything else."""
-        num_allowed = num_refused = 0
+        """Let the midwife have its two clones. Who else asks waits for its refusal, so that nobody can ask all the time."""
+        num_allowed = 0
         while num_allowed < 2:
             await readable(self._family.listener)
             question = seccomp.receive(self._family.listener)
             if question is None:
                 continue
             if not self._is_ordered(question):
-                seccomp.refuse(self._family.listener, question.id)
-                num_refused += 1
-                if num_refused > _MAX_REFUSED:
-                    raise MachineError("it asks for privileges all the time")
+                self._held.append(question.id)
                 continue
             if num_allowed == 0:
                 self._midwife = question.pid
@@ -166,11 +168,12 @@ class _Fork:
         if self._midwife:
             return question.pid == self._midwife
         status = status_of(question.pid)
+        if question.pid in self._older:
+            return False
         return status.get("PPid") == str(self._origin.pid) and status.get("Threads") == "1"
 
     async def _prepare(self) -> None:
         self._origin.signal(signal.SIGSTOP)
-        self._family.devices.add(_tmp_device(self._origin.pid))
         self._kill_others({self._midwife})
         pidfd = os.pidfd_open(self._midwife)
         try:
@@ -212,7 +215,7 @@ class _Fork:
     def _look(self, first: int, second: int) -> None:
         """Step 4, without the help of those that are looked at."""
         pids, devices = [pid_of(first), pid_of(second)], self._family.devices
-        own_devices = [_tmp_device(pid) for pid in pids]
+        own_devices = [os.stat(f"/proc/{pid}/root/tmp").st_dev for pid in pids]
         if len({*own_devices, *devices}) != len(devices) + 2:
             raise MachineError("a copy has no /tmp of its own")
         memory = set[tuple[int, int]]()
@@ -224,11 +227,10 @@ class _Fork:
                 raise MachineError("a copy kept memory of its origin")
             memory |= shared
         self._kill_others(set(pids))
-        devices.update(own_devices)
 
     def _kill_others(self, spared: set[int]) -> None:
         """Of the processes in the session, its own and what must live excepted, until there is none."""
-        for _ in range(_MAX_REFUSED):
+        for _ in range(_MAX_ROUNDS):
             others = _alive_below(self._origin.pid, spared)
             if not others:
                 return
@@ -269,10 +271,6 @@ async def _bury(origin: Interpreter) -> None:
     except (OSError, TimeoutError):
         _log.warning("the stem of a session did not give up its memory")
     origin.signal(signal.SIGSTOP)
-
-
-def _tmp_device(pid: int) -> int:
-    return os.stat(f"/proc/{pid}/root/tmp").st_dev
 
 
 def _alive_below(pid: int, spared: set[int]) -> list[int]:

@@ -51,8 +51,7 @@ class Groundwork:
 
     async def _ask(self, step: bytes, pid: int, owner: int, max_processes: int, descriptors: tuple[int, ...]) -> None:
         """Raises `MachineError` with the words of the step that failed."""
-        if self._socket is None:
-            self._start()
+        self.start()
         assert self._socket is not None
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -66,8 +65,10 @@ class Groundwork:
         finally:
             self._waiting.pop(number, None)
 
-    def _start(self) -> None:
-        self.close()
+    def start(self) -> None:
+        """Unless it runs."""
+        if self._socket is not None:
+            return
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         with theirs:

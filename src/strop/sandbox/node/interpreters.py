@@ -29,9 +29,13 @@ class Family:
     listener: int  # answers those that ask for namespaces; -1 where there are none
     owner: int  # uid on this machine of whoever owns their namespaces
     max_processes: int  # that each may start
-    devices: set[int] = field(default_factory=set)  # every /tmp that one of them has ever had
     forking: asyncio.Lock = field(default_factory=asyncio.Lock)  # one at a time: the questions of all come in at one place
-    num_members: int = 0
+    members: set[Interpreter] = field(default_factory=set)  # stems too
+
+    @property
+    def devices(self) -> set[int]:
+        """Of every /tmp that one of them has."""
+        return {member.tmp_device for member in self.members}
 
     def refuse_questions(self) -> None:
         """Of programs that ask for namespaces or mounts unordered. A few at a time, so that asking costs them more than us."""
@@ -41,12 +45,9 @@ class Family:
             if (question := seccomp.receive(self.listener)) is not None:
                 seccomp.refuse(self.listener, question.id)
 
-    def join(self) -> None:
-        self.num_members += 1
-
-    def leave(self) -> None:
-        self.num_members -= 1
-        if self.num_members == 0 and self.listener >= 0:
+    def leave(self, member: Interpreter) -> None:
+        self.members.remove(member)
+        if not self.members and self.listener >= 0:
             os.close(self.listener)
             self.listener = -1
 
@@ -85,7 +86,8 @@ class Interpreter:
         self.depth: int = 0 if stem is None else stem.interpreter.depth + 1
         self.ended: Ended | None = None
         self.on_end: Callable[[], None] | None = None
-        family.join()
+        self.tmp_device = os.stat(f"/proc/{self.pid}/root/tmp").st_dev if family.listener >= 0 else 0
+        family.members.add(self)
         if child is None:
             self._loop.add_reader(pidfd, self._take_end)
         else:
@@ -161,7 +163,7 @@ class Interpreter:
             os.close(self.output)
         if self.stem is not None:
             self.stem.release()
-        self.family.leave()
+        self.family.leave(self)
 
 
 class Stem:

@@ -52,10 +52,6 @@ class ZygotePool:
         self._start: asyncio.Task[None] | None = None
         self._is_closed = False
 
-    @property
-    def pids(self) -> list[int]:
-        return [zygote.pid for zygote in self._zygotes]
-
     async def take(self) -> Child:
         """A child from the least loaded fork server. Raises `MachineError` when none can be started."""
         zygote = await self._least_loaded()

@@ -179,6 +179,8 @@ class Sessions:
             0,
             0,
         )
+        if self._level.rank >= IsolationLevel.NAMESPACES.rank:
+            self._groundwork.start()  # so that the first fork need not wait for it
         child, line = await self._pool(limits.profile).take_session(work)
         listener = -1
         try:

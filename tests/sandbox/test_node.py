@@ -1,0 +1,211 @@
+"""The supervisor of one machine: slots, profiles, the watchdog, and fork servers that stop, die or grow old."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from strop.errors import MachineError
+from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
+from strop.sandbox.node.node import Node
+from strop.sandbox.node.pools import profile_of
+from strop.sandbox.node.slots import Slots
+from strop.sandbox.node.zygotes import Zygote
+
+SLEEP = RunRequest(code="import time; time.sleep(0.6); print('slept')")
+
+
+def play(scene: Callable[[Node], Awaitable[None]], **settings: object) -> None:
+    async def run() -> None:
+        async with Node(SandboxConfig(**settings)) as node:
+            await scene(node)
+
+    asyncio.run(run())
+
+
+def forking_pid(zygote: Zygote) -> int:
+    """Of the process that forks: the only child of the one that was started."""
+    with open(f"/proc/{zygote.pid}/task/{zygote.pid}/children") as children:
+        return int(children.read())
+
+
+@pytest.mark.parametrize(
+    ("code", "profile"),
+    [
+        ("print(1)", "bare"),
+        ("import math, json", "bare"),
+        ("import numpy as np", "numpy"),
+        ("from numpy.linalg import det", "numpy"),
+        ("if True:\n    import os, numpy", "numpy"),
+        ("import numpy, sympy", "full"),
+        ("from scipy import stats", "full"),
+        ("# numpy is not imported\nprint('import')", "bare"),
+    ],
+)
+def test_a_program_runs_where_its_imports_are_loaded(code: str, profile: str) -> None:
+    assert profile_of(code) == profile
+
+
+def test_a_module_of_the_profile_is_loaded_before_the_program_starts() -> None:
+    async def scene(node: Node) -> None:
+        code = "import sys\nprint('sympy' in sys.modules)\nif 0:\n    import sympy"
+        assert (await node.run(RunRequest(code=code))).text == "True\n"
+        assert (await node.run(RunRequest(code=code, profile="bare"))).text == "False\n"
+
+    play(scene)
+
+
+def test_slots_are_given_in_the_order_of_asking_and_a_sleeper_lends_its_own() -> None:
+    async def scene() -> None:
+        slots, order = Slots(num_busy=1, num_alive=2), []
+
+        async def hold(name: str) -> None:
+            await slots.acquire()
+            order.append(name)
+
+        holders = [asyncio.create_task(hold(name)) for name in "abc"]
+        await asyncio.sleep(0)
+        assert order == ["a"]
+        slots.lend()  # a sleeps
+        await asyncio.sleep(0)
+        assert order == ["a", "b"]
+        slots.lend()  # b sleeps as well; but no third may exist
+        await asyncio.sleep(0)
+        assert order == ["a", "b"]
+        slots.take_back()
+        slots.release()  # b ends
+        await asyncio.sleep(0)
+        assert order == ["a", "b", "c"]
+        await asyncio.gather(*holders)
+
+    asyncio.run(scene())
+
+
+def test_a_cancelled_wait_for_a_slot_gives_it_to_the_next() -> None:
+    async def scene() -> None:
+        slots = Slots(num_busy=1, num_alive=1)
+        await slots.acquire()
+        first, second = asyncio.create_task(slots.acquire()), asyncio.create_task(slots.acquire())
+        await asyncio.sleep(0)
+        slots.release()
+        first.cancel()  # it has the slot, and has not noticed yet
+        await asyncio.wait({first, second}, timeout=1)
+        assert first.cancelled()
+        assert second.done()
+
+    asyncio.run(scene())
+
+
+def test_programs_that_sleep_do_not_keep_others_from_starting() -> None:
+    async def scene(node: Node) -> None:
+        started_at = time.monotonic()
+        results = await asyncio.gather(*(node.run(SLEEP) for _ in range(12)))
+        assert {result.text for result in results} == {"slept\n"}
+        assert time.monotonic() - started_at < 4.0  # 12 * 0.6 s one after the other
+
+    play(scene, max_running=1)
+
+
+def test_all_processes_of_a_call_together_are_held_to_a_limit_of_memory() -> None:
+    code = """
+import os, time
+held = bytearray(120 << 20)
+for _ in range(6):
+    if os.fork() == 0: break
+for page in range(0, len(held), 4096): held[page] = os.getpid() % 251
+time.sleep(60)
+"""
+
+    async def scene(node: Node) -> None:
+        result = await node.run(RunRequest(code=code, memory_mib=160, wall_s=20.0))
+        assert (result.outcome, result.reason) == (RunOutcome.KILLED, "memory")
+
+    play(scene)
+
+
+def test_the_peak_of_memory_and_the_time_on_the_cpu_are_reported() -> None:
+    async def scene(node: Node) -> None:
+        small = await node.run(RunRequest(code="print(1)"))
+        large = await node.run(
+            RunRequest(code="held = bytearray(b'1') * (100 << 20)\nfor _ in range(3_000_000): pass\nprint(1)")
+        )
+        assert large.peak_memory_bytes - small.peak_memory_bytes > 90 << 20
+        assert large.timings.cpu_s > small.timings.cpu_s + 0.02
+
+    play(scene)
+
+
+def test_a_limit_of_cpu_time_is_a_timeout_with_its_own_reason() -> None:
+    async def scene(node: Node) -> None:
+        result = await node.run(RunRequest(code="while True: pass", cpu_s=1, wall_s=20.0))
+        assert (result.outcome, result.reason) == (RunOutcome.TIMEOUT, "cpu")
+
+    play(scene)
+
+
+def test_a_stopped_fork_server_costs_no_call_its_answer() -> None:
+    async def scene(node: Node) -> None:
+        for zygote in node._pool("bare")._zygotes:
+            os.kill(forking_pid(zygote), signal.SIGSTOP)
+        requests = [RunRequest(code=f"print({number})", wall_s=0.5) for number in range(8)]
+        results = await asyncio.wait_for(asyncio.gather(*map(node.run, requests)), 30)
+        assert [result.text for result in results] == [f"{number}\n" for number in range(8)]
+
+    play(scene, zygotes=1)
+
+
+def test_a_stopped_fork_server_turns_no_answer_into_a_timeout() -> None:
+    async def scene(node: Node) -> None:
+        call = asyncio.create_task(node.run(RunRequest(code="import time; time.sleep(0.3); print('in time')", wall_s=1.0)))
+        await asyncio.sleep(0.15)
+        for zygote in node._pool("bare")._zygotes:
+            os.kill(forking_pid(zygote), signal.SIGSTOP)
+        assert (await asyncio.wait_for(call, 30)).text == "in time\n"
+
+    play(scene, zygotes=1)
+
+
+def test_a_loop_under_a_stopped_fork_server_still_ends_at_its_limit() -> None:
+    async def scene(node: Node) -> None:
+        call = asyncio.create_task(node.run(RunRequest(code="while True: pass", wall_s=0.6)))
+        await asyncio.sleep(0.2)
+        started_at = time.monotonic()
+        for zygote in node._pool("bare")._zygotes:
+            os.kill(forking_pid(zygote), signal.SIGSTOP)
+        assert (await asyncio.wait_for(call, 30)).outcome is RunOutcome.TIMEOUT
+        assert time.monotonic() - started_at < 1.5
+
+    play(scene, zygotes=1)
+
+
+def test_fork_servers_are_renewed_while_calls_are_in_flight() -> None:
+    async def scene(node: Node) -> None:
+        before = {zygote.pid for zygote in node._pool("bare")._zygotes}
+        requests = [RunRequest(code=f"print({number})") for number in range(200)]
+        results = await asyncio.gather(*map(node.run, requests))
+        assert [result.text for result in results] == [f"{number}\n" for number in range(200)]
+        assert not before & {zygote.pid for zygote in node._pool("bare")._zygotes}
+
+    play(scene, recycle_after=20)
+
+
+def test_a_level_that_was_asked_for_is_the_one_that_runs() -> None:
+    async def scene(node: Node) -> None:
+        assert (await node.run(RunRequest(code="1"))).level is IsolationLevel.STRICT
+
+    play(scene, level=IsolationLevel.STRICT)
+
+
+def test_what_was_asked_of_a_closed_node_is_our_fault() -> None:
+    async def scene() -> None:
+        node = Node()
+        await node.close()
+        with pytest.raises(MachineError, match="closed"):
+            await node.run(RunRequest(code="1"))
+
+    asyncio.run(scene())
