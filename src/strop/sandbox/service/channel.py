@@ -37,22 +37,31 @@ class Channel:
         self._decoded: list[Message] = []  # what came with the first message, in the same read
         self._loop = asyncio.get_running_loop()
         self._outgoing: list[bytes] = []
+        self._flush_timer: asyncio.Handle | None = None
+        self._flush_within_s = 0.0
         self._broken: LinkBroken | None = None
         self._heard_at = self._loop.time()
         self._was_late = False
         self._beat: asyncio.TimerHandle | None = None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message, *, within_s: float = 0.0) -> None:
         """Queue it; all messages of one turn of the event loop leave in one write. Nothing is sent once the link is broken.
+
+        Args:
+            within_s: how long it may wait for others to leave with it.
 
         Raises:
             ValueError: this message cannot be written as a frame; the link is unharmed.
         """
         frame = encode(message)
-        if self._broken is None:
-            if not self._outgoing:
-                self._loop.call_soon(self._flush)
-            self._outgoing.append(frame)
+        if self._broken is not None:
+            return
+        self._outgoing.append(frame)
+        if self._flush_timer is None or within_s < self._flush_within_s:
+            if self._flush_timer is not None:
+                self._flush_timer.cancel()
+            self._flush_within_s = within_s
+            self._flush_timer = self._loop.call_later(within_s, self._flush) if within_s else self._loop.call_soon(self._flush)
 
     async def first(self) -> Message:
         """The message that opens the link. Raises `LinkBroken` when none comes within `timing.handshake_s`."""
@@ -113,6 +122,9 @@ class Channel:
             raise
 
     def _flush(self) -> None:
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
         if self._outgoing and self._broken is None:
             self._writer.write(b"".join(self._outgoing))
         self._outgoing.clear()

@@ -16,7 +16,7 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class RequestLimits(Config):
     """Of one request. A call beyond one of them is answered `rejected`, and its neighbours in a batch are not touched."""
 
-    max_code_bytes: int = Field(default=1_000_000, ge=1)
+    max_code_bytes: int = Field(default=262_144, ge=1)
     max_stdin_bytes: int = Field(default=8_000_000, ge=0)
     max_wall_s: float = Field(default=600.0, gt=0)
     max_memory_mib: int = Field(default=65_536, ge=1)

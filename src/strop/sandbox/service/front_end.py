@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Self, TypeVar
 
 from strop.errors import LinkBroken, MachineError, NodeGone, NodeLost, SessionLost, StropError, UserError
@@ -58,18 +58,19 @@ _EXCEPTIONS: dict[Failure, type[StropError]] = {
 class RemoteNode(CodeNode):
     """The front's side of a link; made by `accept`. When the link ends, every call in flight raises `NodeLost`."""
 
-    def __init__(self, channel: Channel, hello: Hello) -> None:
+    def __init__(self, channel: Channel, hello: Hello, also_close: Callable[[], Awaitable[None]] | None) -> None:
         self.name = hello.name
         self.level = hello.level
         self.num_slots = hello.num_slots
         self.num_dropped = 0  # answers that came for calls nobody awaited any more
         self._channel = channel
+        self._also_close = also_close
         self._last_call = 0
         self._awaited: dict[int, asyncio.Future[Any]] = {}
         self._judging: dict[int, asyncio.Queue[Judged | JudgedAll | Exception]] = {}
         loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[str] = loop.create_future()
-        self._draining: asyncio.Future[None] = loop.create_future()
+        self._draining: asyncio.Future[bool] = loop.create_future()
         self._pump = loop.create_task(self._run_pump(), name=f"link to {self.name}")
 
     @classmethod
@@ -80,11 +81,13 @@ class RemoteNode(CodeNode):
         *,
         token: str = "",
         timing: LinkTiming | None = None,
+        also_close: Callable[[], Awaitable[None]] | None = None,
     ) -> Self:
         """Greet the node that has just connected.
 
         Args:
             token: what the node has to know; empty for a socket pair, which has no other end than ours.
+            also_close: what else ends with it, after the link: its process, where that is ours.
 
         Raises:
             LinkBroken: it is no node, not of this protocol, or does not know the token. The connection is closed.
@@ -108,7 +111,7 @@ class RemoteNode(CodeNode):
             channel.close()
             raise
         channel.send(Welcome())
-        return cls(channel, hello)
+        return cls(channel, hello, also_close)
 
     @property
     def is_lost(self) -> bool:
@@ -160,9 +163,9 @@ class RemoteNode(CodeNode):
     async def wait_lost(self) -> str:
         return await asyncio.shield(self._lost)
 
-    async def wait_draining(self) -> None:
-        """Returns when the node asks for no more work; it still ends what it has."""
-        await asyncio.shield(self._draining)
+    async def wait_draining(self) -> bool:
+        """True when the node asks for no more work, and still ends what it has; False when it was lost before."""
+        return await asyncio.shield(self._draining)
 
     async def close(self) -> None:
         """Let the node go; it ends its programs when the link closes."""
@@ -172,6 +175,8 @@ class RemoteNode(CodeNode):
         self._channel.close()
         self._pump.cancel()
         await asyncio.wait({self._pump})
+        if self._also_close is not None:
+            await self._also_close()
 
     def _next_call(self) -> int:
         self._last_call += 1
@@ -220,7 +225,7 @@ class RemoteNode(CodeNode):
                 self.num_slots = num_slots
             case Draining():
                 if not self._draining.done():
-                    self._draining.set_result(None)
+                    self._draining.set_result(True)
             case Goodbye(reason=reason):
                 raise LinkBroken(f"it said goodbye: {reason}")
             case _:
@@ -247,6 +252,8 @@ class RemoteNode(CodeNode):
         if self._lost.done():
             return
         self._lost.set_result(reason)
+        if not self._draining.done():
+            self._draining.set_result(False)
         awaited, self._awaited = self._awaited, {}
         for future in awaited.values():
             if not future.done():

@@ -35,6 +35,8 @@ from strop.sandbox.service.messages import (
     Welcome,
 )
 
+_NUM_BUSY = 16  # calls under way from which on an answer may wait for others to leave with it: the front has more to go on with
+_GATHER_S = 0.003
 _SLOTS_S = 0.05  # how often the number of slots is looked at
 
 _log = logging.getLogger(__name__)
@@ -158,7 +160,7 @@ class _NodeSide:
         finally:
             self._tasks.pop(call, None)
         try:
-            self._channel.send(answer)
+            self._channel.send(answer, within_s=_GATHER_S if len(self._tasks) >= _NUM_BUSY else 0.0)
         except ValueError as error:
             self._channel.send(self._failed(call, Failure.MACHINE, f"the answer cannot be sent: {error}"))
 

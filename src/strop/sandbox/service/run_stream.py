@@ -21,6 +21,8 @@ from strop.sandbox.service.lines import (
     write_result_line,
 )
 
+_NUM_BUSY = 16  # calls under way from which on an answer may wait for others to leave with it: their client has enough to do
+_GATHER_S = 0.005
 HEARTBEAT_S = 1.0  # an empty line, when there is no answer: a client that hears nothing for long knows that we are gone
 _IDLE_S = 120.0  # without a call; then the stream ends
 _PAUSE_BYTES = 8 << 20  # answers that the client has not read; then no more of its calls are read
@@ -45,6 +47,7 @@ class RunStream:
         self._wake = asyncio.Event()
         self._has_room = asyncio.Event()
         self._has_room.set()
+        self._gather_timer: asyncio.TimerHandle | None = None
         self._is_stopping = False
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -84,6 +87,9 @@ class RunStream:
         await self._wake.wait()
         timer.cancel()
         self._wake.clear()
+        if self._gather_timer is not None:
+            self._gather_timer.cancel()
+            self._gather_timer = None
 
     def _next_part(self) -> bytes:
         if not self._outgoing:
@@ -144,11 +150,14 @@ class RunStream:
             self._say(write_error_line(key, kind, str(answer)))
 
     def _say(self, line: bytes) -> None:
-        """All that is said in one turn of the event loop leaves in one write."""
+        """All that is said in one turn of the event loop leaves in one write, and under load in a few of them."""
         self._outgoing.append(line)
         self._outgoing_bytes += len(line)
         if self._outgoing_bytes > _PAUSE_BYTES:
             self._has_room.clear()
         if self._outgoing_bytes > _MAX_UNREAD_BYTES and self._transport is not None:
             self._transport.abort()
-        self._wake.set()
+        if len(self._open) < _NUM_BUSY:
+            self._wake.set()
+        elif self._gather_timer is None:
+            self._gather_timer = self._loop.call_later(_GATHER_S, self._wake.set)
