@@ -37,6 +37,13 @@ TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="A file that holds the service's token.", show_default=False)
 ]
 
+Level = Annotated[IsolationLevel | None, typer.Option("--level", help="The level to run at; the best one by default.")]
+MaxRunning = Annotated[
+    int | None,
+    typer.Option("--max-running", help="Programs that compute at once; twice the cores by default.", show_default=False),
+]
+Warm = Annotated[str, typer.Option("--warm", help="Profiles whose modules are loaded at the start: bare,numpy,full,verify.")]
+
 
 @app.command()
 def run(
@@ -66,7 +73,7 @@ def run(
 
 @app.command()
 def check(
-    level: Annotated[IsolationLevel | None, typer.Option("--level", help="The level to try; the best one by default.")] = None,
+    level: Level = None,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as one JSON object.")] = False,
 ) -> None:
@@ -93,6 +100,84 @@ def check(
             Console().print(f"{tried} does not start: {report}" if isinstance(report, str) else report.table())
     if refusal is not None:
         raise refusal
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option("--host", help="Where it listens; without a token only on this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="0 for any that is free.")] = 8517,
+    token_file: TokenFile = None,
+    local_nodes: Annotated[int, typer.Option("--local-nodes", help="Nodes that are started on this machine.")] = 1,
+    nodes_host: Annotated[str, typer.Option("--nodes-host", help="Where nodes of other machines join.")] = "127.0.0.1",
+    nodes_port: Annotated[int | None, typer.Option("--nodes-port", help="The same; none can join by default.")] = None,
+    nodes_token_file: Annotated[Path | None, typer.Option("--nodes-token-file", help="A file that holds their token.")] = None,
+    min_level: MinLevel = IsolationLevel.NAMESPACES,
+    level: Level = None,
+    max_running: MaxRunning = None,
+    warm: Warm = "bare,numpy,full,verify",
+    grace_s: Annotated[float, typer.Option("--grace-s", help="After SIGTERM, for what still runs.")] = 30.0,
+) -> None:
+    """Offer the code service over HTTP until SIGTERM. /openapi.json describes its routes; /metrics is for Prometheus."""
+    from strop.config import validate
+    from strop.sandbox.service.config import ServeConfig
+
+    try:
+        from strop.sandbox.service.server import CodeServer
+        from strop.sandbox.service.server import serve as serve_http
+    except ImportError as error:
+        raise UserError(
+            f"the service needs the extra `serve` ({error.name} is missing): pip install 'strop[serve]'."
+        ) from error
+
+    token = _token(token_file)
+    settings = {
+        "host": host,
+        "port": port,
+        "tokens": {} if token is None else {"default": token},
+        "nodes_host": nodes_host,
+        "nodes_port": nodes_port,
+        "nodes_token": _token(nodes_token_file) or "",
+        "num_local_nodes": local_nodes,
+        "node": _node_settings(min_level, level, max_running, warm),
+        "grace_s": grace_s,
+    }
+
+    def announce(server: CodeServer) -> None:
+        nodes = ", ".join(f"{seat.node.name} (L{seat.node.level.rank})" for seat in server.dispatcher.floor.seats) or "none yet"
+        typer.echo(f"The code service listens on {server.url} ; nodes: {nodes}")
+        if server.nodes_port is not None:
+            typer.echo(f"Nodes join with: strop sandbox node --join {nodes_host}:{server.nodes_port}")
+        if token is None:
+            typer.echo("It asks for no token: whoever is on this machine may use it.")
+        sys.stdout.flush()
+
+    asyncio.run(serve_http(validate(ServeConfig, settings, place="strop sandbox serve"), announce))
+
+
+@app.command()
+def node(
+    join: Annotated[str, typer.Option("--join", help="Where the service takes nodes, as HOST:PORT.", show_default=False)],
+    token_file: TokenFile = None,
+    name: Annotated[str | None, typer.Option("--name", help="In every reply; host and process id by default.")] = None,
+    min_level: MinLevel = IsolationLevel.NAMESPACES,
+    level: Level = None,
+    max_running: MaxRunning = None,
+    warm: Warm = "bare,numpy,full,verify",
+) -> None:
+    """Run programs for a service on another machine until SIGTERM, which drains this node first."""
+    from strop.config import validate
+    from strop.sandbox.node.__main__ import join_front
+
+    config = validate(SandboxConfig, _node_settings(min_level, level, max_running, warm), place="strop sandbox node")
+    asyncio.run(join_front(join, config, name=name, token=_token(token_file) or ""))
+
+
+def _node_settings(
+    min_level: IsolationLevel, level: IsolationLevel | None, max_running: int | None, warm: str
+) -> dict[str, object]:
+    profiles = [name for name in warm.split(",") if name]
+    settings: dict[str, object] = {"min_level": min_level, "level": level, "warm": profiles}
+    return settings | ({} if max_running is None else {"max_running": max_running})
 
 
 def _exit_code(result: RunResult) -> int:

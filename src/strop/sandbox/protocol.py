@@ -168,7 +168,7 @@ class CodeNode(CodeService, Protocol):
 
     name: str
     level: IsolationLevel
-    num_slots: int  # how many calls it takes at once; further ones wait in the front, not here
+    num_slots: int  # how many calls it takes at once, which may change; further ones wait in the front, not here
 
     async def wait_lost(self) -> str:
         """Returns when the node is gone, with the reason. Calls in flight have raised `NodeLost` by then."""

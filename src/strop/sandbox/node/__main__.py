@@ -1,7 +1,6 @@
 """The process of one node: runs programs for whoever holds the other end of its link.
 
-python -m strop.sandbox.node --fd 5 --config '{...}'                           for the process that started it
-python -m strop.sandbox.node --join HOST:PORT --token-file FILE --name NAME    for a front on another machine
+`service.spawn` starts it, with a socket that it inherits; `strop sandbox node --join` serves a front on another machine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-from pathlib import Path
 
 from strop.errors import LinkBroken, StropError, UserError
 from strop.sandbox.config import SandboxConfig
@@ -27,50 +25,56 @@ _log = logging.getLogger(__name__)
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m strop.sandbox.node", description=(__doc__ or "").splitlines()[0])
-    where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--fd", type=int, help="an inherited, connected socket")
-    where.add_argument("--join", metavar="HOST:PORT", help="where a front listens for nodes")
+    parser.add_argument("--fd", type=int, required=True, help="an inherited, connected socket")
     parser.add_argument("--config", default="{}", help="a SandboxConfig as JSON")
-    parser.add_argument("--name", default=f"{socket.gethostname()}-{os.getpid()}")
-    parser.add_argument("--token-file", type=Path, help="what the front asks for")
+    parser.add_argument("--name", required=True)
     chosen = parser.parse_args()
     logging.basicConfig(level=os.environ.get("STROP_LOG", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s")
-    token = chosen.token_file.read_text(encoding="utf-8").strip() if chosen.token_file else ""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
-        return asyncio.run(_serve(chosen.fd, chosen.join, SandboxConfig.model_validate_json(chosen.config), chosen.name, token))
+        asyncio.run(_serve_parent(chosen.fd, SandboxConfig.model_validate_json(chosen.config), chosen.name))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except LinkBroken as error:
-        _log.warning("the front is gone: %s", error)
+    except LinkBroken:  # whoever started it is gone
         return 0
     except StropError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
-
-
-async def _serve(descriptor: int | None, join: str | None, config: SandboxConfig, name: str, token: str) -> int:
-    draining = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, draining.set)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, draining.set)
-    async with Node(config, name=name) as node:
-        if descriptor is not None:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-            reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
-        else:
-            assert join is not None
-            host, _, port = join.rpartition(":")
-            if not host or not port.isdecimal():
-                raise UserError(f"--join is {join!r}; it must be HOST:PORT, as in 10.0.0.1:8518.")
-            try:
-                reader, writer = await asyncio.open_connection(host, int(port))
-            except OSError as error:
-                raise UserError(
-                    f"no front answers at {join}: {error}. Start one with `strop sandbox serve --nodes-port`."
-                ) from error
-        _log.info("node %s serves at level %s", name, node.level)
-        await serve_node(node, reader, writer, token=token, draining=draining)
     return 0
+
+
+async def _serve_parent(descriptor: int, config: SandboxConfig, name: str) -> None:
+    async with Node(config, name=name) as node:
+        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+        await _serve(node, reader, writer)
+
+
+async def join_front(place: str, config: SandboxConfig, *, name: str | None, token: str) -> None:
+    """Serve the front that listens at `place`, HOST:PORT, until it goes or this process gets SIGTERM.
+
+    Raises:
+        UserError: nobody listens there, it refuses this node, or this machine cannot give the level that is asked for.
+        LinkBroken: the front is gone.
+    """
+    host, _, port = place.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UserError(f"--join is {place!r}; it must be HOST:PORT, as in 10.0.0.1:8518.")
+    async with Node(config, name=name or f"{socket.gethostname()}-{os.getpid()}") as node:
+        try:
+            reader, writer = await asyncio.open_connection(host, int(port))
+        except OSError as error:
+            remedy = "Start one with `strop sandbox serve --nodes-port`."
+            raise UserError(f"no front answers at {place}: {error.strerror}. {remedy}") from error
+        await _serve(node, reader, writer, token=token)
+
+
+async def _serve(node: Node, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, token: str = "") -> None:
+    draining = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, draining.set)
+    _log.info("node %s serves at level %s", node.name, node.level)
+    await serve_node(node, reader, writer, token=token, draining=draining)
 
 
 if __name__ == "__main__":

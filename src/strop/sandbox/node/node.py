@@ -61,6 +61,7 @@ class Node(CodeNode):
         self.level = self.config.level or IsolationLevel.NAMESPACES
         self.tried: dict[IsolationLevel, ProbeReport | str] = {}  # what each level that was tried came to, the last one given
         self._slots = Slots(num_busy=self.config.max_running, num_alive=self.config.max_alive)
+        self.num_slots = self._count_slots(num_asleep=0)
         self._pools: dict[str, ZygotePool] = {}
         self._watchdog = Watchdog(self._slots)
         self._tick_timer: asyncio.TimerHandle | None = None
@@ -68,11 +69,6 @@ class Node(CodeNode):
         self._closed = asyncio.Event()
         self._is_proven = False
         self._opened_sessions: Sessions | None = None
-
-    @property
-    def num_slots(self) -> int:
-        """Grows with every program that sleeps."""
-        return min(self.config.max_alive, _SLOTS_FACTOR * self.config.max_running + self._watchdog.num_asleep)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -290,6 +286,10 @@ class Node(CodeNode):
         if self._watchdog:
             self._tick_later()
             self._watchdog.look(time.monotonic())
+        self.num_slots = self._count_slots(num_asleep=self._watchdog.num_asleep)
+
+    def _count_slots(self, *, num_asleep: int) -> int:
+        return min(self.config.max_alive, _SLOTS_FACTOR * self.config.max_running + num_asleep)
 
 
 def _raise_descriptor_limit() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -144,8 +145,11 @@ class CodeServer:
             await asyncio.wait(tasks)
 
 
-async def serve(config: ServeConfig) -> None:
+async def serve(config: ServeConfig, announce: Callable[[CodeServer], None] = lambda server: None) -> None:
     """Serve until SIGTERM or SIGINT; then finish what runs, within the grace, and return.
+
+    Args:
+        announce: called once when it listens.
 
     Raises:
         UserError: an address is taken, or this machine cannot give the level that is asked for.
@@ -157,6 +161,7 @@ async def serve(config: ServeConfig) -> None:
     try:
         async with CodeServer(config) as server:
             _log.info("the code service listens on %s", server.url)
+            announce(server)
             await stop.wait()
             _log.info("the code service is asked to end; it finishes what runs, for at most %g s", config.grace_s)
     finally:
