@@ -1,0 +1,366 @@
+"""Programs that fill the disk, its table of files or the patience of whoever cleans up after them."""
+
+from __future__ import annotations
+
+import re
+
+from ..case import CONFINED, Case, either, empty, error, killed, program, stdout
+from .preludes import LIBC
+
+# Without a mount of its own a working directory has no size; what watches it ends the program.
+_NO_QUOTA = {CONFINED: either(killed("disk"), killed("memory"))}
+
+CASES = [
+    Case(
+        name="disk-one-file",
+        attacks="the disk by one file",
+        code="with open('big', 'wb') as f:\n    while True: f.write(bytes(1 << 20))",
+        expect=error("OSError: [Errno 27] File too large"),
+        is_core=True,
+    ),
+    Case(
+        name="disk-many",
+        attacks="the disk by files of 8 MB, each within the limit of a file",
+        code=program("""
+            import errno
+            try:
+                for n in range(1000):
+                    with open(str(n), 'wb') as f: f.write(bytes(8 << 20))
+            except OSError as e: print(errno.errorcode[e.errno], n < 20)
+        """),
+        expect=stdout("ENOSPC True\n"),
+        at=_NO_QUOTA,
+        is_short=True,
+    ),
+    Case(
+        name="inode-flood",
+        attacks="the table of files by empty ones",
+        code=program("""
+            import errno
+            try:
+                for n in range(1_000_000): open(str(n), 'w').close()
+            except OSError as e: print(errno.errorcode[e.errno], n < 5000)
+        """),
+        wall_s=20.0,
+        expect=stdout("ENOSPC True\n"),
+        at=_NO_QUOTA,
+        is_core=True,
+    ),
+    Case(
+        name="link-flood",
+        attacks="the same by names: a file with many, and links that lead nowhere",
+        code=program("""
+            import os
+            open('f', 'w').close()
+            try:
+                for n in range(1_000_000): os.link('f', f'hard{n}')
+            except OSError: print('refused')
+        """),
+        wall_s=20.0,
+        expect=stdout("refused\n"),
+        at=_NO_QUOTA,
+    ),
+    Case(
+        name="long-names",
+        attacks="the memory of names: four thousand of 255 bytes",
+        code=program("""
+            import os
+            try:
+                for n in range(1_000_000): os.symlink('x' * 4000, str(n).rjust(255, 'n'))
+            except OSError: print('refused')
+        """),
+        wall_s=20.0,
+        expect=stdout("refused\n"),
+        at=_NO_QUOTA,
+    ),
+    Case(
+        name="sparse-file",
+        attacks="whoever adds up sizes: a file of a terabyte without a block",
+        code="try:\n    with open('f', 'wb') as f: f.truncate(1 << 40)\nexcept OSError as e: print(e)",
+        expect=stdout("[Errno 27] File too large\n"),
+    ),
+    Case(
+        name="sparse-files",
+        attacks="the same by many that are just small enough",
+        code="for n in range(500):\n    with open(str(n), 'wb') as f: f.truncate(15 << 20)\nprint('made')",
+        expect=stdout("made\n"),
+    ),
+    Case(
+        name="fallocate",
+        attacks="the disk by blocks that are asked for and never written",
+        code=program("""
+            import os
+            held = [open(str(n), 'wb') for n in range(20)]
+            try:
+                for f in held: os.posix_fallocate(f.fileno(), 0, 15 << 20)
+            except OSError: print('refused')
+        """),
+        expect=stdout("refused\n"),
+        at={CONFINED: either(killed("disk"), stdout("refused\n"))},
+    ),
+    Case(
+        name="deleted-but-open",
+        attacks="whoever looks for large files by name",
+        code=program("""
+            import os
+            held = []
+            try:
+                for n in range(100):
+                    held.append(open('f', 'wb'))
+                    os.unlink('f')
+                    held[-1].write(bytes(8 << 20))
+                    held[-1].flush()
+            except OSError: print('refused')
+        """),
+        expect=stdout("refused\n"),
+        at={CONFINED: either(killed("disk"), killed("memory"))},
+    ),
+    Case(
+        name="deleted-and-mapped",
+        attacks="the same without even a descriptor: only a map holds it",
+        code=program("""
+            import mmap, os
+            held = []
+            try:
+                for n in range(100):
+                    with open('f', 'w+b') as f:
+                        f.write(bytes(8 << 20))
+                        f.flush()
+                        held.append(mmap.mmap(f.fileno(), 0))
+                    os.unlink('f')
+            except OSError: print('refused')
+        """),
+        expect=stdout("refused\n"),
+        at={CONFINED: either(killed("disk"), killed("memory"), stdout("refused\n"))},
+    ),
+    Case(
+        name="deep-tree",
+        attacks="the recursion of whoever deletes: three thousand directories, one in the other",
+        code=program("""
+            import os
+            for n in range(3000):
+                os.mkdir('d')
+                os.chdir('d')
+            open('bottom', 'w').close()
+            print('dug')
+        """),
+        expect=stdout("dug\n"),
+        is_core=True,
+    ),
+    Case(
+        name="wide-tree",
+        attacks="the time of whoever deletes",
+        code=program("""
+            import os
+            for n in range(50):
+                os.mkdir(str(n))
+                for m in range(50): open(f'{n}/{m}', 'w').close()
+            print('made')
+        """),
+        expect=stdout("made\n"),
+    ),
+    Case(
+        name="symlink-loops",
+        attacks="whoever follows links while deleting: circles, and one that leads to the host's directory",
+        code=program("""
+            import os
+            os.symlink('b', 'a')
+            os.symlink('a', 'b')
+            os.symlink('.', 'here')
+            os.symlink('/', 'root')
+            os.symlink(HOST_OPEN_DIRECTORY, 'open')
+            print('linked')
+        """),
+        expect=stdout("linked\n"),
+        is_core=True,
+    ),
+    Case(
+        name="odd-names",
+        attacks="whoever lists or deletes by name: newlines, bytes that are no text, options",
+        code=program("""
+            import os
+            for name in (b'a\\nb', b'\\xff\\xfe', b'-rf', b'*', b' ', b'~', b'\\x1b[2J', b'...', '‮'.encode()):
+                os.mkdir(name)
+                os.mkdir(os.path.join(name, name))
+            print('named')
+        """),
+        expect=stdout("named\n"),
+    ),
+    Case(
+        name="closed-directories",
+        attacks="whoever deletes without rights: nobody may read, write or enter",
+        code=program("""
+            import os
+            os.makedirs('a/b/c')
+            open('a/b/c/f', 'w').close()
+            for path in ('a/b/c/f', 'a/b/c', 'a/b', 'a'): os.chmod(path, 0)
+            try: os.chmod('.', 0)
+            except OSError: pass
+            print('closed')
+        """),
+        expect=stdout("closed\n"),
+        is_core=True,
+    ),
+    Case(
+        name="sticky-setgid",
+        attacks="the same by modes that nobody expects",
+        code=program("""
+            import os
+            os.mkdir('d')
+            for mode in (0o7777, 0o1000, 0o2000, 0o4000): os.chmod('d', mode)
+            print('set')
+        """),
+        expect=either(stdout("set\n"), error(re.compile("PermissionError"))),
+    ),
+    Case(
+        name="immutable",
+        attacks="whoever deletes: a file that cannot be, even by root",
+        code=program("""
+            import fcntl, os, struct
+            f = os.open('f', os.O_CREAT | os.O_RDWR)
+            try: fcntl.ioctl(f, 0x40086602, struct.pack('l', 0x10))  # FS_IOC_SETFLAGS, FS_IMMUTABLE_FL
+            except OSError: print('refused')
+        """),
+        expect=stdout("refused\n"),
+    ),
+    Case(
+        name="chown",
+        attacks="whoever deletes: files that belong to another user",
+        code=program("""
+            import os
+            open('f', 'w').close()
+            for uid in (0, 65534, 1_000_001):
+                try: os.chown('f', uid, uid)
+                except OSError: print('refused')
+        """),
+        expect=stdout("refused\n" * 3),
+    ),
+    Case(
+        name="xattr-flood",
+        attacks="memory of the kernel by attributes of a file",
+        code=program("""
+            import os
+            open('f', 'w').close()
+            try:
+                for n in range(100_000): os.setxattr('f', f'user.{n}', bytes(1000))
+            except OSError: print('refused')
+        """),
+        expect=stdout("refused\n"),
+        is_core=True,
+    ),
+    Case(
+        name="file-locks",
+        attacks="memory of the kernel by locks on single bytes",
+        code=program("""
+            import fcntl
+            f = open('f', 'w+b')
+            try:
+                for n in range(5_000): fcntl.lockf(f, fcntl.LOCK_EX, 1, n * 2)
+            except OSError: pass
+            print('locked')
+        """),
+        expect=stdout("locked\n"),
+    ),
+    Case(
+        name="inotify-flood",
+        attacks="the watches that all programs of a user share",
+        code=LIBC
+        + program("""
+            for n in range(100):
+                os.mkdir(str(n))
+            watch = libc.inotify_init()
+            print(len([n for n in range(100) if libc.inotify_add_watch(watch, str(n).encode(), 0xFFF) >= 0]) in (0, 100))
+        """),
+        expect=stdout("True\n"),
+    ),
+    Case(
+        name="open-flood",
+        attacks="the machine's table of open files",
+        code=program("""
+            held = []
+            try:
+                while len(held) < 100_000: held.append(open('f', 'w'))
+            except OSError as e: print(e.errno, len(held) < 1100)
+        """),
+        expect=stdout("24 True\n"),
+        is_core=True,
+    ),
+    Case(
+        name="open-flood-by-children",
+        attacks="the same by every process it may have",
+        code=program("""
+            import os, time
+            open('f', 'w').close()
+            for _ in range(20):
+                if os.fork() == 0:
+                    try: held = [open('f') for _ in range(100_000)]
+                    except OSError: time.sleep(60)
+            time.sleep(0.2)
+            print('opened')
+        """),
+        expect=stdout("opened\n"),
+    ),
+    Case(
+        name="rename-storm",
+        attacks="whoever walks the tree at the same moment",
+        code=program("""
+            import os, time
+            os.makedirs('a/x')
+            os.makedirs('b')
+            if os.fork() == 0:
+                while True:
+                    os.rename('a/x', 'b/x')
+                    os.rename('b/x', 'a/x')
+            time.sleep(0.1)
+            print('moved')
+        """),
+        expect=stdout("moved\n"),
+        is_core=True,
+    ),
+    Case(
+        name="write-at-the-end",
+        attacks="whoever cleans up before the last process has ended",
+        code=program("""
+            import os
+            if os.fork() == 0:
+                try: os.setsid()
+                except OSError: pass
+                n = 0
+                while True:
+                    n += 1
+                    try: os.mkdir(f'late{n}')
+                    except OSError: n = 0
+            os._exit(0)
+        """),
+        expect=empty(),
+        is_core=True,
+    ),
+    Case(
+        name="work-directory-gone",
+        attacks="the place where it runs: removed under its feet",
+        code=program("""
+            import os
+            here = os.getcwd()
+            try:
+                os.rmdir(here)
+                open('f', 'w')
+            except OSError: print('refused')
+        """),
+        expect=stdout("refused\n"),
+    ),
+    Case(
+        name="core-dump",
+        attacks="the disk, and the secrets in memory, by a dump of a crash",
+        code=program("""
+            import os, resource, signal
+            try: resource.setrlimit(resource.RLIMIT_CORE, (-1, -1))
+            except (OSError, ValueError): pass
+            pid = os.fork()
+            if pid == 0: os.kill(os.getpid(), signal.SIGSEGV)
+            status = os.waitpid(pid, 0)[1]
+            print(os.WCOREDUMP(status), os.listdir('.'))
+        """),
+        expect=stdout("False []\n"),
+        is_core=True,
+    ),
+]

@@ -1,0 +1,333 @@
+"""Programs that want more memory than they may have, by every way to it. An honest limit is an error that the program sees."""
+
+from __future__ import annotations
+
+import re
+
+from ..case import Case, echo, either, error, killed, program, stdout, timeout
+from .preludes import LIBC, SYSCALLS
+
+MEMORY_MIB = 128
+
+_FORKS = """
+import mmap, os, time
+for _ in range(16):
+    if os.fork() == 0:
+        try:
+            held = mmap.mmap(-1, 256 << 20)
+            for at in range(0, len(held), 4096): held[at] = 1
+        except (OSError, MemoryError): pass
+        time.sleep(60)
+"""
+
+CASES = [
+    Case(
+        name="mem-list",
+        attacks="memory by a list that grows",
+        code="x = []\nwhile True: x.append('x' * (1 << 20) + str(len(x)))",
+        memory_mib=MEMORY_MIB,
+        expect=error("MemoryError"),
+        is_short=True,
+    ),
+    Case(
+        name="mem-string",
+        attacks="memory by one request larger than the machine",
+        code="'a' * (1 << 46)",
+        expect=error("MemoryError"),
+    ),
+    Case(
+        name="mem-caught",
+        attacks="memory by a program that goes on when it is refused",
+        code=program("""
+            x = []
+            while True:
+                try: x.append(bytes(1 << 20))
+                except MemoryError: pass
+        """),
+        memory_mib=MEMORY_MIB,
+        wall_s=1.0,
+        expect=timeout(""),
+    ),
+    Case(
+        name="mem-full-at-the-end",
+        attacks="the runner's own lines after the program: not a byte is left for them",
+        code=program("""
+            x = []
+            for size in (1 << 20, 1 << 12, 1 << 8):
+                try:
+                    while True: x.append(bytes(size))
+                except MemoryError: pass
+            len(x) > 50
+        """),
+        memory_mib=64,
+        expect=either(echo("True"), error(re.compile("MemoryError"))),
+    ),
+    Case(
+        name="mem-limit-lowered",
+        attacks="the same by a limit that the program sets for itself",
+        code="import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\nx = 'a' * (1 << 22)",
+        expect=error(re.compile("MemoryError")),
+        is_core=True,
+    ),
+    Case(
+        name="mem-numpy",
+        attacks="memory by one array",
+        code="import numpy as np\nnp.ones((1 << 17, 1 << 17))",
+        expect=error(re.compile(r"MemoryError: Unable to allocate 128. GiB")),
+        is_core=True,
+    ),
+    Case(
+        name="mem-mmap",
+        attacks="address space by an anonymous map",
+        code="import mmap\nmmap.mmap(-1, 8 << 30)",
+        expect=error(re.compile(r"(OSError: \[Errno 12\] Cannot allocate memory|MemoryError)\n\Z")),
+        is_short=True,
+    ),
+    Case(
+        name="mem-noreserve",
+        attacks="the same by a map that promises to use nothing",
+        code=LIBC + "libc.mmap.restype = ctypes.c_long\nprint(libc.mmap(None, ctypes.c_size_t(1 << 40), 0, 0x4022, -1, 0))",
+        expect=stdout("-1\n"),
+    ),
+    Case(
+        name="mem-many-maps",
+        attacks="the kernel's table of maps",
+        code=program("""
+            import mmap
+            held = []
+            try:
+                for n in range(200_000): held.append(mmap.mmap(-1, 4096, prot=1 + n % 2 * 2))
+            except (OSError, MemoryError): print('refused')
+            else: print(len(held))
+        """),
+        expect=stdout("refused\n"),
+    ),
+    Case(
+        name="mem-memfd",
+        attacks="memory beyond the address space: a file in memory, written to",
+        code=program("""
+            import os
+            total = 0
+            try:
+                files = [os.memfd_create(str(n)) for n in range(100)]
+                for f in files:
+                    for _ in range(15): total += os.write(f, bytes(1 << 20))
+            except (OSError, AttributeError): pass
+            print(total < 100 << 20)
+        """),
+        expect=either(stdout("True\n"), killed("memory")),
+        needs="seccomp (memfd_create) or the memory watchdog",
+        is_core=True,
+    ),
+    Case(
+        name="mem-memfd-secret",
+        attacks="the same by a file that is taken out of the kernel's own map",
+        code=LIBC + f"print(libc.syscall({SYSCALLS['memfd_secret']}, 0))",
+        expect=stdout("-1\n"),
+    ),
+    Case(
+        name="mem-shm",
+        attacks="the same by shared memory",
+        code=program("""
+            import errno
+            try:
+                for n in range(1000):
+                    with open(f'/dev/shm/{n}', 'wb') as f: f.write(bytes(8 << 20))
+            except OSError as e: print(errno.errorcode[e.errno], n < 20)
+        """),
+        expect=either(stdout("ENOSPC True\n"), stdout(re.compile(r"\A(EACCES|ENOENT|EPERM|EDQUOT) True\n")), killed("disk")),
+        is_core=True,
+    ),
+    Case(
+        name="mem-shm-map",
+        attacks="the same through a map, where a full file system is a signal",
+        code=program("""
+            import mmap, os
+            f = open('sparse', 'w+b')
+            f.truncate(15 << 20)
+            others = [open(f'filler{n}', 'wb') for n in range(8)]
+            try:
+                for o in others:
+                    for _ in range(15): o.write(bytes(1 << 20))
+                    o.flush()
+            except OSError: pass
+            m = mmap.mmap(f.fileno(), 15 << 20)
+            print('mapped', flush=True)
+            for at in range(0, len(m), 4096): m[at] = 1
+            print('written')
+        """),
+        expect=either(killed("signal 7", "mapped\n"), stdout("mapped\nwritten\n"), killed("disk")),
+    ),
+    Case(
+        name="mem-pipes",
+        attacks="kernel memory by pipes that are filled and never read",
+        code=program("""
+            import fcntl, os
+            total = 0
+            try:
+                while True:
+                    read, write = os.pipe2(os.O_NONBLOCK)
+                    try: fcntl.fcntl(write, 1031, 1 << 20)  # F_SETPIPE_SZ
+                    except OSError: pass
+                    try:
+                        while True: total += os.write(write, bytes(1 << 16))
+                    except BlockingIOError: pass
+            except OSError: print(0 < total < 200 << 20)
+        """),
+        expect=stdout("True\n"),
+    ),
+    Case(
+        name="mem-sockets",
+        attacks="kernel memory by pairs of sockets that are filled and never read",
+        code=program("""
+            import socket
+            held, total = [], 0
+            try:
+                while True:
+                    held.append(socket.socketpair())
+                    a = held[-1][0]
+                    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+                    a.setblocking(False)
+                    try:
+                        while True: total += a.send(bytes(1 << 14))
+                    except BlockingIOError: pass
+            except OSError: print(total < 200 << 20)
+        """),
+        expect=stdout("True\n"),
+    ),
+    Case(
+        name="mem-descriptors-in-flight",
+        attacks="the limit on descriptors: they are sent to a socket that nobody reads, and closed here",
+        code=program("""
+            import os, socket
+            count = 0
+            held = []
+            try:
+                while count < 1_000_000:
+                    a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+                    a.setblocking(False)
+                    held.append((a, b))
+                    for _ in range(20):
+                        socket.send_fds(a, [b'x'], [0] * 50)
+                        count += 50
+            except OSError: print(count < 20_000)
+        """),
+        expect=stdout("True\n"),
+    ),
+    Case(
+        name="mem-epoll",
+        attacks="kernel memory by watches",
+        code=program("""
+            import os, select
+            try:
+                polls = [select.epoll() for _ in range(1000)]
+            except OSError as e: print(e.errno)
+        """),
+        expect=stdout("24\n"),
+    ),
+    Case(
+        name="mem-forks",
+        attacks="memory by many processes, each within its own limit",
+        code=_FORKS + "time.sleep(60)",
+        memory_mib=300,
+        wall_s=8.0,
+        expect=killed("memory"),
+        needs="the memory watchdog",
+        is_core=True,
+    ),
+    Case(
+        name="mem-forks-then-exit",
+        attacks="the same, and the program itself has ended long before",
+        code=_FORKS.replace("16", "4") + "time.sleep(0.05)\nprint('left them')",
+        memory_mib=300,
+        expect=stdout("left them\n"),
+    ),
+    Case(
+        name="mem-fork-copies",
+        attacks="the same by writing to pages that forks share",
+        code=program("""
+            import os, time
+            held = bytearray(200 << 20)
+            for _ in range(16):
+                if os.fork() == 0:
+                    for at in range(0, len(held), 4096): held[at] = 1
+                    time.sleep(60)
+            time.sleep(60)
+        """),
+        memory_mib=256,
+        wall_s=10.0,
+        expect=killed("memory"),
+        needs="the memory watchdog",
+    ),
+    Case(
+        name="mem-oom-score",
+        attacks="the kernel's choice of whom to end when memory is out",
+        code=program("""
+            for path in ('/proc/self/oom_score_adj', '/proc/1/oom_score_adj', '/proc/%d/oom_score_adj' % HOST_PID):
+                try:
+                    with open(path, 'w') as f: f.write('-1000')
+                except OSError: print('refused')
+        """),
+        expect=stdout("refused\n" * 3),
+        is_core=True,
+    ),
+    Case(
+        name="mem-lock",
+        attacks="memory that cannot be swapped or moved",
+        code=LIBC + "held = ctypes.create_string_buffer(1 << 22)\nprint(libc.mlock(held, 1 << 22), libc.mlockall(3))",
+        expect=stdout("-1 -1\n"),
+    ),
+    Case(
+        name="mem-stack",
+        attacks="memory by a stack whose limit is lifted",
+        code=program("""
+            import resource
+            limit = resource.getrlimit(resource.RLIMIT_STACK)[1]
+            print(limit == -1)
+            try: resource.setrlimit(resource.RLIMIT_STACK, (-1, -1))
+            except ValueError: print('refused')
+        """),
+        expect=stdout("False\nrefused\n"),
+        needs="a limit on the stack",
+    ),
+    Case(
+        name="mem-zip-bomb",
+        attacks="memory by a few bytes that unpack to a gigabyte",
+        code=program("""
+            import zlib
+            packer = zlib.compressobj(9)
+            packed = b''.join(packer.compress(bytes(1 << 20)) for _ in range(1024)) + packer.flush()
+            zlib.decompress(packed)
+        """),
+        memory_mib=MEMORY_MIB,
+        wall_s=30.0,
+        expect=error(re.compile("MemoryError|Error -4")),
+    ),
+    Case(
+        name="mem-no-collector",
+        attacks="memory by cycles that nobody collects",
+        code=program("""
+            import gc
+            gc.disable()
+            while True:
+                x = [bytes(1 << 16)]
+                x.append(x)
+        """),
+        memory_mib=MEMORY_MIB,
+        expect=error("MemoryError"),
+    ),
+    Case(
+        name="mem-exact-limit",
+        attacks="an honest program that uses most of what it may",
+        code="x = bytearray(100 << 20)\nprint(len(x))",
+        memory_mib=MEMORY_MIB,
+        expect=stdout("104857600\n"),
+    ),
+    Case(
+        name="mem-userfault",
+        attacks="page faults that the program answers itself, or never",
+        code=LIBC + f"print(libc.syscall({SYSCALLS['userfaultfd']}, 1))",
+        expect=stdout("-1\n"),
+        needs="seccomp",
+    ),
+]
