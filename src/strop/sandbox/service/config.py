@@ -63,6 +63,7 @@ class ServeConfig(Config):
     dispatch: DispatchConfig = DispatchConfig()
     max_lines: int = Field(default=100_000, ge=1)  # of one request for many runs
     max_body_bytes: int = Field(default=32 << 20, ge=1024)  # of a request that is read whole
+    max_unread_bytes: int = Field(default=256 << 20, ge=1)  # of answers, on one connection; then it is cut
     max_connections: int = Field(default=4096, ge=1)
     grace_s: float = Field(default=30.0, ge=0)  # after SIGTERM, for what runs
 

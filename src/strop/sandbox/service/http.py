@@ -115,7 +115,11 @@ class HttpFront:
 
     async def _runs(self, request: web.Request) -> web.StreamResponse:
         stream = RunStream(
-            self._dispatcher, request[_CLIENT], max_lines=self._config.max_lines, max_line_bytes=self._max_line_bytes
+            self._dispatcher,
+            request[_CLIENT],
+            max_lines=self._config.max_lines,
+            max_line_bytes=self._max_line_bytes,
+            max_unread_bytes=self._config.max_unread_bytes,
         )
         response = await self._start_lines(request)
         self._streams.add(stream)

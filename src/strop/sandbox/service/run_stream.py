@@ -25,21 +25,27 @@ _NUM_BUSY = 16  # calls under way from which on an answer may wait for others to
 _GATHER_S = 0.005
 HEARTBEAT_S = 1.0  # an empty line, when there is no answer: a client that hears nothing for long knows that we are gone
 _IDLE_S = 120.0  # without a call; then the stream ends
-_PAUSE_BYTES = 8 << 20  # answers that the client has not read; then no more of its calls are read
-_MAX_UNREAD_BYTES = 512 << 20  # then it is cut off
+_PAUSE_BYTES = 8 << 20  # answers that the client has not read: no more of its calls are read
+MAX_OPEN = 8192  # calls without an answer: the same; further ones wait on the side of the client
 
 
 class RunStream:
     """Reads and writes at the same time, so that one request can serve a client for as long as it likes.
 
     Calls that have an id survive the loss of the connection for a while; the others are cancelled with it.
+
+    Args:
+        max_unread_bytes: of answers; a client that leaves more of them unread is cut off.
     """
 
-    def __init__(self, dispatcher: Dispatcher, client: str, *, max_lines: int, max_line_bytes: int) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, client: str, *, max_lines: int, max_line_bytes: int, max_unread_bytes: int
+    ) -> None:
         self._dispatcher = dispatcher
         self._client = client
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
+        self._max_unread_bytes = max_unread_bytes
         self._num_lines = 0
         self._open: dict[int, Leave] = {}
         self._outgoing: list[bytes] = []
@@ -97,7 +103,8 @@ class RunStream:
         part = b"".join(self._outgoing)
         self._outgoing.clear()
         self._outgoing_bytes = 0
-        self._has_room.set()
+        if len(self._open) < MAX_OPEN:
+            self._has_room.set()
         return part
 
     async def _read(self, request: web.Request) -> None:
@@ -107,6 +114,8 @@ class RunStream:
                 self._take(line)
             if self._num_lines > self._max_lines:
                 return
+            if len(self._open) >= MAX_OPEN or self._outgoing_bytes > _PAUSE_BYTES:
+                self._has_room.clear()
             await self._has_room.wait()
         for line in splitter.end():
             self._take(line)
@@ -153,9 +162,7 @@ class RunStream:
         """All that is said in one turn of the event loop leaves in one write, and under load in a few of them."""
         self._outgoing.append(line)
         self._outgoing_bytes += len(line)
-        if self._outgoing_bytes > _PAUSE_BYTES:
-            self._has_room.clear()
-        if self._outgoing_bytes > _MAX_UNREAD_BYTES and self._transport is not None:
+        if self._outgoing_bytes > self._max_unread_bytes and self._transport is not None:
             self._transport.abort()
         if len(self._open) < _NUM_BUSY:
             self._wake.set()

@@ -1,0 +1,54 @@
+"""A whole service over real sockets, with scripted nodes; what the tests of HTTP, client and server share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+
+from strop.sandbox.protocol import CodeNode, RunRequest
+from strop.sandbox.scripted import ScriptedNode
+from strop.sandbox.service.config import DispatchConfig, ServeConfig
+from strop.sandbox.service.server import CodeServer
+
+
+def echo(request: RunRequest) -> str:
+    return f"ran {request.code}"
+
+
+def scripted(name: str = "n", *, slots: int = 8, latency_s: float = 0.0, fault_rate: float = 0.0) -> ScriptedNode:
+    return ScriptedNode(answer=echo, name=name, num_slots=slots, max_latency_s=latency_s, fault_rate=fault_rate)
+
+
+@contextlib.asynccontextmanager
+async def serving(*nodes: CodeNode, dispatch: DispatchConfig | None = None, **settings: Any) -> AsyncIterator[CodeServer]:
+    config = ServeConfig(port=0, num_local_nodes=0, dispatch=dispatch or DispatchConfig(), **({"grace_s": 0.2} | settings))
+    async with CodeServer(config) as server:
+        for node in nodes:
+            server.dispatcher.add_node(node)
+        yield server
+
+
+@contextlib.asynccontextmanager
+async def asking(server: CodeServer, **headers: str) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client that knows nothing of strop."""
+    async with aiohttp.ClientSession(server.url, headers=headers) as session:
+        yield session
+
+
+def run_lines(*calls: tuple[object, dict[str, Any]]) -> bytes:
+    return b"".join(json.dumps({"key": key, "request": request}).encode() + b"\n" for key, request in calls)
+
+
+def answers_by_key(body: bytes) -> dict[Any, dict[str, Any]]:
+    """Every answer of a stream; a key that comes twice fails."""
+    answers: dict[Any, dict[str, Any]] = {}
+    for line in body.splitlines():
+        if line:
+            answer = json.loads(line)
+            assert answer["key"] not in answers, f"key {answer['key']!r} was answered twice"
+            answers[answer["key"]] = answer
+    return answers
