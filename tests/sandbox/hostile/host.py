@@ -200,7 +200,9 @@ class Host:
         return Snapshot(
             processes={process.identity: _usage(process.pid) for process in family},
             servants=frozenset(process.identity for process in family if process.parent == os.getpid()),
-            marked_processes=frozenset(process.pid for process in everyone if process.name == self.mark),
+            marked_processes=frozenset(
+                process.pid for process in everyone if process.name == self.mark and not process.is_zombie
+            ),
             num_directories=len(os.listdir(self._temporary)),
             files=frozenset(self._files()),
             system_v=frozenset(_system_v()),
