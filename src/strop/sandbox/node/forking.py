@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import os
 import re
 import signal
@@ -31,11 +30,9 @@ from strop.sandbox.node.groundwork import Groundwork
 from strop.sandbox.node.interpreters import Family, Interpreter, Stem, children_of, pid_of, readable, stat_of, status_of
 from strop.sandbox.protocol import IsolationLevel
 
-_log = logging.getLogger(__name__)
-
 MAX_DEPTH = 24  # pid and user namespaces nest 32 deep in all
 _LIMIT_S = 5.0  # of a fork; 10 ms when the machine is idle
-_STEM_LIMIT_S = 2.0  # from the word to the end of what the stem was
+_STEM_LIMIT_S = 5.0  # from the word to the end of what the stem was
 _MAX_ROUNDS = 100  # of kills, until what starts processes has lost
 _MAX_MAPPINGS = 64
 _FLAGS = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
@@ -72,8 +69,8 @@ class _Ends:
 
 async def fork(
     origin: Interpreter, *, level: IsolationLevel, groundwork: Groundwork
-) -> tuple[Interpreter, Interpreter, asyncio.Task[None]]:
-    """Two copies of `origin`, which ends as their stem; and the task that waits for that.
+) -> tuple[Interpreter, Interpreter, asyncio.Task[bool]]:
+    """Two copies of `origin`, which becomes their stem; and the task that waits for that, and says whether it did.
 
     Raises:
         MachineError: it could not be forked; `origin` goes on as it was, without the processes that it had started.
@@ -87,12 +84,12 @@ async def fork(
         raise MachineError(f"the session could not be forked: it took more than {_LIMIT_S:.0f} s") from error
     except (OSError, MachineError) as error:
         raise MachineError(f"the session could not be forked: {error}") from error
-    stem = Stem(origin, num_users=2)
+    stem = Stem(origin, num_users=3)  # the copies, and the burial
     copies = [
         Interpreter(ends.line, ends.output, pidfd, family=origin.family, stem=stem)
         for ends, pidfd in ((fork_.ends[0], first), (fork_.ends[1], second))
     ]
-    return copies[0], copies[1], asyncio.create_task(_bury(origin))
+    return copies[0], copies[1], asyncio.create_task(_bury(origin, stem))
 
 
 class _Fork:
@@ -115,6 +112,7 @@ class _Fork:
         """The pidfds of the two copies."""
         theirs = [end for ends in self.ends for end in (ends.their_line, ends.their_output)]
         try:
+            _drain(self._origin.line)
             try:
                 self._origin.send(wire.FORK.pack(wire.LINE_FORK, self._flags), theirs)
             finally:
@@ -150,8 +148,7 @@ class _Fork:
         num_allowed = 0
         while num_allowed < 2:
             await readable(self._family.listener)
-            question = seccomp.receive(self._family.listener)
-            if question is None:
+            if (question := self._family.next_question()) is None:
                 continue
             if not self._is_ordered(question):
                 self._held.append(question.id)
@@ -261,16 +258,26 @@ class _Fork:
         return packet, pids[0] if pids else 0
 
 
-async def _bury(origin: Interpreter) -> None:
-    """Let the session give up its memory, if it will, and stop it for good."""
+async def _bury(origin: Interpreter, stem: Stem) -> bool:
+    """Let the session give up its memory, and stop it for good. False when it does not become another program."""
     try:
         origin.send(wire.LINE_STEM)
         origin.signal(signal.SIGCONT)
         async with asyncio.timeout(_STEM_LIMIT_S):
             await readable(origin.line.fileno())  # its line is closed when it has become another program
+        return not origin.line.recv(1)
     except (OSError, TimeoutError):
-        _log.warning("the stem of a session did not give up its memory")
-    origin.signal(signal.SIGSTOP)
+        return False
+    finally:
+        origin.signal(signal.SIGSTOP)
+        stem.release()
+
+
+def _drain(line: socket.socket) -> None:
+    """Of what was said late, when an earlier fork had failed already."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(_MAX_ROUNDS):
+            line.recv(1)
 
 
 def _alive_below(pid: int, spared: set[int]) -> list[int]:

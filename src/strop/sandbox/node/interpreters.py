@@ -12,7 +12,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from strop.sandbox.inside import seccomp
@@ -39,11 +39,21 @@ class Family:
 
     def refuse_questions(self) -> None:
         """Of programs that ask for namespaces or mounts unordered. A few at a time, so that asking costs them more than us."""
+        if self.listener < 0 or self.forking.locked():
+            return
         for _ in range(_MAX_REFUSED_AT_ONCE):
-            if self.listener < 0 or self.forking.locked() or not _is_readable(self.listener):
+            if (question := self.next_question()) is None:
                 return
-            if (question := seccomp.receive(self.listener)) is not None:
-                seccomp.refuse(self.listener, question.id)
+            seccomp.refuse(self.listener, question.id)
+
+    def next_question(self) -> seccomp.Notification | None:
+        """What a program waits for, without waiting for one that does."""
+        if not _is_readable(self.listener):  # to ask the kernel for a question that is not there takes until there is one
+            return None
+        try:
+            return seccomp.receive(self.listener)
+        except OSError:  # all who could ask have died since
+            return None
 
     def leave(self, member: Interpreter) -> None:
         self.members.remove(member)
@@ -124,9 +134,7 @@ class Interpreter:
 
     @property
     def cpu_s(self) -> float:
-        """Of the process, and of what it started and waited for."""
-        fields = stat_of(self.pid)
-        return sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S
+        return tree_cpu_s([self.pid])
 
     @property
     def peak_bytes(self) -> int:
@@ -177,6 +185,11 @@ class Stem:
         self._num_users -= 1
         if self._num_users == 0:
             self.interpreter.close()
+
+
+def tree_cpu_s(pids: Iterable[int]) -> float:
+    """Of these processes, and of what they started and waited for."""
+    return sum(int(ticks) for pid in pids for ticks in stat_of(pid)[11:15]) / _TICKS_PER_S
 
 
 def pid_of(pidfd: int) -> int:
@@ -233,7 +246,7 @@ def _set(ready: asyncio.Future[None]) -> None:
 def _is_readable(descriptor: int) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))
+    return any(events & select.POLLIN for _, events in poll.poll(0))  # not of one that nobody writes to any more
 
 
 def _end_of(pid: int) -> Ended:

@@ -10,6 +10,7 @@ When its interpreter is gone, so is the session, and every later cell raises `Se
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import signal
@@ -26,7 +27,7 @@ from strop.sandbox.node import forking
 from strop.sandbox.node.calls import FinishedCall
 from strop.sandbox.node.cells import Cell
 from strop.sandbox.node.groundwork import Groundwork
-from strop.sandbox.node.interpreters import Family, Interpreter, readable
+from strop.sandbox.node.interpreters import Family, Interpreter, readable, tree_cpu_s
 from strop.sandbox.node.judge import judge
 from strop.sandbox.node.pools import ZygotePool
 from strop.sandbox.node.slots import Slots
@@ -56,7 +57,7 @@ class _Session:
         self.is_busy = False  # with a cell or a fork
         self.lost_for = ""
         self.lease: asyncio.TimerHandle | None = None
-        self.idle_cpu_s = interpreter.cpu_s
+        self.idle_cpu_s = -1.0  # at the first look since its last cell
 
 
 class Sessions:
@@ -105,7 +106,7 @@ class Sessions:
             interpreter = await self._start(limits)
         finally:
             self._num_starting -= 1
-        return self._add(interpreter, limits)
+        return self._add(interpreter, limits).name
 
     async def fork(self, name: str) -> str:
         session = self._find(name)
@@ -128,7 +129,9 @@ class Sessions:
             if session.lost_for:
                 second.close()
                 self._require_alive(session)
-            return self._add(second, session.limits, num_cells=session.num_cells)
+            copy = self._add(second, session.limits, num_cells=session.num_cells)
+            burial.add_done_callback(functools.partial(self._check_burial, session, copy))
+            return copy.name
 
     async def run(self, request: RunRequest) -> RunResult:
         """One cell. Raises `SessionLost` when there is no such session any more."""
@@ -142,7 +145,10 @@ class Sessions:
             raise
         # From here on it runs to its end, whoever still waits for it.
         admitted_at = time.monotonic()
-        request = replace(request, memory_mib=min(request.memory_mib, session.limits.memory_mib))
+        limits = session.limits
+        request = replace(
+            request, memory_mib=min(request.memory_mib, limits.memory_mib), file_mib=min(request.file_mib, limits.file_mib)
+        )
         session.num_cells += 1
         self._begin(session)
         cell = Cell(session.interpreter, request, session.num_cells, admitted_at=admitted_at)
@@ -208,13 +214,19 @@ class Sessions:
         family = Family(listener=listener, owner=owner, max_processes=limits.max_processes)
         return Interpreter(line, child.output, child.pidfd, family=family, child=child)
 
-    def _add(self, interpreter: Interpreter, limits: SessionLimits, *, num_cells: int = 0) -> str:
+    def _add(self, interpreter: Interpreter, limits: SessionLimits, *, num_cells: int = 0) -> _Session:
         session = _Session(f"{self._node}-{secrets.token_hex(8)}", interpreter, limits, num_cells=num_cells)
         self._sessions[session.name] = session
         self._end(session)
         if self._look_timer is None:
             self._look_timer = self._loop.call_later(_LOOK_S, self._look)
-        return session.name
+        return session
+
+    def _check_burial(self, session: _Session, copy: _Session, burial: asyncio.Task[bool]) -> None:
+        """An origin that stays keeps memory that nobody has counted."""
+        if not burial.result():
+            for one in (session, copy):
+                self._lose(one, "the process that it was forked from did not make way for it")
 
     async def _play(self, session: _Session, cell: Cell) -> FinishedCall:
         try:
@@ -250,7 +262,7 @@ class Sessions:
         if session.lost_for:
             interpreter.close()
             return
-        session.idle_cpu_s = interpreter.cpu_s
+        session.idle_cpu_s = -1.0
         interpreter.on_end = lambda: self._end(session)
         lease_s = session.limits.lease_s
         session.lease = self._loop.call_later(lease_s, self._lose, session, f"its lease of {lease_s:g} s ran out")
@@ -283,7 +295,10 @@ class Sessions:
             allowed = _TREE_FACTOR * session.limits.memory_mib << 20
             if seen.anonymous_bytes > allowed and own_bytes(seen.pids) > allowed:
                 self._lose(session, "between two cells it took more memory than it may")
-            elif interpreter.cpu_s - session.idle_cpu_s > _IDLE_CPU_S:
+                continue
+            cpu_s = tree_cpu_s(seen.pids)
+            session.idle_cpu_s = session.idle_cpu_s if session.idle_cpu_s >= 0 else cpu_s
+            if cpu_s - session.idle_cpu_s > _IDLE_CPU_S:
                 self._lose(session, f"between two cells it computed for more than {_IDLE_CPU_S:g} s")
 
     def _require_room(self) -> None:

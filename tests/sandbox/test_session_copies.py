@@ -1,0 +1,419 @@
+"""Copies of sessions: they have the state of their origin and share nothing with it, whatever a program does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from session_support import (
+    BARE,
+    below,
+    eventually,
+    interpreter_of,
+    is_lost,
+    mounts_below,
+    num_descriptors,
+    num_mounts_of,
+    privileged_below,
+    status_of,
+)
+
+from strop.errors import MachineError, SessionLost, UserError
+from strop.sandbox import IsolationLevel, LocalSandbox, RunOutcome, RunRequest, Sandbox, SandboxConfig
+from strop.sandbox.protocol import SessionLimits
+from strop.sandbox.sync import SandboxSession
+
+FORK_FLAGS = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | signal.SIGCHLD  # user, pid, mount, ipc
+ASK_FOR_NAMESPACES = f"""
+import ctypes, os, threading
+libc = ctypes.CDLL(None, use_errno=True)
+def ask(*call):
+    ctypes.set_errno(0)
+    return libc.syscall(*call), ctypes.get_errno()
+CLONE, UNSHARE, MOUNT, FLAGS = {"56, 272, 165" if os.uname().machine == "x86_64" else "220, 97, 40"}, {FORK_FLAGS}
+"""
+
+
+@pytest.fixture
+def session(box: Sandbox) -> Iterator[SandboxSession]:
+    with box.session(BARE) as session:
+        yield session
+
+
+def test_copies_have_the_state_of_their_origin_and_share_nothing_after(session: SandboxSession) -> None:
+    session.run("x = ['common']\nopen('common', 'w').write('common')\nkept = open('kept', 'w+')\nkept.write('unflushed')")
+    with session.fork() as branch:
+        for one, name in ((session, "origin"), (branch, "branch")):
+            one.run(f"x.append('{name}')\nopen('{name}', 'w').write('')\nopen('common', 'a').write(' {name}')")
+            one.run(f"kept.write(' {name}')")
+        for one, name in ((session, "origin"), (branch, "branch")):
+            files = sorted(["common", "kept", name])
+            looked = one.run("import os\nprint(x, sorted(os.listdir()), open('common').read(), os.getpid())")
+            assert looked.text == f"['common', '{name}'] {files} common {name} 1\n"
+            assert one.run("kept.seek(0)\nkept.read()").text == f"'unflushed {name}'"
+
+
+def test_random_numbers_go_on_from_the_same_state_in_both(session: SandboxSession) -> None:
+    session.run("import random\nrandom.random()")
+    with session.fork() as branch:
+        code = "random.random(), os.urandom(4)"
+        assert session.run(f"import os\n{code}").text == branch.run(f"import os\n{code}").text
+        assert session.run("random.random()").text != "0.0"
+
+
+@pytest.mark.parametrize("is_origin_killed", [True, False])
+def test_the_end_of_one_copy_leaves_the_other_alone(session: SandboxSession, is_origin_killed: bool) -> None:
+    session.run("x = 5")
+    with session.fork() as branch:
+        killed, other = (session, branch) if is_origin_killed else (branch, session)
+        os.kill(interpreter_of(killed).pid, signal.SIGKILL)
+        assert eventually(lambda: is_lost(killed))
+        with pytest.raises(SessionLost, match=r"ended between two cells \(signal 9\)"):
+            killed.run("x")
+        assert other.run("x").text == "5"
+        with other.fork() as third:
+            assert third.run("import os\nx + 1\nos._exit(4)").exit_code == 4
+            assert other.run("x").text == "5"
+
+
+def test_a_fork_bomb_in_one_copy_does_not_starve_the_other(session: SandboxSession) -> None:
+    session.run("import os, time")
+    with session.fork() as branch, ThreadPoolExecutor(1) as threads:
+        bomb = threads.submit(branch.run, "while True:\n    try: os.fork()\n    except OSError: pass", wall_s=2.0)
+        time.sleep(0.5)
+        assert len(below(interpreter_of(branch).pid)) < 32
+        count = "n = 0\nwhile n < 20:\n    if os.fork() == 0:\n        time.sleep(1)\n        os._exit(0)\n    n += 1\nn"
+        assert session.run(count, wall_s=10.0).text == "20"
+        bomb.result()
+
+
+def test_copies_of_copies_of_copies(session: SandboxSession) -> None:
+    session.run("path = 'a'")
+    branches = [session]
+    try:
+        for letter in "bcd":
+            branches.append(branches[-1].fork())
+            branches[-1].run(f"path += '{letter}'\nopen(path, 'w').close()")
+        for branch, path in zip(branches, ["a", "ab", "abc", "abcd"], strict=True):
+            files = [path[: end + 1] for end in range(1, len(path))]
+            assert branch.run("import os\nprint(path, sorted(os.listdir()), os.getpid())").text == f"{path} {files} 1\n"
+        branches[1].close()
+        branches[0].close()
+        assert branches[3].run("path").text == "'abcd'"
+        assert branches[2].run("path").text == "'abc'"
+    finally:
+        for branch in branches:
+            branch.close()
+
+
+def test_a_line_of_copies_has_an_end_that_is_said(session: SandboxSession) -> None:
+    session.run("n = 0")
+    for _ in range(24):
+        session.fork().close()
+        session.run("n += 1")
+    assert session.run("n").text == "24"
+    with pytest.raises(UserError, match="24 deep"):
+        session.fork()
+    assert session.run("n").text == "24"
+
+
+def test_shared_memory_and_what_lies_in_tmp_are_copied(session: SandboxSession) -> None:
+    session.run(
+        "import mmap, os, tempfile\n"
+        "anonymous = mmap.mmap(-1, 8192)\nanonymous[:4] = b'anon'\n"
+        "file = open('mapped', 'w+b')\nfile.write(bytes(8192))\nfile.flush()\n"
+        "mapped = mmap.mmap(file.fileno(), 8192)\nmapped[:4] = b'file'\n"
+        "nameless = tempfile.TemporaryFile()\nnameless.write(b'nameless')\nnameless.flush()\n"
+        "os.symlink('mapped', 'link')\nos.link('mapped', 'hard')\nos.mkfifo('pipe')\n"
+        "os.makedirs('deep/er')\nos.chmod('deep/er', 0o500)\n"
+        "os.truncate(os.open('hole', os.O_CREAT | os.O_RDWR), 10 << 20)\nos.chdir('deep')"
+    )
+    with session.fork() as branch:
+        for one, name in ((session, b"1"), (branch, b"2")):
+            one.run(f"anonymous[4:5] = mapped[4:5] = {name!r}\nnameless.write({name!r})\nnameless.flush()")
+        for one, name in ((session, "1"), (branch, "2")):
+            looked = one.run(
+                "nameless.seek(0)\nprint(anonymous[:5], mapped[:5], open('../link', 'rb').read(5), nameless.read(),"
+                " os.path.samefile('../hard', '../mapped'), os.stat('../hole').st_size, os.stat('../hole').st_blocks,"
+                " oct(os.stat('er').st_mode), os.getcwd(), sorted(os.listdir('..')))"
+            )
+            assert looked.text == (
+                f"b'anon{name}' b'file{name}' b'file{name}' b'nameless{name}' True 10485760 0 0o40500 /tmp/work/deep"
+                " ['deep', 'hard', 'hole', 'link', 'mapped', 'pipe']\n"
+            )
+
+
+def test_pipes_and_processes_are_not_copied(session: SandboxSession) -> None:
+    session.run("import os, socket, subprocess\nends = os.pipe()\npair = socket.socketpair()")
+    session.run("sleeper = subprocess.Popen(['sleep', '60'])")
+    with session.fork() as branch:
+        for one in (session, branch):
+            assert "Bad file descriptor" in one.run("os.write(ends[1], b'x')").text
+            assert "Bad file descriptor" in one.run("pair[0].send(b'x')").text
+            assert one.run("sleeper.poll() is not None").text == "True"
+
+
+def test_threads_stay_behind_and_new_ones_run(session: SandboxSession) -> None:
+    session.run(
+        "import threading, time\nticks = []\ndef tick():\n    while True:\n        ticks.append(1)\n        time.sleep(0.01)\n"
+        "threading.Thread(target=tick, daemon=True).start()\ntime.sleep(0.1)"
+    )
+    with session.fork() as branch:
+        for one in (session, branch):
+            before = one.run("len(ticks)").text
+            time.sleep(0.1)
+            assert one.run("len(ticks)").text == before
+            assert one.run("t = threading.Thread(target=ticks.clear)\nt.start()\nt.join()\nlen(ticks)").text == "0"
+
+
+def test_limits_hold_in_a_copy(box: Sandbox) -> None:
+    with box.session(SessionLimits(profile="bare", memory_mib=64)) as session:
+        session.run("import os, time")
+        with session.fork() as branch:
+            assert branch.run("while True: pass", wall_s=0.3).outcome is RunOutcome.TIMEOUT
+            assert "MemoryError" in branch.run("x = bytearray(200 << 20)").text
+            assert "PermissionError" in branch.run("open('/usr/new', 'w')").text + branch.run("open('/new', 'w')").text or (
+                "Read-only file system" in branch.run("open('/usr/new', 'w')").text
+            )
+            assert "OSError" in branch.run("with open('big', 'wb') as file: file.write(bytes(20 << 20))").text
+            hog = branch.run("for _ in range(4): os.fork()\nx = b'x' * (40 << 20)\ntime.sleep(5)")
+            assert (hog.outcome, hog.reason) == (RunOutcome.KILLED, "memory")
+        assert session.run("1").text == "1"
+
+
+def test_at_the_strict_level_a_copy_has_every_namespace_of_its_own() -> None:
+    async def play() -> None:
+        async with LocalSandbox(SandboxConfig(level=IsolationLevel.STRICT)) as node:
+            session = await node.open_session(BARE)
+            await node.run(RunRequest(code="x = 1", session=session))
+            branch = await node.fork_session(session)
+            pids = [node._sessions._sessions[name].interpreter.pid for name in (session, branch)]
+            for kind in ("pid", "mnt", "ipc", "user", "net", "uts"):
+                assert len({os.readlink(f"/proc/{pid}/ns/{kind}") for pid in (*pids, os.getpid())}) == 3, kind
+            for name in (session, branch):
+                assert (await node.run(RunRequest(code="x", session=name))).text == "1"
+
+    asyncio.run(play())
+
+
+def test_a_fork_waits_for_the_cell_that_runs(session: SandboxSession) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        cell = threads.submit(session.run, "import time\ntime.sleep(0.5)\nx = 1")
+        time.sleep(0.2)
+        with session.fork() as branch:
+            assert branch.run("x").text == "1"
+        cell.result()
+
+
+def test_copies_of_one_session_are_forked_at_once(session: SandboxSession) -> None:
+    session.run("x = 1")
+    with session.fork() as branch, ThreadPoolExecutor(4) as threads:
+        copies = list(threads.map(SandboxSession.fork, [session, branch, session, branch]))
+        for one in [session, branch, *copies]:
+            assert one.run("x += 1\nx").text == "2"
+            one.close()
+
+
+def test_a_fork_that_the_session_has_no_process_left_for_leaves_it_alone(session: SandboxSession) -> None:
+    session.run("import os, time\ntry:\n    while os.fork(): pass\n    time.sleep(60)\nexcept OSError: x = 1")
+    with pytest.raises(MachineError, match="Resource temporarily unavailable"):
+        session.fork()
+    assert session.run("x").text == "1"
+
+
+# Theft
+
+
+def test_who_asks_for_namespaces_or_mounts_gets_nothing(session: SandboxSession) -> None:
+    session.run(ASK_FOR_NAMESPACES)
+    for call in ("CLONE, FLAGS, 0, 0, 0, 0", "UNSHARE, FLAGS & ~0xFF", "MOUNT, b'none', b'/tmp', b'tmpfs', 0, 0"):
+        assert session.run(f"ask({call})").text == "(-1, 1)"
+    with session.fork() as branch:
+        for one in (session, branch):
+            assert one.run("ask(CLONE, FLAGS, 0, 0, 0, 0), ask(UNSHARE, FLAGS & ~0xFF)").text == "((-1, 1), (-1, 1))"
+        assert not privileged_below(os.getpid())
+
+
+@pytest.mark.parametrize("asker", ["thread", "process"])
+def test_who_races_an_ordered_fork_gets_nothing(session: SandboxSession, asker: str) -> None:
+    session.run(ASK_FOR_NAMESPACES)
+    session.run(
+        "def steal():\n    while True:\n        if ask(CLONE, FLAGS, 0, 0, 0, 0)[0] == 0:\n"
+        "            for fs in (b'tmpfs', b'proc'): libc.mount(b'none', b'/tmp', fs, 0, None)\n"
+        "            libc.setuid(0)\n            import time\n            while True: time.sleep(1)\n"
+    )
+    if asker == "thread":
+        session.run("for _ in range(3): threading.Thread(target=steal, daemon=True).start()")
+    else:
+        session.run("for _ in range(3):\n    if os.fork() == 0: steal()")
+    num_mounts = num_mounts_of(interpreter_of(session).pid)
+    branches = []
+    for _ in range(5):
+        try:
+            branches.append(session.fork())
+        except (MachineError, SessionLost):
+            continue
+        finally:
+            assert eventually(lambda: not privileged_below(os.getpid())), "a thief kept capabilities"
+    for age, one in enumerate([*branches, session], start=1):
+        assert one.run("1 + 1", wall_s=2.0).text == "2"
+        for pid in [interpreter_of(one).pid, *below(interpreter_of(one).pid)]:
+            assert num_mounts_of(pid) == num_mounts + min(age, len(branches))  # a /tmp for each fork that it went through
+            assert not int(status_of(pid)["CapPrm"], 16)
+    for branch in branches:
+        branch.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ("inside('kernel').drop_capabilities = lambda: None", "a copy kept capabilities"),
+        ("inside('branching')._replace_descriptors = lambda *_, **__: None", "a copy kept '(socket|pipe)"),
+        ("inside('branching')._unshare_memory = lambda *_, **__: None", "a copy kept memory of its origin"),
+        ("inside('trees').copy = lambda *_: {}\ninside('os').close = lambda _: None", "could not be forked"),
+        ("inside('branching').kernel.drop_capabilities = lambda: os.fork() or os._exit(0)", "a copy"),
+        ("inside('branching')._clone = lambda flags: os.fork()", "could not be forked"),
+        ("inside('branching').json.loads = None", "could not be forked"),
+    ],
+    ids=["capabilities", "descriptors", "memory", "directory", "process", "no clone", "broken"],
+)
+def test_a_copy_that_keeps_something_is_not_believed(session: SandboxSession, change: str, fault: str) -> None:
+    session.run(
+        "import mmap, os, socket, sys\npair = socket.socketpair()\nmemory = mmap.mmap(-1, 4096)\nx = 1\n"
+        "def inside(name): return sys.modules.get(f'strop_inside.{name}', os)"
+    )
+    session.run(change)
+    with pytest.raises((MachineError, SessionLost), match=fault):
+        session.fork()
+    assert eventually(lambda: not privileged_below(os.getpid()))
+    assert session.run("x").text == "1"  # nothing was lost
+
+
+def test_nobody_raises_the_limit_of_processes_that_copies_have_room_for(session: SandboxSession) -> None:
+    session.run(ASK_FOR_NAMESPACES + "from resource import *")
+    with session.fork() as branch:
+        for one in (session, branch):
+            assert one.run("getrlimit(RLIMIT_NPROC)[0]").text == "32"
+            assert one.run("setrlimit(RLIMIT_NPROC, (64, getrlimit(RLIMIT_NPROC)[1]))").outcome is RunOutcome.ERROR
+            limits = "(ctypes.c_uint64 * 2)(64, 64)"
+            assert one.run(f"ask(302 if CLONE == 56 else 261, 0, 6, {limits}, None)").text == "(-1, 1)"
+            assert one.run(f"ask(160 if CLONE == 56 else 164, 6, {limits})").text == "(-1, 1)"
+
+
+def test_a_session_that_hides_its_memory_is_not_forked_and_goes_on(session: SandboxSession) -> None:
+    session.run("import ctypes\nx = 1\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)")  # PR_SET_DUMPABLE
+    with pytest.raises(MachineError, match="could not be forked"):
+        session.fork()
+    assert session.run("x").text == "1"
+
+
+def test_an_origin_that_does_not_make_way_is_stopped_and_its_copies_are_lost(session: SandboxSession) -> None:
+    session.run("import sys\ndef stay():\n    while True: pass\nsys.modules['strop_inside.branching'].become_stem = stay")
+    pid = interpreter_of(session).pid
+    with session.fork() as branch:
+        assert branch.run("1").text == "1"
+        assert eventually(lambda: is_lost(session) and is_lost(branch), within_s=10.0)
+        with pytest.raises(SessionLost, match="did not make way"):
+            branch.run("1")
+    assert eventually(lambda: not status_of(pid))
+
+
+# What is left
+
+
+def test_nothing_is_left_of_sessions_and_copies() -> None:
+    async def play() -> None:
+        async with LocalSandbox() as node:
+            warm = await node.open_session(BARE)
+            await node.close_session(await node.fork_session(warm))  # starts the helper
+            await node.close_session(warm)
+            await asyncio.sleep(0.5)
+            before = num_descriptors(), len(below(os.getpid())), mounts_below(os.getpid())
+            for _ in range(3):
+                names = [await node.open_session(BARE)]
+                for _ in range(3):
+                    names.append(await node.fork_session(names[-1]))
+                await asyncio.gather(*(node.run(RunRequest(code="open('file', 'w')", session=name)) for name in names))
+                await node.run(RunRequest(code="import os\nos._exit(1)", session=names[1]))
+                for name in names:
+                    await node.close_session(name)
+            for _ in range(200):
+                after = num_descriptors(), len(below(os.getpid())), mounts_below(os.getpid())
+                if after == before:
+                    return
+                await asyncio.sleep(0.02)
+            assert after == before
+
+    asyncio.run(play())
+
+
+def test_a_fork_that_is_cancelled_leaves_the_session_as_it_was() -> None:
+    async def play() -> None:
+        async with LocalSandbox() as node:
+            session = await node.open_session(BARE)
+            await node.run(RunRequest(code="x = 1", session=session))
+            await node.close_session(await node.fork_session(session))
+            await asyncio.sleep(0.5)
+            before = num_descriptors(), len(below(os.getpid()))
+            for after_ms in (0, 1, 2, 4, 6, 8):
+                fork = asyncio.create_task(node.fork_session(session))
+                await asyncio.sleep(after_ms / 1000)
+                fork.cancel()
+                (branch,) = await asyncio.gather(fork, return_exceptions=True)
+                if isinstance(branch, str):
+                    await node.close_session(branch)
+                assert (await node.run(RunRequest(code="x", session=session))).text == "1"
+            await asyncio.sleep(0.5)
+            assert num_descriptors() <= before[0]
+            assert len(below(os.getpid())) <= before[1] + 6  # a stem for each fork that was too fast
+
+    asyncio.run(play())
+
+
+# As another user
+
+
+AS_ANOTHER_USER = r"""
+import asyncio
+from strop.sandbox import LocalSandbox, RunRequest, SandboxConfig
+from strop.sandbox.protocol import IsolationLevel, SessionLimits
+
+BOMB = "n = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(9)\nexcept OSError: pass\nn"
+
+async def main():
+    async with LocalSandbox(SandboxConfig(min_level=IsolationLevel.NAMESPACES)) as node:
+        async def text(session, code):
+            return (await node.run(RunRequest(code=code, session=session))).text
+        first = await node.open_session(SessionLimits(profile="bare"))
+        await text(first, "import os, time\nx = ['common']\nopen('file', 'w').write('common')")
+        second = await node.fork_session(first)
+        third = await node.fork_session(second)
+        for name, session in (("first", first), ("second", second), ("third", third)):
+            await text(session, f"x.append('{name}')\nopen('file', 'a').write(' {name}')")
+        for session in (first, second, third):
+            print(await text(session, "x, open('file').read(), os.getpid(), os.getuid()"), await text(session, BOMB))
+
+asyncio.run(main())
+"""
+
+
+def test_another_user_than_root_forks_sessions_as_well() -> None:
+    container = str(Path(__file__).with_name("container.py"))
+    done = subprocess.run(
+        [sys.executable, container, "--allow-namespaces", "--unprivileged", sys.executable, "-c", AS_ANOTHER_USER],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout.splitlines() == [
+        f"(['common', '{name}'], 'common {name}', 1, 1000) 31" for name in ("first", "second", "third")
+    ], done.stderr
