@@ -25,7 +25,8 @@ def scripted(name: str = "n", *, slots: int = 8, latency_s: float = 0.0, fault_r
 
 @contextlib.asynccontextmanager
 async def serving(*nodes: CodeNode, dispatch: DispatchConfig | None = None, **settings: Any) -> AsyncIterator[CodeServer]:
-    config = ServeConfig(port=0, num_local_nodes=0, dispatch=dispatch or DispatchConfig(), **({"grace_s": 0.2} | settings))
+    settings = {"port": 0, "grace_s": 0.2} | settings
+    config = ServeConfig(num_local_nodes=0, dispatch=dispatch or DispatchConfig(), **settings)
     async with CodeServer(config) as server:
         for node in nodes:
             server.dispatcher.add_node(node)

@@ -57,7 +57,6 @@ class SandboxClient(CodeService):
         self._patience_s = patience_s
         self._reconnect_s = reconnect_s
         self._connect_s = connect_s
-        self._was_up = False
         self._running: Calls | None = None
 
     async def __aenter__(self) -> Self:
@@ -121,7 +120,6 @@ class SandboxClient(CodeService):
             raise UserError(f"the answers hold a lone surrogate, which has no encoding: {error}.") from error
         splitter = LineSplitter(max_line_bytes=_MAX_LINE_BYTES)
         async with self._http.request("POST", "/v1/verify", body, is_stream=True) as response:
-            self._was_up = True
             while part := await asyncio.wait_for(response.content.readany(), SILENCE_S):
                 for line in splitter.feed(part):
                     if line:
@@ -134,16 +132,13 @@ class SandboxClient(CodeService):
         tries = self._tries()
         while True:
             try:
-                reply = await self._http.ask(method, path, body)
+                return await self._http.ask(method, path, body)
             except (Overloaded, *CONNECTION_ERRORS) as error:
                 await tries.after(error)
-            else:
-                self._was_up = True
-                return reply
 
     def _tries(self) -> Tries:
-        limit_s = self._reconnect_s if self._was_up else self._connect_s
-        return Tries(self._http, patience_s=self._patience_s, limit_s=limit_s, was_up=self._was_up)
+        limit_s = self._reconnect_s if self._http.was_up else self._connect_s
+        return Tries(self._http, patience_s=self._patience_s, limit_s=limit_s)
 
 
 def _verdict(line: bytes | TooLong) -> VerdictLine:

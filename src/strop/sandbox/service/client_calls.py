@@ -80,7 +80,6 @@ class Calls:
         self._to_cancel: list[str] = []
         self._num_failures = 0
         self._down_since = self._loop.time()
-        self._was_up = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_sweeping = False
         self._closed: MachineError | None = None
@@ -234,14 +233,13 @@ class Calls:
 
     async def _pause_after(self, stream: CallStream, *, is_overload: bool, reason: str) -> None:
         now = self._loop.time()
-        self._was_up = self._was_up or stream.is_established
         if stream.is_fruitful:
             self._num_failures = 0
             self._down_since = now
         self._num_failures += 1
-        limit_s = self._patience_s if is_overload else self._reconnect_s if self._was_up else self._connect_s
+        limit_s = self._patience_s if is_overload else self._reconnect_s if self._http.was_up else self._connect_s
         if now - self._down_since > limit_s:
-            self._fail_all(unreachable(self._http, reason, limit_s=limit_s, was_up=self._was_up))
+            self._fail_all(unreachable(self._http, reason, limit_s=limit_s))
         elif self._num_failures > 1:
             await back_off(self._num_failures)
 

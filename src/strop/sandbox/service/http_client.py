@@ -44,6 +44,7 @@ class ServiceHttp:
             raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8300.")
         self._headers = {_CLIENT_HEADER: client} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._session: aiohttp.ClientSession | None = None
+        self.was_up = False  # it has answered a request
 
     @asynccontextmanager
     async def request(self, method: str, path: str, body: Any = None, *, is_stream: bool = False) -> AsyncIterator[Any]:
@@ -63,6 +64,7 @@ class ServiceHttp:
             async with self._session.request(method, self.url + path, data=body, timeout=timeout) as response:
                 if response.status != 200:
                     self._raise_problem(response.status, await response.read())
+                self.was_up = True
                 yield response
         except aiohttp.InvalidURL as error:
             raise UserError(f"{self.url!r} is no address of a code service: {error}.") from error
@@ -84,8 +86,8 @@ class ServiceHttp:
             problem = None
         if status == 401:
             raise UserError(f"the code service at {self.url} refused the token; give the one that it was started with.")
-        if problem is None and status < 500:
-            raise UserError(f"what answers at {self.url} is no code service: it says {status} to us.")
+        if status in (404, 405) or (problem is None and status < 500):
+            raise UserError(f"what answers at {self.url} is no code service of this version: it says {status} to us.")
         if problem is None:  # something between us and the service, which may be restarting
             raise Overloaded(f"what answers at {self.url} says {status}")
         raise exception_of(problem)
@@ -95,9 +97,9 @@ def exception_of(problem: Problem) -> StropError:
     return _KINDS[problem.kind](problem.message)
 
 
-def unreachable(http: ServiceHttp, reason: str, *, limit_s: float, was_up: bool) -> StropError:
+def unreachable(http: ServiceHttp, reason: str, *, limit_s: float) -> StropError:
     """A wrong address is the user's to mend; a service that was there is not."""
-    if was_up:
+    if http.was_up:
         return MachineError(f"the code service at {http.url} has been out of reach for {limit_s:g} s: {reason}")
     return UserError(f"no code service answers at {http.url}: {reason}. Is it running, and is this its address?")
 
@@ -117,14 +119,12 @@ class Tries:
     Args:
         patience_s: how long an overloaded service is asked again.
         limit_s: how long one that does not answer is.
-        was_up: whether it ever did.
     """
 
-    def __init__(self, http: ServiceHttp, *, patience_s: float, limit_s: float, was_up: bool) -> None:
+    def __init__(self, http: ServiceHttp, *, patience_s: float, limit_s: float) -> None:
         self._http = http
         self._patience_s = patience_s
         self._limit_s = limit_s
-        self._was_up = was_up
         self._started_at = asyncio.get_running_loop().time()
         self._num_failures = 0
 
@@ -137,5 +137,5 @@ class Tries:
             if is_overload:
                 raise error
             reason = str(error) or type(error).__name__
-            raise unreachable(self._http, reason, limit_s=self._limit_s, was_up=self._was_up) from error
+            raise unreachable(self._http, reason, limit_s=self._limit_s) from error
         await back_off(self._num_failures)

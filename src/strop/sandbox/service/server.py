@@ -12,17 +12,15 @@ from typing import Any, Self
 
 from aiohttp import web
 
-from strop.errors import LinkBroken, MachineError, UserError
+from strop.errors import LinkBroken, UserError
 from strop.sandbox.service.config import ServeConfig, default_name
 from strop.sandbox.service.dispatcher import Dispatcher
 from strop.sandbox.service.front_end import RemoteNode
 from strop.sandbox.service.http import HttpFront
-from strop.sandbox.service.spawn import spawn_node
+from strop.sandbox.service.local_nodes import LocalNodes
 
 _log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0  # before a node that died is started again
-_PROVEN_S = 60.0  # a node that lived for so long did not die of its start
 _FLUSH_S = 2.0  # for answers on their way, at the very end
 
 
@@ -43,10 +41,10 @@ class CodeServer:
             self.dispatcher = await self._closing.enter_async_context(Dispatcher(self.config.dispatch))
             self._closing.push_async_callback(self._end_tasks)
             self.http = HttpFront(self.dispatcher, self.config)
-            started = [self._tend_local_node(number) for number in range(self.config.num_local_nodes)]
-            for error in await asyncio.gather(*started, return_exceptions=True):
-                if error is not None:
-                    raise error
+            names = [f"{default_name()}-{number}" for number in range(self.config.num_local_nodes)]
+            self._local = LocalNodes(self.dispatcher, self.config.node, names, drain_s=self.config.grace_s)
+            self._closing.push_async_callback(self._local.close)
+            await self._local.start()
             self.nodes_port = await self._open_door()
             self.port = await self._listen()
             self._closing = self._closing.pop_all()
@@ -60,6 +58,7 @@ class CodeServer:
             self.http.stop()
             await self.dispatcher.finish(grace_s=self.config.grace_s)
             await self._end_tasks()
+            await self._local.close()
             await self.dispatcher.close()
 
     @property
@@ -99,38 +98,7 @@ class CodeServer:
             _log.warning("a node could not join from %s: %s", writer.get_extra_info("peername"), error)
             return
         self.dispatcher.add_node(node)
-        self._spawn(self._let_drain(node))
-
-    async def _let_drain(self, node: RemoteNode) -> None:
-        if await node.wait_draining():
-            await self.dispatcher.drain_node(node, grace_s=self.config.grace_s)
-
-    # Nodes of this machine
-
-    async def _tend_local_node(self, number: int) -> None:
-        """Start it, and have it started again whenever it dies. Raises only for the first start."""
-        name = f"{default_name()}-{number}"
-        node = await spawn_node(self.config.node, name=name)
-        self.dispatcher.add_node(node)
-        self._spawn(self._replace_forever(node, name))
-
-    async def _replace_forever(self, node: RemoteNode, name: str) -> None:
-        loop = asyncio.get_running_loop()
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            joined_at = loop.time()
-            self._spawn(self._let_drain(node))
-            await node.wait_lost()
-            pause_s = _FIRST_PAUSE_S if loop.time() - joined_at > _PROVEN_S else pause_s
-            while True:
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-                try:
-                    node = await spawn_node(self.config.node, name=name)
-                    break
-                except (MachineError, UserError, OSError) as error:
-                    _log.error("node %s could not be started again, next try in %.1f s: %s", name, pause_s, error)
-            self.dispatcher.add_node(node)
+        self._spawn(self._local.let_drain(node))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
