@@ -8,17 +8,22 @@ import logging
 import os
 import socket
 import sys
+from collections import deque
+from typing import Self
 
 from strop.errors import LinkBroken, MachineError, UserError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.service.channel import LinkTiming
 from strop.sandbox.service.front_end import RemoteNode
+from strop.sandbox.service.lines import LineSplitter
 
 _log = logging.getLogger(__name__)
 
 _START_S = 120.0  # imports, fork servers and a self-test, on a machine that may be busy
 _END_S = 5.0  # to end its programs; then it is killed
 _EXIT_USER_ERROR = 2
+_MAX_WORDS_BYTES = 65_536  # of a line on its stderr
+_MAX_WORDS = 100  # lines
 # A node needs nothing else of ours, and what it does not have it cannot leak.
 _KEPT_ENVIRONMENT = ("PATH", "PYTHONPATH", "HOME", "TMPDIR", "LANG", "LC_ALL", "STROP_LOG")
 
@@ -31,25 +36,28 @@ async def spawn_node(config: SandboxConfig, *, name: str = "local") -> RemoteNod
         MachineError: it did not start for another reason.
     """
     ours, theirs = socket.socketpair()
+    words, stderr = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "strop.sandbox.node"),
             *("--fd", str(theirs.fileno()), "--name", name, "--config", config.model_dump_json()),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
+            stderr=stderr,
             env={key: os.environ[key] for key in _KEPT_ENVIRONMENT if key in os.environ},
             start_new_session=True,  # Ctrl-C is for this process, which lets its node go in order
         )
     except BaseException:
         ours.close()
+        os.close(words)
         raise
     finally:
         theirs.close()
-    child = _Child(process, name)
+        os.close(stderr)
+    child = await _Child.of(process, words, name)
     try:
         reader, writer = await asyncio.open_connection(sock=ours)
-        return await RemoteNode.accept(reader, writer, timing=LinkTiming(handshake_s=_START_S), also_close=child.end)
+        node = await RemoteNode.accept(reader, writer, timing=LinkTiming(handshake_s=_START_S), also_close=child.end)
     except LinkBroken as error:
         await child.end()
         if process.returncode == _EXIT_USER_ERROR:
@@ -58,16 +66,45 @@ async def spawn_node(config: SandboxConfig, *, name: str = "local") -> RemoteNod
     except BaseException:
         await child.end()
         raise
+    child.take_start()
+    return node
 
 
 class _Child:
-    """The process of a node, and what it says on stderr, which becomes ours."""
+    """The process of a node, and what it says on stderr: until it works that is why it does not, later it is ours to log."""
 
-    def __init__(self, process: asyncio.subprocess.Process, name: str) -> None:
-        self.last_words = ""
+    def __init__(
+        self, process: asyncio.subprocess.Process, stderr: asyncio.StreamReader, pipe: asyncio.ReadTransport, name: str
+    ) -> None:
         self._process = process
+        self._stderr = stderr
+        self._pipe = pipe
         self._name = name
+        self._is_started = False
+        self._words: deque[str] = deque(maxlen=_MAX_WORDS)
         self._relay = asyncio.create_task(self._relay_words(), name=f"stderr of node {name}")
+
+    @classmethod
+    async def of(cls, process: asyncio.subprocess.Process, stderr: int, name: str) -> Self:
+        # A pipe of our own, because `asyncio.subprocess` cannot close one that a grandchild holds open.
+        reader = asyncio.StreamReader()
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(stderr, "rb")
+        )
+        return cls(process, reader, pipe, name)
+
+    @property
+    def last_words(self) -> str:
+        """From its last error to the end, or its last line."""
+        words = list(self._words)
+        errors = [index for index, line in enumerate(words) if line.startswith("error: ")]
+        return "\n".join(words[errors[-1] :] if errors else words[-1:])
+
+    def take_start(self) -> None:
+        self._is_started = True
+        for line in self._words:
+            _log.warning("node %s: %s", self._name, line)
+        self._words.clear()
 
     async def end(self) -> None:
         """Returns when it has ended: by itself, since its link is closed, or killed."""
@@ -80,11 +117,16 @@ class _Child:
                 self._process.kill()
             await self._process.wait()
         # Something that it started may hold its stderr open, so the end of that is not waited for long.
-        await asyncio.wait({self._relay}, timeout=0.5)
+        await asyncio.wait({self._relay}, timeout=0.2)
         self._relay.cancel()
+        self._pipe.close()
 
     async def _relay_words(self) -> None:
-        assert self._process.stderr is not None
-        while line := await self._process.stderr.readline():
-            self.last_words = line.decode("utf-8", "replace").strip() or self.last_words
-            _log.warning("node %s: %s", self._name, self.last_words)
+        lines = LineSplitter(max_line_bytes=_MAX_WORDS_BYTES)
+        while part := await self._stderr.read(_MAX_WORDS_BYTES):
+            for line in lines.feed(part):
+                said = (line if isinstance(line, bytes) else line.head).decode("utf-8", "replace").rstrip()
+                if self._is_started:
+                    _log.warning("node %s: %s", self._name, said)
+                else:
+                    self._words.append(said)
