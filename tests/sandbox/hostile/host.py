@@ -45,7 +45,7 @@ class Snapshot:
     """What a call could leave behind, at a moment of rest."""
 
     processes: dict[tuple[int, str], Usage]  # this one and all below it
-    servants: frozenset[tuple[int, str]]  # those that this one started: the parts of the service
+    servants: frozenset[tuple[int, str]]  # those that have started others: the parts of the service
     marked_processes: frozenset[int]
     num_directories: int  # those that the sandbox has made for calls, of which some wait for their call
     files: frozenset[str]
@@ -197,9 +197,10 @@ class Host:
     def _snapshot(self) -> Snapshot:
         everyone = processes()
         family = _family(everyone)
+        parents = {process.parent for process in family}
         return Snapshot(
             processes={process.identity: _usage(process.pid) for process in family},
-            servants=frozenset(process.identity for process in family if process.parent == os.getpid()),
+            servants=frozenset(process.identity for process in family if process.pid in parents),
             marked_processes=frozenset(
                 process.pid for process in everyone if process.name == self.mark and not process.is_zombie
             ),

@@ -108,10 +108,20 @@ def test_what_is_left_behind_is_found(host: Host, leave: Callable[[Host], Callab
 
 
 def test_a_part_of_the_service_that_died_is_missed(host: Host) -> None:
-    undo = leave_process(host)
+    def start() -> Callable[[], None]:
+        """A process that has started another."""
+        process = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], process_group=0)
+
+        def end() -> None:
+            os.killpg(process.pid, 9)
+            process.wait()
+
+        return end
+
+    undo = start()
     before = host.at_rest()
     undo()
-    undo_other = leave_process(host)  # as many processes as before
+    undo_other = start()  # as many processes as before
     try:
         assert any("the service lost its process" in found for found in host.after(before).leftovers_since(before))
     finally:

@@ -28,6 +28,7 @@ CASES = [
                     with open(str(n), 'wb') as f: f.write(bytes(8 << 20))
             except OSError as e: print(errno.errorcode[e.errno], n < 20)
         """),
+        wall_s=3.0,
         expect=stdout("ENOSPC True\n"),
         at=_NO_QUOTA,
         is_short=True,
@@ -41,7 +42,7 @@ CASES = [
                 for n in range(1_000_000): open(str(n), 'w').close()
             except OSError as e: print(errno.errorcode[e.errno], n < 5000)
         """),
-        wall_s=20.0,
+        wall_s=5.0,
         expect=stdout("ENOSPC True\n"),
         at=_NO_QUOTA,
         is_core=True,
@@ -56,7 +57,7 @@ CASES = [
                 for n in range(1_000_000): os.link('f', f'hard{n}')
             except OSError: print('refused')
         """),
-        wall_s=20.0,
+        wall_s=5.0,
         expect=stdout("refused\n"),
         at=_NO_QUOTA,
     ),
@@ -69,7 +70,7 @@ CASES = [
                 for n in range(1_000_000): os.symlink('x' * 4000, str(n).rjust(255, 'n'))
             except OSError: print('refused')
         """),
-        wall_s=20.0,
+        wall_s=5.0,
         expect=stdout("refused\n"),
         at=_NO_QUOTA,
     ),

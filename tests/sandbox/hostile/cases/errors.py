@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..case import Case, echo, either, empty, error, exited, killed, program, rejected, stdout, timeout
+from ..case import NO_SEMAPHORES, Case, echo, either, empty, error, exited, killed, program, rejected, stdout, timeout
 
 CASES = [
     Case(
@@ -288,6 +288,7 @@ CASES = [
             with ProcessPoolExecutor(1) as pool: list(pool.map(f, [0]))
         """),
         expect=error("ZeroDivisionError: division by zero"),
+        at=NO_SEMAPHORES,
         needs="neutral paths in what libraries print",
     ),
     Case(

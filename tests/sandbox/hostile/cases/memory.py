@@ -9,16 +9,19 @@ from .preludes import LIBC, SYSCALLS
 
 MEMORY_MIB = 128
 
-_FORKS = """
-import mmap, os, time
-for _ in range(16):
-    if os.fork() == 0:
+# Eight processes, each within the limit of one; together three times what a call may hold.
+_HOG = program("""
+    import mmap, os, time
+    def hog(flags):
         try:
-            held = mmap.mmap(-1, 256 << 20)
+            held = mmap.mmap(-1, 100 << 20, flags)
             for at in range(0, len(held), 4096): held[at] = 1
         except (OSError, MemoryError): pass
         time.sleep(60)
-"""
+    def hogs(flags, count=8):
+        for _ in range(count):
+            if os.fork() == 0: hog(flags)
+""")
 
 CASES = [
     Case(
@@ -177,6 +180,31 @@ CASES = [
         expect=stdout("True\n"),
     ),
     Case(
+        name="mem-pipes-of-others",
+        attacks="what all calls of one user share: the pages that its pipes may hold",
+        code=program("""
+            import fcntl, os, time
+            held, _ = [], os.fork()
+            try:
+                while True:
+                    held.append(os.pipe2(os.O_NONBLOCK))
+                    fcntl.fcntl(held[-1][1], 1031, 1 << 20)  # F_SETPIPE_SZ
+            except OSError: pass
+            time.sleep(0.4)
+            os.write(1, b'held')
+            time.sleep(0.2)
+        """),
+        beside=program("""
+            import os, time
+            time.sleep(0.2)
+            read, write = os.pipe2(os.O_NONBLOCK)
+            print(os.write(write, bytes(60_000)))
+        """),
+        beside_text="60000\n",
+        expect=stdout("heldheld"),
+        needs="a user of each call's own",
+    ),
+    Case(
         name="mem-sockets",
         attacks="kernel memory by pairs of sockets that are filled and never read",
         code=program("""
@@ -186,7 +214,8 @@ CASES = [
                 while True:
                     held.append(socket.socketpair())
                     a = held[-1][0]
-                    a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+                    try: a.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+                    except OSError: pass
                     a.setblocking(False)
                     try:
                         while True: total += a.send(bytes(1 << 14))
@@ -228,8 +257,38 @@ CASES = [
     Case(
         name="mem-forks",
         attacks="memory by many processes, each within its own limit",
-        code=_FORKS + "time.sleep(60)",
-        memory_mib=300,
+        code=_HOG + "hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
+        memory_mib=MEMORY_MIB,
+        wall_s=8.0,
+        expect=killed("memory"),
+        needs="the memory watchdog",
+        is_core=True,
+    ),
+    Case(
+        name="mem-forks-shared",
+        attacks="the same by memory that counts as shared, though nobody else has it",
+        code=_HOG + "hogs(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
+        memory_mib=MEMORY_MIB,
+        wall_s=8.0,
+        expect=killed("memory"),
+        needs="the memory watchdog",
+        is_core=True,
+    ),
+    Case(
+        name="mem-forks-orphaned",
+        attacks="the same by processes whose parent has ended, so that they are below somebody else",
+        code=_HOG + "if os.fork() == 0:\n    hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n    os._exit(0)\ntime.sleep(60)",
+        memory_mib=MEMORY_MIB,
+        wall_s=8.0,
+        expect=killed("memory"),
+        needs="the memory watchdog",
+        is_core=True,
+    ),
+    Case(
+        name="mem-forks-undumpable",
+        attacks="the same by processes whose maps only root may read",
+        code=_HOG + LIBC + "libc.prctl(4, 0, 0, 0, 0)\nhogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
+        memory_mib=MEMORY_MIB,
         wall_s=8.0,
         expect=killed("memory"),
         needs="the memory watchdog",
@@ -238,8 +297,8 @@ CASES = [
     Case(
         name="mem-forks-then-exit",
         attacks="the same, and the program itself has ended long before",
-        code=_FORKS.replace("16", "4") + "time.sleep(0.05)\nprint('left them')",
-        memory_mib=300,
+        code=_HOG + "hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2)\ntime.sleep(0.05)\nprint('left them')",
+        memory_mib=MEMORY_MIB,
         expect=stdout("left them\n"),
     ),
     Case(
@@ -247,17 +306,31 @@ CASES = [
         attacks="the same by writing to pages that forks share",
         code=program("""
             import os, time
-            held = bytearray(200 << 20)
-            for _ in range(16):
+            held = bytearray(100 << 20)
+            for _ in range(8):
                 if os.fork() == 0:
                     for at in range(0, len(held), 4096): held[at] = 1
                     time.sleep(60)
             time.sleep(60)
         """),
-        memory_mib=256,
-        wall_s=10.0,
+        memory_mib=MEMORY_MIB,
+        wall_s=8.0,
         expect=killed("memory"),
         needs="the memory watchdog",
+    ),
+    Case(
+        name="mem-huge-teardown",
+        attacks="whoever waits for the end of a program: a gigabyte takes long to give back",
+        code=program("""
+            held = bytearray(1 << 30)
+            for at in range(0, len(held), 4096): held[at] = 1
+            print('full', flush=True)
+            while True: pass
+        """),
+        memory_mib=1200,
+        wall_s=4.0,
+        expect=timeout("full\n"),
+        is_core=True,
     ),
     Case(
         name="mem-oom-score",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ..case import Case, echo, empty, error, exited, program, rejected, stdout
+from ..case import NO_SEMAPHORES, Case, echo, empty, error, exited, program, rejected, stdout
 
 CASES = [
     Case(
@@ -149,6 +149,7 @@ CASES = [
             with ProcessPoolExecutor(2) as pool: print(list(pool.map(abs, [-1, 2])))
         """),
         expect=stdout("[1, 2]\n"),
+        at=NO_SEMAPHORES,
         is_core=True,
     ),
     Case(
@@ -163,6 +164,7 @@ CASES = [
             print(queue.get(), child.join(), child.exitcode)
         """),
         expect=stdout("45 None 0\n"),
+        at=NO_SEMAPHORES,
     ),
     Case(
         name="stderr-only",
