@@ -80,13 +80,14 @@ def test_a_lost_connection_costs_no_call_and_runs_none_twice() -> None:
     async def play() -> None:
         node = scripted(slots=32, latency_s=0.1)
         async with serving(node) as server, relayed("127.0.0.1", server.port) as relay, through(relay) as client:
-            calls = [asyncio.create_task(client.run(RunRequest(code=str(n), seed=n))) for n in range(1000)]
-            for _ in range(5):
-                await asyncio.sleep(0.15)
+            calls = [asyncio.create_task(client.run(RunRequest(code=str(n), seed=n))) for n in range(3000)]
+            for number in range(1, 6):
+                await until(lambda: relay.num_connections == number, limit_s=10)  # noqa: B023
+                await asyncio.sleep(0.1)
                 relay.cut()
             results = await asyncio.gather(*calls)
-        assert [result.text for result in results] == [f"ran {n}" for n in range(1000)]
-        assert Counter(request.code for request in node.requests) == {str(n): 1 for n in range(1000)}
+        assert [result.text for result in results] == [f"ran {n}" for n in range(3000)]
+        assert Counter(request.code for request in node.requests) == {str(n): 1 for n in range(3000)}
         assert relay.num_connections >= 6
 
     asyncio.run(play())
