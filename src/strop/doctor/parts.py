@@ -27,7 +27,7 @@ from strop.rollout.chat import ChatFormat
 from strop.rollout.play import Judge
 from strop.rollout.prompt import load_prompt
 from strop.runs import LineWriter, RunDirectory
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.opening import open_service
 from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, VerifyRequest
 from strop.sandbox.scripted import ScriptedSandbox
 from strop.sandbox.verify_process import ProcessVerifier
@@ -183,7 +183,7 @@ class BrokenSandbox(RunService):
 
 async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> RunService:
     try:
-        return await opened.enter_async_context(LocalSandbox(recipe.sandbox))
+        return await opened.enter_async_context(open_service(recipe.sandbox))
     except (UserError, MachineError) as error:
         broken = BrokenSandbox(str(error))
         opened.push_async_callback(broken.close)

@@ -29,10 +29,10 @@ from strop.reports.progress import Progress
 from strop.reports.trackers import make_trackers
 from strop.rewards.service import RunService
 from strop.runs import FORMAT_VERSION, LineWriter, RunDirectory, read_json, write_json, writing_to
-from strop.sandbox.local import LocalSandbox
+from strop.sandbox.opening import open_service
 
 _FREE_KEYS = re.compile(
-    r"description|trackers|sandbox\.max_running|stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints)"
+    r"description|trackers|sandbox\.(max_running|max_alive|zygotes|warm|recycle_after|url|token_env)|stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints)"
 )
 
 
@@ -72,7 +72,7 @@ async def train(
         opened.enter_context(_alone_in(run))
         _claim(run, recipe, command)
         if runner is None:
-            runner = await opened.enter_async_context(LocalSandbox(recipe.sandbox))  # before torch has threads (law 7)
+            runner = await opened.enter_async_context(open_service(recipe.sandbox))  # before torch has threads (law 7)
         events = opened.enter_context(closing(LineWriter(run.events)))
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
         for tracker in trackers:

@@ -12,7 +12,7 @@ from strop.sandbox.protocol import IsolationLevel
 
 
 class SandboxConfig(Config):
-    """Of one machine. The limits are defaults; a `RunRequest` may ask for others."""
+    """Of a sandbox on this machine, unless `url` names a service. Limits are defaults: a `RunRequest` may ask for others."""
 
     wall_s: float = Field(default=4.0, gt=0)  # from the start of the program; time in the queue is not counted
     memory_mib: int = Field(default=512, ge=32)  # address space beyond the interpreter's own, for each process
@@ -20,6 +20,8 @@ class SandboxConfig(Config):
     max_running: int = Field(default_factory=lambda: 2 * (os.cpu_count() or 1), ge=1, le=1024)  # that compute
     max_alive: int = Field(default=256, ge=1, le=4096)  # with those that sleep, which lend their slots
     max_sessions: int = Field(default=64, ge=0, le=4096)  # that live at once; they hold no slot between their cells
+    url: str = ""  # of a running service, which is used instead of this machine
+    token_env: str = "STROP_SANDBOX_TOKEN"  # the environment variable that holds what it asks for
     min_level: IsolationLevel = IsolationLevel.CONFINED
     level: IsolationLevel | None = None  # the best that this machine gives, up to `namespaces`, when left out
     zygotes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=64)  # fork servers for each profile

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Coroutine, Iterable
+from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
+from strop.sandbox.opening import open_service
 from strop.sandbox.protocol import (
     AnswerPair,
     CodeService,
@@ -34,7 +36,7 @@ class Sandbox:
         with Sandbox(url="http://sandbox.example:8300", token=token) as box: ...
 
     Args:
-        min_level: how little isolation is still accepted, as in "namespaces" or "L2"; of a sandbox on this machine.
+        min_level: how little isolation is still accepted, as in "namespaces" or "L2".
         config: everything else of it; its own `min_level` is used when the first argument is left out.
         url: of a running service (`strop sandbox serve`), which is used instead of this machine.
         token: what that service asks for.
@@ -51,13 +53,16 @@ class Sandbox:
         config = config or SandboxConfig()
         if min_level is not None:
             config = config.model_copy(update={"min_level": IsolationLevel(min_level)})
+        if url is not None:
+            config = config.model_copy(update={"url": url})
         self._config = config
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="strop-sandbox", daemon=True)
         self._thread.start()
+        self._opened = AsyncExitStack()
         self._box: CodeService | None = None
         try:
-            self._box = self._wait(self._open(url, token))
+            self._box = self._wait(self._opened.enter_async_context(open_service(config, token=token)))
         except BaseException:
             self.close()
             raise
@@ -106,22 +111,12 @@ class Sandbox:
             seed=seed,
         )
 
-    async def _open(self, url: str | None, token: str | None) -> CodeService:
-        if url is not None:
-            from strop.sandbox.service.client import SandboxClient  # needs httpx, which a sandbox on this machine does not
-
-            return SandboxClient(url, token=token)
-        box = LocalSandbox(self._config)
-        await box.start()
-        return box
-
     def _wait(self, work: Coroutine[Any, Any, _ResultT]) -> _ResultT:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _end_calls(self) -> None:
         """Close, and let every call that was waiting tell its thread so."""
-        if self._box is not None:
-            await self._box.close()
+        await self._opened.aclose()
         await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
     def __enter__(self) -> Self:

@@ -28,7 +28,7 @@ from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunRe
 
 _MEMORY_MIB, _FILE_MIB = 64, 1  # limits of the attacks
 _MOST_DISK_BYTES = 256 << 20  # that a private /tmp may hold; an attack that reserves so much got through
-_TOGETHER_S = 0.1  # how long two programs look for each other
+_TOGETHER_S = (0.1, 0.5, 2.5)  # how long two programs look for each other, until we have seen both: a machine may be busy
 _GONE_WITHIN_S = 0.25  # of the reply: what a call started
 _WALL_S = 10.0  # a busy machine is not a weak one; 0.2 s when it is idle
 
@@ -130,11 +130,8 @@ async def _attack(run: Callable[[RunRequest], Awaitable[RunResult]], claimed: Is
         "reach": (attacks.REACH, reach),
         "bounds": (attacks.BOUNDS, bounds),
         "daemon": (attacks.DAEMON, {"name": daemon}),
-        "left": (attacks.NEIGHBOUR, {"mine": left, "other": right, "seconds": _TOGETHER_S}),
-        "right": (attacks.NEIGHBOUR, {"mine": right, "other": left, "seconds": _TOGETHER_S}),
     }
     seen: dict[str, Sight] = {}
-    watch = asyncio.create_task(_watch((left, right), seen))
     facts: dict[str, Facts] = {}
     failures: dict[str, str] = {}
     num_daemons = 0
@@ -158,13 +155,25 @@ async def _attack(run: Callable[[RunRequest], Awaitable[RunResult]], claimed: Is
             facts[name] = json.loads(result.text) if result.outcome is RunOutcome.STDOUT else {}
         except ValueError:
             facts[name] = {}
-        if not facts[name]:
+        if facts[name]:
+            failures.pop(name, None)
+        else:
             failures[name] = f"its program ended with {result.outcome} {result.reason}: {result.text[-200:].strip()}"
 
-    try:
-        await asyncio.gather(*(attack(name, *program) for name, program in programs.items()))
-    finally:
-        watch.cancel()
+    async def meet() -> None:
+        for seconds in _TOGETHER_S:
+            watch = asyncio.create_task(_watch((left, right), seen))
+            try:
+                await asyncio.gather(
+                    attack("left", attacks.NEIGHBOUR, {"mine": left, "other": right, "seconds": seconds}),
+                    attack("right", attacks.NEIGHBOUR, {"mine": right, "other": left, "seconds": seconds}),
+                )
+            finally:
+                watch.cancel()
+            if len(seen) == len((left, right)):
+                return
+
+    await asyncio.gather(meet(), *(attack(name, *program) for name, program in programs.items()))
     return Evidence(
         facts=facts, failures=failures, called=canaries.called(), num_daemons=num_daemons, sights=tuple(seen.values())
     )
