@@ -15,7 +15,7 @@ from pathlib import Path
 SETTLE_S = 3.0  # namespaces and their memory are freed asynchronously: 1-2 s on an idle machine
 _SAMPLES_S = 0.02
 _SHARED_MEMORY_SLACK_MIB = 24  # less than half of what one call may fill; other programs of the machine use some too
-_RESIDENT_SLACK_MIB = 16
+_RESIDENT_SLACK_MIB = 32  # an input of 8 MB passes through several hands
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
