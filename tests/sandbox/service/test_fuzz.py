@@ -25,7 +25,7 @@ from strop.sandbox.service.lines import LineSplitter, RunLine, TooLong, Unreadab
 from strop.sandbox.service.link import RemoteNode, serve_node
 from strop.sandbox.service.messages import Failed, Failure, FrameDecoder, Hello, Message, Ran, Run, Welcome, decode, encode
 
-slow_ok = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+slow_ok = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 json_values: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -355,7 +355,7 @@ def test_nothing_is_held_after_all_of_it(live: Live) -> None:
 # What a service, or something that is none, may say to the client
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     st.lists(
         st.binary(max_size=40)

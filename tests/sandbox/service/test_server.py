@@ -51,6 +51,13 @@ def joining(
         yield running
 
 
+async def running(client: SandboxClient, num: int) -> None:
+    """Returns once so many calls run."""
+    async with asyncio.timeout(20):
+        while sum(node.num_running for node in (await client.health()).nodes) < num:  # noqa: ASYNC110 - seen over HTTP
+            await asyncio.sleep(0.01)
+
+
 def test_calls_survive_nodes_that_are_killed_and_stopped_and_a_stopped_one_is_noticed_within_two_seconds() -> None:
     async def play() -> None:
         async with serving(nodes_port=0, nodes_token=TOKEN) as server, SandboxClient(server.url) as client:
@@ -110,12 +117,12 @@ def test_sigterm_finishes_what_runs_and_takes_nothing_new() -> None:
             async with SandboxClient(f"http://127.0.0.1:{port}", connect_s=10, reconnect_s=0.5) as client:
                 await client.run(RunRequest(code="first"))
                 calls = [asyncio.create_task(client.run(RunRequest(code=str(n), seed=n))) for n in range(40)]
-                await asyncio.sleep(0.3)
+                await running(client, 4)
                 service.terminate()
                 await asyncio.sleep(0.1)
                 late = asyncio.create_task(client.run(RunRequest(code="late")))
                 assert [result.text for result in await asyncio.gather(*calls)] == [f"ran {n}" for n in range(40)]
-                assert await asyncio.to_thread(service.wait, 5) == 0
+                assert await asyncio.to_thread(service.wait, 20) == 0
                 with pytest.raises(MachineError, match="out of reach"):
                     await asyncio.wait_for(late, 10)
 
@@ -128,12 +135,12 @@ def test_what_runs_beyond_the_grace_is_answered_too() -> None:
         with process("service", port, nodes_port, 0.5, 60) as service:
             async with SandboxClient(f"http://127.0.0.1:{port}", connect_s=10) as client:
                 calls = [asyncio.create_task(client.run(RunRequest(code=str(n), seed=n))) for n in range(20)]
-                await asyncio.sleep(1.5)
+                await running(client, 4)
                 service.terminate()
-                results = await asyncio.wait_for(asyncio.gather(*calls), 5)
+                results = await asyncio.wait_for(asyncio.gather(*calls), 20)
                 assert {result.outcome for result in results} == {RunOutcome.INTERNAL}
                 assert "closed" in results[0].reason
-                assert await asyncio.to_thread(service.wait, 5) == 0
+                assert await asyncio.to_thread(service.wait, 20) == 0
 
     asyncio.run(play())
 

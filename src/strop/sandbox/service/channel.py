@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NoReturn
@@ -11,6 +12,7 @@ from strop.errors import LinkBroken
 from strop.sandbox.service.messages import MAX_FRAME_BYTES, MAX_HELLO_BYTES, FrameDecoder, Message, Ping, decode, encode
 
 _READ_BYTES = 262_144
+_LINGER_S = 1.0  # for what is still to be sent as a link is closed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +26,8 @@ class LinkTiming:
 
 # A front that is silent may come back, and nothing it has given away depends on being fast: a node waits longer.
 NODE_TIMING = LinkTiming(silence_s=10.0)
+# On one machine the kernel hangs up for a front that died, so one that is silent is only busy, perhaps with a checkpoint.
+LOCAL_NODE_TIMING = LinkTiming(silence_s=math.inf)
 
 
 class Channel:
@@ -104,7 +108,7 @@ class Channel:
         if not self._writer.is_closing():
             self._writer.close()
             # A peer that has stopped reading would keep the connection open for good.
-            self._loop.call_later(self.timing.silence_s, self._writer.transport.abort)
+            self._loop.call_later(_LINGER_S, self._writer.transport.abort)
 
     async def _read(self) -> None:
         try:

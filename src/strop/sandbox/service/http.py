@@ -53,7 +53,6 @@ _STATUS = {
     ProblemKind.INTERNAL: 500,
     ProblemKind.OVERLOADED: 503,
 }
-_CLIENT: web.RequestKey[str] = web.RequestKey("client", str)
 _BodyT = TypeVar("_BodyT")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -103,7 +102,7 @@ class HttpFront:
             if not answered.done():
                 answered.set_result(answer)
 
-        leave = self._dispatcher.submit(call, listen, client=request[_CLIENT])
+        leave = self._dispatcher.submit(call, listen, client=self._client_name(request))
         try:
             answer = await answered
         finally:
@@ -116,7 +115,7 @@ class HttpFront:
     async def _runs(self, request: web.Request) -> web.StreamResponse:
         stream = RunStream(
             self._dispatcher,
-            request[_CLIENT],
+            self._client_name(request),
             max_lines=self._config.max_lines,
             max_line_bytes=self._max_line_bytes,
             max_unread_bytes=self._config.max_unread_bytes,
@@ -136,12 +135,12 @@ class HttpFront:
 
     async def _cancel(self, request: web.Request) -> web.StreamResponse:
         cancel = await self._body(request, CancelRequest)
-        num = sum(self._dispatcher.cancel(call_id, client=request[_CLIENT]) for call_id in cancel.ids)
+        num = sum(self._dispatcher.cancel(call_id, client=self._client_name(request)) for call_id in cancel.ids)
         return _json(CancelReply, CancelReply(num_cancelled=num))
 
     async def _verify(self, request: web.Request) -> web.StreamResponse:
         asked = await self._body(request, VerifyRequest)
-        async with aclosing(self._dispatcher.verify(asked, client=request[_CLIENT])) as verdicts:
+        async with aclosing(self._dispatcher.verify(asked, client=self._client_name(request))) as verdicts:
             lines = VerdictLines(verdicts)
             try:
                 await lines.wait()
@@ -162,7 +161,7 @@ class HttpFront:
         if len(asked.tests) > (most := self._dispatcher.config.limits.max_cases):
             raise UserError(f"the request has {len(asked.tests)} tests, the limit is {most}.")
         report = await run_tests(
-            self._dispatcher.of_client(request[_CLIENT]),
+            self._dispatcher.of_client(self._client_name(request)),
             asked.code,
             asked.tests,
             wall_s=asked.wall_s,
@@ -230,7 +229,6 @@ class HttpFront:
             return _problem(ProblemKind.UNAUTHORIZED, "this service asks for a token: send 'Authorization: Bearer <token>'")
         if self._num_requests > self._config.max_connections:
             return _problem(ProblemKind.OVERLOADED, f"the service has {self._config.max_connections} requests open")
-        request[_CLIENT] = client or ""
         _notice_silence(request.transport)
         try:
             return await handler(request)
@@ -257,6 +255,10 @@ class HttpFront:
             if hmac.compare_digest(sent, token.encode()):
                 name = token_name
         return None if name is None else f"{name}/{request.headers.get(CLIENT_HEADER, '')[:128]}"
+
+    def _client_name(self, request: web.Request) -> str:
+        """Of a request that has passed the guard."""
+        return self._client_of(request) or ""
 
     async def _body(self, request: web.Request, shape: type[_BodyT]) -> _BodyT:
         try:

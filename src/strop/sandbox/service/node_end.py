@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 
 from strop.errors import LinkBroken, MachineError, NodeLost, SessionLost, UserError
 from strop.sandbox.protocol import CodeNode
-from strop.sandbox.service.channel import NODE_TIMING, Channel, LinkTiming
+from strop.sandbox.service.channel import LOCAL_NODE_TIMING, NODE_TIMING, Channel, LinkTiming
 from strop.sandbox.service.messages import (
     PROTOCOL_VERSION,
     Answer,
@@ -64,7 +65,8 @@ async def serve_node(
         LinkBroken: the front is gone or talks nonsense.
         NodeLost: the node itself is gone; the front has been told.
     """
-    channel = Channel(reader, writer, timing or NODE_TIMING)
+    is_local = writer.get_extra_info("socket").family == socket.AF_UNIX
+    channel = Channel(reader, writer, timing or (LOCAL_NODE_TIMING if is_local else NODE_TIMING))
     try:
         channel.send(Hello(protocol=PROTOCOL_VERSION, token=token, name=node.name, level=node.level, num_slots=node.num_slots))
         welcome = await channel.first()
