@@ -187,7 +187,9 @@ async def _watch(names: Sequence[str], seen: dict[str, Sight]) -> None:
     while len(seen) < len(names):
         for name, pids in (await asyncio.to_thread(_named, *names)).items():
             if pids and name not in seen:
-                seen[name] = Sight(own=namespaces_of(pids[0]), parent=namespaces_of(_parent(pids[0])))
+                sight = Sight(own=namespaces_of(pids[0]), parent=namespaces_of(_parent(pids[0])))
+                if sight.own.keys() >= sight.parent.keys():  # else it died under our eyes, and this is not the whole of it
+                    seen[name] = sight
         await asyncio.sleep(0.01)
 
 
