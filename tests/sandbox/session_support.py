@@ -1,36 +1,87 @@
-"""What tests of sessions look at from outside: processes, capabilities, mounts."""
+"""Sessions for tests, and what is seen of them from outside: processes, capabilities, mounts."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, Self, TypeVar
 
-from strop.sandbox import LocalSandbox, RunOutcome, RunResult
+from strop.sandbox.config import SandboxConfig
 from strop.sandbox.node.interpreters import Interpreter
-from strop.sandbox.protocol import SessionLimits
-from strop.sandbox.sync import SandboxSession
+from strop.sandbox.node.node import Node
+from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, SessionLimits
+
+_ResultT = TypeVar("_ResultT")
 
 BARE = SessionLimits(profile="bare")
 
 
+class Notebooks:
+    """A node in a thread of its own, for tests that are not asynchronous."""
+
+    def __init__(self, config: SandboxConfig | None = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self.node = self.wait(self._start(config))
+
+    def open(self, limits: SessionLimits = BARE) -> Notebook:
+        return Notebook(self, self.wait(self.node.open_session(limits)))
+
+    def wait(self, work: Coroutine[Any, Any, _ResultT]) -> _ResultT:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        self.wait(self.node.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    @staticmethod
+    async def _start(config: SandboxConfig | None) -> Node:
+        node = Node(config or SandboxConfig(min_level=IsolationLevel.NAMESPACES))
+        await node.start()
+        return node
+
+
+class Notebook:
+    """One session."""
+
+    def __init__(self, notebooks: Notebooks, name: str) -> None:
+        self._notebooks = notebooks
+        self.name = name
+
+    def run(self, code: str, *, stdin: str = "", wall_s: float = 4.0) -> RunResult:
+        request = RunRequest(code=code, stdin=stdin, wall_s=wall_s, session=self.name)
+        return self._notebooks.wait(self._notebooks.node.run(request))
+
+    def fork(self) -> Notebook:
+        return Notebook(self._notebooks, self._notebooks.wait(self._notebooks.node.fork_session(self.name)))
+
+    def close(self) -> None:
+        self._notebooks.wait(self._notebooks.node.close_session(self.name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @property
+    def interpreter(self) -> Interpreter:
+        return self._notebooks.node._sessions._sessions[self.name].interpreter
+
+    @property
+    def is_lost(self) -> bool:
+        return self.name not in self._notebooks.node._sessions._sessions
+
+
 def outcome_of(result: RunResult) -> tuple[RunOutcome, str]:
     return result.outcome, result.text
-
-
-def interpreter_of(session: SandboxSession) -> Interpreter:
-    node = session._box._box
-    assert isinstance(node, LocalSandbox)
-    return node._sessions._sessions[session._session.name].interpreter
-
-
-def is_lost(session: SandboxSession) -> bool:
-    try:
-        interpreter_of(session)
-    except KeyError:
-        return True
-    return False
 
 
 def status_of(pid: int) -> dict[str, str]:

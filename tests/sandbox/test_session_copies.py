@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from session_support import (
     BARE,
+    Notebook,
+    Notebooks,
     below,
     eventually,
-    interpreter_of,
-    is_lost,
     mounts_below,
     num_descriptors,
     num_mounts_of,
@@ -27,9 +27,9 @@ from session_support import (
 )
 
 from strop.errors import MachineError, SessionLost, UserError
-from strop.sandbox import IsolationLevel, LocalSandbox, RunOutcome, RunRequest, Sandbox, SandboxConfig
+from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
+from strop.sandbox.node.node import Node
 from strop.sandbox.protocol import SessionLimits
-from strop.sandbox.sync import SandboxSession
 
 FORK_FLAGS = 0x10000000 | 0x20000000 | 0x00020000 | 0x08000000 | signal.SIGCHLD  # user, pid, mount, ipc
 ASK_FOR_NAMESPACES = f"""
@@ -42,13 +42,20 @@ CLONE, UNSHARE, MOUNT, FLAGS = {"56, 272, 165" if os.uname().machine == "x86_64"
 """
 
 
+@pytest.fixture(scope="module")
+def notebooks() -> Iterator[Notebooks]:
+    notebooks = Notebooks()
+    yield notebooks
+    notebooks.close()
+
+
 @pytest.fixture
-def session(box: Sandbox) -> Iterator[SandboxSession]:
-    with box.session(BARE) as session:
+def session(notebooks: Notebooks) -> Iterator[Notebook]:
+    with notebooks.open() as session:
         yield session
 
 
-def test_copies_have_the_state_of_their_origin_and_share_nothing_after(session: SandboxSession) -> None:
+def test_copies_have_the_state_of_their_origin_and_share_nothing_after(session: Notebook) -> None:
     session.run("x = ['common']\nopen('common', 'w').write('common')\nkept = open('kept', 'w+')\nkept.write('unflushed')")
     with session.fork() as branch:
         for one, name in ((session, "origin"), (branch, "branch")):
@@ -61,7 +68,7 @@ def test_copies_have_the_state_of_their_origin_and_share_nothing_after(session: 
             assert one.run("kept.seek(0)\nkept.read()").text == f"'unflushed {name}'"
 
 
-def test_random_numbers_go_on_from_the_same_state_in_both(session: SandboxSession) -> None:
+def test_random_numbers_go_on_from_the_same_state_in_both(session: Notebook) -> None:
     session.run("import random\nrandom.random()")
     with session.fork() as branch:
         code = "random.random(), os.urandom(4)"
@@ -70,12 +77,12 @@ def test_random_numbers_go_on_from_the_same_state_in_both(session: SandboxSessio
 
 
 @pytest.mark.parametrize("is_origin_killed", [True, False])
-def test_the_end_of_one_copy_leaves_the_other_alone(session: SandboxSession, is_origin_killed: bool) -> None:
+def test_the_end_of_one_copy_leaves_the_other_alone(session: Notebook, is_origin_killed: bool) -> None:
     session.run("x = 5")
     with session.fork() as branch:
         killed, other = (session, branch) if is_origin_killed else (branch, session)
-        os.kill(interpreter_of(killed).pid, signal.SIGKILL)
-        assert eventually(lambda: is_lost(killed))
+        os.kill(killed.interpreter.pid, signal.SIGKILL)
+        assert eventually(lambda: killed.is_lost)
         with pytest.raises(SessionLost, match=r"ended between two cells \(signal 9\)"):
             killed.run("x")
         assert other.run("x").text == "5"
@@ -84,18 +91,18 @@ def test_the_end_of_one_copy_leaves_the_other_alone(session: SandboxSession, is_
             assert other.run("x").text == "5"
 
 
-def test_a_fork_bomb_in_one_copy_does_not_starve_the_other(session: SandboxSession) -> None:
+def test_a_fork_bomb_in_one_copy_does_not_starve_the_other(session: Notebook) -> None:
     session.run("import os, time")
     with session.fork() as branch, ThreadPoolExecutor(1) as threads:
         bomb = threads.submit(branch.run, "while True:\n    try: os.fork()\n    except OSError: pass", wall_s=2.0)
         time.sleep(0.5)
-        assert len(below(interpreter_of(branch).pid)) < 32
+        assert len(below(branch.interpreter.pid)) < 32
         count = "n = 0\nwhile n < 20:\n    if os.fork() == 0:\n        time.sleep(1)\n        os._exit(0)\n    n += 1\nn"
         assert session.run(count, wall_s=10.0).text == "20"
         bomb.result()
 
 
-def test_copies_of_copies_of_copies(session: SandboxSession) -> None:
+def test_copies_of_copies_of_copies(session: Notebook) -> None:
     session.run("path = 'a'")
     branches = [session]
     try:
@@ -114,7 +121,7 @@ def test_copies_of_copies_of_copies(session: SandboxSession) -> None:
             branch.close()
 
 
-def test_a_line_of_copies_has_an_end_that_is_said(session: SandboxSession) -> None:
+def test_a_line_of_copies_has_an_end_that_is_said(session: Notebook) -> None:
     session.run("n = 0")
     for _ in range(24):
         session.fork().close()
@@ -125,7 +132,7 @@ def test_a_line_of_copies_has_an_end_that_is_said(session: SandboxSession) -> No
     assert session.run("n").text == "24"
 
 
-def test_shared_memory_and_what_lies_in_tmp_are_copied(session: SandboxSession) -> None:
+def test_shared_memory_and_what_lies_in_tmp_are_copied(session: Notebook) -> None:
     session.run(
         "import mmap, os, tempfile\n"
         "anonymous = mmap.mmap(-1, 8192)\nanonymous[:4] = b'anon'\n"
@@ -151,7 +158,7 @@ def test_shared_memory_and_what_lies_in_tmp_are_copied(session: SandboxSession) 
             )
 
 
-def test_pipes_and_processes_are_not_copied(session: SandboxSession) -> None:
+def test_pipes_and_processes_are_not_copied(session: Notebook) -> None:
     session.run("import os, socket, subprocess\nends = os.pipe()\npair = socket.socketpair()")
     session.run("sleeper = subprocess.Popen(['sleep', '60'])")
     with session.fork() as branch:
@@ -161,7 +168,7 @@ def test_pipes_and_processes_are_not_copied(session: SandboxSession) -> None:
             assert one.run("sleeper.poll() is not None").text == "True"
 
 
-def test_threads_stay_behind_and_new_ones_run(session: SandboxSession) -> None:
+def test_threads_stay_behind_and_new_ones_run(session: Notebook) -> None:
     session.run(
         "import threading, time\nticks = []\ndef tick():\n    while True:\n        ticks.append(1)\n        time.sleep(0.01)\n"
         "threading.Thread(target=tick, daemon=True).start()\ntime.sleep(0.1)"
@@ -174,8 +181,8 @@ def test_threads_stay_behind_and_new_ones_run(session: SandboxSession) -> None:
             assert one.run("t = threading.Thread(target=ticks.clear)\nt.start()\nt.join()\nlen(ticks)").text == "0"
 
 
-def test_limits_hold_in_a_copy(box: Sandbox) -> None:
-    with box.session(SessionLimits(profile="bare", memory_mib=64)) as session:
+def test_limits_hold_in_a_copy(notebooks: Notebooks) -> None:
+    with notebooks.open(SessionLimits(profile="bare", memory_mib=64)) as session:
         session.run("import os, time")
         with session.fork() as branch:
             assert branch.run("while True: pass", wall_s=0.3).outcome is RunOutcome.TIMEOUT
@@ -191,7 +198,7 @@ def test_limits_hold_in_a_copy(box: Sandbox) -> None:
 
 def test_at_the_strict_level_a_copy_has_every_namespace_of_its_own() -> None:
     async def play() -> None:
-        async with LocalSandbox(SandboxConfig(level=IsolationLevel.STRICT)) as node:
+        async with Node(SandboxConfig(level=IsolationLevel.STRICT)) as node:
             session = await node.open_session(BARE)
             await node.run(RunRequest(code="x = 1", session=session))
             branch = await node.fork_session(session)
@@ -204,7 +211,7 @@ def test_at_the_strict_level_a_copy_has_every_namespace_of_its_own() -> None:
     asyncio.run(play())
 
 
-def test_a_fork_waits_for_the_cell_that_runs(session: SandboxSession) -> None:
+def test_a_fork_waits_for_the_cell_that_runs(session: Notebook) -> None:
     with ThreadPoolExecutor(1) as threads:
         cell = threads.submit(session.run, "import time\ntime.sleep(0.5)\nx = 1")
         time.sleep(0.2)
@@ -213,16 +220,16 @@ def test_a_fork_waits_for_the_cell_that_runs(session: SandboxSession) -> None:
         cell.result()
 
 
-def test_copies_of_one_session_are_forked_at_once(session: SandboxSession) -> None:
+def test_copies_of_one_session_are_forked_at_once(session: Notebook) -> None:
     session.run("x = 1")
     with session.fork() as branch, ThreadPoolExecutor(4) as threads:
-        copies = list(threads.map(SandboxSession.fork, [session, branch, session, branch]))
+        copies = list(threads.map(Notebook.fork, [session, branch, session, branch]))
         for one in [session, branch, *copies]:
             assert one.run("x += 1\nx").text == "2"
             one.close()
 
 
-def test_a_fork_that_the_session_has_no_process_left_for_leaves_it_alone(session: SandboxSession) -> None:
+def test_a_fork_that_the_session_has_no_process_left_for_leaves_it_alone(session: Notebook) -> None:
     session.run("import os, time\ntry:\n    while os.fork(): pass\n    time.sleep(60)\nexcept OSError: x = 1")
     with pytest.raises(MachineError, match="Resource temporarily unavailable"):
         session.fork()
@@ -232,7 +239,7 @@ def test_a_fork_that_the_session_has_no_process_left_for_leaves_it_alone(session
 # Theft
 
 
-def test_who_asks_for_namespaces_or_mounts_gets_nothing(session: SandboxSession) -> None:
+def test_who_asks_for_namespaces_or_mounts_gets_nothing(session: Notebook) -> None:
     session.run(ASK_FOR_NAMESPACES)
     for call in ("CLONE, FLAGS, 0, 0, 0, 0", "UNSHARE, FLAGS & ~0xFF", "MOUNT, b'none', b'/tmp', b'tmpfs', 0, 0"):
         assert session.run(f"ask({call})").text == "(-1, 1)"
@@ -243,7 +250,7 @@ def test_who_asks_for_namespaces_or_mounts_gets_nothing(session: SandboxSession)
 
 
 @pytest.mark.parametrize("asker", ["thread", "process"])
-def test_who_races_an_ordered_fork_gets_nothing(session: SandboxSession, asker: str) -> None:
+def test_who_races_an_ordered_fork_gets_nothing(session: Notebook, asker: str) -> None:
     session.run(ASK_FOR_NAMESPACES)
     session.run(
         "def steal():\n    while True:\n        if ask(CLONE, FLAGS, 0, 0, 0, 0)[0] == 0:\n"
@@ -254,7 +261,7 @@ def test_who_races_an_ordered_fork_gets_nothing(session: SandboxSession, asker: 
         session.run("for _ in range(3): threading.Thread(target=steal, daemon=True).start()")
     else:
         session.run("for _ in range(3):\n    if os.fork() == 0: steal()")
-    num_mounts = num_mounts_of(interpreter_of(session).pid)
+    num_mounts = num_mounts_of(session.interpreter.pid)
     branches = []
     for _ in range(5):
         try:
@@ -265,7 +272,7 @@ def test_who_races_an_ordered_fork_gets_nothing(session: SandboxSession, asker: 
             assert eventually(lambda: not privileged_below(os.getpid())), "a thief kept capabilities"
     for age, one in enumerate([*branches, session], start=1):
         assert one.run("1 + 1", wall_s=2.0).text == "2"
-        for pid in [interpreter_of(one).pid, *below(interpreter_of(one).pid)]:
+        for pid in [one.interpreter.pid, *below(one.interpreter.pid)]:
             assert num_mounts_of(pid) == num_mounts + min(age, len(branches))  # a /tmp for each fork that it went through
             assert not int(status_of(pid)["CapPrm"], 16)
     for branch in branches:
@@ -285,7 +292,7 @@ def test_who_races_an_ordered_fork_gets_nothing(session: SandboxSession, asker: 
     ],
     ids=["capabilities", "descriptors", "memory", "directory", "process", "no clone", "broken"],
 )
-def test_a_copy_that_keeps_something_is_not_believed(session: SandboxSession, change: str, fault: str) -> None:
+def test_a_copy_that_keeps_something_is_not_believed(session: Notebook, change: str, fault: str) -> None:
     session.run(
         "import mmap, os, socket, sys\npair = socket.socketpair()\nmemory = mmap.mmap(-1, 4096)\nx = 1\n"
         "def inside(name): return sys.modules.get(f'strop_inside.{name}', os)"
@@ -297,7 +304,7 @@ def test_a_copy_that_keeps_something_is_not_believed(session: SandboxSession, ch
     assert session.run("x").text == "1"  # nothing was lost
 
 
-def test_nobody_raises_the_limit_of_processes_that_copies_have_room_for(session: SandboxSession) -> None:
+def test_nobody_raises_the_limit_of_processes_that_copies_have_room_for(session: Notebook) -> None:
     session.run(ASK_FOR_NAMESPACES + "from resource import *")
     with session.fork() as branch:
         for one in (session, branch):
@@ -308,19 +315,19 @@ def test_nobody_raises_the_limit_of_processes_that_copies_have_room_for(session:
             assert one.run(f"ask(160 if CLONE == 56 else 164, 6, {limits})").text == "(-1, 1)"
 
 
-def test_a_session_that_hides_its_memory_is_not_forked_and_goes_on(session: SandboxSession) -> None:
+def test_a_session_that_hides_its_memory_is_not_forked_and_goes_on(session: Notebook) -> None:
     session.run("import ctypes\nx = 1\nctypes.CDLL(None).prctl(4, 0, 0, 0, 0)")  # PR_SET_DUMPABLE
     with pytest.raises(MachineError, match="could not be forked"):
         session.fork()
     assert session.run("x").text == "1"
 
 
-def test_an_origin_that_does_not_make_way_is_stopped_and_its_copies_are_lost(session: SandboxSession) -> None:
+def test_an_origin_that_does_not_make_way_is_stopped_and_its_copies_are_lost(session: Notebook) -> None:
     session.run("import sys\ndef stay():\n    while True: pass\nsys.modules['strop_inside.branching'].become_stem = stay")
-    pid = interpreter_of(session).pid
+    pid = session.interpreter.pid
     with session.fork() as branch:
         assert branch.run("1").text == "1"
-        assert eventually(lambda: is_lost(session) and is_lost(branch), within_s=10.0)
+        assert eventually(lambda: session.is_lost and branch.is_lost, within_s=10.0)
         with pytest.raises(SessionLost, match="did not make way"):
             branch.run("1")
     assert eventually(lambda: not status_of(pid))
@@ -331,7 +338,7 @@ def test_an_origin_that_does_not_make_way_is_stopped_and_its_copies_are_lost(ses
 
 def test_nothing_is_left_of_sessions_and_copies() -> None:
     async def play() -> None:
-        async with LocalSandbox() as node:
+        async with Node() as node:
             warm = await node.open_session(BARE)
             await node.close_session(await node.fork_session(warm))  # starts the helper
             await node.close_session(warm)
@@ -357,7 +364,7 @@ def test_nothing_is_left_of_sessions_and_copies() -> None:
 
 def test_a_fork_that_is_cancelled_leaves_the_session_as_it_was() -> None:
     async def play() -> None:
-        async with LocalSandbox() as node:
+        async with Node() as node:
             session = await node.open_session(BARE)
             await node.run(RunRequest(code="x = 1", session=session))
             await node.close_session(await node.fork_session(session))
@@ -383,13 +390,14 @@ def test_a_fork_that_is_cancelled_leaves_the_session_as_it_was() -> None:
 
 AS_ANOTHER_USER = r"""
 import asyncio
-from strop.sandbox import LocalSandbox, RunRequest, SandboxConfig
+from strop.sandbox import RunRequest, SandboxConfig
+from strop.sandbox.node.node import Node
 from strop.sandbox.protocol import IsolationLevel, SessionLimits
 
 BOMB = "n = 0\ntry:\n    while os.fork(): n += 1\n    time.sleep(9)\nexcept OSError: pass\nn"
 
 async def main():
-    async with LocalSandbox(SandboxConfig(min_level=IsolationLevel.NAMESPACES)) as node:
+    async with Node(SandboxConfig(min_level=IsolationLevel.NAMESPACES)) as node:
         async def text(session, code):
             return (await node.run(RunRequest(code=code, session=session))).text
         first = await node.open_session(SessionLimits(profile="bare"))

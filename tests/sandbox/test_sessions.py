@@ -10,28 +10,35 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from session_support import BARE, eventually, interpreter_of, is_lost, outcome_of, status_of
+from session_support import BARE, Notebook, Notebooks, eventually, outcome_of, status_of
 
 from strop.errors import MachineError, SessionLost, UserError
-from strop.sandbox import IsolationLevel, LocalSandbox, RunOutcome, RunRequest, Sandbox, SandboxConfig
+from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
+from strop.sandbox.node.node import Node
 from strop.sandbox.protocol import SessionLimits
-from strop.sandbox.sync import SandboxSession
+
+
+@pytest.fixture(scope="module")
+def notebooks() -> Iterator[Notebooks]:
+    notebooks = Notebooks()
+    yield notebooks
+    notebooks.close()
 
 
 @pytest.fixture
-def session(box: Sandbox) -> Iterator[SandboxSession]:
-    with box.session(BARE) as session:
+def session(notebooks: Notebooks) -> Iterator[Notebook]:
+    with notebooks.open() as session:
         yield session
 
 
-def test_state_lasts_from_cell_to_cell(session: SandboxSession) -> None:
+def test_state_lasts_from_cell_to_cell(session: Notebook) -> None:
     assert outcome_of(session.run("x = 20")) == (RunOutcome.EMPTY, "")
     assert outcome_of(session.run("def double(n):\n    return 2 * n")) == (RunOutcome.EMPTY, "")
     assert outcome_of(session.run("double(x) + 2")) == (RunOutcome.ECHO, "42")
     assert outcome_of(session.run("print(double(x))\nx")) == (RunOutcome.STDOUT, "40\n")
 
 
-def test_state_survives_errors_and_exits(session: SandboxSession) -> None:
+def test_state_survives_errors_and_exits(session: Notebook) -> None:
     session.run("x = 1")
     assert session.run("x = 2\n1 / 0").outcome is RunOutcome.ERROR
     assert session.run("x = 3\nsyntax error").outcome is RunOutcome.ERROR
@@ -42,7 +49,7 @@ def test_state_survives_errors_and_exits(session: SandboxSession) -> None:
     assert outcome_of(session.run("x")) == (RunOutcome.ECHO, "4")
 
 
-def test_a_traceback_shows_the_lines_of_earlier_cells(session: SandboxSession) -> None:
+def test_a_traceback_shows_the_lines_of_earlier_cells(session: Notebook) -> None:
     session.run("def divide(n):\n    return 1 / n\n")
     assert session.run("divide(0)").text == (
         "Traceback (most recent call last):\n"
@@ -55,7 +62,7 @@ def test_a_traceback_shows_the_lines_of_earlier_cells(session: SandboxSession) -
     )
 
 
-def test_a_cell_runs_once_also_when_the_session_is_forked(session: SandboxSession) -> None:
+def test_a_cell_runs_once_also_when_the_session_is_forked(session: Notebook) -> None:
     session.run("count = 0")
     slow = session.run("import time\ncount += 1\nopen('count', 'a').write('x')\ntime.sleep(2)\ncount", wall_s=4.0)
     assert (slow.outcome, slow.text) == (RunOutcome.ECHO, "1")
@@ -66,15 +73,15 @@ def test_a_cell_runs_once_also_when_the_session_is_forked(session: SandboxSessio
             assert outcome_of(one.run("count, open('count').read()")) == (RunOutcome.ECHO, "(1, 'x')")
 
 
-def test_each_cell_has_its_own_input(session: SandboxSession) -> None:
+def test_each_cell_has_its_own_input(session: Notebook) -> None:
     assert session.run("print(input())", stdin="first\nrest").text == "first\n"
     assert session.run("print(input())", stdin="second").text == "second\n"
     assert "EOFError" in session.run("input()").text
 
 
-def test_output_is_cut_for_each_cell_alone(box: Sandbox) -> None:
+def test_output_is_cut_for_each_cell_alone(notebooks: Notebooks) -> None:
     async def play() -> None:
-        async with LocalSandbox() as node:
+        async with Node() as node:
             session = await node.open_session(BARE)
             long = await node.run(RunRequest(code="print('x' * 5000)", session=session, output_bytes=1000))
             assert "[... 4001 bytes left out ...]" in long.text
@@ -83,13 +90,13 @@ def test_output_is_cut_for_each_cell_alone(box: Sandbox) -> None:
     asyncio.run(play())
 
 
-def test_what_a_thread_prints_between_cells_comes_with_the_next_one(session: SandboxSession) -> None:
+def test_what_a_thread_prints_between_cells_comes_with_the_next_one(session: Notebook) -> None:
     session.run("import threading, time\nthreading.Timer(0.2, print, ['late']).start()")
     time.sleep(0.4)
     assert session.run("print('next')").text == "late\nnext\n"
 
 
-def test_cells_of_one_session_run_in_turn(session: SandboxSession) -> None:
+def test_cells_of_one_session_run_in_turn(session: Notebook) -> None:
     session.run("import time\nseen = []")
     code = "seen.append('in')\ntime.sleep(0.05)\nseen.append('out')"
     with ThreadPoolExecutor(8) as threads:
@@ -97,7 +104,7 @@ def test_cells_of_one_session_run_in_turn(session: SandboxSession) -> None:
     assert session.run("seen == ['in', 'out'] * 8").text == "True"
 
 
-def test_the_same_cells_give_the_same_texts(box: Sandbox) -> None:
+def test_the_same_cells_give_the_same_texts(notebooks: Notebooks) -> None:
     cells = [
         "import random, os\nrandom.random(), os.urandom(4).hex()",
         "object()",
@@ -108,17 +115,17 @@ def test_the_same_cells_give_the_same_texts(box: Sandbox) -> None:
     ]
     texts = []
     for _ in range(3):
-        with box.session(SessionLimits(profile="bare", seed=5)) as session:
+        with notebooks.open(SessionLimits(profile="bare", seed=5)) as session:
             texts.append([session.run(cell).text for cell in cells])
     assert texts[0] == texts[1] == texts[2]
-    with box.session(SessionLimits(profile="bare", seed=6)) as session:
+    with notebooks.open(SessionLimits(profile="bare", seed=6)) as session:
         assert session.run(cells[0]).text != texts[0][0]
 
 
 # What stops a cell, and what ends a session
 
 
-def test_a_cell_over_its_limit_is_interrupted_and_the_state_survives(session: SandboxSession) -> None:
+def test_a_cell_over_its_limit_is_interrupted_and_the_state_survives(session: Notebook) -> None:
     session.run("x = 1")
     started_at = time.monotonic()
     result = session.run("print('begun')\nx = 2\nwhile True: pass", wall_s=0.5)
@@ -127,7 +134,7 @@ def test_a_cell_over_its_limit_is_interrupted_and_the_state_survives(session: Sa
     assert session.run("x").text == "2"
 
 
-def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(session: SandboxSession) -> None:
+def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(session: Notebook) -> None:
     session.run("n = 0")
     for _ in range(30):  # some end just when they are interrupted
         session.run("import time\ntime.sleep(0.0995)", wall_s=0.1)
@@ -144,7 +151,7 @@ def test_an_interrupt_that_comes_late_does_not_hit_the_next_cell(session: Sandbo
     ],
     ids=["handler", "catcher", "C code"],
 )
-def test_a_cell_that_cannot_be_interrupted_ends_its_session(session: SandboxSession, code: str) -> None:
+def test_a_cell_that_cannot_be_interrupted_ends_its_session(session: Notebook, code: str) -> None:
     started_at = time.monotonic()
     assert session.run(code, wall_s=0.5).outcome is RunOutcome.TIMEOUT
     assert time.monotonic() - started_at < 1.0
@@ -166,7 +173,7 @@ def test_a_cell_that_cannot_be_interrupted_ends_its_session(session: SandboxSess
     ids=["exit", "crash"],
 )
 def test_a_cell_that_ends_its_session_has_its_outcome(
-    session: SandboxSession, code: str, outcome: RunOutcome, text: str, reason: str
+    session: Notebook, code: str, outcome: RunOutcome, text: str, reason: str
 ) -> None:
     assert outcome_of(session.run(code)) == (outcome, text)
     with pytest.raises(SessionLost, match=rf"cell 1 ended it \({reason}\)"):
@@ -175,15 +182,15 @@ def test_a_cell_that_ends_its_session_has_its_outcome(
         session.fork()
 
 
-def test_a_flood_is_stopped_and_the_state_survives(session: SandboxSession) -> None:
+def test_a_flood_is_stopped_and_the_state_survives(session: Notebook) -> None:
     session.run("x = 1")
     flood = session.run("while True: print('x' * 1000)")
     assert (flood.outcome, flood.reason) == (RunOutcome.KILLED, "output")
     assert session.run("x").text == "1"
 
 
-def test_a_session_over_its_memory_is_killed(box: Sandbox) -> None:
-    with box.session(SessionLimits(profile="bare", memory_mib=64)) as session:
+def test_a_session_over_its_memory_is_killed(notebooks: Notebooks) -> None:
+    with notebooks.open(SessionLimits(profile="bare", memory_mib=64)) as session:
         assert "MemoryError" in session.run("x = bytearray(200 << 20)").text
         hog = "import os\nfor _ in range(4): os.fork()\nx = b'x' * (40 << 20)\nimport time\ntime.sleep(5)"
         result = session.run(hog)
@@ -192,15 +199,15 @@ def test_a_session_over_its_memory_is_killed(box: Sandbox) -> None:
             session.run("1")
 
 
-def test_a_session_that_computes_between_its_cells_is_ended(session: SandboxSession) -> None:
+def test_a_session_that_computes_between_its_cells_is_ended(session: Notebook) -> None:
     session.run("import threading\ndef burn():\n    while True: pass\nthreading.Thread(target=burn, daemon=True).start()")
 
-    assert eventually(lambda: is_lost(session), within_s=20.0)
+    assert eventually(lambda: session.is_lost, within_s=20.0)
     with pytest.raises(SessionLost, match="between two cells it computed for more than 5 s"):
         session.run("1")
 
 
-def test_a_session_that_hides_its_line_is_lost_and_nobody_waits(session: SandboxSession) -> None:
+def test_a_session_that_hides_its_line_is_lost_and_nobody_waits(session: Notebook) -> None:
     started_at = time.monotonic()
     result = session.run("import os\nos.closerange(3, 100)", wall_s=3.0)
     assert result.outcome in (RunOutcome.ERROR, RunOutcome.KILLED)
@@ -209,7 +216,7 @@ def test_a_session_that_hides_its_line_is_lost_and_nobody_waits(session: Sandbox
         session.run("1")
 
 
-def test_forged_words_end_only_the_forgers_own_cell(box: Sandbox) -> None:
+def test_forged_words_end_only_the_forgers_own_cell(notebooks: Notebooks) -> None:
     forge = (
         "import socket, struct, time\n"
         "line = socket.socket(fileno=4)\n"
@@ -217,7 +224,7 @@ def test_forged_words_end_only_the_forgers_own_cell(box: Sandbox) -> None:
         "for word in (b'', b'x', b'h' * 70_000, b'\\xff' * 9): line.send(word) if word else None\n"
         "time.sleep(0.3)\nline.detach()"
     )
-    with box.session(BARE) as forger, box.session(BARE) as neighbour:
+    with notebooks.open(BARE) as forger, notebooks.open(BARE) as neighbour:
         with ThreadPoolExecutor(2) as threads:
             forged, honest = (
                 threads.submit(forger.run, forge),
@@ -233,9 +240,9 @@ def test_forged_words_end_only_the_forgers_own_cell(box: Sandbox) -> None:
         assert neighbour.run("2").text == "2"
 
 
-def test_a_lease_that_runs_out_ends_the_session(box: Sandbox) -> None:
-    session = box.session(SessionLimits(profile="bare", lease_s=0.4))
-    pid = interpreter_of(session).pid
+def test_a_lease_that_runs_out_ends_the_session(notebooks: Notebooks) -> None:
+    session = notebooks.open(SessionLimits(profile="bare", lease_s=0.4))
+    pid = session.interpreter.pid
     for _ in range(3):  # each cell begins it again, and it does not run out while one runs
         time.sleep(0.2)
         assert session.run("import time\ntime.sleep(0.2)").outcome is RunOutcome.EMPTY
@@ -244,8 +251,8 @@ def test_a_lease_that_runs_out_ends_the_session(box: Sandbox) -> None:
         session.run("1")
 
 
-def test_a_closed_session_is_gone(session: SandboxSession) -> None:
-    pid = interpreter_of(session).pid
+def test_a_closed_session_is_gone(session: Notebook) -> None:
+    pid = session.interpreter.pid
     session.close()
     session.close()
     assert eventually(lambda: not status_of(pid))
@@ -253,7 +260,7 @@ def test_a_closed_session_is_gone(session: SandboxSession) -> None:
         session.run("1")
 
 
-def test_closing_a_session_ends_its_running_cell(session: SandboxSession) -> None:
+def test_closing_a_session_ends_its_running_cell(session: Notebook) -> None:
     with ThreadPoolExecutor(1) as threads:
         cell = threads.submit(session.run, "import time\ntime.sleep(60)", wall_s=30.0)
         time.sleep(0.3)
@@ -262,16 +269,14 @@ def test_closing_a_session_ends_its_running_cell(session: SandboxSession) -> Non
             cell.result(timeout=2.0)
 
 
-def test_no_session_has_an_unknown_name(box: Sandbox) -> None:
-    node = box._box
-    assert isinstance(node, LocalSandbox)
+def test_no_session_has_an_unknown_name(notebooks: Notebooks) -> None:
     with pytest.raises(SessionLost, match="has no session 'nobody'"):
-        box._wait(node.run(RunRequest(code="1", session="nobody")))
+        notebooks.wait(notebooks.node.run(RunRequest(code="1", session="nobody")))
 
 
 def test_the_death_of_the_fork_server_loses_the_session_and_runs_nothing_again() -> None:
     async def play() -> None:
-        async with LocalSandbox(SandboxConfig(zygotes=1)) as node:
+        async with Node(SandboxConfig(zygotes=1)) as node:
             session = await node.open_session(BARE)
             branch = await node.fork_session(session)
             cells = [
@@ -291,7 +296,7 @@ def test_the_death_of_the_fork_server_loses_the_session_and_runs_nothing_again()
 
 def test_a_node_keeps_so_many_sessions_and_says_so_beyond() -> None:
     async def play() -> None:
-        async with LocalSandbox(SandboxConfig(max_sessions=2)) as node:
+        async with Node(SandboxConfig(max_sessions=2)) as node:
             first, _ = [await node.open_session(BARE) for _ in range(2)]
             with pytest.raises(MachineError, match="has 2 sessions, as many as it keeps at once"):
                 await node.open_session(BARE)
@@ -303,9 +308,9 @@ def test_a_node_keeps_so_many_sessions_and_says_so_beyond() -> None:
     asyncio.run(play())
 
 
-def test_fifty_sessions_at_once_never_mix(box: Sandbox) -> None:
+def test_fifty_sessions_at_once_never_mix(notebooks: Notebooks) -> None:
     with ThreadPoolExecutor(50) as threads:
-        sessions = list(threads.map(lambda _: box.session(BARE), range(50)))
+        sessions = list(threads.map(lambda _: notebooks.open(BARE), range(50)))
         try:
             for turn in range(3):
                 texts = threads.map(
@@ -314,12 +319,12 @@ def test_fifty_sessions_at_once_never_mix(box: Sandbox) -> None:
                 )
                 assert list(texts) == [f"({number * (turn + 1)}, '{number}')" for number in range(50)]
         finally:
-            list(threads.map(SandboxSession.close, sessions))
+            list(threads.map(Notebook.close, sessions))
 
 
 def test_a_cancelled_cell_is_stopped_and_the_next_one_runs() -> None:
     async def play() -> None:
-        async with LocalSandbox() as node:
+        async with Node() as node:
             session = await node.open_session(BARE)
             cell = asyncio.create_task(node.run(RunRequest(code="x = 1\nwhile True: pass", session=session, wall_s=60.0)))
             await asyncio.sleep(0.3)
@@ -331,7 +336,7 @@ def test_a_cancelled_cell_is_stopped_and_the_next_one_runs() -> None:
 
 def test_a_session_holds_no_slot_between_its_cells() -> None:
     async def play() -> None:
-        async with LocalSandbox(SandboxConfig(max_running=1, max_alive=1)) as node:
+        async with Node(SandboxConfig(max_running=1, max_alive=1)) as node:
             for _ in range(3):
                 await node.run(RunRequest(code="1", session=await node.open_session(BARE)))
             assert (await asyncio.wait_for(node.run(RunRequest(code="print(1)")), 2.0)).text == "1\n"
@@ -342,7 +347,7 @@ def test_a_session_holds_no_slot_between_its_cells() -> None:
 @pytest.mark.parametrize("level", [IsolationLevel.CONFINED, IsolationLevel.PROCESS])
 def test_without_namespaces_sessions_work_and_a_fork_is_refused(level: IsolationLevel) -> None:
     async def play() -> None:
-        async with LocalSandbox(SandboxConfig(level=level, min_level=level)) as node:
+        async with Node(SandboxConfig(level=level, min_level=level)) as node:
             session = await node.open_session(BARE)
             await node.run(RunRequest(code="x = 1\nopen('file', 'w').write('text')", session=session))
             assert (await node.run(RunRequest(code="x, open('file').read()", session=session))).text == "(1, 'text')"

@@ -33,6 +33,7 @@ from strop.sandbox.protocol import IsolationLevel
 MAX_DEPTH = 24  # pid and user namespaces nest 32 deep in all
 _LIMIT_S = 5.0  # of a fork; 10 ms when the machine is idle
 _STEM_LIMIT_S = 5.0  # from the word to the end of what the stem was
+_NUM_QUIET_ROUNDS = 3  # until all that a session started is known to be dead
 _MAX_ROUNDS = 100  # of kills, until what starts processes has lost
 _MAX_MAPPINGS = 64
 _FLAGS = kernel.CLONE_NEWUSER | kernel.CLONE_NEWPID | kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC
@@ -226,14 +227,19 @@ class _Fork:
         self._kill_others(set(pids))
 
     def _kill_others(self, spared: set[int]) -> None:
-        """Of the processes in the session, its own and what must live excepted, until there is none."""
+        """All processes in the session but its own, the spared and those below them."""
+        killed = set[int]()
+        num_quiet = 0
         for _ in range(_MAX_ROUNDS):
-            others = _alive_below(self._origin.pid, spared)
-            if not others:
+            # One look may miss a process whose parent dies meanwhile; who is killed starts none any more.
+            others = _alive_below(self._origin.pid, spared) - killed
+            num_quiet = 0 if others else num_quiet + 1
+            if num_quiet == _NUM_QUIET_ROUNDS:
                 return
             for pid in others:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+            killed |= others
         raise MachineError("it starts processes faster than they can be ended")
 
     def _undo(self) -> None:
@@ -280,14 +286,14 @@ def _drain(line: socket.socket) -> None:
             line.recv(1)
 
 
-def _alive_below(pid: int, spared: set[int]) -> list[int]:
+def _alive_below(pid: int, spared: set[int]) -> set[int]:
     """Every process below `pid`, those excepted that are spared or below one that is."""
-    found: list[int] = []
+    found = set[int]()
     new = [pid]
     for one in new:
         children = [child for child in children_of(one) if child not in spared]
         new += children
-        found += [child for child in children if (fields := stat_of(child)) and fields[0] not in "ZX"]
+        found |= {child for child in children if (fields := stat_of(child)) and fields[0] not in "ZX"}
     return found
 
 
