@@ -10,12 +10,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from strop.errors import MachineError
+from strop.errors import MachineError, SessionLost
 from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
 from strop.sandbox.node.node import Node
 from strop.sandbox.node.pools import profile_of
 from strop.sandbox.node.slots import Slots
 from strop.sandbox.node.zygotes import Zygote
+from strop.sandbox.protocol import SessionLimits
 
 SLEEP = RunRequest(code="import time; time.sleep(0.6); print('slept')")
 
@@ -181,6 +182,32 @@ def test_a_loop_under_a_stopped_fork_server_still_ends_at_its_limit() -> None:
         assert time.monotonic() - started_at < 1.5
 
     play(scene, zygotes=1)
+
+
+def test_a_fork_server_of_a_session_still_runs_programs() -> None:
+    async def scene(node: Node) -> None:
+        await node.open_session(SessionLimits(profile="bare"))
+        texts = [(await node.run(RunRequest(code=f"print({number})"))).text for number in range(4)]
+        assert texts == ["0\n", "1\n", "2\n", "3\n"]
+
+    play(scene, zygotes=1)
+
+
+def test_a_cell_that_waits_for_a_slot_while_its_session_dies_keeps_nothing() -> None:
+    async def scene(node: Node) -> None:
+        session = await node.open_session(SessionLimits(profile="bare"))
+        loop = RunRequest(code="while True: pass", profile="numpy", wall_s=0.6)
+        holder = asyncio.create_task(node.run(loop))
+        await asyncio.sleep(0.3)
+        cell = asyncio.create_task(node.run(RunRequest(code="1", session=session)))
+        await asyncio.sleep(0.1)
+        os.kill(forking_pid(node._pools["bare"]._zygotes[0]), signal.SIGKILL)
+        with pytest.raises(SessionLost):
+            await cell
+        assert (await holder).outcome is RunOutcome.TIMEOUT
+        assert (await node.run(RunRequest(code="print(1)"))).text == "1\n"
+
+    play(scene, max_running=1, zygotes=1, warm=("bare", "numpy"))
 
 
 def test_fork_servers_are_renewed_while_calls_are_in_flight() -> None:

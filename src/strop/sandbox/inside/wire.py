@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 
-# supervisor -> fork server: one packet a child, with the descriptors exchange, wake and output, and the path of its directory
+# supervisor -> fork server: one packet a child, with the descriptors exchange, wake and output, and its directory, ended by NUL
 SPAWN = struct.Struct("<Q")  # id of the child
 NUM_SPAWN_DESCRIPTORS = 3
 MAX_SPAWN_BYTES = 512

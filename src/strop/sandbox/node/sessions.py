@@ -140,6 +140,9 @@ class Sessions:
         try:
             self._require_alive(session)
             await self._slots.acquire()
+            if session.lost_for:  # while it waited for a slot
+                self._slots.release()
+                self._require_alive(session)
         except BaseException:
             session.turn.release()
             raise

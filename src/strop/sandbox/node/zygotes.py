@@ -229,6 +229,8 @@ class Zygote:
             self.lose()
             raise MachineError(f"a fork server of the sandbox did not start within {_START_LIMIT_S:.0f} s")
         await self._hello
+        if self.is_lost:
+            raise MachineError("a fork server of the sandbox died as it became ready")
         self._spares.append(self._spawn())
 
     def take(self) -> Child:
@@ -283,10 +285,12 @@ class Zygote:
         os.set_blocking(output_read, False)
         child = Child(self, number, exchange=exchange, wake=wake, output=output_read, directory=directory)
         self._children[number] = child
-        message = wire.SPAWN.pack(number) + directory.encode()
+        mark = ""
         if line >= 0:
             os.pwrite(exchange, work, wire.RECORD_BYTES)
-            message = wire.SPAWN.pack(number) + f"{wire.SESSION_MARK}{directory}".encode()
+            mark = wire.SESSION_MARK
+        # The fork server reads it into a buffer that holds the packet before: what is shorter must say where it ends.
+        message = wire.SPAWN.pack(number) + f"{mark}{directory}\0".encode()
         self._to_send.append((child, message, (exchange, wake if line < 0 else line, output_write)))
         self._send()
         return child
