@@ -29,15 +29,32 @@ Run programs that nobody trusts: here, or as a service for many trainers.
 
 _EXIT_TIMEOUT, _EXIT_KILLED, _EXIT_OURS = 124, 137, 125  # as timeout(1), a shell and docker say it
 
+
+def _level(text: str) -> IsolationLevel:
+    try:
+        return IsolationLevel(text)
+    except ValueError as error:
+        known = ", ".join(f"{level} (L{level.rank})" for level in IsolationLevel)
+        raise typer.BadParameter(f"there is no level {text!r}; the levels are {known}.") from error
+
+
 MinLevel = Annotated[
     IsolationLevel,
-    typer.Option("--min-level", help="Refuse to start below it: strict (L3), namespaces (L2), confined (L1), process (L0)."),
+    typer.Option(
+        "--min-level",
+        parser=_level,
+        metavar="LEVEL",
+        help="Refuse to start below it: strict (L3), namespaces (L2), confined (L1), process (L0).",
+    ),
 ]
 TokenFile = Annotated[
     Path | None, typer.Option("--token-file", help="A file that holds the service's token.", show_default=False)
 ]
 
-Level = Annotated[IsolationLevel | None, typer.Option("--level", help="The level to run at; the best one by default.")]
+Level = Annotated[
+    IsolationLevel | None,
+    typer.Option("--level", parser=_level, metavar="LEVEL", help="The level to run at; the best one by default."),
+]
 MaxRunning = Annotated[
     int | None,
     typer.Option("--max-running", help="Programs that compute at once; twice the cores by default.", show_default=False),
@@ -82,7 +99,8 @@ def check(
 
     from strop.sandbox.node.node import Node
 
-    node = Node(SandboxConfig(level=level, min_level=min_level))
+    lowest = min(min_level, level or min_level, key=lambda one: one.rank)
+    node = Node(SandboxConfig(level=level, min_level=lowest))
 
     async def attack() -> UserError | None:
         try:

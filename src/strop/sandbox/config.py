@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop.config import Config
 from strop.sandbox.protocol import IsolationLevel
@@ -30,3 +30,12 @@ class SandboxConfig(Config):
     recycle_after: int = Field(default=100_000, ge=1)  # programs from one fork server before another takes its place
     max_code_bytes: int = Field(default=262_144, ge=1)
     max_stdin_bytes: int = Field(default=8_000_000, ge=0)
+
+    @model_validator(mode="after")
+    def _does_not_contradict_itself(self) -> Self:
+        if self.level is not None and self.level.rank < self.min_level.rank:
+            raise ValueError(
+                f"sandbox.level is {self.level.value!r} (L{self.level.rank}), which is less than sandbox.min_level,"
+                f" {self.min_level.value!r} (L{self.min_level.rank}). Lower min_level to accept it, or leave level out."
+            )
+        return self

@@ -18,6 +18,7 @@ from strop.sandbox.protocol import (
     SessionLimits,
     VerifyRequest,
 )
+from strop.sandbox.service.config import DispatchConfig, RequestLimits
 from strop.sandbox.service.dispatcher import Dispatcher
 from strop.sandbox.service.local_nodes import LocalNodes
 
@@ -92,7 +93,8 @@ class LocalSandbox(CodeService):
             if self._is_closed:
                 raise MachineError("the sandbox was closed; a call came after that")
             if self._dispatcher is None:
-                dispatcher = Dispatcher()
+                limits = RequestLimits(max_code_bytes=self.config.max_code_bytes, max_stdin_bytes=self.config.max_stdin_bytes)
+                dispatcher = Dispatcher(DispatchConfig(limits=limits))
                 nodes = LocalNodes(dispatcher, self.config, ["local"])
                 try:
                     await nodes.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -20,6 +21,7 @@ from strop.sandbox.node.node import Node
 from strop.sandbox.service.link import serve_node
 
 _PR_SET_PDEATHSIG = 1
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 10.0  # before a front is asked again
 _log = logging.getLogger(__name__)
 
 
@@ -47,34 +49,52 @@ def main() -> int:
 async def _serve_parent(descriptor: int, config: SandboxConfig, name: str) -> None:
     async with Node(config, name=name) as node:
         reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
-        await _serve(node, reader, writer)
+        await serve_node(node, reader, writer, draining=_draining_on_signals())
 
 
 async def join_front(place: str, config: SandboxConfig, *, name: str | None, token: str) -> None:
-    """Serve the front that listens at `place`, HOST:PORT, until it goes or this process gets SIGTERM.
+    """Serve the front that listens at `place`, HOST:PORT, until this process gets SIGTERM; join again when the link breaks.
 
     Raises:
-        UserError: nobody listens there, it refuses this node, or this machine cannot give the level that is asked for.
-        LinkBroken: the front is gone.
+        UserError: nobody listens there at first, it refuses this node, or this machine cannot give the level that is asked for.
     """
     host, _, port = place.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"--join is {place!r}; it must be HOST:PORT, as in 10.0.0.1:8518.")
+    draining = _draining_on_signals()
     async with Node(config, name=name or f"{socket.gethostname()}-{os.getpid()}") as node:
         try:
-            reader, writer = await asyncio.open_connection(host, int(port))
+            link = await asyncio.open_connection(host, int(port))
         except OSError as error:
             remedy = "Start one with `strop sandbox serve --nodes-port`."
             raise UserError(f"no front answers at {place}: {error.strerror}. {remedy}") from error
-        await _serve(node, reader, writer, token=token)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                _log.info("node %s serves %s at level %s", node.name, place, node.level)
+                await serve_node(node, *link, token=token, draining=draining)
+                return
+            except LinkBroken as error:
+                _log.warning("the link to the front at %s broke: %s; joining it again", place, error)
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(draining.wait(), pause_s)
+                    return
+                try:
+                    link = await asyncio.open_connection(host, int(port))
+                    pause_s = _FIRST_PAUSE_S
+                    break
+                except OSError as error:
+                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                    _log.warning("no front answers at %s (%s), next try in %.1f s", place, error.strerror, pause_s)
 
 
-async def _serve(node: Node, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, token: str = "") -> None:
+def _draining_on_signals() -> asyncio.Event:
+    """Set when this process is asked to end."""
     draining = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, draining.set)
-    _log.info("node %s serves at level %s", node.name, node.level)
-    await serve_node(node, reader, writer, token=token, draining=draining)
+    return draining
 
 
 if __name__ == "__main__":

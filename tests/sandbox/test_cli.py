@@ -1,0 +1,87 @@
+"""`strop sandbox ...` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+STROP = [sys.executable, "-m", "strop.cli", "sandbox"]
+
+
+def strop(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*STROP, *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "exit_code"),
+    [
+        ("print(6 * 7)", "42\n", 0),
+        ("6 * 7", "42\n", 0),
+        ("print('so far')\nraise SystemExit(3)", "so far\nThe program exited with code 3.\n", 3),
+        ("while True: pass", "", 124),
+        ("while True: print('x' * 99999)", "[... output went on; the program was stopped ...]", 137),
+    ],
+)
+def test_run_prints_what_a_policy_sees_and_exits_as_the_program_did(code: str, said: str, exit_code: int) -> None:
+    done = strop("run", "-", "--wall-s", "1", stdin=code)
+    assert done.returncode == exit_code
+    assert done.stdout.endswith(said) or said in done.stdout
+
+
+def test_run_gives_the_program_its_input_and_tells_all_as_json(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("print(input()[::-1])")
+    (tmp_path / "input").write_text("stressed")
+    done = strop("run", str(tmp_path / "program.py"), "--stdin", str(tmp_path / "input"), "--json", "--min-level", "L2")
+    result = json.loads(done.stdout)
+    assert (result["outcome"], result["text"], result["level"]) == ("stdout", "desserts\n", "namespaces")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nowhere.py"], "nowhere.py: cannot be read: No such file or directory."),
+        (["run", "-", "--min-level", "L9"], "there is no level 'L9'"),
+        (["run", "-", "--url", "http://127.0.0.1:9"], "http://127.0.0.1:9"),
+        (["node", "--join", "here"], "--join is 'here'; it must be HOST:PORT"),
+        (["serve", "--host", "0.0.0.0"], "without a token"),
+        (["serve", "--warm", "bare,pandas"], "warm"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_code_2(arguments: list[str], message: str) -> None:
+    done = strop(*arguments)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_check_tells_which_level_holds() -> None:
+    found = json.loads(strop("check", "--json").stdout)
+    assert found["level"] == "namespaces"
+    assert all(probe["held"] for probe in found["tried"]["namespaces"]["probes"] if probe["level"] != "strict")
+
+
+def test_serve_offers_the_service_and_ends_in_order_on_sigterm(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("a-token-for-this-test\n")
+    command = [*STROP, "serve", "--port", "0", "--token-file", str(tmp_path / "token"), "--warm", "bare"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        [url] = re.findall(r"http://[\d.:]+", server.stdout.readline())
+        (tmp_path / "program.py").write_text("print(6 * 7)")
+        program = str(tmp_path / "program.py")
+        assert strop("run", program, "--url", url, "--token-file", str(tmp_path / "token")).stdout == "42\n"
+        refused = strop("run", program, "--url", url)
+        assert (refused.returncode, "token" in refused.stderr) == (2, True)
+        with urllib.request.urlopen(f"{url}/openapi.json", timeout=10) as reply:
+            assert json.load(reply)["openapi"].startswith("3.1")
+        server.send_signal(signal.SIGTERM)
+        started_at = time.monotonic()
+        assert server.wait(20) == 0
+        assert time.monotonic() - started_at < 10
