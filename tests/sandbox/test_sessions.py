@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from session_support import BARE, Notebook, Notebooks, eventually, outcome_of, status_of
+from session_support import BARE, Notebook, Notebooks, below, eventually, outcome_of, status_of
 
 from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
@@ -290,6 +290,20 @@ def test_the_death_of_the_fork_server_loses_the_session_and_runs_nothing_again()
                 with pytest.raises(SessionLost, match="its fork server died"):
                     await asyncio.wait_for(cell, 2.0)
             assert (await node.run(RunRequest(code="print(1)"))).text == "1\n"
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("level", [IsolationLevel.NAMESPACES, IsolationLevel.CONFINED, IsolationLevel.PROCESS])
+def test_nothing_outlives_its_fork_server(level: IsolationLevel) -> None:
+    async def play() -> None:
+        async with Node(SandboxConfig(zygotes=1, level=level, min_level=level)) as node:
+            await node.open_session(BARE)
+            (zygote,) = node._pool("bare")._zygotes
+            pids = below(zygote.pid)
+            assert len(pids) >= 2  # the session, and a spare child
+            os.kill(zygote.pid, signal.SIGKILL)
+            assert await asyncio.to_thread(eventually, lambda: not any(status_of(pid) for pid in pids))
 
     asyncio.run(play())
 

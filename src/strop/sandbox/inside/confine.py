@@ -61,7 +61,6 @@ class Confinement:
         return self._enter(directory, self._session_filter, max_processes=max_processes)
 
     def _enter(self, directory: str, program_filter: seccomp.Filter | None, *, max_processes: int = 0) -> int:
-        kernel.libc.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()
         os.nice(NICENESS)
         if self.is_namespaced:
@@ -69,6 +68,7 @@ class Confinement:
             directory = WORK_DIRECTORY
         elif self.is_root and self.level == "confined":
             _become_unprivileged(directory)
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: a change of uid clears it
         os.chdir(directory)
         if max_processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
