@@ -48,7 +48,8 @@ def main() -> None:
 
 def sandbox_at(level: IsolationLevel) -> Sandbox:
     """Raises `UserError` where this machine cannot give `level`."""
-    return Sandbox(config=SandboxConfig(level=level, min_level=level, max_running=4))
+    # One fork server for each profile: the call after an attack then comes from the same one.
+    return Sandbox(config=SandboxConfig(level=level, min_level=level, max_running=4, zygotes=1))
 
 
 def _tell(content: dict[str, object]) -> None:

@@ -194,9 +194,9 @@ CASES = [
             import os
             os.makedirs('a/b/c')
             open('a/b/c/f', 'w').close()
-            for path in ('a/b/c/f', 'a/b/c', 'a/b', 'a'): os.chmod(path, 0)
-            try: os.chmod('.', 0)
-            except OSError: pass
+            for path in ('a/b/c/f', 'a/b/c', 'a/b', 'a', '.'):
+                try: os.chmod(path, 0)
+                except OSError: pass
             print('closed')
         """),
         expect=stdout("closed\n"),

@@ -72,7 +72,7 @@ CASES = [
         attacks="the same by a copy of one's own",
         code=program("""
             import os, shutil, subprocess
-            shutil.copy('/usr/bin/id', 'id')
+            shutil.copyfile('/usr/bin/id', 'id')
             try: os.chmod('id', 0o6755)
             except OSError: pass
             try: print(subprocess.run(['./id', '-u'], capture_output=True, text=True).stdout.strip() == str(os.getuid()))
