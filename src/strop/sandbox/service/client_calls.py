@@ -271,7 +271,7 @@ class Calls:
                 is_late = now - last_at > 3 * _SWEEP_S  # this process stood still: what was said lies unread
                 last_at = now
                 for stream in self._streams:
-                    if stream.is_established and now - stream.heard_at > SILENCE_S and not is_late:
+                    if now - stream.heard_at > SILENCE_S and not is_late:
                         stream.abort()
                 if (current := self._stream) is not None and not current.num_open and now - current.used_at > _IDLE_S:
                     current.end()
