@@ -1,0 +1,112 @@
+"""The processes of a service by their part in it, read from /proc, and signals that reach nobody else."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+
+class Part(StrEnum):
+    FRONT = "front"
+    NODE = "node"  # started by the front
+    JOINED = "joined node"  # `strop sandbox node --join`
+    ZYGOTE_OUTER = "fork server, outside its namespaces"
+    ZYGOTE_INNER = "fork server"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One process for good: a number that the kernel gives again belongs to another."""
+
+    pid: int
+    born_at: int  # in clock ticks
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it holds anything still: a zombie does not."""
+        return process_of(self.pid) == self and _stat(self.pid)[0] not in "ZX"
+
+    @property
+    def is_stopped(self) -> bool:
+        return process_of(self.pid) == self and _stat(self.pid)[0] == "T"
+
+    def send(self, number: signal.Signals) -> bool:
+        """Whether it was there to be sent something."""
+        try:
+            pidfd = os.pidfd_open(self.pid)
+        except ProcessLookupError:
+            return False
+        try:
+            if process_of(self.pid) != self:
+                return False
+            signal.pidfd_send_signal(pidfd, number)
+        except ProcessLookupError:
+            return False
+        finally:
+            os.close(pidfd)
+        return True
+
+
+def process_of(pid: int) -> Process | None:
+    fields = _stat(pid)
+    return Process(pid, int(fields[19])) if fields else None
+
+
+def parts_below(root: int, own: Part) -> dict[Part, list[Process]]:
+    """Of the service whose front, or joined node, is `root`. Programs are no part of it."""
+    found: dict[Part, list[Process]] = {part: [] for part in Part}
+    _note(found[own], root)
+    nodes = [root]
+    if own is Part.FRONT:
+        nodes = [child for child in children_of(root) if "strop.sandbox.node" in _command(child)]
+        for node in nodes:
+            _note(found[Part.NODE], node)
+    for node in nodes:
+        for outer in children_of(node):
+            if any(argument.endswith("/inside/boot.py") for argument in _command(outer)):
+                _note(found[Part.ZYGOTE_OUTER], outer)
+                for inner in children_of(outer):
+                    _note(found[Part.ZYGOTE_INNER], inner)
+    return found
+
+
+def everyone_below(root: int) -> set[Process]:
+    """`root` and all that it started, programs included."""
+    pids, everyone = [root], set()
+    for pid in pids:  # grows
+        if (process := process_of(pid)) is not None:
+            everyone.add(process)
+            pids += children_of(pid)
+    return everyone
+
+
+def children_of(pid: int) -> list[int]:
+    children: list[int] = []
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            children += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
+    return children
+
+
+def _note(processes: list[Process], pid: int) -> None:
+    if (process := process_of(pid)) is not None:
+        processes.append(process)
+
+
+def _stat(pid: int) -> list[str]:
+    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+
+
+def _command(pid: int) -> list[str]:
+    return _read(f"/proc/{pid}/cmdline").split("\0")
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""

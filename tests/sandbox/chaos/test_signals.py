@@ -1,0 +1,123 @@
+"""Signals to the parts of a service while it works: the ledger of its client stays exact, and everything comes back in time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from strop.errors import MachineError
+from strop.sandbox import RunRequest
+from strop.sandbox.service.client import SandboxClient
+from strop.sandbox.service.client_calls import SILENCE_S
+
+from .agent import Agent, Deed, Plan
+from .ledger import Entry, Ledger, make_calls
+from .notebooks import Notebooks
+from .processes import Part
+from .service import TOKEN, Service
+
+_log = logging.getLogger(__name__)
+
+pytestmark = [pytest.mark.slow, pytest.mark.sandbox, pytest.mark.timeout(300)]
+
+IN_FLIGHT = 96
+PATIENCE_S = 60.0
+# From an act to the last attempt that it can cost: a node is missed after 1.8 s, a fork server after 5.25 s.
+_MISSED_S = 6.0
+_LINK_SILENCE_S = 1.8  # then what a stopped node says is heard no more
+
+
+async def play(directory: Path, plan: Plan, *, num_calls: int, within_s: float, seed: int) -> None:
+    """So many calls while an agent acts by the plan; then the service is whole again and ends in order.
+
+    Args:
+        within_s: every call has to be answered by then, whatever died under it.
+    """
+    calls, ledger, notebooks = make_calls(num_calls, seed=seed), Ledger(), Notebooks()
+    async with Service(directory) as service:
+        agent = Agent(service, plan, seed)
+        async with service.client(patience_s=PATIENCE_S) as client:
+            stop = asyncio.Event()
+            others = [asyncio.create_task(agent.act(stop=stop))]
+            others += [asyncio.create_task(notebooks.play(client, stop=stop)) for _ in range(2)]
+            started_at = time.monotonic()
+            await ledger.play(client, calls, in_flight=IN_FLIGHT)
+            _log.info("%s; faults: %s\n%s", ledger.summary(), dict(ledger.reasons()), agent.summary())
+            stop.set()
+            await asyncio.gather(*others)
+            _log.info("%s; in all %.1f s", notebooks.summary(), time.monotonic() - started_at)
+            agent.check()
+            notebooks.check()
+
+            def may_fault(entry: Entry) -> bool:
+                """Two attempts were lost, each by an act of its own."""
+                return agent.deaths_during(entry.asked_at, entry.answered_at, slack_s=_MISSED_S) >= 2
+
+            ledger.check(calls, within_s=within_s, may_fault=may_fault, stopped_s=_LINK_SILENCE_S)
+            await service.wait_whole(within_s=30.0)
+            await check_good_as_new(client, seed=seed)
+        ending_at = time.monotonic()
+        await service.end()
+        _log.info("ended in %.1f s", time.monotonic() - ending_at)
+
+
+async def check_good_as_new(client: SandboxClient, *, seed: int) -> None:
+    """Nothing that was done to it is left: the next calls are right, and fast."""
+    calls, ledger = make_calls(300, seed=seed + 50), Ledger()
+    await ledger.play(client, calls, in_flight=16)
+    ledger.check(calls, within_s=5.0, may_fault=lambda entry: False)
+
+
+def test_fork_servers_that_die_or_stop(tmp_path: Path) -> None:
+    zygotes = (Part.ZYGOTE_OUTER, Part.ZYGOTE_INNER)
+    deeds = tuple((deed, part) for deed in Deed for part in zygotes)
+    plan = Plan(deeds=deeds, pause_s=(0.1, 1.0))
+    asyncio.run(play(tmp_path, plan, num_calls=5000, within_s=30.0, seed=1))
+
+
+def test_nodes_that_die_or_stop(tmp_path: Path) -> None:
+    deeds = tuple((deed, part) for deed in Deed for part in (Part.NODE, Part.JOINED))
+    plan = Plan(deeds=deeds, pause_s=(0.5, 3.0))
+    asyncio.run(play(tmp_path, plan, num_calls=5000, within_s=30.0, seed=2))
+
+
+def test_a_front_that_dies(tmp_path: Path) -> None:
+    plan = Plan(deeds=((Deed.KILL, Part.FRONT),), pause_s=(1.0, 4.0))
+    asyncio.run(play(tmp_path, plan, num_calls=4000, within_s=30.0, seed=3))
+
+
+def test_a_front_that_stops(tmp_path: Path) -> None:
+    plan = Plan(deeds=((Deed.PAUSE, Part.FRONT), (Deed.FREEZE, Part.FRONT)), pause_s=(0.5, 2.0), stop_s=(0.1, 13.0))
+    asyncio.run(play(tmp_path, plan, num_calls=2000, within_s=45.0, seed=4))
+
+
+def test_everything_at_once(tmp_path: Path) -> None:
+    deeds = tuple((deed, part) for deed in Deed for part in Part)
+    plan = Plan(deeds=deeds, pause_s=(0.1, 1.0), stop_s=(0.05, 5.0))
+    asyncio.run(play(tmp_path, plan, num_calls=4000, within_s=60.0, seed=5))
+
+
+def test_calls_to_a_front_that_stays_stopped_fail_when_the_patience_with_it_ends(tmp_path: Path) -> None:
+    reconnect_s = 5.0
+
+    async def scene() -> None:
+        async with Service(tmp_path, num_local=1, num_joined=0, warm="bare") as service:
+            client = SandboxClient(service.url, token=TOKEN, reconnect_s=reconnect_s)
+            async with client:
+                assert (await client.run(RunRequest(code="print(1)"))).text == "1\n"
+                [front] = (await service.parts())[Part.FRONT]
+                front.send(signal.SIGSTOP)
+                asked_at = time.monotonic()
+                with pytest.raises(MachineError, match="out of reach"):
+                    await client.run(RunRequest(code="print(2)"))
+                # The stream it had falls silent, then one more that is tried.
+                assert time.monotonic() - asked_at < reconnect_s + 2 * SILENCE_S
+                front.send(signal.SIGCONT)
+                assert (await client.run(RunRequest(code="print(3)"))).text == "3\n"
+
+    asyncio.run(scene())
