@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from strop.errors import MachineError, SessionLost
-from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
+from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, RunResult, SandboxConfig
 from strop.sandbox.node.node import Node
 from strop.sandbox.node.pools import profile_of
 from strop.sandbox.node.slots import Slots
@@ -27,6 +27,14 @@ def play(scene: Callable[[Node], Awaitable[None]], **settings: object) -> None:
             await scene(node)
 
     asyncio.run(run())
+
+
+async def answer(node: Node, request: RunRequest) -> RunResult:
+    """As a front asks: what the node's own fault cost is asked once more."""
+    try:
+        return await node.run(request)
+    except MachineError:
+        return await node.run(request)
 
 
 def forking_pid(zygote: Zygote) -> int:
@@ -154,7 +162,7 @@ def test_a_stopped_fork_server_costs_no_call_its_answer() -> None:
         for zygote in node._pool("bare")._zygotes:
             os.kill(forking_pid(zygote), signal.SIGSTOP)
         requests = [RunRequest(code=f"print({number})", wall_s=0.5) for number in range(8)]
-        results = await asyncio.wait_for(asyncio.gather(*map(node.run, requests)), 30)
+        results = await asyncio.wait_for(asyncio.gather(*(answer(node, request) for request in requests)), 30)
         assert [result.text for result in results] == [f"{number}\n" for number in range(8)]
 
     play(scene, zygotes=1)
@@ -162,7 +170,7 @@ def test_a_stopped_fork_server_costs_no_call_its_answer() -> None:
 
 def test_a_stopped_fork_server_turns_no_answer_into_a_timeout() -> None:
     async def scene(node: Node) -> None:
-        call = asyncio.create_task(node.run(RunRequest(code="import time; time.sleep(0.3); print('in time')", wall_s=1.0)))
+        call = asyncio.create_task(answer(node, RunRequest(code="import time; time.sleep(0.3); print('in time')", wall_s=1.0)))
         await asyncio.sleep(0.15)
         for zygote in node._pool("bare")._zygotes:
             os.kill(forking_pid(zygote), signal.SIGSTOP)
@@ -208,6 +216,50 @@ def test_a_cell_that_waits_for_a_slot_while_its_session_dies_keeps_nothing() -> 
         assert (await node.run(RunRequest(code="print(1)"))).text == "1\n"
 
     play(scene, max_running=1, zygotes=1, warm=("bare", "numpy"))
+
+
+def test_a_program_that_somebody_else_killed_is_our_fault() -> None:
+    async def scene(node: Node) -> None:
+        call = asyncio.create_task(node.run(RunRequest(code="import time; time.sleep(30)", wall_s=60.0)))
+        await asyncio.sleep(0.3)
+        [running] = node._watchdog._calls
+        pid = running.child.host_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(MachineError, match="killed from outside"):
+            await call
+
+    play(scene)
+
+
+def test_threads_of_a_program_fit_into_its_memory() -> None:
+    code = """
+import threading, time
+threads = [threading.Thread(target=time.sleep, args=(0.1,)) for _ in range(16)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print("all")
+"""
+
+    async def scene(node: Node) -> None:
+        assert (await node.run(RunRequest(code=code))).text == "all\n"
+
+    play(scene)
+
+
+def test_what_a_program_says_of_its_start_moves_its_times_by_little() -> None:
+    code = (
+        "import sys, mmap, struct, time\ntime.sleep(0.6)\nframe = sys._getframe()\nwhile frame:\n"
+        "    for held in list(frame.f_locals.values()):\n        if isinstance(held, mmap.mmap):\n"
+        "            held[:8] = struct.pack('<d', time.monotonic() + 100); print('forged')\n    frame = frame.f_back"
+    )
+
+    async def scene(node: Node) -> None:
+        result = await node.run(RunRequest(code=code))
+        assert result.text.startswith("forged")
+        assert result.timings.run_s > 0.3
+
+    play(scene)
 
 
 def test_fork_servers_are_renewed_while_calls_are_in_flight() -> None:

@@ -33,7 +33,7 @@ class Sandbox:
         with Sandbox() as box:
             result = box.run("print(input())", stdin="hello")
 
-        with Sandbox(url="http://sandbox.example:8300", token=token) as box: ...
+        with Sandbox(url="http://sandbox.example:8517", token=token) as box: ...
 
     Args:
         min_level: how little isolation is still accepted, as in "namespaces" or "L2".

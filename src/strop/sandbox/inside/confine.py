@@ -69,6 +69,8 @@ class Confinement:
         elif self.is_root and self.level == "confined":
             _become_unprivileged(directory)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: a change of uid clears it
+        if not self.is_namespaced:
+            os.environ.update(HOME=directory, TMPDIR=directory)
         os.chdir(directory)
         if max_processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
@@ -118,9 +120,11 @@ class Confinement:
         filesystem.mount_tmp()
         filesystem.make_work_directory()
         if self.is_root:
+            # Every call its own: what the kernel counts per user, such as pages in pipes, one call must not use up for all.
+            uid = UNPRIVILEGED_UID + int(os.readlink("self", dir_fd=self.proc))
             os.setgroups([])
-            os.setresgid(UNPRIVILEGED_UID, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
-            os.setresuid(UNPRIVILEGED_UID, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
+            os.setresgid(uid, uid, uid)
+            os.setresuid(uid, uid, uid)
             kernel.libc.prctl(kernel.PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below belong to root
         # A user namespace for each call: RLIMIT_NPROC is counted in it, and the same uid is seen on every machine.
         kernel.enter_user_namespace(self.proc, inside=INNER_UID)

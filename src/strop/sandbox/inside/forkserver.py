@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from . import kernel
-from .wire import KIND_EXITED, KIND_SIGNALED, KIND_STARTED, MAX_SPAWN_BYTES
+from .wire import KIND_EXITED, KIND_REFUSED, KIND_SIGNALED, KIND_STARTED, MAX_SPAWN_BYTES
 
 _P_ALL, _WNOHANG, _WEXITED, _WNOWAIT = 0, 1, 4, 0x01000000
 _POLLIN = 1
@@ -149,17 +149,24 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
             length = libc.recvmsg(control, incoming_at, 0)
             if length <= 0:
                 return
-            if pid_namespace >= 0:
-                # After the init of a pid namespace has died, fork fails with ENOMEM until a new one is asked for.
-                kernel.check(libc.setns(pid_namespace, kernel.CLONE_NEWPID), "setns")
-                kernel.check(libc.unshare(kernel.CLONE_NEWPID), "unshare a pid namespace")
-            report.pid = os.fork()
-            if report.pid == 0:
-                run_child(descriptors[0], descriptors[1], descriptors[2], spawn.directory.decode())
-            passed[0] = libc.syscall(kernel.SYS_PIDFD_OPEN, ctypes.c_long(report.pid), 0)
-            report.kind, report.child, report.status = KIND_STARTED, spawn.child, 0
-            libc.sendmsg(control, outgoing_at, 0)
-            libc.close(passed[0])
+            report.child, report.status = spawn.child, 0
+            try:
+                if pid_namespace >= 0:
+                    # After the init of a pid namespace has died, fork fails with ENOMEM until a new one is asked for.
+                    kernel.check(libc.setns(pid_namespace, kernel.CLONE_NEWPID), "setns")
+                    kernel.check(libc.unshare(kernel.CLONE_NEWPID), "unshare a pid namespace")
+                report.pid = os.fork()
+            except OSError as error:  # this machine has no room for one more; the others live on
+                report.kind, report.status = KIND_REFUSED, error.errno or 0
+                libc.send(control, report_at, report_size, 0)
+            else:
+                if report.pid == 0:
+                    run_child(descriptors[0], descriptors[1], descriptors[2], spawn.directory.decode())
+                passed[0] = libc.syscall(kernel.SYS_PIDFD_OPEN, ctypes.c_long(report.pid), 0)
+                report.kind = KIND_STARTED
+                if passed[0] < 0 or libc.sendmsg(control, outgoing_at, 0) < 0:
+                    return  # a child that nobody could kill must not live: this ends with all of them
+                libc.close(passed[0])
             for index in range(_NUM_DESCRIPTORS):
                 libc.close(descriptors[index])
 

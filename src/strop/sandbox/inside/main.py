@@ -126,10 +126,11 @@ def _seed(seed: int) -> None:
 def _isolate(proc: int) -> bool:
     """Into fresh namespaces, without a user namespace where root allows it. True if the caller is the host's root."""
     own = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
-    if kernel.libc.unshare(own) == 0:
-        return True
-    kernel.enter_user_namespace(proc, inside=0, other_namespaces=own)
-    return False
+    is_root: bool = kernel.libc.unshare(own) == 0
+    if not is_root:
+        kernel.enter_user_namespace(proc, inside=0, other_namespaces=own)
+    kernel.check(kernel.libc.sethostname(b"sandbox", 7), "set the host name")
+    return is_root
 
 
 def fix_addresses() -> None:

@@ -22,6 +22,7 @@ _ABSENT = fail(errno.ENOSYS)
 
 _SET_MODE_FILTER, _NEW_LISTENER = 1, 8
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_TYPE_MASK = 1, 1, 5, 0xF
+_SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 1, 7, 8, 32, 33
 _PRIO_PROCESS, _IOPRIO_WHO_PROCESS = 0, 1
 _RLIMIT_NPROC = 6
 _PERSONALITY_QUERY = 0xFFFFFFFF
@@ -46,12 +47,15 @@ _REFUSED_CALLS = {
     "files past their paths": "open_by_handle_at name_to_handle_at fanotify_init fanotify_mark",
     "processor modes": "modify_ldt ioperm iopl",
 }
-# Landlock does not judge these, and without a mount namespace the host's files are there: whoever owns a file may change them.
-_FILE_ATTRIBUTES = (
-    "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat setxattr lsetxattr fsetxattr setxattrat removexattr "
-    "lremovexattr fremovexattr removexattrat utime utimes futimesat utimensat file_setattr"
+# Landlock does not judge these, and without a mount namespace the host's files are there: whoever owns a file may change the
+# first, whoever may write to it the others.
+_ATTRIBUTES_OF_OWN = "chmod fchmod fchmodat fchmodat2 chown fchown lchown fchownat file_setattr"
+_ATTRIBUTES_OF_WRITABLE = (
+    "setxattr lsetxattr fsetxattr setxattrat removexattr lremovexattr fremovexattr removexattrat "
+    "utime utimes futimesat utimensat"
 )
-_WATCHES = "inotify_init inotify_init1 inotify_add_watch"  # nor these: names of files come and go
+# The system's files are the same for all calls: who opens or locks one could tell that to another, or hold up the host.
+_MAILBOXES = "flock inotify_init inotify_init1 inotify_add_watch"
 _SIGNALS = "tkill tgkill rt_sigqueueinfo rt_tgsigqueueinfo pidfd_send_signal"
 
 
@@ -87,23 +91,26 @@ def build(
             unless one of the two below says that they are harmless.
         in_session: asking for a namespace or a mount waits for the supervisor's answer, through the listener of `install`; and
             the limit of processes stays as it is, since what a copy may start is bounded by what its origin might have.
-        has_own_uid: nothing else on the machine runs as its uid or owns files by it.
+        has_own_uid: nothing else on the machine runs as its uid or owns files by it: it may change whose its own files are.
         are_signals_scoped: Landlock keeps its signals inside (ABI 6). Where nothing does, a program can signal only itself
             together with all its kin (`kill(0, ...)`): it cannot end one of its children.
 
     Raises:
         OSError: no table of system calls for this architecture.
     """
-    rules = _always(privileged=NOTIFY if in_session else _REFUSED)
+    rules = _always(privileged=NOTIFY if in_session else _REFUSED) | _each(_MAILBOXES, _REFUSED)
     if in_session:
         rules |= _fixed_limit(_RLIMIT_NPROC)
     if not is_namespaced:
         rules |= _each("setsid setpgid", _REFUSED)
+        rules |= _each(_ATTRIBUTES_OF_WRITABLE, _REFUSED)
         if not has_own_uid:
-            rules |= _each(_FILE_ATTRIBUTES, _REFUSED) | _each(_WATCHES, _REFUSED)
+            rules |= _each(_ATTRIBUTES_OF_OWN, _REFUSED)
             if not are_signals_scoped:
                 rules |= _each(_SIGNALS, _REFUSED) | {"kill": _only(0, 0)}
     numbers = syscalls.numbers(machine)
+    if unknown := rules.keys() - syscalls.NAMES:
+        raise AssertionError(f"no table of system calls has {', '.join(sorted(unknown))}")
     code = assemble(
         {numbers[name]: rule for name, rule in rules.items() if name in numbers},
         architecture=syscalls.architecture(machine),
@@ -134,6 +141,9 @@ def _always(*, privileged: Rule) -> dict[str, Rule]:
     rules |= _each("sched_setparam sched_setscheduler sched_setaffinity sched_setattr prlimit64", _only(0, 0))
     for command in (_F_SETOWN, _F_SETOWN_EX, _F_SETLEASE, _F_NOTIFY):  # signals to others; a file that others wait for
         rules["fcntl"] = Test(argument=1, equals=command, then=_REFUSED, otherwise=rules.get("fcntl", ALLOW))
+    for option in (_SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE):  # memory of the kernel that no limit counts
+        of_socket = Test(argument=1, equals=_SOL_SOCKET, then=_REFUSED, otherwise=ALLOW)
+        rules["setsockopt"] = Test(argument=2, equals=option, then=of_socket, otherwise=rules.get("setsockopt", ALLOW))
     unix = Test(
         argument=1,
         mask=_SOCK_TYPE_MASK,

@@ -23,6 +23,7 @@ _X86_64 = {
     "chown": 92, "chroot": 161, "clock_adjtime": 305, "clock_settime": 227, "clone": 56, "connect": 42, "create_module": 174,
     "delete_module": 176, "fanotify_init": 300, "fanotify_mark": 301, "fchmod": 91, "fchmodat": 268, "fchown": 93,
     "fchownat": 260, "fcntl": 72, "finit_module": 313, "fremovexattr": 199, "fsetxattr": 190, "futimesat": 261,
+    "flock": 73,
     "init_module": 175, "inotify_add_watch": 254, "inotify_init": 253, "inotify_init1": 294, "ioperm": 173, "iopl": 172,
     "ioprio_set": 251, "kcmp": 312, "kexec_file_load": 320, "kexec_load": 246, "keyctl": 250, "kill": 62, "lchown": 94,
     "listen": 50, "lookup_dcookie": 212, "lremovexattr": 198, "lsetxattr": 189, "memfd_create": 319, "migrate_pages": 256,
@@ -33,7 +34,8 @@ _X86_64 = {
     "reboot": 169, "removexattr": 197, "request_key": 249, "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297,
     "sched_setaffinity": 203, "sched_setattr": 314, "sched_setparam": 142, "sched_setscheduler": 144, "seccomp": 317,
     "semctl": 66, "semget": 64, "semop": 65, "semtimedop": 220, "setdomainname": 171, "sethostname": 170, "setns": 308,
-    "setpgid": 109, "setpriority": 141, "setrlimit": 160, "setsid": 112, "settimeofday": 164, "setxattr": 188, "shmat": 30,
+    "setpgid": 109, "setpriority": 141, "setrlimit": 160, "setsid": 112, "setsockopt": 54, "settimeofday": 164,
+    "setxattr": 188, "shmat": 30,
     "shmctl": 31, "shmdt": 67, "shmget": 29, "socket": 41, "socketpair": 53, "swapoff": 168, "swapon": 167, "syslog": 103,
     "tgkill": 234,
     "tkill": 200, "umount2": 166, "unshare": 272, "uselib": 134, "userfaultfd": 323, "utime": 132, "utimensat": 280,
@@ -44,7 +46,8 @@ _AARCH64 = {  # it never had the calls that are missing here
     "accept": 202, "accept4": 242, "acct": 89, "add_key": 217, "adjtimex": 171, "bind": 200, "bpf": 280, "chroot": 51,
     "clock_adjtime": 266, "clock_settime": 112, "clone": 220, "connect": 203, "delete_module": 106, "fanotify_init": 262,
     "fanotify_mark": 263, "fchmod": 52, "fchmodat": 53, "fchown": 55, "fchownat": 54, "fcntl": 25, "finit_module": 273,
-    "fremovexattr": 16, "fsetxattr": 7, "init_module": 105, "inotify_add_watch": 27, "inotify_init1": 26, "ioprio_set": 30,
+    "flock": 32, "fremovexattr": 16, "fsetxattr": 7, "init_module": 105, "inotify_add_watch": 27, "inotify_init1": 26,
+    "ioprio_set": 30,
     "kcmp": 272, "kexec_file_load": 294, "kexec_load": 104, "keyctl": 219, "kill": 129, "listen": 201, "lookup_dcookie": 18,
     "lremovexattr": 15, "lsetxattr": 6, "memfd_create": 279, "migrate_pages": 238, "mount": 40, "move_pages": 239,
     "mq_getsetattr": 185, "mq_notify": 184, "mq_open": 180, "mq_timedreceive": 183, "mq_timedsend": 182, "mq_unlink": 181,
@@ -54,12 +57,14 @@ _AARCH64 = {  # it never had the calls that are missing here
     "request_key": 218, "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "sched_setaffinity": 122, "sched_setattr": 274,
     "sched_setparam": 118, "sched_setscheduler": 119, "seccomp": 277, "semctl": 191, "semget": 190, "semop": 193,
     "semtimedop": 192, "setdomainname": 162, "sethostname": 161, "setns": 268, "setpgid": 154, "setpriority": 140,
-    "setrlimit": 164, "setsid": 157, "settimeofday": 170, "setxattr": 5, "shmat": 196, "shmctl": 195, "shmdt": 197,
+    "setrlimit": 164, "setsid": 157, "setsockopt": 208, "settimeofday": 170, "setxattr": 5, "shmat": 196,
+    "shmctl": 195, "shmdt": 197,
     "shmget": 194, "socket": 198, "socketpair": 199, "swapoff": 225, "swapon": 224, "syslog": 116, "tgkill": 131, "tkill": 130,
     "umount2": 39, "unshare": 97, "userfaultfd": 282, "utimensat": 88, "vhangup": 58, "vmsplice": 75,
 }  # fmt: skip
 
 _NUMBERS = {"x86_64": _X86_64 | _SAME, "aarch64": _AARCH64 | _SAME}
+NAMES = frozenset().union(*_NUMBERS.values())  # a call that is missing from every table would be refused nowhere
 
 
 def numbers(machine: str = platform.machine()) -> dict[str, int]:

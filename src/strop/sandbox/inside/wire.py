@@ -11,7 +11,7 @@ MAX_SPAWN_BYTES = 512
 
 # fork server -> supervisor
 REPORT = struct.Struct("<IiQqQQ")  # kind, status, id of the child, pid, CPU time in us, largest resident set in KiB
-KIND_HELLO, KIND_FAILED, KIND_STARTED, KIND_EXITED, KIND_SIGNALED = range(5)
+KIND_HELLO, KIND_FAILED, KIND_STARTED, KIND_EXITED, KIND_SIGNALED, KIND_REFUSED = range(6)
 
 # The exchange: a file in memory. The child's record lies first, the work that it is given behind it.
 STAMP = struct.Struct("<d")  # when its work began, by the monotonic clock

@@ -15,8 +15,9 @@ from strop.sandbox.node.zygotes import Child, Ended
 from strop.sandbox.protocol import RunRequest
 
 SETUP_LIMIT_S = 5.0  # from the work to its first instruction; 1 ms when the machine is idle
-_KILL_LIMIT_S = 0.25  # from a kill to the report of the end
-_MAX_EXTENSION_S = 0.25  # of a deadline, for a child that says it was late to start: nobody can check that
+_KILL_LIMIT_S = 0.25  # from a kill to the report of the end, once it is dead
+_DEATH_LIMIT_S = 5.0  # from a kill to the death; giving back a gigabyte takes a while
+_MAX_EXTENSION_S = 0.25  # how late a child may say that its work began: nobody can check that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,10 +64,6 @@ class Call:
         self.output = OutputTail(limit=request.output_bytes, skip=len(wire.READY))
         child.give(work_of(request, num_others=child.num_others), self._end)
 
-    @property
-    def age_s(self) -> float:
-        return time.monotonic() - self._given_at
-
     async def wait(self) -> FinishedCall:
         """On every way out the child is dead, or killed and given back when it is."""
         try:
@@ -91,7 +88,8 @@ class Call:
         if self._finished.done():
             return
         if self._stopped_for:
-            if now - self._stopped_at > _KILL_LIMIT_S:  # it is dead, and its fork server too slow to say so
+            late_s = now - self._stopped_at
+            if late_s > _DEATH_LIMIT_S or (late_s > _KILL_LIMIT_S and self.child.is_dead):  # and nobody said so
                 self.child.abandon()
             return
         if not self._is_reading:
@@ -123,26 +121,24 @@ class Call:
                 self.stop("setup")
             return
         if not self._deadline:
-            latest = self._earliest_deadline + _MAX_EXTENSION_S
-            self._deadline = min(self._began_at(now) + self.request.wall_s, latest)
+            self._deadline = self._began_at(now) + self.request.wall_s
         if now >= self._deadline:
             self.stop("timeout")
 
     def _began_at(self, now: float) -> float:
         """When its work began, as far as its own word is possible."""
         (stamp,) = wire.STAMP.unpack(os.pread(self.child.exchange, wire.STAMP.size, 0))
-        return float(min(max(stamp, self._given_at), now)) if math.isfinite(stamp) else self._given_at
+        latest = min(now, max(self._given_at, self.child.started_at) + _MAX_EXTENSION_S)
+        return float(min(max(stamp, self._given_at), latest)) if math.isfinite(stamp) else self._given_at
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            if not (part := os.read(self.child.output, 262_144)):
-                self.stop_reading()
-                self._is_reading = True  # nothing will ever come again
-                self._loop.remove_reader(self.child.output)
+            part = os.read(self.child.output, 262_144)
             self.output.add(part)
             if self.output.is_flood:
-                self._loop.remove_reader(self.child.output)
                 self.stop("output")
+            if not part or self.output.is_flood:
+                self._loop.remove_reader(self.child.output)  # nothing more is wanted, or will ever come
 
     def _end(self) -> None:
         if not self._finished.done():  # else whoever waited was cancelled

@@ -103,6 +103,10 @@ class Interpreter:
         else:
             child.watch(self._take_end)
 
+    @property
+    def adopter(self) -> int:
+        return 0 if self._child is None else self._child.adopter
+
     def host_pid(self) -> int | None:
         return self.pid if self.ended is None else None
 

@@ -43,7 +43,6 @@ _log = logging.getLogger(__name__)
 
 _TICK_S = 0.01  # how often running calls are looked at
 _SLOTS_FACTOR = 3  # calls that are here for each that computes: enough that none waits for the front, few enough to be fair
-_TRIES = 2  # of one call, when its fork server died under it
 _PROGRAM_PROFILES = ("bare", "numpy", "full")
 
 
@@ -106,19 +105,14 @@ class Node(CodeNode):
         await self._slots.acquire()
         admitted_at = time.monotonic()
         try:
-            for _ in range(_TRIES):  # a program is stateless: when its fork server died it may run once more
-                child = await self._pool(request.profile or profile_of(request.code)).take()
-                facts = await self._watch(Call(child, request, admitted_at=admitted_at))
-                if facts.ended.is_lost and facts.stopped_for in ("", "setup"):
-                    if self._closed.is_set():
-                        raise MachineError("the sandbox was closed while a call was running")
-                    fault = "its fork server died"
-                    continue
-                result = judge(facts, request, level=self.level, queue_s=admitted_at - arrived_at, node=self.name)
-                if result.outcome is not RunOutcome.INTERNAL:
-                    return result
-                fault = result.reason
-            raise MachineError(f"a call failed {_TRIES} times through no fault of its program; the last time {fault}")
+            child = await self._pool(request.profile or profile_of(request.code)).take()
+            facts = await self._watch(Call(child, request, admitted_at=admitted_at))
+            if facts.ended.is_lost and facts.stopped_for in ("", "setup"):
+                raise MachineError("the sandbox was closed" if self._closed.is_set() else "its fork server died")
+            result = judge(facts, request, level=self.level, queue_s=admitted_at - arrived_at, node=self.name)
+            if result.outcome is RunOutcome.INTERNAL:
+                raise MachineError(result.reason)
+            return result
         finally:
             self._slots.release()
 

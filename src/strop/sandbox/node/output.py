@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-FLOOD_FACTOR = 64  # output beyond this many times its limit ends the program
+FLOOD_FACTOR, MAX_FLOOD_BYTES = 64, 32 << 20  # output beyond so many times its limit, or beyond so much, ends the program
+_MAX_READS = 16  # each takes what a pipe holds; a writer that lives may fill it as fast as it is read
 
 
 class OutputTail:
@@ -29,7 +30,7 @@ class OutputTail:
 
     @property
     def is_flood(self) -> bool:
-        return self.num_bytes > FLOOD_FACTOR * self._limit
+        return self.num_bytes > max(2 * self._limit, min(FLOOD_FACTOR * self._limit, MAX_FLOOD_BYTES))
 
     def add(self, part: bytes) -> None:
         skipped = min(len(part), max(0, -self.num_bytes))
@@ -42,8 +43,8 @@ class OutputTail:
             del self._tail[: -self._limit]
 
     def drain(self, descriptor: int) -> None:
-        """Take what is left in a pipe whose writers are dead, without ever waiting for one that is not."""
-        while not self.is_flood:
+        """Take what is left in a pipe whose writers are dead, without ever waiting for one that is not, or racing it."""
+        for _ in range(_MAX_READS):
             try:
                 part = os.read(descriptor, 262_144)
             except BlockingIOError:

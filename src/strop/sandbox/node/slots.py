@@ -19,10 +19,6 @@ class Slots:
         self._alive_left = max(num_busy, num_alive)
         self._waiting: deque[asyncio.Future[None]] = deque()
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
     async def acquire(self) -> None:
         """Returns when a program may start; in the order of asking."""
         if self._is_free and not self._waiting:

@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
@@ -125,7 +124,7 @@ class Child:
         try:
             with open(f"/proc/self/fdinfo/{self.pidfd}") as described:
                 pid = int(described.read().rpartition("\nPid:\t")[2].split(maxsplit=1)[0])
-        except (FileNotFoundError, IndexError, ValueError):
+        except (OSError, IndexError, ValueError):  # it has ended, or there is no descriptor left to look through
             return None
         return pid if pid > 0 else None
 
@@ -133,6 +132,11 @@ class Child:
     def num_others(self) -> int:
         """Processes that RLIMIT_NPROC counts besides its own: without namespaces and without root, all of this user."""
         return self._zygote.num_others
+
+    @property
+    def adopter(self) -> int:
+        """The process that its orphans become children of; 0 where that is itself."""
+        return self._zygote.pid if self.directory else 0
 
     def close(self) -> None:
         """Give back its descriptors and its directory; kills it first when it still runs. Safe to call twice."""
@@ -167,14 +171,37 @@ class Child:
                 os.close(descriptor)
         self.exchange = self._wake = self.output = self.pidfd = -1
         if self.directory:
-            shutil.rmtree(self.directory, ignore_errors=True)
+            _remove(self.directory)
             self.directory = ""
+
+
+def _remove(directory: str) -> None:
+    """Now if it is empty, as most are; else by a process of its own: a program may leave any number of files, at any depth."""
+    with contextlib.suppress(OSError):
+        os.rmdir(directory)
+        return
+    script = '(chmod -R u+rwX -- "$0"; exec rm -rf -- "$0") &'
+    try:
+        quiet = subprocess.DEVNULL
+        subprocess.run(["sh", "-c", script, directory], stdin=quiet, stdout=quiet, stderr=quiet, env=ENVIRONMENT, check=False)
+    except OSError as error:
+        _log.warning("%s, which a program filled, cannot be removed: %s", directory, error)
+
+
+def _check_temporary_directory(level: IsolationLevel) -> None:
+    """Raises `MachineError` when programs with a uid of their own could not enter their directories."""
+    if level is not IsolationLevel.CONFINED or os.geteuid() != 0:
+        return
+    place = Path(tempfile.gettempdir())
+    if not all(parent.stat().st_mode & 0o001 for parent in (place, *place.parents)):
+        raise MachineError(f"temporary files lie in {place}, which is closed to others; set TMPDIR to a directory that is open")
 
 
 class Zygote:
     """One fork server process. Belongs to one event loop."""
 
     def __init__(self, profile: str, level: IsolationLevel, *, modules: tuple[str, ...], on_lost: Callable[[], None]) -> None:
+        _check_temporary_directory(level)
         self._loop = asyncio.get_running_loop()
         self._level = level
         self._on_lost = on_lost
@@ -237,7 +264,8 @@ class Zygote:
         """A child for one piece of work, and another one on its way for the next."""
         child = self._spares.popleft() if self._spares else self._spawn()
         if not self._spares and not self.is_lost:
-            self._spares.append(self._spawn())
+            with contextlib.suppress(MachineError):  # no room for a spare; the next call asks again
+                self._spares.append(self._spawn())
         return child
 
     def take_session(self, work: bytes) -> tuple[Child, socket.socket]:
@@ -251,6 +279,8 @@ class Zygote:
         if self.is_lost:
             return
         self.is_lost = True
+        for child in self._by_pid.values():
+            child.kill()  # where there is no pid namespace, what it started does not die with the fork server
         self._loop.remove_reader(self._socket)
         self._socket.close()
         self._process.kill()
@@ -274,14 +304,27 @@ class Zygote:
         """A child that waits for its work or, with a `line`, has it already and lives on."""
         number = next(self._numbers)
         self.num_spawned += 1
-        directory = "" if self._level.rank >= 2 else tempfile.mkdtemp(prefix="strop-")
-        try:
-            exchange = os.memfd_create("exchange", os.MFD_CLOEXEC)
-            os.ftruncate(exchange, wire.RECORD_BYTES)
-            wake = os.eventfd(0, os.EFD_CLOEXEC) if line < 0 else -1
-            output_read, output_write = os.pipe2(os.O_CLOEXEC)
-        except OSError as error:
-            raise MachineError(f"no descriptors left for another program ({error}). Raise `ulimit -n`.") from error
+        wake, directory = -1, ""
+        with contextlib.ExitStack() as undo:
+            try:
+                exchange = os.memfd_create("exchange", os.MFD_CLOEXEC)
+                undo.callback(os.close, exchange)
+                os.ftruncate(exchange, wire.RECORD_BYTES)
+                if line < 0:
+                    wake = os.eventfd(0, os.EFD_CLOEXEC)
+                    undo.callback(os.close, wake)
+                else:
+                    undo.callback(os.close, line)
+                output_read, output_write = os.pipe2(os.O_CLOEXEC)
+                undo.callback(os.close, output_read)
+                undo.callback(os.close, output_write)
+                if self._level.rank < IsolationLevel.NAMESPACES.rank:
+                    directory = tempfile.mkdtemp(prefix="strop-")
+            except OSError as error:
+                raise MachineError(
+                    f"there is no room for another program: {error}. Raise `ulimit -n`, or make room where temporary files lie."
+                ) from error
+            undo.pop_all()
         os.set_blocking(output_read, False)
         child = Child(self, number, exchange=exchange, wake=wake, output=output_read, directory=directory)
         self._children[number] = child
@@ -314,7 +357,11 @@ class Zygote:
                 return
             except ConnectionError:
                 message, descriptors = b"", []
-            if len(message) < wire.REPORT.size:
+            except OSError as error:  # no descriptor left for the one that came
+                _log.warning("the supervisor cannot take what a fork server sends: %s", error)
+                message, descriptors = b"", []
+            is_start = message[:4] == wire.KIND_STARTED.to_bytes(4, "little")
+            if len(message) < wire.REPORT.size or (is_start and not descriptors):
                 self.lose()
                 return
             self._take(message, descriptors)
@@ -337,6 +384,10 @@ class Zygote:
                     peak_bytes=peak_kib << 10,
                 )
             )
+        elif kind == wire.KIND_REFUSED:
+            _log.warning("the machine refused to fork another program: %s", os.strerror(status))
+            self._children.pop(number).take_end(LOST)
+            self._send()
         elif kind == wire.KIND_HELLO:
             self._hello.set_result(None)
         else:
@@ -363,6 +414,7 @@ ENVIRONMENT = {  # all that a program sees of an environment; nothing of ours
     "PYTHONUTF8": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "1",  # each thread would reserve 64 MiB of the address space that a program may have
 }
 
 

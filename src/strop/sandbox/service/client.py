@@ -29,7 +29,7 @@ _HEALTH: TypeAdapter[Health] = TypeAdapter(Health)
 class SandboxClient(CodeService):
     """Many calls may be under way at once. Belongs to the event loop that it is first used in.
 
-    async with SandboxClient("http://127.0.0.1:8300", token=token) as service:
+    async with SandboxClient("http://127.0.0.1:8517", token=token) as service:
         result = await service.run(RunRequest(code="print(1)"))
 
     `overloaded` and lost connections are tried again here; a call that was sent twice runs once.

@@ -52,7 +52,7 @@ class ServeConfig(Config):
     """Of `strop sandbox serve`."""
 
     host: str = "127.0.0.1"
-    port: int = Field(default=8300, ge=0, le=65_535)  # 0 for a free one
+    port: int = Field(default=8517, ge=0, le=65_535)  # 0 for a free one
     # Name -> secret; the name is the client's identity in the queue. Empty: everyone who reaches the port may use it.
     tokens: dict[str, str] = Field(default_factory=dict)
     nodes_host: str = "127.0.0.1"

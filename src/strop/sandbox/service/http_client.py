@@ -41,7 +41,7 @@ class ServiceHttp:
     def __init__(self, url: str, *, token: str | None, client: str) -> None:
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
-            raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8300.")
+            raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8517.")
         self._headers = {_CLIENT_HEADER: client} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._session: aiohttp.ClientSession | None = None
         self.was_up = False  # it has answered a request

@@ -1,0 +1,26 @@
+"""Hides where this machine keeps its interpreter, its libraries and the runner from whoever reads what a program printed."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from pathlib import Path
+
+from strop.sandbox.inside import wire
+
+_NAMES = {
+    str(Path(wire.__file__).parent): "runner",
+    **{sysconfig.get_path(name): "python" for name in ("stdlib", "platstdlib")},
+    **{sysconfig.get_path(name): "site-packages" for name in ("purelib", "platlib")},
+    sys.prefix: "python-prefix",
+    sys.base_prefix: "python-prefix",
+}
+_SHARED = {"/", "/usr", "/usr/local"}  # prefixes that say nothing of this machine
+_PLACES = sorted(((place, name) for place, name in _NAMES.items() if place not in _SHARED), key=lambda pair: -len(pair[0]))
+
+
+def hide_places(text: str) -> str:
+    """`text` with neutral names for them: it then is the same on every machine."""
+    for place, name in _PLACES:
+        text = text.replace(place, name)
+    return text
