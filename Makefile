@@ -28,7 +28,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m "slow and not sandbox"
 
 # The code service against everything that a program, a signal or a cut wire can do to it: minutes, at every level.
 test-sandbox: setup
