@@ -1,8 +1,9 @@
 """A session from the inside: an interpreter whose state lasts from one cell to the next, errors included.
 
-    supervisor --(cell: its number and limits, its code and stdin as files)--> line
-    line --(began)(done: exit code, echo or traceback)--> supervisor
+    supervisor --(cell: its word, number and limits, its code and stdin as files)--> line
+    line --(began: the word)(done: the word, exit code, echo or traceback)--> supervisor
 
+The word is drawn for each cell, so that nothing that earlier cells left running can speak for a later one in advance.
 What a cell prints goes through one pipe for all cells, so threads and processes that outlive a cell print into the next one's
 output. Ctrl-C is how a cell is stopped: outside a cell it is nothing.
 """
@@ -75,12 +76,12 @@ class Session:
                     exit_now(0)
                 branching.reap()
                 if packet[:1] == wire.LINE_CELL:
-                    number, exit_code, kind, text = self._cell(packet, descriptors)
+                    word, exit_code, kind, text = self._cell(packet, descriptors)
                     if getpid() != own_pid:  # a fork of the cell that came back here; it has no next cell
                         if kind == wire.RECORD_ERROR:
                             program.attempt(self._streams[1].write, text)
                         exit_now(exit_code)
-                    self._line.send(DONE.pack(wire.LINE_DONE, number, exit_code, kind) + program.encode_record(text))
+                    self._line.send(DONE.pack(wire.LINE_DONE, word, exit_code, kind) + program.encode_record(text))
                 elif packet[:1] == wire.LINE_FORK:
                     self._line = branching.fork(self._line, FORK.unpack(packet)[1], descriptors, Line)
                     own_pid = getpid()
@@ -91,13 +92,24 @@ class Session:
             exit_now(_FAILED)
 
     def _cell(self, packet: bytes, descriptors: list[int]) -> tuple[int, int, bytes, str]:
-        """Its number and exit code, and what there is to show: of which kind, and the text."""
-        _, number, code_length, stdin_length, memory_bytes, file_mib = CELL.unpack(packet)
+        """Its word and exit code, and what there is to show: of which kind, and the text."""
+        _, word, number, code_length, memory_bytes, file_mib = CELL.unpack(packet)
+        began = wire.BEGAN.pack(wire.LINE_BEGAN, word)
+        if len(descriptors) < 2:
+            self._line.send(began)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return (
+                word,
+                _FAILED,
+                wire.RECORD_ERROR,
+                "OSError: earlier cells left no file descriptor that this one could come by\n",
+            )
         code = os.pread(descriptors[0], code_length, 0).decode()
         os.close(descriptors[0])
         self._cage.limit_cell(memory_bytes=memory_bytes, file_bytes=file_mib << 20)
-        _take_stdin(descriptors[1] if stdin_length else -1)
-        self._line.send(wire.BEGAN.pack(wire.LINE_BEGAN, number))
+        _take_stdin(descriptors[1])
+        self._line.send(began)
         try:
             try:
                 self._is_interruptible = True
@@ -106,7 +118,7 @@ class Session:
                 self._is_interruptible = False
         except KeyboardInterrupt:  # too late for the cell's own traceback
             exit_code, kind, text = _FAILED, wire.RECORD_ERROR, "KeyboardInterrupt\n"
-        return number, exit_code, kind, text
+        return word, exit_code, kind, text
 
     def _run(self, code: str, file: str) -> tuple[int, bytes, str]:
         exit_code, kind, text = 0, b" ", ""
@@ -151,9 +163,8 @@ def live(
 
 
 def _take_stdin(descriptor: int) -> None:
-    """What the cell reads from its standard input: a sealed file, or nothing."""
-    source = descriptor if descriptor >= 0 else os.open(os.devnull, os.O_RDONLY)
-    os.dup2(source, 0)
-    os.close(source)
+    """What the cell reads from its standard input: a sealed file."""
+    os.dup2(descriptor, 0)
+    os.close(descriptor)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - until the next cell
     sys.__dict__.update(__stdin__=sys.stdin)

@@ -34,7 +34,7 @@ LINE_CELL = b"c"  # CELL, with the code and its stdin as sealed files
 LINE_FORK = b"f"  # FORK, with (line, output) of each of the two branches
 LINE_DRESS = b"g"  # to a branch that was born: the JSON of what it must give up
 LINE_STEM = b"e"  # both branches live: become nothing but the parent of their namespaces
-CELL = struct.Struct("<cIIIQI")  # LINE_CELL, number, length of the code, of stdin, memory in bytes, file MiB
+CELL = struct.Struct("<cQIIQI")  # LINE_CELL, the word of the cell, its number, length of the code, memory in bytes, file MiB
 FORK = struct.Struct("<cQ")  # LINE_FORK, flags of clone
 # session -> supervisor
 LINE_HELLO = b"h"  # shut in; with the listener of its filter where it has one
@@ -43,8 +43,8 @@ LINE_BEGAN = b"b"  # BEGAN
 LINE_DONE = b"d"  # DONE, and the text behind it
 LINE_BORN = b"n"  # ready for its first cell; of a branch: in its own namespaces
 LINE_DRESSED = b"r"  # a branch: with its own files, and nothing else
-BEGAN = struct.Struct("<cI")  # LINE_BEGAN, number of the cell
-DONE = struct.Struct("<cIBc")  # LINE_DONE, number of the cell, exit code, what the text is (a RECORD_* or a space)
+BEGAN = struct.Struct("<cQ")  # LINE_BEGAN, the word of the cell
+DONE = struct.Struct("<cQBc")  # LINE_DONE, the word of the cell, exit code, what the text is (a RECORD_* or a space)
 
 # supervisor -> groundwork, with the descriptors said there; the answer is the id and an errno, and what failed behind it
 GROUNDWORK = struct.Struct("<cQqqQI")  # step, id, process, uid of its namespaces' owner, processes allowed, inner uid

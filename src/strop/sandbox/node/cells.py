@@ -1,7 +1,9 @@
 """One cell: its work on a session's line, its output and its clock; and what is known when it is over.
 
-That a cell is done is the session's own word, as an exit code is a program's: it can only be about this cell, and it decides
-nothing but when this cell ends.
+That a cell is done is the session's own word, which anything that runs in it could say. It counts when it names the word that
+was drawn for this cell, and when the interpreter is then seen to wait for the next one: so nothing that was said in advance
+ends a later cell, and none computes on after its end, without a slot and a clock. A session in which something else speaks is
+ended. What is left to a program is the text, and the end of its own cell, as with an exit code.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import secrets
 import signal
 import time
 
@@ -21,40 +24,52 @@ from strop.sandbox.node.zygotes import Ended
 from strop.sandbox.protocol import RunRequest
 
 GRACE_S = 0.25  # from Ctrl-C to the kill
-_KILL_LIMIT_S = 0.25  # from a kill to the report of the end
+_KILL_LIMIT_S = 0.25  # from a kill to the report of the end, once it is dead
+_DEATH_LIMIT_S = 5.0  # from a kill to the death; many processes, and much memory, take a while
 _MAX_EXTENSION_S = 0.15  # of a deadline, for a session that is late to begin
-_MAX_STRAY_PACKETS = 64  # of a session that says what nobody asked
+_BEGIN_LIMIT_S = 5.0  # until it begins; a tenth of a millisecond when the machine is idle
+_IDLE_LIMIT_S, _STARVED_LIMIT_S = 1.0, 5.0  # from its word that it is done until it is seen to wait; longer if it gets no turn
+_IDLE_LOOK_S = 0.001
+_STARVED_CPU_S = 0.1  # who computes less than this while it is runnable gets no turn
+_MAX_UNREAD = 1_000  # packets that may lie on a line when a cell comes; its queue holds fewer
+_MAX_LATE_FAILURES = 64  # words about a fork that was given up
 _CPU_LOOK_S = 0.05
 _F_ADD_SEALS, _ALL_SEALS = 1033, 0xF
 
 
 class Cell:
-    """Runs one request in a session's interpreter. `wait` returns when it is done or the interpreter is dead."""
+    """Runs one request in a session's interpreter. `wait` returns when it is done or the interpreter is dead.
+
+    Raises `OSError` when there is no descriptor for the work; the interpreter has heard nothing then.
+    """
 
     def __init__(self, interpreter: Interpreter, request: RunRequest, number: int, *, admitted_at: float) -> None:
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[None] = self._loop.create_future()
         self._number = number
+        self._word = secrets.randbits(64)
         self._is_reading = False
         self._stopped_for = ""
         self._stopped_at = 0.0
-        self._is_killed = False
+        self._killed_at = 0.0  # 0 while it was not
         self._admitted_at = admitted_at
         self._given_at = time.monotonic()
         self._began_at = 0.0  # 0 until the session said so
-        self._num_stray = 0
+        self._num_late_failures = 0
         self._next_cpu_look = self._given_at + _CPU_LOOK_S
         self._done = b""
-        self._cpu_before_s = interpreter.cpu_s
+        self._done_at = 0.0
+        self._cpu_before_s = self._cpu_done_s = interpreter.sight.cpu_s
         self.child = interpreter
         self.request = request
         self.output = OutputTail(limit=request.output_bytes, skip=0)
-        interpreter.on_end = self._end
-        self._loop.add_reader(interpreter.line, self._read_line)
         if interpreter.ended is not None:
-            self._end()
-        else:
-            self._give()
+            self._finish()
+            return
+        self._give()
+        interpreter.on_end = self._finish
+        if not self._killed_at:
+            self._loop.add_reader(interpreter.line, self._read_line)
 
     async def wait(self) -> FinishedCall:
         """On every way out it is over: done, or its interpreter dead."""
@@ -72,7 +87,7 @@ class Cell:
     @property
     def is_killed(self) -> bool:
         """Whether the interpreter had to go because the cell did not."""
-        return self._is_killed
+        return self._killed_at > 0
 
     def stop(self, reason: str) -> None:
         """End it by Ctrl-C, and soon after by force; the first reason counts."""
@@ -93,12 +108,17 @@ class Cell:
         if not self._is_reading:
             self._is_reading = True
             self._loop.add_reader(self.child.output, self._read_output)
-        if self._is_killed:
-            if now - self._stopped_at > GRACE_S + _KILL_LIMIT_S:
+        if self._killed_at:
+            late_s = now - self._killed_at
+            if late_s > _DEATH_LIMIT_S or (late_s > _KILL_LIMIT_S and self.child.is_dead):  # and nobody said so
                 self.child.abandon()
+        elif self._done:
+            return  # it is looked at more often than here
         elif self._stopped_for:
             if now - self._stopped_at > GRACE_S:
                 self._kill()
+        elif not self._began_at and now >= min(self._deadline, self._given_at + _BEGIN_LIMIT_S) and not self._is_starved:
+            self._break_off()  # an earlier cell goes on after its end, or something else took this one from the line
         elif now >= self._deadline or self._is_out_of_cpu(now):
             self.stop("timeout")
 
@@ -107,30 +127,48 @@ class Cell:
         began_at = min(self._began_at or self._given_at, self._given_at + _MAX_EXTENSION_S)
         return began_at + self.request.wall_s
 
+    @property
+    def _is_starved(self) -> bool:
+        """Whether it would go on if the machine gave it a turn; since it had its work, or said that it is done."""
+        sight = self.child.sight
+        return sight.is_runnable and sight.cpu_s - self._cpu_done_s < _STARVED_CPU_S
+
     def _is_out_of_cpu(self, now: float) -> bool:
         if self.request.cpu_s is None or now < self._next_cpu_look:
             return False
         self._next_cpu_look = now + _CPU_LOOK_S
-        return self.child.cpu_s - self._cpu_before_s > self.request.cpu_s
+        return self.child.sight.cpu_s - self._cpu_before_s > self.request.cpu_s
 
     def _give(self) -> None:
         request = self.request
-        code, stdin = request.code.encode(), request.stdin.encode()
-        memory_bytes = request.memory_mib << 20
-        packet = wire.CELL.pack(wire.LINE_CELL, self._number, len(code), len(stdin), memory_bytes, request.file_mib)
-        files = [_sealed(content) for content in (code, stdin)]
-        try:
-            self.child.send(packet, files)
-        except OSError:  # it closed its end, or reads nothing any more
-            self._kill()
-        finally:
-            for file in files:
-                os.close(file)
+        code = request.code.encode()
+        packet = wire.CELL.pack(wire.LINE_CELL, self._word, self._number, len(code), request.memory_mib << 20, request.file_mib)
+        with contextlib.ExitStack() as opened:
+            files = []
+            for content in (code, request.stdin.encode()):
+                files.append(_sealed(content))
+                opened.callback(os.close, files[-1])
+            try:
+                self._drain_line()
+                self.child.send(packet, files)
+            except OSError:  # it closed its end, or reads nothing any more
+                self._kill()
+
+    def _drain_line(self) -> None:
+        """Of what was said between cells, which nobody asked for."""
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(_MAX_UNREAD):
+                self.child.line.recv(1)
 
     def _kill(self) -> None:
-        self._is_killed = True
-        self._stopped_at = self._stopped_at or time.monotonic()
+        self._killed_at = time.monotonic()
+        self._loop.remove_reader(self.child.line)
         self.child.kill()
+
+    def _break_off(self) -> None:
+        """Something speaks for the interpreter, or keeps it from its work: no later word of it could be believed."""
+        self._stopped_for = self._stopped_for or "policy"
+        self._kill()
 
     def _read_line(self) -> None:
         try:
@@ -140,23 +178,34 @@ class Cell:
         except ConnectionError:
             packet = b""
         if not packet:
-            self._loop.remove_reader(self.child.line)
             self._kill()  # nobody would ever hear that it is done
-        elif self._is_word(packet, wire.LINE_DONE, wire.DONE.size):
+        elif packet[:1] == wire.LINE_FAILED and self._num_late_failures < _MAX_LATE_FAILURES:
+            self._num_late_failures += 1
+        elif self._is_word(packet, wire.LINE_BEGAN, wire.BEGAN.size) and not self._began_at:
+            self._began_at = time.monotonic()
+        elif self._is_word(packet, wire.LINE_DONE, wire.DONE.size) and self._began_at and not self._done:
             self._done = packet
-            self._finish()
-        elif self._is_word(packet, wire.LINE_BEGAN, wire.BEGAN.size):
-            self._began_at = self._began_at or time.monotonic()
+            self._done_at = time.monotonic()
+            self._cpu_done_s = self.child.sight.cpu_s
+            self._finish_when_idle()
         else:
-            self._num_stray += 1
-            if self._num_stray > _MAX_STRAY_PACKETS:
-                self._loop.remove_reader(self.child.line)
-                self._stopped_for = self._stopped_for or "policy"
-                self._kill()
+            self._break_off()
 
     def _is_word(self, packet: bytes, kind: bytes, size: int) -> bool:
         """Whether it is of this kind, and about this cell."""
-        return len(packet) >= size and wire.BEGAN.unpack_from(packet) == (kind, self._number)
+        return len(packet) >= size and wire.BEGAN.unpack_from(packet) == (kind, self._word)
+
+    def _finish_when_idle(self) -> None:
+        """Done is a cell whose interpreter waits for the next one. That takes 20 us, or its turn among its own threads."""
+        if self._finished.done() or self._killed_at:
+            return
+        late_s = time.monotonic() - self._done_at
+        if self.child.sight.is_listening:
+            self._finish()
+        elif late_s > (_STARVED_LIMIT_S if self._is_starved else _IDLE_LIMIT_S):
+            self._break_off()
+        else:
+            self._loop.call_later(_IDLE_LOOK_S, self._finish_when_idle)
 
     def _read_output(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -172,21 +221,18 @@ class Cell:
             self._is_reading = False
             self._loop.remove_reader(self.child.output)
 
-    def _end(self) -> None:
-        self._finish()
-
     def _finish(self) -> None:
         if not self._finished.done():
             self._finished.set_result(None)
 
     def _facts(self) -> FinishedCall:
-        now, kind, text = time.monotonic(), b" ", b""
+        done_at, kind, text = self._done_at or time.monotonic(), b" ", b""
         began_at = self._began_at or self._given_at
         if (ended := self.child.ended) is None:
             _, _, exit_code, kind = wire.DONE.unpack_from(self._done)
             text = self._done[wire.DONE.size :]
-            cpu_s = self.child.cpu_s - self._cpu_before_s
-            ended = Ended(exit_code=exit_code, signal=None, cpu_s=cpu_s, peak_bytes=self.child.peak_bytes)
+            cpu_s = self._cpu_done_s - self._cpu_before_s
+            ended = Ended(exit_code=exit_code, signal=None, cpu_s=cpu_s, peak_bytes=self.child.sight.peak_bytes)
         return FinishedCall(
             ended=ended,
             stopped_for=self._stopped_for,
@@ -194,16 +240,20 @@ class Cell:
             record_kind=kind,
             record_text=text.decode("utf-8", "replace"),
             setup_s=began_at - self._admitted_at,
-            run_s=now - began_at,
+            run_s=done_at - began_at,
         )
 
 
 def _sealed(content: bytes) -> int:
     """A file in memory that nobody can change."""
     file = os.memfd_create("cell", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    rest = memoryview(content)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-    os.lseek(file, 0, os.SEEK_SET)
-    fcntl.fcntl(file, _F_ADD_SEALS, _ALL_SEALS)
+    try:
+        rest = memoryview(content)
+        while rest:
+            rest = rest[os.write(file, rest) :]
+        os.lseek(file, 0, os.SEEK_SET)
+        fcntl.fcntl(file, _F_ADD_SEALS, _ALL_SEALS)
+    except BaseException:
+        os.close(file)
+        raise
     return file

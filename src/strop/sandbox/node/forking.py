@@ -27,7 +27,8 @@ from typing import Self
 from strop.errors import MachineError
 from strop.sandbox.inside import kernel, seccomp, wire
 from strop.sandbox.node.groundwork import Groundwork
-from strop.sandbox.node.interpreters import Family, Interpreter, Stem, children_of, pid_of, readable, stat_of, status_of
+from strop.sandbox.node.interpreters import Family, Interpreter, Stem, readable
+from strop.sandbox.node.sights import Sight, children_of, pid_of, stat_of, status_of
 from strop.sandbox.protocol import IsolationLevel
 
 MAX_DEPTH = 24  # pid and user namespaces nest 32 deep in all
@@ -56,9 +57,14 @@ class _Ends:
     @classmethod
     def open(cls) -> Self:
         line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            output, their_output = os.pipe2(os.O_CLOEXEC)
+        except OSError:
+            line.close()
+            theirs.close()
+            raise
         line.setblocking(False)
         line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        output, their_output = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(output, False)
         identities = {(held.st_dev, held.st_ino) for held in (os.fstat(theirs.fileno()), os.fstat(their_output))}
         return cls(line=line, output=output, their_line=theirs.detach(), their_output=their_output, theirs=identities)
@@ -66,6 +72,19 @@ class _Ends:
     def close_theirs(self) -> None:
         os.close(self.their_line)
         os.close(self.their_output)
+
+    def close_ours(self) -> None:
+        self.line.close()
+        os.close(self.output)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Branch:
+    """One copy that was found to be alone."""
+
+    ends: _Ends
+    pidfd: int
+    sight: Sight
 
 
 async def fork(
@@ -77,20 +96,19 @@ async def fork(
         MachineError: it could not be forked; `origin` goes on as it was, without the processes that it had started.
     """
     flags = _FLAGS | (_STRICT_FLAGS if level is IsolationLevel.STRICT else 0)
-    fork_ = _Fork(origin, flags, groundwork)
     try:
         async with asyncio.timeout(_LIMIT_S), origin.family.forking:
-            first, second = await fork_.run()
+            branches = await _Fork(origin, flags, groundwork).run()
     except TimeoutError as error:
         raise MachineError(f"the session could not be forked: it took more than {_LIMIT_S:.0f} s") from error
     except (OSError, MachineError) as error:
         raise MachineError(f"the session could not be forked: {error}") from error
     stem = Stem(origin, num_users=3)  # the copies, and the burial
-    copies = [
-        Interpreter(ends.line, ends.output, pidfd, family=origin.family, stem=stem)
-        for ends, pidfd in ((fork_.ends[0], first), (fork_.ends[1], second))
-    ]
-    return copies[0], copies[1], asyncio.create_task(_bury(origin, stem))
+    first, second = (
+        Interpreter(one.ends.line, one.ends.output, one.pidfd, sight=one.sight, family=origin.family, stem=stem)
+        for one in branches
+    )
+    return first, second, asyncio.create_task(_bury(origin, stem))
 
 
 class _Fork:
@@ -107,10 +125,11 @@ class _Fork:
         self._held: list[int] = []  # questions
         self._pidfds: list[int] = []
         self._shared: set[tuple[int, int]] = set()  # device and inode of the memory that the copies shared with the session
-        self.ends = (_Ends.open(), _Ends.open())
+        self._sights: list[Sight] = []
+        self.ends = _open_ends()
 
-    async def run(self) -> tuple[int, int]:
-        """The pidfds of the two copies."""
+    async def run(self) -> list[_Branch]:
+        """The two copies."""
         theirs = [end for ends in self.ends for end in (ends.their_line, ends.their_output)]
         try:
             _drain(self._origin.line)
@@ -125,8 +144,10 @@ class _Fork:
                 births = [tasks.create_task(self._raise_copy(ends)) for ends in self.ends]
                 await asyncio.wait([answers, *births])
                 failure.cancel()
-            first, second = (birth.result() for birth in births)
+            first, second = pidfds = [birth.result() for birth in births]
             self._look(first, second)
+            for pidfd in pidfds:
+                self._sights.append(Sight.of(pidfd, has_own_tmp=True))
         except BaseException as error:
             self._undo()
             if isinstance(error, BaseExceptionGroup):
@@ -135,7 +156,10 @@ class _Fork:
         finally:
             for question in self._held:
                 seccomp.refuse(self._family.listener, question)
-        return first, second
+        return [
+            _Branch(ends=ends, pidfd=pidfd, sight=sight)
+            for ends, pidfd, sight in zip(self.ends, pidfds, self._sights, strict=True)
+        ]
 
     async def _wait_for_failure(self) -> None:
         """The session and its midwife say what fails before there are copies."""
@@ -248,11 +272,12 @@ class _Fork:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             os.close(pidfd)
         for ends in self.ends:
-            ends.line.close()
-            os.close(ends.output)
+            ends.close_ours()
+        for sight in self._sights:
+            sight.close()
         try:
             self._kill_others(set())
-        except MachineError:
+        except (OSError, MachineError):  # nobody knows what else is left in it
             self._origin.kill()
         self._origin.signal(signal.SIGCONT)
 
@@ -262,6 +287,16 @@ class _Fork:
         packet, control, _, _ = line.recvmsg(wire.LINE_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
         pids = [_CREDENTIALS.unpack(content)[0] for _, kind, content in control if kind == socket.SCM_CREDENTIALS]
         return packet, pids[0] if pids else 0
+
+
+def _open_ends() -> tuple[_Ends, _Ends]:
+    first = _Ends.open()
+    try:
+        return first, _Ends.open()
+    except OSError:
+        first.close_theirs()
+        first.close_ours()
+        raise
 
 
 async def _bury(origin: Interpreter, stem: Stem) -> bool:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import signal
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from strop.sandbox.inside import seccomp
+from strop.sandbox.node.sights import Sight, is_readable
 from strop.sandbox.node.zygotes import LOST, Child, Ended
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _MAX_REFUSED_AT_ONCE = 8
 
 
@@ -48,7 +47,7 @@ class Family:
 
     def next_question(self) -> seccomp.Notification | None:
         """What a program waits for, without waiting for one that does."""
-        if not _is_readable(self.listener):  # to ask the kernel for a question that is not there takes until there is one
+        if not is_readable(self.listener):  # to ask the kernel for a question that is not there takes until there is one
             return None
         try:
             return seccomp.receive(self.listener)
@@ -69,6 +68,7 @@ class Interpreter:
         line: a seqpacket socket, its other end in the process.
         output: what it prints, all cells of it.
         pidfd: of the process.
+        sight: of the process. This one closes it with the rest.
         family: of its session and the copies of it.
         stem: the process in whose namespaces its own lie; None for a child of a fork server.
         child: that child; None for a copy.
@@ -80,6 +80,7 @@ class Interpreter:
         output: int,
         pidfd: int,
         *,
+        sight: Sight,
         family: Family,
         stem: Stem | None = None,
         child: Child | None = None,
@@ -90,13 +91,14 @@ class Interpreter:
         self.line = line
         self.output = output
         self.pidfd = pidfd
-        self.pid = pid_of(pidfd)
+        self.sight = sight
+        self.pid = sight.pid
+        self.tmp_device = sight.tmp_device
         self.family = family
         self.stem = stem
         self.depth: int = 0 if stem is None else stem.interpreter.depth + 1
         self.ended: Ended | None = None
         self.on_end: Callable[[], None] | None = None
-        self.tmp_device = os.stat(f"/proc/{self.pid}/root/tmp").st_dev if family.listener >= 0 else 0
         family.members.add(self)
         if child is None:
             self._loop.add_reader(pidfd, self._take_end)
@@ -137,12 +139,9 @@ class Interpreter:
             self._child.abandon()
 
     @property
-    def cpu_s(self) -> float:
-        return tree_cpu_s([self.pid])
-
-    @property
-    def peak_bytes(self) -> int:
-        return 1024 * int(status_of(self.pid).get("VmHWM", "0 kB").split()[0])
+    def is_dead(self) -> bool:
+        """Whether it is over, even if nobody has said so yet."""
+        return self.ended is not None or is_readable(self.pidfd)
 
     def close(self) -> None:
         """Kill it, and give everything back as soon as it is dead. Safe to call twice."""
@@ -160,7 +159,7 @@ class Interpreter:
             self.ended = self._child.ended
         else:
             self._loop.remove_reader(self.pidfd)
-            self.ended = _end_of(self.pid)
+            self.ended = _end_of(self.sight)
         if self.on_end is not None:
             self.on_end()
         if is_unwanted:
@@ -168,6 +167,7 @@ class Interpreter:
 
     def _release(self) -> None:
         self.line.close()
+        self.sight.close()
         if self._child is not None:
             self._child.close()  # with its descriptors
         else:
@@ -191,46 +191,6 @@ class Stem:
             self.interpreter.close()
 
 
-def tree_cpu_s(pids: Iterable[int]) -> float:
-    """Of these processes, and of what they started and waited for."""
-    return sum(int(ticks) for pid in pids for ticks in stat_of(pid)[11:15]) / _TICKS_PER_S
-
-
-def pid_of(pidfd: int) -> int:
-    """The process as this one numbers it; 0 when it is dead."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as described:
-        return max(0, int(described.read().rpartition("\nPid:\t")[2].split(maxsplit=1)[0]))
-
-
-def stat_of(pid: int) -> list[str]:
-    """/proc/PID/stat from the third field on. Empty when it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def status_of(pid: int) -> dict[str, str]:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-
-
-def children_of(pid: int) -> list[int]:
-    try:
-        threads = os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    found: list[int] = []
-    for thread in threads:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
-            found += [int(child) for child in file.read().split()]
-    return found
-
-
 async def readable(descriptor: int) -> None:
     """Returns when there is something to read."""
     loop = asyncio.get_running_loop()
@@ -247,21 +207,15 @@ def _set(ready: asyncio.Future[None]) -> None:
         ready.set_result(None)
 
 
-def _is_readable(descriptor: int) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return any(events & select.POLLIN for _, events in poll.poll(0))  # not of one that nobody writes to any more
-
-
-def _end_of(pid: int) -> Ended:
+def _end_of(sight: Sight) -> Ended:
     """Of a copy, from what is left of it: nobody waits for it, so its entry stays until its stem is killed."""
-    fields = stat_of(pid)
+    fields = sight.stat
     if not fields or fields[0] not in "ZX":
         return LOST
     status = int(fields[49])
     return Ended(
         exit_code=None if status & 0x7F else (status >> 8) & 0xFF,
         signal=status & 0x7F or None,
-        cpu_s=sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S,
+        cpu_s=sight.cpu_s,
         peak_bytes=0,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import secrets
 import signal
@@ -27,21 +28,28 @@ from strop.sandbox.node import forking
 from strop.sandbox.node.calls import FinishedCall
 from strop.sandbox.node.cells import Cell
 from strop.sandbox.node.groundwork import Groundwork
-from strop.sandbox.node.interpreters import Family, Interpreter, readable, tree_cpu_s
+from strop.sandbox.node.idleness import Idleness
+from strop.sandbox.node.interpreters import Family, Interpreter, readable
 from strop.sandbox.node.judge import judge
 from strop.sandbox.node.pools import ZygotePool
+from strop.sandbox.node.sights import Sight
 from strop.sandbox.node.slots import Slots
 from strop.sandbox.node.watchdog import glance, own_bytes
-from strop.sandbox.node.zygotes import LOST, Ended
+from strop.sandbox.node.zygotes import LOST, Child, Ended
 from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult, SessionLimits
+from strop.sandbox.service.config import RequestLimits
+from strop.sandbox.service.limits import session_refusal
 
+_log = logging.getLogger(__name__)
 _ResultT = TypeVar("_ResultT")
 
 _START_LIMIT_S = 10.0  # of a session; 2 ms bare when the machine is idle
 _LOOK_S = 0.5  # how often sessions are looked at between cells
-_IDLE_CPU_S = 5.0  # that a session may compute between two cells
+_IDLE_CPU_S = 5.0  # that a session may compute between its cells, in all its life
 _TREE_FACTOR = 2  # all its processes together may hold so many times what one may
 _MAX_REMEMBERED = 4_096  # sessions that are gone, with the reason
+# Beyond these a number is a mistake; what a client may ask for is the front's to say, and less.
+_BEARABLE = RequestLimits(max_memory_mib=1 << 24, max_processes=1 << 15, max_file_mib=1 << 24, max_lease_s=365 * 86_400.0)
 _LOSS_NOTICE_S = 0.1  # until a fork server's death is known that killed what it had started
 
 
@@ -57,7 +65,7 @@ class _Session:
         self.is_busy = False  # with a cell or a fork
         self.lost_for = ""
         self.lease: asyncio.TimerHandle | None = None
-        self.idle_cpu_s = -1.0  # at the first look since its last cell
+        self.idle = Idleness()
 
 
 class Sessions:
@@ -100,6 +108,8 @@ class Sessions:
         return len(self._sessions)
 
     async def open(self, limits: SessionLimits) -> str:
+        if refusal := session_refusal(limits, _BEARABLE):
+            raise UserError(f"a session cannot have these limits: {refusal}")
         self._require_room()
         self._num_starting += 1
         try:
@@ -152,9 +162,13 @@ class Sessions:
         request = replace(
             request, memory_mib=min(request.memory_mib, limits.memory_mib), file_mib=min(request.file_mib, limits.file_mib)
         )
-        session.num_cells += 1
         self._begin(session)
-        cell = Cell(session.interpreter, request, session.num_cells, admitted_at=admitted_at)
+        try:
+            cell = Cell(session.interpreter, request, session.num_cells + 1, admitted_at=admitted_at)
+        except OSError as error:
+            self._give_back(session)
+            raise MachineError(f"a cell could not be given to its session, which goes on without it: {error}") from error
+        session.num_cells += 1
         playing = self._keep(asyncio.ensure_future(self._play(session, cell)))
         try:
             facts = await asyncio.shield(playing)
@@ -188,22 +202,17 @@ class Sessions:
             0,
             0,
         )
-        if self._level.rank >= IsolationLevel.NAMESPACES.rank:
-            self._groundwork.start()  # so that the first fork need not wait for it
-        child, line = await self._pool(limits.profile).take_session(work)
+        try:
+            if self._level.rank >= IsolationLevel.NAMESPACES.rank:
+                self._groundwork.start()  # so that the first fork need not wait for it
+            child, line = await self._pool(limits.profile).take_session(work)
+        except OSError as error:
+            raise MachineError(f"a session did not start: {error}") from error
         listener = -1
         try:
             async with asyncio.timeout(_START_LIMIT_S):
-                await readable(line.fileno())
-                packet, descriptors, _, _ = socket.recv_fds(line, wire.LINE_BYTES, 1)
-                listener = descriptors[0] if descriptors else -1
-                if packet[:1] == wire.LINE_HELLO:
-                    await readable(line.fileno())
-                    packet = line.recv(wire.LINE_BYTES)
-                while child.pidfd < 0 and child.ended is None:  # noqa: ASYNC110 - its parent's word is already on its way
-                    await asyncio.sleep(0.001)
-            if packet[:1] != wire.LINE_BORN or child.ended is not None:
-                raise MachineError(f"a session did not start: {packet[1:].decode('utf-8', 'replace') or 'its process ended'}")
+                listener = await _birth(child, line)
+            sight = Sight.of(child.pidfd, has_own_tmp=listener >= 0)
         except BaseException as error:
             line.close()
             child.close()
@@ -211,11 +220,11 @@ class Sessions:
                 os.close(listener)
             if isinstance(error, TimeoutError):
                 raise MachineError(f"a session did not start within {_START_LIMIT_S:.0f} s") from error
+            if isinstance(error, OSError | MachineError):
+                raise MachineError(f"a session did not start: {error}") from error
             raise
-        pid = child.host_pid()
-        owner = os.stat(f"/proc/{pid}").st_uid if pid is not None else 0
-        family = Family(listener=listener, owner=owner, max_processes=limits.max_processes)
-        return Interpreter(line, child.output, child.pidfd, family=family, child=child)
+        family = Family(listener=listener, owner=sight.owner, max_processes=limits.max_processes)
+        return Interpreter(line, child.output, child.pidfd, sight=sight, family=family, child=child)
 
     def _add(self, interpreter: Interpreter, limits: SessionLimits, *, num_cells: int = 0) -> _Session:
         session = _Session(f"{self._node}-{secrets.token_hex(8)}", interpreter, limits, num_cells=num_cells)
@@ -245,9 +254,13 @@ class Sessions:
             self._lose(session, _end_in_cell(facts, cell, session.num_cells))
             return facts
         finally:
-            self._slots.release()
-            self._end(session)
-            session.turn.release()
+            self._give_back(session)
+
+    def _give_back(self, session: _Session) -> None:
+        """What a cell had."""
+        self._slots.release()
+        self._end(session)
+        session.turn.release()
 
     def _begin(self, session: _Session) -> None:
         session.is_busy = True
@@ -265,7 +278,7 @@ class Sessions:
         if session.lost_for:
             interpreter.close()
             return
-        session.idle_cpu_s = -1.0
+        session.idle.begin()
         interpreter.on_end = lambda: self._end(session)
         lease_s = session.limits.lease_s
         session.lease = self._loop.call_later(lease_s, self._lose, session, f"its lease of {lease_s:g} s ran out")
@@ -292,17 +305,22 @@ class Sessions:
         for session in list(self._sessions.values()):
             if session.is_busy:
                 continue
-            interpreter = session.interpreter
-            interpreter.family.refuse_questions()
-            seen = glance(interpreter.pid)
-            allowed = _TREE_FACTOR * session.limits.memory_mib << 20
-            if seen.anonymous_bytes > allowed and own_bytes(seen.pids) > allowed:
-                self._lose(session, "between two cells it took more memory than it may")
-                continue
-            cpu_s = tree_cpu_s(seen.pids)
-            session.idle_cpu_s = session.idle_cpu_s if session.idle_cpu_s >= 0 else cpu_s
-            if cpu_s - session.idle_cpu_s > _IDLE_CPU_S:
-                self._lose(session, f"between two cells it computed for more than {_IDLE_CPU_S:g} s")
+            session.interpreter.family.refuse_questions()
+            try:
+                self._check(session)
+            except OSError as error:  # no descriptor left: the next look may have one
+                _log.warning("session %s could not be looked at between its cells: %s", session.name, error)
+
+    def _check(self, session: _Session) -> None:
+        interpreter = session.interpreter
+        seen = glance(interpreter.pid, adopter=interpreter.adopter)
+        allowed = _TREE_FACTOR * session.limits.memory_mib << 20
+        if seen.anonymous_bytes > allowed and own_bytes(seen.pids) > allowed:
+            self._lose(session, "between two cells it took more memory than it may")
+            return
+        session.idle.charge(seen.pids)
+        if session.idle.charged_s > _IDLE_CPU_S:
+            self._lose(session, f"between its cells it computed for more than {_IDLE_CPU_S:g} s")
 
     def _require_room(self) -> None:
         if len(self._sessions) + self._num_starting >= self._max_sessions:
@@ -342,11 +360,35 @@ class Sessions:
         return task
 
 
+async def _birth(child: Child, line: socket.socket) -> int:
+    """The listener of a session that is ready for its first cell; -1 where it has none. Raises when it does not get there."""
+    await readable(line.fileno())
+    packet, descriptors, flags, _ = socket.recv_fds(line, wire.LINE_BYTES, 1)
+    listener = descriptors[0] if descriptors else -1
+    try:
+        if flags & socket.MSG_CTRUNC:
+            raise MachineError("no descriptor is left for it. Raise `ulimit -n`.")
+        if packet[:1] == wire.LINE_HELLO:
+            await readable(line.fileno())
+            packet = line.recv(wire.LINE_BYTES)
+        while child.pidfd < 0 and child.ended is None:  # noqa: ASYNC110 - its parent's word is already on its way
+            await asyncio.sleep(0.001)
+        if packet[:1] != wire.LINE_BORN or child.ended is not None:
+            raise MachineError(packet[1:].decode("utf-8", "replace") or "its process ended")
+    except BaseException:
+        if listener >= 0:
+            os.close(listener)
+        raise
+    return listener
+
+
 def _how(ended: Ended) -> str:
     return f"exit code {ended.exit_code}" if ended.exit_code is not None else f"signal {ended.signal}"
 
 
 def _end_in_cell(facts: FinishedCall, cell: Cell, number: int) -> str:
+    if facts.stopped_for == "policy":
+        return f"cell {number} was stopped (policy): its interpreter was busy after its end, or something else spoke for it"
     if facts.stopped_for and cell.is_killed:
         return f"cell {number} was stopped ({facts.stopped_for}) and did not end when it was interrupted"
     return f"cell {number} ended it ({_how(facts.ended)})"
