@@ -33,7 +33,7 @@ class Service:
     """A front with nodes of its own and others that have joined it. Use as `async with`.
 
     Args:
-        directory: for the files of its tokens and what it says on stderr.
+        directory: for the files of its tokens and what it says.
         num_joined: nodes that are processes of their own.
         level: of every node.
         host: where the front listens.
@@ -55,7 +55,7 @@ class Service:
         run_joined: Sequence[str] = (),
         temporary: Path | None = None,
     ) -> None:
-        self.log = directory / "stderr.txt"
+        self.log = directory / "log.txt"
         self.num_nodes = num_local + num_joined
         self.port, self.nodes_port = _free_ports(2)
         self.url = f"http://{host}:{self.port}"
@@ -128,7 +128,7 @@ class Service:
                     await asyncio.sleep(0.05)
         except TimeoutError as error:
             raise AssertionError(
-                f"not whole within {within_s:g} s; the last word was {health}; stderr: {self.words()}"
+                f"not whole within {within_s:g} s; the last word was {health}; it said: {self.words()}"
             ) from error
 
     async def parts(self) -> dict[Part, list[Process]]:
@@ -142,7 +142,7 @@ class Service:
         return found
 
     def words(self) -> str:
-        """The last of what it said on stderr."""
+        """The last of what it said."""
         return self.log.read_text()[-3000:] if self.log.exists() else ""
 
     async def end(self) -> None:
@@ -154,7 +154,7 @@ class Service:
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
                 code = await asyncio.wait_for(process.wait(), _END_S)
-                assert code == 0, f"the {part} ended with {code} after SIGTERM; stderr: {self.words()}"
+                assert code == 0, f"the {part} ended with {code} after SIGTERM; it said: {self.words()}"
         await self._end_keepers()
         await self.bury()
 
@@ -182,26 +182,36 @@ class Service:
             if isinstance(ended, Exception):
                 raise ended
         self._keepers.clear()
+        for running in self._running.values():
+            running.clear()
+        self._is_up.clear()
 
     async def _keep_front(self) -> None:
         while not self._is_ending:
             process = await self._start(Part.FRONT, self._front_command)
-            assert process.stdout is not None
-            while line := await process.stdout.readline():
-                if b"listens on" in line:
-                    self._is_up.set()
-            await self._note_end(Part.FRONT, process)
+            announcing = asyncio.create_task(self._announce())
+            await process.wait()
+            announcing.cancel()
             self._is_up.clear()
+            await self._note_end(Part.FRONT, process)
+
+    async def _announce(self) -> None:
+        """Once the front answers: its nodes work by then."""
+        async with self.client(patience_s=_START_S) as client:
+            await client.health()
+            self._is_up.set()
 
     async def _keep_joined(self) -> None:
         while not self._is_ending:
             await self._is_up.wait()
-            await self._note_end(Part.JOINED, await self._start(Part.JOINED, self._joined_command))
+            process = await self._start(Part.JOINED, self._joined_command)
+            await process.wait()
+            await self._note_end(Part.JOINED, process)
 
     async def _start(self, part: Part, command: Sequence[str]) -> asyncio.subprocess.Process:
         with self.log.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                *command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, env=self._environment
+                *command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment
             )
         self._running[part][process.pid] = process
         self.num_starts[part] += 1
@@ -210,7 +220,6 @@ class Service:
         return process
 
     async def _note_end(self, part: Part, process: asyncio.subprocess.Process) -> None:
-        await process.wait()
         del self._running[part][process.pid]
         await asyncio.sleep(0 if self._is_ending else _PAUSE_S)
 

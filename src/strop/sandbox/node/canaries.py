@@ -7,10 +7,11 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+
+from strop.sandbox.node.directories import Directory
 
 _NAME = "STROP_CANARY"
 
@@ -24,9 +25,8 @@ class Canaries:
     def __enter__(self) -> Self:
         self.secret = f"strop-canary-{secrets.token_hex(8)}"
         os.environ[_NAME] = self.secret
-        # Not in /tmp where that can be helped: every program has another /tmp, which would hide it for the wrong reason.
-        parent = "/var/tmp" if os.access("/var/tmp", os.W_OK) else tempfile.gettempdir()
-        self.directory = Path(tempfile.mkdtemp(prefix="strop-canary-", dir=parent))
+        self._directory = Directory.for_canaries()
+        self.directory = Path(self._directory.path)
         self.directory.chmod(0o777)
         self.file = self.directory / "secret"
         self.file.write_text(self.secret)
@@ -46,6 +46,7 @@ class Canaries:
         for listener in self._listeners.values():
             listener.close()
         shutil.rmtree(self.directory)
+        self._directory.remove()
         os.environ.pop(_NAME, None)
 
     @property

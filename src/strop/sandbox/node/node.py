@@ -20,6 +20,7 @@ from strop.sandbox.config import SandboxConfig
 from strop.sandbox.node.calls import Call, FinishedCall
 from strop.sandbox.node.canaries import Canaries
 from strop.sandbox.node.cells import Cell
+from strop.sandbox.node.directories import remove_leftovers
 from strop.sandbox.node.judge import judge, refuse
 from strop.sandbox.node.pools import ZygotePool, profile_of
 from strop.sandbox.node.probes import ProbeReport, probe, refusal
@@ -89,6 +90,7 @@ class Node(CodeNode):
                 return
             self._refuse_if_closed()
             _raise_descriptor_limit()
+            remove_leftovers()
             await self._find_level()
             self._is_proven = True
             await asyncio.gather(*(self._pool(profile).fill() for profile in self.config.warm))

@@ -19,7 +19,6 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from pathlib import Path
 
 from strop.errors import MachineError
 from strop.sandbox.inside import wire
+from strop.sandbox.node.directories import Directory, check_temporary_directory
 from strop.sandbox.protocol import IsolationLevel
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ class Child:
         "started_at",
     )
 
-    def __init__(self, zygote: Zygote, number: int, *, exchange: int, wake: int, output: int, directory: str) -> None:
+    def __init__(
+        self, zygote: Zygote, number: int, *, exchange: int, wake: int, output: int, directory: Directory | None
+    ) -> None:
         self._zygote = zygote
         self._wake = wake
         self._is_killed = False
@@ -78,7 +80,7 @@ class Child:
         self.number = number
         self.exchange = exchange  # a memory file: its record, then its work
         self.output = output  # the read end of its stdout and stderr
-        self.directory = directory  # its own on disk; empty where it has a private /tmp
+        self.directory = directory  # its own on disk; None where it has a private /tmp
         self.pidfd = -1
         self.started_at = 0.0  # 0 until its parent said so
         self.ended: Ended | None = None
@@ -101,7 +103,7 @@ class Child:
         if self.pidfd >= 0 and self.ended is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            if self.directory:  # no pid namespace, but a process group that it cannot leave
+            if self.directory is not None:  # no pid namespace, but a process group that it cannot leave
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
 
@@ -136,7 +138,7 @@ class Child:
     @property
     def adopter(self) -> int:
         """The process that its orphans become children of; 0 where that is itself."""
-        return self._zygote.pid if self.directory else 0
+        return self._zygote.pid if self.directory is not None else 0
 
     def close(self) -> None:
         """Give back its descriptors and its directory; kills it first when it still runs. Safe to call twice."""
@@ -170,38 +172,16 @@ class Child:
             if descriptor >= 0:
                 os.close(descriptor)
         self.exchange = self._wake = self.output = self.pidfd = -1
-        if self.directory:
-            _remove(self.directory)
-            self.directory = ""
-
-
-def _remove(directory: str) -> None:
-    """Now if it is empty, as most are; else by a process of its own: a program may leave any number of files, at any depth."""
-    with contextlib.suppress(OSError):
-        os.rmdir(directory)
-        return
-    script = '(chmod -R u+rwX -- "$0"; exec rm -rf -- "$0") &'
-    try:
-        quiet = subprocess.DEVNULL
-        subprocess.run(["sh", "-c", script, directory], stdin=quiet, stdout=quiet, stderr=quiet, env=ENVIRONMENT, check=False)
-    except OSError as error:
-        _log.warning("%s, which a program filled, cannot be removed: %s", directory, error)
-
-
-def _check_temporary_directory(level: IsolationLevel) -> None:
-    """Raises `MachineError` when programs with a uid of their own could not enter their directories."""
-    if level is not IsolationLevel.CONFINED or os.geteuid() != 0:
-        return
-    place = Path(tempfile.gettempdir())
-    if not all(parent.stat().st_mode & 0o001 for parent in (place, *place.parents)):
-        raise MachineError(f"temporary files lie in {place}, which is closed to others; set TMPDIR to a directory that is open")
+        if self.directory is not None:
+            self.directory.remove()
+            self.directory = None
 
 
 class Zygote:
     """One fork server process. Belongs to one event loop."""
 
     def __init__(self, profile: str, level: IsolationLevel, *, modules: tuple[str, ...], on_lost: Callable[[], None]) -> None:
-        _check_temporary_directory(level)
+        check_temporary_directory(level)
         self._loop = asyncio.get_running_loop()
         self._level = level
         self._on_lost = on_lost
@@ -304,7 +284,7 @@ class Zygote:
         """A child that waits for its work or, with a `line`, has it already and lives on."""
         number = next(self._numbers)
         self.num_spawned += 1
-        wake, directory = -1, ""
+        wake, directory = -1, None
         with contextlib.ExitStack() as undo:
             try:
                 exchange = os.memfd_create("exchange", os.MFD_CLOEXEC)
@@ -319,7 +299,7 @@ class Zygote:
                 undo.callback(os.close, output_read)
                 undo.callback(os.close, output_write)
                 if self._level.rank < IsolationLevel.NAMESPACES.rank:
-                    directory = tempfile.mkdtemp(prefix="strop-")
+                    directory = Directory.for_call()
             except OSError as error:
                 raise MachineError(
                     f"there is no room for another program: {error}. Raise `ulimit -n`, or make room where temporary files lie."
@@ -333,7 +313,7 @@ class Zygote:
             os.pwrite(exchange, work, wire.RECORD_BYTES)
             mark = wire.SESSION_MARK
         # The fork server reads it into a buffer that holds the packet before: what is shorter must say where it ends.
-        message = wire.SPAWN.pack(number) + f"{mark}{directory}\0".encode()
+        message = wire.SPAWN.pack(number) + f"{mark}{directory.path if directory else ''}\0".encode()
         self._to_send.append((child, message, (exchange, wake if line < 0 else line, output_write)))
         self._send()
         return child
