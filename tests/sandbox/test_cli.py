@@ -62,6 +62,26 @@ def test_a_mistake_is_one_message_and_exit_code_2(arguments: list[str], message:
     assert "Traceback" not in done.stderr
 
 
+WITHOUT_EXTRAS = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("aiohttp", "prometheus_client", "psutil"): raise ImportError(f"no {name}", name=name)
+sys.meta_path.insert(0, Missing())
+from strop.errors import UserError
+from strop.sandbox import Sandbox
+with Sandbox() as box: print(box.run("6 * 7").text)
+try: Sandbox(url="http://127.0.0.1:9")
+except UserError as error: print(error)
+"""
+
+
+def test_a_sandbox_on_this_machine_needs_no_extra_and_a_service_names_its_own() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("42\n"), done.stderr
+    assert "pip install 'strop[serve]'" in done.stdout
+
+
 def test_check_tells_which_level_holds() -> None:
     found = json.loads(strop("check", "--json").stdout)
     assert found["level"] == "namespaces"

@@ -10,7 +10,6 @@ from strop.errors import UserError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.protocol import CodeService
-from strop.sandbox.service.client import SandboxClient
 
 
 @asynccontextmanager
@@ -27,6 +26,8 @@ async def open_service(config: SandboxConfig, *, token: str | None = None) -> As
         async with LocalSandbox(config) as box:
             yield box
         return
+    from strop.sandbox.service.client import SandboxClient  # needs the extra `serve`, which a sandbox on this machine does not
+
     async with SandboxClient(config.url, token=token or os.environ.get(config.token_env)) as client:
         for node in (await client.health()).nodes:
             if node.level.rank < config.min_level.rank:
