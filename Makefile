@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox experiments-demo experiments-gsm8k clean
+.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox bench-sandbox-soak experiments-demo experiments-gsm8k clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +37,10 @@ test-sandbox: setup
 # The code service against the limit of a bare fork; writes benchmarks/results/sandbox.{json,txt}.
 bench-sandbox: setup
 	$(BIN)/python benchmarks/sandbox.py
+
+# 100 000 calls through one service, which must hold no more after them than before; writes benchmarks/results/sandbox_soak.{json,txt}.
+bench-sandbox-soak: setup
+	$(BIN)/python benchmarks/sandbox_soak.py
 
 # Three seeds of the demo with controls and arms; writes experiments/results/demo.{json,txt,html}.
 experiments-demo: setup

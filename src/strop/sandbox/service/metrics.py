@@ -51,6 +51,7 @@ class _DispatcherCollector(Collector):
             ("clients", "Clients with jobs.", dispatcher.admission.num_clients),
             ("sessions", "Sessions that are open.", len(dispatcher.sessions)),
             ("kept_answers", "Answers kept for a client that may ask again.", len(dispatcher.runs.kept)),
+            ("kept_bytes", "Bytes of them.", dispatcher.runs.kept.num_bytes),
         ):
             yield GaugeMetricFamily(f"strop_sandbox_{name}", text, value=value)
         slots = GaugeMetricFamily("strop_sandbox_node_slots", "Slots of a node.", labels=["node", "level"])
