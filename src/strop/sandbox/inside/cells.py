@@ -163,7 +163,7 @@ def live(
 
 
 def _take_stdin(descriptor: int) -> None:
-    """What the cell reads from its standard input: a sealed file."""
+    """What the cell reads from its standard input: a sealed file, or nothing."""
     os.dup2(descriptor, 0)
     os.close(descriptor)
     sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 - until the next cell

@@ -59,6 +59,7 @@ class Cell:
         self._next_cpu_look = self._given_at + _CPU_LOOK_S
         self._done = b""
         self._done_at = 0.0
+        self._mute_at = 0.0  # 0 while somebody holds the other end of its line
         self._cpu_before_s = self._cpu_done_s = interpreter.sight.cpu_s
         self.child = interpreter
         self.request = request
@@ -68,7 +69,7 @@ class Cell:
             return
         self._give()
         interpreter.on_end = self._finish
-        if not self._killed_at:
+        if not self._killed_at and not self._mute_at:
             self._loop.add_reader(interpreter.line, self._read_line)
 
     async def wait(self) -> FinishedCall:
@@ -112,12 +113,14 @@ class Cell:
             late_s = now - self._killed_at
             if late_s > _DEATH_LIMIT_S or (late_s > _KILL_LIMIT_S and self.child.is_dead):  # and nobody said so
                 self.child.abandon()
+        elif self._mute_at and now - self._mute_at > _IDLE_LIMIT_S:
+            self._break_off()  # it is not about to end: nobody would ever hear that it is done
         elif self._done:
             return  # it is looked at more often than here
         elif self._stopped_for:
             if now - self._stopped_at > GRACE_S:
                 self._kill()
-        elif not self._began_at and now >= min(self._deadline, self._given_at + _BEGIN_LIMIT_S) and not self._is_starved:
+        elif self._is_late_to_begin(now) and not self._is_starved:
             self._break_off()  # an earlier cell goes on after its end, or something else took this one from the line
         elif now >= self._deadline or self._is_out_of_cpu(now):
             self.stop("timeout")
@@ -126,6 +129,9 @@ class Cell:
     def _deadline(self) -> float:
         began_at = min(self._began_at or self._given_at, self._given_at + _MAX_EXTENSION_S)
         return began_at + self.request.wall_s
+
+    def _is_late_to_begin(self, now: float) -> bool:
+        return not self._began_at and not self._mute_at and now >= min(self._deadline, self._given_at + _BEGIN_LIMIT_S)
 
     @property
     def _is_starved(self) -> bool:
@@ -146,13 +152,15 @@ class Cell:
         with contextlib.ExitStack() as opened:
             files = []
             for content in (code, request.stdin.encode()):
-                files.append(_sealed(content))
+                files.append(_sealed(content) if content else os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
                 opened.callback(os.close, files[-1])
             try:
                 self._drain_line()
                 self.child.send(packet, files)
-            except OSError:  # it closed its end, or reads nothing any more
-                self._kill()
+            except BlockingIOError:  # it has closed its ears
+                self._break_off()
+            except OSError:
+                self._mute_at = time.monotonic()
 
     def _drain_line(self) -> None:
         """Of what was said between cells, which nobody asked for."""
@@ -178,7 +186,8 @@ class Cell:
         except ConnectionError:
             packet = b""
         if not packet:
-            self._kill()  # nobody would ever hear that it is done
+            self._loop.remove_reader(self.child.line)
+            self._mute_at = time.monotonic()
         elif packet[:1] == wire.LINE_FAILED and self._num_late_failures < _MAX_LATE_FAILURES:
             self._num_late_failures += 1
         elif self._is_word(packet, wire.LINE_BEGAN, wire.BEGAN.size) and not self._began_at:
