@@ -1,7 +1,7 @@
 """Runs very many calls of all kinds through one service and compares what it holds early on with what it holds at the end.
 
-Whatever a call leaves behind, be it a descriptor, a mount or a few kilobytes, shows after 100 000 of them. The service is measured
-at rest after each tenth of the calls: the first has made every cache and every fork server, so from there on all must be flat.
+Whatever a call leaves behind, be it a descriptor, a mount or a few kilobytes, shows after 100 000 of them. The service is
+measured at rest after each tenth of the calls: the first makes every cache and fork server, so from there on all must be flat.
 `make bench-sandbox-soak` prints a table and writes results/sandbox_soak.json; exits with 1 when a bar does not hold.
 """
 

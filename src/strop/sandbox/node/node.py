@@ -289,6 +289,6 @@ class Node(CodeNode):
 
 
 def _raise_descriptor_limit() -> None:
-    """Each call holds four descriptors here."""
+    """Each call holds four descriptors here, and a fifth where it has a directory on disk."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
