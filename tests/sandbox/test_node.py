@@ -218,20 +218,6 @@ def test_a_cell_that_waits_for_a_slot_while_its_session_dies_keeps_nothing() -> 
     play(scene, max_running=1, zygotes=1, warm=("bare", "numpy"))
 
 
-def test_a_program_that_somebody_else_killed_is_our_fault() -> None:
-    async def scene(node: Node) -> None:
-        call = asyncio.create_task(node.run(RunRequest(code="import time; time.sleep(30)", wall_s=60.0)))
-        await asyncio.sleep(0.3)
-        [running] = node._watchdog._calls
-        pid = running.child.host_pid()
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(MachineError, match="killed from outside"):
-            await call
-
-    play(scene)
-
-
 def test_threads_of_a_program_fit_into_its_memory() -> None:
     code = """
 import threading, time

@@ -70,7 +70,7 @@ class Confinement:
             _become_unprivileged(directory)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: a change of uid clears it
         if not self.is_namespaced:
-            os.environ.update(HOME=directory, TMPDIR=directory)
+            os.environ["HOME"] = "."  # its own directory, whose path differs from call to call
         os.chdir(directory)
         if max_processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]

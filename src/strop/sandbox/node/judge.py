@@ -11,12 +11,11 @@ from strop.sandbox.node.places import hide_places
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 
 _CPU_ERROR_S = 0.1  # between what the kernel counts against the limit and what it reports at the end
-_LARGE_SHARE = 0.5  # of its memory limit: a program that the kernel would choose to kill
 
 
 def judge(run: FinishedCall, request: RunRequest, *, level: IsolationLevel, queue_s: float, node: str) -> RunResult:
     """The class from facts outside the program; the text from its output, its echo or its traceback."""
-    outcome, reason, text, exit_code = _decide(run, request, level)
+    outcome, reason, text, exit_code = _decide(run, request)
     return RunResult(
         outcome=outcome,
         reason=reason,
@@ -36,7 +35,7 @@ def refuse(reason: str, *, level: IsolationLevel, node: str, outcome: RunOutcome
     )
 
 
-def _decide(run: FinishedCall, request: RunRequest, level: IsolationLevel) -> tuple[RunOutcome, str, str, int | None]:
+def _decide(run: FinishedCall, request: RunRequest) -> tuple[RunOutcome, str, str, int | None]:
     output, ended, text = run.output, run.ended, run.output.text()
     if not output.is_ready:
         return RunOutcome.INTERNAL, run.record_text or run.stopped_for or f"the child ended with {ended}", "", None
@@ -48,11 +47,6 @@ def _decide(run: FinishedCall, request: RunRequest, level: IsolationLevel) -> tu
         return RunOutcome.KILLED, run.stopped_for, text, None
     if ended.signal in (signal.SIGKILL, signal.SIGXCPU) and ended.cpu_s >= _cpu_limit_s(request) - _CPU_ERROR_S:
         return RunOutcome.TIMEOUT, "cpu", text, None
-    if ended.signal == signal.SIGKILL and level.rank >= IsolationLevel.NAMESPACES.rank:
-        # Pid 1 of a namespace cannot kill itself. The kernel does that for want of memory, or somebody on this machine.
-        if ended.peak_bytes > _LARGE_SHARE * (request.memory_mib << 20):
-            return RunOutcome.KILLED, "memory", text, None
-        return RunOutcome.INTERNAL, "it was killed from outside of the sandbox", "", None
     if ended.signal is not None:
         return RunOutcome.KILLED, f"signal {ended.signal}", text, None
     if ended.exit_code != 0:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from ..case import CONFINED, Case, either, empty, error, killed, program, stdout
+from strop.sandbox import IsolationLevel
+
+from ..case import Case, either, empty, error, program, stdout
 from .preludes import LIBC
 
-# Without a mount of its own a working directory has no size; what watches it ends the program.
-_NO_QUOTA = {CONFINED: either(killed("disk"), killed("memory"))}
+NAMESPACES = IsolationLevel.NAMESPACES
 
 CASES = [
     Case(
@@ -29,8 +30,8 @@ CASES = [
             except OSError as e: print(errno.errorcode[e.errno], n < 20)
         """),
         wall_s=3.0,
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("ENOSPC True\n"),
-        at=_NO_QUOTA,
         is_short=True,
     ),
     Case(
@@ -43,8 +44,8 @@ CASES = [
             except OSError as e: print(errno.errorcode[e.errno], n < 5000)
         """),
         wall_s=5.0,
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("ENOSPC True\n"),
-        at=_NO_QUOTA,
         is_core=True,
     ),
     Case(
@@ -58,8 +59,8 @@ CASES = [
             except OSError: print('refused')
         """),
         wall_s=5.0,
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("refused\n"),
-        at=_NO_QUOTA,
     ),
     Case(
         name="long-names",
@@ -71,19 +72,21 @@ CASES = [
             except OSError: print('refused')
         """),
         wall_s=5.0,
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("refused\n"),
-        at=_NO_QUOTA,
     ),
     Case(
         name="sparse-file",
         attacks="whoever adds up sizes: a file of a terabyte without a block",
         code="try:\n    with open('f', 'wb') as f: f.truncate(1 << 40)\nexcept OSError as e: print(e)",
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("[Errno 27] File too large\n"),
     ),
     Case(
         name="sparse-files",
         attacks="the same by many that are just small enough",
         code="for n in range(500):\n    with open(str(n), 'wb') as f: f.truncate(15 << 20)\nprint('made')",
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("made\n"),
     ),
     Case(
@@ -96,8 +99,8 @@ CASES = [
                 for f in held: os.posix_fallocate(f.fileno(), 0, 15 << 20)
             except OSError: print('refused')
         """),
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("refused\n"),
-        at={CONFINED: either(killed("disk"), stdout("refused\n"))},
     ),
     Case(
         name="deleted-but-open",
@@ -113,8 +116,8 @@ CASES = [
                     held[-1].flush()
             except OSError: print('refused')
         """),
+        holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("refused\n"),
-        at={CONFINED: either(killed("disk"), killed("memory"))},
     ),
     Case(
         name="deleted-and-mapped",
@@ -132,7 +135,7 @@ CASES = [
             except OSError: print('refused')
         """),
         expect=stdout("refused\n"),
-        at={CONFINED: either(killed("disk"), killed("memory"), stdout("refused\n"))},
+        holds_from=NAMESPACES,  # there is no quota below it
     ),
     Case(
         name="deep-tree",

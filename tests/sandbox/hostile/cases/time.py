@@ -189,17 +189,17 @@ CASES = [
     ),
     Case(
         name="file-lock-deadlock",
-        attacks="the same through a lock in the kernel that a dead child's heir holds",
+        attacks="the same through a lock in the kernel that a child holds",
         code=program("""
             import fcntl, os, time
             f = open('lock', 'w')
             if os.fork() == 0:
                 g = open('lock', 'w')
-                fcntl.flock(g, fcntl.LOCK_EX)
+                fcntl.lockf(g, fcntl.LOCK_EX)
                 open('held', 'w').close()
                 time.sleep(60)
             while not os.path.exists('held'): time.sleep(0.01)
-            fcntl.flock(f, fcntl.LOCK_EX)
+            fcntl.lockf(f, fcntl.LOCK_EX)
         """),
         wall_s=WALL_S,
         expect=timeout(""),
