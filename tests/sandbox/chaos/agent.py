@@ -83,8 +83,12 @@ class Agent:
         assert {(act.deed, act.part) for act in self.acts} == set(self.plan.deeds), f"too few acts: {self.summary()}"
 
     def deaths_during(self, begin: float, end: float, *, slack_s: float) -> int:
-        """How many acts may have cost something that began and ended then its attempt."""
-        return sum(begin - slack_s <= act.at <= end for act in self.acts)
+        """How many acts may have cost something that began and ended then an attempt.
+
+        Args:
+            slack_s: how long it takes to miss what died. A process that is stopped for good may wait for its victim.
+        """
+        return sum(act.at <= end and (act.deed is Deed.FREEZE or act.at >= begin - slack_s) for act in self.acts)
 
     def summary(self) -> str:
         counted = Counter(f"{act.part} {act.deed}" for act in self.acts)

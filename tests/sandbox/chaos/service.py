@@ -75,6 +75,7 @@ class Service:
             *common,
         )
         self._num_joined = num_joined
+        self._has_inner = level in ("strict", "namespaces")
         self._environment = dict(os.environ) | ({} if temporary is None else {"TMPDIR": str(temporary)})
         self._is_up = asyncio.Event()
         self._is_ending = False
@@ -139,6 +140,8 @@ class Service:
                 self.seen |= everyone_below(pid)
                 for part, processes in parts_below(pid, own).items():
                     found[part] += processes
+        if not self._has_inner:  # what a fork server started is then a program
+            found[Part.ZYGOTE_INNER] = []
         return found
 
     def words(self) -> str:
