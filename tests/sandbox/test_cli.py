@@ -105,3 +105,8 @@ def test_serve_offers_the_service_and_ends_in_order_on_sigterm(tmp_path: Path) -
         started_at = time.monotonic()
         assert server.wait(20) == 0
         assert time.monotonic() - started_at < 10
+
+
+def test_a_service_that_can_never_have_a_node_does_not_start() -> None:
+    refused = strop("serve", "--local-nodes", "0")
+    assert (refused.returncode, "--nodes-port" in refused.stderr) == (2, True)

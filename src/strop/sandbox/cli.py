@@ -65,7 +65,9 @@ Warm = Annotated[str, typer.Option("--warm", help="Profiles whose modules are lo
 @app.command()
 def run(
     file: Annotated[Path, typer.Argument(help="The program; - for standard input.", metavar="FILE", show_default=False)],
-    stdin: Annotated[Path | None, typer.Option("--stdin", help="What the program reads from its standard input.")] = None,
+    stdin: Annotated[
+        Path | None, typer.Option("--stdin", help="What the program reads from its standard input; - for ours.")
+    ] = None,
     wall_s: Annotated[float, typer.Option("--wall-s", help="Seconds it may run.")] = 4.0,
     memory_mib: Annotated[int, typer.Option("--memory-mib", help="Memory each of its processes may have.")] = 512,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
@@ -76,7 +78,7 @@ def run(
     """Run one program. Prints what a policy would see; exits as the program did, 124 on timeout, 137 if it was killed."""
     from strop.sandbox.sync import Sandbox
 
-    code = sys.stdin.read() if str(file) == "-" else _read(file)
+    code = _read(file)
     with Sandbox(min_level=min_level, url=url, token=_token(token_file)) as box:
         result = box.run(code, stdin=_read(stdin) if stdin else "", wall_s=wall_s, memory_mib=memory_mib)
     if as_json:
@@ -147,6 +149,8 @@ def serve(
             f"the service needs the extra `serve` ({error.name} is missing): pip install 'strop[serve]'."
         ) from error
 
+    if not local_nodes and nodes_port is None:
+        raise UserError("a service without nodes answers nobody. Give it --local-nodes, or --nodes-port for nodes to join.")
     token = _token(token_file)
     settings = {
         "host": host,
@@ -207,6 +211,9 @@ def _exit_code(result: RunResult) -> int:
 
 
 def _read(path: Path) -> str:
+    """The text of a file, or of our own standard input for `-`."""
+    if str(path) == "-":
+        return sys.stdin.read()
     try:
         return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError as error:

@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from strop.errors import MachineError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.opening import open_service
@@ -112,6 +113,9 @@ class Sandbox:
         )
 
     def _wait(self, work: Coroutine[Any, Any, _ResultT]) -> _ResultT:
+        if self._loop.is_closed():
+            work.close()
+            raise MachineError("this sandbox is closed")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     async def _end_calls(self) -> None:
