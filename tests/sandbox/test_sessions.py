@@ -21,7 +21,7 @@ from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
 from strop.sandbox.node import sessions
 from strop.sandbox.node.node import Node
-from strop.sandbox.node.sights import pid_of
+from strop.sandbox.node.processes import pid_of
 from strop.sandbox.node.zygotes import Child
 from strop.sandbox.protocol import SessionLimits
 

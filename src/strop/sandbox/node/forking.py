@@ -28,7 +28,8 @@ from strop.errors import MachineError
 from strop.sandbox.inside import kernel, seccomp, wire
 from strop.sandbox.node.groundwork import Groundwork
 from strop.sandbox.node.interpreters import Family, Interpreter, Stem, readable
-from strop.sandbox.node.sights import Sight, children_of, pid_of, stat_of, status_of
+from strop.sandbox.node.processes import children_of, pid_of, stat_of, status_of
+from strop.sandbox.node.sights import Sight
 from strop.sandbox.protocol import IsolationLevel
 
 MAX_DEPTH = 24  # pid and user namespaces nest 32 deep in all

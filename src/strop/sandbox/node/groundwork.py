@@ -51,11 +51,11 @@ class Groundwork:
 
     async def _ask(self, step: bytes, pid: int, owner: int, max_processes: int, descriptors: tuple[int, ...]) -> None:
         """Raises `MachineError` with the words of the step that failed."""
-        self.start()
-        assert self._socket is not None
         number = next(self._numbers)
         waiting = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
+            self.start()
+            assert self._socket is not None
             message = wire.GROUNDWORK.pack(step, number, pid, owner, max_processes, confine.INNER_UID)
             socket.send_fds(self._socket, [message], list(descriptors))
             async with asyncio.timeout(_LIMIT_S):
@@ -69,9 +69,10 @@ class Groundwork:
         """Unless it runs."""
         if self._socket is not None:
             return
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        with theirs:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(ours.close)
+            ours.setblocking(False)
             self._process = subprocess.Popen(
                 [sys.executable, "-s", "-P", "-S", "-B", str(_SCRIPT), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -80,7 +81,9 @@ class Groundwork:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
-        asyncio.get_running_loop().add_reader(self._socket, self._read)
+            undo.pop_all()
+        self._socket = ours
+        asyncio.get_running_loop().add_reader(ours, self._read)
 
     def _read(self) -> None:
         assert self._socket is not None

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 
-from strop.sandbox.node.sights import num_running_threads, tree_cpu_s
+from strop.sandbox.node.processes import num_running_threads, tree_cpu_s
 
 
 class Idleness:

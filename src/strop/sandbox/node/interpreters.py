@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from strop.sandbox.inside import seccomp
-from strop.sandbox.node.sights import Sight, is_readable
+from strop.sandbox.node.processes import is_readable
+from strop.sandbox.node.sights import Sight
 from strop.sandbox.node.zygotes import LOST, Child, Ended
 
 _MAX_REFUSED_AT_ONCE = 8

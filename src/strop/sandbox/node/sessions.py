@@ -32,9 +32,9 @@ from strop.sandbox.node.idleness import Idleness
 from strop.sandbox.node.interpreters import Family, Interpreter, readable
 from strop.sandbox.node.judge import judge
 from strop.sandbox.node.pools import ZygotePool
+from strop.sandbox.node.processes import glance
 from strop.sandbox.node.sights import Sight
 from strop.sandbox.node.slots import Slots
-from strop.sandbox.node.watchdog import glance, own_bytes
 from strop.sandbox.node.zygotes import LOST, Child, Ended
 from strop.sandbox.protocol import IsolationLevel, RunRequest, RunResult, SessionLimits
 from strop.sandbox.service.config import RequestLimits
@@ -46,7 +46,6 @@ _ResultT = TypeVar("_ResultT")
 _START_LIMIT_S = 10.0  # of a session; 2 ms bare when the machine is idle
 _LOOK_S = 0.5  # how often sessions are looked at between cells
 _IDLE_CPU_S = 5.0  # that a session may compute between its cells, in all its life
-_TREE_FACTOR = 2  # all its processes together may hold so many times what one may
 _MAX_REMEMBERED = 4_096  # sessions that are gone, with the reason
 # Beyond these a number is a mistake; what a client may ask for is the front's to say, and less.
 _BEARABLE = RequestLimits(max_memory_mib=1 << 24, max_processes=1 << 15, max_file_mib=1 << 24, max_lease_s=365 * 86_400.0)
@@ -314,8 +313,7 @@ class Sessions:
     def _check(self, session: _Session) -> None:
         interpreter = session.interpreter
         seen = glance(interpreter.pid, adopter=interpreter.adopter)
-        allowed = _TREE_FACTOR * session.limits.memory_mib << 20
-        if seen.anonymous_bytes > allowed and own_bytes(seen.pids) > allowed:
+        if seen.holds_too_much(session.limits.memory_mib):
             self._lose(session, "between two cells it took more memory than it may")
             return
         session.idle.charge(seen.pids)

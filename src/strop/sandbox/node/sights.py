@@ -1,18 +1,16 @@
-"""What the kernel says of one process, and of all that is below one, without asking any of them."""
+"""What the kernel says of one process for as long as it is kept, without asking it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import platform
-import select
-from collections.abc import Iterable
 from typing import Self
 
 from strop.errors import MachineError
 from strop.sandbox.inside.confine import WAKE
+from strop.sandbox.node.processes import cpu_s_in, pid_of
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _SYS_RECVMSG = {"x86_64": 47, "aarch64": 212}
 _STAT_BYTES = 1_024
 
@@ -71,7 +69,7 @@ class Sight:
     @property
     def cpu_s(self) -> float:
         """Of all its threads, and of what it started and waited for."""
-        return _cpu_s(self.stat)
+        return cpu_s_in(self.stat)
 
     @property
     def peak_bytes(self) -> int:
@@ -100,74 +98,7 @@ class Sight:
         return words[0] == str(_SYS_RECVMSG[platform.machine()]).encode() and int(words[1], 16) == WAKE
 
 
-def num_running_threads(pids: Iterable[int]) -> int:
-    """Threads of these processes that are on a processor, or would be if one were free."""
-    return sum(_first(f"/proc/{pid}/task/{thread}/stat") in ("R", "D") for pid in pids for thread in _threads_of(pid))
-
-
-def tree_cpu_s(pids: Iterable[int]) -> float:
-    """Of these processes, and of what they started and waited for."""
-    return sum(_cpu_s(stat_of(pid)) for pid in pids)
-
-
-def pid_of(pidfd: int) -> int:
-    """The process as this one numbers it; 0 when it is dead."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as described:
-        return max(0, int(described.read().rpartition("\nPid:\t")[2].split(maxsplit=1)[0]))
-
-
-def stat_of(pid: int) -> list[str]:
-    """/proc/PID/stat from the third field on. Empty when it is gone."""
-    return _fields(f"/proc/{pid}/stat")
-
-
-def status_of(pid: int) -> dict[str, str]:
-    try:
-        with open(f"/proc/{pid}/status") as file:
-            return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
-
-
-def children_of(pid: int) -> list[int]:
-    found: list[int] = []
-    for thread in _threads_of(pid):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/{pid}/task/{thread}/children") as file:
-            found += [int(child) for child in file.read().split()]
-    return found
-
-
-def is_readable(descriptor: int) -> bool:
-    """Whether there is something to read now; of a pidfd: whether its process is dead."""
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
-    return any(events & select.POLLIN for _, events in poll.poll(0))  # not of one that nobody writes to any more
-
-
 def _open(path: str, opened: contextlib.ExitStack) -> int:
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     opened.callback(os.close, file)
     return file
-
-
-def _threads_of(pid: int) -> list[str]:
-    try:
-        return os.listdir(f"/proc/{pid}/task")
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def _first(path: str) -> str:
-    return next(iter(_fields(path)), "")
-
-
-def _fields(path: str) -> list[str]:
-    try:
-        with open(path) as file:
-            return file.read().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def _cpu_s(stat: list[str]) -> float:
-    return sum(int(ticks) for ticks in stat[11:15]) / _TICKS_PER_S

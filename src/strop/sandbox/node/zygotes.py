@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -28,6 +27,7 @@ from pathlib import Path
 from strop.errors import MachineError
 from strop.sandbox.inside import wire
 from strop.sandbox.node.directories import Directory, check_temporary_directory
+from strop.sandbox.node.processes import is_readable, pid_of
 from strop.sandbox.protocol import IsolationLevel
 
 _log = logging.getLogger(__name__)
@@ -110,11 +110,7 @@ class Child:
     @property
     def is_dead(self) -> bool:
         """Whether it is over, even if its parent has not said so yet."""
-        if self.ended is not None or self.pidfd < 0:
-            return self.ended is not None
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        return self.ended is not None or (self.pidfd >= 0 and is_readable(self.pidfd))
 
     def abandon(self) -> None:
         """Give up its fork server, which does not tell what became of it."""
@@ -124,11 +120,9 @@ class Child:
     def host_pid(self) -> int | None:
         """Its process id as this process sees it; None when it has ended."""
         try:
-            with open(f"/proc/self/fdinfo/{self.pidfd}") as described:
-                pid = int(described.read().rpartition("\nPid:\t")[2].split(maxsplit=1)[0])
-        except (OSError, IndexError, ValueError):  # it has ended, or there is no descriptor left to look through
+            return pid_of(self.pidfd) or None
+        except OSError:  # there is no descriptor left to look through, or it was given back
             return None
-        return pid if pid > 0 else None
 
     @property
     def num_others(self) -> int:
@@ -192,8 +186,9 @@ class Zygote:
         self._to_send: deque[tuple[Child, bytes, tuple[int, int, int]]] = deque()
         self._hello: asyncio.Future[None] = self._loop.create_future()
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        with theirs:
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(self._socket.close)
+            self._socket.setblocking(False)
             # In this thread, which lives as long as the event loop: the fork server dies with the thread that started it.
             self._process = subprocess.Popen(
                 command(_INSIDE / "boot.py", level, profile, modules=modules, control=theirs.fileno()),
@@ -205,6 +200,7 @@ class Zygote:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
             )
+            undo.pop_all()
         self._loop.add_reader(self._socket, self._read)
         self.profile = profile
         self.num_spawned = 0
@@ -250,9 +246,16 @@ class Zygote:
 
     def take_session(self, work: bytes) -> tuple[Child, socket.socket]:
         """A child that keeps its state, and the line to it."""
-        line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        line.setblocking(False)
-        return self._spawn(work=work, line=theirs.detach()), line
+        try:
+            line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise _no_room(error) from error
+        with contextlib.ExitStack() as undo:
+            undo.callback(line.close)
+            line.setblocking(False)
+            child = self._spawn(work=work, line=theirs.detach())
+            undo.pop_all()
+        return child, line
 
     def lose(self) -> None:
         """Kill it, with everything it runs, and tell those who wait. Safe to call twice."""
@@ -286,6 +289,8 @@ class Zygote:
         self.num_spawned += 1
         wake, directory = -1, None
         with contextlib.ExitStack() as undo:
+            if line >= 0:
+                undo.callback(os.close, line)
             try:
                 exchange = os.memfd_create("exchange", os.MFD_CLOEXEC)
                 undo.callback(os.close, exchange)
@@ -293,17 +298,13 @@ class Zygote:
                 if line < 0:
                     wake = os.eventfd(0, os.EFD_CLOEXEC)
                     undo.callback(os.close, wake)
-                else:
-                    undo.callback(os.close, line)
                 output_read, output_write = os.pipe2(os.O_CLOEXEC)
                 undo.callback(os.close, output_read)
                 undo.callback(os.close, output_write)
                 if self._level.rank < IsolationLevel.NAMESPACES.rank:
                     directory = Directory.for_call()
             except OSError as error:
-                raise MachineError(
-                    f"there is no room for another program: {error}. Raise `ulimit -n`, or make room where temporary files lie."
-                ) from error
+                raise _no_room(error) from error
             undo.pop_all()
         os.set_blocking(output_read, False)
         child = Child(self, number, exchange=exchange, wake=wake, output=output_read, directory=directory)
@@ -372,6 +373,10 @@ class Zygote:
             self._hello.set_result(None)
         else:
             self._hello.set_exception(MachineError(message[wire.REPORT.size :].decode("utf-8", "replace")))
+
+
+def _no_room(error: OSError) -> MachineError:
+    return MachineError(f"there is no room for another program: {error}. Raise `ulimit -n`, or make room for temporary files.")
 
 
 @functools.lru_cache(maxsize=1)
