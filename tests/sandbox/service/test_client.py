@@ -293,6 +293,15 @@ def test_sessions_are_opened_forked_used_and_closed() -> None:
     asyncio.run(play())
 
 
+def test_what_is_no_request_is_the_callers_mistake() -> None:
+    async def play() -> None:
+        async with SandboxClient("http://127.0.0.1:1") as client:
+            with pytest.raises(TypeError, match=r"RunRequest\(code=\.\.\.\).* str"):
+                await client.run("print(1)")
+
+    asyncio.run(play())
+
+
 def test_requests_that_cannot_be_are_rejected_and_harm_no_other() -> None:
     async def play() -> None:
         async with serving(scripted()) as server, SandboxClient(server.url) as client:

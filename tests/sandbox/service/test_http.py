@@ -8,16 +8,14 @@ import json
 import time
 
 import aiohttp
-import pytest
 from links import until
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from prometheus_client.parser import text_string_to_metric_families
-from pydantic import ValidationError
 from services import answers_by_key, asking, echo, run_lines, scripted, serving
 
-from strop.sandbox.protocol import RunRequest
+from strop.sandbox.protocol import RunRequest, SessionLimits
 from strop.sandbox.scripted import ScriptedNode
-from strop.sandbox.service.config import DispatchConfig, RequestLimits, ServeConfig
+from strop.sandbox.service.config import DispatchConfig, RequestLimits
 from strop.sandbox.service.run_stream import MAX_OPEN
 
 TOKEN = "correct horse battery"
@@ -121,69 +119,6 @@ def test_lines_beyond_the_limit_are_not_read_and_the_ones_before_are_answered() 
             assert "more than 10 lines" in answers[None]["result"]["reason"]
 
     asyncio.run(play())
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "body", "status", "words"),
-    [
-        ("POST", "/v1/run", b"", 400, "Invalid JSON"),
-        ("POST", "/v1/run", b'{"code": 1}', 400, "code: Input should be a valid string"),
-        ("POST", "/v1/run", b'{"code": "x", "cod": 1}', 400, "cod"),
-        ("POST", "/v1/run", b'{"code": "x", "session": "gone"}', 410, "gone"),
-        ("POST", "/v1/run", b" " * 2000, 413, "more than 1500 bytes"),
-        ("POST", "/v1/verify", b'{"pairs": [["1", "1"]]}', 400, "pairs.0"),
-        ("POST", "/v1/verify", b'{"pairs": [], "pair_wall_s": -1}', 400, "pair_wall_s"),
-        ("POST", "/v1/sessions", b'{"memory_mib": -1}', 400, "memory_mib is -1"),
-        ("POST", "/v1/sessions/gone/fork", b"", 410, "gone"),
-        ("POST", "/v1/tests", b'{"code": "x"}', 400, "tests"),
-        ("POST", "/v1/cancel", b"[]", 400, "CancelRequest"),
-        ("GET", "/v1/run", b"", 405, "Method Not Allowed"),
-        ("GET", "/v2/run", b"", 404, "Not Found"),
-        ("GET", "/v1/sessions/%ED%A0%80", b"", 405, ""),
-    ],
-)
-def test_a_mistake_is_told_as_json_with_its_reason(method: str, path: str, body: bytes, status: int, words: str) -> None:
-    async def play() -> None:
-        async with serving(scripted(), max_body_bytes=1500) as server, asking(server) as http:
-            async with http.request(method, path, data=body) as response:
-                assert response.status == status
-                assert words in (await response.json())["error"]["message"]
-            async with http.post("/v1/run", data=b'{"code": "x"}') as response:
-                assert response.status == 200
-
-    asyncio.run(play())
-
-
-def test_who_has_no_token_learns_nothing_but_that_the_service_lives() -> None:
-    async def play() -> None:
-        async with serving(scripted(), tokens={"trainer": TOKEN}) as server:
-            for headers in (
-                {},
-                {"Authorization": "Bearer wrong"},
-                {"Authorization": f"Basic {TOKEN}"},
-                {"Authorization": "Bearer "},
-            ):
-                async with asking(server, **headers) as http:
-                    for route in server.http.app.router.routes():
-                        path = route.resource.canonical.replace("{session}", "s")
-                        async with http.request(route.method, path) as response:
-                            expected = (200, 200) if path in ("/v1/health", "/openapi.json") else (401, 401)
-                            assert response.status in expected, path
-                    async with http.get("/v1/health") as response:
-                        assert await response.json() == {"status": "ok", "num_held": 0, "num_sessions": 0, "nodes": []}
-            async with asking(server, Authorization=f"Bearer {TOKEN}") as http:
-                async with http.post("/v1/run", data=b'{"code": "x"}') as response:
-                    assert response.status == 200
-                async with http.get("/v1/health") as response:
-                    assert (await response.json())["nodes"][0]["num_slots"] == 8
-
-    asyncio.run(play())
-
-
-@pytest.mark.parametrize("settings", [{"host": "0.0.0.0"}, {"nodes_port": 0, "nodes_host": "::"}, {"tokens": {"a": "short"}}])
-def test_a_service_that_others_could_reach_is_refused_without_a_good_token(settings: dict[str, object]) -> None:
-    with pytest.raises(ValidationError, match="token"):
-        ServeConfig.model_validate(settings)
 
 
 def test_clients_take_turns_by_token_and_by_header() -> None:
@@ -304,6 +239,17 @@ def test_a_session_lives_from_its_opening_to_its_close() -> None:
             for _ in range(2):
                 assert (await http.delete(f"/v1/sessions/{session}")).status == 200
             assert (await http.post("/v1/run", json={"code": "a", "session": session})).status == 410
+
+    asyncio.run(play())
+
+
+def test_a_session_that_is_opened_with_an_empty_body_has_the_default_limits() -> None:
+    async def play() -> None:
+        async with serving(scripted()) as server, asking(server) as http:
+            async with http.post("/v1/sessions") as response:
+                assert response.status == 200
+                session = (await response.json())["session"]
+            assert server.dispatcher.sessions.find(session).limits == SessionLimits()
 
     asyncio.run(play())
 

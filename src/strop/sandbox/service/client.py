@@ -69,6 +69,8 @@ class SandboxClient(CodeService):
 
     async def run(self, request: RunRequest) -> RunResult:
         """See `CodeService`. Raises `UserError` for a wrong address or token, `SessionLost` for a cell without its session."""
+        if not isinstance(request, RunRequest):
+            raise TypeError(f"a program is run as RunRequest(code=...); this is of type {type(request).__name__}")
         return await self._calls.run(request)
 
     async def verify(self, request: VerifyRequest) -> AsyncGenerator[tuple[int, PairVerdict]]:

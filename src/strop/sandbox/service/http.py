@@ -48,6 +48,7 @@ _STATUS = {
     ProblemKind.INVALID: 400,
     ProblemKind.UNAUTHORIZED: 401,
     ProblemKind.NOT_FOUND: 404,
+    ProblemKind.METHOD_NOT_ALLOWED: 405,
     ProblemKind.SESSION_LOST: 410,
     ProblemKind.TOO_LARGE: 413,
     ProblemKind.INTERNAL: 500,
@@ -171,7 +172,7 @@ class HttpFront:
         return _json(CodeTestReport, report)
 
     async def _open_session(self, request: web.Request) -> web.StreamResponse:
-        session = await self._dispatcher.open_session(await self._body(request, SessionLimits))
+        session = await self._dispatcher.open_session(await self._body(request, SessionLimits, default=SessionLimits()))
         return _json(SessionReply, SessionReply(session=session))
 
     async def _fork_session(self, request: web.Request) -> web.StreamResponse:
@@ -226,7 +227,7 @@ class HttpFront:
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         client = self._client_of(request)
         if client is None and request.path not in _OPEN_TO_ALL:
-            return _problem(ProblemKind.UNAUTHORIZED, "this service asks for a token: send 'Authorization: Bearer <token>'")
+            return _problem(ProblemKind.UNAUTHORIZED, _why_unauthorized(request))
         if self._num_requests > self._config.max_connections:
             return _problem(ProblemKind.OVERLOADED, f"the service has {self._config.max_connections} requests open")
         _notice_silence(request.transport)
@@ -244,15 +245,20 @@ class HttpFront:
             return _problem(ProblemKind.TOO_LARGE, f"the body has more than {self._config.max_body_bytes} bytes")
         except HttpProcessingError as error:
             return _problem(ProblemKind.INVALID, f"the request cannot be read: {error.message}")
-        except web.HTTPException as error:  # no such route, or not with this method
+        except web.HTTPMethodNotAllowed as error:
+            allowed = error.headers["Allow"]
+            refusal = _problem(ProblemKind.METHOD_NOT_ALLOWED, f"{request.path} takes {allowed}, not {request.method}")
+            refusal.headers["Allow"] = allowed
+            return refusal
+        except web.HTTPException as error:  # no such route
             return _problem(ProblemKind.NOT_FOUND, f"{request.method} {request.path}: {error.reason}", status=error.status)
 
     def _client_of(self, request: web.Request) -> str | None:
         """Who asks, as the queue and the ids know them; None when the token is wrong or missing."""
         name = "" if not self._config.tokens else None
-        sent = request.headers.get("Authorization", "").removeprefix("Bearer ").encode("utf-8", "surrogateescape")
+        sent = _bearer_token(request)
         for token_name, token in self._config.tokens.items():  # all of them, so that time tells nothing
-            if hmac.compare_digest(sent, token.encode()):
+            if sent is not None and hmac.compare_digest(sent, token.encode()):
                 name = token_name
         return None if name is None else f"{name}/{request.headers.get(CLIENT_HEADER, '')[:128]}"
 
@@ -260,15 +266,22 @@ class HttpFront:
         """Of a request that has passed the guard."""
         return self._client_of(request) or ""
 
-    async def _body(self, request: web.Request, shape: type[_BodyT]) -> _BodyT:
+    async def _body(self, request: web.Request, shape: type[_BodyT], *, default: _BodyT | None = None) -> _BodyT:
+        """Raises `UserError` for what is not of this shape, and for an empty body where there is no default."""
         try:
             async with asyncio.timeout(_READ_S):
-                body: _BodyT = _adapter(shape).validate_json(await request.read(), strict=True, extra="forbid")
-                return body
-        except ValidationError as error:
-            raise UserError(f"the body is no {shape.__name__}: {explain(error)}.") from error
+                text = await request.read()
         except TimeoutError as error:
             raise UserError(f"the body did not arrive within {_READ_S:g} s.") from error
+        if not text:
+            if default is None:
+                raise UserError(f"the body is empty; it has to be a {shape.__name__} in JSON.")
+            return default
+        try:
+            body: _BodyT = _adapter(shape).validate_json(text, strict=True, extra="forbid")
+        except ValidationError as error:
+            raise UserError(f"the body is no {shape.__name__}: {explain(error)}.") from error
+        return body
 
     async def _start_lines(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"})
@@ -287,6 +300,20 @@ def _adapter(shape: Any) -> TypeAdapter[Any]:
 
 def _json(shape: type[_BodyT], body: _BodyT, *, status: int = 200) -> web.Response:
     return web.Response(body=_adapter(shape).dump_json(body), content_type="application/json", status=status)
+
+
+def _bearer_token(request: web.Request) -> bytes | None:
+    """What follows the scheme; None when the header is missing or is of another scheme."""
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip().encode("utf-8", "surrogateescape") if scheme.lower() == "bearer" else None
+
+
+def _why_unauthorized(request: web.Request) -> str:
+    if "Authorization" not in request.headers:
+        return "this service asks for a token: send 'Authorization: Bearer <token>'"
+    if _bearer_token(request) is None:
+        return "the header Authorization does not begin with 'Bearer ': send 'Authorization: Bearer <token>'"
+    return "the token in 'Authorization: Bearer <token>' is not the one that this service was started with"
 
 
 def _problem(kind: ProblemKind, message: str, *, status: int | None = None) -> web.Response:

@@ -25,6 +25,7 @@ _ERROR: TypeAdapter[ErrorReply] = TypeAdapter(ErrorReply)
 _KINDS: dict[ProblemKind, type[StropError]] = {
     ProblemKind.INVALID: UserError,
     ProblemKind.NOT_FOUND: UserError,
+    ProblemKind.METHOD_NOT_ALLOWED: UserError,
     ProblemKind.TOO_LARGE: UserError,
     ProblemKind.UNAUTHORIZED: UserError,
     ProblemKind.SESSION_LOST: SessionLost,

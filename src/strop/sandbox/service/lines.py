@@ -32,6 +32,7 @@ class ProblemKind(StrEnum):
     INVALID = "invalid"  # not JSON, not this shape, or a limit that cannot be
     UNAUTHORIZED = "unauthorized"
     NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"  # the header Allow says which are
     TOO_LARGE = "too_large"
     SESSION_LOST = "session_lost"
     OVERLOADED = "overloaded"  # try again a little later

@@ -45,6 +45,7 @@ class Route:
     summary: str
     detail: str = ""
     body: type | None = None
+    is_body_optional: bool = False
     reply: tuple[type, ...] | str = ()  # a type of text, where it is no JSON
     is_stream: tuple[bool, bool] = (False, False)  # of the body, of the reply
     problems: tuple[str, ...] = ("401", "500")
@@ -106,7 +107,9 @@ ROUTES = (
         method="post",
         path="/v1/sessions",
         summary="Open a session",
+        detail="An empty body asks for the default limits.",
         body=SessionLimits,
+        is_body_optional=True,
         reply=(SessionReply,),
         problems=("400", "401", "413", "500", "503"),
     ),
@@ -178,7 +181,8 @@ def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
     operation["parameters"] = parameters
     if route.body is not None:
         content_type = _LINES if route.is_stream[0] else _JSON
-        operation["requestBody"] = {"required": True, "content": {content_type: {"schema": shapes[route.body]}}}
+        content = {content_type: {"schema": shapes[route.body]}}
+        operation["requestBody"] = {"required": not route.is_body_optional, "content": content}
     for status in route.problems:
         shape = Health if route.path == "/v1/health" else ErrorReply
         operation["responses"][status] = {"description": _PROBLEMS[status], "content": {_JSON: {"schema": shapes[shape]}}}
