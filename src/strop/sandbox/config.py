@@ -17,7 +17,8 @@ class SandboxConfig(Config):
     wall_s: float = Field(default=4.0, gt=0)  # from the start of the program; time in the queue is not counted
     memory_mib: int = Field(default=512, ge=32)  # address space beyond the interpreter's own, for each process
     output_bytes: int = Field(default=65_536, ge=256)  # head and tail are kept beyond it
-    max_running: int = Field(default_factory=lambda: 2 * (os.cpu_count() or 1), ge=1, le=1024)  # that compute
+    # That compute. A node takes three times as many calls (its `num_slots`), so that the next is at hand when one ends.
+    max_running: int = Field(default_factory=lambda: 2 * (os.cpu_count() or 1), ge=1, le=1024)
     max_alive: int = Field(default=256, ge=1, le=4096)  # with those that sleep, which lend their slots
     max_sessions: int = Field(default=64, ge=0, le=4096)  # that live at once; they hold no slot between their cells
     url: str = ""  # of a running service, which is used instead of this machine

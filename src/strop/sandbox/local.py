@@ -17,6 +17,7 @@ from strop.sandbox.protocol import (
     RunResult,
     SessionLimits,
     VerifyRequest,
+    demand,
 )
 from strop.sandbox.service.config import DispatchConfig, RequestLimits
 from strop.sandbox.service.dispatcher import Dispatcher
@@ -65,9 +66,12 @@ class LocalSandbox(CodeService):
         await self._service()
 
     async def run(self, request: RunRequest) -> RunResult:
+        demand("the argument of run()", request, RunRequest, hint=', as in run(RunRequest(code="print(1)"))')
         return await (await self._service()).run(request)
 
     async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        hint = ', as in verify(VerifyRequest(pairs=(AnswerPair(gold="1/2", answer="0.5"),)))'
+        demand("the argument of verify()", request, VerifyRequest, hint=hint)
         async for verdict in (await self._service()).verify(request):
             yield verdict
 

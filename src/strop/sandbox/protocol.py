@@ -13,7 +13,15 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import UnionType
 from typing import Protocol
+
+
+def demand(name: str, value: object, kind: type | UnionType, *, hint: str = "") -> None:
+    """Raises `TypeError`, naming the argument, when `value` is not of this kind."""
+    if not isinstance(value, kind):
+        expected = kind.__name__ if isinstance(kind, type) else str(kind)
+        raise TypeError(f"{name} is of type {type(value).__name__}; it has to be {expected}{hint}.")
 
 
 class RunOutcome(StrEnum):
@@ -70,6 +78,20 @@ class RunRequest:
     session: str = ""  # the cell of a session; empty for a program of its own
     id: str = ""  # two requests of one client with the same id are one call; empty for no such promise
 
+    def __post_init__(self) -> None:
+        """Raises `TypeError` for a value of another type. Whether a limit is bearable is the service's to say."""
+        for name, kind in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kind):
+                demand(name, value, kind)
+
+
+_KINDS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("code", "stdin", "profile", "language", "session", "id"), str),
+    **dict.fromkeys(("memory_mib", "max_processes", "file_mib", "output_bytes", "seed"), int),
+    "wall_s": int | float,
+    "cpu_s": int | float | None,
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunTimings:
@@ -109,6 +131,11 @@ class PairVerdict(StrEnum):
 class AnswerPair:
     gold: str
     answer: str
+
+    def __post_init__(self) -> None:
+        """Raises `TypeError` for what is no text."""
+        demand("gold", self.gold, str)
+        demand("answer", self.answer, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +195,9 @@ class CodeNode(CodeService, Protocol):
 
     name: str
     level: IsolationLevel
-    num_slots: int  # how many calls it takes at once, which may change; further ones wait in the front, not here
+    # How many calls it takes at once, which may change; further ones wait in the front, not here. Three times the
+    # `max_running` that compute, so that one is at hand when another ends, and one more for each that sleeps.
+    num_slots: int
 
     async def wait_lost(self) -> str:
         """Returns when the node is gone, with the reason. Calls in flight have raised `NodeLost` by then."""

@@ -6,7 +6,7 @@ import dataclasses
 from types import TracebackType
 from typing import Self
 
-from strop.sandbox.protocol import CodeService, RunRequest, RunResult, SessionLimits
+from strop.sandbox.protocol import CodeService, RunRequest, RunResult, SessionLimits, demand
 
 
 class Session:
@@ -27,6 +27,7 @@ class Session:
 
     async def run(self, cell: RunRequest) -> RunResult:
         """Run one more cell. Raises `SessionLost` when the session ended before it: no cell is ever run twice."""
+        demand("the argument of run()", cell, RunRequest, hint=', as in run(RunRequest(code="x = 1"))')
         return await self._service.run(dataclasses.replace(cell, session=self.name))
 
     async def fork(self) -> Self:

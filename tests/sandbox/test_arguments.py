@@ -1,0 +1,47 @@
+"""A call with an argument of the wrong type says so where it is made, before anything is started."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from strop.sandbox import AnswerPair, LocalSandbox, RunRequest, Session
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"code": b"1"}, "code is of type bytes; it has to be str."),
+        ({"stdin": None}, "stdin is of type NoneType; it has to be str."),
+        ({"wall_s": "4"}, "wall_s is of type str; it has to be int | float."),
+        ({"memory_mib": 2.5}, "memory_mib is of type float; it has to be int."),
+    ],
+)
+def test_a_request_names_the_argument_of_a_wrong_type(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        RunRequest(**{"code": "1"} | wrong)
+    assert str(caught.value) == message
+
+
+def test_a_sandbox_that_is_given_text_says_how_a_request_is_written() -> None:
+    box: Any = LocalSandbox()
+    with pytest.raises(TypeError, match=r'of type str; it has to be RunRequest, as in run\(RunRequest\(code="print\(1\)"\)\)'):
+        asyncio.run(box.run("print(1)"))
+    session: Any = Session(box, "s1")
+    with pytest.raises(TypeError, match="it has to be RunRequest"):
+        asyncio.run(session.run("print(1)"))
+
+    async def verify() -> None:
+        async for _ in box.verify([("1", "1")]):
+            pass
+
+    with pytest.raises(TypeError, match="it has to be VerifyRequest"):
+        asyncio.run(verify())
+
+
+def test_an_answer_is_text() -> None:
+    answer: Any = 72
+    with pytest.raises(TypeError, match="answer is of type int"):
+        AnswerPair(gold="72", answer=answer)
