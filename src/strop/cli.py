@@ -16,6 +16,7 @@ from strop.errors import StropError, UserError
 from strop.sandbox.cli import app as sandbox_app
 
 _INTERRUPTED = 130
+_GOES_ON = "The same command goes on from the last checkpoint."
 
 app = typer.Typer(
     name="strop",
@@ -146,12 +147,18 @@ def main() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except StropError as error:
-        print(f"error: {type(error).__name__}: {error}\nThe same command goes on from the last checkpoint.", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+        if _keeps_checkpoints():
+            print(_GOES_ON, file=sys.stderr)
         sys.exit(1)
     except SystemExit as error:
         if error.code == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
-            print("\nstopped. The same command goes on from the last checkpoint.", file=sys.stderr)
+            print("\nstopped." + (f" {_GOES_ON}" if _keeps_checkpoints() else ""), file=sys.stderr)
         raise
+
+
+def _keeps_checkpoints() -> bool:
+    return sys.argv[1:2] in (["train"], ["eval"])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -110,3 +111,18 @@ def test_serve_offers_the_service_and_ends_in_order_on_sigterm(tmp_path: Path) -
 def test_a_service_that_can_never_have_a_node_does_not_start() -> None:
     refused = strop("serve", "--local-nodes", "0")
     assert (refused.returncode, "--nodes-port" in refused.stderr) == (2, True)
+
+
+def test_control_c_ends_a_run_that_waits_for_a_service_at_once_and_speaks_of_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("1")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(30)
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        command = [*STROP, "run", str(tmp_path / "program.py"), "--url", url]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            connection, _ = silent.accept()
+            with connection:
+                connection.recv(1)
+                running.send_signal(signal.SIGINT)
+                _, said = running.communicate(timeout=10)
+    assert (running.returncode, said) == (130, "\nstopped.\n")

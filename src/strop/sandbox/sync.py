@@ -116,7 +116,12 @@ class Sandbox:
         if self._loop.is_closed():
             work.close()
             raise MachineError("this sandbox is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        call = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return call.result()
+        except BaseException:
+            call.cancel()  # Ctrl-C: nobody waits for it any more. No effect on one that has ended
+            raise
 
     async def _end_calls(self) -> None:
         """Close, and let every call that was waiting tell its thread so."""
