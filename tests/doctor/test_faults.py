@@ -8,7 +8,7 @@ import torch
 import strop.engine.worker
 from strop.doctor import CHECKS, examine_file
 from strop.engine.sampling import Draw, draw
-from strop.errors import MachineError, WeightsNotProven
+from strop.errors import MachineError, UserError, WeightsNotProven
 from strop.pipelines.load import load_recipe
 from strop.rollout.chat import ChatFormat
 from strop.sandbox import ScriptedSandbox
@@ -151,6 +151,26 @@ def test_a_sandbox_that_cannot_start_leaves_the_other_checks_to_be_made(examine_
 
     monkeypatch.setattr("strop.sandbox.local.LocalSandbox.start", fail)
     assert "no namespaces here" in only_problem(examine_with()).detail
+
+
+def test_a_service_that_cannot_be_used_is_found_with_a_remedy_for_a_service(examine_with, recipe_path):
+    elsewhere = load_recipe(recipe_path, ["sandbox.url=http://127.0.0.1:9"])
+    problem = only_problem(examine_with(of=elsewhere))
+    assert problem.check == "tool round trip"
+    assert "no code service answers at http://127.0.0.1:9" in problem.detail
+    assert "`strop sandbox run FILE --url http://127.0.0.1:9` shows its fault alone" in problem.remedy
+    assert "STROP_SANDBOX_TOKEN" in problem.remedy
+    assert "isolation" not in problem.remedy  # that of this machine
+
+
+def test_a_service_that_refuses_a_call_is_the_tools_problem_and_not_the_models(examine_with):
+    class Refusing(ScriptedSandbox):
+        async def run(self, request):
+            raise UserError("the code service refused the token.")
+
+    refusing = Refusing(answer={})
+    diagnosis = examine_with(lambda parts: replace(parts, tools=(PythonTool(refusing, parts.recipe.tools.python),)))
+    assert "refused the token" in only_problem(diagnosis).detail
 
 
 def test_stale_weights_are_found(examine_with):

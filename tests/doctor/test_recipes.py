@@ -48,6 +48,7 @@ def test_a_random_model_of_another_origin_has_no_problem(examine_with, tiny_dire
     [
         ("stages.rl.grup_size=1", "recipe", "stages.rl.grup_size: unknown key.", "Did you mean 'group_size'?"),
         ("stages.rl.group_size=1", "batch arithmetic", "group_size is 1", "allow_group_of_one = true"),
+        ("sandbox.url=foo", "recipe", "sandbox.url: 'foo' is no address of a code service.", "'http://127.0.0.1:8517'"),
         ("sampling.max_tokens=500", "batch arithmetic", "the engine holds 512", "Raise engine.max_length"),
         (
             'stages.rl.trainer.optimizer={schedule="cosine", warmup_updates=9}',

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from strop.doctor.examination import Examination
 from strop.doctor.finding import Finding
-from strop.errors import MachineError
+from strop.errors import MachineError, UserError
 from strop.rewards.config import PARTS
 from strop.sandbox.numbers import plain_number
 from strop.types import (
@@ -72,7 +72,7 @@ async def check_answers(examination: Examination) -> Finding:
         misjudged = [each for each in known if await _is_misjudged(examination, each)]
         misjudged_one_way = [each for each in _ONE_WAY if await _is_misjudged(examination, each)]
         right, wrong = [(await _judge(examination, known[index])).reward for index in _right_and_wrong(known)]
-    except MachineError as error:
+    except (MachineError, UserError) as error:
         return Finding(
             check=NAME,
             detail=f"the judge was lost: {error}",

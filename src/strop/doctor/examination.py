@@ -17,7 +17,7 @@ from strop.algorithms.protocol import Column, Decision, Selection
 from strop.doctor.finding import Origin, Piece
 from strop.doctor.parts import ROOM, Parts
 from strop.engine.protocol import CompletionRequest
-from strop.errors import MachineError
+from strop.errors import MachineError, UserError
 from strop.rollout.chat import message
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
@@ -299,7 +299,7 @@ class _Witness(Tool):
         try:
             async with asyncio.timeout(_TOOL_DEADLINE_S):
                 return await self._tool.call(arguments, seed=seed)
-        except MachineError as error:
+        except (MachineError, UserError) as error:  # the latter: of a service that is not the one we were told
             self.fault = str(error)
         except TimeoutError:
             self.fault = f"no answer within {_TOOL_DEADLINE_S:g} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from strop.doctor.examination import CODE, PRINTED, Examination
 from strop.doctor.finding import Finding
+from strop.sandbox.config import SandboxConfig
 from strop.types import ToolOutcome
 
 NAME = "tool round trip"
@@ -17,11 +18,7 @@ async def check_tool(examination: Examination) -> Finding:
         return Finding(
             check=NAME,
             detail=f"{CODE} could not be run: {conversation.tool_fault}",
-            remedy=(
-                "Bring the sandbox back before training: until then every rollout that calls the tool is void."
-                " strop.sandbox.Sandbox().run('1') shows its fault alone; a machine without namespaces can ask for less"
-                ' isolation with sandbox.min_level = "process".'
-            ),
+            remedy=_remedy(examination.parts.recipe.sandbox),
         )
     if not turn.calls:
         return Finding(
@@ -34,7 +31,9 @@ async def check_tool(examination: Examination) -> Finding:
         return Finding(
             check=NAME,
             detail=f"{CODE} came back as {call.outcome} {call.text!r:.200}, where {PRINTED} is printed.",
-            remedy="Run the same program through `strop.sandbox.Sandbox`; its result names what went wrong.",
+            remedy="Run the same program with `strop sandbox run`"
+            + (f" --url {url}" if (url := examination.parts.recipe.sandbox.url) else "")
+            + "; its result names what went wrong.",
         )
     read = examination.parts.chat.decode(turn.observation_ids)
     if PRINTED not in read:
@@ -45,3 +44,18 @@ async def check_tool(examination: Examination) -> Finding:
         )
     num_tokens = len(turn.observation_ids)
     return Finding.fine(NAME, f"{CODE} came back as {PRINTED} in {call.duration_s * 1000:.0f} ms, in {num_tokens} tokens")
+
+
+def _remedy(sandbox: SandboxConfig) -> str:
+    """Of a sandbox that runs nothing."""
+    if sandbox.url:
+        return (
+            "Mend that before training: until then every rollout that calls the tool is void. The recipe's sandbox.url and"
+            f" {sandbox.token_env} name the service; `strop sandbox run FILE --url {sandbox.url}` shows its fault alone."
+            " Without sandbox.url programs run on this machine."
+        )
+    return (
+        "Bring the sandbox back before training: until then every rollout that calls the tool is void. `strop sandbox check`"
+        " shows its fault alone; a machine without namespaces can ask for less isolation with"
+        ' sandbox.min_level = "process".'
+    )

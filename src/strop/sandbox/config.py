@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from strop.config import Config
 from strop.sandbox.protocol import IsolationLevel
@@ -31,6 +32,13 @@ class SandboxConfig(Config):
     recycle_after: int = Field(default=100_000, ge=1)  # programs from one fork server before another takes its place
     max_code_bytes: int = Field(default=262_144, ge=1)
     max_stdin_bytes: int = Field(default=8_000_000, ge=0)
+
+    @field_validator("url")
+    @classmethod
+    def _is_an_address(cls, url: str) -> str:
+        if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise ValueError(f"{url!r} is no address of a code service. Write it as in url = 'http://127.0.0.1:8517'.")
+        return url
 
     @model_validator(mode="after")
     def _does_not_contradict_itself(self) -> Self:

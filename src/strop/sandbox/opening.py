@@ -29,7 +29,13 @@ async def open_service(config: SandboxConfig, *, token: str | None = None) -> As
     from strop.sandbox.service.client import SandboxClient  # needs the extra `serve`, which a sandbox on this machine does not
 
     async with SandboxClient(config.url, token=token or os.environ.get(config.token_env)) as client:
-        for node in (await client.health()).nodes:
+        nodes = (await client.health()).nodes
+        if not nodes:  # it has some, or it would not be well, and tells only who has the token
+            raise UserError(
+                f"the code service at {config.url} refuses us without its token, or with a wrong one. Put its token into the"
+                f" environment variable {config.token_env}; `strop sandbox run` also takes it from --token-file."
+            )
+        for node in nodes:
             if node.level.rank < config.min_level.rank:
                 raise UserError(
                     f"sandbox.min_level is {config.min_level.value!r}, but node {node.name!r} of the service at {config.url}"
