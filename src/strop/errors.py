@@ -55,6 +55,10 @@ class Overloaded(MachineError):  # noqa: N818
     """The code service holds as much as it may; the same request is welcome a little later."""
 
 
+class NoNodes(Overloaded):
+    """The code service has no node to run anything on; one may join a little later."""
+
+
 class EngineLost(MachineError):  # noqa: N818 - named for what happened
     """The engine died, hung or answered garbage."""
 

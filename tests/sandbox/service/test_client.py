@@ -6,13 +6,14 @@ import asyncio
 import socket
 import time
 from collections import Counter
+from collections.abc import Awaitable
 
 import pytest
 from links import until
 from relay import Relay, relayed
 from services import echo, scripted, serving
 
-from strop.errors import DeadlineExceeded, MachineError, SessionLost, UserError
+from strop.errors import DeadlineExceeded, MachineError, NoNodes, SessionLost, UserError
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.scripted import ScriptedNode, scripted_result
 from strop.sandbox.service import client_calls
@@ -244,6 +245,37 @@ def test_a_service_that_is_gone_for_too_long_is_the_machines_fault() -> None:
         with pytest.raises(MachineError, match="out of reach"):
             await asyncio.wait_for(judged(client, 1), 5)
         await client.close()
+
+    asyncio.run(play())
+
+
+def test_a_service_without_nodes_is_waited_for_with_a_word_in_the_log_and_not_for_ever(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def works(client: SandboxClient) -> list[Awaitable[object]]:
+        return [
+            client.run(RunRequest(code="x")),
+            client.run(RunRequest(code="y")),
+            client.open_session(SessionLimits()),
+            judged(client, 1),
+            client.health(),
+        ]
+
+    async def play() -> None:
+        async with serving(dispatch=DispatchConfig(no_node_s=0.1)) as server:
+            await asyncio.sleep(0.2)
+            async with SandboxClient(server.url, no_node_s=0.5) as client:
+                failures = await asyncio.wait_for(asyncio.gather(*works(client), return_exceptions=True), 5)
+            for failure in failures:
+                assert isinstance(failure, NoNodes | UserError)
+                assert "has no nodes, and none came within 0.5 s" in str(failure)
+            assert caplog.text.count(f"the code service at {server.url} has no nodes; waiting up to 0.5 s for one") == 1
+            async with SandboxClient(server.url) as client:
+                waiting = asyncio.gather(*works(client))
+                await asyncio.sleep(0.5)
+                server.dispatcher.add_node(scripted())
+                run, *_ = await asyncio.wait_for(waiting, 5)
+                assert run.text == "ran x"
 
     asyncio.run(play())
 

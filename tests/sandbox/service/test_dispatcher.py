@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from links import linked, until
 
-from strop.errors import MachineError, Overloaded, SessionLost, UserError
+from strop.errors import MachineError, NoNodes, Overloaded, SessionLost, UserError
 from strop.sandbox.protocol import (
     AnswerPair,
     IsolationLevel,
@@ -23,6 +23,7 @@ from strop.sandbox.protocol import (
     VerifyRequest,
 )
 from strop.sandbox.scripted import ScriptedNode
+from strop.sandbox.service import floor
 from strop.sandbox.service.config import DispatchConfig, RequestLimits
 from strop.sandbox.service.dispatcher import Dispatcher
 from strop.sandbox.service.jobs import Answer
@@ -264,9 +265,37 @@ def test_calls_wait_a_while_for_a_first_node_and_then_are_told_that_there_is_non
             front.add_node(one)
             assert (await early).text == "ran early"
             one.die()
-            late = await asyncio.wait_for(front.run(RunRequest(code="late")), 4)
-            assert late.outcome is RunOutcome.INTERNAL
-            assert "no node" in late.reason
+            comparing = asyncio.create_task(judged(front, VerifyRequest(pairs=pairs(2))))
+            with pytest.raises(NoNodes, match="has had no node"):
+                await asyncio.wait_for(front.run(RunRequest(code="late")), 4)
+            with pytest.raises(NoNodes):
+                await asyncio.wait_for(comparing, 1)
+            with pytest.raises(NoNodes):  # by now at once
+                await asyncio.wait_for(front.run(RunRequest(code="later")), 0.1)
+            with pytest.raises(NoNodes):
+                await judged(front, VerifyRequest(pairs=pairs(2)))
+            with pytest.raises(NoNodes):
+                await front.open_session(SessionLimits())
+            assert (front.tally.num_without_node, front.admission.held.num) == (2, 0)
+            front.add_node(node())
+            assert (await front.run(RunRequest(code="again"))).text == "ran again"
+
+    asyncio.run(play())
+
+
+def test_a_queue_without_a_node_is_told_to_the_log_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(floor, "_LONELY_S", 0.1)
+
+    async def play() -> None:
+        async with Dispatcher() as front:
+            calls = [asyncio.create_task(front.run(RunRequest(code=str(number)))) for number in range(3)]
+            await until(lambda: "has had no node" in caplog.text)
+            await asyncio.sleep(1.1)  # the next look
+            front.add_node(node())
+            await asyncio.gather(*calls)
+        assert caplog.text.count("has had no node") == 1
 
     asyncio.run(play())
 

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 from pydantic import ValidationError
-from services import asking, scripted, serving
+from services import answers_by_key, asking, run_lines, scripted, serving
 
-from strop.sandbox.service.config import ServeConfig
+from strop.sandbox.service.config import DispatchConfig, ServeConfig
 
 TOKEN = "correct horse battery"
 
@@ -101,6 +101,25 @@ def test_who_has_no_token_learns_nothing_but_that_the_service_lives() -> None:
                     assert response.status == 200
                 async with http.get("/v1/health") as response:
                     assert (await response.json())["nodes"][0]["num_slots"] == 8
+
+    asyncio.run(play())
+
+
+def test_a_service_without_nodes_says_so_and_when_to_come_again() -> None:
+    async def play() -> None:
+        async with serving(dispatch=DispatchConfig(no_node_s=0.1)) as server, asking(server) as http:
+            await asyncio.sleep(0.2)
+            for path, body in (
+                ("/v1/run", {"code": "x"}),
+                ("/v1/tests", {"code": "x", "tests": [{"stdin": "", "expected": ""}]}),
+                ("/v1/verify", {"pairs": [{"gold": "1", "answer": "1"}]}),
+                ("/v1/sessions", {}),
+            ):
+                async with http.post(path, json=body) as response:
+                    assert (response.status, response.headers["Retry-After"]) == (503, "5"), path
+                    assert (await response.json())["error"]["kind"] == "no_nodes"
+            async with http.post("/v1/runs", data=run_lines((1, {"code": "x"}))) as response:
+                assert answers_by_key(await response.read())[1]["error"]["kind"] == "no_nodes"
 
     asyncio.run(play())
 

@@ -39,6 +39,7 @@ class SandboxClient(CodeService):
         token: what it asks for.
         client: who takes turns with whom in its queue; this object alone by default.
         patience_s: the longest one call may take, queue and tries included; then it raises `DeadlineExceeded`.
+        no_node_s: how long the service may be without nodes before calls raise `NoNodes`; the log says what is waited for.
         reconnect_s: how long the service may be out of reach before calls raise `MachineError`.
         connect_s: the same before it was ever in reach; then they raise `UserError`, as for a wrong address.
     """
@@ -50,11 +51,13 @@ class SandboxClient(CodeService):
         token: str | None = None,
         client: str = "",
         patience_s: float = 3600.0,
+        no_node_s: float = 60.0,
         reconnect_s: float = 60.0,
         connect_s: float = 5.0,
     ) -> None:
         self._http = ServiceHttp(url, token=token, client=client or uuid.uuid4().hex)
         self._patience_s = patience_s
+        self._no_node_s = no_node_s
         self._reconnect_s = reconnect_s
         self._connect_s = connect_s
         self._running: Calls | None = None
@@ -99,7 +102,7 @@ class SandboxClient(CodeService):
         await self._session("DELETE", f"/v1/sessions/{session}")
 
     async def health(self) -> Health:
-        """What the service says of itself. Raises `UserError` for a wrong address or token."""
+        """What the service says of itself, once it works. Raises `UserError` for a wrong address or token, or without nodes."""
         return _HEALTH.validate_json(await self._ask("GET", "/v1/health"))
 
     async def close(self) -> None:
@@ -111,7 +114,11 @@ class SandboxClient(CodeService):
     def _calls(self) -> Calls:
         if self._running is None:
             self._running = Calls(
-                self._http, patience_s=self._patience_s, reconnect_s=self._reconnect_s, connect_s=self._connect_s
+                self._http,
+                patience_s=self._patience_s,
+                no_node_s=self._no_node_s,
+                reconnect_s=self._reconnect_s,
+                connect_s=self._connect_s,
             )
         return self._running
 
@@ -140,7 +147,7 @@ class SandboxClient(CodeService):
 
     def _tries(self) -> Tries:
         limit_s = self._reconnect_s if self._http.was_up else self._connect_s
-        return Tries(self._http, patience_s=self._patience_s, limit_s=limit_s)
+        return Tries(self._http, patience_s=self._patience_s, no_node_s=self._no_node_s, limit_s=limit_s)
 
 
 def _verdict(line: bytes | TooLong) -> VerdictLine:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from strop.errors import DeadlineExceeded, LinkBroken, MachineError, Overloaded, SessionLost, StropError, UserError
+from strop.errors import DeadlineExceeded, LinkBroken, MachineError, NoNodes, Overloaded, SessionLost, StropError, UserError
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 from strop.sandbox.service.call_stream import CallStream
 from strop.sandbox.service.http_client import CONNECTION_ERRORS, ServiceHttp, back_off, backoff_s, exception_of, unreachable
@@ -40,7 +40,7 @@ _CANCEL: TypeAdapter[CancelRequest] = TypeAdapter(CancelRequest)
 class _Call:
     """One run until its answer."""
 
-    __slots__ = ("future", "id", "is_cell", "line", "lost_at", "num_overloads", "started_at", "stream")
+    __slots__ = ("alone_since", "future", "id", "is_cell", "line", "lost_at", "num_overloads", "started_at", "stream")
 
     def __init__(self, line: bytes, call_id: str, *, is_cell: bool, loop: asyncio.AbstractEventLoop) -> None:
         self.line = line
@@ -51,6 +51,7 @@ class _Call:
         self.stream: CallStream | None = None  # on which it was sent; None while it waits
         self.lost_at = math.inf  # with its connection
         self.num_overloads = 0
+        self.alone_since = math.inf  # when the service first said that it had no nodes
 
 
 class Calls:
@@ -60,12 +61,14 @@ class Calls:
 
     Args:
         patience_s: the longest a call may take in all, queue and tries included.
-        reconnect_s: how long the service may be out of reach, once it was in reach.
+        no_node_s: how long the service may be without nodes.
+        reconnect_s: how long it may be out of reach, once it was in reach.
     """
 
-    def __init__(self, http: ServiceHttp, *, patience_s: float, reconnect_s: float, connect_s: float) -> None:
+    def __init__(self, http: ServiceHttp, *, patience_s: float, no_node_s: float, reconnect_s: float, connect_s: float) -> None:
         self._http = http
         self._patience_s = patience_s
+        self._no_node_s = no_node_s
         self._reconnect_s = reconnect_s
         self._connect_s = connect_s
         self._loop = asyncio.get_running_loop()
@@ -194,12 +197,28 @@ class Calls:
         self._under_way(call.stream, -1)
         call.stream = None
         if isinstance(answer, ErrorLine):
-            call.future.set_exception(exception_of(answer.error))
+            self._on_error(call, exception_of(answer.error))
         elif answer.result.outcome is RunOutcome.OVERLOADED:
-            call.num_overloads += 1
-            self._loop.call_later(backoff_s(call.num_overloads), self._send_again, call)
+            call.alone_since = math.inf
+            self._send_later(call)
         else:
             call.future.set_result(answer.result)
+
+    def _on_error(self, call: _Call, error: StropError) -> None:
+        if isinstance(error, NoNodes):
+            call.alone_since = min(call.alone_since, self._loop.time())
+            try:
+                self._http.wait_for_nodes(since=call.alone_since, limit_s=self._no_node_s)
+            except StropError as too_late:
+                error = too_late
+            else:
+                self._send_later(call)
+                return
+        call.future.set_exception(error)
+
+    def _send_later(self, call: _Call) -> None:
+        call.num_overloads += 1
+        self._loop.call_later(backoff_s(call.num_overloads), self._send_again, call)
 
     def _send_again(self, call: _Call) -> None:
         if not call.future.done():

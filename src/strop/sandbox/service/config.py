@@ -39,7 +39,7 @@ class DispatchConfig(Config):
     client_share: float = Field(default=0.75, gt=0, le=1)
     max_sessions: int = Field(default=10_000, ge=0)
     max_wait_s: float = Field(default=1800.0, gt=0)  # in the queue; then `overloaded`
-    no_node_s: float = Field(default=30.0, gt=0)  # in the queue while there is no node at all; then `internal`
+    no_node_s: float = Field(default=30.0, gt=0)  # without any node; then what waits, and what comes, is told so
     # Beyond its own limit, until a node that is alive has failed a call: for a fault of ours, so it may be generous.
     answer_grace_s: float = Field(default=60.0, gt=0)
     linger_s: float = Field(default=5.0, ge=0)  # a call with an id outlives a lost connection, for its client to come back
@@ -60,7 +60,7 @@ class ServeConfig(Config):
     nodes_token: str = ""
     num_local_nodes: int = Field(default=1, ge=0)
     node: SandboxConfig = Field(default_factory=SandboxConfig)
-    dispatch: DispatchConfig = DispatchConfig()
+    dispatch: DispatchConfig = DispatchConfig(no_node_s=10.0)  # its clients try again, and know what they wait for
     max_lines: int = Field(default=100_000, ge=1)  # of one request for many runs
     max_body_bytes: int = Field(default=32 << 20, ge=1024)  # of a request that is read whole
     max_unread_bytes: int = Field(default=256 << 20, ge=1)  # of answers, on one connection; then it is cut

@@ -41,9 +41,9 @@ _SWEEP_S = 0.5
 class Dispatcher(CodeService):
     """Whose turn it is, and on which node. Make it inside a running event loop, to which it then belongs.
 
-    A call that cannot be done is answered `overloaded` or `internal`; `run` raises only `SessionLost`, for a cell, and
-    `MachineError` once the dispatcher was closed. `client` is who asks: the one who takes turns with others, and to whom
-    the ids of calls belong.
+    A call that cannot be done is answered `overloaded` or `internal`; `run` raises only `SessionLost`, for a cell, `NoNodes`
+    when there has been no node for `no_node_s`, and `MachineError` once the dispatcher was closed. `client` is who asks: the
+    one who takes turns with others, and to whom the ids of calls belong.
     """
 
     def __init__(self, config: DispatchConfig | None = None) -> None:
@@ -111,7 +111,7 @@ class Dispatcher(CodeService):
         return self.runs.cancel(call_id, client)
 
     async def verify(self, request: VerifyRequest, *, client: str = "") -> AsyncGenerator[tuple[int, PairVerdict]]:
-        """See `CodeService`. Raises `Overloaded` before the first verdict, `UserError` for limits that cannot be."""
+        """See `CodeService`. Raises `Overloaded` before the first verdict, `UserError` for limits that cannot be, `NoNodes`."""
         self._raise_if_refusing()
         async for verdict in self._judging.verify(request, client):
             yield verdict

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from strop.errors import MachineError, NodeGone, NodeLost, Overloaded
+from strop.errors import MachineError, NodeGone, NodeLost, NoNodes, Overloaded
 from strop.sandbox.protocol import CodeNode, IsolationLevel
 from strop.sandbox.service.config import DispatchConfig
 from strop.sandbox.service.fair_queue import FairQueue
@@ -20,6 +20,7 @@ _log = logging.getLogger(__name__)
 
 _BEAT_S = 0.1  # how often nodes are asked for slots they have gained
 _SWEEP_S = 1.0  # how often what is late is looked for
+_LONELY_S = 3.0  # without a node under a queue; then the log says so
 _MAX_PAIRS = 64  # in one call of a node, when slots are short
 
 
@@ -38,6 +39,7 @@ class Floor:
         self._on_seat_gone = on_seat_gone
         self._loop = asyncio.get_running_loop()
         self._alone_since = self._loop.time()  # without a node
+        self._is_loneliness_told = False
         self._num_pinned = 0
         self._is_pinned_next = False
         self.changed = asyncio.Event()  # a job, a session or a node has gone
@@ -58,6 +60,14 @@ class Floor:
         task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+
+    def no_nodes(self) -> NoNodes | None:
+        """What a job is told while there is no node, and was none for so long that nobody should wait for one here."""
+        alone_s = self._loop.time() - self._alone_since
+        if self.seats or alone_s <= self._config.no_node_s:
+            return None
+        self._tell_of_loneliness(alone_s)
+        return NoNodes(f"the service has had no node for {alone_s:.0f} s")
 
     # Jobs
 
@@ -164,6 +174,7 @@ class Floor:
         seat = Seat(node)
         self.seats.append(seat)
         self._tally.num_nodes_joined += 1
+        self._is_loneliness_told = False
         _log.info("node %s joined: %d slots, level %s (L%d)", node.name, node.num_slots, node.level, node.level.rank)
         self.spawn(self._watch(seat))
         self.dispatch()
@@ -239,18 +250,30 @@ class Floor:
                 if now > job.due and not job.is_overdue:
                     job.is_overdue = True
                     task.cancel()
+        if self.queue and not self.seats and now - self._alone_since > _LONELY_S:
+            self._tell_of_loneliness(now - self._alone_since)
         while late := [(job, error) for job in self._waiting_longest() if (error := self._lateness(job, now))]:
             for job, error in late:
                 if self._take_out(job):
                     job.give_up(error)
                     job.end()
 
+    def _tell_of_loneliness(self, alone_s: float) -> None:
+        """Once, until a node joins."""
+        if not self._is_loneliness_told:
+            self._is_loneliness_told = True
+            _log.warning(
+                "calls come, but the service has had no node for %.0f s; after %g s without one they are refused",
+                alone_s,
+                self._config.no_node_s,
+            )
+
     def _waiting_longest(self) -> list[Job]:
         return self.queue.firsts() + [job for seat in self.seats for job in seat.pinned.firsts()]
 
     def _lateness(self, job: Job, now: float) -> MachineError | None:
-        if not self.seats and now - max(job.arrived_at, self._alone_since) > self._config.no_node_s:
-            return MachineError(f"the service has had no node for {now - self._alone_since:.0f} s")
+        if (error := self.no_nodes()) is not None:
+            return error
         if now - job.arrived_at > self._config.max_wait_s:
             return Overloaded(f"the call waited {self._config.max_wait_s:g} s for a slot")
         return None

@@ -14,7 +14,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from pydantic import TypeAdapter, ValidationError
 
-from strop.errors import MachineError, Overloaded, SessionLost, UserError
+from strop.errors import MachineError, StropError, UserError
 from strop.sandbox.code_tests import CodeTestReport, run_tests
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.service.config import ServeConfig
@@ -31,6 +31,7 @@ from strop.sandbox.service.lines import (
     SessionReply,
     TestsRequest,
     explain,
+    kind_of,
     write_error_line,
 )
 from strop.sandbox.service.metrics import exposition
@@ -53,7 +54,9 @@ _STATUS = {
     ProblemKind.TOO_LARGE: 413,
     ProblemKind.INTERNAL: 500,
     ProblemKind.OVERLOADED: 503,
+    ProblemKind.NO_NODES: 503,
 }
+_RETRY_AFTER_S = {ProblemKind.OVERLOADED: 1, ProblemKind.NO_NODES: 5}
 _BodyT = TypeVar("_BodyT")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -233,14 +236,8 @@ class HttpFront:
         _notice_silence(request.transport)
         try:
             return await handler(request)
-        except UserError as error:
-            return _problem(ProblemKind.INVALID, str(error))
-        except Overloaded as error:
-            return _problem(ProblemKind.OVERLOADED, str(error))
-        except SessionLost as error:
-            return _problem(ProblemKind.SESSION_LOST, str(error))
-        except MachineError as error:
-            return _problem(ProblemKind.INTERNAL, str(error))
+        except StropError as error:
+            return _problem(kind_of(error), str(error))
         except web.HTTPRequestEntityTooLarge:
             return _problem(ProblemKind.TOO_LARGE, f"the body has more than {self._config.max_body_bytes} bytes")
         except HttpProcessingError as error:
@@ -319,8 +316,8 @@ def _why_unauthorized(request: web.Request) -> str:
 def _problem(kind: ProblemKind, message: str, *, status: int | None = None) -> web.Response:
     message = message.encode("utf-8", "backslashreplace").decode()
     response = _json(ErrorReply, ErrorReply(error=Problem(kind=kind, message=message)), status=status or _STATUS[kind])
-    if kind is ProblemKind.OVERLOADED:
-        response.headers["Retry-After"] = "1"
+    if kind in _RETRY_AFTER_S:
+        response.headers["Retry-After"] = str(_RETRY_AFTER_S[kind])
     if kind is ProblemKind.UNAUTHORIZED:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,18 +12,21 @@ from typing import Any, NoReturn
 
 from pydantic import TypeAdapter, ValidationError
 
-from strop.errors import MachineError, Overloaded, SessionLost, StropError, UserError
-from strop.sandbox.service.lines import ErrorReply, Problem, ProblemKind
+from strop.errors import MachineError, NoNodes, Overloaded, SessionLost, StropError, UserError
+from strop.sandbox.service.lines import ErrorReply, Health, Problem, ProblemKind
 
 try:
     import aiohttp
 except ImportError as error:
     raise UserError("a code service is reached with aiohttp, which is not installed: pip install 'strop[serve]'.") from error
 
+_log = logging.getLogger(__name__)
+
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0  # for a request that is no stream
 _CLIENT_HEADER = "X-Strop-Client"
 _ERROR: TypeAdapter[ErrorReply] = TypeAdapter(ErrorReply)
+_HEALTH: TypeAdapter[Health] = TypeAdapter(Health)
 _KINDS: dict[ProblemKind, type[StropError]] = {
     ProblemKind.INVALID: UserError,
     ProblemKind.NOT_FOUND: UserError,
@@ -30,6 +35,7 @@ _KINDS: dict[ProblemKind, type[StropError]] = {
     ProblemKind.UNAUTHORIZED: UserError,
     ProblemKind.SESSION_LOST: SessionLost,
     ProblemKind.OVERLOADED: Overloaded,
+    ProblemKind.NO_NODES: NoNodes,
     ProblemKind.INTERNAL: MachineError,
 }
 # What happens to a connection, and to one that could not be made.
@@ -46,6 +52,7 @@ class ServiceHttp:
         self._headers = {_CLIENT_HEADER: client} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._session: aiohttp.ClientSession | None = None
         self.was_up = False  # it has answered a request
+        self._warned_at = -math.inf
 
     @asynccontextmanager
     async def request(self, method: str, path: str, body: Any = None, *, is_stream: bool = False) -> AsyncIterator[Any]:
@@ -53,7 +60,7 @@ class ServiceHttp:
 
         Raises:
             UserError: the address or the token is wrong, or the request is.
-            SessionLost, Overloaded, MachineError: as the service says.
+            SessionLost, Overloaded, NoNodes, MachineError: as the service says.
             aiohttp.ClientError, OSError, TimeoutError: there was no answer.
         """
         if self._session is None:
@@ -76,6 +83,19 @@ class ServiceHttp:
             reply: bytes = await response.read()
             return reply
 
+    def wait_for_nodes(self, *, since: float, limit_s: float) -> None:
+        """Say once in the log what is waited for; raise what is to be said when `limit_s` are over."""
+        now = asyncio.get_running_loop().time()
+        if now - since > limit_s:
+            text = (
+                f"the code service at {self.url} has no nodes, and none came within {limit_s:g} s. Have one join it with"
+                " strop sandbox node --join HOST:PORT, or start the service with --local-nodes 1."
+            )
+            raise NoNodes(text) if self.was_up else UserError(text)
+        if now - self._warned_at > limit_s:
+            self._warned_at = now
+            _log.warning("the code service at %s has no nodes; waiting up to %g s for one", self.url, limit_s)
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
@@ -89,9 +109,19 @@ class ServiceHttp:
             raise UserError(f"the code service at {self.url} refused the token; give the one that it was started with.")
         if status in (404, 405) or (problem is None and status < 500):
             raise UserError(f"what answers at {self.url} is no code service of this version: it says {status} to us.")
+        if problem is None and _says_no_nodes(body):
+            raise NoNodes("the service has no node")
         if problem is None:  # something between us and the service, which may be restarting
             raise Overloaded(f"what answers at {self.url} says {status}")
         raise exception_of(problem)
+
+
+def _says_no_nodes(body: bytes) -> bool:
+    """Of an answer to the question for its health, which is no error."""
+    try:
+        return _HEALTH.validate_json(body).status == "no nodes"
+    except ValidationError:
+        return False
 
 
 def exception_of(problem: Problem) -> StropError:
@@ -119,13 +149,16 @@ class Tries:
 
     Args:
         patience_s: how long an overloaded service is asked again.
+        no_node_s: how long one without nodes is.
         limit_s: how long one that does not answer is.
     """
 
-    def __init__(self, http: ServiceHttp, *, patience_s: float, limit_s: float) -> None:
+    def __init__(self, http: ServiceHttp, *, patience_s: float, no_node_s: float, limit_s: float) -> None:
         self._http = http
         self._patience_s = patience_s
+        self._no_node_s = no_node_s
         self._limit_s = limit_s
+        self._alone_since = math.inf
         self._started_at = asyncio.get_running_loop().time()
         self._num_failures = 0
 
@@ -133,7 +166,11 @@ class Tries:
         """Wait before the next one, or raise what has become of it all."""
         self._num_failures += 1
         is_overload = isinstance(error, Overloaded)
-        tried_s = asyncio.get_running_loop().time() - self._started_at
+        now = asyncio.get_running_loop().time()
+        self._alone_since = min(self._alone_since, now) if isinstance(error, NoNodes) else math.inf
+        if isinstance(error, NoNodes):
+            self._http.wait_for_nodes(since=self._alone_since, limit_s=self._no_node_s)
+        tried_s = now - self._started_at
         if tried_s > (self._patience_s if is_overload else self._limit_s):
             if is_overload:
                 raise error

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from strop.errors import MachineError
+from strop.errors import MachineError, NoNodes
 from strop.sandbox.protocol import AnswerPair, CodeNode, PairVerdict, RunRequest, RunResult, RunTimings, VerifyRequest
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Judgement:
     """One verify request as its verdicts come in."""
 
     def __init__(self) -> None:
-        self.verdicts: asyncio.Queue[tuple[int, PairVerdict]] = asyncio.Queue()
+        self.verdicts: asyncio.Queue[tuple[int, PairVerdict] | NoNodes] = asyncio.Queue()
         self.is_awaited = True
 
 
@@ -176,7 +176,7 @@ class JudgeJob(Job):
 
     def give_up(self, error: MachineError) -> None:
         for judgement, index, _ in self.open:
-            judgement.verdicts.put_nowait((index, PairVerdict.INTERNAL))
+            judgement.verdicts.put_nowait(error if isinstance(error, NoNodes) else (index, PairVerdict.INTERNAL))
         self.open = []
 
     def end(self) -> None:

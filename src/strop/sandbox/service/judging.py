@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from strop.errors import Overloaded, UserError
+from strop.errors import NoNodes, Overloaded, UserError
 from strop.sandbox.protocol import PairVerdict, VerifyRequest
 from strop.sandbox.service.admission import Admission
 from strop.sandbox.service.config import RequestLimits
@@ -33,6 +33,8 @@ class Judging:
             raise UserError(f"the request has {len(request.pairs)} pairs, the limit is {limits.max_pairs}.")
         if not 0 < request.pair_wall_s <= limits.max_wall_s:
             raise UserError(f"pair_wall_s is {request.pair_wall_s}; it has to be above 0 and at most {limits.max_wall_s:g}.")
+        if (error := self._floor.no_nodes()) is not None:
+            raise error
         judgement = Judgement()
         jobs = self._jobs(judgement, request, client)
         try:
@@ -44,7 +46,10 @@ class Judging:
                     self._tally.verdicts[PairVerdict.UNREADABLE] += 1
                     yield index, PairVerdict.UNREADABLE
             for _ in range(num_open):
-                index, verdict = await judgement.verdicts.get()
+                judged = await judgement.verdicts.get()
+                if isinstance(judged, NoNodes):
+                    raise judged
+                index, verdict = judged
                 self._tally.verdicts[verdict] += 1
                 yield index, verdict
         finally:

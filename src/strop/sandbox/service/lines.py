@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
+from strop.errors import NoNodes, Overloaded, SessionLost, StropError, UserError
 from strop.sandbox.code_tests import CodeTest
 from strop.sandbox.protocol import IsolationLevel, PairVerdict, RunRequest, RunResult
 
@@ -36,7 +37,21 @@ class ProblemKind(StrEnum):
     TOO_LARGE = "too_large"
     SESSION_LOST = "session_lost"
     OVERLOADED = "overloaded"  # try again a little later
+    NO_NODES = "no_nodes"  # the same, once there is one
     INTERNAL = "internal"
+
+
+_KINDS: tuple[tuple[type[StropError], ProblemKind], ...] = (  # the first that fits
+    (UserError, ProblemKind.INVALID),
+    (SessionLost, ProblemKind.SESSION_LOST),
+    (NoNodes, ProblemKind.NO_NODES),
+    (Overloaded, ProblemKind.OVERLOADED),
+    (StropError, ProblemKind.INTERNAL),
+)
+
+
+def kind_of(error: StropError) -> ProblemKind:
+    return next(kind for family, kind in _KINDS if isinstance(error, family))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +88,7 @@ class ResultLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorLine:
-    """In place of a result: a cell whose session is lost, or a service that is closed."""
+    """In place of a result: a cell whose session is lost, or a service that is closed or has no nodes."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     key: Key | None

@@ -35,6 +35,7 @@ class _DispatcherCollector(Collector):
             ("cancelled", "Runs that nobody waited for any more.", tally.num_cancelled),
             ("retries", "Jobs placed anew after a fault of their node.", tally.num_retries),
             ("rejoined", "Requests that found the running call or the kept answer of their id.", tally.num_rejoined),
+            ("without_node", "Runs that were told that there is no node.", tally.num_without_node),
             ("nodes_joined", "Nodes that joined.", tally.num_nodes_joined),
             ("nodes_lost", "Nodes that left without being drained.", tally.num_nodes_lost),
             ("sessions_lost", "Sessions lost through no wish of their client.", tally.num_sessions_lost),

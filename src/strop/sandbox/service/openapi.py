@@ -32,7 +32,7 @@ _PROBLEMS = {
     "410": "The session is lost, and `error.message` says why.",
     "413": "The body is too large.",
     "500": "A fault of ours.",
-    "503": "Too much is held, or the service is shutting down: try again a little later.",
+    "503": "Too much is held, there is no node, or the service is shutting down: try again a little later.",
 }
 
 

@@ -7,15 +7,14 @@ from functools import partial
 
 from aiohttp import web
 
-from strop.errors import SessionLost
 from strop.sandbox.protocol import RunOutcome, RunResult, RunTimings
 from strop.sandbox.service.dispatcher import Dispatcher
 from strop.sandbox.service.jobs import Answer, Leave
 from strop.sandbox.service.lines import (
     LineSplitter,
-    ProblemKind,
     RunLine,
     TooLong,
+    kind_of,
     read_run_line,
     write_error_line,
     write_result_line,
@@ -155,8 +154,7 @@ class RunStream:
         if isinstance(answer, RunResult):
             self._say(write_result_line(key, answer))
         else:
-            kind = ProblemKind.SESSION_LOST if isinstance(answer, SessionLost) else ProblemKind.INTERNAL
-            self._say(write_error_line(key, kind, str(answer)))
+            self._say(write_error_line(key, kind_of(answer), str(answer)))
 
     def _say(self, line: bytes) -> None:
         """All that is said in one turn of the event loop leaves in one write, and under load in a few of them."""

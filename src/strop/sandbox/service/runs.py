@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from functools import partial
 
-from strop.errors import MachineError, Overloaded, SessionLost
+from strop.errors import MachineError, NoNodes, Overloaded, SessionLost
 from strop.sandbox.protocol import RunOutcome, RunRequest, RunResult, RunTimings
 from strop.sandbox.service.admission import Admission
 from strop.sandbox.service.config import DispatchConfig
@@ -57,6 +57,10 @@ class Runs:
             except SessionLost as error:
                 listener(error)
                 return None
+        elif (no_nodes := self._floor.no_nodes()) is not None:
+            self._tally.num_without_node += 1
+            listener(no_nodes)
+            return None
         job = RunJob(request, client, session, self._on_end, now=now)
         if refusal := self._admission.admit(client, job.num_bytes):
             self._answer_at_once(listener, RunOutcome.OVERLOADED, refusal)
@@ -132,6 +136,8 @@ class Runs:
                 )
                 self._sessions.lose(job.session, str(answer))
             self._sessions.leave(job.session, job)
+        elif isinstance(answer, NoNodes):
+            self._tally.num_without_node += 1
         elif isinstance(answer, Overloaded):
             answer = self._not_run(RunOutcome.OVERLOADED, str(answer))
         elif isinstance(answer, MachineError):

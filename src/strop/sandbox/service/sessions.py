@@ -9,7 +9,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable
 from typing import TypeVar
 
-from strop.errors import MachineError, NodeLost, Overloaded, SessionLost
+from strop.errors import MachineError, NodeLost, NoNodes, Overloaded, SessionLost
 from strop.sandbox.protocol import SessionLimits
 from strop.sandbox.service.floor import Floor
 from strop.sandbox.service.jobs import RunJob
@@ -182,7 +182,7 @@ class Sessions:
     def _emptiest_seat(self) -> Seat:
         nums = {seat: 0 for seat in self._floor.seats if not seat.is_draining}
         if not nums:
-            raise Overloaded("the service has no node that takes a session at the moment")
+            raise Overloaded("every node is being drained") if self._floor.seats else NoNodes("the service has no node")
         for session in self._sessions.values():
             if session.seat in nums:
                 nums[session.seat] += 1

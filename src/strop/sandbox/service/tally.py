@@ -36,6 +36,7 @@ class Tally:
     num_retries: int = 0
     num_cancelled: int = 0
     num_rejoined: int = 0  # by their id
+    num_without_node: int = 0
     num_nodes_joined: int = 0
     num_nodes_lost: int = 0
     num_sessions_lost: int = 0

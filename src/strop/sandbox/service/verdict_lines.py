@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from strop.errors import StropError
 from strop.sandbox.protocol import PairVerdict
-from strop.sandbox.service.lines import ProblemKind, VerdictLine, write_error_line
+from strop.sandbox.service.lines import VerdictLine, kind_of, write_error_line
 from strop.sandbox.service.run_stream import HEARTBEAT_S
 
 _VERDICT_LINE: TypeAdapter[VerdictLine] = TypeAdapter(VerdictLine)
@@ -57,7 +57,7 @@ class VerdictLines:
                 self._wake.set()
         except StropError as error:
             self.error = error
-            self._lines.append(write_error_line(None, ProblemKind.INTERNAL, str(error)))
+            self._lines.append(write_error_line(None, kind_of(error), str(error)))
         finally:
             self._is_collected = True
             self._wake.set()
