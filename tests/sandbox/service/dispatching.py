@@ -1,0 +1,23 @@
+"""Scripted nodes, and answers to compare, for a dispatcher without its network."""
+
+from __future__ import annotations
+
+from services import echo
+
+from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
+from strop.sandbox.scripted import ScriptedNode
+from strop.sandbox.service.dispatcher import Dispatcher
+
+
+def node(name: str = "n", *, slots: int = 4, latency_s: float = 0.0, fault_rate: float = 0.0) -> ScriptedNode:
+    return ScriptedNode(answer=echo, name=name, num_slots=slots, max_latency_s=latency_s, fault_rate=fault_rate)
+
+
+def pairs(num: int) -> tuple[AnswerPair, ...]:
+    return tuple(AnswerPair(gold=str(number), answer=str(number if number % 2 else -1)) for number in range(num))
+
+
+async def judged(front: Dispatcher, request: VerifyRequest, client: str = "") -> dict[int, PairVerdict]:
+    verdicts = [verdict async for verdict in front.verify(request, client=client)]
+    assert len({index for index, _ in verdicts}) == len(verdicts)
+    return dict(verdicts)

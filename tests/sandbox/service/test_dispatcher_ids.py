@@ -1,0 +1,99 @@
+"""Ids of calls: two requests with one id are one call, and its answer waits a while for a client that lost its connection."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from dispatching import node
+from links import until
+from services import echo
+
+from strop.sandbox.protocol import RunOutcome, RunRequest
+from strop.sandbox.scripted import ScriptedNode
+from strop.sandbox.service.config import DispatchConfig
+from strop.sandbox.service.dispatcher import Dispatcher
+from strop.sandbox.service.jobs import Answer
+
+
+def test_two_requests_with_one_id_are_one_call_also_later() -> None:
+    async def play() -> None:
+        async with Dispatcher() as front:
+            one = node(latency_s=0.05)
+            front.add_node(one)
+            request = RunRequest(code="x", id="7")
+            first, second = await asyncio.gather(front.run(request, client="a"), front.run(request, client="a"))
+            third = await front.run(request, client="a")
+            assert first == second == third
+            assert len(one.requests) == 1
+            await front.run(request, client="b")  # an id belongs to its client
+            assert len(one.requests) == 2
+            other = await front.run(RunRequest(code="y", id="7"), client="a")
+            assert other.outcome is RunOutcome.REJECTED
+
+    asyncio.run(play())
+
+
+def test_answers_are_kept_for_a_bounded_time_and_in_bounded_number() -> None:
+    async def play() -> None:
+        async with Dispatcher(DispatchConfig(keep_s=0.3, max_kept=10, max_kept_bytes=6000)) as front:
+            one = node(slots=100)
+            front.add_node(one)
+            for number in range(30):
+                await front.run(RunRequest(code=str(number), id=str(number)))
+            assert len(front.runs.kept) == 10
+            await front.run(RunRequest(code="x" * 4000, id="large"))
+            assert front.runs.kept.num_bytes <= 6000
+            await until(lambda: len(front.runs.kept) == 0)
+            await front.run(RunRequest(code="29", id="29"))
+            assert one.requests[-1].code == "29"
+
+    asyncio.run(play())
+
+
+def test_a_call_with_an_id_outlives_a_lost_connection_for_its_client_to_come_back() -> None:
+    async def play() -> None:
+        async with Dispatcher(DispatchConfig(linger_s=0.5)) as front:
+            one = ScriptedNode(answer=echo, max_latency_s=0.4)
+            front.add_node(one)
+            request = RunRequest(code="x", id="7")
+            answers: list[Answer] = []
+            leave = front.submit(request, answers.append, client="a")
+            assert leave is not None
+            leave(may_return=True)
+            again = await front.run(request, client="a")
+            assert again.text == "ran x"
+            assert (len(one.requests), one.num_cancelled, answers) == (1, 0, [])
+
+    asyncio.run(play())
+
+
+def test_a_call_whose_client_does_not_come_back_is_cancelled() -> None:
+    async def play() -> None:
+        async with Dispatcher(DispatchConfig(linger_s=0.2)) as front:
+            one = node(latency_s=60)
+            front.add_node(one)
+            for request in (RunRequest(code="x", id="7"), RunRequest(code="y")):
+                leave = front.submit(request, lambda answer: None)
+                assert leave is not None
+                leave(may_return=True)
+            await until(lambda: one.num_cancelled == 0 and one.num_in_flight == 1)  # the one without an id never started
+            await until(lambda: one.num_in_flight == 0)
+            assert front.admission.held.num == 0
+
+    asyncio.run(play())
+
+
+def test_a_call_is_cancelled_by_its_id_by_its_own_client_alone() -> None:
+    async def play() -> None:
+        async with Dispatcher() as front:
+            one = node(latency_s=60)
+            front.add_node(one)
+            front.submit(RunRequest(code="x", id="7"), lambda answer: pytest.fail("nobody listens"), client="a")
+            await until(lambda: one.num_in_flight == 1)
+            assert not front.cancel("7", client="b")
+            assert front.cancel("7", client="a")
+            await until(lambda: one.num_in_flight == 0)
+            assert not front.cancel("7", client="a")
+
+    asyncio.run(play())

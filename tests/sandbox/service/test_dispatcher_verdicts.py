@@ -1,0 +1,77 @@
+"""Answers to compare in the queue: cut for the slots that are free, joined where none is, each pair with one verdict."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from dispatching import judged, node, pairs
+from links import until
+
+from strop.errors import UserError
+from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
+from strop.sandbox.service.dispatcher import Dispatcher
+
+
+def test_pairs_are_spread_over_free_slots_and_joined_when_there_are_none() -> None:
+    async def play() -> None:
+        async with Dispatcher() as front:
+            one = node(slots=4, latency_s=0.001)
+            front.add_node(one)
+            verdicts = await judged(front, VerifyRequest(pairs=pairs(64)))
+            assert one.num_verify_calls == 4  # 16 each
+            assert verdicts == {n: PairVerdict.EQUAL if n % 2 else PairVerdict.UNEQUAL for n in range(64)}
+            one.num_slots = 1
+            many = await asyncio.gather(*(judged(front, VerifyRequest(pairs=pairs(16))) for _ in range(9)))
+            assert [len(verdicts) for verdicts in many] == [16] * 9
+            assert one.num_verify_calls == 4 + 3  # 16, then twice 64
+            assert front.admission.held.num == 0
+
+    asyncio.run(play())
+
+
+def test_pairs_without_a_verdict_are_judged_once_more_when_their_node_dies() -> None:
+    async def play() -> None:
+        async with Dispatcher() as front:
+            first, second = node("first", slots=1, latency_s=0.01), node("second", slots=8)
+            front.add_node(first)
+            verdicts: dict[int, PairVerdict] = {}
+            async for index, verdict in front.verify(VerifyRequest(pairs=pairs(40))):
+                assert index not in verdicts
+                verdicts[index] = verdict
+                if len(verdicts) == 5:
+                    front.add_node(second)
+                    first.die()
+            assert verdicts == {n: PairVerdict.EQUAL if n % 2 else PairVerdict.UNEQUAL for n in range(40)}
+
+    asyncio.run(play())
+
+
+def test_answers_without_an_encoding_or_a_bearable_length_are_unreadable_alone() -> None:
+    async def play() -> None:
+        async with Dispatcher() as front:
+            front.add_node(node())
+            odd = (
+                AnswerPair(gold="\ud800", answer="1"),
+                AnswerPair(gold="1", answer="1"),
+                AnswerPair(gold="1", answer="1" * 70_000),
+            )
+            assert await judged(front, VerifyRequest(pairs=odd)) == {0: "unreadable", 1: "equal", 2: "unreadable"}
+            assert await judged(front, VerifyRequest(pairs=())) == {}
+            with pytest.raises(UserError):
+                await judged(front, VerifyRequest(pairs=odd, pair_wall_s=float("nan")))
+
+    asyncio.run(play())
+
+
+def test_a_reader_of_verdicts_who_leaves_withdraws_the_rest() -> None:
+    async def play() -> None:
+        async with Dispatcher() as front:
+            one = node(slots=1, latency_s=0.01)
+            front.add_node(one)
+            verdicts = front.verify(VerifyRequest(pairs=pairs(600)))
+            await anext(verdicts)
+            await verdicts.aclose()
+            await until(lambda: front.admission.held.num == 0 and one.num_in_flight == 0)
+
+    asyncio.run(play())
