@@ -13,6 +13,12 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from strop.errors import UserError
+from strop.sandbox.cli import app, in_options
+from strop.sandbox.node.node import Node
+from strop.sandbox.protocol import IsolationLevel
 
 STROP = [sys.executable, "-m", "strop.cli", "sandbox"]
 
@@ -37,6 +43,50 @@ def test_run_prints_what_a_policy_sees_and_exits_as_the_program_did(code: str, s
     assert done.stdout.endswith(said) or said in done.stdout
 
 
+def test_run_names_the_option_whose_limit_ended_the_program() -> None:
+    assert strop("run", "-", "--wall-s", "0.5", stdin="while True: pass").stderr == (
+        "[timeout: it ran longer than --wall-s 0.5]\n"
+    )
+    assert strop("run", "-", stdin="while True: print('x' * 99999)").stderr == "[killed: output]\n"
+
+
+def test_run_takes_a_level_below_the_usual_one_and_a_seed() -> None:
+    drawn = {
+        seed: json.loads(
+            strop("run", "-", "--level", "confined", "--seed", seed, "--json", stdin="import random; random.random()").stdout
+        )
+        for seed in ("3", "4")
+    }
+    assert {result["level"] for result in drawn.values()} == {"confined"}
+    assert drawn["3"]["text"] != drawn["4"]["text"]
+
+
+def test_a_program_that_is_not_utf8_is_named_with_the_place(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_bytes(b"print('\xff')")
+    refused = strop("run", str(program))
+    assert refused.returncode == 2
+    assert refused.stderr == f"error: {program}: is not UTF-8 (byte 7); programs and what they read are text in UTF-8.\n"
+
+
+def test_messages_name_options_where_a_recipe_has_keys() -> None:
+    said = "sandbox.min_level is 'strict' (L3). Or accept less with sandbox.min_level = 'namespaces': strop.sandbox.level."
+    assert in_options(said) == "--min-level is 'strict' (L3). Or accept less with --min-level namespaces: strop.sandbox.level."
+
+
+def test_check_tells_once_why_a_level_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(node: Node, level: IsolationLevel) -> str:
+        return "no user namespaces here"
+
+    monkeypatch.setattr(Node, "_attack", fail)
+    done = CliRunner().invoke(app, ["check"])
+    assert isinstance(done.exception, UserError)
+    said = f"{done.output}{done.exception}"
+    assert said.count("no user namespaces here") == 1
+    assert "namespaces does not start" in said
+    assert "--min-level is 'namespaces' (L2), and this machine does not give it:\nTo get L2: allow user namespaces" in said
+
+
 def test_run_gives_the_program_its_input_and_tells_all_as_json(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("print(input()[::-1])")
     (tmp_path / "input").write_text("stressed")
@@ -54,6 +104,7 @@ def test_run_gives_the_program_its_input_and_tells_all_as_json(tmp_path: Path) -
         (["node", "--join", "here"], "--join is 'here'; it must be HOST:PORT"),
         (["serve", "--host", "0.0.0.0"], "without a token"),
         (["serve", "--warm", "bare,pandas"], "warm"),
+        (["run", "-", "--level", "L1", "--url", "http://127.0.0.1:9"], "--level is for this machine"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(arguments: list[str], message: str) -> None:

@@ -4,18 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import os
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from strop.errors import UserError
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunResult
 
+
+class _Commands(TyperGroup):
+    """Commands whose mistakes are told in the words of options: the same settings are keys of a recipe elsewhere."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except UserError as error:
+            raise UserError(in_options(str(error))) from error
+
+
+def in_options(message: str) -> str:
+    """`message` with `sandbox.min_level = 'confined'` as `--min-level confined`, and so on."""
+    return re.sub(
+        r"(?<![\w./])sandbox\.([a-z_]+)(?: = ['\"]([^'\"]*)['\"])?",
+        lambda key: f"--{key[1].replace('_', '-')}{f' {key[2]}' if key[2] else ''}",
+        message,
+    )
+
+
 app = typer.Typer(
+    cls=_Commands,
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="""
@@ -53,7 +78,13 @@ TokenFile = Annotated[
 
 Level = Annotated[
     IsolationLevel | None,
-    typer.Option("--level", parser=_level, metavar="LEVEL", help="The level to run at; the best one by default."),
+    typer.Option(
+        "--level",
+        parser=_level,
+        metavar="LEVEL",
+        help="Run at exactly this level, whatever --min-level says. By default at the best that this machine gives, up to"
+        " namespaces; strict has to be asked for.",
+    ),
 ]
 MaxRunning = Annotated[
     int | None,
@@ -70,7 +101,9 @@ def run(
     ] = None,
     wall_s: Annotated[float, typer.Option("--wall-s", help="Seconds it may run.")] = 4.0,
     memory_mib: Annotated[int, typer.Option("--memory-mib", help="Memory each of its processes may have.")] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="Of its random numbers: the same call gives the same text.")] = 0,
     min_level: MinLevel = IsolationLevel.NAMESPACES,
+    level: Level = None,
     url: Annotated[str | None, typer.Option("--url", help="Of a running service; this machine by default.")] = None,
     token_file: TokenFile = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print all that is known about the run as one JSON object.")] = False,
@@ -78,15 +111,19 @@ def run(
     """Run one program. Prints what a policy would see; exits as the program did, 124 on timeout, 137 if it was killed."""
     from strop.sandbox.sync import Sandbox
 
-    code = _read(file)
-    with Sandbox(min_level=min_level, url=url, token=_token(token_file)) as box:
-        result = box.run(code, stdin=_read(stdin) if stdin else "", wall_s=wall_s, memory_mib=memory_mib)
+    if url is not None and level is not None:
+        raise UserError(f"--level is for this machine; the service at {url} has its own. Ask for enough with --min-level.")
+    code, given = _read(file), _read(stdin) if stdin else ""
+    config = SandboxConfig(level=level, min_level=_lowest(min_level, level))
+    with Sandbox(config=config, url=url, token=_token(token_file)) as box:
+        result = box.run(code, stdin=given, wall_s=wall_s, memory_mib=memory_mib, seed=seed)
     if as_json:
         typer.echo(json.dumps(asdict(result)))
     else:
         typer.echo(result.text, nl=bool(result.text) and not result.text.endswith("\n"))
         if result.outcome not in (RunOutcome.STDOUT, RunOutcome.ECHO, RunOutcome.EMPTY):
-            typer.echo(f"[{result.outcome}{f': {result.reason}' if result.reason else ''}]", err=True)
+            reason = _reason(result, wall_s)
+            typer.echo(f"[{result.outcome}{f': {reason}' if reason else ''}]", err=True)
     raise typer.Exit(_exit_code(result))
 
 
@@ -101,8 +138,7 @@ def check(
 
     from strop.sandbox.node.node import Node
 
-    lowest = min(min_level, level or min_level, key=lambda one: one.rank)
-    node = Node(SandboxConfig(level=level, min_level=lowest))
+    node = Node(SandboxConfig(level=level, min_level=_lowest(min_level, level)))
 
     async def attack() -> UserError | None:
         try:
@@ -119,7 +155,7 @@ def check(
         for tried, report in node.tried.items():
             Console().print(f"{tried} does not start: {report}" if isinstance(report, str) else report.table())
     if refusal is not None:
-        raise refusal
+        raise refusal if as_json else UserError(_without_details(str(refusal)))
 
 
 @app.command()
@@ -149,6 +185,7 @@ def serve(
             f"the service needs the extra `serve` ({error.name} is missing): pip install 'strop[serve]'."
         ) from error
 
+    _show_progress()
     if not local_nodes and nodes_port is None:
         raise UserError("a service without nodes answers nobody. Give it --local-nodes, or --nodes-port for nodes to join.")
     token = _token(token_file)
@@ -190,15 +227,41 @@ def node(
     from strop.config import validate
     from strop.sandbox.node.__main__ import join_front
 
+    _show_progress()
     config = validate(SandboxConfig, _node_settings(min_level, level, max_running, warm), place="strop sandbox node")
     asyncio.run(join_front(join, config, name=name, token=_token(token_file) or ""))
+
+
+def _show_progress() -> None:
+    """Who joins and leaves is logged as information, which is what somebody who watches a service wants to see."""
+    if "STROP_LOG" not in os.environ:
+        logging.getLogger("strop.sandbox").setLevel(logging.INFO)
+
+
+def _lowest(min_level: IsolationLevel, level: IsolationLevel | None) -> IsolationLevel:
+    """What is accepted: a level that was asked for by name is."""
+    return min(min_level, level or min_level, key=lambda one: one.rank)
+
+
+def _without_details(refusal: str) -> str:
+    """A refusal without what did not hold at each level, which are its indented lines: a table has told that."""
+    return "\n".join(line for line in refusal.splitlines() if not line.startswith("  "))
+
+
+def _reason(result: RunResult, wall_s: float) -> str:
+    """With the limit, where that is one of our options."""
+    if result.outcome is not RunOutcome.TIMEOUT:
+        return result.reason
+    if result.reason == "cpu":
+        return f"cpu: its processes computed for longer than --wall-s {wall_s:g} allows"
+    return f"it ran longer than --wall-s {wall_s:g}"
 
 
 def _node_settings(
     min_level: IsolationLevel, level: IsolationLevel | None, max_running: int | None, warm: str
 ) -> dict[str, object]:
     profiles = [name for name in warm.split(",") if name]
-    settings: dict[str, object] = {"min_level": min_level, "level": level, "warm": profiles}
+    settings: dict[str, object] = {"min_level": _lowest(min_level, level), "level": level, "warm": profiles}
     return settings | ({} if max_running is None else {"max_running": max_running})
 
 
@@ -212,12 +275,12 @@ def _exit_code(result: RunResult) -> int:
 
 def _read(path: Path) -> str:
     """The text of a file, or of our own standard input for `-`."""
-    if str(path) == "-":
-        return sys.stdin.read()
     try:
-        return path.read_text(encoding="utf-8", errors="surrogateescape")
+        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 (byte {error.start}); programs and what they read are text in UTF-8.") from error
 
 
 def _token(path: Path | None) -> str | None:
