@@ -45,6 +45,7 @@ class SandboxConfig(Config):
         if self.level is not None and self.level.rank < self.min_level.rank:
             raise ValueError(
                 f"sandbox.level is {self.level.value!r} (L{self.level.rank}), which is less than sandbox.min_level,"
-                f" {self.min_level.value!r} (L{self.min_level.rank}). Lower sandbox.min_level to accept it, or leave sandbox.level out."
+                f" {self.min_level.value!r} (L{self.min_level.rank}). Lower sandbox.min_level to accept it, or leave"
+                " sandbox.level out."
             )
         return self

@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--config", default="{}", help="a SandboxConfig as JSON")
     parser.add_argument("--name", required=True)
     chosen = parser.parse_args()
-    logging.basicConfig(level=os.environ.get("STROP_LOG", "WARNING").upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=os.environ.get("STROP_LOG", "WARNING").upper(), format="%(levelname)s %(message)s")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         asyncio.run(_serve_parent(chosen.fd, SandboxConfig.model_validate_json(chosen.config), chosen.name))
@@ -61,17 +61,13 @@ async def join_front(place: str, config: SandboxConfig, *, name: str | None, tok
     host, _, port = place.rpartition(":")
     if not host or not port.isdecimal():
         raise UserError(f"--join is {place!r}; it must be HOST:PORT, as in 10.0.0.1:8518.")
+    await _knock(host, int(port))  # before the self-test, which takes seconds
     draining = _draining_on_signals()
     async with Node(config, name=name or f"{socket.gethostname()}-{os.getpid()}") as node:
-        try:
-            link = await asyncio.open_connection(host, int(port))
-        except OSError as error:
-            remedy = "Start one with `strop sandbox serve --nodes-port`."
-            raise UserError(f"no front answers at {place}: {error.strerror}. {remedy}") from error
+        link = await _connect(host, int(port))
         pause_s = _FIRST_PAUSE_S
         while True:
             try:
-                _log.info("node %s serves %s at level %s", node.name, place, node.level)
                 await serve_node(node, *link, token=token, draining=draining)
                 return
             except LinkBroken as error:
@@ -87,6 +83,21 @@ async def join_front(place: str, config: SandboxConfig, *, name: str | None, tok
                 except OSError as error:
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                     _log.warning("no front answers at %s (%s), next try in %.1f s", place, error.strerror, pause_s)
+
+
+async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Raises `UserError` when nobody listens there."""
+    try:
+        return await asyncio.open_connection(host, port)
+    except OSError as error:
+        remedy = "Start one with `strop sandbox serve --nodes-port`."
+        raise UserError(f"no front answers at {host}:{port}: {error.strerror or error}. {remedy}") from error
+
+
+async def _knock(host: str, port: int) -> None:
+    """Raises `UserError` when nobody listens there. Whether the token is right is learned with the node's first message."""
+    _, writer = await _connect(host, port)
+    writer.close()
 
 
 def _draining_on_signals() -> asyncio.Event:

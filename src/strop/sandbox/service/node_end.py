@@ -74,6 +74,9 @@ async def serve_node(
             raise UserError(f"the front refused this node: {welcome.reason}.")
         if not isinstance(welcome, Welcome):
             raise LinkBroken(f"the front answered 'hello' with {welcome.kind!r}")
+        if not is_local:
+            host, port, *_ = writer.get_extra_info("peername")
+            _log.info("joined %s:%d as %s (L%d)", host, port, node.name, node.level.rank)
         return await _NodeSide(node, channel).serve(draining)
     finally:
         channel.close()

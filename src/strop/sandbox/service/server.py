@@ -95,7 +95,8 @@ class CodeServer:
         try:
             node = await RemoteNode.accept(reader, writer, token=self.config.nodes_token)
         except LinkBroken as error:
-            _log.warning("a node could not join from %s: %s", writer.get_extra_info("peername"), error)
+            level = logging.DEBUG if reader.at_eof() else logging.WARNING  # one that hung up may only have asked who listens
+            _log.log(level, "a node could not join from %s: %s", writer.get_extra_info("peername"), error)
             return
         self.dispatcher.add_node(node)
         self._spawn(self._local.let_drain(node))

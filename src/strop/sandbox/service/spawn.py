@@ -103,7 +103,7 @@ class _Child:
     def take_start(self) -> None:
         self._is_started = True
         for line in self._words:
-            _log.warning("node %s: %s", self._name, line)
+            log_line(self._name, line)
         self._words.clear()
 
     async def end(self) -> None:
@@ -127,6 +127,16 @@ class _Child:
             for line in lines.feed(part):
                 said = (line if isinstance(line, bytes) else line.head).decode("utf-8", "replace").rstrip()
                 if self._is_started:
-                    _log.warning("node %s: %s", self._name, said)
+                    log_line(self._name, said)
                 else:
                     self._words.append(said)
+
+
+def log_line(name: str, line: str) -> None:
+    """Log what node `name` said on its stderr, at the level that the line begins with, where it is one of its own log."""
+    word, _, rest = line.partition(" ")
+    level = logging.getLevelNamesMapping().get(word)
+    if level is None:
+        _log.warning("node %s: %s", name, line)
+    else:
+        _log.log(level, "node %s: %s", name, rest)
