@@ -2,7 +2,12 @@ import math
 
 import pytest
 
-from strop.algorithms.advantages import group_normalized_advantages, mean_centered_advantages
+from strop.algorithms.advantages import (
+    batch_normalized_advantages,
+    group_normalized_advantages,
+    leave_one_out_advantages,
+    mean_centered_advantages,
+)
 
 
 def test_group_advantages_divide_by_the_unbiased_std_of_the_group():
@@ -20,14 +25,36 @@ def test_eps_is_added_to_the_std():
 def test_equal_rewards_give_exact_zeros_fractional_ones_too(reward):
     assert group_normalized_advantages([reward] * 16, eps=1e-6) == [0.0] * 16
     assert mean_centered_advantages([reward] * 16) == [0.0] * 16
+    assert leave_one_out_advantages([reward] * 16) == [0.0] * 16
+    assert batch_normalized_advantages([[reward] * 9, [reward] * 7], eps=1e-6) == [[0.0] * 9, [0.0] * 7]
 
 
 def test_mean_centered_advantages_keep_the_size_of_the_rewards():
     assert mean_centered_advantages([1.0, 0.0, 0.0, 0.0]) == [0.75, -0.25, -0.25, -0.25]
 
 
+def test_leave_one_out_advantages_compare_with_the_mean_of_the_others():
+    # 1 - (0 + 0.5) / 2; 0 - (1 + 0.5) / 2; 0.5 - (1 + 0) / 2
+    assert leave_one_out_advantages([1.0, 0.0, 0.5]) == pytest.approx([0.75, -0.75, 0.0], abs=1e-12)
+
+
+def test_batch_normalized_advantages_compare_across_groups():
+    # All four: mean 0.25 and std 0.5, as in the group of four above. By group the first two would be +-0.707, the others 0.
+    assert batch_normalized_advantages([[1.0, 0.0], [], [0.0, 0.0]], eps=0.0) == [
+        pytest.approx([1.5, -0.5], abs=1e-12),
+        [],
+        pytest.approx([-0.5, -0.5], abs=1e-12),
+    ]
+
+
+def test_a_batch_of_one_or_of_none_has_nothing_to_learn():
+    assert batch_normalized_advantages([[], [1.0]], eps=1e-6) == [[], [0.0]]
+    assert batch_normalized_advantages([[]], eps=1e-6) == [[]]
+
+
 @pytest.mark.parametrize(
-    "advantages", [lambda rewards: group_normalized_advantages(rewards, eps=1e-6), mean_centered_advantages]
+    "advantages",
+    [lambda rewards: group_normalized_advantages(rewards, eps=1e-6), mean_centered_advantages, leave_one_out_advantages],
 )
 def test_a_group_of_one_is_refused(advantages):
     with pytest.raises(ValueError, match="allow_group_of_one"):
@@ -36,4 +63,5 @@ def test_a_group_of_one_is_refused(advantages):
 
 def test_a_group_of_one_that_was_asked_for_is_its_own_advantage():
     assert group_normalized_advantages([0.3], eps=1e-6, allow_group_of_one=True) == [0.3]
+    assert leave_one_out_advantages([0.3], allow_group_of_one=True) == [0.3]
     assert mean_centered_advantages([0.3], allow_group_of_one=True) == [0.0]

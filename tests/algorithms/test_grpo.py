@@ -1,7 +1,6 @@
 import pytest
-import torch
 
-from strop.algorithms import GRPO, Column, LossInputs
+from strop.algorithms import GRPO, Advantage
 from strop.errors import ConfigError
 
 
@@ -13,10 +12,33 @@ def test_grpo_keeps_every_rollout_and_gives_each_token_of_it_one_advantage(make_
     assert [of_tokens.tolist() for of_tokens in advantages] == [[1.5] * 5] + [[-0.5] * 5] * 3  # 1 prompt id, 2 turns of 2
 
 
-def test_without_std_it_is_dr_grpo(make_group):
-    method = GRPO(normalize_std=False)
-    [advantages] = method.advantages([method.select(make_group([1, 0, 0, 0]), group_size=4, seed=0)])
-    assert [of_tokens[0].item() for of_tokens in advantages] == [0.75, -0.25, -0.25, -0.25]
+@pytest.mark.parametrize(
+    ("advantage", "expected"),
+    [
+        ("group_normalized", [[1.5, -0.5, -0.5, -0.5], [-0.5, 1.5, -0.5, -0.5]]),
+        ("mean_centered", [[0.75, -0.25, -0.25, -0.25], [-0.75, 2.25, -0.75, -0.75]]),  # Dr. GRPO
+        ("leave_one_out", [[1, -1 / 3, -1 / 3, -1 / 3], [-1, 3, -1, -1]]),  # RLOO
+        ("none", [[1, 0, 0, 0], [0, 3, 0, 0]]),
+        # Mean 1/2; squares 1/4 + 25/4 + 6/4 = 8 over 7: std 1.0690450
+        (
+            "batch_normalized",
+            [[0.4677072, -0.4677072, -0.4677072, -0.4677072], [-0.4677072, 2.3385359, -0.4677072, -0.4677072]],
+        ),
+    ],
+)
+def test_the_advantage_of_a_trajectory_is_a_setting(make_group, advantage, expected):
+    method = GRPO(advantage=Advantage(advantage), eps=0.0)
+    selections = [method.select(make_group(rewards), group_size=4, seed=0) for rewards in ([1, 0, 0, 0], [0, 3, 0, 0])]
+    advantages = method.advantages(selections)
+    for of_group, expected_of_group in zip(advantages, expected, strict=True):
+        assert [of_tokens[0].item() for of_tokens in of_group] == pytest.approx(expected_of_group, abs=1e-6)
+
+
+@pytest.mark.parametrize("advantage", ["none", "batch_normalized"])
+def test_a_rollout_that_is_not_compared_with_its_group_needs_no_other(make_group, advantage):
+    method = GRPO(advantage=Advantage(advantage), eps=0.0)
+    assert method.num_rollouts(1) == 1
+    assert len(method.select(make_group([1]), group_size=4, seed=0).kept) == 1  # the others were voided
 
 
 @pytest.mark.parametrize(("reward", "side"), [(0.0, "wrong"), (1.0, "right")])
@@ -41,17 +63,3 @@ def test_a_group_of_one_must_be_asked_for(make_group):
     method = GRPO(allow_group_of_one=True)
     [advantages] = method.advantages([method.select(make_group([0.25]), group_size=1, seed=0)])
     assert advantages[0].tolist() == [0.25] * 5
-
-
-def test_the_reference_is_needed_only_where_kl_is_paid_for():
-    assert GRPO().needs == {Column.OLD_LOGPROBS}
-    assert GRPO(kl_coefficient=0.001).needs == {Column.OLD_LOGPROBS, Column.REFERENCE_LOGPROBS}
-
-
-def test_kl_is_added_to_the_loss_of_the_token():
-    policy = torch.tensor([-1.0])
-    columns = {Column.OLD_LOGPROBS: policy, Column.REFERENCE_LOGPROBS: policy + torch.tensor(2.0).log()}
-    mask = torch.ones(1, dtype=torch.bool)
-    inputs = LossInputs(loss_mask=mask, advantages=torch.ones(1), sampled_logprobs=policy, columns=columns)
-    # -1 (on policy, A = 1) + 0.5 * (2 - ln 2 - 1)
-    assert GRPO(kl_coefficient=0.5).token_loss(policy, inputs).item() == pytest.approx(-1 + 0.5 * 0.306853, abs=1e-6)

@@ -3,9 +3,25 @@ import math
 import pytest
 import torch
 
-from strop.algorithms.losses import grpo_token_loss, k3_token_kl, policy_gradient_token_loss, ratio_statistics
+from strop.algorithms.losses import cispo_token_loss, clip_token_loss, no_clip_token_loss, policy_gradient_token_loss
+from strop.algorithms.ratios import probability_ratio
 
 ONE = torch.ones(1, dtype=torch.bool)
+
+
+def clip_loss_and_gradient(ratio, advantage, *, dual_clip=None):
+    """The loss of a token, and its derivative by the log-prob."""
+    policy = torch.tensor([math.log(ratio)], requires_grad=True)
+    loss = clip_token_loss(
+        probability_ratio(policy, torch.zeros(1), ONE),
+        torch.tensor([advantage]),
+        ONE,
+        clip_low=0.2,
+        clip_high=0.28,
+        dual_clip=dual_clip,
+    )
+    loss.sum().backward()
+    return loss.item(), policy.grad.item()
 
 
 @pytest.mark.parametrize(
@@ -19,55 +35,56 @@ ONE = torch.ones(1, dtype=torch.bool)
     ],
 )
 def test_grpo_clips_only_in_the_direction_of_improvement(ratio, advantage, expected):
-    policy = torch.tensor([math.log(ratio)])
-    loss = grpo_token_loss(policy, torch.zeros(1), torch.tensor([advantage]), ONE, clip_low=0.2, clip_high=0.28)
-    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    assert clip_loss_and_gradient(ratio, advantage)[0] == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(("ratio", "advantage", "expected"), [(1.5, 2.0, 0.0), (1.2, 2.0, -2.4), (0.7, -2.0, 0.0)])
 def test_a_clipped_token_has_no_gradient_and_any_other_has_ratio_times_advantage(ratio, advantage, expected):
-    policy = torch.tensor([math.log(ratio)], requires_grad=True)
-    grpo_token_loss(policy, torch.zeros(1), torch.tensor([advantage]), ONE, clip_low=0.2, clip_high=0.28).sum().backward()
-    assert policy.grad is not None
-    assert policy.grad.item() == pytest.approx(expected, abs=1e-6)
+    assert clip_loss_and_gradient(ratio, advantage)[1] == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("loss_name", ["grpo", "policy_gradient", "k3"])
-def test_law_2_masked_tokens_have_zero_loss_and_zero_gradient_whatever_they_hold(loss_name):
-    mask = torch.tensor([True, False, False])
-    policy = torch.tensor([-1.0, math.nan, 500.0], requires_grad=True)
-    other = torch.tensor([-1.1, math.inf, -500.0])
-    advantages = torch.tensor([1.0, math.nan, math.inf])
-    losses = {
-        "grpo": lambda: grpo_token_loss(policy, other, advantages, mask),
-        "policy_gradient": lambda: policy_gradient_token_loss(policy, advantages, mask),
-        "k3": lambda: k3_token_kl(policy, other, mask),
-    }
-    loss = losses[loss_name]()
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "gradient"),
+    [
+        (5.0, -1.0, 3.0, 0.0),  # bad and five times likelier: held at c = 3, no gradient
+        (2.5, -1.0, 2.5, 2.5),  # below c: as without
+        (0.5, -1.0, 0.8, 0.0),  # the ordinary clip still holds
+        (5.0, +1.0, -1.28, 0.0),  # good tokens: as without
+        (0.5, +1.0, -0.5, -0.5),
+    ],
+)
+def test_the_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likelier(ratio, advantage, loss, gradient):
+    assert clip_loss_and_gradient(ratio, advantage, dual_clip=3.0) == pytest.approx((loss, gradient), abs=1e-6)
+
+
+def test_a_lower_clip_of_more_than_one_never_binds():
+    """DeepSeek-R1 with ε = 10."""
+    ratio, advantages = torch.tensor([1e-6, 10.0, 12.0]), torch.tensor([-1.0, 1.0, 1.0])
+    loss = clip_token_loss(ratio, advantages, torch.ones(3, dtype=torch.bool), clip_low=10, clip_high=10)
+    assert loss.tolist() == pytest.approx([1e-6, -10.0, -11.0], abs=1e-6)
+
+
+def test_without_clipping_the_loss_is_minus_ratio_times_advantage_and_so_is_its_gradient():
+    policy = torch.tensor([3.0, 0.25]).log().requires_grad_()
+    mask = torch.ones(2, dtype=torch.bool)
+    loss = no_clip_token_loss(probability_ratio(policy, torch.zeros(2), mask), torch.tensor([2.0, -1.0]), mask)
     loss.sum().backward()
-    assert policy.grad is not None
-    assert loss.detach()[1:].tolist() == [0.0, 0.0]
-    assert policy.grad[1:].tolist() == [0.0, 0.0]
-    assert policy.grad[0].item() != 0.0
+    assert loss.tolist() == pytest.approx([-6.0, 0.25], abs=1e-6)
+    assert policy.grad.tolist() == pytest.approx([-6.0, 0.25], abs=1e-6)
+
+
+def test_cispo_weighs_every_tokens_gradient_by_its_clipped_ratio():
+    policy = torch.tensor([2.0, 0.5, 1.1]).log().requires_grad_()
+    old, advantages, mask = torch.zeros(3), torch.tensor([1.0, -1.0, 3.0]), torch.ones(3, dtype=torch.bool)
+    ratio = probability_ratio(policy, old, mask)
+    loss = cispo_token_loss(policy, ratio, advantages, mask, clip_low=0.2, clip_high=0.28)
+    loss.sum().backward()
+    # -weight * A * log π with weights 1.28, 0.8 and 1.1
+    expected = [-1.28 * math.log(2), 0.8 * math.log(0.5), -3.3 * math.log(1.1)]
+    assert loss.tolist() == pytest.approx(expected, abs=1e-6)
+    assert policy.grad.tolist() == pytest.approx([-1.28, 0.8, -3.3], abs=1e-6)
 
 
 def test_policy_gradient_loss_is_minus_advantage_times_logprob():
     logprobs, advantages = torch.tensor([-0.5, -2.0]), torch.tensor([3.0, -1.0])
     assert policy_gradient_token_loss(logprobs, advantages, torch.tensor([True, True])).tolist() == [1.5, -2.0]
-
-
-def test_k3_of_a_reference_twice_as_likely_is_one_minus_log_two():
-    kl = k3_token_kl(torch.tensor([-1.0]), torch.tensor([-1.0 + math.log(2)]), ONE)
-    assert kl.item() == pytest.approx(2 - math.log(2) - 1, abs=1e-6)
-
-
-def test_clip_fractions_count_the_tokens_whose_gradient_was_taken_away():
-    policy = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.0]).log()
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0])
-    mask = torch.tensor([True, True, True, True, False])
-    sampled = torch.full((5,), 0.25)
-    figures = ratio_statistics(policy, torch.zeros(5), sampled, advantages, mask, clip_low=0.2, clip_high=0.28)
-    assert figures["clip_fraction_high"].tolist() == [1, 0, 0, 0, 0]
-    assert figures["clip_fraction_low"].tolist() == [0, 0, 0, 1, 0]
-    assert figures["ratio"].tolist() == pytest.approx([1.5, 1.5, 0.5, 0.5, 0.0])
-    assert figures["sampler_gap_nats"].tolist() == [0.25, 0.25, 0.25, 0.25, 0.0]

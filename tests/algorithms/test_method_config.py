@@ -28,6 +28,14 @@ def test_the_settings_of_a_method_stand_in_its_table():
         ({"name": "grpo", "aggregation": "constant"}, "method.constant is not set"),
         ({"name": "grpo", "constant": 3000}, "Remove it"),
         ({"name": "grpo_roc", "oversample": 0.5}, "oversample"),
+        ({"name": "grpo", "normalize_std": False}, "method.normalize_std: unknown key"),
+        ({"name": "grpo", "advantage": "mean_centred"}, "'mean_centered'"),
+        ({"name": "grpo", "loss": "no_clip", "clip_high": 0.2}, "method.clip_high is 0.2 but method.loss is 'no_clip'"),
+        ({"name": "grpo_roc", "loss": "cispo", "dual_clip": 3.0}, "method.dual_clip is 3.0 but method.loss is 'cispo'"),
+        ({"name": "grpo", "loss": "policy_gradient", "ratio": "sequence"}, "method.ratio is 'sequence' but"),
+        ({"name": "grpo", "kl_estimator": "k1"}, "method.kl_coefficient is 0. Remove it, or set kl_coefficient = 0.001"),
+        ({"name": "grpo", "mismatch_cap": 3.0}, "method.mismatch is 'off'. Remove it, or set mismatch"),
+        ({"name": "grpo", "dual_clip": 1.0}, "greater than 1"),
     ],
 )
 def test_a_mistake_in_a_method_is_named_with_its_remedy(method, message):

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from strop import types
-from strop.algorithms.losses import ratio_statistics
+from strop.algorithms import Column, LossInputs, Mismatch, PolicyLoss
 from strop.cli import app
 from strop.doctor import CHECKS
 from strop.evaluation.summary import rollout_metrics, tool_call_metrics
@@ -219,9 +219,16 @@ def test_the_run_directory_page_says_which_calls_reach_a_tool() -> None:
 
 
 def test_the_run_directory_page_names_every_statistic_of_an_update() -> None:
-    one = torch.zeros(1)
-    statistics = ratio_statistics(one, one, one, one, torch.ones(1, dtype=torch.bool), clip_low=0.2, clip_high=0.2)
-    for name in statistics:
+    one = torch.zeros(1, 1)
+    inputs = LossInputs(
+        loss_mask=torch.ones(1, 1, dtype=torch.bool),
+        advantages=one,
+        sampled_logprobs=one,
+        entropies=one,
+        columns={Column.OLD_LOGPROBS: one, Column.REFERENCE_LOGPROBS: one},
+    )
+    method = PolicyLoss(dual_clip=3.0, kl_coefficient=0.1, mismatch=Mismatch.MASK_TOKEN)
+    for name in method.token_statistics(one, inputs):
         assert f"`policy/{name}`" in TEXTS["docs/run-directory.md"], name
 
 

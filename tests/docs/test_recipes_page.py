@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -11,7 +12,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from strop.config import Config
+from strop.algorithms import MethodConfig
+from strop.config import Config, validate
 from strop.pipelines.recipe import Recipe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -63,3 +65,21 @@ def test_every_key_is_listed_with_its_default(model: type[BaseModel]) -> None:
 
 def test_no_other_table_is_described() -> None:
     assert set(sections()) == {model.__name__ for model in MODELS}
+
+
+class OneMethod(Config):
+    method: MethodConfig
+
+
+NAMED_METHODS = re.findall(r"^\| .+ \| `((?:advantage|loss|ratio) = .+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("settings", NAMED_METHODS)
+def test_the_settings_of_a_named_method_are_a_method(settings: str) -> None:
+    tree = tomllib.loads(f'method = {{ name = "grpo", {settings} }}')
+    dumped = validate(OneMethod, tree, place="the page").method.model_dump(mode="json")
+    assert {name: dumped[name] for name in tree["method"]} == tree["method"]
+
+
+def test_the_page_names_methods() -> None:
+    assert len(NAMED_METHODS) == 8

@@ -25,7 +25,9 @@ def test_law_2_only_a_demonstrators_turns_are_imitated():
 def test_the_loss_of_sft_is_minus_the_logprob():
     logprobs = torch.tensor([-0.5, -3.0, -2.0])
     mask = torch.tensor([True, True, False])
-    inputs = LossInputs(loss_mask=mask, advantages=torch.ones(3), sampled_logprobs=torch.zeros(3), columns={})
+    inputs = LossInputs(
+        loss_mask=mask, advantages=torch.ones(3), sampled_logprobs=torch.zeros(3), entropies=torch.zeros(3), columns={}
+    )
     assert sft_token_loss(logprobs, inputs).tolist() == [0.5, 3.0, 0.0]
 
 

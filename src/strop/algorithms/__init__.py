@@ -1,20 +1,31 @@
 """Methods: what to keep of a group, what each token deserves, what it costs. One file each, pure functions."""
 
+from strop.algorithms.advantages import Advantage
 from strop.algorithms.aggregation import Aggregation, token_weights
 from strop.algorithms.config import MethodConfig
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.grpo_roc import GRPORoC
+from strop.algorithms.kl import KLEstimator
+from strop.algorithms.mismatch import Mismatch
+from strop.algorithms.policy_loss import Loss, PolicyLoss
 from strop.algorithms.protocol import Column, Decision, LossInputs, Method, Selection
+from strop.algorithms.ratios import RatioLevel
 
 __all__ = [
     "GRPO",
+    "Advantage",
     "Aggregation",
     "Column",
     "Decision",
     "GRPORoC",
+    "KLEstimator",
+    "Loss",
     "LossInputs",
     "Method",
     "MethodConfig",
+    "Mismatch",
+    "PolicyLoss",
+    "RatioLevel",
     "Selection",
     "token_weights",
 ]

@@ -1,9 +1,10 @@
-"""What is left of a reward after its group's baseline."""
+"""What is left of a reward after its baseline."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -11,6 +12,21 @@ from torch import Tensor
 from strop.algorithms.protocol import Selection
 
 logger = logging.getLogger(__name__)
+
+
+class Advantage(StrEnum):
+    """What a trajectory's reward r is compared with, and whether the difference is scaled."""
+
+    GROUP_NORMALIZED = "group_normalized"  # (r - mean) / std of the group; GRPO, CS336's "REINFORCE with baseline"
+    MEAN_CENTERED = "mean_centered"  # r - mean of the group; Dr. GRPO
+    LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the others of the group; RLOO
+    NONE = "none"  # r
+    BATCH_NORMALIZED = "batch_normalized"  # (r - mean) / std of every trajectory of the update; REINFORCE++
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a trajectory without others of its task is worth nothing."""
+        return self not in (Advantage.NONE, Advantage.BATCH_NORMALIZED)
 
 
 def group_normalized_advantages(rewards: Sequence[float], *, eps: float, allow_group_of_one: bool = False) -> list[float]:
@@ -53,27 +69,79 @@ def mean_centered_advantages(rewards: Sequence[float], *, allow_group_of_one: bo
     return [float(advantage) for advantage in values - values.mean()]
 
 
+def leave_one_out_advantages(rewards: Sequence[float], *, allow_group_of_one: bool = False) -> list[float]:
+    """r - mean of the other rewards of the group; one float per reward. RLOO (arXiv:2402.14740), in float64.
+
+    It is n/(n - 1) times `mean_centered_advantages`, and unbiased where that is not: the baseline does not contain r. Exact
+    zeros for equal rewards.
+
+    Args:
+        allow_group_of_one: a single reward is its own advantage: there is no other to subtract.
+
+    Raises:
+        ValueError: no reward, or one reward without `allow_group_of_one`.
+    """
+    if _is_single(rewards, allow_group_of_one):
+        return [float(rewards[0])]
+    num = len(rewards)
+    return [centered * num / (num - 1) for centered in mean_centered_advantages(rewards)]
+
+
+def batch_normalized_advantages(groups: Sequence[Sequence[float]], *, eps: float) -> list[list[float]]:
+    """(r - mean) / (std + eps) over the rewards of all groups; one float per reward, in their groups.
+
+    REINFORCE++ (arXiv:2501.03262), named beside GRPO in ARPO (arXiv 2507.19849) section 1.1. Each trajectory counts once, not
+    once a token as where per-token KL is part of the reward. A batch of one reward has advantage 0.
+    """
+    rewards = [reward for group in groups for reward in group]
+    if len(rewards) == 1:
+        logger.warning("a batch of one trajectory has batch-normalized advantage 0: nothing is learnt from it")
+        normalized = iter([0.0])
+    else:
+        normalized = iter(group_normalized_advantages(rewards, eps=eps) if rewards else [])
+    return [[next(normalized) for _ in group] for group in groups]
+
+
 def outcome_advantages(
-    selections: Sequence[Selection], *, normalize_std: bool, eps: float, allow_group_of_one: bool
+    selections: Sequence[Selection], advantage: Advantage, *, eps: float, allow_group_of_one: bool
 ) -> list[list[Tensor]]:
     """One advantage per kept trajectory, the same on each of its tokens; the group is what was kept (rStar2-Agent Eq. 7).
+
+    Args:
+        selections: every group of an update.
+        advantage: which.
+        eps: added to a std.
+        allow_group_of_one: as in the functions of this file.
 
     Returns:
         Per selection and kept trajectory a float32 tensor of shape (len(trajectory.ids),); [] where nothing was kept.
     """
-    result = []
-    for selection in selections:
-        kept = selection.kept
-        rewards = [scored.reward for scored in kept]
-        if not kept:
-            scalars = []
-        elif normalize_std:
-            scalars = group_normalized_advantages(rewards, eps=eps, allow_group_of_one=allow_group_of_one)
-        else:
-            scalars = mean_centered_advantages(rewards, allow_group_of_one=allow_group_of_one)
-        pairs = zip(kept, scalars, strict=True)
-        result.append([torch.full((len(scored.trajectory.ids),), scalar, dtype=torch.float32) for scored, scalar in pairs])
-    return result
+    rewards = [[scored.reward for scored in selection.kept] for selection in selections]
+    if advantage is Advantage.BATCH_NORMALIZED:
+        scalars = batch_normalized_advantages(rewards, eps=eps)
+    else:
+        scalars = [_of_group(group, advantage, eps, allow_group_of_one) if group else [] for group in rewards]
+    return [
+        [
+            torch.full((len(scored.trajectory.ids),), scalar, dtype=torch.float32)
+            for scored, scalar in zip(selection.kept, of_group, strict=True)
+        ]
+        for selection, of_group in zip(selections, scalars, strict=True)
+    ]
+
+
+def _of_group(rewards: Sequence[float], advantage: Advantage, eps: float, allow_group_of_one: bool) -> list[float]:
+    match advantage:
+        case Advantage.GROUP_NORMALIZED:
+            return group_normalized_advantages(rewards, eps=eps, allow_group_of_one=allow_group_of_one)
+        case Advantage.MEAN_CENTERED:
+            return mean_centered_advantages(rewards, allow_group_of_one=allow_group_of_one)
+        case Advantage.LEAVE_ONE_OUT:
+            return leave_one_out_advantages(rewards, allow_group_of_one=allow_group_of_one)
+        case Advantage.NONE:
+            return [float(reward) for reward in rewards]
+        case Advantage.BATCH_NORMALIZED:
+            raise ValueError(f"{advantage.value} compares more than one group")
 
 
 def _is_single(rewards: Sequence[float], allow_group_of_one: bool) -> bool:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from torch import Tensor
 
-from strop.algorithms.advantages import outcome_advantages
+from strop.algorithms.advantages import Advantage, outcome_advantages
 from strop.algorithms.aggregation import Aggregation
-from strop.algorithms.grpo import check_constant
-from strop.algorithms.losses import grpo_token_loss, ratio_statistics
-from strop.algorithms.protocol import Column, Decision, LossInputs, Selection
+from strop.algorithms.policy_loss import PolicyLoss
+from strop.algorithms.protocol import Decision, Selection
 from strop.algorithms.selection import check_group_size, describe_tie, describe_voids, drop_all, num_to_keep
-from strop.config import Config
 from strop.seeds import derive_seed
 from strop.types import Group, RolloutKey, ToolOutcome, Trajectory
 
@@ -52,7 +50,7 @@ def format_penalty(trajectory: Trajectory) -> float:
     return min(1.0, (num_answers - 1) / max(1, len(trajectory.turns)))
 
 
-class GRPORoC(Config):
+class GRPORoC(PolicyLoss):
     """Learns from `group_size` rollouts out of `oversample` times as many."""
 
     name: Literal["grpo_roc"] = "grpo_roc"
@@ -62,13 +60,10 @@ class GRPORoC(Config):
     positive_above: float = 0.0  # a rollout is positive if its reward is more
     min_positives: int = Field(default=0, ge=0)  # 0 in the paper, 2 in the released code; less where there are not as many
     min_negatives: int = Field(default=0, ge=0)
-    clip_low: float = Field(default=0.2, ge=0)
-    clip_high: float = Field(default=0.28, ge=0)
+    advantage: Advantage = Advantage.GROUP_NORMALIZED
     eps: float = Field(default=1e-6, ge=0)  # added to the std of rewards
-    normalize_std: bool = True
     drop_tied: bool = True
     aggregation: Aggregation = Aggregation.GROUP_TOKEN_MEAN  # Eq. 6; token_mean in the released code
-    constant: int | None = Field(default=None, gt=0)
 
     @field_validator("oversample")
     @classmethod
@@ -79,15 +74,6 @@ class GRPORoC(Config):
                 " Raise it (the paper takes 2), or set method = 'grpo'."
             )
         return oversample
-
-    @model_validator(mode="after")
-    def _constant_goes_with_its_aggregation(self) -> Self:
-        check_constant(self.aggregation, self.constant)
-        return self
-
-    @property
-    def needs(self) -> frozenset[Column]:
-        return frozenset({Column.OLD_LOGPROBS})
 
     def num_rollouts(self, group_size: int) -> int:
         """N = G * oversample, to the nearest. Raises `ConfigError` for a group of one."""
@@ -120,28 +106,7 @@ class GRPORoC(Config):
 
     def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
         """Mean and std are those of the rollouts that were kept (Eq. 7)."""
-        return outcome_advantages(selections, normalize_std=self.normalize_std, eps=self.eps, allow_group_of_one=False)
-
-    def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        return grpo_token_loss(
-            policy_logprobs,
-            inputs.columns[Column.OLD_LOGPROBS],
-            inputs.advantages,
-            inputs.loss_mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
-
-    def token_statistics(self, policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
-        return ratio_statistics(
-            policy_logprobs,
-            inputs.columns[Column.OLD_LOGPROBS],
-            inputs.sampled_logprobs,
-            inputs.advantages,
-            inputs.loss_mask,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
+        return outcome_advantages(selections, self.advantage, eps=self.eps, allow_group_of_one=False)
 
     def _positive_quota(self, num_positives: int, num_negatives: int, num_kept: int) -> int:
         """How many positives to keep: what floor(n_neg G' / N') negatives leave, then the minority floors."""

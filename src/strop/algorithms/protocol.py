@@ -45,11 +45,12 @@ class Selection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """Columns of one micro-batch, all of one shape; no gradient in any of them."""
+    """Columns of one micro-batch, all of shape (n, T), of whole rows; without gradient but for the entropies."""
 
     loss_mask: Tensor  # bool, True on tokens the policy sampled
     advantages: Tensor
     sampled_logprobs: Tensor
+    entropies: Tensor  # nats, of the policy's distribution at each token; for an entropy bonus, so with gradient
     columns: Mapping[Column, Tensor]  # those that the method needs
 
 
@@ -77,7 +78,10 @@ class Method(Protocol):
         """Per selection and kept trajectory, one float32 tensor of shape (len(trajectory.ids),)."""
 
     def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
-        """The loss of each token, of the shape of `policy_logprobs`, 0 where masked; averaging is not decided here."""
+        """The loss of each token, of the shape of `policy_logprobs`, 0 where masked; averaging is not decided here.
+
+        It may reduce over the tokens of a row, never over rows.
+        """
 
     def token_statistics(self, policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
         """Named per-token figures (clip fractions, ratio) that the trainer averages over unmasked tokens; no gradient."""

@@ -178,6 +178,7 @@ class LocalTrainer:
                 loss_mask=rows.loss_mask,
                 advantages=rows.advantages,
                 sampled_logprobs=rows.sampled_logprobs,
+                entropies=entropies,
                 columns=rows.columns,
             )
             part_loss = (rows.loss_weights * loss(logprobs, inputs)).sum()
