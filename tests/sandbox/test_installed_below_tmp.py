@@ -14,10 +14,12 @@ SCRIPT = """
 from strop.sandbox import Sandbox
 with Sandbox(min_level="namespaces") as box:
     print(box.run("import my_tiny_library; print(my_tiny_library.ANSWER); open('/tmp/mine', 'w').write('x')").text.strip())
+    print(box.run("import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(6 * 7)'])").text.strip())
+    print(box.run("import sys; print(sys.executable)").text.strip())
 """
 
 
-def test_libraries_below_tmp_can_be_imported_and_tmp_is_still_the_programs_own():
+def test_libraries_and_interpreter_below_tmp_can_be_used_and_tmp_is_still_the_programs_own():
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         environment = Path(directory) / "venv"
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
@@ -33,5 +35,6 @@ def test_libraries_below_tmp_can_be_imported_and_tmp_is_still_the_programs_own()
             check=False,
             timeout=60,
         )
-        assert (run.stdout.strip(), run.returncode) == ("42", 0), run.stderr
+        assert run.returncode == 0, run.stderr
+        assert run.stdout.split() == ["42", "42", "python-prefix/bin/python"]
         assert not Path("/tmp/mine").exists()

@@ -73,12 +73,19 @@ async def check_calls(client: SandboxClient, *, seed: int, may_fault: bool = Fal
     return len(ledger.faults)
 
 
+def holds_something(directory: Path) -> bool:
+    try:
+        return bool(os.listdir(directory))
+    except FileNotFoundError:  # removed meanwhile
+        return False
+
+
 async def check_rest(service: Service, disk: Path, *, descriptors: int) -> None:
     """Nothing of it is left but the directories of children that wait for their work."""
     deadline = asyncio.get_running_loop().time() + _REST_S
     while True:
         entries, num = os.listdir(disk), await num_descriptors(service)
-        full = [name for name in entries if os.listdir(disk / name)]
+        full = [name for name in entries if holds_something(disk / name)]
         if not full and len(entries) <= 2 * (os.cpu_count() or 1) and num <= descriptors:
             return
         assert asyncio.get_running_loop().time() < deadline, (

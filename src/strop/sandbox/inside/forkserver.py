@@ -148,6 +148,8 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
             incoming.control_length = control_size
             length = libc.recvmsg(control, incoming_at, 0)
             if length <= 0:
+                if pid_namespace < 0:
+                    _end_descendants()
                 return
             report.child, report.status = spawn.child, 0
             try:
@@ -165,10 +167,27 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
                 passed[0] = libc.syscall(kernel.SYS_PIDFD_OPEN, ctypes.c_long(report.pid), 0)
                 report.kind = KIND_STARTED
                 if passed[0] < 0 or libc.sendmsg(control, outgoing_at, 0) < 0:
+                    if pid_namespace < 0:
+                        _end_descendants()
                     return  # a child that nobody could kill must not live: this ends with all of them
                 libc.close(passed[0])
             for index in range(_NUM_DESCRIPTORS):
                 libc.close(descriptors[index])
+
+
+def _end_descendants() -> None:
+    """Where no pid namespace does it: kill all that is below this process, which adopts the orphans, until nobody is left."""
+    while children := _children():
+        for pid in children:
+            kernel.libc.kill(-pid, signal.SIGKILL)  # a program's process group, which none of its processes can leave
+            kernel.libc.kill(pid, signal.SIGKILL)
+        for _ in children:
+            os.wait()
+
+
+def _children() -> list[int]:
+    with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+        return [int(pid) for pid in listed.read().split()]
 
 
 def _death_descriptor() -> int:

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 from strop.sandbox.inside import wire
+from strop.sandbox.inside.filesystem import place_inside
 
 _NAMES = {
     str(Path(wire.__file__).parent): "runner",
@@ -16,7 +17,10 @@ _NAMES = {
     sys.base_prefix: "python-prefix",
 }
 _SHARED = {"/", "/usr", "/usr/local"}  # prefixes that say nothing of this machine
-_PLACES = sorted(((place, name) for place, name in _NAMES.items() if place not in _SHARED), key=lambda pair: -len(pair[0]))
+_PLACES = sorted(
+    {(seen, name) for place, name in _NAMES.items() if place not in _SHARED for seen in (place, place_inside(place))},
+    key=lambda pair: -len(pair[0]),
+)
 
 
 def hide_places(text: str) -> str:

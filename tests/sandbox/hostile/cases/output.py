@@ -42,6 +42,7 @@ CASES = [
                 except BlockingIOError: pass
         """),
         expect=killed("output", re.compile(r"\A(flood\n)+")),
+        repeats_from=None,  # how much of a write fits depends on when the other end reads
     ),
     Case(
         name="flood-then-exit",
