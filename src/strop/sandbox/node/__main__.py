@@ -31,7 +31,8 @@ def main() -> int:
     parser.add_argument("--config", default="{}", help="a SandboxConfig as JSON")
     parser.add_argument("--name", required=True)
     chosen = parser.parse_args()
-    logging.basicConfig(level=os.environ.get("STROP_LOG", "WARNING").upper(), format="%(levelname)s %(message)s")
+    level = logging.getLevelNamesMapping().get(os.environ.get("STROP_LOG", "").upper(), logging.WARNING)
+    logging.basicConfig(level=level, format="%(levelname)s %(message)s")
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     try:
         asyncio.run(_serve_parent(chosen.fd, SandboxConfig.model_validate_json(chosen.config), chosen.name))

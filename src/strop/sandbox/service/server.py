@@ -129,7 +129,6 @@ async def serve(config: ServeConfig, announce: Callable[[CodeServer], None] = la
         loop.add_signal_handler(number, stop.set)
     try:
         async with CodeServer(config) as server:
-            _log.info("the code service listens on %s", server.url)
             announce(server)
             await stop.wait()
             _log.info("the code service is asked to end; it finishes what runs, for at most %g s", config.grace_s)
