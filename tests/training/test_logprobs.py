@@ -30,15 +30,14 @@ def test_law_5_chunked_logprobs_entropies_and_gradients_equal_the_full_forward(m
     batch = make_batch()
     factors = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(1))
     logprobs, entropies = token_logprobs(model, batch.ids, batch.loss_mask, temperature=temperature, max_logits=max_logits)
-    (logprobs * factors).sum().backward()
+    (logprobs * factors + entropies * factors.flip(1)).sum().backward()
     gradients = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     model.zero_grad()
     expected, expected_entropies = full_logits_reference(model, batch.ids, batch.loss_mask, temperature)
-    (expected * factors[:, 1:]).sum().backward()
+    (expected * factors[:, 1:] + expected_entropies * factors.flip(1)[:, 1:]).sum().backward()
     torch.testing.assert_close(logprobs[:, 1:], expected, rtol=0, atol=2e-6)
     torch.testing.assert_close(entropies[:, 1:], expected_entropies, rtol=0, atol=2e-6)
     assert logprobs[:, 0].tolist() == [0.0] * len(batch.lengths)
-    assert not entropies.requires_grad
     for name, parameter in model.named_parameters():
         assert (gradients[name] - parameter.grad).norm() < 1e-6 * parameter.grad.norm()
 

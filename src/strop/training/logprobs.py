@@ -1,34 +1,37 @@
-"""Log-probs of given tokens under a causal language model, without ever holding all of their logits."""
+"""Log-probs and entropies of given tokens under a causal language model, without ever holding all of their logits."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from transformers import PreTrainedModel
+
+_HEAD_ROWS_AT_ONCE = 8_192  # of the head's gradient, while it is added up
 
 
 def token_logprobs(
-    model: PreTrainedModel, ids: Tensor, where: Tensor, *, temperature: float, max_logits: int = 2**26
+    model: PreTrainedModel, ids: Tensor, where: Tensor, *, temperature: float, max_logits: int = 2**24
 ) -> tuple[Tensor, Tensor]:
     """log π(ids[:, t] | ids[:, :t]) and the entropy of that distribution, after temperature, over the full vocabulary (law 5).
 
     Rows are padded on the right and no attention mask is made: attention is causal, so a token never sees what comes after it,
     and what padding itself computes is not read. That keeps the fast causal kernels, and positions count from 0 in every row.
 
-    The decoder runs once; the head runs on the positions of `where` alone, in chunks that are computed again in the backward
-    pass when there are several, so that at most `max_logits` logits are held at once, however long the batch.
+    The decoder runs once; the head runs on the positions of `where` alone, in chunks, forward and again in the backward pass,
+    so that at most `max_logits` logits are held at once, however long the batch and however large the vocabulary.
 
     Args:
         model: a decoder-only model with a head; the caller decides on grad mode and autocast.
         ids: int64 (n, T).
         where: bool (n, T), False in column 0.
         temperature: divides the logits.
-        max_logits: of float32 logits held at once; 2**26 are 256 MiB.
+        max_logits: of float32 logits held at once, and as many again of their gradient; 2**24 are 64 MiB.
 
     Returns:
-        Two float32 tensors (n, T), in nats, 0 where `where` is False: log-probs with gradient, entropies without.
+        Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
     """
     # The last column predicts nothing here, so it need not be computed.
     hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
@@ -36,25 +39,116 @@ def token_logprobs(
     selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, predicted)
     targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
     head = model.get_output_embeddings()
-    chunk = max(1, max_logits // head.weight.shape[0])
-    logprobs, entropies = [], []
-    for hidden_chunk, target_chunk in zip(torch.split(selected, chunk), torch.split(targets, chunk), strict=True):
-        if len(selected) <= chunk or not torch.is_grad_enabled():
-            of_chunk = _head_logprobs(head, hidden_chunk, target_chunk, temperature)
-        else:
-            of_chunk = checkpoint(_head_logprobs, head, hidden_chunk, target_chunk, temperature, use_reentrant=False)
-        logprobs.append(of_chunk[0])
-        entropies.append(of_chunk[1])
-    return _spread(torch.cat(logprobs), predicted, where), _spread(torch.cat(entropies), predicted, where)
+    logprobs, entropies = head_logprobs(
+        selected, head.weight, head.bias, targets, temperature=temperature, max_logits=max_logits
+    )
+    return _spread(logprobs, predicted, where), _spread(entropies, predicted, where)
 
 
-def _head_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each position: (m, hidden) and (m,) -> two float32 (m,)."""
-    distribution = (head(hidden).float() / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropies = -(distribution.exp() * distribution).sum(-1)
-    # Not gather: its backward, a scatter_add over the vocabulary, took 4% of an update on two CPU threads.
-    return -F.nll_loss(distribution, targets, reduction="none"), entropies
+def head_logprobs(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, max_logits: int
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of each position, both float32 (m,), in nats, both with gradient.
+
+    Args:
+        hidden: (m, H), what the decoder gives for the positions that predict the targets.
+        weight, bias: of the head, (V, H) and (V,).
+        targets: int64 (m,).
+        temperature: divides the logits.
+        max_logits: of float32 logits held at once.
+    """
+    kind = hidden.device.type
+    # As a linear layer under autocast would; autocast does not reach into a function of our own.
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    chunk = max(1, max_logits // weight.shape[0])
+    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, dtype)  # type: ignore[no-untyped-call]
+    return logprobs, entropies
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """With p = softmax(z / T) and H its entropy: d log p_y / dz = (1_y - p) / T and dH / dz = -p (log p + H) / T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies = torch.empty_like(logprobs)
+        matrix = weight.to(dtype)
+        for start in range(0, len(targets), chunk):
+            part = slice(start, start + chunk)
+            log_p = _log_softmax(hidden[part], matrix, bias, temperature)
+            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
+            entropies[part] = -_dots(log_p.exp(), log_p)
+        ctx.entropies = entropies
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        matrix = weight.to(ctx.dtype)
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
+        for start in range(0, len(targets), ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p = _log_softmax(hidden[part], matrix, bias, ctx.temperature)
+            of_logits = log_p.exp()
+            if to_entropies is not None:
+                log_p.add_(ctx.entropies[part, None]).mul_(to_entropies[part, None])
+                if to_logprobs is not None:
+                    log_p.add_(to_logprobs[part, None])
+                of_logits.mul_(log_p)
+            elif to_logprobs is not None:
+                of_logits.mul_(to_logprobs[part, None])
+            if to_logprobs is not None:
+                of_logits.scatter_add_(1, targets[part, None], -to_logprobs[part, None])
+            of_logits = of_logits.mul_(-1.0 / ctx.temperature)
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            of_logits = of_logits.to(ctx.dtype)
+            if of_hidden is not None:
+                of_hidden[part] = of_logits @ matrix
+            if of_weight is not None:
+                _add_products(of_weight, of_logits, hidden[part].to(ctx.dtype))
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *(None,) * 4,
+        )
+
+
+def _log_softmax(hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+    """(m, H) -> float32 (m, V)."""
+    logits = F.linear(hidden.to(matrix.dtype), matrix, None if bias is None else bias.to(matrix.dtype)).float()
+    return (logits if temperature == 1.0 else logits.div_(temperature)).log_softmax(-1)
+
+
+def _dots(left: Tensor, right: Tensor) -> Tensor:
+    """The dot product of each row of `left` with that of `right`, without their elementwise product: twice (m, V) -> (m,)."""
+    return torch.bmm(left[:, None, :], right[:, :, None]).flatten()
+
+
+def _add_products(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
+    """Add of_logits^T @ hidden to the float32 `total` (V, H), a few of its rows at a time."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(of_logits.T, hidden)
+        return
+    for rows in range(0, len(total), _HEAD_ROWS_AT_ONCE):
+        block = slice(rows, rows + _HEAD_ROWS_AT_ONCE)
+        total[block] += of_logits[:, block].T @ hidden
 
 
 def _spread(values: Tensor, predicted: Tensor, where: Tensor) -> Tensor:

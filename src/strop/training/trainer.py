@@ -184,7 +184,7 @@ class LocalTrainer:
             part_loss = (rows.loss_weights * loss(logprobs, inputs)).sum()
             part_loss.backward()  # type: ignore[no-untyped-call]
             total_loss += part_loss.detach()
-            for name, values in {"entropy_nats": entropies, **statistics(logprobs.detach(), inputs)}.items():
+            for name, values in {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)}.items():
                 part_sum = torch.where(rows.loss_mask, values, 0.0).sum(dtype=torch.float64)
                 sums[name] = sums[name] + part_sum if name in sums else part_sum
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optimizer.grad_clip or math.inf)
