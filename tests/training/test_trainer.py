@@ -10,6 +10,7 @@ from strop.algorithms import GRPO, Column
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import LocalTrainer, OptimizerConfig, Schedule, TrainerConfig, pack_demonstrations, sft_token_loss
+from strop.training.figures import TokenFigures
 from strop.training.sft import Demonstration, Segment, sft_token_statistics
 from strop.training.trainer import load_model
 
@@ -125,6 +126,29 @@ def test_law_2_what_masked_positions_hold_changes_neither_loss_nor_gradient(mode
     gradients, report = gradients_of(trainer, poisoned)
     assert report == replace(expected_report, update=2)
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_an_update_on_policy_is_the_same_whether_its_old_logprobs_were_scored_or_not(model_directory, make_batch, precision):
+    settings = {"precision": precision, "max_tokens_per_microbatch": 40}
+    scored, unscored = (make_trainer(model_directory, **settings) for _ in range(2))
+    expected, expected_report = gradients_of(scored, with_old_logprobs(make_batch(), scored))
+    gradients, report = gradients_of(unscored, make_batch())
+    assert report == expected_report
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_of_ratios_the_quantiles_and_the_largest_are_reported():
+    figures = TokenFigures()
+    mask = torch.tensor([[False, True, True], [False, True, False]])
+    figures.add(mask, {"ratio": torch.tensor([[9.0, 1.0, 2.0], [9.0, 3.0, 9.0]]), "entropy_nats": mask * 0.5})
+    figures.add(mask[:1], {"ratio": torch.tensor([[9.0, 4.0, 5.0]]), "entropy_nats": mask[:1] * 1.0})
+    summary = figures.summary(5)
+    assert summary["ratio"] == 3.0
+    assert summary["entropy_nats"] == pytest.approx(0.7)
+    assert (summary["ratio_p01"], summary["ratio_p99"]) == pytest.approx((1.04, 4.96))
+    assert summary["ratio_max"] == 5.0
+    assert "entropy_nats_max" not in summary
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

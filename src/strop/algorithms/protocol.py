@@ -21,6 +21,9 @@ class Column(StrEnum):
     VALUES = "values"
 
 
+SPREAD_FIGURES = ("ratio", "sampler_ratio", "sampler_gap_nats")  # of `token_statistics`: their extremes say more than means
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """Why one rollout was kept or dropped; the report shows it beside the rollout."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from strop.algorithms.config import MethodConfig
+from strop.algorithms.policy_loss import Loss
 from strop.config import Config
 from strop.engine.config import EngineConfig
 from strop.rewards.config import AnyRewardConfig, RewardConfig
@@ -148,6 +149,12 @@ class RlStage(Stage):
                 f" {self.updates_per_step} equal mini-batches. Nearest that does: updates_per_step = {nearest}."
             )
         self.method.num_rollouts(self.group_size)
+        if self.method.loss is Loss.POLICY_GRADIENT and self.updates_per_step * self.epochs > 1:
+            raise ValueError(
+                f"method.loss is 'policy_gradient', which is right for one update after sampling, but a step makes"
+                f" {self.updates_per_step * self.epochs}: updates_per_step = {self.updates_per_step}, epochs = {self.epochs}."
+                ' Set both to 1, or loss = "no_clip".'
+            )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0: every rollout of a task would be the same. Raise it; 1.0 is usual.")
         if self.sampling.min_tokens > 0:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from strop.algorithms.protocol import Column, Selection
 from strop.engine.protocol import InferenceEngine
@@ -110,11 +111,8 @@ class _Loop:
             stage.method.select(group, group_size=stage.group_size, seed=self.context.seed("select", step, group.task_index))
             for group in groups
         ]
-        minibatches = [
-            [selection for selection in part if selection.kept]
-            for part in split_by_group([each for each in selections if each.kept], stage.updates_per_step)
-        ]
-        batches = [await self._pack(part) for part in minibatches if part]
+        advantages = stage.method.advantages(selections)  # of the whole step: a mini-batch is no baseline
+        batches = await self._pack(selections, advantages)
         score_s = clock.lap()
         reports = [
             await self.trainer.update(batch, stage.method.token_loss, stage.method.token_statistics)
@@ -122,14 +120,14 @@ class _Loop:
             for batch in batches
         ]
         update_s = clock.lap()
-        self._write_selection(step, selections)
+        self._write_selection(step, selections, advantages)
         weights = await self.trainer.publish(self.engine, version=step)
         figures = (
             rollout_metrics(groups)
             | tool_call_metrics(groups)
             | _selection_metrics(selections)
             | _update_metrics(reports)
-            | _gap_metrics(batches)
+            | _gap_metrics(batches, reports)
             | {
                 "rollout/tokens_per_s": num_sampled_tokens(groups) / rollout_s,
                 "time/rollout_s": rollout_s,
@@ -140,7 +138,7 @@ class _Loop:
             }
         )
         self.context.event("step_finished", step=step, weights=weights)
-        return figures, weights, _why_stuck(groups, selections, reports)
+        return figures, weights, _why_stuck(groups, selections, advantages, reports)
 
     async def _roll_out(self, step: int, weights: str) -> list[Group]:
         """The step's groups in canonical order; what an interrupted try of the same policy finished is not played again."""
@@ -165,22 +163,31 @@ class _Loop:
             ledger.close()
         return sorted(groups, key=lambda group: group.task_index)
 
-    async def _pack(self, selections: Sequence[Selection]) -> TokenBatch:
-        """The batch of one update with every column that the method needs; old log-probs always, for the gap (law 5)."""
-        method = self.stage.method
-        batch = pack(
-            selections,
-            method.advantages(selections),
-            aggregation=method.aggregation,
-            temperature=self.stage.sampling.temperature,
-            constant=method.constant,
-        )
-        for column in sorted({Column.OLD_LOGPROBS, *method.needs}):
-            batch = await self.trainer.score(batch, column)
-        return batch
+    async def _pack(self, selections: Sequence[Selection], advantages: Sequence[Sequence[Tensor]]) -> list[TokenBatch]:
+        """The batch of each update, with every column that the method needs.
 
-    def _write_selection(self, step: int, selections: Sequence[Selection]) -> None:
-        advantages = self.stage.method.advantages(selections)
+        Of a single update old log-probs are what it computes itself. Of several, all are scored before the first.
+        """
+        stage, method = self.stage, self.stage.method
+        of_group = {id(selection): each for selection, each in zip(selections, advantages, strict=True)}
+        parts = split_by_group(selections, stage.updates_per_step)
+        is_single = len(parts) * stage.epochs == 1
+        columns = method.needs - {Column.OLD_LOGPROBS} if is_single else method.needs
+        batches = []
+        for part in parts:
+            batch = pack(
+                part,
+                [of_group[id(selection)] for selection in part],
+                aggregation=method.aggregation,
+                temperature=stage.sampling.temperature,
+                constant=method.constant,
+            )
+            for column in sorted(columns):
+                batch = await self.trainer.score(batch, column)
+            batches.append(batch)
+        return batches
+
+    def _write_selection(self, step: int, selections: Sequence[Selection], advantages: Sequence[Sequence[Tensor]]) -> None:
         groups = [
             {
                 "task": asdict(selection.group.task),
@@ -193,7 +200,7 @@ class _Loop:
         write_json(self.context.directory.selection(step), {"step": step, "groups": groups})
 
 
-def _rollout_records(selection: Selection, advantages: Sequence[torch.Tensor]) -> list[dict[str, Any]]:
+def _rollout_records(selection: Selection, advantages: Sequence[Tensor]) -> list[dict[str, Any]]:
     """Per rollout of the group: kept or not and why, its reward, and its largest advantage by size (0 when dropped)."""
     of_kept = iter(advantages)
     records = []
@@ -242,21 +249,33 @@ def _update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     return metrics
 
 
-def _gap_metrics(batches: Sequence[TokenBatch]) -> dict[str, float]:
+def _gap_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport]) -> dict[str, float]:
     """|log-prob of the sampler - log-prob of the trainer's full forward| of the same weights, in nats (law 5)."""
-    gaps = [(batch.columns[Column.OLD_LOGPROBS] - batch.sampled_logprobs)[batch.loss_mask].abs() for batch in batches]
-    if not gaps:
-        return {}
+    gaps = [
+        (batch.columns[Column.OLD_LOGPROBS] - batch.sampled_logprobs)[batch.loss_mask].abs()
+        for batch in batches
+        if Column.OLD_LOGPROBS in batch.columns
+    ]
+    if not gaps:  # the first update is on policy, so what it says of its own log-probs is of the same weights
+        first = next((report.statistics for report in reports if not report.is_skipped), {})
+        names = {"sampler_gap_nats": "policy/logprob_gap_mean", "sampler_gap_nats_max": "policy/logprob_gap_max"}
+        return {metric: first[name] for name, metric in names.items() if name in first}
     gap = torch.cat(gaps)
     return {"policy/logprob_gap_mean": gap.mean().item(), "policy/logprob_gap_max": gap.max().item()}
 
 
-def _why_stuck(groups: Sequence[Group], selections: Sequence[Selection], reports: Sequence[UpdateReport]) -> list[str]:
+def _why_stuck(
+    groups: Sequence[Group],
+    selections: Sequence[Selection],
+    advantages: Sequence[Sequence[Tensor]],
+    reports: Sequence[UpdateReport],
+) -> list[str]:
     """Why this step taught nothing, in words for the user (law 11); empty when it did."""
     scored = [each for group in groups for each in group.trajectories]
     if not scored:
         return ["every rollout is void: engine, tools or judge fail; the ledger beside the step's rollouts says how."]
-    if all(group.is_tied for group in groups):
+    has_advantage = any(bool(of_tokens.any()) for of_group in advantages for of_tokens in of_group)
+    if all(group.is_tied for group in groups) and not has_advantage:
         rewards = {each.reward for each in scored}
         same = f"all {len(scored)} rewards are {rewards.pop():g}" if len(rewards) == 1 else "within each, all rewards are equal"
         return [f"every group is tied: {same}."]

@@ -25,7 +25,7 @@ class UpdateReport:
     loss: float  # not finite where that is why the update was skipped; so is grad_norm
     grad_norm: float  # before clipping
     learning_rate: float
-    statistics: Mapping[str, float]  # means over unmasked tokens: entropy_nats and the method's own; empty when skipped
+    statistics: Mapping[str, float]  # of unmasked tokens: entropy_nats and the method's own; empty when skipped
     skip_reason: str = ""  # nothing to learn from, or a loss or gradient that is not finite
 
     @property
@@ -44,6 +44,9 @@ class Trainer(Protocol):
 
     async def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
         """One optimizer step on the whole batch: loss = sum(loss_weights * token loss), split as memory asks (law 4).
+
+        A batch without old log-probs is on policy: what this update computes before its step stands for them, exactly, and
+        nothing is paid for it.
 
         Raises:
             CannotLearnError: too many updates in a row were skipped.

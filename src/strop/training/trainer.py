@@ -23,6 +23,7 @@ from strop.errors import CannotLearnError, ModelError, RunError
 from strop.runs import read_json, write_json, writing_to
 from strop.training.batch import TokenBatch, microbatches
 from strop.training.config import OptimizerConfig, TrainerConfig, learning_rate
+from strop.training.figures import TokenFigures
 from strop.training.logprobs import token_logprobs
 from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
 
@@ -170,7 +171,7 @@ class LocalTrainer:
             return self._skip(0.0, 0.0, rate, f"none of the {len(batch.lengths)} rows has a token to train on")
         self._optimizer.zero_grad(set_to_none=True)
         total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        sums: dict[str, Tensor] = {}
+        figures = TokenFigures()
         for part in microbatches(batch, self._config.max_tokens_per_microbatch):
             rows = part.batch.to(self._device)
             logprobs, entropies = self._logprobs(self._model, rows)
@@ -179,14 +180,12 @@ class LocalTrainer:
                 advantages=rows.advantages,
                 sampled_logprobs=rows.sampled_logprobs,
                 entropies=entropies,
-                columns=rows.columns,
+                columns={Column.OLD_LOGPROBS: logprobs.detach(), **rows.columns},
             )
             part_loss = (rows.loss_weights * loss(logprobs, inputs)).sum()
             part_loss.backward()  # type: ignore[no-untyped-call]
             total_loss += part_loss.detach()
-            for name, values in {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)}.items():
-                part_sum = torch.where(rows.loss_mask, values, 0.0).sum(dtype=torch.float64)
-                sums[name] = sums[name] + part_sum if name in sums else part_sum
+            figures.add(rows.loss_mask, {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)})
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._config.optimizer.grad_clip or math.inf)
         loss_value, grad_norm = total_loss.item(), norm.item()
         if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
@@ -203,7 +202,7 @@ class LocalTrainer:
             loss=loss_value,
             grad_norm=grad_norm,
             learning_rate=rate,
-            statistics={name: total.item() / batch.num_loss_tokens for name, total in sums.items()},
+            statistics=figures.summary(batch.num_loss_tokens),
         )
 
     def _skip(self, loss: float, grad_norm: float, rate: float, reason: str) -> UpdateReport:
