@@ -1,0 +1,55 @@
+"""The functions of CS336 assignment 5 (Stanford's hand-out) under its names, for students and their tests.
+
+They take and return what the hand-out says, so an adapter is one import; `docs/guides/cs336.md` shows how.
+"""
+
+from strop.cs336.evaluation import evaluate_vllm, log_generations
+from strop.cs336.grpo import (
+    compute_group_normalized_rewards,
+    compute_grpo_clip_loss,
+    compute_naive_policy_gradient_loss,
+    compute_policy_gradient_loss,
+    grpo_microbatch_train_step,
+)
+from strop.cs336.masked import masked_mean, masked_normalize
+from strop.cs336.prompts import load_prompt
+from strop.cs336.sft import (
+    compute_entropy,
+    get_response_log_probs,
+    sft_microbatch_train_step,
+    tokenize_prompt_and_output,
+)
+from strop.cs336.supplement import (
+    PackedSFTDataset,
+    compute_per_instance_dpo_loss,
+    get_packed_sft_dataset,
+    iterate_batches,
+    parse_gsm8k_response,
+    parse_mmlu_response,
+)
+from strop.rewards.r1_zero import question_only_reward_fn, r1_zero_reward_fn
+
+__all__ = [
+    "PackedSFTDataset",
+    "compute_entropy",
+    "compute_group_normalized_rewards",
+    "compute_grpo_clip_loss",
+    "compute_naive_policy_gradient_loss",
+    "compute_per_instance_dpo_loss",
+    "compute_policy_gradient_loss",
+    "evaluate_vllm",
+    "get_packed_sft_dataset",
+    "get_response_log_probs",
+    "grpo_microbatch_train_step",
+    "iterate_batches",
+    "load_prompt",
+    "log_generations",
+    "masked_mean",
+    "masked_normalize",
+    "parse_gsm8k_response",
+    "parse_mmlu_response",
+    "question_only_reward_fn",
+    "r1_zero_reward_fn",
+    "sft_microbatch_train_step",
+    "tokenize_prompt_and_output",
+]

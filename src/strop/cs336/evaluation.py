@@ -1,0 +1,160 @@
+"""Sections 3 and 4 of the assignment: play prompts with an engine, judge the responses, keep what was said and the figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from strop.cs336.grpo import RewardFunction
+from strop.cs336.masked import masked_mean
+from strop.cs336.sft import get_response_log_probs, tokenize_prompt_and_output
+from strop.runs import write_text
+
+
+class Completed(Protocol):
+    """As `vllm.CompletionOutput`."""
+
+    @property
+    def text(self) -> str: ...
+
+
+class Answered(Protocol):
+    """As `vllm.RequestOutput`: all completions of one prompt."""
+
+    @property
+    def outputs(self) -> Sequence[Completed]: ...
+
+
+class Generator(Protocol):
+    """As `vllm.LLM`."""
+
+    def generate(self, prompts: list[str], sampling_params: Any) -> Sequence[Answered]:
+        """One answer for each prompt, in order."""
+
+
+def evaluate_vllm(
+    vllm_model: Generator,
+    reward_fn: RewardFunction,
+    prompts: list[str],
+    eval_sampling_params: Any,
+    ground_truths: list[str],
+    output_path: str | Path | None = None,
+) -> dict[str, float]:
+    """Play each prompt, judge every completion of it, and write them all down.
+
+    The hand-out's signature, with what it leaves out: the truths to judge by and the file to write.
+
+    Args:
+        vllm_model: a `vllm.LLM`, or anything with its `generate`.
+        reward_fn: gives `reward`, `format_reward` and `answer_reward`.
+        prompts: as the model reads them.
+        eval_sampling_params: handed to `generate`; a prompt with several completions counts with each.
+        ground_truths: one for each prompt.
+        output_path: one JSON object a line: `prompt`, `response`, `ground_truth` and the rewards. Replaced whole.
+
+    Returns:
+        The mean of each reward, `num_responses`, and how many there are of each kind: `num_correct` (format and answer right),
+        `num_formatted_wrong` (the format alone) and `num_unformatted` (neither).
+
+    Raises:
+        ValueError: not one truth for each prompt, no prompt, or the model answered another number of prompts.
+    """
+    rows = _play(vllm_model, reward_fn, prompts, ground_truths, eval_sampling_params)
+    if output_path is not None:
+        _write(Path(output_path), rows)
+    return _figures(rows)
+
+
+def log_generations(
+    vllm_model: Generator,
+    policy: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_fn: RewardFunction,
+    prompts: list[str],
+    ground_truths: list[str],
+    sampling_params: Any,
+    output_path: str | Path | None = None,
+    batch_size: int = 8,
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Play some prompts in the middle of training, and say what the policy does.
+
+    Args:
+        vllm_model: samples; it should hold the weights of `policy`.
+        policy: tells the entropy of each response token, at temperature 1; its mode (train or eval) is left as it is.
+        batch_size: rows of one forward of `policy`.
+        tokenizer, reward_fn, prompts, ground_truths, sampling_params, output_path: as `evaluate_vllm`.
+
+    Returns:
+        One dict for each completion: `prompt`, `response`, `ground_truth`, `reward`, `format_reward`, `answer_reward`,
+        `token_entropy` (mean over the response, nats; None for an empty one) and `num_tokens` of the response. And the figures
+        of `evaluate_vllm` with the mean `token_entropy` over all response tokens, and `length`, `length_correct` and
+        `length_incorrect`, mean tokens of a response; a mean over nothing is left out.
+    """
+    rows = _play(vllm_model, reward_fn, prompts, ground_truths, sampling_params)
+    device = next(policy.parameters()).device
+    for first in range(0, len(rows), batch_size):
+        part = rows[first : first + batch_size]
+        tokens = tokenize_prompt_and_output([row["prompt"] for row in part], [row["response"] for row in part], tokenizer)
+        tokens = {name: column.to(device) for name, column in tokens.items()}
+        with torch.no_grad():
+            scored = get_response_log_probs(policy, tokens["input_ids"], tokens["labels"], return_token_entropy=True)
+        entropies = masked_mean(scored["token_entropy"], tokens["response_mask"], dim=-1).tolist()
+        lengths = tokens["response_mask"].sum(-1).tolist()
+        for row, entropy, length in zip(part, entropies, lengths, strict=True):
+            row |= {"token_entropy": entropy if length else None, "num_tokens": length}
+    if output_path is not None:
+        _write(Path(output_path), rows)
+    figures = _figures(rows)
+    num_tokens = sum(row["num_tokens"] for row in rows)
+    if num_tokens:
+        figures["token_entropy"] = (
+            sum(row["token_entropy"] * row["num_tokens"] for row in rows if row["num_tokens"]) / num_tokens
+        )
+    kinds: dict[str, Sequence[Mapping[str, Any]]] = {
+        "length": rows,
+        "length_correct": _correct(rows),
+        "length_incorrect": _correct(rows, wanted=False),
+    }
+    figures |= {name: fmean(row["num_tokens"] for row in kind) for name, kind in kinds.items() if kind}
+    return rows, figures
+
+
+def _play(
+    model: Generator, reward_fn: RewardFunction, prompts: list[str], ground_truths: list[str], sampling_params: Any
+) -> list[dict[str, Any]]:
+    if len(prompts) != len(ground_truths) or not prompts:
+        raise ValueError(f"{len(prompts)} prompts and {len(ground_truths)} ground truths: give one truth for each prompt.")
+    answered = model.generate(prompts, sampling_params)
+    if len(answered) != len(prompts):
+        raise ValueError(f"the model answered {len(answered)} of {len(prompts)} prompts.")
+    return [
+        {"prompt": prompt, "response": one.text, "ground_truth": truth, **reward_fn(one.text, truth)}
+        for prompt, truth, request in zip(prompts, ground_truths, answered, strict=True)
+        for one in request.outputs
+    ]
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    figures = {name: fmean(row[name] for row in rows) for name in ("reward", "format_reward", "answer_reward")}
+    num_correct = len(_correct(rows))
+    num_formatted = sum(row["format_reward"] == 1 for row in rows)
+    return figures | {
+        "num_responses": len(rows),
+        "num_correct": num_correct,
+        "num_formatted_wrong": num_formatted - num_correct,
+        "num_unformatted": len(rows) - num_formatted,
+    }
+
+
+def _correct(rows: Sequence[Mapping[str, Any]], *, wanted: bool = True) -> list[Mapping[str, Any]]:
+    return [row for row in rows if (row["format_reward"] == row["answer_reward"] == 1) is wanted]

@@ -1,0 +1,209 @@
+"""Section 7 of the assignment: rewards to advantages, advantages to losses, losses to gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import fmean
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from strop.algorithms.advantages import group_normalized_advantages, mean_centered_advantages
+from strop.algorithms.losses import clip_token_loss, no_clip_token_loss
+from strop.cs336.masked import masked_mean, masked_normalize
+
+RewardFunction: TypeAlias = Callable[[str, str], Mapping[str, float]]
+"""(response, ground truth) -> `reward`, `format_reward`, `answer_reward`; see `r1_zero_reward_fn`."""
+
+LossType: TypeAlias = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip"]
+"""What `compute_policy_gradient_loss` tells apart; the last is the ablation of section 8."""
+
+
+def compute_group_normalized_rewards(
+    reward_fn: RewardFunction,
+    rollout_responses: list[str],
+    repeated_ground_truths: list[str],
+    group_size: int,
+    advantage_eps: float,
+    normalize_by_std: bool,
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """Advantages of rollouts against the others of their group: Eq. 28, or Eq. 31 without `normalize_by_std`.
+
+    The std is the unbiased one; groups whose rewards are all equal get exact zeros. Computed in float64.
+
+    Args:
+        reward_fn: called once for each response, in order.
+        rollout_responses: groups one after the other.
+        repeated_ground_truths: one for each response.
+        group_size: responses to one question.
+        advantage_eps: added to the std.
+        normalize_by_std: divide by it.
+
+    Returns:
+        Advantages and raw rewards, float32 (N,), and over all responses `reward_mean`, `reward_std` (unbiased), `reward_min`,
+        `reward_max` and the means of the other parts, as in `format_reward_mean`.
+
+    Raises:
+        ValueError: not one truth for each response, no whole number of groups, or groups of one with `normalize_by_std`: their
+            std does not exist. Without it they get advantage 0, and a warning is logged.
+    """
+    if len(rollout_responses) != len(repeated_ground_truths):
+        raise ValueError(
+            f"{len(rollout_responses)} responses and {len(repeated_ground_truths)} ground truths: give one truth for each"
+            " response, group_size times the same."
+        )
+    if group_size < 1 or not rollout_responses or len(rollout_responses) % group_size:
+        raise ValueError(f"{len(rollout_responses)} responses are no whole number of groups of {group_size}.")
+    judged = [reward_fn(response, truth) for response, truth in zip(rollout_responses, repeated_ground_truths, strict=True)]
+    rewards = [float(parts["reward"]) for parts in judged]
+    advantages: list[float] = []
+    for first in range(0, len(rewards), group_size):
+        group = rewards[first : first + group_size]
+        if normalize_by_std:
+            advantages += group_normalized_advantages(group, eps=advantage_eps)
+        else:
+            advantages += mean_centered_advantages(group, allow_group_of_one=True)
+    raw = torch.tensor(rewards)
+    metadata = {f"{name}_mean": fmean(float(parts[name]) for parts in judged) for name in judged[0]}
+    if len(rewards) > 1:
+        metadata["reward_std"] = float(raw.double().std())
+    metadata |= {"reward_min": min(rewards), "reward_max": max(rewards)}
+    return torch.tensor(advantages), raw, metadata
+
+
+def compute_naive_policy_gradient_loss(raw_rewards_or_advantages: Tensor, policy_log_probs: Tensor) -> Tensor:
+    """-A log π of each token, Eq. 32: (B, 1) and (B, T) -> (B, T). Raises `ValueError` for other shapes."""
+    _check_column("raw_rewards_or_advantages", raw_rewards_or_advantages, policy_log_probs)
+    return -raw_rewards_or_advantages * policy_log_probs
+
+
+def compute_grpo_clip_loss(
+    advantages: Tensor, policy_log_probs: Tensor, old_log_probs: Tensor, cliprange: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-min(ratio A, clip(ratio, 1 - ε, 1 + ε) A) of each token, Eq. 33.
+
+    Args:
+        advantages: (B, 1).
+        policy_log_probs: (B, T), nats; carries the gradient.
+        old_log_probs: (B, T), nats; no gradient flows to them.
+        cliprange: ε.
+
+    Returns:
+        The loss (B, T); and without gradient `is_clipped`, bool (B, T), True where the clipped term is the smaller one, and
+        `ratio`, (B, T).
+
+    Raises:
+        ValueError: advantages of another shape.
+    """
+    _check_column("advantages", advantages, policy_log_probs)
+    ratio = (policy_log_probs - old_log_probs.detach()).exp()
+    loss = clip_token_loss(ratio, advantages, _everywhere(ratio), clip_low=cliprange, clip_high=cliprange)
+    return loss, {"is_clipped": loss > -ratio * advantages, "ratio": ratio.detach()}
+
+
+def compute_policy_gradient_loss(
+    policy_log_probs: Tensor,
+    loss_type: LossType,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of each token by its name, (B, T), and what the loss has to tell.
+
+    Args:
+        policy_log_probs: (B, T), nats; carries the gradient.
+        loss_type: `no_baseline` and `reinforce_with_baseline` are Eq. 32 of rewards and of advantages, `grpo_clip` is Eq. 33,
+            `grpo_no_clip` Eq. 34: -ratio A.
+        raw_rewards: (B, 1); for `no_baseline`.
+        advantages: (B, 1); for the others.
+        old_log_probs: (B, T); for the last two.
+        cliprange: for `grpo_clip`.
+
+    Raises:
+        ValueError: no such loss, or an argument that it needs is missing.
+    """
+    match loss_type:
+        case "no_baseline":
+            return compute_naive_policy_gradient_loss(_need("raw_rewards", raw_rewards, loss_type), policy_log_probs), {}
+        case "reinforce_with_baseline":
+            return compute_naive_policy_gradient_loss(_need("advantages", advantages, loss_type), policy_log_probs), {}
+        case "grpo_clip":
+            if cliprange is None:
+                raise ValueError(f"loss_type {loss_type!r} needs cliprange, which is None.")
+            return compute_grpo_clip_loss(
+                _need("advantages", advantages, loss_type),
+                policy_log_probs,
+                _need("old_log_probs", old_log_probs, loss_type),
+                cliprange,
+            )
+        case "grpo_no_clip":
+            advantages = _need("advantages", advantages, loss_type)
+            _check_column("advantages", advantages, policy_log_probs)
+            ratio = (policy_log_probs - _need("old_log_probs", old_log_probs, loss_type).detach()).exp()
+            return no_clip_token_loss(ratio, advantages, _everywhere(ratio)), {"ratio": ratio.detach()}
+    raise ValueError(f"loss_type {loss_type!r}: no such loss. There are {', '.join(get_args(LossType))}.")
+
+
+def grpo_microbatch_train_step(
+    policy_log_probs: Tensor,
+    response_mask: Tensor,
+    gradient_accumulation_steps: int,
+    loss_type: LossType,
+    raw_rewards: Tensor | None = None,
+    advantages: Tensor | None = None,
+    old_log_probs: Tensor | None = None,
+    cliprange: float | None = None,
+    normalize_constant: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add the gradients of one micro-batch: the loss of each row's tokens, averaged; then averaged over rows.
+
+    Rows without a response token take no part; a micro-batch of nothing else adds zero gradients. Log-probs where the mask is 0
+    may be NaN.
+
+    Args:
+        response_mask: (B, T).
+        gradient_accumulation_steps: micro-batches in an update, by which the loss is divided.
+        normalize_constant: divide each row's sum by this instead of by its number of tokens (section 8; Dr. GRPO).
+        policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange: as `compute_policy_gradient_loss`.
+
+    Returns:
+        The scalar that was differentiated, detached; where the loss has a ratio `ratio_mean`, and where it clips
+        `clip_fraction`, over response tokens (NaN without one).
+    """
+    mask = response_mask.bool()
+    # Before exp: a mask after it would still send NaN through the gradient of padded positions.
+    policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
+    old_log_probs = None if old_log_probs is None else torch.where(mask, old_log_probs, 0.0)
+    token_loss, told = compute_policy_gradient_loss(
+        policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
+    )
+    rows = mask.any(-1)
+    if normalize_constant is None:
+        of_row = masked_mean(token_loss[rows], mask[rows], dim=-1)
+    else:
+        of_row = masked_normalize(token_loss[rows], mask[rows], normalize_constant, dim=-1)
+    loss = of_row.sum() / rows.sum().clamp(min=1) / gradient_accumulation_steps
+    loss.backward()  # type: ignore[no-untyped-call]
+    names = {"is_clipped": "clip_fraction", "ratio": "ratio_mean"}
+    return loss.detach(), {names[name]: masked_mean(values.float(), mask) for name, values in told.items()}
+
+
+def _need(name: str, value: Tensor | None, loss_type: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"loss_type {loss_type!r} needs {name}, which is None.")
+    return value
+
+
+def _everywhere(tensor: Tensor) -> Tensor:
+    return torch.ones_like(tensor, dtype=torch.bool)
+
+
+def _check_column(name: str, column: Tensor, policy_log_probs: Tensor) -> None:
+    """A vector (B,) would broadcast along the wrong dimension, in silence where B equals T."""
+    expected = (policy_log_probs.shape[0], 1)
+    if tuple(column.shape) != expected:
+        raise ValueError(
+            f"{name} has shape {tuple(column.shape)}; it has to be {expected}: one for each row. Try unsqueeze(-1)."
+        )

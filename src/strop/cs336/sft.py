@@ -1,0 +1,98 @@
+"""Section 4 of the assignment: from texts to tokens and a mask, from a model to log-probs, from log-probs to gradients."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from strop.cs336.masked import masked_mean, masked_normalize
+
+
+def tokenize_prompt_and_output(
+    prompt_strs: list[str], output_strs: list[str], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Tensor]:
+    """Rows of prompt and output, tokenised apart, padded on the right, and the mask of the output.
+
+    The prompt begins as the tokenizer begins a text (Llama's with BOS); nothing is added before an output or after it. Padding
+    is the tokenizer's padding token, else its EOS; `response_mask` is what tells it from text.
+
+    Returns:
+        Three tensors (B, T - 1), T the length of the longest row: `input_ids`, int64, without the last column; `labels`, int64,
+        without the first; `response_mask`, bool, True where the label is a token of the output.
+
+    Raises:
+        ValueError: not one output for each prompt, or no prompt at all.
+    """
+    if len(prompt_strs) != len(output_strs) or not prompt_strs:
+        raise ValueError(f"{len(prompt_strs)} prompts and {len(output_strs)} outputs: give one output for each prompt.")
+    prompts = [tokenizer.encode(text) for text in prompt_strs]
+    outputs = [tokenizer.encode(text, add_special_tokens=False) for text in output_strs]
+    padding = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
+    length = max(len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True))
+    ids = torch.full((len(prompts), length), padding)
+    mask = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        end = len(prompt) + len(output)
+        ids[row, :end] = torch.tensor(prompt + output)
+        mask[row, len(prompt) : end] = True
+    return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": mask[:, 1:]}
+
+
+def compute_entropy(logits: Tensor) -> Tensor:
+    """Entropy of each next-token distribution, Eq. 1, in nats: (..., V) -> (...). A logit of -inf is a probability of 0.
+
+    16-bit logits are computed with in float32.
+    """
+    distribution = _full_precision(logits).log_softmax(-1)
+    terms = distribution.exp() * torch.where(distribution.isneginf(), 0.0, distribution)
+    return -terms.sum(-1)
+
+
+def get_response_log_probs(
+    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
+) -> dict[str, Tensor]:
+    """Log-prob of each label given the ids up to its place, Eq. 2; prompt and padding are not masked.
+
+    `strop.training.logprobs.token_logprobs` is the same without ever holding all logits; it needs a model of `transformers`.
+
+    Args:
+        model: anything whose call returns `.logits` (B, T, V); the caller decides on grad mode and autocast.
+        input_ids: int64 (B, T).
+        labels: int64 (B, T).
+        return_token_entropy: also give the entropy of each distribution.
+
+    Returns:
+        `log_probs`, and where asked for `token_entropy`: (B, T), nats, at least float32; gradients flow through both.
+    """
+    logits = model(input_ids).logits
+    nats = F.cross_entropy(_full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none")
+    result = {"log_probs": -nats.view_as(labels)}
+    if return_token_entropy:
+        result["token_entropy"] = compute_entropy(logits)
+    return result
+
+
+def sft_microbatch_train_step(
+    policy_log_probs: Tensor, response_mask: Tensor, gradient_accumulation_steps: int, normalize_constant: float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add the gradients of one micro-batch: minus the log-prob of each response, summed over its tokens, averaged over rows.
+
+    Args:
+        policy_log_probs: (B, T), nats; carries the gradient.
+        response_mask: (B, T).
+        gradient_accumulation_steps: micro-batches in an update, by which the loss is divided.
+        normalize_constant: divides each row's sum.
+
+    Returns:
+        The scalar that was differentiated, detached; `mean_nll` is the mean per response token, in nats (NaN without one).
+    """
+    of_row = masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
+    loss = -of_row.mean() / gradient_accumulation_steps
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), {"mean_nll": -masked_mean(policy_log_probs.detach(), response_mask)}
+
+
+def _full_precision(logits: Tensor) -> Tensor:
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

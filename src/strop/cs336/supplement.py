@@ -1,0 +1,132 @@
+"""The assignment's optional supplement: packed instruction tuning, the loss of DPO, and answers of two benchmarks."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from strop.algorithms.dpo import dpo_loss, implicit_margins
+from strop.cs336.prompts import load_prompt
+from strop.cs336.sft import get_response_log_probs
+
+_MMLU_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is)\b)?\s*:?\s*(?:(?i:option)\s+)?[(*\"'$]*([A-Z])(?![\w'’])")
+_MMLU_LETTER = re.compile(r"\s*[(*\"']*([A-Z])(?:[).:*\"']+(?:\s|$)|\s*$)")
+_NUMBER = re.compile(r"(?:(?<![\w)])-\s?)?\$?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.?\d+)")
+
+
+class PackedSFTDataset(Dataset[dict[str, Tensor]]):
+    """Documents one after the other, cut into rows of one length; labels are the next token. What is left over is dropped."""
+
+    def __init__(self, ids: Tensor, seq_length: int) -> None:
+        self._ids = ids
+        self._seq_length = seq_length
+
+    def __len__(self) -> int:
+        return max(0, len(self._ids) - 1) // self._seq_length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`input_ids` and `labels`, int64 (seq_length,)."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        start, end = index * self._seq_length, (index + 1) * self._seq_length
+        return {"input_ids": self._ids[start:end], "labels": self._ids[start + 1 : end + 1]}
+
+
+def get_packed_sft_dataset(
+    tokenizer: PreTrainedTokenizerBase, dataset_path: str | Path, seq_length: int, shuffle: bool
+) -> PackedSFTDataset:
+    """All pairs of a file in the Alpaca template, each between BOS and EOS (where the tokenizer has them), packed.
+
+    Args:
+        dataset_path: JSON lines with `prompt` and `response`; `.gz` is unpacked.
+        seq_length: tokens a row.
+        shuffle: order the documents at random, by torch's generator, before they are packed.
+    """
+    path = Path(dataset_path)
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    pairs = [json.loads(line) for line in content.splitlines() if line.strip()]
+    order = torch.randperm(len(pairs)).tolist() if shuffle else range(len(pairs))
+    ids: list[int] = []
+    for index in order:
+        text = _in_alpaca(pairs[index]["prompt"], pairs[index]["response"])
+        document = [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        ids += [one for one in document if one is not None]
+    return PackedSFTDataset(torch.tensor(ids, dtype=torch.int64), seq_length)
+
+
+def iterate_batches(dataset: Dataset[dict[str, Tensor]], batch_size: int, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
+    """Batches of one epoch; the last may be smaller. Shuffled by torch's generator, anew each time it is iterated over."""
+    return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
+
+
+def compute_per_instance_dpo_loss(
+    lm: PreTrainedModel,
+    lm_ref: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    beta: float,
+    prompt: str,
+    response_chosen: str,
+    response_rejected: str,
+) -> Tensor:
+    """-log σ(β (log π/π_ref of the chosen - the same of the rejected)), a scalar. DPO (arXiv 2305.18290) Eq. 7.
+
+    Each pair stands in the Alpaca template and ends with EOS. Log-probs run over all of it: those of the prompt are the same in
+    both, and cancel.
+
+    Args:
+        lm: carries the gradient, and has the loss on its device.
+        lm_ref: no gradient flows to it; may be on another device.
+        beta: how dear it is to leave the reference.
+    """
+    logprobs: list[Tensor] = []
+    for response in (response_chosen, response_rejected):
+        ids = tokenizer.encode(_in_alpaca(prompt, response))
+        if tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)
+        logprob = _text_logprob(lm, ids)
+        with torch.no_grad():
+            reference = _text_logprob(lm_ref, ids)
+        logprobs += [logprob, reference.to(logprob.device)]
+    chosen, reference_chosen, rejected, reference_rejected = logprobs
+    return dpo_loss(implicit_margins(chosen, rejected, reference_chosen, reference_rejected, beta=beta))
+
+
+def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
+    """The letter of the option that an answer names first ("The correct answer is B."), or that it consists of or begins with
+    ("(B)", "B. Because ..."); None where there is none.
+
+    Args:
+        mmlu_example: its `options` say how many letters there are.
+    """
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(mmlu_example["options"])]
+    found = [match[1] for match in _MMLU_ANSWER.finditer(model_output) if match[1] in letters]
+    if not found and (leading := _MMLU_LETTER.match(model_output)) and leading[1] in letters:
+        found = [leading[1]]
+    return found[0] if found else None
+
+
+def parse_gsm8k_response(model_output: str) -> str | None:
+    """The last number of an answer, without thousands separators and signs of dollars; None where there is none."""
+    numbers = list(_NUMBER.finditer(model_output))
+    if not numbers:
+        return None
+    sign = "-" if numbers[-1][0].startswith("-") else ""
+    return sign + numbers[-1][1].replace(",", "")
+
+
+def _in_alpaca(prompt: str, response: str) -> str:
+    return load_prompt("alpaca_sft").removesuffix("\n").format(instruction=prompt, response=response)
+
+
+def _text_logprob(model: PreTrainedModel, ids: list[int]) -> Tensor:
+    row = torch.tensor([ids], device=next(model.parameters()).device)
+    return get_response_log_probs(model, row[:, :-1], row[:, 1:])["log_probs"].sum()
