@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import pytest
+
+from strop.errors import RequestTooLong, StropError
+from strop.rollout.scheduling import (
+    Action,
+    BranchAsked,
+    CallTools,
+    EngineDied,
+    EngineDrained,
+    EngineDraining,
+    EngineJoined,
+    EngineSpec,
+    GroupOffered,
+    RefuseBranch,
+    Release,
+    RolloutEnded,
+    RolloutOffer,
+    Run,
+    Scheduler,
+    SchedulerConfig,
+    Tick,
+    ToolFinished,
+    ToolStarted,
+    TurnFinished,
+    Why,
+    make_scheduler,
+)
+from strop.types import RolloutKey
+
+
+def key(task: int, attempt: int, branch: int = 0) -> RolloutKey:
+    return RolloutKey(task_index=task, attempt=attempt, branch=branch)
+
+
+def engine(name: str, *, kv_blocks: int = 20, max_conversations: int = 100) -> EngineJoined:
+    return EngineJoined(engine=EngineSpec(name=name, kv_blocks=kv_blocks, block_tokens=10, max_conversations=max_conversations))
+
+
+def group(task: int, *, num: int = 1, prompt_tokens: int = 30, max_tokens: int = 50) -> GroupOffered:
+    offers = tuple(RolloutOffer(key=key(task, attempt), max_tokens=max_tokens) for attempt in range(num))
+    return GroupOffered(prompt_tokens=prompt_tokens, rollouts=offers)
+
+
+def started(actions: list[Action]) -> list[tuple[RolloutKey, str]]:
+    return [(action.key, action.engine) for action in actions if isinstance(action, Run)]
+
+
+def scheduler(*engines: EngineJoined, **config: object) -> Scheduler:
+    made = make_scheduler(SchedulerConfig.model_validate({"order": "fifo", **config}))
+    for event in engines:
+        made.handle(event, now_s=0.0)
+    return made
+
+
+def test_a_groups_prompt_is_counted_once_and_each_rollout_by_the_longest_it_may_become() -> None:
+    one = scheduler(engine("a", kv_blocks=20))
+    actions = one.handle(group(0, num=5, prompt_tokens=35, max_tokens=52), now_s=0.0)
+    # 87 tokens are 9 blocks, 3 of which are whole blocks of the prompt: 3 + 6 + 6 fit in 20, one more does not.
+    assert [action for action, _ in started(actions)] == [key(0, 0), key(0, 1)]
+    assert one.reserved_blocks == {"a": 15}
+    assert one.waiting == (key(0, 2), key(0, 3), key(0, 4))
+
+
+def test_the_second_rollout_of_a_group_finds_its_prompt() -> None:
+    actions = scheduler(engine("a")).handle(group(0, num=2), now_s=0.0)
+    assert [action.prefill_tokens for action in actions if isinstance(action, Run)] == [30, 0]
+
+
+def test_a_rollout_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
+    one = scheduler(engine("a", kv_blocks=7), engine("b", kv_blocks=5))
+    with pytest.raises(
+        RequestTooLong, match=r"prompt of 30 .* up to 50 are 80 tokens, which take 8 KV blocks .* a, has 7 \(70"
+    ):
+        one.handle(group(0), now_s=0.0)
+    assert not one.live
+    assert one.ledger.offered == 0
+
+
+def test_tools_are_called_at_once_and_the_rollout_goes_on_where_it_was() -> None:
+    one = scheduler(engine("a"), engine("b"))
+    one.handle(group(0, num=2), now_s=0.0)
+    assert one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0) == [CallTools(key=key(0, 0))]
+    [again] = one.handle(ToolFinished(key=key(0, 0), num_tokens=4), now_s=2.0)
+    assert again == Run(key=key(0, 0), engine="a", run=2, why=Why.CONTINUE, prefill_tokens=4, max_tokens=41)
+
+
+def test_whatever_ends_a_rollout_the_next_starts_at_once_in_order() -> None:
+    one = scheduler(engine("a", kv_blocks=8))
+    for task in range(4):
+        one.handle(group(task), now_s=0.0)
+    ended = RolloutEnded(key=key(0, 0), run=1, num_tokens=7)
+    assert one.handle(ended, now_s=1.0)[0] == Release(key=key(0, 0), engine="a")
+    assert started(one.handle(RolloutEnded(key=key(1, 0)), now_s=2.0)) == [(key(2, 0), "a")]  # from outside, in mid-turn
+    one.handle(TurnFinished(key=key(2, 0), run=1, num_tokens=3), now_s=3.0)
+    assert started(one.handle(RolloutEnded(key=key(2, 0)), now_s=4.0)) == [(key(3, 0), "a")]  # while its tool ran
+    one.handle(RolloutEnded(key=key(3, 0), run=1, num_tokens=1), now_s=5.0)
+    assert one.reserved_blocks == {"a": 0}
+    assert (one.ledger.offered, one.ledger.ended, one.ledger.sampled_tokens) == (4, 4, 7 + 3 + 1)
+
+
+def test_a_group_prefers_the_engine_with_its_prompt_until_that_is_much_fuller() -> None:
+    one = scheduler(engine("a", kv_blocks=100), engine("b", kv_blocks=100), affinity=0.10)
+    # The prompt takes 3 blocks, each rollout 5: at 3 + 5 + 5 of 100 engine a is more than 10% fuller than b.
+    actions = one.handle(group(0, num=4), now_s=0.0)
+    assert [name for _, name in started(actions)] == ["a", "a", "b", "b"]
+
+
+def test_a_rollout_that_fits_only_a_large_engine_does_not_keep_a_small_one_idle() -> None:
+    one = scheduler(engine("large", kv_blocks=20), engine("small", kv_blocks=8))
+    one.handle(group(0, max_tokens=170), now_s=0.0)
+    one.handle(group(1, max_tokens=170), now_s=0.0)
+    assert started(one.handle(group(2), now_s=0.0)) == [(key(2, 0), "small")]
+    assert one.waiting == (key(1, 0),)
+
+
+def test_a_branch_shares_what_it_has_in_common_and_is_refused_when_the_rest_does_not_fit() -> None:
+    one = scheduler(engine("a", kv_blocks=13))
+    one.handle(group(0), now_s=0.0)  # 8 blocks
+    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=15), now_s=1.0)
+    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
+    # At 50 tokens 5 blocks are common; 30 more are 3 blocks, for which there is room, and then no more.
+    [branch] = one.handle(BranchAsked(parent=key(0, 0), key=key(0, 0, 1), max_tokens=30), now_s=2.0)
+    assert branch == Run(key=key(0, 0, 1), engine="a", run=1, why=Why.BRANCH, prefill_tokens=0, max_tokens=30)
+    refused = one.handle(BranchAsked(parent=key(0, 0), key=key(0, 0, 2), max_tokens=30), now_s=2.0)
+    assert refused == [RefuseBranch(parent=key(0, 0), key=key(0, 0, 2), needed_blocks=3, free_blocks=2)]
+    one.handle(RolloutEnded(key=key(0, 0), run=2, num_tokens=1), now_s=3.0)
+    assert one.reserved_blocks == {"a": 8}  # what the parent had in common with its branch stays
+    one.handle(RolloutEnded(key=key(0, 0, 1), run=1, num_tokens=1), now_s=4.0)
+    assert one.reserved_blocks == {"a": 0}
+    assert (one.ledger.branched, one.ledger.branches_refused, one.ledger.ended) == (1, 1, 2)
+
+
+def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn() -> None:
+    one = scheduler(engine("a"), engine("b"), affinity=1.0)
+    one.handle(group(0, num=2), now_s=0.0)
+    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
+    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
+    first, second = one.handle(EngineDied(name="a"), now_s=3.0)
+    assert first == Run(key=key(0, 0), engine="b", run=3, why=Why.RESTART, prefill_tokens=45, max_tokens=35)
+    assert second == Run(key=key(0, 1), engine="b", run=2, why=Why.RESTART, prefill_tokens=0, max_tokens=50)
+    late = one.handle(RolloutEnded(key=key(0, 0), run=2, num_tokens=30), now_s=4.0)  # the dead engine's answer, after all
+    assert late == []
+    one.handle(RolloutEnded(key=key(0, 0), run=3, num_tokens=20), now_s=5.0)
+    assert (one.ledger.lost_turns, one.ledger.stale_answers, one.ledger.sampled_tokens) == (2, 1, 30)
+
+
+def test_a_tool_may_outlive_the_engine_of_its_rollout() -> None:
+    one = scheduler(engine("a"))
+    one.handle(group(0), now_s=0.0)
+    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
+    assert one.handle(EngineDied(name="a"), now_s=2.0) == []
+    assert one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=3.0) == []
+    [again] = one.handle(engine("b"), now_s=4.0)
+    assert again == Run(key=key(0, 0), engine="b", run=2, why=Why.RESTART, prefill_tokens=45, max_tokens=35)
+    assert one.ledger.recomputed_tokens == 40
+
+
+def test_a_draining_engine_takes_nobody_and_leaves_when_it_is_empty() -> None:
+    one = scheduler(engine("a"))
+    one.handle(group(0), now_s=0.0)
+    assert one.handle(EngineDraining(name="a"), now_s=1.0) == []
+    one.handle(engine("b"), now_s=1.0)
+    assert started(one.handle(group(1), now_s=1.0)) == [(key(1, 0), "b")]
+    actions = one.handle(RolloutEnded(key=key(0, 0), run=1, num_tokens=1), now_s=2.0)
+    assert actions == [Release(key=key(0, 0), engine="a"), EngineDrained(name="a")]
+
+
+def test_a_slow_tool_gives_memory_back_to_whoever_waits_and_the_prefill_is_counted() -> None:
+    one = scheduler(engine("a", kv_blocks=8), suspend_after_s=2.0)
+    one.handle(group(0), now_s=0.0)
+    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
+    one.handle(ToolStarted(key=key(0, 0)), now_s=1.5)
+    assert one.next_tick_s == 3.5
+    one.handle(group(1), now_s=2.0)
+    actions = one.handle(Tick(), now_s=3.5)
+    assert actions[0] == Release(key=key(0, 0), engine="a")
+    assert started(actions) == [(key(1, 0), "a")]
+    assert one.handle(ToolFinished(key=key(0, 0), num_tokens=4), now_s=4.0) == []
+    back = one.handle(RolloutEnded(key=key(1, 0), run=1, num_tokens=2), now_s=5.0)[-1]
+    assert back == Run(key=key(0, 0), engine="a", run=2, why=Why.RESUME, prefill_tokens=44, max_tokens=36)
+    assert (one.ledger.suspended, one.ledger.recomputed_tokens) == (1, 40)
+
+
+def test_longest_first_starts_probes_of_every_group_and_then_the_group_that_turns_out_long() -> None:
+    one = scheduler(engine("a", kv_blocks=100, max_conversations=2), order="longest_first", num_probes=1)
+    one.handle(group(0, num=2), now_s=0.0)
+    one.handle(group(1, num=2), now_s=0.0)
+    one.handle(group(2, num=2), now_s=0.0)
+    order = []
+    for ended, num_tokens in ((key(0, 0), 5), (key(0, 1), 5), (key(1, 0), 2), (key(2, 0), 50)):
+        order += started(one.handle(RolloutEnded(key=ended, run=1, num_tokens=num_tokens), now_s=1.0))
+    # Both of group 0 began, for nobody else was there. The probes of 1 and 2 come next. When the one of group 1 ends after 2
+    # tokens, 12 tokens of 3 rollouts were seen: (4 + 2) / 2 = 3 are expected of group 1, (4 + 0) / 1 = 4 of group 2.
+    assert [who for who, _ in order] == [key(1, 0), key(2, 0), key(2, 1), key(1, 1)]
+
+
+def test_an_answer_longer_than_was_asked_for_is_refused() -> None:
+    one = scheduler(engine("a"))
+    one.handle(group(0), now_s=0.0)
+    with pytest.raises(StropError, match="was to sample 50 tokens at most, and sampled 51"):
+        one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=51), now_s=1.0)
+
+
+def test_static_deals_groups_evenly_and_waits_at_every_turn() -> None:
+    one = scheduler(engine("a"), engine("b"), policy="static")
+    assert {name for _, name in started(one.handle(group(0, num=2), now_s=0.0))} == {"a"}
+    assert {name for _, name in started(one.handle(group(1, num=2), now_s=0.0))} == {"b"}
+    assert one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0) == []  # its neighbour is not done
+    both = one.handle(TurnFinished(key=key(0, 1), run=1, num_tokens=5), now_s=2.0)
+    assert both == [CallTools(key=key(0, 0)), CallTools(key=key(0, 1))]
+    assert one.handle(ToolFinished(key=key(0, 0), num_tokens=1), now_s=3.0) == []
+    assert len(started(one.handle(ToolFinished(key=key(0, 1), num_tokens=1), now_s=4.0))) == 2

@@ -1,0 +1,224 @@
+"""What holds after any sequence of events, engine deaths included."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.rollout.scheduling import (
+    Action,
+    BranchAsked,
+    CallTools,
+    EngineDied,
+    EngineDrained,
+    EngineDraining,
+    EngineJoined,
+    EngineSpec,
+    Event,
+    GroupOffered,
+    Release,
+    RolloutEnded,
+    RolloutOffer,
+    Run,
+    SchedulerConfig,
+    Tick,
+    ToolFinished,
+    ToolStarted,
+    TurnFinished,
+    make_scheduler,
+)
+from strop.types import RolloutKey
+
+
+@dataclass
+class Driver:
+    """Plays engines and tools at random, and keeps its own books to hold the scheduler's against."""
+
+    seed: int
+    config: SchedulerConfig
+    now_s: float = 0.0
+    running: dict[RolloutKey, Run] = field(default_factory=dict)
+    calling: dict[RolloutKey, int] = field(default_factory=dict)  # tokens that are left
+    engines: dict[str, EngineSpec] = field(default_factory=dict)
+    draining: set[str] = field(default_factory=set)
+    stale: list[Run] = field(default_factory=list)
+    ended: Counter[RolloutKey] = field(default_factory=Counter)
+    first_runs: list[RolloutKey] = field(default_factory=list)
+    offered: list[RolloutKey] = field(default_factory=list)
+    sampled: int = 0
+    num_engines: int = 0
+    num_groups: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.scheduler = make_scheduler(self.config)
+
+    def tell(self, event: Event) -> None:
+        self.now_s += self.random.random()
+        for action in self.scheduler.handle(event, now_s=self.now_s):
+            self.do(action)
+        for name, blocks in self.scheduler.reserved_blocks.items():
+            assert 0 <= blocks <= int(self.engines[name].kv_blocks * self.config.oversubscription)
+        ledger, live = self.scheduler.ledger, self.scheduler.live
+        assert ledger.offered + ledger.branched == ledger.ended + len(live)
+        assert live == set(self.running) | set(self.calling) | set(self.scheduler.waiting)
+        assert ledger.sampled_tokens == self.sampled
+        assert ledger.ended == sum(self.ended.values())
+
+    def do(self, action: Action) -> None:
+        if isinstance(action, Run):
+            assert action.engine in self.engines
+            assert action.key not in self.running
+            assert not self.ended[action.key]
+            self.running[action.key] = action
+            if action.run == 1 and action.key in self.offered:
+                assert action.engine not in self.draining
+                self.first_runs.append(action.key)
+        elif isinstance(action, CallTools):
+            assert action.key in self.calling
+        elif isinstance(action, Release):
+            self.running.pop(action.key, None)
+        elif isinstance(action, EngineDrained):
+            assert all(run.engine != action.name for run in self.running.values())
+            del self.engines[action.name]
+            self.draining.discard(action.name)
+
+    def join(self) -> None:
+        self.num_engines += 1
+        spec = EngineSpec(
+            name=f"engine-{self.num_engines}",
+            kv_blocks=self.random.randint(12, 40),
+            block_tokens=self.random.choice([4, 10, 16]),
+            max_conversations=self.random.randint(1, 6),
+        )
+        self.engines[spec.name] = spec
+        self.tell(EngineJoined(engine=spec))
+
+    def offer(self) -> None:
+        offers = tuple(
+            RolloutOffer(key=RolloutKey(task_index=self.num_groups, attempt=attempt), max_tokens=self.random.randint(1, 30))
+            for attempt in range(self.random.randint(1, 5))
+        )
+        self.num_groups += 1
+        self.offered += [offer.key for offer in offers]
+        self.tell(GroupOffered(prompt_tokens=self.random.randint(1, 18), rollouts=offers))
+
+    def answer(self) -> None:
+        key = self.random.choice(list(self.running))
+        run = self.running.pop(key)
+        num_tokens = self.random.randint(1, max(1, run.max_tokens))
+        if run.max_tokens < 1:
+            self.end(key, run, 0)
+        elif num_tokens == run.max_tokens or self.random.random() < 0.4:
+            self.end(key, run, num_tokens)
+        else:
+            self.sampled += num_tokens
+            self.calling[key] = run.max_tokens - num_tokens
+            self.tell(TurnFinished(key=key, run=run.run, num_tokens=num_tokens))
+            self.tell(ToolStarted(key=key))
+
+    def end(self, key: RolloutKey, run: Run, num_tokens: int) -> None:
+        self.sampled += num_tokens
+        self.ended[key] += 1
+        self.tell(RolloutEnded(key=key, run=run.run, num_tokens=num_tokens))
+
+    def tool(self) -> None:
+        key = self.random.choice(list(self.calling))
+        left = self.calling.pop(key)
+        self.tell(ToolFinished(key=key, num_tokens=self.random.randint(0, left - 1)))
+
+    def cancel(self) -> None:
+        key = self.random.choice(sorted(self.scheduler.live))
+        self.ended[key] += 1
+        self.running.pop(key, None)
+        self.calling.pop(key, None)
+        self.tell(RolloutEnded(key=key))
+
+    def branch(self) -> None:
+        parent = self.random.choice(list(self.running))
+        number = sum(self.ended.values()) + len(self.scheduler.live) + self.scheduler.ledger.branches_refused
+        key = RolloutKey(task_index=parent.task_index, attempt=parent.attempt, branch=1000 + number)
+        self.tell(BranchAsked(parent=parent, key=key, max_tokens=self.running[parent].max_tokens))
+
+    def die(self) -> None:
+        name = self.random.choice(list(self.engines))
+        lost = [key for key, run in self.running.items() if run.engine == name]
+        self.stale += [self.running.pop(key) for key in lost]
+        del self.engines[name]
+        self.draining.discard(name)
+        self.tell(EngineDied(name=name))
+
+    def drain(self) -> None:
+        name = self.random.choice(list(self.engines))
+        self.draining.add(name)
+        self.tell(EngineDraining(name=name))
+
+    def late_answer(self) -> None:
+        run = self.stale.pop()
+        self.tell(TurnFinished(key=run.key, run=run.run, num_tokens=1))
+
+    def step(self) -> None:
+        choices = [self.join] if len(self.engines) < 4 else []
+        takers = [name for name in self.engines if name not in self.draining and self.engines[name].block_tokens > 0]
+        if takers and any(self.engines[name].kv_blocks * self.engines[name].block_tokens >= 64 for name in takers):
+            choices += [self.offer]
+        choices += [self.answer] * 6 if self.running else []
+        choices += [self.branch] if self.running else []
+        choices += [self.tool] * 5 if self.calling else []
+        choices += [self.cancel] if self.scheduler.live and self.random.random() < 0.3 else []
+        choices += [self.die] if self.engines and self.random.random() < 0.3 else []
+        choices += [self.drain] if takers and self.random.random() < 0.1 else []
+        choices += [self.late_answer] if self.stale else []
+        self.random.choice(choices or [self.join])()
+        if self.scheduler.next_tick_s is not None and self.scheduler.next_tick_s <= self.now_s:
+            self.tell(Tick())
+
+    def finish(self) -> None:
+        """No more faults: everything that is left ends."""
+        spec = EngineSpec(name="last", kv_blocks=100, block_tokens=10, max_conversations=3)
+        self.engines["last"] = spec
+        self.tell(EngineJoined(engine=spec))
+        while self.running or self.calling:
+            (self.answer if self.running else self.tool)()
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    order=st.sampled_from(["fifo", "longest_first"]),
+    oversubscription=st.sampled_from([1.0, 1.7]),
+    suspend_after_s=st.sampled_from([None, 0.5]),
+)
+def test_reservations_fit_everyone_ends_once_and_the_ledger_is_exact_whatever_dies(
+    seed: int, order: str, oversubscription: float, suspend_after_s: float | None
+) -> None:
+    config = SchedulerConfig.model_validate(
+        {"order": order, "oversubscription": oversubscription, "suspend_after_s": suspend_after_s}
+    )
+    driver = Driver(seed, config)
+    driver.join()
+    for _ in range(120):
+        driver.step()
+    driver.finish()
+    assert not driver.scheduler.live
+    assert set(driver.scheduler.reserved_blocks.values()) <= {0}
+    assert set(driver.offered) <= set(driver.ended)
+    assert set(driver.ended.values()) <= {1}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_start_in_the_order_of_their_offer(seed: int) -> None:
+    driver = Driver(seed, SchedulerConfig(order="fifo"))
+    spec = EngineSpec(name="only", kv_blocks=12, block_tokens=10, max_conversations=4)
+    driver.engines["only"] = spec
+    driver.tell(EngineJoined(engine=spec))
+    for _ in range(100):
+        choices = [driver.offer] + [driver.answer] * (3 * bool(driver.running)) + [driver.tool] * (3 * bool(driver.calling))
+        driver.random.choice(choices)()
+    assert len(driver.first_runs) > 10
+    assert driver.first_runs == driver.offered[: len(driver.first_runs)]
