@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from strop.errors import UserError
+from strop.rollout.scheduling import EngineDied, EngineDraining, EngineSpec, SchedulerConfig
+from strop.rollout.simulation.bounds import critical_path_s, lower_bound_s, throughput_bound_s
+from strop.rollout.simulation.engines import EngineTiming
+from strop.rollout.simulation.offline import best_offline_s
+from strop.rollout.simulation.simulate import Disturbance, SimulatedMachine, simulate
+from strop.rollout.simulation.timing import DecodePoint, MeasuredTrace, PrefillPoint, load_timing
+from strop.rollout.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed, load_trace
+from strop.types import RolloutKey
+
+TIMING = EngineTiming(step_s=1.0, row_s=0.5, kv_token_s=0.0, prefill_token_s=0.25)
+
+
+def machine(name: str = "a", *, kv_tokens: int = 1000, rows: int = 100, timing: EngineTiming = TIMING) -> SimulatedMachine:
+    return SimulatedMachine(
+        spec=EngineSpec(name=name, kv_blocks=kv_tokens // 10, block_tokens=10, max_conversations=rows), timing=timing
+    )
+
+
+def trace(*rollouts: tuple[TracedTurn, ...], prompt_tokens: int = 4, max_tokens: int = 90) -> Trace:
+    """One group."""
+    traced = tuple(
+        TracedRollout(key=RolloutKey(task_index=0, attempt=attempt), turns=turns) for attempt, turns in enumerate(rollouts)
+    )
+    group = TracedGroup(prompt_tokens=prompt_tokens, rollouts=traced)
+    return Trace(name="test", max_tokens=max_tokens, groups=(group,))
+
+
+def turn(num_tokens: int, tool_s: float = 0.0, observation_tokens: int = 0) -> TracedTurn:
+    return TracedTurn(num_tokens=num_tokens, tool_s=tool_s, observation_tokens=observation_tokens)
+
+
+def test_a_lone_rollout_takes_its_prefill_its_steps_and_its_tool() -> None:
+    outcome = simulate(trace((turn(3, 10.0, 8), turn(2))), [machine()], SchedulerConfig())
+    assert outcome.makespan_s == pytest.approx(4 * 0.25 + 3 * 1.5 + 10.0 + 8 * 0.25 + 2 * 1.5)
+
+
+def test_rows_that_decode_together_share_the_step() -> None:
+    outcome = simulate(trace((turn(4),), (turn(2),)), [machine()], SchedulerConfig())
+    assert outcome.makespan_s == pytest.approx(4 * 0.25 + 2 * 2.0 + 2 * 1.5)  # two rows for 2 steps, one for 2 more
+
+
+def test_attention_costs_what_each_step_reads() -> None:
+    timing = EngineTiming(step_s=1.0, row_s=0.0, kv_token_s=0.1, prefill_token_s=0.0)
+    outcome = simulate(trace((turn(3),)), [machine(timing=timing)], SchedulerConfig())
+    assert outcome.makespan_s == pytest.approx(3 * 1.0 + 0.1 * (4 + 5 + 6))
+
+
+def test_who_joins_in_mid_step_begins_with_the_next() -> None:
+    rollouts = ((turn(1, 0.7, 0), turn(1)), (turn(4),))
+    # 1 s prefill, a step of 2 rows until 3 s. The tool ends at 3.7, in a step of one row that ends at 4.5; then 2, then 1.5.
+    assert simulate(trace(*rollouts), [machine()], SchedulerConfig()).makespan_s == pytest.approx(1 + 2 + 1.5 + 2 + 1.5)
+
+
+def test_static_waits_for_the_slowest_of_a_turn_and_the_scheduler_does_not() -> None:
+    rollouts = ((turn(2, 5.0), turn(8)), (turn(20, 5.0), turn(2)))
+    ours = simulate(trace(*rollouts), [machine()], SchedulerConfig())
+    static = simulate(trace(*rollouts), [machine()], SchedulerConfig(policy="static"))
+    first = RolloutKey(task_index=0, attempt=0)
+    assert ours.ended[first] < 30 < static.ended[first]
+    assert ours.makespan_s < static.makespan_s
+
+
+def test_full_reservation_never_evicts_where_static_and_over_subscription_do() -> None:
+    rollouts = tuple((turn(90),) for _ in range(6))
+    tight = [machine(kv_tokens=300)]
+    ours = simulate(trace(*rollouts), tight, SchedulerConfig())
+    assert (ours.evictions, ours.recomputed_tokens) == (0, 0)
+    for config in (SchedulerConfig(policy="static"), SchedulerConfig(oversubscription=2.0)):
+        outcome = simulate(trace(*rollouts), tight, config)
+        assert outcome.evictions > 0
+        assert outcome.recomputed_tokens > 0
+        assert outcome.peak_kv_share <= 1
+        assert len(outcome.ended) == 6
+
+
+def test_tools_beyond_the_workers_queue() -> None:
+    rollouts = tuple((turn(1, 10.0), turn(1)) for _ in range(3))
+    outcome = simulate(trace(*rollouts), [machine()], SchedulerConfig(), tool_workers=1)
+    assert outcome.max_tools_queued == 2
+    assert outcome.ledger.tool_wait_s == pytest.approx(10 + 20)
+
+
+def test_engines_that_die_drain_and_join_lose_and_repeat_nothing() -> None:
+    small = heavy_tailed(num_groups=12, group_size=8, seed=3)
+    machines = [machine(f"engine-{index}", kv_tokens=20_000) for index in range(4)]
+    undisturbed = simulate(small, machines, SchedulerConfig())
+    third = undisturbed.makespan_s / 3
+    disturbances = [
+        Disturbance(at_s=third, event=EngineDied(name="engine-0")),
+        Disturbance(at_s=third, event=machine("engine-4", kv_tokens=30_000)),
+        Disturbance(at_s=1.5 * third, event=EngineDraining(name="engine-1")),
+    ]
+    outcome = simulate(small, machines, SchedulerConfig(), disturbances=disturbances)
+    assert set(outcome.ended) == {rollout.key for rollout in small.rollouts}
+    assert outcome.ledger.lost_turns > 0
+    assert outcome.evictions == 0
+    for ledger in (outcome.ledger, undisturbed.ledger):
+        assert ledger.sampled_tokens == sum(turn.num_tokens for rollout in small.rollouts for turn in rollout.turns)
+        assert ledger.ended == ledger.offered == 96
+        assert ledger.turns == sum(len(rollout.turns) for rollout in small.rollouts)
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_nobody_beats_the_bound_and_one_seed_gives_one_schedule(name: str) -> None:
+    small = TRACES[name](num_groups=16, group_size=8, seed=1)
+    machines = [machine(f"engine-{index}", kv_tokens=9_000 * (1 + index), rows=8) for index in range(3)]
+    bound = lower_bound_s(small, machines)
+    offline_s, _ = best_offline_s(small, machines)
+    ours = simulate(small, machines, SchedulerConfig())
+    assert bound <= offline_s
+    assert bound <= ours.makespan_s == simulate(small, machines, SchedulerConfig()).makespan_s
+
+
+def test_the_bounds_by_hand() -> None:
+    one = trace((turn(3, 10.0, 8), turn(2)), (turn(6),))
+    assert critical_path_s(one, [machine()]) == pytest.approx(3 * 1.5 + 10 + 8 * 0.25 + 2 * 1.5)
+    # 11 tokens at 1 / 2 + 0.5 s with two rows, 4 + 8 prefilled at 0.25, on two engines.
+    assert throughput_bound_s(one, [machine("a", rows=2), machine("b", rows=2)]) == pytest.approx((11 + 3) / 2)
+
+
+def test_a_heavy_trace_has_a_twentieth_of_its_rollouts_at_the_limit() -> None:
+    lengths = [rollout.response_tokens for rollout in heavy_tailed(num_groups=256, group_size=16, seed=0).rollouts]
+    assert max(lengths) == 8192
+    assert sum(length == 8192 for length in lengths) / len(lengths) == pytest.approx(0.05, abs=0.02)
+
+
+def test_the_fit_finds_the_coefficients_that_made_the_measurements() -> None:
+    points = tuple(
+        DecodePoint(rows=rows, kv_tokens=kv_tokens, seconds=0.03 + 0.001 * rows + 2e-6 * kv_tokens)
+        for rows in (1.0, 16.0, 64.0)
+        for kv_tokens in (100.0, 5000.0)
+    )
+    made = MeasuredTrace(
+        command="", model="", dtype="", machine="", decode=points, prefill=(PrefillPoint(tokens=100, seconds=0.5),)
+    )
+    timing = made.fit()
+    assert timing.step_s == pytest.approx(0.03)
+    assert timing.row_s == pytest.approx(0.001)
+    assert timing.kv_token_s == pytest.approx(2e-6)
+    assert timing.prefill_token_s == pytest.approx(0.005)
+
+
+def test_the_committed_measurements_are_those_of_an_engine() -> None:
+    timing = load_timing()
+    assert 0 < timing.step_s < 1
+    assert 0 < timing.row_s < 0.1
+
+
+def test_a_trace_of_your_own_is_read_and_a_wrong_one_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text('{"max_tokens": 20, "groups": [{"prompt_tokens": 4, "rollouts": [[[5, 0.5, 3], [6, 0, 0]]]}]}')
+    assert load_trace(path).rollouts[0].turns == (turn(5, 0.5, 3), turn(6))
+    path.write_text('{"max_tokens": 10, "groups": [{"prompt_tokens": 4, "rollouts": [[[5, 0.5, 3], [6, 0, 0]]]}]}')
+    with pytest.raises(UserError, match="has 14 tokens, above max_tokens"):
+        load_trace(path)
+    path.write_text('{"groups": []}')
+    with pytest.raises(UserError, match="not a trace"):
+        load_trace(path)
