@@ -381,6 +381,7 @@ CASES = [
         attacks="the process table by subprocesses, each a shell",
         code="import subprocess\nfor _ in range(30): subprocess.Popen(['/bin/sleep', '60'])\nprint('started')",
         expect=either(stdout("started\n"), error(re.compile("BlockingIOError"))),
+        is_stable=False,  # without namespaces and root its limit counts whatever else this user runs
         is_core=True,
     ),
     Case(
