@@ -24,10 +24,10 @@ from strop.rollout.simulation.timing import TRACE_PATH, MeasuredTrace
 from strop.runs import write_json
 
 SLOTS = 64
-ROWS = (1, 4, 16, 32, 64)
-CONTEXTS = (64, 256, 768)
+ROWS = (1, 8, 32, 64)
+CONTEXTS = (64, 256, 640)
 SHORT, LONG = 4, 24  # tokens of two completions, whose difference in time is that of the steps between them
-ROUNDS = 3
+ROUNDS = 2
 
 
 async def batch_s(engine: TorchEngine, rows: int, prompt: tuple[int, ...], num_tokens: int, tag: str) -> float:

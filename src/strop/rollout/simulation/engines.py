@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from strop.config import Config
-from strop.rollout.scheduling import EngineSpec
+from strop.rollout.scheduling import EngineSpec, EngineUsage
 from strop.types import RolloutKey
 
 _BACK_BELOW = (
@@ -73,6 +73,7 @@ class SimulatedEngine:
         self.recomputed_tokens = 0
         self.prefilled_tokens = 0
         self.peak_tokens = 0
+        self.usage = EngineUsage(since_s=0.0)  # rows that decode and memory that is used, not what was asked for or reserved
         self._capacity = spec.kv_blocks * spec.block_tokens
         self._now_s = 0.0
         self._step = 0
@@ -202,6 +203,7 @@ class SimulatedEngine:
         self._kv_tokens += row.context_tokens
         self._num_submitted += 1
         heapq.heappush(self._ends, (self._step + row.left_tokens, self._num_submitted, row.run, row.key))
+        self._note()
         self.peak_tokens = max(self.peak_tokens, self._used_tokens)
 
     def _leave(self, key: RolloutKey) -> _Conversation:
@@ -211,7 +213,11 @@ class SimulatedEngine:
         row.context_tokens += done
         row.left_tokens -= done
         self._kv_tokens -= row.context_tokens
+        self._note()
         return row
+
+    def _note(self) -> None:
+        self.usage.move(self._now_s, len(self._rows), self._used_tokens / self._capacity)
 
     def _drop(self, conversation: _Conversation) -> None:
         self._used_tokens -= conversation.context_tokens - conversation.prompt_tokens

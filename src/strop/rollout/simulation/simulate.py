@@ -58,7 +58,8 @@ class Outcome:
 
     makespan_s: float
     ledger: Ledger
-    usage: Mapping[str, EngineUsage]
+    usage: Mapping[str, EngineUsage]  # rows that decoded, whoever asked for more
+    max_conversations: int  # of all engines together
     evictions: int
     recomputed_tokens: int  # that engines computed though one had them: evictions, suspensions, deaths
     prefilled_tokens: int
@@ -74,6 +75,11 @@ class Outcome:
         return sum(usage.busy_s for usage in self.usage.values()) / (self.makespan_s * len(self.usage))
 
     @property
+    def row_share(self) -> float:
+        """Of the conversations that the engines may hold, how many decoded, over time."""
+        return sum(usage.row_s for usage in self.usage.values()) / (self.makespan_s * self.max_conversations)
+
+    @property
     def tail_idle_share(self) -> float:
         """Of the engines' time, how much lies between an engine's last token and the end of the step."""
         idle = sum(self.makespan_s - usage.last_busy_s for usage in self.usage.values())
@@ -82,6 +88,12 @@ class Outcome:
     @property
     def scheduling_us_per_event(self) -> float:
         return 1e6 * self.scheduling_s / self.num_events
+
+    def as_json(self) -> dict[str, float]:
+        """The figures, without the timelines."""
+        names = ("makespan_s", "busy_share", "row_share", "tail_idle_share", "peak_kv_share", "evictions", "recomputed_tokens")
+        more = ("prefilled_tokens", "max_tools_queued", "num_events", "scheduling_us_per_event")
+        return {name: getattr(self, name) for name in (*names, *more)} | dict(self.ledger.as_metrics())
 
 
 def offers(trace: Trace, *, is_clairvoyant: bool = False) -> list[GroupOffered]:
@@ -208,12 +220,13 @@ class _Simulation:
             raise StropError(f"{missing} rollouts never ended: the engines that are left cannot hold them.")
         engines = [*self._engines.values(), *self._gone]
         makespan = max(self._ended.values())
-        for usage in self._scheduler.usage.values():
-            usage.move(makespan, 0, 0.0)
+        for engine in engines:
+            engine.usage.move(max(makespan, engine.usage.since_s), 0, 0.0)
         return Outcome(
             makespan_s=makespan,
             ledger=self._scheduler.ledger,
-            usage=self._scheduler.usage,
+            usage={engine.spec.name: engine.usage for engine in engines},
+            max_conversations=sum(engine.spec.max_conversations for engine in engines),
             evictions=sum(engine.evictions for engine in engines),
             recomputed_tokens=self._scheduler.ledger.recomputed_tokens,
             prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
