@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from strop.errors import StropError, UserError
+from strop.reports.simulate import simulate
 from strop.sandbox.cli import app as sandbox_app
 
 _INTERRUPTED = 130
@@ -42,6 +43,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Make model directories.")
 app.add_typer(model_app, name="model")
 
 app.add_typer(sandbox_app, name="sandbox")
+
+app.command()(simulate)
 
 RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)]
 Set = Annotated[
