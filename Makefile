@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox bench-sandbox-soak experiments-demo experiments-gsm8k clean
+.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler experiments-demo experiments-gsm8k clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +41,10 @@ bench-sandbox: setup
 # 100 000 calls through one service, which must hold no more after them than before; writes benchmarks/results/sandbox_soak.{json,txt}.
 bench-sandbox-soak: setup
 	$(BIN)/python benchmarks/sandbox_soak.py
+
+# 16 384 simulated rollouts against the best offline schedule and the static baseline; writes benchmarks/results/scheduler.{json,txt,svg}.
+bench-scheduler: setup
+	$(BIN)/python benchmarks/scheduler.py
 
 # Three seeds of the demo with controls and arms; writes experiments/results/demo.{json,txt,html}.
 experiments-demo: setup

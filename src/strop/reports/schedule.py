@@ -57,7 +57,7 @@ def draw_timelines(outcomes: Mapping[str, Outcome]) -> Markup:
 
 def _row(usage: EngineUsage, top: float, span: float, most: int) -> Markup:
     """Mean rows of each of equal spans of time, neighbours of one shade joined."""
-    shades = [round(10 * mean / most) / 10 for mean in _mean_rows(usage, span)]
+    shades = [max(0.1, round(10 * mean / most) / 10) if mean else 0.0 for mean in _mean_rows(usage, span)]
     width = _WIDTH / _BINS
     parts, begin = [], 0
     for index in range(1, _BINS + 1):
