@@ -35,6 +35,21 @@ y = \frac{1}{2}x - \frac{7}{2} | 5x - 7y + 11z + 4 = 0 | z^3 + z^2 - 12 | \frac{
 x=x^2+1 | x=1,2 | x=(1,2) | y=(3,\frac{\pi}{2}) | x=45^\circ | k=10\% | x=\text{A} | x=2+3i | x=2ab | x=\frac{x+1}{x-1}
 x=\sqrt{x} | x=e^2 | n=5! | x=\frac{\pi}{6} | x=\begin{pmatrix} 1 \\ 2 \end{pmatrix} | x=[1,2] | x=(1,\infty) | x=\{1,2\}
 x=\sin x | x=|x| | x=a_n | x=2^{10}
+(-\sqrt{2}, \sqrt{5}) | \left( \frac{1}{2}, -7 \right) | \left(\frac{1}{5},\frac{4}{3}\right] | \left[ -\frac{1}{2}, 3 \right)
+(2,8) \cup (8,20) | \left( -\infty, \frac{1}{2} \right] | (-\infty, 4) \cup (7, \infty) | (-3, 4) | (0.5, -2) | (\sqrt{2}, \pi)
+x = (-3, 4) | x = (-\sqrt{2}, \sqrt{5}) | x = \left( \frac{1}{2}, -7 \right) | x = \left(\frac{1}{5},\frac{4}{3}\right]
+x = (-\infty, 4]
+x = \left[ \frac{\pi}{3}, \frac{2 \pi}{5} \right] | x = (2,8) \cup (8,20) | x = \{2\pm\sqrt{3},-1\}
+x = \left( 4, \frac{\pi}{3} \right)
+x = \begin{pmatrix} 1 & 0 \\ 0 & -2 \end{pmatrix} | x = \begin{pmatrix} -3 \\ -7 \\ 5 \end{pmatrix}
+\begin{pmatrix} -3 \\ -7 \\ 5 \end{pmatrix}
+x = \begin{pmatrix} -2/3 \\ 1/5 \end{pmatrix} | x = \begin{pmatrix} 12/25 \\ 3/5 \\ 7/8 \end{pmatrix}
+\begin{pmatrix} 12/25 \\ 3/5 \end{pmatrix}
+x = (a+3)(b+4) | (a+3)(b+4) | x = -\sqrt{5} | x = \frac{\sqrt{5}}{2} | x = \frac{2\sqrt{5}}{7} | \frac{2\sqrt{5}}{7}
+x = \frac{\sqrt{30}}{7}
+x^4 - x^3 + x^2 - x + 1 | x = x^4 - x^3 + x^2 - x + 1 | x^4 + x^3 + x^2 + x + 1 | x = x^4 + x^3 + x^2 + x + 1 | x = 3120_{4}
+x^6 + x^5 + x^4 + x^3 + x^2 + x + 1 | x = x^6+x^5+x^4+x^3+x^2+x+1 | x = \cot x | x = 5n^2 + 3n + 1 | x = \frac{700}{\pi}
+x = 3\sqrt2
 """
 
 # Gold and answer: comparisons that end in different places, by numbers, algebra, sets, intervals, relations, matrices, symbols.
@@ -47,7 +62,15 @@ p-q | q-p || x=5 | 5 || 5 | x=5 || \frac{1}{\sqrt{2}} | \frac{\sqrt{2}}{2} || 1,
 e^{i\pi} | -1 || \binom{5}{2} | 10 || 3^4 | 81 || -\frac{\pi}{6} | x=-\frac{\pi}{6} || 1\pm\sqrt{2} | 1+\sqrt{2},1-\sqrt{2}
 (-\infty,-1)\cup(1,\infty) | (1,\infty)\cup(-\infty,-1) || x^3+3x-6 | x^3+3x-5 || 2x=4 | x=2 || \frac{9}{7} | 1\frac{2}{7}
 \log_2 8 | 3 || \sqrt{2}+1 | 2.41421356 || 4495 | x^8+x+1 || (3,4) | 3,4 || \frac{11+9a}{20} | \frac{9a+11}{20}
-x \in [-2,7] | [-2,7] || 45^\circ | 45
+x \in [-2,7] | [-2,7] || 45^\circ | 45 || 7 | \sqrt{5} || \sqrt{5} | 7 || 7 | \frac{\sqrt{5}}{2} || \frac{\sqrt{5}}{2} | 7
+\frac{3}{5} | 2\sqrt{7} || 2\sqrt{7} | \frac{3}{5} || 7 | \frac{5}{\pi} || \frac{5}{\pi} | 30^\circ || 5+2i | 7 || 7 | 5-2i
+7 | 8 \pi || 8 \pi | 7 || 3 | \cot x || \cot x | 3 || 7 | 5n^2+3n+1 || 5n^2+3n+1 | -7 || 7 | 5x-20 || 7 | (2,8) \cup (8,20)
+(-\sqrt{2}, \sqrt{5}) | 7 || 7 | (-\infty, 4) \cup (7, \infty) || y = 3x+1 | x = y = 3x+1 || y = 3x+1 | 1 + y = 3x
+y = -3x | x = y = -3x
+2x - 5y + 3z + 1 = 0 | x = 2x - 5y + 3z + 1 = 0 || x^4+x^3+x^2+x+1 | 7 || 1+2\sqrt{5} | 5.47 || 3120_{4} | \sqrt{5}
+(a+3)(b+4) | 7
+3, 5, 7 | \text{(B)} || 10,\!500 | \frac{\sqrt{30}}{7} || \left[ \frac{\pi}{3}, \frac{2 \pi}{5} \right] | 5+2i
+3\sqrt2 | \frac{5}{8}
 """
 
 
