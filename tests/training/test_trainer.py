@@ -23,14 +23,14 @@ def make_trainer(directory, *, lr=1e-2, grad_clip=0.0, **settings):
 
 
 def weights_of(trainer):
-    return {name: parameter.detach().clone() for name, parameter in trainer._model.named_parameters()}
+    return {name: parameter.detach().clone() for name, parameter in trainer._weights.named().items()}
 
 
 def gradients_of(trainer, batch, method=METHOD):
     """The gradient that an update of `batch` would use, by way of the update itself."""
     captured = {}
     trainer._optimizer.step = lambda: captured.update(
-        {name: parameter.grad.clone() for name, parameter in trainer._model.named_parameters()}
+        {name: parameter.grad.clone() for name, parameter in trainer._weights.named().items()}
     )
     report = asyncio.run(trainer.update(batch, method.token_loss, method.token_statistics))
     return captured, report

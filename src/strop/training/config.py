@@ -35,10 +35,10 @@ class TrainerConfig(Config):
     """How one process trains one model."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
-    precision: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and optimizer are float32 always
+    precision: Literal["float32", "bfloat16"] = "float32"  # to compute in; weights, gradient sums and optimizer are float32
     device: str = "cpu"  # or "cuda", "cuda:1"
     max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # padded; decides memory, never the gradient (law 4)
-    max_logits: int = Field(default=2**26, gt=0)  # held at once, in float32: 256 MiB
+    max_logits: int = Field(default=2**24, gt=0)  # held at once, in float32: 64 MiB, and as many of their gradient
     max_skipped_updates: int = Field(default=3, gt=0)  # in a row, before the run says that it cannot learn
 
 

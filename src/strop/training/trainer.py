@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from strop.training.config import OptimizerConfig, TrainerConfig, learning_rate
 from strop.training.figures import TokenFigures
 from strop.training.logprobs import token_logprobs
 from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
+from strop.training.weights import MasterWeights, round_weights
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,10 @@ PROBE_TOLERANCE = 1e-3  # nats; between two orders of the same float32 sums ther
 class LocalTrainer:
     """Implements `Trainer` for a model that fits on one device.
 
-    Weights, gradients and moments are float32; with precision "bfloat16" matrix products run under autocast. Dropout is off,
-    so that a token scored twice gets the same log-prob: of the first update after `score` every ratio is exactly 1, because
-    both cut the batch into the same micro-batches. Tensors of a batch come and go on the CPU.
+    Weights, gradients and moments are float32; with precision "bfloat16" the model computes with rounded copies of the
+    weights, and gradients are rounded before they are added up. Dropout is off, so that a token scored twice gets the same
+    log-prob: of the first update after `score` every ratio is exactly 1, because both cut the batch into the same
+    micro-batches. Tensors of a batch come and go on the CPU.
     """
 
     def __init__(
@@ -73,14 +74,18 @@ class LocalTrainer:
         self._total_updates = total_updates
         self._device = torch.device(config.device)
         self._model = model.to(self._device).eval().requires_grad_(True)
-        self._reference = None if reference is None else reference.to(self._device).eval().requires_grad_(False)
+        _check_head(self._model)
+        self._weights = MasterWeights(self._model, getattr(torch, config.precision))
+        self._reference = None
+        if reference is not None:
+            reference = reference.to(self._device).eval().requires_grad_(False)
+            self._reference = round_weights(reference, getattr(torch, config.precision))
         self._tokenizer_files = dict(tokenizer_files)
-        self._parameters = list(self._model.parameters())
+        self._parameters = list(self._weights.named().values())
         self._optimizer = _make_optimizer(self._parameters, config.optimizer)
         self._num_updates = 0
         self._num_scheduled = 0  # updates since the schedule started
         self._num_skipped = 0  # in a row
-        _check_head(self._model)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-trainer")
 
     @classmethod
@@ -118,7 +123,7 @@ class LocalTrainer:
     async def publish(self, engine: InferenceEngine, *, version: int) -> str:
         """Each tensor is a copy, cast to the engine's dtype when its turn comes: the engine may keep it."""
         dtype = engine.capabilities.dtype
-        names = [name for name, _ in self._model.named_parameters()]  # a tied weight appears once
+        names = list(self._weights.named())
         checksum = await self._run(lambda: weights_checksum((name, self._cast(name, dtype)) for name in names))
 
         async def stream() -> AsyncIterator[NamedTensor]:
@@ -193,6 +198,7 @@ class LocalTrainer:
         for parameter_group in self._optimizer.param_groups:
             parameter_group["lr"] = rate
         self._optimizer.step()
+        self._weights.refresh()
         self._optimizer.zero_grad(set_to_none=True)
         self._num_updates += 1
         self._num_scheduled += 1
@@ -220,20 +226,10 @@ class LocalTrainer:
         )
 
     def _logprobs(self, model: PreTrainedModel, rows: TokenBatch) -> tuple[Tensor, Tensor]:
-        with self._autocast():
-            return token_logprobs(
-                model, rows.ids, rows.loss_mask, temperature=rows.temperature, max_logits=self._config.max_logits
-            )
-
-    @contextlib.contextmanager
-    def _autocast(self) -> Iterator[None]:
-        is_low = self._config.precision == "bfloat16"
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=is_low):
-            yield
+        return token_logprobs(model, rows.ids, rows.loss_mask, temperature=rows.temperature, max_logits=self._config.max_logits)
 
     def _cast(self, name: str, dtype: torch.dtype) -> Tensor:
-        parameter: Tensor = self._model.get_parameter(name)
-        return parameter.detach().to(dtype=dtype, copy=True)
+        return self._weights.named()[name].detach().to(dtype=dtype, copy=True)
 
     def _save(self, directory: Path) -> None:
         self._save_model(directory / "model")
@@ -245,7 +241,8 @@ class LocalTrainer:
     def _save_model(self, directory: Path) -> None:
         with writing_to(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            self._model.save_pretrained(directory)
+            with self._weights.in_float32() as model:
+                model.save_pretrained(directory)
             for name, content in self._tokenizer_files.items():
                 (directory / name).write_bytes(content)
 
@@ -260,7 +257,8 @@ class LocalTrainer:
             raise ModelError(
                 f"{directory / 'model'}: not the model that is being trained: its tensors have other names or shapes."
             )
-        self._model.load_state_dict(saved)
+        with self._weights.in_float32() as model:
+            model.load_state_dict(saved)
         self._optimizer.load_state_dict(state)
         self._num_updates = int(counters["num_updates"])
         self._num_scheduled = int(counters["num_scheduled"])
