@@ -121,7 +121,7 @@ def test_nothing_to_resample_from_is_refused_with_the_remedy(mistake, tmp_path):
 def test_a_loss_without_a_ratio_is_refused_where_a_step_makes_several_updates(mistake, tmp_path):
     words = ["--set", 'stages.rl.method={name="grpo", loss="policy_gradient"}', "--set", "stages.rl.updates_per_step=2"]
     said = mistake("train", TINY, *words, "--runs", tmp_path / "runs")
-    assert "a step makes 2: updates_per_step = 2, epochs = 1. Set both to 1, or loss = \"no_clip\"" in said.replace("\n", " ")
+    assert 'a step makes 2: updates_per_step = 2, epochs = 1. Set both to 1, or loss = "no_clip"' in said.replace("\n", " ")
 
 
 def test_a_data_file_that_is_missing_is_named_with_the_nearest(mistake, tmp_path):
