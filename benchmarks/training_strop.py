@@ -1,0 +1,53 @@
+"""One trainer of ours for `training.py`: an update of the given rollouts for each line on standard input.
+
+Arguments: the model directory, the rollouts (JSON), the most tokens of a micro-batch. Prints one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import torch
+from training_memory import Memory
+
+from strop.algorithms import GRPO, Aggregation
+from strop.training import LocalTrainer, OptimizerConfig, TokenBatch, TrainerConfig
+from strop.training.batch import Row, pack_rows
+
+
+def batch_of(path: Path) -> TokenBatch:
+    rows = [
+        Row(
+            ids=rollout["prompt"] + rollout["completion"],
+            loss_mask=[False] * len(rollout["prompt"]) + [True] * len(rollout["completion"]),
+            advantages=torch.full((len(rollout["prompt"]) + len(rollout["completion"]),), rollout["advantage"]),
+            sampled_logprobs=[0.0] * (len(rollout["prompt"]) + len(rollout["completion"])),
+            group=rollout["group"],
+        )
+        for rollout in json.loads(path.read_text())
+    ]
+    return pack_rows(rows, aggregation=Aggregation.TOKEN_MEAN, temperature=1.0)
+
+
+async def main() -> None:
+    model, rollouts, max_tokens = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(2)
+    memory = Memory()
+    config = TrainerConfig(
+        precision="bfloat16", max_tokens_per_microbatch=max_tokens, optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0)
+    )
+    trainer, method, batch = LocalTrainer.from_directory(model, config), GRPO(), batch_of(rollouts)
+    loop = asyncio.get_running_loop()
+    print(json.dumps({"ready": True}), flush=True)
+    while await loop.run_in_executor(None, sys.stdin.readline):
+        memory.begin()
+        report = await trainer.update(batch, method.token_loss, method.token_statistics)
+        print(json.dumps({**memory.end(), "grad_norm": report.grad_norm}), flush=True)
+    await trainer.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
