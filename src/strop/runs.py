@@ -252,5 +252,10 @@ class StageDirectory:
         return self.path / "rollouts" / f"step-{step:06d}.selection.json"
 
     @property
+    def skipped(self) -> Path:
+        """Batches of updates that were not finite."""
+        return self.path / "skipped"
+
+    @property
     def evaluation(self) -> Path:
         return self.path / "eval" / "result.json"

@@ -1,18 +1,22 @@
-"""Finds, writes and thins out the checkpoints of a stage. A checkpoint is there whole or not at all (law 9)."""
+"""Finds, checks, writes and thins out the checkpoints of a stage. A checkpoint is there whole or not at all (law 9)."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import shutil
 import time
 from pathlib import Path
 
+from strop.errors import RunError
 from strop.pipelines.stage import StageContext
-from strop.runs import StageDirectory, write_directory
+from strop.runs import StageDirectory, read_json, write_directory, write_json
 from strop.training.trainer import LocalTrainer
 
 _NAME = re.compile(r"^step-(\d+)$")
+_CHECKSUMS = "checksums.json"  # sha256 of every other file, by its path within the checkpoint
+_DAMAGED = ".damaged"
 
 
 def latest_step(directory: StageDirectory) -> int:
@@ -25,12 +29,21 @@ def latest_step(directory: StageDirectory) -> int:
 
 
 async def resume(context: StageContext, trainer: LocalTrainer) -> int:
-    """Load the last checkpoint into `trainer`; returns its step, 0 when the stage starts from nothing."""
-    step = latest_step(context.directory)
-    if step:
-        await trainer.load(context.directory.checkpoint(step))
-        context.event("resumed", step=step)
-    return step
+    """Load the last checkpoint that is as it was written into `trainer`; returns its step, 0 when there is none.
+
+    One that is not is set aside under another name, and told.
+    """
+    while step := latest_step(context.directory):
+        directory = context.directory.checkpoint(step)
+        if not (damage := await asyncio.to_thread(_damage, directory)):
+            await trainer.load(directory)
+            context.event("resumed", step=step)
+            return step
+        aside = directory.with_name(directory.name + _DAMAGED)
+        shutil.rmtree(aside, ignore_errors=True)
+        directory.rename(aside)
+        context.warn(f"{directory}: {damage}. It is now {aside.name}; the checkpoint before it is used, if there is one.")
+    return 0
 
 
 async def save(context: StageContext, trainer: LocalTrainer, step: int, *, keep: int) -> None:
@@ -41,11 +54,35 @@ async def save(context: StageContext, trainer: LocalTrainer, step: int, *, keep:
 
     def fill(directory: Path) -> None:
         asyncio.run_coroutine_threadsafe(trainer.save(directory), loop).result()
+        write_json(directory / _CHECKSUMS, _checksums(directory))
 
     await asyncio.to_thread(write_directory, context.directory.checkpoint(step), fill)
     context.event("checkpoint_finished", step=step, time_s=time.perf_counter() - started)
     for old in sorted(_steps(context.directory))[:-keep]:
         shutil.rmtree(context.directory.checkpoint(old))
+
+
+def _damage(directory: Path) -> str:
+    """How a checkpoint differs from what was written; empty when it does not."""
+    try:
+        written = read_json(directory / _CHECKSUMS)
+    except RunError as error:
+        return f"it cannot be checked: {error}"
+    found = _checksums(directory)
+    if lacking := sorted(written.keys() - found.keys()):
+        return f"{lacking[0]} is missing"
+    changed = sorted(name for name, checksum in written.items() if found[name] != checksum)
+    return f"{changed[0]} is not as it was written" if changed else ""
+
+
+def _checksums(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != _CHECKSUMS)
+    return {str(path.relative_to(directory)): _sha256(path) for path in files}
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _steps(directory: StageDirectory) -> list[int]:

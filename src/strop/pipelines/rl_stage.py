@@ -24,6 +24,7 @@ from strop.pipelines import checkpoints
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import RlStage
 from strop.pipelines.sft_stage import write_model
+from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of
 from strop.rewards import make_reward
 from strop.rollout.chat import ChatFormat
@@ -115,7 +116,9 @@ class _Loop:
         batches = await self._pack(selections, advantages)
         score_s = clock.lap()
         reports = [
-            await self.trainer.update(batch, stage.method.token_loss, stage.method.token_statistics)
+            await update_or_keep(
+                self.context, self.trainer, batch, stage.method.token_loss, stage.method.token_statistics, step=step
+            )
             for _ in range(stage.epochs)
             for batch in batches
         ]

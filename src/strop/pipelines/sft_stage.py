@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from strop.errors import TaskError
+from strop.errors import CannotLearnError, TaskError
 from strop.pipelines import checkpoints
 from strop.pipelines.demonstrations import batch_at, load_or_play
 from strop.pipelines.recipe import SftStage
+from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.runs import write_directory
 from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
@@ -33,11 +34,15 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
         for step in range(done + 1, stage.steps + 1):
             started = time.perf_counter()
             rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
-            report = await trainer.update(pack_demonstrations(rows), sft_token_loss, sft_token_statistics)
+            batch = pack_demonstrations(rows)
+            try:
+                report = await update_or_keep(context, trainer, batch, sft_token_loss, sft_token_statistics, step=step)
+            except CannotLearnError:
+                if step > 1:
+                    await checkpoints.save(context, trainer, step - 1, keep=stage.keep_checkpoints)
+                raise
             elapsed = time.perf_counter() - started
-            if report.is_skipped:
-                context.warn(f"step {step}: update skipped: {report.skip_reason}")
-            else:
+            if not report.is_skipped:
                 loss = report.loss
                 metrics.append(
                     step,

@@ -1,0 +1,88 @@
+"""A checkpoint that is not as it was written, and an update that is not finite: told, kept for a look, and survived."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from scripted_runs import RECIPE, Watching, make_recipe, run_recipe, untimed
+from strop.errors import CannotLearnError
+from strop.pipelines import checkpoints
+from strop.pipelines.recipe import Recipe, resolve
+from strop.runs import RunDirectory, read_lines
+
+
+def _flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "a flipped bit": ("model/model.safetensors", _flip_a_bit, "model/model.safetensors is not as it was written"),
+    "half a file": ("optimizer.pt", _halve, "optimizer.pt is not as it was written"),
+    "a missing file": ("trainer.json", lambda path: path.unlink(), "trainer.json is missing"),
+    "no checksums": ("checksums.json", lambda path: path.unlink(), "it cannot be checked"),
+}
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run of four steps that was stopped after the checkpoint of step 3, and the same run undisturbed."""
+    directory = tmp_path_factory.mktemp("damaged")
+    save = checkpoints.save
+
+    async def fall(context, trainer, step, *, keep):
+        await save(context, trainer, step, keep=keep)
+        if context.name == "rl" and step == 3:
+            raise KeyboardInterrupt
+
+    recipe = make_recipe(steps=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "save", fall)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(directory / "interrupted", recipe)
+    return directory / "interrupted", run_recipe(directory / "whole", recipe).run, recipe
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_law_9_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_used(interrupted, tmp_path, damage):
+    stopped, whole, recipe = interrupted
+    shutil.copytree(stopped, tmp_path / "run")
+    stage = RunDirectory(tmp_path / "run").stage("rl")
+    name, spoil, words = DAMAGES[damage]
+    spoil(stage.checkpoint(3) / name)
+    progress = Watching()
+    again = run_recipe(tmp_path / "run", recipe, progress=progress).run
+    [warning] = [warning for warning in progress.warnings if "step-000003" in warning]
+    assert words in warning
+    assert "the checkpoint before it is used" in warning
+    assert (stage.checkpoints / "step-000003.damaged").is_dir()
+    events = [line for line in read_lines(again.events) if line["event"] == "resumed" and line["stage"] == "rl"]
+    assert [event["step"] for event in events] == [2]
+    assert [untimed(line) for line in read_lines(again.metrics)] == [untimed(line) for line in read_lines(whole.metrics)]
+    models = [run.stage("rl").model / "model.safetensors" for run in (again, whole)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+
+
+def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_path):
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["stages"]["sft"] |= {"steps": 12, "trainer": {"optimizer": {"lr": 1e38}}}
+    progress = Watching()
+    with pytest.raises(CannotLearnError, match="3 updates in a row were skipped"):
+        run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))), progress=progress)
+    stage = RunDirectory(tmp_path / "run").stage("sft")
+    assert checkpoints.latest_step(stage) == 3  # after one update that went wrong and two that were skipped
+    kept = sorted(stage.skipped.glob("*.pt"))
+    assert len(kept) == 3
+    assert all(any(str(path) in warning for warning in progress.warnings) for path in kept)
+    batch = torch.load(kept[0], weights_only=True)
+    assert batch["ids"].shape == batch["loss_mask"].shape == batch["loss_weights"].shape
+    assert batch["loss_mask"].any()
