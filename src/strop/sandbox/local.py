@@ -76,6 +76,7 @@ class LocalSandbox(CodeService):
             yield verdict
 
     async def open_session(self, limits: SessionLimits) -> str:
+        demand("the argument of open_session()", limits, SessionLimits)
         return await (await self._service()).open_session(limits)
 
     async def fork_session(self, session: str) -> str:

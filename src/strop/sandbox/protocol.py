@@ -11,15 +11,15 @@ Four protocols, each the one before and more: `CodeRunner` runs programs, `CodeS
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import UnionType
 from typing import Protocol
 
 
 def demand(name: str, value: object, kind: type | UnionType, *, hint: str = "") -> None:
-    """Raises `TypeError`, naming the argument, when `value` is not of this kind."""
-    if not isinstance(value, kind):
+    """Raises `TypeError`, naming the argument, when `value` is not of this kind. True and False are no numbers."""
+    if not isinstance(value, kind) or isinstance(value, bool):
         expected = kind.__name__ if isinstance(kind, type) else str(kind)
         raise TypeError(f"{name} is of type {type(value).__name__}; it has to be {expected}{hint}.")
 
@@ -81,7 +81,8 @@ class RunRequest:
     def __post_init__(self) -> None:
         """Raises `TypeError` for a value of another type. Whether a limit is bearable is the service's to say."""
         for name, kind in _KINDS.items():
-            if not isinstance(value := getattr(self, name), kind):
+            value = getattr(self, name)
+            if not isinstance(value, kind) or value is True or value is False:
                 demand(name, value, kind)
 
 
@@ -145,6 +146,14 @@ class VerifyRequest:
     pairs: tuple[AnswerPair, ...]
     pair_wall_s: float = 2.0  # of each pair
 
+    def __post_init__(self) -> None:
+        """Raises `TypeError` for a value of another type."""
+        demand("pairs", self.pairs, tuple)
+        for index, pair in enumerate(self.pairs):
+            if not isinstance(pair, AnswerPair):
+                demand(f"pairs[{index}]", pair, AnswerPair)
+        demand("pair_wall_s", self.pair_wall_s, int | float)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
@@ -155,7 +164,14 @@ class SessionLimits:
     file_mib: int = 16
     seed: int = 0
     profile: str = "full"
-    lease_s: float = field(default=300.0)  # it ends when no cell came for so long
+    lease_s: float = 300.0  # it ends when no cell came for so long
+
+    def __post_init__(self) -> None:
+        """Raises `TypeError` for a value of another type."""
+        for name in ("memory_mib", "max_processes", "file_mib", "seed"):
+            demand(name, getattr(self, name), int)
+        demand("profile", self.profile, str)
+        demand("lease_s", self.lease_s, int | float)
 
 
 class CodeRunner(Protocol):

@@ -25,6 +25,7 @@ from .wire import KIND_EXITED, KIND_REFUSED, KIND_SIGNALED, KIND_STARTED, MAX_SP
 _P_ALL, _WNOHANG, _WEXITED, _WNOWAIT = 0, 1, 4, 0x01000000
 _POLLIN = 1
 _NUM_DESCRIPTORS = 3
+_MAX_CHILDREN_BYTES = 65_536
 
 
 class _Iovec(ctypes.Structure):
@@ -112,6 +113,9 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
     incoming, outgoing = _message(spawn, ctypes.sizeof(taken), taken), _message(report, ctypes.sizeof(given), given)
     outgoing.control_length = 24  # one descriptor, aligned
     deaths_fd = _death_descriptor()
+    children_fd = -1  # opened now: later there may be no descriptor left
+    if pid_namespace < 0:
+        children_fd = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
     polled = (_Poll * 2)(_Poll(control, _POLLIN), _Poll(deaths_fd, _POLLIN))
     drained = ctypes.create_string_buffer(128)
     # References to foreign memory made once: the loop then allocates nothing that outlives an iteration.
@@ -149,7 +153,7 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
             length = libc.recvmsg(control, incoming_at, 0)
             if length <= 0:
                 if pid_namespace < 0:
-                    _end_descendants()
+                    _end_descendants(children_fd)
                 return
             report.child, report.status = spawn.child, 0
             try:
@@ -168,26 +172,21 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
                 report.kind = KIND_STARTED
                 if passed[0] < 0 or libc.sendmsg(control, outgoing_at, 0) < 0:
                     if pid_namespace < 0:
-                        _end_descendants()
+                        _end_descendants(children_fd)
                     return  # a child that nobody could kill must not live: this ends with all of them
                 libc.close(passed[0])
             for index in range(_NUM_DESCRIPTORS):
                 libc.close(descriptors[index])
 
 
-def _end_descendants() -> None:
+def _end_descendants(children_fd: int) -> None:
     """Where no pid namespace does it: kill all that is below this process, which adopts the orphans, until nobody is left."""
-    while children := _children():
+    while children := [int(pid) for pid in os.pread(children_fd, _MAX_CHILDREN_BYTES, 0).split()]:
         for pid in children:
-            kernel.libc.kill(-pid, signal.SIGKILL)  # a program's process group, which none of its processes can leave
+            kernel.libc.kill(-pid, signal.SIGKILL)  # a program's process group, which at L1 none of its processes can leave
             kernel.libc.kill(pid, signal.SIGKILL)
         for _ in children:
             os.wait()
-
-
-def _children() -> list[int]:
-    with open(f"/proc/self/task/{os.getpid()}/children") as listed:
-        return [int(pid) for pid in listed.read().split()]
 
 
 def _death_descriptor() -> int:

@@ -48,11 +48,12 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
     program.LIBRARIES.extend((place(path), "site-packages") for path in libraries)
     program.LIBRARIES.append((place(os.path.dirname(os.__file__)), "python"))
     program.LIBRARIES.sort(key=lambda pair: -len(pair[0]))
-    sys.executable, sys.prefix, sys.exec_prefix = place(sys.executable), place(sys.prefix), place(sys.exec_prefix)
+    for name in ("executable", "_base_executable", "prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
+        setattr(sys, name, place(getattr(sys, name)))
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     if is_namespaced:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         is_root = _isolate(proc)
         if (pid := os.fork()) != 0:
             os.closerange(3, 4096)
@@ -63,11 +64,11 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
         filesystem.build_root(settings["shown"])
         pid_namespace = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     else:
-        # What a program leaves behind comes here, to be killed and reaped. So this one must see the end of its supervisor
-        # and not die with it: nobody else would kill them.
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what a program leaves behind comes here, to be killed and reaped
     profiles.load(settings["profile"], settings["modules"])
     profiles.collapse(proc)
+    if not is_namespaced:
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)  # from here on it sees the end of its supervisor, and ends what programs left
     return confine.Confinement(level, proc=proc, is_root=is_root, readable=settings["shown"]), pid_namespace
 
 

@@ -60,7 +60,7 @@ async def join_front(place: str, config: SandboxConfig, *, name: str | None, tok
         UserError: nobody listens there at first, it refuses this node, or this machine cannot give the level that is asked for.
     """
     host, _, port = place.rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
         raise UserError(f"--join is {place!r}; it must be HOST:PORT, as in 10.0.0.1:8518.")
     await _knock(host, int(port))  # before the self-test, which takes seconds
     draining = _draining_on_signals()
@@ -90,9 +90,9 @@ async def _connect(host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.
     """Raises `UserError` when nobody listens there."""
     try:
         return await asyncio.open_connection(host, port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter of a host name that cannot be one
         remedy = "Start one with `strop sandbox serve --nodes-port`."
-        raise UserError(f"no front answers at {host}:{port}: {error.strerror or error}. {remedy}") from error
+        raise UserError(f"no front answers at {host}:{port}: {getattr(error, 'strerror', None) or error}. {remedy}") from error
 
 
 async def _knock(host: str, port: int) -> None:

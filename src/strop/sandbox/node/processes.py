@@ -37,12 +37,15 @@ def glance(pid: int, *, adopter: int = 0) -> Glance:
     ticks, is_running, anonymous_bytes, pids = 0, False, 0, [pid]
     pids += [one for one in children_of(adopter) if one != pid and _group(one) == pid] if adopter else []
     for one in pids:  # grows as its children are found
-        for thread in _threads_of(one):
-            if fields := _fields(f"/proc/{one}/task/{thread}/stat"):
-                ticks += int(fields[11]) + int(fields[12])
-                is_running |= fields[0] in "RD"
-        pids += children_of(one)
-        anonymous_bytes += _resident_bytes(one)
+        try:
+            for thread in _threads_of(one):
+                if fields := _fields(f"/proc/{one}/task/{thread}/stat"):
+                    ticks += int(fields[11]) + int(fields[12])
+                    is_running |= fields[0] in "RD"
+            pids += children_of(one)
+            anonymous_bytes += _resident_bytes(one)
+        except PermissionError:  # /proc hides it, as it may what changed its credentials; the others are still to be seen
+            continue
     return Glance(
         taken_at=time.monotonic(),
         cpu_s=ticks / _TICKS_PER_S,

@@ -48,6 +48,7 @@ class _Watch:
     next_at: float
     last: Glance | None = None
     is_asleep: bool = False
+    was_unseen: bool = False  # said once
 
 
 class Watchdog:
@@ -86,7 +87,9 @@ class Watchdog:
                 try:
                     self._glance(call, watched)
                 except OSError as error:  # no descriptor left: the next glance may have one
-                    _log.warning("a program could not be looked at: %s", error)
+                    if not watched.was_unseen:
+                        _log.warning("a program could not be looked at: %s", error)
+                    watched.was_unseen = True
                 cost_s = time.monotonic() - begun_at
                 pause_s = _LOOK_ASLEEP_S if watched.is_asleep else _LOOK_S
                 watched.next_at = now + max(pause_s, _PAUSE_FACTOR * cost_s)

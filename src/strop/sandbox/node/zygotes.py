@@ -189,7 +189,8 @@ class Zygote:
         with theirs, contextlib.ExitStack() as undo:
             undo.callback(self._socket.close)
             self._socket.setblocking(False)
-            # In this thread, which lives as long as the event loop: the fork server dies with the thread that started it.
+            # In this thread, which lives as long as the event loop: where it has namespaces, and while it starts, the fork
+            # server dies with the thread that started it.
             self._process = subprocess.Popen(
                 command(_INSIDE / "boot.py", level, profile, modules=modules, control=theirs.fileno()),
                 stdin=subprocess.DEVNULL,
@@ -301,18 +302,17 @@ class Zygote:
                 output_read, output_write = os.pipe2(os.O_CLOEXEC)
                 undo.callback(os.close, output_read)
                 undo.callback(os.close, output_write)
+                os.set_blocking(output_read, False)
+                if line >= 0:
+                    os.pwrite(exchange, work, wire.RECORD_BYTES)
                 if self._level.rank < IsolationLevel.NAMESPACES.rank:
                     directory = Directory.for_call()
             except OSError as error:
                 raise _no_room(error) from error
             undo.pop_all()
-        os.set_blocking(output_read, False)
         child = Child(self, number, exchange=exchange, wake=wake, output=output_read, directory=directory)
         self._children[number] = child
-        mark = ""
-        if line >= 0:
-            os.pwrite(exchange, work, wire.RECORD_BYTES)
-            mark = wire.SESSION_MARK
+        mark = wire.SESSION_MARK if line >= 0 else ""
         # The fork server reads it into a buffer that holds the packet before: what is shorter must say where it ends.
         message = wire.SPAWN.pack(number) + f"{mark}{directory.path if directory else ''}\0".encode()
         self._to_send.append((child, message, (exchange, wake if line < 0 else line, output_write)))
