@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,14 +28,23 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(context)
         except UserError as error:
-            raise UserError(in_options(str(error))) from error
+            command = self.commands.get(context.invoked_subcommand)
+            options = {} if command is None else {str(option.name): option.opts[0] for option in command.params}
+            raise UserError(in_options(str(error), options)) from error
 
 
-def in_options(message: str) -> str:
-    """`message` with `sandbox.min_level = 'confined'` as `--min-level confined`, and so on."""
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """`message` with `sandbox.min_level = 'confined'` as `--min-level confined`, and so on; other text stays as it is.
+
+    Args:
+        options: by what they are called as keys.
+    """
+    keys = "|".join(key for key in options if key in SandboxConfig.model_fields)
+    if not keys:
+        return message
     return re.sub(
-        r"(?<![\w./])sandbox\.([a-z_]+)(?: = ['\"]([^'\"]*)['\"])?",
-        lambda key: f"--{key[1].replace('_', '-')}{f' {key[2]}' if key[2] else ''}",
+        rf"(?<![\w./-])sandbox\.({keys})(?![\w/-]|\.\w)(?: = ['\"]([^'\"]*)['\"])?",
+        lambda key: f"{options[key[1]]}{f' {key[2]}' if key[2] else ''}",
         message,
     )
 
