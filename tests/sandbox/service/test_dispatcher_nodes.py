@@ -106,15 +106,44 @@ def test_calls_wait_a_while_for_a_first_node_and_then_are_told_that_there_is_non
                 await asyncio.wait_for(front.run(RunRequest(code="late")), 4)
             with pytest.raises(NoNodes):
                 await asyncio.wait_for(comparing, 1)
-            with pytest.raises(NoNodes):  # by now at once
-                await asyncio.wait_for(front.run(RunRequest(code="later")), 0.1)
-            with pytest.raises(NoNodes):
-                await judged(front, VerifyRequest(pairs=pairs(2)))
-            with pytest.raises(NoNodes):
-                await front.open_session(SessionLimits())
+            calls = [front.run(RunRequest(code="later")), judged(front, VerifyRequest(pairs=pairs(2)))]
+            waiting = [asyncio.create_task(call) for call in (*calls, front.open_session(SessionLimits()))]
+            await asyncio.sleep(0.5)
+            assert not any(call.done() for call in waiting)  # each waits for a node itself
+            failures = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 3)
+            assert [type(failure) for failure in failures] == [NoNodes] * 3
             assert (front.tally.num_without_node, front.admission.held.num) == (2, 0)
             front.add_node(node())
             assert (await front.run(RunRequest(code="again"))).text == "ran again"
+
+    asyncio.run(play())
+
+
+def test_callers_who_try_again_by_themselves_are_refused_at_once_when_there_has_long_been_no_node() -> None:
+    async def play() -> None:
+        async with Dispatcher(DispatchConfig(no_node_s=0.1), refuses_at_once=True) as front:
+            await asyncio.sleep(0.2)
+            calls = [front.run(RunRequest(code="x")), judged(front, VerifyRequest(pairs=pairs(2)))]
+            for call in (*calls, front.open_session(SessionLimits())):
+                with pytest.raises(NoNodes, match="has had no node"):
+                    await asyncio.wait_for(call, 0.1)
+
+    asyncio.run(play())
+
+
+@pytest.mark.parametrize("config", [DispatchConfig(no_node_s=0.2), DispatchConfig(max_wait_s=0.2)])
+def test_a_call_whose_node_died_and_that_finds_no_other_is_not_welcome_again(config: DispatchConfig) -> None:
+    async def play() -> None:
+        async with Dispatcher(config) as front:
+            one = node(latency_s=60)
+            front.add_node(one)
+            call = asyncio.create_task(front.run(RunRequest(code="x")))
+            await until(lambda: len(one.requests) == 1)
+            one.die("power cut")
+            result = await asyncio.wait_for(call, 4)
+            assert result.outcome is RunOutcome.INTERNAL
+            assert "power cut" in result.reason
+            assert front.tally.num_without_node == 0
 
     asyncio.run(play())
 

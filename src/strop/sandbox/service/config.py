@@ -39,7 +39,7 @@ class DispatchConfig(Config):
     client_share: float = Field(default=0.75, gt=0, le=1)
     max_sessions: int = Field(default=10_000, ge=0)
     max_wait_s: float = Field(default=1800.0, gt=0)  # in the queue; then `overloaded`
-    no_node_s: float = Field(default=30.0, gt=0)  # without any node; then what waits, and what comes, is told so
+    no_node_s: float = Field(default=30.0, gt=0)  # without any node; then what waits for one is told so
     # Beyond its own limit, until a node that is alive has failed a call: for a fault of ours, so it may be generous.
     answer_grace_s: float = Field(default=60.0, gt=0)
     linger_s: float = Field(default=5.0, ge=0)  # a call with an id outlives a lost connection, for its client to come back

@@ -44,13 +44,17 @@ class Dispatcher(CodeService):
     A call that cannot be done is answered `overloaded` or `internal`; `run` raises only `SessionLost`, for a cell, `NoNodes`
     when there has been no node for `no_node_s`, and `MachineError` once the dispatcher was closed. `client` is who asks: the
     one who takes turns with others, and to whom the ids of calls belong.
+
+    Args:
+        refuses_at_once: once there has been no node for `no_node_s`, a call that comes does not wait as long itself: for
+            callers who try again by themselves.
     """
 
-    def __init__(self, config: DispatchConfig | None = None) -> None:
+    def __init__(self, config: DispatchConfig | None = None, *, refuses_at_once: bool = False) -> None:
         self.config = config or DispatchConfig()
         self.tally = Tally()
         self.admission = Admission(self.config)
-        self.floor = Floor(self.config, self.tally, self._on_seat_gone)
+        self.floor = Floor(self.config, self.tally, self._on_seat_gone, refuses_at_once=refuses_at_once)
         self.sessions = Sessions(self.floor, self.tally, max_sessions=self.config.max_sessions)
         self.runs = Runs(self.config, self.floor, self.sessions, self.admission, self.tally)
         self._judging = Judging(self.config.limits, self.floor, self.admission, self.tally)
@@ -117,7 +121,7 @@ class Dispatcher(CodeService):
             yield verdict
 
     async def open_session(self, limits: SessionLimits) -> str:
-        """See `CodeService`. Raises `Overloaded` when there are too many, `UserError` for limits that cannot be."""
+        """See `CodeService`. Raises `Overloaded` when there are too many, `UserError` for limits that cannot be, `NoNodes`."""
         self._raise_if_refusing()
         if refusal := session_refusal(limits, self.config.limits):
             raise UserError(f"{refusal}.")

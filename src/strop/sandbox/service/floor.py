@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -28,21 +29,26 @@ class Floor:
     """Every job that is `put` here ends once: done, given up, or withdrawn. Make it inside a running event loop.
 
     Args:
+        refuses_at_once: what comes when there has been no node for long is not to wait: who asks here asks again by itself.
         on_seat_gone: called with the seat of a node that is gone, and why, before its jobs are placed anew.
     """
 
-    def __init__(self, config: DispatchConfig, tally: Tally, on_seat_gone: Callable[[Seat, str], None]) -> None:
+    def __init__(
+        self, config: DispatchConfig, tally: Tally, on_seat_gone: Callable[[Seat, str], None], *, refuses_at_once: bool
+    ) -> None:
         self.seats: list[Seat] = []
         self.queue: FairQueue[Job] = FairQueue()
         self._config = config
         self._tally = tally
         self._on_seat_gone = on_seat_gone
+        self._refuses_at_once = refuses_at_once
+        self._closed: MachineError | None = None
         self._loop = asyncio.get_running_loop()
         self._alone_since = self._loop.time()  # without a node
         self._is_loneliness_told = False
         self._num_pinned = 0
         self._is_pinned_next = False
-        self.changed = asyncio.Event()  # a job, a session or a node has gone
+        self.changed = asyncio.Event()  # a job or a session has gone, or a node has come or gone
         self._background: set[asyncio.Task[Any]] = set()
         self.spawn(self._sweep_forever())
 
@@ -61,13 +67,26 @@ class Floor:
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
-    def no_nodes(self) -> NoNodes | None:
-        """What a job is told while there is no node, and was none for so long that nobody should wait for one here."""
-        alone_s = self._loop.time() - self._alone_since
-        if self.seats or alone_s <= self._config.no_node_s:
+    def no_nodes(self, *, since: float) -> NoNodes | None:
+        """What a job that came at `since` is told once it should wait no longer for a first node."""
+        now = self._loop.time()
+        waits_since = self._alone_since if self._refuses_at_once else max(self._alone_since, since)
+        if self.seats or now - waits_since <= self._config.no_node_s:
             return None
+        alone_s = now - self._alone_since
         self._tell_of_loneliness(alone_s)
         return NoNodes(f"the service has had no node for {alone_s:.0f} s")
+
+    async def wait_for_node(self) -> None:
+        """Return once there is one. Raises `NoNodes` as a job that comes now would be told."""
+        since = self._loop.time()
+        while not self.seats:
+            if (error := self._closed or self.no_nodes(since=since)) is not None:
+                raise error
+            self.changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_SWEEP_S):
+                    await self.changed.wait()
 
     # Jobs
 
@@ -160,6 +179,7 @@ class Floor:
         job.is_overdue = False
         if not isinstance(error, NodeGone):
             job.num_failures += 1
+            job.failure = error
         if job.may_run_again:
             self._tally.num_retries += not isinstance(error, NodeGone)
             self.queue.push(job.client, job, is_first=True)
@@ -175,6 +195,7 @@ class Floor:
         self.seats.append(seat)
         self._tally.num_nodes_joined += 1
         self._is_loneliness_told = False
+        self.changed.set()
         _log.info("node %s joined: %d slots, level %s (L%d)", node.name, node.num_slots, node.level, node.level.rank)
         self.spawn(self._watch(seat))
         self.dispatch()
@@ -212,7 +233,8 @@ class Floor:
 
     async def close(self) -> None:
         """Give up every job and let every node go."""
-        error = MachineError("the code service was closed")
+        error = self._closed = MachineError("the code service was closed")
+        self.changed.set()
         for job in [*self.queue, *(job for seat in self.seats for job in seat.pinned)]:
             if self._take_out(job):
                 job.give_up(error)
@@ -272,8 +294,10 @@ class Floor:
         return self.queue.firsts() + [job for seat in self.seats for job in seat.pinned.firsts()]
 
     def _lateness(self, job: Job, now: float) -> MachineError | None:
-        if (error := self.no_nodes()) is not None:
-            return error
-        if now - job.arrived_at > self._config.max_wait_s:
-            return Overloaded(f"the call waited {self._config.max_wait_s:g} s for a slot")
-        return None
+        """The last word of a job that waited too long; one that may have run is told so, since it must not be sent again."""
+        error: MachineError | None = self.no_nodes(since=job.arrived_at)
+        if error is None and now - job.arrived_at > self._config.max_wait_s:
+            error = Overloaded(f"the call waited {self._config.max_wait_s:g} s for a slot")
+        if error is not None and job.failure is not None:
+            return MachineError(f"{job.failure}; then {error}")
+        return error

@@ -32,7 +32,18 @@ _CALL_BYTES = 1024  # what the front itself needs for a call that waits
 class Job(ABC):
     """Work for one slot of a node."""
 
-    __slots__ = ("arrived_at", "client", "due", "home", "is_overdue", "num_bytes", "num_failures", "seat", "started_at")
+    __slots__ = (
+        "arrived_at",
+        "client",
+        "due",
+        "failure",
+        "home",
+        "is_overdue",
+        "num_bytes",
+        "num_failures",
+        "seat",
+        "started_at",
+    )
 
     def __init__(self, client: str, num_bytes: int, *, now: float, home: Seat | None = None) -> None:
         self.client = client
@@ -43,6 +54,7 @@ class Job(ABC):
         self.due = 0.0  # when its node has to have answered; set as it starts
         self.is_overdue = False
         self.num_failures = 0  # of nodes, under it
+        self.failure: MachineError | None = None  # the last of them
         self.seat: Seat | None = None  # where it runs, or ran last
 
     @property

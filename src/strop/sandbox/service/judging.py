@@ -33,7 +33,7 @@ class Judging:
             raise UserError(f"the request has {len(request.pairs)} pairs, the limit is {limits.max_pairs}.")
         if not 0 < request.pair_wall_s <= limits.max_wall_s:
             raise UserError(f"pair_wall_s is {request.pair_wall_s}; it has to be above 0 and at most {limits.max_wall_s:g}.")
-        if (error := self._floor.no_nodes()) is not None:
+        if (error := self._floor.no_nodes(since=asyncio.get_running_loop().time())) is not None:
             raise error
         judgement = Judgement()
         jobs = self._jobs(judgement, request, client)

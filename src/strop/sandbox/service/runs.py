@@ -57,7 +57,7 @@ class Runs:
             except SessionLost as error:
                 listener(error)
                 return None
-        elif (no_nodes := self._floor.no_nodes()) is not None:
+        elif (no_nodes := self._floor.no_nodes(since=now)) is not None:
             self._tally.num_without_node += 1
             listener(no_nodes)
             return None

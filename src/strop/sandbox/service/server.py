@@ -38,7 +38,7 @@ class CodeServer:
 
     async def __aenter__(self) -> Self:
         async with self._closing:
-            self.dispatcher = await self._closing.enter_async_context(Dispatcher(self.config.dispatch))
+            self.dispatcher = await self._closing.enter_async_context(Dispatcher(self.config.dispatch, refuses_at_once=True))
             self._closing.push_async_callback(self._end_tasks)
             self.http = HttpFront(self.dispatcher, self.config)
             names = [f"{default_name()}-{number}" for number in range(self.config.num_local_nodes)]

@@ -69,19 +69,25 @@ class Sessions:
         self._raise_if_full()
         self._num_opening += 1
         try:
-            for is_last in (False, True):
-                seat = self._emptiest_seat()
+            try:
+                return await self._open(limits)
+            except NodeLost as lost:
                 try:
-                    remote_id = await _in_time(seat, seat.node.open_session(limits))
-                except NodeLost as error:
-                    self._floor.lose(seat, str(error))
-                    if is_last:
-                        raise
-                else:
-                    return self._add(seat, remote_id, limits)
+                    return await self._open(limits)
+                except NoNodes as error:
+                    raise NoNodes(f"{error}; before that: {lost}") from lost
         finally:
             self._num_opening -= 1
-        raise AssertionError("the last try returns or raises")
+
+    async def _open(self, limits: SessionLimits) -> str:
+        await self._floor.wait_for_node()
+        seat = self._emptiest_seat()
+        try:
+            remote_id = await _in_time(seat, seat.node.open_session(limits))
+        except NodeLost as error:
+            self._floor.lose(seat, str(error))
+            raise
+        return self._add(seat, remote_id, limits)
 
     async def fork(self, session_id: str) -> str:
         """When the cells before it have ended."""
@@ -182,7 +188,7 @@ class Sessions:
     def _emptiest_seat(self) -> Seat:
         nums = {seat: 0 for seat in self._floor.seats if not seat.is_draining}
         if not nums:
-            raise Overloaded("every node is being drained") if self._floor.seats else NoNodes("the service has no node")
+            raise Overloaded("every node is being drained")
         for session in self._sessions.values():
             if session.seat in nums:
                 nums[session.seat] += 1
