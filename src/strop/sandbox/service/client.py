@@ -40,6 +40,7 @@ class SandboxClient(CodeService):
         client: who takes turns with whom in its queue; this object alone by default.
         patience_s: the longest one call may take, queue and tries included; then it raises `DeadlineExceeded`.
         no_node_s: how long the service may be without nodes before calls raise `NoNodes`; the log says what is waited for.
+            `UserError` when it has not done a thing for this object yet.
         reconnect_s: how long the service may be out of reach before calls raise `MachineError`.
         connect_s: the same before it was ever in reach; then they raise `UserError`, as for a wrong address.
     """
@@ -86,6 +87,7 @@ class SandboxClient(CodeService):
                 async for line in self._verdicts(asked):
                     if (index := rest[line.index]) not in verdicts:
                         verdicts[index] = line.verdict
+                        tries.note_progress()
                         yield index, line.verdict
                 if len(verdicts) < len(request.pairs):
                     raise ConnectionResetError("the reply ended too early")
@@ -99,11 +101,13 @@ class SandboxClient(CodeService):
         return await self._session("POST", f"/v1/sessions/{session}/fork")
 
     async def close_session(self, session: str) -> None:
-        await self._session("DELETE", f"/v1/sessions/{session}")
+        await self._ask("DELETE", f"/v1/sessions/{session}")
 
     async def health(self) -> Health:
         """What the service says of itself, once it works. Raises `UserError` for a wrong address or token, or without nodes."""
-        return _HEALTH.validate_json(await self._ask("GET", "/v1/health"))
+        health = _HEALTH.validate_json(await self._ask("GET", "/v1/health"))
+        self._http.note_node()
+        return health
 
     async def close(self) -> None:
         if self._running is not None:
@@ -135,7 +139,9 @@ class SandboxClient(CodeService):
                         yield _verdict(line)
 
     async def _session(self, method: str, path: str, body: bytes | None = None) -> str:
-        return _SESSION.validate_json(await self._ask(method, path, body)).session
+        session = _SESSION.validate_json(await self._ask(method, path, body)).session
+        self._http.note_node()
+        return session
 
     async def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
         tries = self._tries()

@@ -16,7 +16,15 @@ from pydantic_core import PydanticSerializationError
 from strop.errors import DeadlineExceeded, LinkBroken, MachineError, NoNodes, Overloaded, SessionLost, StropError, UserError
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 from strop.sandbox.service.call_stream import CallStream
-from strop.sandbox.service.http_client import CONNECTION_ERRORS, ServiceHttp, back_off, backoff_s, exception_of, unreachable
+from strop.sandbox.service.http_client import (
+    CONNECTION_ERRORS,
+    NodeWait,
+    ServiceHttp,
+    back_off,
+    backoff_s,
+    exception_of,
+    unreachable,
+)
 from strop.sandbox.service.lines import CancelRequest, ErrorLine, ResultLine, RunLine
 
 _log = logging.getLogger(__name__)
@@ -40,7 +48,7 @@ _CANCEL: TypeAdapter[CancelRequest] = TypeAdapter(CancelRequest)
 class _Call:
     """One run until its answer."""
 
-    __slots__ = ("alone_since", "future", "id", "is_cell", "line", "lost_at", "num_overloads", "started_at", "stream")
+    __slots__ = ("future", "id", "is_cell", "line", "lost_at", "node_wait", "num_overloads", "started_at", "stream")
 
     def __init__(self, line: bytes, call_id: str, *, is_cell: bool, loop: asyncio.AbstractEventLoop) -> None:
         self.line = line
@@ -51,7 +59,7 @@ class _Call:
         self.stream: CallStream | None = None  # on which it was sent; None while it waits
         self.lost_at = math.inf  # with its connection
         self.num_overloads = 0
-        self.alone_since = math.inf  # when the service first said that it had no nodes
+        self.node_wait: NodeWait | None = None  # since the service said that it had no nodes
 
 
 class Calls:
@@ -199,16 +207,19 @@ class Calls:
         if isinstance(answer, ErrorLine):
             self._on_error(call, exception_of(answer.error))
         elif answer.result.outcome is RunOutcome.OVERLOADED:
-            call.alone_since = math.inf
+            if call.node_wait is not None:
+                call.node_wait.start_over()
             self._send_later(call)
         else:
+            if answer.result.node:
+                self._http.note_node()
             call.future.set_result(answer.result)
 
     def _on_error(self, call: _Call, error: StropError) -> None:
         if isinstance(error, NoNodes):
-            call.alone_since = min(call.alone_since, self._loop.time())
+            call.node_wait = call.node_wait or NodeWait(self._http, limit_s=self._no_node_s)
             try:
-                self._http.wait_for_nodes(since=call.alone_since, limit_s=self._no_node_s)
+                call.node_wait.go_on()
             except StropError as too_late:
                 error = too_late
             else:

@@ -24,6 +24,7 @@ _log = logging.getLogger(__name__)
 
 _CONNECT_S = 5.0
 _ANSWER_S = 60.0  # for a request that is no stream
+_NEWS_S = 5.0  # a service without nodes is asked every two seconds and says so at once; one that took longer had some
 _CLIENT_HEADER = "X-Strop-Client"
 _ERROR: TypeAdapter[ErrorReply] = TypeAdapter(ErrorReply)
 _HEALTH: TypeAdapter[Health] = TypeAdapter(Health)
@@ -52,6 +53,7 @@ class ServiceHttp:
         self._headers = {_CLIENT_HEADER: client} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._session: aiohttp.ClientSession | None = None
         self.was_up = False  # it has answered a request
+        self.had_node_at = -math.inf  # when it last did what takes a node
         self._warned_at = -math.inf
 
     @asynccontextmanager
@@ -83,15 +85,19 @@ class ServiceHttp:
             reply: bytes = await response.read()
             return reply
 
+    def note_node(self) -> None:
+        """It has just done what takes a node."""
+        self.had_node_at = asyncio.get_running_loop().time()
+
     def wait_for_nodes(self, *, since: float, limit_s: float) -> None:
         """Say once in the log what is waited for; raise what is to be said when `limit_s` are over."""
         now = asyncio.get_running_loop().time()
-        if now - since > limit_s:
+        if now - max(since, self.had_node_at) > limit_s:
             text = (
                 f"the code service at {self.url} has no nodes, and none came within {limit_s:g} s. Have one join it with"
                 " strop sandbox node --join HOST:PORT, or start the service with --local-nodes 1."
             )
-            raise NoNodes(text) if self.was_up else UserError(text)
+            raise UserError(text) if self.had_node_at == -math.inf else NoNodes(text)
         if now - self._warned_at > limit_s:
             self._warned_at = now
             _log.warning("the code service at %s has no nodes; waiting up to %g s for one", self.url, limit_s)
@@ -144,6 +150,31 @@ async def back_off(num_failures: int) -> None:
     await asyncio.sleep(backoff_s(num_failures))
 
 
+class NodeWait:
+    """One request's wait for a service without nodes, which says so again and again.
+
+    Args:
+        limit_s: how long it may be without them.
+    """
+
+    def __init__(self, http: ServiceHttp, *, limit_s: float) -> None:
+        self._http = http
+        self._limit_s = limit_s
+        self._since = self._said_at = -math.inf
+
+    def start_over(self) -> None:
+        """It said something else."""
+        self._said_at = -math.inf
+
+    def go_on(self) -> None:
+        """The service has said so; raise what is to be said when that went on for too long."""
+        now = asyncio.get_running_loop().time()
+        if now - self._said_at > _NEWS_S:
+            self._since = now
+        self._said_at = now
+        self._http.wait_for_nodes(since=self._since, limit_s=self._limit_s)
+
+
 class Tries:
     """Of one request that may be sent again.
 
@@ -156,10 +187,15 @@ class Tries:
     def __init__(self, http: ServiceHttp, *, patience_s: float, no_node_s: float, limit_s: float) -> None:
         self._http = http
         self._patience_s = patience_s
-        self._no_node_s = no_node_s
         self._limit_s = limit_s
-        self._alone_since = math.inf
-        self._started_at = asyncio.get_running_loop().time()
+        self._node_wait = NodeWait(http, limit_s=no_node_s)
+        self._started_at = self._down_since = asyncio.get_running_loop().time()
+        self._num_failures = 0
+
+    def note_progress(self) -> None:
+        """A part of the answer is there: only the patience of the caller goes on."""
+        self._http.note_node()
+        self._down_since = self._http.had_node_at
         self._num_failures = 0
 
     async def after(self, error: Exception) -> None:
@@ -167,13 +203,15 @@ class Tries:
         self._num_failures += 1
         is_overload = isinstance(error, Overloaded)
         now = asyncio.get_running_loop().time()
-        self._alone_since = min(self._alone_since, now) if isinstance(error, NoNodes) else math.inf
         if isinstance(error, NoNodes):
-            self._http.wait_for_nodes(since=self._alone_since, limit_s=self._no_node_s)
-        tried_s = now - self._started_at
-        if tried_s > (self._patience_s if is_overload else self._limit_s):
-            if is_overload:
+            self._node_wait.go_on()
+        else:
+            self._node_wait.start_over()
+        if is_overload:
+            self._down_since = now
+            if now - self._started_at > self._patience_s:
                 raise error
+        elif now - self._down_since > self._limit_s:
             reason = str(error) or type(error).__name__
             raise unreachable(self._http, reason, limit_s=self._limit_s) from error
         await back_off(self._num_failures)
