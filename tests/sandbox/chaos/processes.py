@@ -28,11 +28,17 @@ class Process:
     @property
     def is_alive(self) -> bool:
         """Whether it holds anything still: a zombie does not."""
-        return process_of(self.pid) == self and _stat(self.pid)[0] not in "ZX"
+        return self._state not in ("", "Z", "X")
 
     @property
     def is_stopped(self) -> bool:
-        return process_of(self.pid) == self and _stat(self.pid)[0] == "T"
+        return self._state == "T"
+
+    @property
+    def _state(self) -> str:
+        """Empty when it is gone; read once, for it may go between two looks."""
+        fields = _stat(self.pid)
+        return fields[0] if fields and Process(self.pid, int(fields[19])) == self else ""
 
     def send(self, number: signal.Signals) -> bool:
         """Whether it was there to be sent something."""
