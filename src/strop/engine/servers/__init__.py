@@ -1,0 +1,1 @@
+"""Engines that are programs of their own, started by strop or given by address."""

@@ -1,0 +1,227 @@
+"""A program that serves as an engine: started, watched, and gone when whoever started it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from strop.errors import EngineLost
+
+_KEEPER = Path(__file__).with_name("keeper.py")
+_ASK_S = 0.1  # between two looks whether it is ready
+_GRACE_S = 10.0  # to end by itself after SIGTERM
+_KILL_S = 30.0  # for the keeper to kill what is left; more than it allows itself
+_TAIL_BYTES, _TAIL_LINES = 16_384, 20
+
+
+class ServerProcess:
+    """A running program. It and everything that it started ends with `stop`, or when this process ends, however it ends.
+
+    Its keeper is a process between the two, in a session of its own, so that a terminal's Ctrl-C reaches this process alone.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        log: Path,
+        log_start: int,
+        keeper: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.log = log
+        self._command, self._log_start = command, log_start
+        self._keeper, self._reader, self._writer = keeper, reader, writer
+        self._pid = 0
+        self._failure = ""  # why the command could not be run
+        self._status: int | None = None
+        self._oom_kills = _oom_kills()
+        self._started = asyncio.Event()
+        self._ended = asyncio.Event()
+        self._listening = asyncio.create_task(self._listen(), name=f"keeper of {command}")
+
+    @classmethod
+    async def start(
+        cls,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path,
+        is_ready: Callable[[], Awaitable[bool]],
+        deadline_s: float,
+        pass_fds: Sequence[int] = (),
+    ) -> Self:
+        """A program that is ready.
+
+        Args:
+            argv: the command; no shell comes between.
+            env: all of its environment.
+            log: its stdout and stderr are appended here; missing folders are made.
+            is_ready: asked again and again until it says so. What it raises ends the program and is raised here.
+            deadline_s: for all of that.
+            pass_fds: descriptors that it inherits under the same numbers.
+
+        Raises:
+            EngineLost: the command could not be run, ended, or was not ready in time; names it and the tail of its log.
+        """
+        process = await cls._spawn(argv, env, log, pass_fds)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await process._become_ready(is_ready)
+        except TimeoutError as error:
+            await process.stop(grace_s=0.0)
+            raise EngineLost(process.describe(f"was not ready within {deadline_s:g} s")) from error
+        except BaseException:
+            await process.stop(grace_s=0.0)
+            raise
+        return process
+
+    @property
+    def pid(self) -> int:
+        """Of the program itself, which leads a process group of its own."""
+        return self._pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended. A program that hangs, or was stopped by a signal, is alive."""
+        return not self._ended.is_set()
+
+    @property
+    def end(self) -> str:
+        """How it ended, as the rest of a sentence: "ended with exit code 1". Empty while it is alive."""
+        if self.is_alive:
+            return ""
+        if self._failure:
+            return f"could not be run: {self._failure}"
+        if self._status is None:
+            return "was lost: its keeper was killed, and it with it"
+        if self._status >= 0:
+            return f"ended with exit code {self._status}"
+        name = signal.Signals(-self._status).name
+        if -self._status == signal.SIGKILL and _oom_kills() > self._oom_kills:
+            return f"was killed by {name}: the machine ran out of memory (the kernel's OOM killer was at work)"
+        return f"was killed by {name}"
+
+    async def wait(self) -> None:
+        """Returns when it has ended."""
+        await self._ended.wait()
+
+    def describe(self, what: str) -> str:
+        """An error's text: the command, what happened to it, and the tail of its log."""
+        tail = self._tail()
+        shown = "\n".join(f"  {line}" for line in tail) if tail else "  (nothing)"
+        process = f" (pid {self._pid})" if self._pid else ""
+        return f"{self._command}{process} {what}. The end of its log, {self.log}:\n{shown}"
+
+    async def stop(self, *, grace_s: float = _GRACE_S) -> None:
+        """SIGTERM to its process group, and after `grace_s` SIGKILL to everything that it started. Safe to call twice.
+
+        Raises `EngineLost` when something cannot be killed; else all is gone when it returns.
+        """
+        if self.is_alive and grace_s > 0:
+            with contextlib.suppress(OSError):
+                self._writer.write(b"t")
+                await self._writer.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), grace_s)
+        with contextlib.suppress(OSError):
+            self._writer.write_eof()  # the keeper kills what is left, and says how that ended
+        try:
+            await asyncio.wait_for(self._keeper.wait(), _KILL_S)
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                self._keeper.kill()
+            raise EngineLost(self.describe(f"could not be killed within {_KILL_S:g} s")) from None
+        finally:
+            self._writer.close()
+        await self._listening
+
+    @classmethod
+    async def _spawn(cls, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int]) -> Self:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, log.open("ab") as output:
+                log_start = output.tell()
+                keeper = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", "-B", str(_KEEPER), str(theirs.fileno()), *argv),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=env,
+                    pass_fds=(theirs.fileno(), *pass_fds),
+                    start_new_session=True,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return cls(shlex.join(argv), log, log_start, keeper, reader, writer)
+
+    async def _become_ready(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
+        """Raises `EngineLost` when it ends before."""
+        await self._started.wait()
+        asking = asyncio.ensure_future(_ask(is_ready))
+        ending = asyncio.create_task(self._ended.wait())
+        try:
+            await asyncio.wait({asking, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() or not self.is_alive:
+                raise EngineLost(self.describe(f"{self.end} before it was ready"))
+            asking.result()
+        finally:
+            asking.cancel()
+            ending.cancel()
+            await asyncio.gather(asking, ending, return_exceptions=True)
+
+    async def _listen(self) -> None:
+        """To the keeper, until it has nothing more to say."""
+        try:
+            while line := await self._reader.readline():
+                self._note(json.loads(line))
+        except ConnectionError:  # it was killed
+            pass
+        finally:
+            self._ended.set()
+            self._started.set()
+
+    def _note(self, message: dict[str, Any]) -> None:
+        if "failed" in message:
+            self._failure = str(message["failed"])
+        elif "pid" in message:
+            self._pid = int(message["pid"])
+            self._started.set()
+        else:
+            self._status = int(message["status"])
+            self._ended.set()
+
+    def _tail(self) -> list[str]:
+        """The last lines that this program wrote, those of an earlier one in the same file left out."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(max(self._log_start, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                return file.read().decode("utf-8", "replace").splitlines()[-_TAIL_LINES:]
+        except OSError as error:
+            return [f"(cannot be read: {error.strerror})"]
+
+
+async def _ask(is_ready: Callable[[], Awaitable[bool]]) -> None:
+    while not await is_ready():  # noqa: ASYNC110 - another process becomes ready, which sets no event here
+        await asyncio.sleep(_ASK_S)
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed on this machine to get memory back."""
+    try:
+        counts = dict(line.split() for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines())
+        return int(counts.get("oom_kill", 0))
+    except OSError:
+        return 0
