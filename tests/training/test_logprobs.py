@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from strop.training.logprobs import token_logprobs
-from strop.training.trainer import load_model
+from strop.training.models import load_model
 
 
 @pytest.fixture

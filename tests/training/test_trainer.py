@@ -11,8 +11,9 @@ from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import LocalTrainer, OptimizerConfig, Schedule, TrainerConfig, pack_demonstrations, sft_token_loss
 from strop.training.figures import TokenFigures
+from strop.training.logprobs import token_logprobs
+from strop.training.models import load_model
 from strop.training.sft import Demonstration, Segment, sft_token_statistics
-from strop.training.trainer import load_model
 
 METHOD = GRPO()
 
@@ -358,3 +359,48 @@ def test_the_event_loop_runs_on_while_the_trainer_computes(model_directory, make
         return ticks
 
     assert asyncio.run(scenario()) >= 3
+
+
+def saved_bytes(trainer, batch):
+    """What a backward pass over `batch` would have to keep, and the gradient that it gives."""
+    sizes = []
+
+    def count(tensor):
+        sizes.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    model = trainer._model
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        logprobs, entropies = token_logprobs(model, batch.ids, batch.loss_mask, temperature=batch.temperature)
+    (logprobs + 0.1 * entropies).sum().backward()
+    return sum(sizes)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_activations_that_are_computed_again_give_the_same_loss_and_gradient_bit_for_bit(
+    model_directory, make_batch, precision
+):
+    kept, recomputed = (
+        make_trainer(model_directory, precision=precision, activation_checkpointing=is_on) for is_on in (False, True)
+    )
+    batch = with_old_logprobs(make_batch(), kept, noise=0.4)
+    expected, expected_report = gradients_of(kept, batch)
+    gradients, report = gradients_of(recomputed, batch)
+    assert report == expected_report
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_activations_that_are_computed_again_are_not_kept(model_directory, make_batch):
+    kept, recomputed = (make_trainer(model_directory, activation_checkpointing=is_on) for is_on in (False, True))
+    batch = make_batch((40,) * 4)
+    assert saved_bytes(recomputed, batch) < 0.5 * saved_bytes(kept, batch)
+
+
+def test_activations_are_computed_again_without_dropout(model_directory, make_batch, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(model_directory)
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    batch = make_batch()
+    expected, _ = gradients_of(make_trainer(model_directory), batch)
+    gradients, _ = gradients_of(make_trainer(tmp_path, activation_checkpointing=True), batch)
+    assert all(torch.equal(gradients[name], expected[name]) for name in expected)

@@ -37,7 +37,8 @@ from strop.tools.protocol import Tool
 from strop.training.batch import TokenBatch, pack
 from strop.training.config import OptimizerConfig
 from strop.training.protocol import Trainer
-from strop.training.trainer import LocalTrainer, load_model
+from strop.training.models import load_model
+from strop.training.trainer import LocalTrainer
 from strop.types import Task
 
 ROOM = 512  # tokens that the doctor's own conversation may take behind its prompt

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from strop.algorithms.protocol import Column, LossInputs
 from strop.engine.protocol import InferenceEngine, NamedTensor, weights_checksum
@@ -24,25 +23,13 @@ from strop.training.batch import TokenBatch, microbatches
 from strop.training.config import OptimizerConfig, TrainerConfig, learning_rate
 from strop.training.figures import TokenFigures
 from strop.training.logprobs import token_logprobs
+from strop.training.models import check_head, checkpoint_activations, load_model, read_tokenizer_files
 from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
 from strop.training.weights import MasterWeights, round_weights
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-# What makes up a tokenizer on disk. Carried from the first model to every saved one, byte for byte.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-)
-PROBE_TOLERANCE = 1e-3  # nats; between two orders of the same float32 sums there are about 1e-6
 
 
 class LocalTrainer:
@@ -74,7 +61,9 @@ class LocalTrainer:
         self._total_updates = total_updates
         self._device = torch.device(config.device)
         self._model = model.to(self._device).eval().requires_grad_(True)
-        _check_head(self._model)
+        check_head(self._model)
+        if config.activation_checkpointing:
+            checkpoint_activations(self._model)
         self._weights = MasterWeights(self._model, getattr(torch, config.precision))
         self._reference = None
         if reference is not None:
@@ -105,7 +94,7 @@ class LocalTrainer:
         return cls(
             load_model(directory),
             config,
-            tokenizer_files=_read_tokenizer_files(directory),
+            tokenizer_files=read_tokenizer_files(directory),
             reference=None if reference is None else load_model(reference),
             total_updates=total_updates,
         )
@@ -269,28 +258,6 @@ class LocalTrainer:
         self._num_scheduled = 0
 
 
-def load_model(directory: Path) -> PreTrainedModel:
-    """The causal language model in `directory`, in float32, with PyTorch's scaled-dot-product attention.
-
-    Raises:
-        ModelError: `directory` holds no model that transformers can load.
-    """
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelError(f"{directory}: transformers cannot load this model: {error}") from error
-    assert isinstance(model, PreTrainedModel)
-    return model
-
-
-def _read_tokenizer_files(directory: Path) -> dict[str, bytes]:
-    return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
-
-
 def _make_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
     matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
     vectors = [parameter for parameter in parameters if parameter.dim() < 2]
@@ -302,21 +269,3 @@ def _make_optimizer(parameters: list[torch.nn.Parameter], config: OptimizerConfi
     return torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
-
-
-@torch.no_grad()
-def _check_head(model: PreTrainedModel) -> None:
-    """Models that scale or cap their logits after the head would silently get other log-probs than the engine's (law 5)."""
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    ids = (torch.arange(8, device=model.device) * 7919 % vocabulary)[None]
-    where = torch.ones_like(ids, dtype=torch.bool)
-    where[:, 0] = False
-    ours, _ = token_logprobs(model, ids, where, temperature=1.0)
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    full = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
-    gap = (ours[:, 1:] - full).abs().max().item()
-    if not gap < PROBE_TOLERANCE:
-        raise ModelError(
-            f"{type(model).__name__}: its head alone gives log-probs that differ by {gap:.2g} nats from its full forward, as"
-            " in models that scale or cap their logits. Such models cannot be trained here."
-        )

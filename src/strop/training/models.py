@@ -1,0 +1,91 @@
+"""Models to train: read from a directory, and held against what the trainer takes for granted."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from strop.errors import ModelError
+from strop.training.logprobs import token_logprobs
+
+# What makes up a tokenizer on disk. Carried from the first model to every saved one, byte for byte.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+PROBE_TOLERANCE = 1e-3  # nats; between two orders of the same float32 sums there are about 1e-6
+
+
+def load_model(directory: Path) -> PreTrainedModel:
+    """The causal language model in `directory`, in float32, with PyTorch's scaled-dot-product attention.
+
+    Raises:
+        ModelError: `directory` holds no model that transformers can load.
+    """
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{directory}: transformers cannot load this model: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
+def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
+    return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Keep only what enters each layer, and compute the layer again in the backward pass. Call it after `eval()`.
+
+    Raises:
+        ModelError: the model library does not mark the layers of this model.
+    """
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(
+            f"{type(model).__name__}: its layers cannot be computed again in the backward pass."
+            " Set trainer.activation_checkpointing = false."
+        )
+    for layer in layers:
+        layer.gradient_checkpointing = True
+        # There is no dropout, so no state of a random generator has to come back.
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer.training = True  # of the layer alone, which asks for it; what lies within stays as it is, so dropout is off
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel) -> None:
+    """Models that scale or cap their logits after the head would silently get other log-probs than the engine's (law 5).
+
+    Raises:
+        ModelError: the log-probs of the model's head are not those of its full forward.
+    """
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    ids = (torch.arange(8, device=model.device) * 7919 % vocabulary)[None]
+    where = torch.ones_like(ids, dtype=torch.bool)
+    where[:, 0] = False
+    ours, _ = token_logprobs(model, ids, where, temperature=1.0)
+    logits = model(input_ids=ids, use_cache=False).logits.float()
+    full = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    gap = (ours[:, 1:] - full).abs().max().item()
+    if not gap < PROBE_TOLERANCE:
+        raise ModelError(
+            f"{type(model).__name__}: its head alone gives log-probs that differ by {gap:.2g} nats from its full forward, as"
+            " in models that scale or cap their logits. Such models cannot be trained here."
+        )
