@@ -52,6 +52,15 @@ class Capacity:
     max_running: int  # conversations that can hold KV memory at once
 
 
+class TakesWeights(Protocol):
+    """What weights can be published to: an engine, or several at once. See `InferenceEngine.load_weights`."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None: ...
+
+
 class InferenceEngine(Protocol):
     """Samples from the newest weights it was given; many rollouts may call it at once."""
 

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 from torch import Tensor
 
 from strop.algorithms.protocol import Column, LossInputs
-from strop.engine.protocol import InferenceEngine
+from strop.engine.protocol import TakesWeights
 from strop.training.batch import TokenBatch
 
 TokenLoss: TypeAlias = Callable[[Tensor, LossInputs], Tensor]
@@ -52,7 +52,7 @@ class Trainer(Protocol):
             CannotLearnError: too many updates in a row were skipped.
         """
 
-    async def publish(self, engine: InferenceEngine, *, version: int) -> str:
+    async def publish(self, engine: TakesWeights, *, version: int) -> str:
         """Send the weights to the engine in its dtype; returns their checksum once the engine has proved it (law 6)."""
 
     async def save(self, directory: Path) -> None:

@@ -16,14 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.algorithms.protocol import Column, LossInputs
-from strop.engine.protocol import InferenceEngine, NamedTensor, weights_checksum
+from strop.engine.protocol import NamedTensor, TakesWeights, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.runs import read_json, write_json, writing_to
-from strop.training.batch import TokenBatch, microbatches
+from strop.training.attention import use_row_attention
+from strop.training.batch import Microbatch, TokenBatch, microbatches
 from strop.training.config import OptimizerConfig, TrainerConfig, learning_rate
 from strop.training.figures import TokenFigures
 from strop.training.logprobs import token_logprobs
-from strop.training.models import check_head, checkpoint_activations, load_model, read_tokenizer_files
+from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
 from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
 from strop.training.weights import MasterWeights, round_weights
 
@@ -61,13 +62,15 @@ class LocalTrainer:
         self._total_updates = total_updates
         self._device = torch.device(config.device)
         self._model = model.to(self._device).eval().requires_grad_(True)
-        check_head(self._model)
+        check_logprobs(self._model, is_packed=config.packing)
         if config.activation_checkpointing:
             checkpoint_activations(self._model)
         self._weights = MasterWeights(self._model, getattr(torch, config.precision))
         self._reference = None
         if reference is not None:
             reference = reference.to(self._device).eval().requires_grad_(False)
+            if config.packing:
+                use_row_attention(reference)
             self._reference = round_weights(reference, getattr(torch, config.precision))
         self._tokenizer_files = dict(tokenizer_files)
         self._parameters = list(self._weights.named().values())
@@ -109,7 +112,7 @@ class LocalTrainer:
     async def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
         return await self._run(lambda: self._update(batch, loss, statistics))
 
-    async def publish(self, engine: InferenceEngine, *, version: int) -> str:
+    async def publish(self, engine: TakesWeights, *, version: int) -> str:
         """Each tensor is a copy, cast to the engine's dtype when its turn comes: the engine may keep it."""
         dtype = engine.capabilities.dtype
         names = list(self._weights.named())
@@ -154,7 +157,7 @@ class LocalTrainer:
                 raise ValueError(f"this trainer has no model that can fill {column.value!r}: it was built without one")
         scores = torch.zeros(batch.ids.shape)
         with torch.no_grad():
-            for part in microbatches(batch, self._config.max_tokens_per_microbatch):
+            for part in self._microbatches(batch):
                 logprobs, _ = self._logprobs(model, part.batch.to(self._device))
                 scores[part.rows, : logprobs.shape[1]] = logprobs.cpu()
         return replace(batch, columns={**batch.columns, column: scores})
@@ -166,7 +169,7 @@ class LocalTrainer:
         self._optimizer.zero_grad(set_to_none=True)
         total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
         figures = TokenFigures()
-        for part in microbatches(batch, self._config.max_tokens_per_microbatch):
+        for part in self._microbatches(batch):
             rows = part.batch.to(self._device)
             logprobs, entropies = self._logprobs(self._model, rows)
             inputs = LossInputs(
@@ -215,7 +218,17 @@ class LocalTrainer:
         )
 
     def _logprobs(self, model: PreTrainedModel, rows: TokenBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(model, rows.ids, rows.loss_mask, temperature=rows.temperature, max_logits=self._config.max_logits)
+        return token_logprobs(
+            model,
+            rows.ids,
+            rows.loss_mask,
+            temperature=rows.temperature,
+            max_logits=self._config.max_logits,
+            is_packed=self._config.packing,
+        )
+
+    def _microbatches(self, batch: TokenBatch) -> list[Microbatch]:
+        return microbatches(batch, self._config.max_tokens_per_microbatch, is_packed=self._config.packing)
 
     def _cast(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._weights.named()[name].detach().to(dtype=dtype, copy=True)
