@@ -1,14 +1,14 @@
 """Plays tasks to their end: many rollouts at once, each a conversation of engine and environment, groups as they close.
 
 There is no barrier: a rollout's next turn starts when its own tools are done, its reward is computed when it ends, and its
-group is yielded when its last rollout is scored.
+group is yielded when its last rollout is scored. Which engine a rollout goes to, and when, is the scheduler's to say.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from pydantic import Field
@@ -16,6 +16,9 @@ from pydantic import Field
 from strop.config import Config
 from strop.engine.protocol import CompletionRequest, InferenceEngine
 from strop.errors import EngineLost, MachineError, RequestTooLong
+from strop.rollout.fleet.dispatch import Dispatch
+from strop.rollout.fleet.fleet import Fleet
+from strop.rollout.fleet.seat import Seat
 from strop.rollout.protocol import Environment, EnvironmentFactory, Reward
 from strop.seeds import derive_seed
 from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
@@ -58,12 +61,16 @@ class Judge:
 class Player:
     """Everything that playing a task needs, whatever the task."""
 
-    engine: InferenceEngine
+    engine: InferenceEngine | Fleet  # a bare engine is a fleet of one that is not replaced
     environments: EnvironmentFactory
     judge: Judge
     sampling: SamplingConfig
     stop_ids: frozenset[int]
     max_attempts: int = 3  # of one rollout and of its judgement, when the fault is ours
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.engine if isinstance(self.engine, Fleet) else Fleet([self.engine], closes_engines=False)
 
     async def play_once(self, task: Task, key: RolloutKey, *, seed: int) -> Trajectory:
         """One rollout from the first turn to the last.
@@ -71,14 +78,36 @@ class Player:
         Raises:
             MachineError: a tool or the engine failed; nothing of the rollout is kept.
         """
+        async with self.fleet.batch() as dispatch:
+            opened = await self.open(task, dispatch, seed=seed)
+            try:
+                seats = await dispatch.offer({key: opened.prompt_ids}, max_tokens=self.sampling.max_tokens)
+                return await self.converse(task, seats[key], opened, seed=seed)
+            finally:
+                await opened.close()
+
+    async def open(self, task: Task, dispatch: Dispatch, *, seed: int) -> Opened:
+        """The environment of another playing of `task`, begun; whoever asked closes it.
+
+        Raises:
+            RequestTooLong: its prompt leaves no room for the response.
+        """
         environment = self.environments(task, seed=seed)
-        request_id, known = "", 0  # the last request, and how many ids the engine has seen of the conversation
         try:
             opening = await environment.start()
-            self._check_prompt(task, len(opening.ids))
-            turns: list[Turn] = []
-            context = opening.ids
-            num_left = self.sampling.max_tokens
+            self._check_prompt(task, len(opening.ids), dispatch.max_request_tokens)
+        except BaseException:
+            await environment.close()
+            raise
+        return Opened(environment=environment, prompt_ids=opening.ids)
+
+    async def converse(self, task: Task, seat: Seat, opened: Opened, *, seed: int) -> Trajectory:
+        """One rollout from its opening to its end; seat and environment are given back."""
+        key = seat.key
+        turns: list[Turn] = []
+        context = opened.prompt_ids
+        num_left = self.sampling.max_tokens
+        try:
             while True:
                 request = CompletionRequest(
                     id=f"{seed:x}/{key.task_index}/{key.attempt}/{key.branch}/{len(turns)}",
@@ -88,16 +117,12 @@ class Player:
                     temperature=self.sampling.temperature,
                     seed=derive_seed(seed, len(turns)),
                     min_tokens=min(self.sampling.min_tokens, num_left),
-                    extends=request_id,
-                    at=known,
                 )
-                request_id = request.id
-                completion = await self.engine.complete(request)
+                completion = await seat.complete(request)
                 context += completion.ids
-                known = len(context)
                 num_left -= len(completion.ids)
                 # One token stays free for the answer to the observation: without it the next completion could not start.
-                observation = await environment.step(completion, num_tokens_left=max(0, num_left - 1))
+                observation = await opened.environment.step(completion, num_tokens_left=max(0, num_left - 1))
                 turns.append(
                     Turn(
                         completion=completion,
@@ -112,21 +137,35 @@ class Player:
                 stop_reason = StopReason.LENGTH if observation.stop_reason is None and num_left < 1 else observation.stop_reason
                 if stop_reason is not None:
                     return Trajectory(
-                        key=key, task_id=task.id, prompt_ids=opening.ids, turns=tuple(turns), stop_reason=stop_reason
+                        key=key, task_id=task.id, prompt_ids=opened.prompt_ids, turns=tuple(turns), stop_reason=stop_reason
                     )
+                seat.observed(len(observation.ids))
         finally:
-            if request_id:
-                await self.engine.release(request_id)
-            await environment.close()
+            seat.leave()
+            await opened.close()
 
-    def _check_prompt(self, task: Task, length: int) -> None:
-        most = self.engine.capacity.max_request_tokens
-        if length + self.sampling.max_tokens > most:
+    def _check_prompt(self, task: Task, length: int, most: int | None) -> None:
+        if most is not None and length + self.sampling.max_tokens > most:
             raise RequestTooLong(
                 f"task {task.id!r}: its prompt of {length} tokens and sampling.max_tokens = {self.sampling.max_tokens} exceed"
                 f" engine.max_length = {most}. Leave such tasks out (tasks.max_question_chars), lower max_tokens,"
                 " or raise engine.max_length and start a run under another --name."
             )
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Opened:
+    """The environment of one playing of a rollout, and the prompt that it began with."""
+
+    environment: Environment
+    prompt_ids: tuple[int, ...]
+    is_closed: bool = False
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        if not self.is_closed:
+            self.is_closed = True
+            await self.environment.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,39 +198,64 @@ async def play(
         RequestTooLong: a task's prompt leaves no room for the response.
         EngineLost: there is nobody left to sample; rollouts already finished were reported to `observer`.
     """
-    groups = [
-        asyncio.ensure_future(
-            _play_group(index, task, player, num_rollouts=num_rollouts, seed=seed, observer=observer, finished=finished)
-        )
-        for index, task in tasks
-    ]
-    try:
-        for closed in asyncio.as_completed(groups):
-            yield await closed
-    finally:
-        for group in groups:
-            group.cancel()
-        await asyncio.gather(*groups, return_exceptions=True)
+    async with player.fleet.batch() as dispatch:
+        table = _Table(player=player, dispatch=dispatch, seed=seed, observer=observer, finished=finished)
+        groups = [asyncio.ensure_future(_play_group(index, task, table, num_rollouts=num_rollouts)) for index, task in tasks]
+        try:
+            for closed in asyncio.as_completed(groups):
+                yield await closed
+        finally:
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)
+            for opened in table.opened:  # of rollouts that were cancelled before their first turn
+                await opened.close()
 
 
-async def _play_group(
-    index: int,
-    task: Task,
-    player: Player,
-    *,
-    num_rollouts: int,
-    seed: int,
-    observer: PlayObserver,
-    finished: Mapping[RolloutKey, ScoredTrajectory],
-) -> Group:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    """What all rollouts of a batch share."""
+
+    player: Player
+    dispatch: Dispatch
+    seed: int
+    observer: PlayObserver
+    finished: Mapping[RolloutKey, ScoredTrajectory]
+    opened: set[Opened] = field(default_factory=set)  # environments that may be open
+
+    def seed_of(self, key: RolloutKey) -> int:
+        return derive_seed(self.seed, key.task_index, key.attempt, key.branch)
+
+    async def open(self, task: Task, key: RolloutKey) -> Opened | MachineError:
+        """The environment of another try of `key`, begun; or why that could not be."""
+        seed = self.seed_of(key)
+        self.observer.started(key, seed=seed)
+        try:
+            opened = await self.player.open(task, self.dispatch, seed=seed)
+        except MachineError as error:
+            return error
+        self.opened.add(opened)
+        return opened
+
+    async def seats(self, opened: Mapping[RolloutKey, Opened | MachineError]) -> dict[RolloutKey, Seat]:
+        """A seat for each rollout of one task whose environment is open."""
+        prompts = {key: each.prompt_ids for key, each in opened.items() if isinstance(each, Opened)}
+        return await self.dispatch.offer(prompts, max_tokens=self.player.sampling.max_tokens) if prompts else {}
+
+    async def play(self, task: Task, seat: Seat, opened: Opened) -> ScoredTrajectory:
+        trajectory = await self.player.converse(task, seat, opened, seed=self.seed_of(seat.key))
+        self.opened.discard(opened)
+        return await self.player.judge.score(task, trajectory)
+
+
+async def _play_group(index: int, task: Task, table: _Table, *, num_rollouts: int) -> Group:
     scored: list[ScoredTrajectory] = []
     num_void = 0
     attempts = range(num_rollouts)
     while attempts:
         keys = [RolloutKey(task_index=index, attempt=attempt) for attempt in attempts]
-        fresh = [_play_scored(task, key, player, seed=seed, observer=observer) for key in keys if key not in finished]
-        outcomes = await _all(fresh)
-        scored += [finished[key] for key in keys if key in finished]
+        outcomes = await _play_attempts(task, [key for key in keys if key not in table.finished], table)
+        scored += [table.finished[key] for key in keys if key in table.finished]
         scored += [outcome for outcome in outcomes if isinstance(outcome, ScoredTrajectory)]
         num_void += sum(isinstance(outcome, _Void) for outcome in outcomes)
         last = attempts.stop
@@ -200,24 +264,35 @@ async def _play_group(
     return Group(task=task, task_index=index, trajectories=tuple(scored), num_void=num_void)
 
 
+async def _play_attempts(task: Task, keys: Sequence[RolloutKey], table: _Table) -> list[ScoredTrajectory | _Void]:
+    """Rollouts of one task, offered together, so that the scheduler knows that they share a prompt."""
+    opened = dict(zip(keys, await _all([table.open(task, key) for key in keys]), strict=True))
+    seats = await table.seats(opened)
+    return await _all([_play_scored(task, key, table, opened=opened[key], seat=seats.get(key)) for key in keys])
+
+
 async def _play_scored(
-    task: Task, key: RolloutKey, player: Player, *, seed: int, observer: PlayObserver
+    task: Task, key: RolloutKey, table: _Table, *, opened: Opened | MachineError, seat: Seat | None
 ) -> ScoredTrajectory | _Void:
-    rollout_seed = derive_seed(seed, key.task_index, key.attempt, key.branch)
+    """The first try is made in what is open already; others begin anew."""
     reason = ""
-    for _ in range(player.max_attempts):
-        observer.started(key, seed=rollout_seed)
+    for num_tries in range(1, table.player.max_attempts + 1):
+        if num_tries > 1:
+            opened = await table.open(task, key)
+            seat = (await table.seats({key: opened})).get(key)
+        if isinstance(opened, MachineError) or seat is None:
+            reason = str(opened)
+            continue
         try:
-            trajectory = await player.play_once(task, key, seed=rollout_seed)
-            scored = await player.judge.score(task, trajectory)
+            scored = await table.play(task, seat, opened)
         except EngineLost:
             raise
         except MachineError as error:
             reason = str(error)
             continue
-        observer.finished(scored)
+        table.observer.finished(scored)
         return scored
-    observer.voided(key, reason=reason)
+    table.observer.voided(key, reason=reason)
     return _Void(key=key, reason=reason)
 
 

@@ -7,7 +7,7 @@ order. Nothing here waits, reads a clock or knows what an engine is made of.
 | ------------------------------------------------ | ---------------------------- | --------------------------------------- |
 | an engine is ready                               | `EngineJoined`               | `Run` whoever waited                    |
 | a task's rollouts are to be played               | `GroupOffered`               | `Run(why=START)` those that fit         |
-| `complete` returned, and the turn calls tools    | `TurnFinished`               | `CallTools`, at once unless static      |
+| `complete` returned, and the turn may call tools | `TurnFinished`               | `CallTools`, at once unless static      |
 | the sandbox took the calls up                    | `ToolStarted`                | nothing                                 |
 | the observation is there, the rollout goes on    | `ToolFinished`               | `Run(why=CONTINUE)` on its engine       |
 | the method wants to fork here                    | `BranchAsked`                | `Run(why=BRANCH)`, or `RefuseBranch`    |
@@ -80,8 +80,15 @@ class Scheduler(Protocol):
         """Those of them that wait for an engine."""
 
     @property
+    def num_waiting(self) -> int:
+        """How many those are, at no cost."""
+
+    @property
     def stranded(self) -> tuple[RolloutKey, ...]:
         """Those of them that no engine which is left could ever hold; they go on when one joins that can."""
+
+    def is_crowded(self, engine: str) -> bool:
+        """Whether more was dealt to an engine than it holds, so that conversations cannot all keep their memory."""
 
     @property
     def next_tick_s(self) -> float | None:

@@ -166,6 +166,7 @@ class RolloutBook:
             self._count_turn(rollout, event.num_tokens, event.recomputed_tokens)
         del self.rollouts[rollout.key]
         self.ledger.ended += 1
+        self.ledger.longest_rollout_tokens = max(self.ledger.longest_rollout_tokens, rollout.response_tokens)
         if rollout.started_s is not None:
             self.ledger.longest_rollout_s = max(self.ledger.longest_rollout_s, self.now_s - rollout.started_s)
         return rollout

@@ -22,3 +22,4 @@ class SchedulerConfig(Config):
         default=1.0, ge=1
     )  # times KV memory that may be reserved; above 1 engines may have to evict
     suspend_after_s: PositiveFloat | None = None  # a tool that runs longer gives its rollout's memory back, if somebody waits
+    max_replacements: NonNegativeInt = 2  # engines that a step opens in place of lost ones

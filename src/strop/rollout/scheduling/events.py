@@ -16,6 +16,13 @@ class EngineSpec:
     kv_blocks: int
     block_tokens: int
     max_conversations: int  # that can hold KV memory at once
+    max_tokens: int | None = None  # of the longest conversation; None: as many as the blocks hold
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation that it could ever hold."""
+        held = self.kv_blocks * self.block_tokens
+        return held if self.max_tokens is None else min(held, self.max_tokens)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -40,7 +47,7 @@ class GroupOffered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFinished:
-    """A completion came back, and it makes tool calls. One that ends its rollout is `RolloutEnded` instead."""
+    """A completion came back, and it may call tools. One that is known to end its rollout is `RolloutEnded` instead."""
 
     key: RolloutKey
     run: int  # of the `Run` that asked for it; an answer to an older one is ignored and counted

@@ -19,13 +19,14 @@ def check_fits(event: GroupOffered, engines: Sequence[EngineSpec]) -> None:
         raise StropError("rollouts were offered, but there is no engine that takes them.")
     longest = max(event.rollouts, key=lambda offer: offer.max_tokens)
     total = event.prompt_tokens + longest.max_tokens
-    if any(spec.blocks_for(total) <= spec.kv_blocks for spec in engines):
+    if any(total <= spec.longest for spec in engines):
         return
-    largest = max(engines, key=lambda spec: spec.kv_blocks * spec.block_tokens)
+    largest = max(engines, key=lambda spec: spec.longest)
     blocks, room = largest.blocks_for(total), largest.kv_blocks * largest.block_tokens
+    limit = "" if largest.longest == room else f", and takes conversations of up to {largest.longest}"
     raise RequestTooLong(
         f"rollout {longest.key}: a prompt of {event.prompt_tokens} tokens and a response of up to {longest.max_tokens} are"
         f" {total} tokens, which take {blocks} KV blocks of {largest.block_tokens} tokens. The largest engine, {largest.name},"
-        f" has {largest.kv_blocks} ({room} tokens). Lower sampling.max_tokens, leave out long prompts, or give an engine more"
-        " KV memory."
+        f" has {largest.kv_blocks} ({room} tokens){limit}. Lower sampling.max_tokens, leave out long prompts, or give an"
+        " engine more KV memory."
     )

@@ -50,6 +50,7 @@ class EngineFloor:
         self._homes: dict[int, set[int]] = {}  # by group: indices of the engines that hold its prompt
         self._capacity: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._block_tokens: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._longest: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # conversation, in tokens
         self._reserved: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._is_open: Mask = np.zeros(0, dtype=np.bool_)  # takes new conversations, as far as their number goes
         self._is_there: Mask = np.zeros(0, dtype=np.bool_)  # takes new conversations, once there is room
@@ -76,6 +77,7 @@ class EngineFloor:
         self._by_name[spec.name] = engine
         self._capacity = np.append(self._capacity, capacity)
         self._block_tokens = np.append(self._block_tokens, spec.block_tokens)
+        self._longest = np.append(self._longest, capacity * spec.block_tokens if spec.max_tokens is None else spec.max_tokens)
         self._reserved = np.append(self._reserved, 0)
         self._is_open = np.append(self._is_open, True)
         self._is_there = np.append(self._is_there, True)
@@ -99,20 +101,21 @@ class EngineFloor:
 
     def could_ever_hold(self, size: Size) -> Mask:
         """Which of the engines that take conversations hold a rollout of `size`, once nothing else is there."""
-        fits: Mask = self._is_there & (-(-size.total_tokens // self._block_tokens) <= self._capacity)
+        needed = -(-size.total_tokens // self._block_tokens)
+        fits: Mask = self._is_there & (needed <= self._capacity) & (size.total_tokens <= self._longest)
         return fits
 
     def best(self, size: Size, closed: Mask) -> Engine | None:
         """The engine for one more rollout of `size`, none of the `closed` ones; None when it fits nowhere now."""
         needed = -(-size.total_tokens // self._block_tokens)
-        fits = self._is_open & ~closed & (needed <= self._capacity - self._reserved)
+        fits = self._is_open & ~closed & (needed <= self._capacity - self._reserved) & (size.total_tokens <= self._longest)
         shares = np.where(fits, self._reserved / self._capacity, np.inf)
         emptiest = int(shares.argmin()) if len(shares) else 0
         least = float(shares[emptiest]) if len(shares) else np.inf
         home, home_share = None, np.inf
         for index in self._homes.get(size.group, ()):
             engine = self._engines[index]
-            if closed[index] or not self._is_open[index]:
+            if closed[index] or not self._is_open[index] or size.total_tokens > self._longest[index]:
                 continue
             share = engine.memory.reserved / engine.memory.capacity
             if share < home_share or (share == home_share and home is not None and index < home.index):

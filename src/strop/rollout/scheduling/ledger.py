@@ -30,6 +30,7 @@ class Ledger:
     tool_run_s: float = 0.0  # between the start of the tools and the last answer
     queue_wait_s: float = 0.0  # between the offer and the first run
     longest_rollout_s: float = 0.0  # between the first run and the end
+    longest_rollout_tokens: int = 0  # of one response, observations included
 
     def as_metrics(self) -> Mapping[str, float]:
         names = [name for name in self.__dataclass_fields__ if name != "runs"]

@@ -82,8 +82,16 @@ class LoadBalancedScheduler:
         return tuple(each.key for each in self._queue.waiting())
 
     @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
+
+    @property
     def stranded(self) -> tuple[RolloutKey, ...]:
         return tuple(each.key for each in self._queue.waiting() if not self._floor.could_ever_hold(each.size).any())
+
+    def is_crowded(self, engine: str) -> bool:
+        """Never: what is dealt is reserved."""
+        return False
 
     @property
     def next_tick_s(self) -> float | None:

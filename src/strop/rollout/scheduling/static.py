@@ -41,16 +41,31 @@ class _Hand:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.num_dealt = 0
+        self.num_live = 0
+        self.blocks = 0  # that those would need to be held to their end, sharing nothing
         self.running: dict[RolloutKey, Rollout] = {}
         self.at_barrier: dict[RolloutKey, Rollout] = {}  # their turn is done, others' is not
         self.calling: dict[RolloutKey, Rollout] = {}
         self.answered: dict[RolloutKey, tuple[Rollout, int]] = {}  # tools and tokens of the observation; others' run
 
-    def drop(self, key: RolloutKey) -> None:
+    def deal(self, rollout: Rollout) -> None:
+        rollout.engine = self.engine
+        self.num_dealt += 1
+        self.num_live += 1
+        self.blocks += self._blocks_of(rollout)
+        self.running[rollout.key] = rollout
+
+    def drop(self, rollout: Rollout) -> None:
+        self.num_live -= 1
+        self.blocks -= self._blocks_of(rollout)
+        key = rollout.key
         self.running.pop(key, None)
         self.at_barrier.pop(key, None)
         self.calling.pop(key, None)
         self.answered.pop(key, None)
+
+    def _blocks_of(self, rollout: Rollout) -> int:
+        return self.engine.memory.spec.blocks_for(rollout.size.total_tokens)
 
 
 class StaticScheduler:
@@ -95,8 +110,17 @@ class StaticScheduler:
         return ()
 
     @property
+    def num_waiting(self) -> int:
+        return 0
+
+    @property
     def stranded(self) -> tuple[RolloutKey, ...]:
         return ()
+
+    def is_crowded(self, engine: str) -> bool:
+        hand = self._hands[engine]
+        spec = hand.engine.memory.spec
+        return hand.num_live > spec.max_conversations or hand.blocks > spec.kv_blocks
 
     @property
     def next_tick_s(self) -> float | None:
@@ -112,9 +136,7 @@ class StaticScheduler:
         hand = min(self._hands.values(), key=lambda each: each.num_dealt)
         is_prompt_there = False
         for rollout in self._book.offer(event):
-            rollout.engine = hand.engine
-            hand.num_dealt += 1
-            hand.running[rollout.key] = rollout
+            hand.deal(rollout)
             self._book.run(rollout, Why.START, prefill_tokens=0 if is_prompt_there else event.prompt_tokens)
             is_prompt_there = True
 
@@ -144,8 +166,7 @@ class StaticScheduler:
         self._book.parent_of(event)
         branch = self._book.branch(event)
         hand = self._hand_of(branch)
-        hand.num_dealt += 1
-        hand.running[branch.key] = branch
+        hand.deal(branch)
         self._book.run(branch, Why.BRANCH, prefill_tokens=0)
 
     def _rollout_ended(self, event: RolloutEnded) -> None:
@@ -153,7 +174,7 @@ class StaticScheduler:
         if rollout is None:
             return
         hand = self._hand_of(rollout)
-        hand.drop(rollout.key)
+        hand.drop(rollout)
         self._book.actions.append(Release(key=rollout.key, engine=hand.engine.name))
         self._go_on(hand)
 

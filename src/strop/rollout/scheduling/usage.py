@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
@@ -28,3 +29,28 @@ class EngineUsage:
         self.kv_share_s += passed * self.kv_share
         self.since_s, self.rows, self.kv_share = now_s, rows, kv_share
         self.changes.append((now_s, rows, kv_share))
+
+    def mean_rows(self, start_s: float, end_s: float, num_spans: int) -> list[float]:
+        """Mean rows that decode in each of equal spans of time."""
+        return means_of_spans([(at, rows) for at, rows, _ in self.changes], start_s, end_s, num_spans)
+
+    def mean_kv_shares(self, start_s: float, end_s: float, num_spans: int) -> list[float]:
+        """Mean share of KV memory reserved in each of equal spans of time."""
+        return means_of_spans([(at, share) for at, _, share in self.changes], start_s, end_s, num_spans)
+
+
+def means_of_spans(changes: Sequence[tuple[float, float]], start_s: float, end_s: float, num_spans: int) -> list[float]:
+    """Means, over equal spans from `start_s` to `end_s`, of what takes a value at each (time, value) and had been 0 before."""
+    width = (end_s - start_s) / num_spans
+    totals = [0.0] * num_spans
+    if width <= 0 or not changes:
+        return totals
+    ends = [at for at, _ in changes[1:]] + [end_s]
+    for (begin, value), end in zip(changes, ends, strict=True):
+        at, last = max(begin, start_s), min(end, end_s)
+        while value and at < last:
+            index = min(num_spans - 1, int((at - start_s) / width))
+            until = last if index == num_spans - 1 else min(last, start_s + (index + 1) * width)
+            totals[index] += value * (until - at)
+            at = until if until > at else last
+    return [total / width for total in totals]

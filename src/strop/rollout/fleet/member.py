@@ -1,0 +1,155 @@
+"""One engine of a fleet: its memory as the scheduler counts it, the completions under way, and why it was given up."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from functools import partial
+
+from strop.engine.protocol import Capacity, CompletionRequest, InferenceEngine
+from strop.errors import DeadlineExceeded, EngineLost, StropError
+from strop.rollout.scheduling import EngineSpec
+from strop.types import Completion
+
+_BLOCK_TOKENS = 16  # of an engine that does not count its memory in slots; servers use this or a multiple
+_PATIENCE = 0.5  # of a deadline: an engine that answered somebody within it is slow and not hung
+_CLOSE_S = 60.0
+_SETTLE_S = 5.0  # how long an engine may take to notice that nobody waits for a completion any more
+
+
+class GivenUpError(StropError):
+    """The engine was given up while it was asked; the scheduler says where the turn is sampled again."""
+
+
+def spec_of(name: str, capacity: Capacity) -> EngineSpec:
+    """An engine's memory in blocks. Slots of a fixed length, as the embedded engine has, are blocks of that length."""
+    has_slots = capacity.total_tokens == capacity.max_running * capacity.max_request_tokens
+    block_tokens = capacity.max_request_tokens if has_slots else min(_BLOCK_TOKENS, capacity.total_tokens)
+    return EngineSpec(
+        name=name,
+        kv_blocks=capacity.total_tokens // block_tokens,
+        block_tokens=block_tokens,
+        max_conversations=capacity.max_running,
+        max_tokens=capacity.max_request_tokens,
+    )
+
+
+class Member:
+    """An engine under a name that no other engine of the fleet ever had."""
+
+    def __init__(self, name: str, engine: InferenceEngine, *, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.engine = engine
+        self.spec = spec_of(name, engine.capacity)
+        self.loss = ""  # why it was given up; empty while it was not
+        self.is_draining = False
+        self._clock = clock
+        self._last_answer_s = clock()
+        self._asked: dict[asyncio.Future[Completion], asyncio.Task[Completion]] = {}
+        self._let_go: set[asyncio.Task[Completion]] = set()
+
+    @property
+    def tolerated_tokens(self) -> int:
+        """Of a prefix, how many an engine may compute again without having lost them: the rest of a block."""
+        has_slots = self.spec.block_tokens == self.spec.max_tokens
+        return 1 if has_slots else self.spec.block_tokens
+
+    async def ask(self, request: CompletionRequest, *, version: int, deadline_s: float) -> Completion:
+        """A completion from the weights of `version`.
+
+        Raises:
+            EngineLost: the engine died, answered nobody for a long time, or what it answered cannot be true.
+            DeadlineExceeded: this completion is not done, but the engine answers others.
+            GivenUpError: the engine was given up meanwhile.
+        """
+        if self.loss:
+            raise GivenUpError(self.loss)
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        asked = asyncio.ensure_future(self.engine.complete(request))
+        asked.add_done_callback(partial(_hand_over, answer))
+        self._asked[answer] = asked
+        timer = asyncio.get_running_loop().call_later(deadline_s, self._miss, answer, request, deadline_s)
+        try:
+            completion = await answer
+        except DeadlineExceeded as error:  # the engine's own, or ours
+            if self._clock() - self._last_answer_s < _PATIENCE * deadline_s:
+                raise
+            raise EngineLost(f"it hangs: {error}") from error
+        except (MemoryError, OSError) as error:
+            raise EngineLost(f"{type(error).__name__}: {error}") from error
+        finally:
+            timer.cancel()
+            del self._asked[answer]
+            if not asked.done():
+                asked.cancel()
+                self._let_go.add(asked)
+                asked.add_done_callback(self._let_go.discard)
+        if problem := garbage_in(completion, request, version=version):
+            raise EngineLost(f"its answer to request {request.id} cannot be true: {problem}")
+        self._last_answer_s = self._clock()
+        return completion
+
+    def give_up(self, reason: str) -> None:
+        """Whoever waits for it waits no longer."""
+        self.loss = reason
+        for answer in self._asked:
+            if not answer.done():
+                answer.set_exception(GivenUpError(reason))
+
+    async def settle(self) -> None:
+        """Wait, but not long, until completions that nobody waits for have ended."""
+        if self._let_go:
+            await asyncio.wait(self._let_go, timeout=_SETTLE_S)
+
+    async def close(self) -> None:
+        """Raises `DeadlineExceeded` when that takes too long; whatever the engine itself raises passes through."""
+        deadline = asyncio.timeout(_CLOSE_S)
+        try:
+            async with deadline:
+                await self.engine.close()
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineExceeded(f"engine {self.name} was not closed within {_CLOSE_S} s.") from error
+
+    def _miss(self, answer: asyncio.Future[Completion], request: CompletionRequest, deadline_s: float) -> None:
+        if not answer.done():
+            answer.set_exception(
+                DeadlineExceeded(f"engine {self.name} did not complete request {request.id} within {deadline_s:g} s.")
+            )
+
+
+def garbage_in(completion: Completion, request: CompletionRequest, *, version: int) -> str:
+    """What cannot be true of an answer; empty when nothing was found."""
+    num = len(completion.ids)
+    logprobs = completion.logprobs
+    faults = {
+        f"{num} tokens, but {request.max_tokens} were the most": num > request.max_tokens,
+        "no token at all": num == 0,
+        f"{len(logprobs)} log-probs for {num} tokens": len(logprobs) != num,
+        f"{len(completion.entropies)} entropies for {num} tokens": len(completion.entropies) not in (0, num),
+        "a log-prob that is above 0 or not finite": not all(math.isfinite(each) and each < 1e-3 for each in logprobs),
+        "a token id below 0": min(completion.ids, default=0) < 0,
+        f"{completion.cached_tokens} of {len(request.ids)} ids were cached": not (
+            0 <= completion.cached_tokens <= len(request.ids)
+        ),
+        f"it sampled from policy version {completion.policy_version}, but version {version} was published to it": (
+            completion.policy_version != version
+        ),
+    }
+    return next((f"{fault}." for fault, is_so in faults.items() if is_so), "")
+
+
+def _hand_over(answer: asyncio.Future[Completion], asked: asyncio.Task[Completion]) -> None:
+    if asked.cancelled():
+        if not answer.done():
+            answer.set_exception(EngineLost("it cancelled a completion that nobody had aborted."))
+        return
+    error = asked.exception()
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(asked.result())
+    else:
+        answer.set_exception(error)
