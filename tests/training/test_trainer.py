@@ -91,6 +91,39 @@ def test_law_4_micro_batch_size_changes_the_gradient_by_rounding_only(model_dire
     assert report.statistics == pytest.approx(expected_report.statistics, rel=1e-5, abs=1e-8)
 
 
+def test_law_4_packing_changes_the_gradient_by_rounding_only(model_directory, make_batch):
+    padded, packed = (make_trainer(model_directory, packing=is_packed) for is_packed in (False, True))
+    batch = make_batch((40, 30, 44, 25, 14, 8))
+    batch.ids[:2, :20] = batch.ids[2, :20]  # a prompt that three rows share
+    batch = with_old_logprobs(batch, padded, noise=0.4)
+    expected, expected_report = gradients_of(padded, batch)
+    gradients, report = gradients_of(packed, batch)
+    assert_same_gradient(gradients, expected, 2e-6)
+    assert report.statistics == pytest.approx(expected_report.statistics, rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_law_4_an_episode_split_in_two_rows_gives_the_gradient_of_the_whole(model_directory, make_batch, is_packed):
+    trainer = make_trainer(model_directory, packing=is_packed)
+    whole = with_old_logprobs(make_batch((40, 30)), trainer, noise=0.4)
+    expected, _ = gradients_of(trainer, whole)
+    twice = torch.tensor([0, 0, 1])  # its first 25 tokens are learnt from in one row, the others in another
+    masks = whole.loss_mask[twice]
+    masks[0, 25:] = False
+    masks[1, :25] = False
+    split = replace(
+        whole,
+        ids=whole.ids[twice],
+        lengths=torch.tensor([25, 40, 30]),
+        loss_mask=masks,
+        loss_weights=whole.loss_weights[twice] * masks,
+        advantages=whole.advantages[twice],
+        sampled_logprobs=whole.sampled_logprobs[twice],
+        columns={column: values[twice] for column, values in whole.columns.items()},
+    )
+    assert_same_gradient(gradients_of(trainer, split)[0], expected, 2e-6)
+
+
 def test_law_4_order_of_rows_and_padding_change_the_gradient_by_rounding_only(model_directory, make_batch):
     trainer = make_trainer(model_directory)
     batch = with_old_logprobs(make_batch(), trainer, noise=0.4)

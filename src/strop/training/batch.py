@@ -14,6 +14,7 @@ from torch import Tensor
 
 from strop.algorithms.aggregation import Aggregation, token_weights
 from strop.algorithms.protocol import Column, Selection
+from strop.training.attention import shared_lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,27 +164,47 @@ def split_by_group(selections: Sequence[Selection], num_minibatches: int) -> lis
     return parts
 
 
-def microbatches(batch: TokenBatch, max_tokens: int) -> list[Microbatch]:
-    """`batch` in parts of at most `max_tokens` padded tokens, shortest rows first; a longer row goes by itself.
+def microbatches(batch: TokenBatch, max_tokens: int, *, is_packed: bool = False) -> list[Microbatch]:
+    """`batch` in parts of at most `max_tokens` tokens that go through the model; a longer row goes by itself.
 
-    A row counts up to its last trained token, since nothing after it reaches the loss; a row without one is left out. Rows of
-    equal length stay in canonical order, so the parts are a pure function of the batch.
+    Packed, rows stay in canonical order, where those of a group are neighbours, and what a row shares with the row before it
+    is not counted again. Otherwise shortest rows come first, rows of equal length in canonical order, and padding counts.
+
+    A row counts up to its last trained token, since nothing after it reaches the loss; a row without one is left out. The
+    parts are a pure function of the batch.
     """
     positions = torch.arange(1, batch.loss_mask.shape[1] + 1)
-    lengths = (batch.loss_mask * positions).amax(1).tolist() if len(batch.lengths) else []
-    order = sorted((row for row, length in enumerate(lengths) if length), key=lambda row: lengths[row])
+    lengths = (batch.loss_mask * positions).amax(1) if len(batch.lengths) else torch.zeros(0, dtype=torch.int64)
+    rows = lengths.nonzero().squeeze(1)
+    parts = _packed(batch.ids[rows], lengths[rows], max_tokens) if is_packed else _padded(lengths[rows], max_tokens)
+    return [_take(batch, rows[part], int(lengths[rows[part]].max())) for part in parts]
+
+
+def _packed(ids: Tensor, lengths: Tensor, max_tokens: int) -> list[list[int]]:
     parts: list[list[int]] = []
-    for row in order:
-        if parts and (len(parts[-1]) + 1) * lengths[row] <= max_tokens:
+    num_tokens = 0
+    shared = shared_lengths(ids, lengths - 1)  # the last token is only predicted
+    for row, length in enumerate(lengths.tolist()):
+        num_tokens += length - shared[row]
+        if parts and num_tokens <= max_tokens:
             parts[-1].append(row)
         else:
             parts.append([row])
-    return [_take(batch, part, lengths[part[-1]]) for part in parts]
+            num_tokens = length
+    return parts
 
 
-def _take(batch: TokenBatch, rows: list[int], num_columns: int) -> Microbatch:
-    index = torch.tensor(rows, dtype=torch.int64)
+def _padded(lengths: Tensor, max_tokens: int) -> list[list[int]]:
+    parts: list[list[int]] = []
+    for row in lengths.argsort(stable=True).tolist():
+        if parts and (len(parts[-1]) + 1) * int(lengths[row]) <= max_tokens:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
 
+
+def _take(batch: TokenBatch, index: Tensor, num_columns: int) -> Microbatch:
     def cut(values: Tensor) -> Tensor:
         return values[index, :num_columns]
 

@@ -37,7 +37,8 @@ class TrainerConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"  # to compute in; weights, gradient sums and optimizer are float32
     device: str = "cpu"  # or "cuda", "cuda:1"
-    max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # padded; decides memory, never the gradient (law 4)
+    max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # decides memory, never the gradient (law 4)
+    packing: bool = True  # rows end to end, without padding, and what rows of a group begin with computed once
     activation_checkpointing: bool = False  # compute layers again in the backward pass instead of keeping what they computed
     max_logits: int = Field(default=2**24, gt=0)  # held at once, in float32: 64 MiB, and as many of their gradient
     max_skipped_updates: int = Field(default=3, gt=0)  # in a row, before the run says that it cannot learn

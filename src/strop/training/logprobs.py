@@ -9,16 +9,25 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from strop.training.attention import lay_out
+
 _HEAD_ROWS_AT_ONCE = 8_192  # of the head's gradient, while it is added up
 
 
 def token_logprobs(
-    model: PreTrainedModel, ids: Tensor, where: Tensor, *, temperature: float, max_logits: int = 2**24
+    model: PreTrainedModel,
+    ids: Tensor,
+    where: Tensor,
+    *,
+    temperature: float,
+    max_logits: int = 2**24,
+    is_packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log π(ids[:, t] | ids[:, :t]) and the entropy of that distribution, after temperature, over the full vocabulary (law 5).
 
-    Rows are padded on the right and no attention mask is made: attention is causal, so a token never sees what comes after it,
-    and what padding itself computes is not read. That keeps the fast causal kernels, and positions count from 0 in every row.
+    Rows are padded on the right, or not at all, and there is no mask for padding: attention is causal, so a token never sees
+    what comes after it, and what padding itself computes is not read. That keeps the fast causal kernels, and positions count
+    from 0 in every row.
 
     The decoder runs once; the head runs on the positions of `where` alone, in chunks, forward and again in the backward pass,
     so that at most `max_logits` logits are held at once, however long the batch and however large the vocabulary.
@@ -29,14 +38,25 @@ def token_logprobs(
         where: bool (n, T), False in column 0.
         temperature: divides the logits.
         max_logits: of float32 logits held at once, and as many again of their gradient; 2**24 are 64 MiB.
+        is_packed: lay the rows end to end, which wants a model with `use_row_attention`: no padding is computed, and what a
+            row shares with the row before it is computed once.
 
     Returns:
         Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
     """
-    # The last column predicts nothing here, so it need not be computed.
-    hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     predicted = where[:, 1:].reshape(-1).nonzero().squeeze(1)
-    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, predicted)
+    # The last column predicts nothing here, so it need not be computed.
+    if is_packed:
+        lengths = (where[:, 1:] * torch.arange(1, where.shape[1], device=where.device)).amax(1).clamp(min=1)
+        layout = lay_out(ids[:, :-1], lengths)
+        hidden = model.base_model(
+            input_ids=layout.ids, position_ids=layout.positions, use_cache=False, layout=layout
+        ).last_hidden_state
+        places = layout.places.reshape(-1).index_select(0, predicted)
+    else:
+        hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        places = predicted
+    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
     targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
     head = model.get_output_embeddings()
     logprobs, entropies = head_logprobs(

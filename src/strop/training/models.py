@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.errors import ModelError
+from strop.training.attention import MIN_SHARED, use_row_attention
 from strop.training.logprobs import token_logprobs
 
 # What makes up a tokenizer on disk. Carried from the first model to every saved one, byte for byte.
@@ -25,6 +26,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
+_PROBE_LENGTH = 24
 PROBE_TOLERANCE = 1e-3  # nats; between two orders of the same float32 sums there are about 1e-6
 
 
@@ -70,22 +72,33 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-def check_head(model: PreTrainedModel) -> None:
-    """Models that scale or cap their logits after the head would silently get other log-probs than the engine's (law 5).
+def check_logprobs(model: PreTrainedModel, *, is_packed: bool) -> None:
+    """Hold the trainer's log-probs against those of the model's own full forward, before anything is trained (law 5).
+
+    Call it before `use_row_attention`; with `is_packed` the model has row attention afterwards.
 
     Raises:
-        ModelError: the log-probs of the model's head are not those of its full forward.
+        ModelError: they differ, as in models that scale or cap their logits, or attend in another way.
     """
     vocabulary = model.get_output_embeddings().weight.shape[0]
-    ids = (torch.arange(8, device=model.device) * 7919 % vocabulary)[None]
-    where = torch.ones_like(ids, dtype=torch.bool)
-    where[:, 0] = False
-    ours, _ = token_logprobs(model, ids, where, temperature=1.0)
+    ids = (torch.arange(2 * _PROBE_LENGTH, device=model.device) * 7919 % vocabulary).view(2, -1)
+    ids[1, : MIN_SHARED + 1] = ids[0, : MIN_SHARED + 1]  # so that the second row shares something with the first
     logits = model(input_ids=ids, use_cache=False).logits.float()
     full = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    where = torch.ones_like(ids, dtype=torch.bool)
+    where[:, 0] = False
+    if is_packed:
+        use_row_attention(model)
+    try:
+        ours, _ = token_logprobs(model, ids, where, temperature=1.0, is_packed=is_packed)
+    except TypeError as error:
+        raise ModelError(
+            f"{type(model).__name__}: its rows cannot be packed ({error}). Set trainer.packing = false."
+        ) from error
     gap = (ours[:, 1:] - full).abs().max().item()
     if not gap < PROBE_TOLERANCE:
+        remedy = " Try trainer.packing = false." if is_packed else " It cannot be trained here."
         raise ModelError(
-            f"{type(model).__name__}: its head alone gives log-probs that differ by {gap:.2g} nats from its full forward, as"
-            " in models that scale or cap their logits. Such models cannot be trained here."
+            f"{type(model).__name__}: the trainer's log-probs differ by {gap:.2g} nats from those of the model's full forward:"
+            f" it may scale or cap its logits, or attend in a way of its own.{remedy}"
         )

@@ -1,0 +1,131 @@
+"""Rows laid end to end: the same log-probs and gradients as rows that stand alone."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from strop.errors import ModelError
+from strop.training import microbatches
+from strop.training.attention import ATTENTION, lay_out, row_attention, shared_lengths, use_row_attention
+from strop.training.logprobs import token_logprobs
+from strop.training.models import check_logprobs, load_model
+
+A, B = list(range(1, 21)), list(range(31, 51))  # twenty tokens each
+
+
+def padded(rows):
+    ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+    return ids, torch.tensor([len(row) for row in rows])
+
+
+def test_what_a_row_shares_with_the_row_before_stands_once_and_keeps_its_positions():
+    layout = lay_out(*padded([[*A, 50, 51], [*A, 50, 52, 53], B]))
+    assert layout.ids.tolist() == [[*A, 50, 51, 52, 53, *B]]
+    assert layout.positions.tolist() == [[*range(22), 21, 22, *range(20)]]
+    assert layout.sizes == (22, 2, 20)
+    assert [[(piece.row, piece.length) for piece in pieces] for pieces in layout.shared] == [[], [(0, 21)], []]
+    assert layout.places[1, :23].tolist() == [*range(21), 22, 23]
+
+
+def test_a_branch_of_a_branch_finds_its_beginning_in_several_rows():
+    layout = lay_out(*padded([[*A, 50], A + B + [51], A + B + [52]]))
+    assert layout.sizes == (21, 21, 1)
+    assert [[(piece.row, piece.length) for piece in pieces] for pieces in layout.shared] == [[], [(0, 20)], [(0, 20), (1, 20)]]
+    assert layout.places[2, :41].tolist() == [*range(20), *range(21, 41), 42]
+
+
+def test_a_short_beginning_is_not_worth_sharing():
+    assert shared_lengths(*padded([[*A[:15], 60], [*A[:15], 61], [*A[:15], 61]])) == [0, 0, 16]
+
+
+def test_a_row_that_another_begins_with_has_nothing_for_itself():
+    layout = lay_out(*padded([[*A, 50], A]))
+    assert layout.sizes == (21, 0)
+
+
+def random_rows(lengths, parents, vocabulary=61):
+    """Each row begins as another one before it, for a part of its length."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    rows = []
+    for index, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+        row = torch.randint(0, vocabulary, (length,), generator=generator).tolist()
+        if index:
+            source = rows[parent % index]
+            kept = min(len(source), length - 1, 10 + parent)
+            row[:kept] = source[:kept]
+        rows.append(row)
+    return padded(rows)
+
+
+@pytest.fixture(scope="module")
+def models(model_directory):
+    alone, packed = (load_model(model_directory).eval() for _ in range(2))
+    use_row_attention(packed)
+    return alone, packed
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.tuples(st.integers(2, 60), st.integers(0, 30)), min_size=1, max_size=6),
+    density=st.sampled_from([0.1, 0.5, 1.0]),
+)
+def test_law_4_packed_rows_give_the_log_probs_and_the_gradient_of_rows_that_stand_alone(models, rows, density):
+    ids, lengths = random_rows(*zip(*rows, strict=True))
+    generator = torch.Generator().manual_seed(len(rows))
+    where = (torch.rand(ids.shape, generator=generator) < density) & (torch.arange(ids.shape[1]) < lengths[:, None])
+    where[:, 0] = False
+    where[:, 1] = True
+    factors = torch.randn(ids.shape, generator=generator)
+    gradients, values = [], []
+    for model, is_packed in zip(models, (False, True), strict=True):
+        model.zero_grad()
+        logprobs, entropies = token_logprobs(model, ids, where, temperature=0.7, is_packed=is_packed)
+        (logprobs * factors + entropies * factors.flip(0)).sum().backward()
+        values.append((logprobs.detach(), entropies.detach()))
+        gradients.append(dict(model.named_parameters()))
+    for first, second in zip(*values, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=5e-6)
+    for name, parameter in gradients[0].items():
+        assert (parameter.grad - gradients[1][name].grad).norm() <= 1e-5 * parameter.grad.norm() + 1e-9, name
+
+
+def test_packed_micro_batches_count_what_is_shared_once_and_keep_the_canonical_order(make_batch):
+    batch = make_batch((40, 40, 40, 40))
+    prompt = batch.ids[0, :30]
+    ids = batch.ids.clone()
+    ids[:2, :30] = prompt
+    parts = microbatches(replace(batch, ids=ids), 50, is_packed=True)
+    assert [part.rows.tolist() for part in parts] == [[0, 1], [2], [3]]  # 40 + 10 = 50
+    assert [part.rows.tolist() for part in microbatches(batch, 80, is_packed=True)] == [[0, 1], [2, 3]]
+
+
+def test_a_sliding_window_holds_within_packed_rows():
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        use_sliding_window=True,
+        sliding_window=8,
+        max_window_layers=0,
+        initializer_range=0.2,
+        attn_implementation="sdpa",
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    check_logprobs(model, is_packed=True)  # rows of 24 tokens, which share 17
+    assert model.config._attn_implementation == ATTENTION
+
+
+def test_a_model_that_caps_its_scores_is_refused(model_directory):
+    heads = torch.zeros(1, 2, 3, 4)
+    with pytest.raises(ModelError, match="asks for more of its attention"):
+        row_attention(LlamaForCausalLM.from_pretrained(model_directory), heads, heads, heads, None, softcap=30.0)
