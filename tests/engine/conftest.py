@@ -1,7 +1,15 @@
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from strop.engine.processes.nursery import EngineNursery
+
+from .support import make_model
 
 
 @pytest.fixture(autouse=True)
@@ -11,3 +19,26 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """Where engines in processes of their own come from. Its nursery imports torch once for all tests, in one event loop."""
+
+    runner: asyncio.Runner
+    nursery: EngineNursery
+    folder: Path
+    model: Path  # a directory with the tiny llama
+
+    def run(self, scenario: Coroutine[Any, Any, Any]) -> Any:
+        return self.runner.run(scenario)
+
+
+@pytest.fixture(scope="session")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    folder = tmp_path_factory.mktemp("engines")
+    make_model("llama").save_pretrained(folder / "model")
+    with asyncio.Runner() as runner:
+        nursery = runner.run(EngineNursery.start(log=folder / "nursery.log"))
+        yield Home(runner=runner, nursery=nursery, folder=folder, model=folder / "model")
+        runner.run(nursery.close())

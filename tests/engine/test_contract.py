@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from strop.engine import CompletionRequest, EngineConfig, InferenceEngine, ScriptedEngine, TorchEngine, weights_checksum
+from strop.engine.process_engine import ProcessEngine
 from strop.errors import EngineLost, RequestTooLong, StropError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -20,21 +21,32 @@ def _count_up(request: CompletionRequest) -> list[int]:
     return [(request.ids[-1] + 1 + index) % VOCAB_SIZE for index in range(request.max_tokens)]
 
 
-def _scripted() -> InferenceEngine:
+_CONFIG = EngineConfig(slots=SLOTS, max_length=MAX_LENGTH, device="cpu", threads=1)
+
+
+async def _scripted(_: Callable) -> InferenceEngine:
     return ScriptedEngine(_count_up, latency_s=0.01, max_request_tokens=MAX_LENGTH, max_running=SLOTS, policy_version=-1)
 
 
-def _torch() -> InferenceEngine:
-    return TorchEngine(make_model("llama").config, EngineConfig(slots=SLOTS, max_length=MAX_LENGTH, device="cpu"))
+async def _torch(_: Callable) -> InferenceEngine:
+    return TorchEngine(make_model("llama").config, _CONFIG)
 
 
-@pytest.fixture(params=[_scripted, _torch], ids=["scripted", "torch"])
+async def _process(fixture: Callable) -> InferenceEngine:
+    home = fixture("home")
+    log = home.folder / "contract.log"
+    return await ProcessEngine.start(home.model, _CONFIG, name="contract", log=log, version=None, nursery=home.nursery)
+
+
+@pytest.fixture(params=[_scripted, _torch, _process], ids=["scripted", "torch", "process"])
 def run(request) -> Callable:
     """Plays an async scenario with a fresh engine that holds published weights, and closes it."""
+    fixture = request.getfixturevalue
+    run_in_loop = fixture("home").run if request.param is _process else asyncio.run
 
     def play(scenario: Callable) -> None:
         async def with_engine() -> None:
-            engine = request.param()
+            engine = await request.param(fixture)
             assert engine.policy_version == -1
             await publish(engine, make_model("llama"), version=7)
             try:
@@ -43,7 +55,7 @@ def run(request) -> Callable:
             finally:
                 await engine.close()
 
-        asyncio.run(with_engine())
+        run_in_loop(with_engine())
 
     return play
 

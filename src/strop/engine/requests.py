@@ -1,11 +1,15 @@
-"""What can be told wrong of a request before anything is computed."""
+"""What can be told wrong of a request before anything is computed, and of a completion by whoever asked for it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from strop.engine.protocol import CompletionRequest
-from strop.errors import ModelError, RequestTooLong, StropError
+from strop.errors import EngineLost, ModelError, RequestTooLong, StropError
+from strop.types import Completion, FinishReason
+
+_ROUNDING_NATS = 1e-4  # by which the logarithm of a probability may come out above 0
 
 
 def check_request(request: CompletionRequest, *, max_length: int) -> None:
@@ -56,3 +60,51 @@ def check_prefix(request: CompletionRequest, held: Sequence[int]) -> None:
             f"request {request.id} extends {request.extends} at {request.at}, but their ids differ at position {place}:"
             f" {request.ids[place]} instead of {held[place]}. A conversation is append-only."
         )
+
+
+def check_completion(
+    request: CompletionRequest, completion: Completion, *, vocab_size: int | None, policy_version: int | None
+) -> None:
+    """Raises `EngineLost`, which names what is wrong, unless `completion` can be an answer to `request`.
+
+    Args:
+        vocab_size: of the model; None where nobody knows it.
+        policy_version: of the weights that were published last; None where any will do.
+    """
+    if fault := next(_faults(request, completion, vocab_size, policy_version), None):
+        raise EngineLost(f"the engine answered garbage: the completion of request {request.id} {fault}.")
+
+
+def _faults(
+    request: CompletionRequest, completion: Completion, vocab_size: int | None, policy_version: int | None
+) -> Iterator[str]:
+    ids, length = completion.ids, len(completion.ids)
+    if not 0 < length <= request.max_tokens:
+        yield f"has {length} ids, but max_tokens is {request.max_tokens}"
+    for name, is_optional in (("logprobs", False), ("is_forced", False), ("entropies", True)):
+        if len(figures := getattr(completion, name)) != length and (figures or not is_optional):
+            yield f"has {length} ids and {len(figures)} {name}"
+    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+        bounds = f"0..{vocab_size - 1}" if vocab_size is not None else "0.."
+        yield f"has an id outside the vocabulary {bounds}: {min(ids) if min(ids) < 0 else max(ids)}"
+    for position, logprob in enumerate(completion.logprobs):
+        if not -math.inf < logprob <= _ROUNDING_NATS:
+            yield f"has log-prob {logprob} at position {position}"
+    for position, entropy in enumerate(completion.entropies):
+        if not -_ROUNDING_NATS <= entropy < math.inf:
+            yield f"has entropy {entropy} at position {position}"
+    if early := [position for position, token in enumerate(ids[:-1]) if token in request.stop_ids]:
+        yield f"goes on after stop id {ids[early[0]]} at position {early[0]}"
+    has_stop_id = ids[-1] in request.stop_ids
+    if completion.finish_reason is FinishReason.LENGTH and (has_stop_id or length < request.max_tokens):
+        ending = f"stop id {ids[-1]}" if has_stop_id else f"{length} of {request.max_tokens} tokens"
+        yield f"says that it was cut at max_tokens, but ends with {ending}"
+    if completion.finish_reason is FinishReason.STOP:
+        if not has_stop_id and not request.stop_strings:
+            yield f"says that it was stopped, but ends with id {ids[-1]}, and the stop ids are {sorted(request.stop_ids)}"
+        if length < request.min_tokens:
+            yield f"was stopped after {length} tokens, but min_tokens is {request.min_tokens}"
+    if not 0 <= completion.cached_tokens <= len(request.ids):
+        yield f"says that {completion.cached_tokens} of {len(request.ids)} ids were cached"
+    if policy_version is not None and completion.policy_version != policy_version:
+        yield f"was sampled from policy version {completion.policy_version}, but {policy_version} was published"

@@ -44,7 +44,7 @@ class ServerProcess:
         self._pid = 0
         self._failure = ""  # why the command could not be run
         self._status: int | None = None
-        self._oom_kills = _oom_kills()
+        self._oom_kills = num_oom_kills()
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
         self._listening = asyncio.create_task(self._listen(), name=f"keeper of {command}")
@@ -104,12 +104,7 @@ class ServerProcess:
             return f"could not be run: {self._failure}"
         if self._status is None:
             return "was lost: its keeper was killed, and it with it"
-        if self._status >= 0:
-            return f"ended with exit code {self._status}"
-        name = signal.Signals(-self._status).name
-        if -self._status == signal.SIGKILL and _oom_kills() > self._oom_kills:
-            return f"was killed by {name}: the machine ran out of memory (the kernel's OOM killer was at work)"
-        return f"was killed by {name}"
+        return how_it_ended(self._status, oom_kills_before=self._oom_kills)
 
     async def wait(self) -> None:
         """Returns when it has ended."""
@@ -117,10 +112,8 @@ class ServerProcess:
 
     def describe(self, what: str) -> str:
         """An error's text: the command, what happened to it, and the tail of its log."""
-        tail = self._tail()
-        shown = "\n".join(f"  {line}" for line in tail) if tail else "  (nothing)"
         process = f" (pid {self._pid})" if self._pid else ""
-        return f"{self._command}{process} {what}. The end of its log, {self.log}:\n{shown}"
+        return f"{self._command}{process} {what}. {end_of_log(self.log, self._log_start)}"
 
     async def stop(self, *, grace_s: float = _GRACE_S) -> None:
         """SIGTERM to its process group, and after `grace_s` SIGKILL to everything that it started. Safe to call twice.
@@ -203,22 +196,39 @@ class ServerProcess:
             self._status = int(message["status"])
             self._ended.set()
 
-    def _tail(self) -> list[str]:
-        """The last lines that this program wrote, those of an earlier one in the same file left out."""
-        try:
-            with self.log.open("rb") as file:
-                file.seek(max(self._log_start, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                return file.read().decode("utf-8", "replace").splitlines()[-_TAIL_LINES:]
-        except OSError as error:
-            return [f"(cannot be read: {error.strerror})"]
-
 
 async def _ask(is_ready: Callable[[], Awaitable[bool]]) -> None:
     while not await is_ready():  # noqa: ASYNC110 - another process becomes ready, which sets no event here
         await asyncio.sleep(_ASK_S)
 
 
-def _oom_kills() -> int:
+def end_of_log(log: Path, start: int) -> str:
+    """The last lines of `log` after its first `start` bytes, which are an earlier program's, for an error's text."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()[-_TAIL_LINES:]
+    except OSError as error:
+        return f"Its log, {log}, cannot be read: {error.strerror}."
+    return "\n  ".join([f"The end of its log, {log}:", *(lines or ["(nothing)"])])
+
+
+def how_it_ended(status: int, *, oom_kills_before: int) -> str:
+    """The rest of a sentence that begins with a process's name.
+
+    Args:
+        status: its exit code, a signal as its negative.
+        oom_kills_before: `num_oom_kills` when it started.
+    """
+    if status >= 0:
+        return f"ended with exit code {status}"
+    name = signal.Signals(-status).name
+    if -status == signal.SIGKILL and num_oom_kills() > oom_kills_before:
+        return f"was killed by {name}: the machine ran out of memory (the kernel's OOM killer was at work)"
+    return f"was killed by {name}"
+
+
+def num_oom_kills() -> int:
     """How many processes the kernel has killed on this machine to get memory back."""
     try:
         counts = dict(line.split() for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines())

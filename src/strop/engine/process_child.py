@@ -1,0 +1,224 @@
+"""The life of an engine's process: opens a `TorchEngine`, then does what its client says until that hangs up.
+
+Its event loop computes nothing, so it answers a ping while the engine's own thread is busy with a model step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from strop.config import Config
+from strop.engine.config import EngineConfig
+from strop.engine.processes.messages import (
+    FROM_CHILD,
+    TO_CHILD,
+    Abandon,
+    Abort,
+    BeginLoad,
+    BreakOff,
+    Cancelled,
+    Complete,
+    Completed,
+    Failed,
+    FromChild,
+    Hello,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Ready,
+    Release,
+    ToChild,
+    read_message,
+    to_frame,
+)
+from strop.engine.processes.shared_weights import read_weights
+from strop.engine.protocol import NamedTensor
+from strop.engine.torch_engine import TorchEngine
+from strop.errors import ModelError, StropError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+class EngineOrder(Config):
+    """What a process is to open."""
+
+    model: str  # a directory
+    config: EngineConfig
+    version: int | None  # of the directory's weights; None: the engine waits for a publication
+    environment: dict[str, str]  # that the process has beside its nursery's
+
+
+class _BrokenOff(Exception):  # noqa: N818 - named for what happened
+    """A publication ended before its weights were there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _LoadUnderWay:
+    said: asyncio.Future[Load | BreakOff]  # what becomes of it
+    task: asyncio.Task[None] | None = None
+
+
+def live(order: EngineOrder, link: socket.socket, shared_weights: int) -> int:
+    """Until the client hangs up. Returns the exit code."""
+    return asyncio.run(_serve(order, link, shared_weights))
+
+
+async def _serve(order: EngineOrder, link: socket.socket, shared_weights: int) -> int:
+    reader, writer = await asyncio.open_connection(sock=link)
+    try:
+        engine, hello = await asyncio.to_thread(_open, order)
+    except Exception as error:  # noqa: BLE001 - whatever keeps it from opening is for the client to raise
+        writer.write(to_frame(FROM_CHILD, _failed(0, error)))
+        await writer.drain()
+        return 1
+    writer.write(to_frame(FROM_CHILD, hello))
+    await _Service(engine, reader, writer, shared_weights).run()
+    return 0
+
+
+def _open(order: EngineOrder) -> tuple[TorchEngine, Hello]:
+    path = Path(order.model)
+    try:
+        model_config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not a model directory that transformers can load: {error}") from error
+    detokenize = _detokenizer(path)
+    if order.version is None:
+        engine = TorchEngine(model_config, order.config, detokenize=detokenize)
+    else:
+        engine = TorchEngine.from_directory(path, order.config, version=order.version, detokenize=detokenize)
+    capabilities, capacity = engine.capabilities, engine.capacity
+    return engine, Hello(
+        dtype=order.config.dtype,
+        total_tokens=capacity.total_tokens,
+        max_request_tokens=capacity.max_request_tokens,
+        max_running=capacity.max_running,
+        vocab_size=model_config.vocab_size,
+        policy_version=engine.policy_version,
+        is_deterministic=capabilities.is_deterministic,
+        can_fork=capabilities.can_fork,
+        has_entropies=capabilities.has_entropies,
+    )
+
+
+def _detokenizer(path: Path) -> Callable[[Sequence[int]], str] | None:
+    """That of the model's tokenizer, which is loaded when a stop string needs it; None when the directory has none."""
+    if not any((path / name).exists() for name in _TOKENIZER_FILES):
+        return None
+
+    @functools.cache
+    def tokenizer() -> Any:
+        return AutoTokenizer.from_pretrained(path)
+
+    return lambda ids: str(tokenizer().decode(list(ids)))
+
+
+class _Service:
+    """What one client asks of one engine, in the order in which it asks."""
+
+    def __init__(
+        self, engine: TorchEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shared_weights: int
+    ) -> None:
+        self._engine, self._reader, self._writer = engine, reader, writer
+        self._shared_weights = shared_weights
+        self._completions: dict[int, asyncio.Task[None]] = {}
+        self._loads: dict[int, _LoadUnderWay] = {}
+
+    async def run(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                await self._obey(await read_message(TO_CHILD, self._reader))
+                await asyncio.sleep(0)  # a task that this order began reaches the engine before the next order does
+
+    async def _obey(self, order: ToChild) -> None:
+        match order:
+            case Ping():
+                self._answer(Pong())
+            case Complete():
+                task = asyncio.create_task(self._complete(order))
+                self._completions[order.number] = task
+                task.add_done_callback(lambda _: self._completions.pop(order.number))
+            case Abandon():
+                if task_abandoned := self._completions.get(order.number):
+                    task_abandoned.cancel()
+            case Abort():
+                await self._engine.abort(order.request_id)  # neither waits for anything
+            case Release():
+                await self._engine.release(order.request_id)
+            case BeginLoad():
+                load = _LoadUnderWay(said=asyncio.get_running_loop().create_future())
+                self._loads[order.number] = load
+                load.task = asyncio.create_task(self._load_weights(order, load))
+                load.task.add_done_callback(lambda _: self._loads.pop(order.number))
+            case Load() | BreakOff():
+                if load_begun := self._loads.get(order.begun):
+                    load_begun.said.set_result(order)
+
+    async def _complete(self, order: Complete) -> None:
+        try:
+            completion = await self._engine.complete(order.request)
+        except asyncio.CancelledError:
+            self._answer(Cancelled(number=order.number))
+        except Exception as error:  # noqa: BLE001 - for the client to raise
+            self._answer(_failed(order.number, error))
+        else:
+            self._answer(Completed(number=order.number, completion=completion))
+
+    async def _load_weights(self, order: BeginLoad, load: _LoadUnderWay) -> None:
+        try:
+            await self._engine.load_weights(self._tensors(order, load), version=order.version, checksum=order.checksum)
+        except _BrokenOff:
+            return  # the client knows
+        except Exception as error:  # noqa: BLE001 - for the client to raise
+            self._answer(_failed(_number(order, load), error))
+        else:
+            self._answer(
+                Loaded(
+                    number=_number(order, load),
+                    policy_version=self._engine.policy_version,
+                    is_deterministic=self._engine.capabilities.is_deterministic,
+                )
+            )
+
+    async def _tensors(self, order: BeginLoad, load: _LoadUnderWay) -> AsyncIterator[NamedTensor]:
+        self._answer(Ready(number=order.number))
+        said = await load.said
+        if isinstance(said, BreakOff):
+            raise _BrokenOff
+        for named in read_weights(self._shared_weights, said.weights):
+            yield named
+
+    def _answer(self, message: FromChild) -> None:
+        self._writer.write(to_frame(FROM_CHILD, message))
+
+
+def _number(begun: BeginLoad, load: _LoadUnderWay) -> int:
+    """Of the order that waits for an answer."""
+    said = load.said.result() if load.said.done() else None
+    return said.number if isinstance(said, Load) else begun.number
+
+
+def _failed(number: int, error: Exception) -> Failed:
+    """In the words of the error; one of no class of ours is the engine's end."""
+    is_ours = isinstance(error, StropError)
+    message = str(error) if is_ours else f"its process failed with {type(error).__name__}: {error}"
+    if _is_out_of_memory(error) or _is_out_of_memory(error.__cause__):
+        message += " (out of memory). Lower engine.slots, engine.max_length or engine.cached_prompts, or use fewer engines."
+    return Failed(number=number, error=type(error).__name__ if is_ours else "EngineLost", message=message)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator for the CPU
+    )

@@ -1,0 +1,403 @@
+"""What the engine in a process of its own adds to the protocol: that it dies, hangs and lies without taking anybody along."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from strop.engine import EngineConfig, TorchEngine, weights_checksum
+from strop.engine.process_engine import ProcessEngine
+from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
+from strop.types import FinishReason
+
+from .support import VOCAB_SIZE, make_model, make_request, publish, stream
+from .tampering import TamperingNursery, frame, raw_frame
+
+_CONFIG = EngineConfig(slots=4, max_length=200, device="cpu", threads=1)
+_ENDLESS = {"max_tokens": 190}
+
+
+@pytest.fixture
+def play(home, tmp_path):
+    """Runs an async scenario with engine e0, which holds the tiny llama as version 0."""
+
+    def run(scenario, *, model=home.model, nursery=home.nursery, config=None, **settings):
+        async def with_engine():
+            config = EngineConfig(**{**_CONFIG.model_dump(), **(settings.pop("engine", {}))})
+            engine = await ProcessEngine.start(model, config, name="e0", log=tmp_path / "e0.log", nursery=nursery, **settings)
+            try:
+                async with asyncio.timeout(30):
+                    return await scenario(engine)
+            finally:
+                await engine.close()
+
+        return home.run(with_engine())
+
+    return run
+
+
+def _is_there(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _in_flight(engine, *names):
+    return [asyncio.create_task(engine.complete(make_request(name, [1], **_ENDLESS))) for name in names]
+
+
+def test_it_samples_the_same_bits_as_the_embedded_engine(play, home):
+    requests = [make_request(f"{n}", range(1, 4 + n), seed=n, temperature=0.7, max_tokens=20) for n in range(3)]
+
+    async def scenario(engine):
+        return engine.policy_version, await asyncio.gather(*map(engine.complete, requests))
+
+    async def embedded():
+        engine = TorchEngine.from_directory(home.model, _CONFIG)
+        completions = await asyncio.gather(*map(engine.complete, requests))
+        await engine.close()
+        return completions
+
+    version, completions = play(scenario)
+    assert version == 0
+    assert completions == asyncio.run(embedded())
+
+
+def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
+    async def scenario(engine):
+        tasks = _in_flight(engine, *"abcdef")
+        await asyncio.sleep(0.02)
+        began = time.monotonic()
+        os.kill(engine.pid, signal.SIGKILL)
+        for lost in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(lost, EngineLost)
+            assert f"engine e0 (pid {engine.pid}) was killed by SIGKILL" in str(lost)
+        assert time.monotonic() - began < 1
+        assert not engine.is_alive
+        with pytest.raises(EngineLost, match="was killed by SIGKILL"):
+            await engine.complete(make_request("g", [1]))
+        with pytest.raises(EngineLost, match="was killed by SIGKILL"):
+            await publish(engine, make_model("llama"), version=1)
+        await engine.release("a")
+        await engine.abort("b")
+
+    play(scenario)
+
+
+def test_a_process_that_is_stopped_is_told_from_a_slow_request_and_killed(play):
+    async def scenario(engine):
+        [task] = _in_flight(engine, "a")
+        await asyncio.sleep(0.02)
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(EngineLost, match=r"e0 \(pid \d+\) hangs: it answered none of 1 pings.*stopped by a signal"):
+            await task
+        await engine.close()
+        assert not _is_there(engine.pid)
+
+    play(scenario, silent_pings=1)
+
+
+def test_a_request_to_a_process_that_is_stopped_still_has_its_deadline(play):
+    async def scenario(engine):
+        os.kill(engine.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded, match=r"request a was not complete after 0\.2 s"):
+            await engine.complete(make_request("a", [1]))
+        os.kill(engine.pid, signal.SIGCONT)  # before it counts as hanging
+        await engine.complete(make_request("a", [1]))
+
+    play(scenario, engine={"deadline_s": 0.2})
+
+
+def test_a_slow_request_is_no_hang_and_its_slot_is_free_after_the_deadline(play):
+    async def scenario(engine):
+        for _ in range(2):  # the second finds the slots that the first gave up
+            late = [engine.complete(make_request(name, [1], max_tokens=1900)) for name in "ab"]
+            for error in await asyncio.gather(*late, return_exceptions=True):
+                assert isinstance(error, DeadlineExceeded)
+        assert engine.is_alive
+
+    play(scenario, engine={"deadline_s": 0.15, "slots": 2, "max_length": 2000, "deterministic": False})
+
+
+def _change(**changes):
+    """Tampers with completions."""
+
+    def tamper(message):
+        if message["kind"] == "completed":
+            completion = message["completion"]
+            completion.update({name: change(completion[name]) for name, change in changes.items()})
+        return frame(message)
+
+    return tamper
+
+
+def _instead(said):
+    return lambda message: said(message) if message["kind"] == "completed" else frame(message)
+
+
+@pytest.mark.parametrize(
+    ("tamper", "fault"),
+    [
+        (_instead(lambda _: raw_frame(b"\x80\x04pickle")), "answered garbage: no message: Invalid JSON"),
+        (_instead(lambda _: b"\xff\xff\xff\xff"), "a frame of 4294967295 bytes"),
+        (_instead(lambda _: b"\x00\x00\x00\x09half"), "a frame that breaks off"),
+        (_instead(lambda message: frame(message | {"kind": "surprise"})), "no message: .*surprise"),
+        (_instead(lambda message: frame({"kind": "completed", "number": message["number"]})), "Field required at completed"),
+        (_instead(lambda message: frame(message | {"number": 99})), r"an answer \(completed\) to number 99"),
+        (_instead(lambda message: frame({"kind": "ready", "number": message["number"]})), "ready where .* Completed"),
+        (_instead(lambda _: b""), "ended with exit code 0"),
+        (
+            _instead(lambda said: frame({"kind": "failed", "number": said["number"], "error": "SystemExit", "message": "x"})),
+            "unknown class 'SystemExit'",
+        ),
+        (_change(ids=lambda ids: [VOCAB_SIZE, *ids[1:]]), f"outside the vocabulary 0..{VOCAB_SIZE - 1}: {VOCAB_SIZE}"),
+        (_change(logprobs=lambda logprobs: logprobs[1:]), "has 8 ids and 7 logprobs"),
+        (_change(logprobs=lambda logprobs: [float("nan"), *logprobs[1:]]), "log-prob nan at position 0"),
+        (_change(logprobs=lambda logprobs: [0.5, *logprobs[1:]]), "log-prob 0.5 at position 0"),
+        (_change(policy_version=lambda _: 6), "policy version 6, but 0 was published"),
+    ],
+)
+def test_garbage_is_the_end_of_the_engine_and_is_named(play, home, tamper, fault):
+    async def scenario(engine):
+        other = make_request("other", [1], **_ENDLESS)
+        waiting = asyncio.create_task(engine.complete(other))
+        await asyncio.sleep(0.01)
+        with pytest.raises(EngineLost, match=fault) as lost:
+            await engine.complete(make_request("a", [1]))
+        assert f"engine e0 (pid {engine.pid})" in str(lost.value)
+        with pytest.raises(EngineLost, match=fault):
+            await waiting
+        await engine.close()
+        assert not _is_there(engine.pid)
+
+    play(scenario, nursery=TamperingNursery(home.nursery, tamper))
+
+
+def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, home):
+    def tamper(message):
+        return frame(message | {"policy_version": 1} if message["kind"] == "loaded" else message)
+
+    async def scenario(engine):
+        with pytest.raises(EngineLost, match="holds version 1 after 5 was published"):
+            await publish(engine, make_model("llama"), version=5)
+        assert not engine.is_alive
+
+    play(scenario, nursery=TamperingNursery(home.nursery, tamper))
+
+
+def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play, home, monkeypatch):
+    weights = home.nursery.weights
+    take = weights.take
+
+    async def take_and_damage(tensors, *, checksum):
+        stored = await take(tensors, checksum=checksum)
+        os.pwrite(weights.descriptor, b"\x00\x01", stored[3].offset)
+        return stored
+
+    async def scenario(engine):
+        monkeypatch.setattr(weights, "take", take_and_damage)
+        with pytest.raises(WeightsNotProven, match="version 1 was published with checksum"):
+            await publish(engine, make_model("llama"), version=1)
+        with pytest.raises(WeightsNotProven, match="damaged"):
+            await engine.complete(make_request("a", [1]))
+        monkeypatch.undo()
+        await publish(engine, make_model("llama"), version=2)
+        assert (await engine.complete(make_request("a", [1]))).policy_version == 2
+
+    play(scenario)
+
+
+def test_weights_that_are_cut_short_on_their_way_are_not_sampled_from(play, home, monkeypatch):
+    weights = home.nursery.weights
+    take = weights.take
+
+    async def take_and_cut(tensors, *, checksum):
+        stored = await take(tensors, checksum=checksum)
+        os.ftruncate(weights.descriptor, 1000)
+        return stored
+
+    async def scenario(engine):
+        monkeypatch.setattr(weights, "take", take_and_cut)
+        with pytest.raises(WeightsNotProven, match="the shared memory holds 1000"):
+            await publish(engine, make_model("llama"), version=1)
+
+    play(scenario)
+
+
+def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
+    tensors = [(name, parameter.detach()) for name, parameter in make_model("llama", seed=3).named_parameters()]
+    checksum = weights_checksum(tensors)
+    num_streamed = []
+
+    async def counted():
+        for named in tensors:
+            num_streamed.append(named)
+            yield named
+
+    async def scenario():
+        opened = (
+            ProcessEngine.start(home.model, _CONFIG, name=f"e{n}", log=tmp_path / "log", version=None, nursery=home.nursery)
+            for n in range(3)
+        )
+        engines = await asyncio.gather(*opened)
+        await asyncio.gather(*(engine.load_weights(counted(), version=4, checksum=checksum) for engine in engines))
+        completions = [await engine.complete(make_request("a", [1])) for engine in engines]
+        assert completions[0] == completions[1] == completions[2]
+        assert os.fstat(home.nursery.weights.descriptor).st_size == 0  # given back
+        await asyncio.gather(*(engine.close() for engine in engines))
+
+    home.run(scenario())
+    assert len(num_streamed) == len(tensors)
+
+
+def test_a_caller_who_leaves_a_publication_leaves_the_engine_usable(play):
+    async def scenario(engine):
+        tensors = [(name, parameter.detach()) for name, parameter in make_model("llama").named_parameters()]
+        for num_turns in range(0, 40, 4):  # from before the first tensor to after the last
+            leaving = asyncio.create_task(
+                engine.load_weights(stream(tensors), version=num_turns + 1, checksum=weights_checksum(tensors))
+            )
+            for _ in range(num_turns):
+                await asyncio.sleep(0.0005)
+            leaving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await leaving
+        await _publish_when_free(engine, 99)
+        assert (await engine.complete(make_request("a", [1]))).policy_version == 99
+
+    play(scenario)
+
+
+async def _publish_when_free(engine, version):
+    """A load that its caller left may still go on."""
+    while True:
+        try:
+            return await publish(engine, make_model("llama"), version=version)
+        except StropError as error:
+            if "already being loaded" not in str(error):
+                raise
+        await asyncio.sleep(0.01)
+
+
+def test_weights_that_break_the_model_end_the_engine(play):
+    model = make_model("llama")
+    model.model.norm.weight.data.fill_(float("inf"))
+
+    async def scenario(engine):
+        await publish(engine, model, version=1)
+        with pytest.raises(EngineLost, match=r"e0 .*logits are not finite"):
+            await engine.complete(make_request("a", [1]))
+        assert not engine.is_alive
+
+    play(scenario)
+
+
+def test_an_engine_that_does_not_fit_in_memory_says_so(play):
+    with pytest.raises(EngineLost, match=r"out of memory\)\. Lower engine\.slots"):
+        play(None, engine={"slots": 10**9, "max_length": 500})
+
+
+def test_a_process_that_the_kernel_killed_for_memory_says_so(play, monkeypatch):
+    async def scenario(engine):
+        monkeypatch.setattr("strop.engine.servers.process.num_oom_kills", lambda: 10**9)  # more than when it started
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineLost, match=r"was killed by SIGKILL: the machine ran out of memory"):
+            await engine.complete(make_request("a", [1]))
+
+    play(scenario)
+
+
+def test_a_directory_that_is_no_model_is_the_users_to_mend(play, tmp_path):
+    with pytest.raises(ModelError, match="not a model directory"):
+        play(None, model=tmp_path)
+
+
+def test_stop_strings_need_a_tokenizer_in_the_models_directory(play, tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+
+    async def refused(engine):
+        with pytest.raises(UserError, match="has stop strings"):
+            await engine.complete(make_request("a", [1], stop_strings=("word",)))
+        return (await engine.complete(make_request("a", [1]))).ids
+
+    async def stopped(engine):
+        return await engine.complete(make_request("a", [1], stop_strings=(f"w{ids[2]} ",), max_tokens=8))
+
+    ids = play(refused, model=tmp_path)
+    words = Tokenizer(WordLevel({f"w{number} ": number for number in range(VOCAB_SIZE)}, unk_token="w0 "))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    completion = play(stopped, model=tmp_path)
+    assert completion.finish_reason is FinishReason.STOP
+    assert completion.ids == ids[: ids.index(ids[2]) + 1]
+
+
+def test_what_the_process_prints_goes_to_its_log(play, tmp_path):
+    async def scenario(engine):
+        os.kill(engine.pid, signal.SIGABRT)
+        with pytest.raises(EngineLost, match="was killed by SIGABRT"):
+            await engine.complete(make_request("a", [1]))
+
+    play(scenario)
+    assert (tmp_path / "e0.log").exists()
+
+
+_STARTER = """
+import asyncio, os, sys
+from pathlib import Path
+from strop.engine import EngineConfig
+from strop.engine.process_engine import ProcessEngine
+
+async def start(model, folder):
+    engine = await ProcessEngine.start(model, EngineConfig(slots=2, max_length=50, device="cpu"), name="e0", log=folder / "log")
+    (folder / "new").write_text(str(engine.pid))
+    (folder / "new").rename(folder / "pid")
+    await asyncio.sleep(600)
+
+asyncio.run(start(Path(sys.argv[1]), Path(sys.argv[2])))
+"""
+
+
+@pytest.mark.slow  # two imports of torch
+def test_an_engine_and_its_own_nursery_end_with_a_starter_that_is_killed(home, tmp_path):
+    starter = subprocess.Popen([sys.executable, "-c", _STARTER, str(home.model), str(tmp_path)])
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "pid").exists():
+            assert time.monotonic() < deadline
+            assert starter.poll() is None
+            time.sleep(0.05)
+        pid = int((tmp_path / "pid").read_text())
+        nursery = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        starter.kill()
+        deadline = time.monotonic() + 10
+        while _is_there(pid) or _is_there(nursery):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            starter.kill()
+        starter.wait()
+
+
+@pytest.mark.slow  # an import of torch
+def test_engines_say_so_when_the_process_that_they_were_forked_from_is_killed(home, tmp_path):
+    async def scenario():
+        engine = await ProcessEngine.start(home.model, _CONFIG, name="e0", log=tmp_path / "log")
+        [task] = _in_flight(engine, "a")
+        os.kill(int(Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        with pytest.raises(EngineLost, match=r"e0 .* was lost: the process that it was forked from is gone"):
+            await task
+        await engine.close()
+        assert not _is_there(engine.pid)
+
+    home.run(scenario())
