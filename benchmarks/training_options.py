@@ -78,7 +78,7 @@ async def measure(model: Path, name: str) -> dict[str, float]:
         await trainer.update(batch, method.token_loss, method.token_statistics)
         figures["update_s"] = min(figures["update_s"], memory.end()["update_s"])
     with FlopCounterMode(display=False) as counter:  # counts in its own thread alone
-        trainer._update(batch, method.token_loss, method.token_statistics)
+        trainer.learner.update(batch, method.token_loss, method.token_statistics)
     await trainer.close()
     figures["trained_tokens_per_s"] = batch.num_loss_tokens / figures["update_s"]
     return figures | {"matmul_tflop": counter.get_total_flops() / 1e12}

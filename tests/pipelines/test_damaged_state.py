@@ -27,7 +27,7 @@ def _halve(path):
 
 DAMAGES = {
     "a flipped bit": ("model/model.safetensors", _flip_a_bit, "model/model.safetensors is not as it was written"),
-    "half a file": ("optimizer.pt", _halve, "optimizer.pt is not as it was written"),
+    "half a file": ("state/__0_0.distcp", _halve, "state/__0_0.distcp is not as it was written"),
     "a missing file": ("trainer.json", lambda path: path.unlink(), "trainer.json is missing"),
     "no checksums": ("checksums.json", lambda path: path.unlink(), "it cannot be checked"),
 }

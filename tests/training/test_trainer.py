@@ -24,14 +24,14 @@ def make_trainer(directory, *, lr=1e-2, grad_clip=0.0, **settings):
 
 
 def weights_of(trainer):
-    return {name: parameter.detach().clone() for name, parameter in trainer._weights.named().items()}
+    return {name: parameter.detach().clone() for name, parameter in trainer.learner.weights.named().items()}
 
 
 def gradients_of(trainer, batch, method=METHOD):
     """The gradient that an update of `batch` would use, by way of the update itself."""
     captured = {}
-    trainer._optimizer.step = lambda: captured.update(
-        {name: parameter.grad.clone() for name, parameter in trainer._weights.named().items()}
+    trainer.learner.optimizer.step = lambda: captured.update(
+        {name: parameter.grad.clone() for name, parameter in trainer.learner.weights.named().items()}
     )
     report = asyncio.run(trainer.update(batch, method.token_loss, method.token_statistics))
     return captured, report
@@ -249,8 +249,8 @@ def test_a_checkpoint_that_is_not_complete_or_of_another_model_is_refused(model_
     with pytest.raises(RunError, match=r"trainer\.json: missing"):
         asyncio.run(trainer.load(tmp_path))
     asyncio.run(trainer.save(tmp_path))
-    (tmp_path / "optimizer.pt").unlink()
-    with pytest.raises(RunError, match=r"optimizer\.pt: missing"):
+    (tmp_path / "state" / ".metadata").unlink()
+    with pytest.raises(RunError, match=r"\.metadata: missing"):
         asyncio.run(trainer.load(tmp_path))
 
 
@@ -402,7 +402,7 @@ def saved_bytes(trainer, batch):
         sizes.append(tensor.numel() * tensor.element_size())
         return tensor
 
-    model = trainer._model
+    model = trainer.learner.model
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         logprobs, entropies = token_logprobs(model, batch.ids, batch.loss_mask, temperature=batch.temperature)
     (logprobs + 0.1 * entropies).sum().backward()
@@ -437,3 +437,35 @@ def test_activations_are_computed_again_without_dropout(model_directory, make_ba
     expected, _ = gradients_of(make_trainer(model_directory), batch)
     gradients, _ = gradients_of(make_trainer(tmp_path, activation_checkpointing=True), batch)
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_law_9_a_refreshed_reference_is_the_policy_of_then_also_after_a_resume(model_directory, make_batch, tmp_path):
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2))
+    straight, resumed = (LocalTrainer.from_directory(model_directory, config, reference=model_directory) for _ in range(2))
+
+    async def train(trainer, seeds):
+        for seed in seeds:
+            batch = await trainer.score(make_batch(seed=seed), Column.REFERENCE_LOGPROBS)
+            yield await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics)
+
+    async def scores(trainer, column):
+        return (await trainer.score(make_batch(), column)).columns[column]
+
+    async def scenario():
+        [_ async for _ in train(straight, range(2))]
+        await straight.refresh_reference()
+        then = await scores(straight, Column.OLD_LOGPROBS)
+        assert torch.equal(await scores(straight, Column.REFERENCE_LOGPROBS), then)
+        [_ async for _ in train(straight, range(2, 3))]
+        await straight.save(tmp_path)
+        await resumed.load(tmp_path)
+        assert torch.equal(await scores(resumed, Column.REFERENCE_LOGPROBS), then)
+        expected = [report async for report in train(straight, range(3, 5))]
+        assert [report async for report in train(resumed, range(3, 5))] == expected
+
+    asyncio.run(scenario())
+
+
+def test_a_trainer_without_a_reference_has_none_to_refresh(model_directory):
+    with pytest.raises(ValueError, match="no reference that could be refreshed"):
+        asyncio.run(make_trainer(model_directory).refresh_reference())

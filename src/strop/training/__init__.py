@@ -1,7 +1,7 @@
 """Groups -> token batches -> optimizer updates, and the weights that come of them."""
 
 from strop.training.batch import Microbatch, TokenBatch, microbatches, pack, split_by_group
-from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
+from strop.training.config import LoraConfig, OptimizerConfig, Schedule, TrainerConfig
 from strop.training.protocol import Trainer, UpdateReport
 from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import LocalTrainer
@@ -9,6 +9,7 @@ from strop.training.trainer import LocalTrainer
 __all__ = [
     "Demonstration",
     "LocalTrainer",
+    "LoraConfig",
     "Microbatch",
     "OptimizerConfig",
     "Schedule",

@@ -7,7 +7,7 @@ One row per trajectory, in canonical order; `T` is the longest row. Column `t` o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from strop.algorithms.aggregation import Aggregation, token_weights
 from strop.algorithms.protocol import Column, Selection
 from strop.training.attention import shared_lengths
+from strop.training.world import World
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +179,32 @@ def microbatches(batch: TokenBatch, max_tokens: int, *, is_packed: bool = False)
     rows = lengths.nonzero().squeeze(1)
     parts = _packed(batch.ids[rows], lengths[rows], max_tokens) if is_packed else _padded(lengths[rows], max_tokens)
     return [_take(batch, rows[part], int(lengths[rows[part]].max())) for part in parts]
+
+
+def shares(batch: TokenBatch, max_tokens: int, is_packed: bool, world: World) -> list[Microbatch]:
+    """This rank's micro-batches of `batch`; every rank gets as many, some of them blank.
+
+    Those of a rank alone are those of `microbatches`. For several they are made so small that all ranks have some, and about
+    as much each. A blank one weighs nothing: its rank only takes part in what all ranks do together.
+    """
+    parts = microbatches(batch, max_tokens, is_packed=is_packed)
+    if world.size == 1 or not parts:
+        return parts
+    num_rounds = -(-len(parts) // world.size)
+    num_tokens = sum(int(part.batch.lengths.sum()) for part in parts)
+    smaller = microbatches(batch, min(max_tokens, -(-num_tokens // (num_rounds * world.size))), is_packed=is_packed)
+    if len(smaller) <= num_rounds * world.size:
+        parts = smaller
+    mine = parts[world.rank :: world.size]
+    return mine + [_blank(parts[0])] * (num_rounds - len(mine))
+
+
+def _blank(part: Microbatch) -> Microbatch:
+    """The first two tokens of a part, none of which is trained on."""
+    taken = _take(part.batch, torch.zeros(1, dtype=torch.int64), 2).batch
+    nothing = torch.zeros_like(taken.loss_mask)
+    blank = replace(taken, loss_mask=nothing, loss_weights=nothing.float(), advantages=nothing.float())
+    return Microbatch(rows=part.rows[:1], batch=blank)
 
 
 def _packed(ids: Tensor, lengths: Tensor, max_tokens: int) -> list[list[int]]:

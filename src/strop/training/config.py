@@ -31,11 +31,21 @@ class OptimizerConfig(Config):
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)  # of lr, at the end of the cosine
 
 
+class LoraConfig(Config):
+    """Low-rank matrices beside frozen ones (LoRA, arXiv 2106.09685)."""
+
+    rank: int = Field(default=16, gt=0)
+    alpha: int = Field(default=32, gt=0)  # what they add is scaled by alpha / rank
+    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # or names of layers: "q_proj"; the head is never one
+    seed: int = 0  # of the random half
+
+
 class TrainerConfig(Config):
-    """How one process trains one model."""
+    """How one model is trained."""
 
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"  # to compute in; weights, gradient sums and optimizer are float32
+    lora: LoraConfig | None = None  # train an adapter; unset: all weights
     device: str = "cpu"  # or "cuda", "cuda:1"
     max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # decides memory, never the gradient (law 4)
     packing: bool = True  # rows end to end, without padding, and what rows of a group begin with computed once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 import numpy as np
 import torch
@@ -28,6 +29,18 @@ class TokenFigures:
             self._sums[name] = self._sums[name] + total if name in self._sums else total
             if name in self._values:
                 self._values[name].append(unmasked.cpu())
+
+    def on_cpu(self) -> Self:
+        """Itself, fit to be sent to another process."""
+        self._sums = {name: total.cpu() for name, total in self._sums.items()}
+        return self
+
+    def merge(self, other: TokenFigures) -> None:
+        """Take in those of other micro-batches."""
+        for name, total in other._sums.items():
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        for name, parts in other._values.items():
+            self._values[name] += parts
 
     def summary(self, num_tokens: int) -> dict[str, float]:
         """The mean of each over `num_tokens`; NAME_p01, NAME_p99 and NAME_max of those that spread."""

@@ -6,12 +6,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.training.attention import lay_out
 
 _HEAD_ROWS_AT_ONCE = 8_192  # of the head's gradient, while it is added up
+
+
+class LogprobModule(nn.Module):
+    """`token_logprobs` of a model as a module: ranks that divide its weights hook into the call of one."""
+
+    def __init__(self, model: PreTrainedModel, *, max_logits: int, is_packed: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._max_logits, self._is_packed = max_logits, is_packed
+
+    def forward(self, ids: Tensor, where: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        return token_logprobs(
+            self.model, ids, where, temperature=temperature, max_logits=self._max_logits, is_packed=self._is_packed
+        )
 
 
 def token_logprobs(

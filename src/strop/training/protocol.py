@@ -56,13 +56,31 @@ class Trainer(Protocol):
         """Send the weights to the engine in its dtype; returns their checksum once the engine has proved it (law 6)."""
 
     async def save(self, directory: Path) -> None:
-        """Write model (a directory that transformers loads), optimizer and counters into `directory`, which is empty."""
+        """Write a checkpoint into `directory`, which is empty: model (a directory that transformers loads) or adapter, state
+        of the optimizer, counters."""
+
+    async def save_model(self, directory: Path) -> None:
+        """Write the model and its tokenizer into `directory`, which `transformers` then loads; an adapter is merged."""
 
     async def load(self, directory: Path) -> None:
-        """Continue from what `save` wrote: the next update is the one that would have followed, bit for bit."""
+        """Continue from what `save` wrote: the next update is the one that would have followed, bit for bit.
+
+        On another number of processes it is the same up to rounding.
+
+        Raises:
+            RunError: something that `save` wrote is missing.
+            ModelError: it is of another model.
+        """
 
     async def reset_optimizer(self) -> None:
         """Forget the moments and start the learning-rate schedule again; the weights and `num_updates` stay."""
+
+    async def refresh_reference(self) -> None:
+        """Measure KL against the policy as it is now (DeepSeek-R1, arXiv 2501.12948: every 400 steps).
+
+        Raises:
+            ValueError: there is no reference.
+        """
 
     async def close(self) -> None:
         """Wait for a call that still runs, then give the threads and devices back."""

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
+class Weights(Protocol):
+    """Float32 weights, by the model's names for them, wherever they lie."""
+
+    def named(self) -> Mapping[str, nn.Parameter]:
+        """Those that the optimizer moves; of ranks that share them, what lies on this one."""
+
+    def names(self) -> list[str]:
+        """All of the model's, the frozen ones too; a tied weight once."""
+
+    def whole(self, name: str) -> Tensor:
+        """One of them, not divided over ranks, which all call this; do not write into it."""
+
+    def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Overwrite some by whole tensors."""
+
+    def refresh(self) -> None:
+        """Tell the model that the optimizer has moved them."""
+
+    def rest(self) -> None:
+        """Give back what forward passes without a backward pass have gathered from other ranks."""
+
+
 class MasterWeights:
-    """Float32 weights with their gradients, behind a model that may compute in bfloat16.
+    """Weights of a process alone, behind a model that may compute in bfloat16.
 
     In float32 the model's parameters are the masters. In bfloat16 each is a rounded copy of its master, as an engine in
     bfloat16 has it, and its gradient is added to the master's as soon as a backward pass has it: so sums over micro-batches
-    are float32, and of the rounded gradients only one is held at a time.
+    are float32, and of the rounded gradients only one is held at a time. A frozen parameter has no master: it is rounded.
 
     Args:
         model: in float32; it is changed in place.
@@ -26,19 +48,34 @@ class MasterWeights:
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
         self.model = model
         self._masters: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         for name, parameter in model.named_parameters():  # a tied weight appears once
-            if dtype is torch.float32:
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)
+                self._frozen[name] = parameter
+            elif dtype is torch.float32:
                 self._masters[name] = parameter
-                continue
-            master = self._masters[name] = nn.Parameter(parameter.data)
-            parameter.data = parameter.data.to(dtype)
-            parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
-            self._copies.append((parameter, master))
+            else:
+                master = self._masters[name] = nn.Parameter(parameter.data)
+                parameter.data = parameter.data.to(dtype)
+                parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+                self._copies.append((parameter, master))
 
-    def named(self) -> dict[str, nn.Parameter]:
-        """The masters, by the model's names for them."""
+    def named(self) -> Mapping[str, nn.Parameter]:
         return self._masters
+
+    def names(self) -> list[str]:
+        return [*self._masters, *self._frozen]
+
+    def whole(self, name: str) -> Tensor:
+        return (self._masters if name in self._masters else self._frozen)[name].detach().float()
+
+    @torch.no_grad()
+    def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in tensors:
+            (self._masters if name in self._masters else self._frozen)[name].copy_(tensor)
+        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -46,18 +83,8 @@ class MasterWeights:
         for parameter, master in self._copies:
             parameter.copy_(master)
 
-    @contextlib.contextmanager
-    def in_float32(self) -> Iterator[PreTrainedModel]:
-        """The model with the masters themselves in place of their copies, to be written to disk or loaded from it."""
-        rounded = [parameter.data for parameter, _ in self._copies]
-        for parameter, master in self._copies:
-            parameter.data = master.data
-        try:
-            yield self.model
-        finally:
-            for (parameter, _), data in zip(self._copies, rounded, strict=True):
-                parameter.data = data
-            self.refresh()
+    def rest(self) -> None:
+        """Nothing was gathered."""
 
 
 def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -1,0 +1,64 @@
+"""Puts a learner together from a model directory and its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from strop.errors import ModelError
+from strop.training.adapter import Adapter
+from strop.training.attention import use_row_attention
+from strop.training.config import TrainerConfig, learning_rate
+from strop.training.learner import Learner
+from strop.training.logprobs import LogprobModule
+from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
+from strop.training.reference import AdapterReference, FrozenReference, Reference
+from strop.training.weights import MasterWeights, Weights, round_weights
+from strop.training.world import World
+
+
+def open_learner(
+    directory: Path, config: TrainerConfig, *, reference: Path | None, total_updates: int | None, world: World | None = None
+) -> Learner:
+    """A learner of the model in `directory`, alone or as one rank of `world`; the arguments are those of `open_trainer`.
+
+    Dropout is off, so that a token scored twice gets the same log-prob: of the first update after a score every ratio is
+    exactly 1, because both cut the batch into the same micro-batches.
+    """
+    learning_rate(config.optimizer, config.optimizer.warmup_updates, total_updates)  # a bad schedule fails now, not later
+    if config.lora is not None and reference is not None and reference.resolve() != directory.resolve():
+        raise ModelError(
+            f"{reference}: with trainer.lora the reference is the model that the adapter stands beside, {directory}. Leave the"
+            " other reference out, or train all weights."
+        )
+    dtype = getattr(torch, config.precision)
+    device = torch.device(config.device)
+    model = load_model(directory).eval().requires_grad_(True)
+    if world is None:
+        model = model.to(device)
+    check_logprobs(model, is_packed=config.packing)
+    adapter = None if config.lora is None else Adapter(model, config.lora)
+    if config.activation_checkpointing:
+        checkpoint_activations(model)
+    policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
+    weights: Weights = MasterWeights(model, dtype)
+    measured: Reference | None = None
+    if adapter is not None and reference is not None:
+        measured = AdapterReference(policy, adapter, weights)
+    elif reference is not None:
+        frozen = load_model(reference).to(device).eval().requires_grad_(False)
+        if config.packing:
+            use_row_attention(frozen)
+        scorer = LogprobModule(round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing)
+        measured = FrozenReference(scorer, weights)
+    return Learner(
+        policy,
+        weights,
+        config,
+        world=world or World(),
+        adapter=adapter,
+        reference=measured,
+        tokenizer_files=read_tokenizer_files(directory),
+        total_updates=total_updates,
+    )

@@ -1,0 +1,97 @@
+"""What a trainer writes into a checkpoint and reads from it: a model directory, tensors of any layout, counters."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedModel
+
+from strop.errors import ModelError, RunError
+from strop.runs import writing_to
+from strop.training.models import load_model
+
+_NOT_COMPLETE = "The checkpoint is not complete; use the one before it."
+
+
+def moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """What the optimizer remembers of each parameter, itself, by the model's names; {} before its first step."""
+    return {
+        f"{kind}.{name}": value
+        for name, parameter in named.items()
+        for kind, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def prepare_moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """`moments`, made for an optimizer that has none yet, to be read into."""
+    for parameter in named.values():
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return moments(optimizer, named)
+
+
+def write_tensors(directory: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:
+    """Write `tensors` so that any number of ranks can read them; of several ranks, all call this, each with its parts."""
+    with writing_to(directory), _quiet():
+        state_dict_saver.save(tensors, checkpoint_id=directory, no_dist=is_alone)
+
+
+def read_tensors(directory: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:
+    """Read what `write_tensors` wrote into `tensors`, in place, whatever ranks they lie on now.
+
+    Raises:
+        RunError: a file is missing or cut.
+        ModelError: some of them are not there, or have other shapes.
+    """
+    if not (directory / ".metadata").is_file():
+        raise RunError(f"{directory / '.metadata'}: missing. {_NOT_COMPLETE}")
+    try:
+        with _quiet():
+            state_dict_loader.load(tensors, checkpoint_id=directory, no_dist=is_alone)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if any(isinstance(cause, OSError | EOFError) for cause in causes):
+            raise RunError(f"{directory}: {causes[0]}. {_NOT_COMPLETE}") from error
+        raise ModelError(f"{directory}: not of the model that is being trained: {causes[0]}") from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """A process alone is what is meant, and no reason to warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def write_model(directory: Path, model: PreTrainedModel, tensors: Mapping[str, Tensor], extra: Mapping[str, bytes]) -> None:
+    """Write a directory that `transformers` loads: a model like `model`, with `tensors`, and the files of `extra`."""
+    with torch.device("meta"):
+        shell = type(model)(model.config)  # an adapter has changed the layers of `model` itself
+    shell.generation_config = model.generation_config
+    with writing_to(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        shell.save_pretrained(directory, state_dict=dict(tensors))
+        for name, content in extra.items():
+            (directory / name).write_bytes(content)
+
+
+def read_model(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The float32 weights of the model in `directory`, which are of these names and shapes.
+
+    Raises:
+        ModelError: there is no model, or another one.
+    """
+    found = {name: parameter.data for name, parameter in load_model(directory).named_parameters()}
+    if {name: tuple(tensor.shape) for name, tensor in found.items()} != dict(shapes):
+        raise ModelError(f"{directory}: not the model that is being trained: its tensors have other names or shapes.")
+    return found

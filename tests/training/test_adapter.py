@@ -1,0 +1,160 @@
+"""LoRA: an adapter is trained, the model beside it stays, and what is published is both together."""
+
+import asyncio
+import builtins
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from strop.algorithms import GRPO, Column
+from strop.errors import ModelError, RunError
+from strop.training import LocalTrainer, LoraConfig, OptimizerConfig, TrainerConfig
+from strop.training.models import load_model
+
+METHOD = GRPO(kl_coefficient=0.1)
+
+
+def make_trainer(directory, *, reference=None, rank=4, **settings):
+    lora = LoraConfig(rank=rank, alpha=8)
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2), lora=lora, **settings)
+    return LocalTrainer.from_directory(directory, config, reference=reference)
+
+
+async def train(trainer, make_batch, seeds, refresh_after=None):
+    reports = []
+    for seed in seeds:
+        batch = await trainer.score(make_batch(seed=seed), Column.REFERENCE_LOGPROBS)
+        reports.append(await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+        if seed == refresh_after:
+            await trainer.refresh_reference()
+    return reports
+
+
+def published(trainer):
+    return {name: trainer.learner.tensor(name).clone() for name in trainer.learner.names()}
+
+
+def test_an_adapter_starts_as_the_model_itself_under_its_own_names(model_directory):
+    tensors = published(make_trainer(model_directory))
+    expected = dict(load_model(model_directory).named_parameters())
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_only_the_adapter_is_trained_and_what_is_published_is_what_the_library_merges(
+    model_directory, make_batch, tmp_path, precision
+):
+    trainer = make_trainer(model_directory, reference=model_directory, precision=precision)
+    asyncio.run(train(trainer, make_batch, range(3)))
+    asyncio.run(trainer.save(tmp_path))
+    base = load_model(model_directory)
+    if precision == "bfloat16":
+        base = base.to(torch.bfloat16).float()  # what is frozen is held as it computes
+    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    tensors, original = published(trainer), dict(load_model(model_directory).named_parameters())
+    for name, expected in merged.named_parameters():
+        torch.testing.assert_close(tensors[name], expected, rtol=1e-5, atol=1e-6)
+    moved = {name for name in tensors if (tensors[name] - original[name]).abs().max() > 1e-2}
+    assert moved == {name for name in tensors if "_proj" in name}  # all linear layers, neither norms nor the tied head
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_trainer_with_an_adapter_writes_a_whole_model(model_directory, make_batch, tmp_path):
+    trainer = make_trainer(model_directory, reference=model_directory)
+    asyncio.run(train(trainer, make_batch, range(2)))
+    asyncio.run(trainer.save_model(tmp_path))
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_parameters())
+    tensors = published(trainer)
+    assert loaded.keys() == tensors.keys()
+    assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+    assert (tmp_path / "tokenizer.json").is_file()
+
+
+def test_the_reference_is_the_model_without_the_adapter_until_it_is_refreshed(model_directory, make_batch):
+    trainer = make_trainer(model_directory, reference=model_directory)
+    plain = LocalTrainer.from_directory(model_directory, TrainerConfig())
+    batch = make_batch()
+
+    async def scores(trainer, column):
+        return (await trainer.score(batch, column)).columns[column]
+
+    async def scenario():
+        expected = await scores(plain, Column.OLD_LOGPROBS)
+        first, second = await train(trainer, make_batch, range(2))
+        assert first.statistics["reference_kl_nats"] == 0.0
+        assert second.statistics["reference_kl_nats"] > 0.0
+        torch.testing.assert_close(await scores(trainer, Column.REFERENCE_LOGPROBS), expected, rtol=0, atol=1e-6)
+        await trainer.refresh_reference()
+        now = await scores(trainer, Column.OLD_LOGPROBS)
+        assert torch.equal(await scores(trainer, Column.REFERENCE_LOGPROBS), now)
+        await train(trainer, make_batch, range(2, 4))
+        assert torch.equal(await scores(trainer, Column.REFERENCE_LOGPROBS), now)
+        assert not torch.equal(await scores(trainer, Column.OLD_LOGPROBS), now)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("refresh_after", [None, 0])
+def test_law_9_a_loaded_adapter_goes_on_as_the_saved_one_would_have_bit_for_bit(
+    model_directory, make_batch, tmp_path, refresh_after
+):
+    straight, resumed = (make_trainer(model_directory, reference=model_directory) for _ in range(2))
+
+    async def scenario():
+        await train(straight, make_batch, range(2), refresh_after)
+        await straight.save(tmp_path)
+        expected = await train(straight, make_batch, range(2, 5))
+        await resumed.load(tmp_path)
+        assert await train(resumed, make_batch, range(2, 5)) == expected
+
+    asyncio.run(scenario())
+    first, second = published(straight), published(resumed)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_checkpoint_without_its_adapter_or_with_another_is_refused(model_directory, tmp_path):
+    trainer = make_trainer(model_directory)
+    asyncio.run(trainer.save(tmp_path))
+    with pytest.raises(ModelError, match="not the adapter that is being trained"):
+        asyncio.run(make_trainer(model_directory, rank=2).load(tmp_path))
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(RunError, match=r"adapter_model\.safetensors: missing"):
+        asyncio.run(trainer.load(tmp_path))
+
+
+def test_layers_that_are_not_there_and_another_reference_are_refused(model_directory, tmp_path):
+    config = TrainerConfig(lora=LoraConfig(targets=("q_prog",)))
+    with pytest.raises(ModelError, match=r"trainer\.lora\.targets = \('q_prog',\)"):
+        LocalTrainer.from_directory(model_directory, config)
+    with pytest.raises(ModelError, match="embed_tokens is no linear layer"):
+        LocalTrainer.from_directory(model_directory, TrainerConfig(lora=LoraConfig(targets=("embed_tokens",))))
+    with pytest.raises(ModelError, match="Leave the other reference out"):
+        make_trainer(model_directory, reference=tmp_path)
+
+
+def test_without_the_library_the_extra_is_named(model_directory, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("peft"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(ModelError, match=r"pip install 'strop\[lora\]'"):
+        make_trainer(model_directory)
+
+
+def test_activations_of_an_adapter_can_be_computed_again(model_directory, make_batch):
+    kept, recomputed = (make_trainer(model_directory, activation_checkpointing=is_on) for is_on in (False, True))
+    reports = [
+        asyncio.run(trainer.update(replace(make_batch()), GRPO().token_loss, GRPO().token_statistics))
+        for trainer in (kept, recomputed)
+    ]
+    assert reports[0] == reports[1]
+    first, second = published(kept), published(recomputed)
+    assert all(torch.equal(first[name], second[name]) for name in first)
