@@ -251,6 +251,10 @@ class StageDirectory:
         """Why each rollout of the step was kept or dropped, and its advantage."""
         return self.path / "rollouts" / f"step-{step:06d}.selection.json"
 
+    def timeline(self, step: int) -> Path:
+        """What the engines did while the step was played."""
+        return self.path / "rollouts" / f"step-{step:06d}.timeline.json"
+
     @property
     def skipped(self) -> Path:
         """Batches of updates that were not finite."""

@@ -77,6 +77,7 @@ def write_run(path: Path, *, num_steps: int = 60, seed: int = 7, question: str =
     for step in range(1, num_steps + 1):
         if step == 1 or step % 10 == 0:
             pen.write_step(run, step, skill=step / num_steps)
+            write_json(run.stage("rl").timeline(step), _timeline(step, 3.4 - step / num_steps, chance))
     return run
 
 
@@ -143,7 +144,61 @@ def _rl_metrics(progress: float, chance: random.Random) -> dict[str, float]:
         "time/tool_latency_mean_s": latency_s,
         "time/tool_latency_p50_s": 0.7 * latency_s,
         "time/tool_latency_p95_s": latency_s * (2.6 + abs(chance.gauss(0, 0.4))),
+        **_scheduler_metrics(rollout_s, latency_s, chance),
     }
+
+
+def _scheduler_metrics(rollout_s: float, latency_s: float, chance: random.Random) -> dict[str, float]:
+    share = chance.uniform(0.7, 0.9)
+    return {
+        "scheduler/engines": 4,
+        "scheduler/engines_lost": 0,
+        "scheduler/restarts": 0,
+        "scheduler/lost_turns": 0,
+        "scheduler/evictions": 0,
+        "scheduler/recomputed_tokens": 0,
+        "scheduler/suspended": 0,
+        "scheduler/branches_refused": 0,
+        "scheduler/queue_max": chance.randint(120, 160),
+        "scheduler/queue_mean": chance.uniform(30, 50),
+        "scheduler/queue_wait_mean_s": 0.3 * rollout_s,
+        "scheduler/tool_wait_mean_s": 0.001,
+        "scheduler/tool_run_mean_s": latency_s,
+        "scheduler/longest_rollout_s": 0.7 * rollout_s,
+        "scheduler/longest_rollout_tokens": chance.randint(180, 256),
+        "scheduler/cached_token_share": chance.uniform(0.9, 0.95),
+        "scheduler/row_share": share,
+        "scheduler/row_share/engine-0": share,
+        "scheduler/busy_share": min(1.0, share + 0.08),
+        "scheduler/tail_idle_share": chance.uniform(0.03, 0.08),
+        "scheduler/kv_share_mean": chance.uniform(0.75, 0.9),
+        "scheduler/kv_share_max": 1.0,
+    }
+
+
+def _timeline(step: int, rollout_s: float, chance: random.Random) -> dict[str, object]:
+    """Four engines that are full until the queue is empty; in the first step one of them is lost and replaced."""
+    engines = []
+    for index in range(5 if step == 1 else 4):
+        begin = 0.55 if index == 4 else 0.0
+        end = 0.4 if step == 1 and index == 1 else 1.0
+        last = min(end, chance.uniform(0.85, 1.0))
+        at = [span / 240 for span in range(240)]
+        rows = [64 * max(0.0, min(1.0, 6 * (last - t))) * chance.uniform(0.85, 1) if begin <= t < last else 0.0 for t in at]
+        engines.append(
+            {
+                "name": f"engine-{index}",
+                "max_rows": 64,
+                "kv_tokens": 65536,
+                "joined_s": begin * rollout_s,
+                "left_s": end * rollout_s,
+                "loss": "process 4711 has ended: SIGKILL" if end == 0.4 else "",
+                "rows": [round(mean, 3) for mean in rows],
+                "kv_shares": [round(mean / 64, 4) for mean in rows],
+            }
+        )
+    queue = [max(0.0, 140 - 200 * span / 240) for span in range(240)]
+    return {"step": step, "policy": "scheduler", "duration_s": rollout_s, "engines": engines, "queue": queue}
 
 
 _THOUGHT = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from strop.reports.log import Evaluation, RunLog, read_run
 from strop.reports.panels import sections
 from strop.reports.rollouts import RolloutTable, read_rollouts
 from strop.reports.scales import Unit, figure
+from strop.reports.timelines import Timeline, read_timelines
+from strop.reports.timelines import draw as draw_timelines
 from strop.runs import RunDirectory, write_text
 
 
@@ -44,12 +46,13 @@ def write_report(run: RunDirectory) -> Path:
         RunError: the directory is not a run's, a file of it is damaged, or the report cannot be written.
     """
     log = read_run(run)
-    write_text(run.report, report_page(log, read_rollouts(run, log)))
+    timelines = [timeline for stage in log.stages if stage.kind == "rl" for timeline in read_timelines(run, stage.name)]
+    write_text(run.report, report_page(log, read_rollouts(run, log), timelines))
     return run.report
 
 
-def report_page(log: RunLog, rollouts: RolloutTable) -> str:
-    """The page itself."""
+def report_page(log: RunLog, rollouts: RolloutTable, timelines: Sequence[Timeline] = ()) -> str:
+    """The page itself; `timelines` of what the engines did."""
     pair = log.before_and_after
     return render(
         "report.html.j2",
@@ -59,6 +62,7 @@ def report_page(log: RunLog, rollouts: RolloutTable) -> str:
             "pair": pair,
             "cards": cards(*pair) if pair else (),
             "sections": sections(log),
+            "timelines": draw_timelines(timelines) if timelines else "",
             "table": rollouts,
         },
     )

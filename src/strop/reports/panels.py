@@ -157,6 +157,79 @@ TIME = (
     ),
 )
 
+ENGINES = (
+    Panel(
+        title="Engines at work",
+        metrics={
+            "scheduler/row_share": "rows that decode",
+            "scheduler/busy_share": "engines that decode",
+            "scheduler/tail_idle_share": "idle at the end",
+        },
+        note="Shares of the engines' time; at the end: once nobody waits.",
+        unit=Unit.PERCENT,
+        y_high=1.0,
+    ),
+    Panel(
+        title="KV memory reserved",
+        metrics={"scheduler/kv_share_mean": "mean", "scheduler/kv_share_max": "largest"},
+        note="Share of what the engines have. Static reserves nothing.",
+        unit=Unit.PERCENT,
+        optional=frozenset({"scheduler/kv_share_mean", "scheduler/kv_share_max"}),
+        y_high=1.0,
+    ),
+    Panel(
+        title="Rollouts that wait for an engine",
+        metrics={"scheduler/queue_mean": "mean", "scheduler/queue_max": "most"},
+        note="Over the time of the step.",
+    ),
+    Panel(
+        title="Waits",
+        metrics={
+            "scheduler/queue_wait_mean_s": "for an engine",
+            "scheduler/tool_wait_mean_s": "for tools to start",
+            "scheduler/tool_run_mean_s": "for tools to answer",
+        },
+        note="Mean of a rollout, and of a turn.",
+        unit=Unit.SECONDS,
+        optional=frozenset({"scheduler/tool_wait_mean_s", "scheduler/tool_run_mean_s"}),
+    ),
+    Panel(
+        title="Longest rollout",
+        metrics={"scheduler/longest_rollout_s": "longest"},
+        note="From its first turn to its end; the step takes no less.",
+        unit=Unit.SECONDS,
+    ),
+    Panel(
+        title="Longest response",
+        metrics={"scheduler/longest_rollout_tokens": "tokens"},
+        note="Of one rollout, tool output included.",
+    ),
+    Panel(
+        title="Found in the cache",
+        metrics={"scheduler/cached_token_share": "cached"},
+        note="Share of the requests' tokens that were not computed again.",
+        unit=Unit.PERCENT,
+        y_high=1.0,
+    ),
+    Panel(
+        title="Computed twice",
+        metrics={"scheduler/recomputed_tokens": "tokens"},
+        note="After evictions, suspensions and lost engines.",
+    ),
+    Panel(
+        title="Lost and refused",
+        metrics={
+            "scheduler/engines_lost": "engines lost",
+            "scheduler/restarts": "turns begun again",
+            "scheduler/evictions": "evictions",
+            "scheduler/suspended": "suspended",
+            "scheduler/branches_refused": "branches refused",
+        },
+        note="How often in a step; a healthy one has none.",
+    ),
+)
+_BY_ENGINE = "scheduler/row_share/"  # one metric an engine: the timeline shows more
+
 TOOL_CALLS = (  # rStar2-Agent (arXiv 2508.20722), Figure 6, as two plots: calls and seconds share no axis
     Panel(
         title="Tool calls per step",
@@ -184,6 +257,9 @@ FINE_TUNING = (
 )
 
 
+_ALL = (*LEARNING, *OPTIMISATION, *TIME, *TOOL_CALLS, *ENGINES, *FINE_TUNING)
+
+
 def sections(log: RunLog) -> list[Section]:
     """Every metric that the run logged, and every one that it should have, under headings; what matters most first.
 
@@ -200,10 +276,13 @@ def sections(log: RunLog) -> list[Section]:
         ]
     if _called_tools(trained):
         found.append(_section("Tool calls", TOOL_CALLS, trained, is_open=True))
+    if any(key.startswith("scheduler/") for stage in trained for key in stage.metrics):
+        found.append(_section("Engines", ENGINES, trained, is_open=False))
     if tuned:
         found.append(_section("Supervised fine-tuning", FINE_TUNING, tuned, is_open=not trained))
-    drawn = {key for panel in (*LEARNING, *OPTIMISATION, *TIME, *TOOL_CALLS, *FINE_TUNING) for key in panel.metrics}
-    others = sorted({key for stage in log.stages for key in stage.metrics} - drawn)
+    drawn = {key for panel in _ALL for key in panel.metrics}
+    logged = {key for stage in log.stages for key in stage.metrics if not key.startswith(_BY_ENGINE)}
+    others = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns"})
     if others:
         panels = [Panel(title=key, metrics={key: key}, note="", y_low=None) for key in others]
         found.append(_section("Everything else in the log", panels, [*tuned, *trained], is_open=False))

@@ -8,12 +8,10 @@ from markupsafe import Markup
 
 from strop.reports.plots import STYLE, THEME
 from strop.reports.scales import duration, figure
-from strop.rollout.scheduling import EngineUsage
+from strop.reports.timelines import EngineRow, Timeline, draw
 from strop.rollout.simulation.simulate import Outcome
 
-_MAX_ENGINES = 24  # that are drawn; of more, every so-manieth
 _BINS = 240
-_LEFT, _WIDTH, _ROW, _GAP = 90.0, 860.0, 9.0, 2.0
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -27,64 +25,20 @@ td:first-child,th:first-child{{text-align:left}}tr+tr{{border-top:1px solid var(
 
 def draw_timelines(outcomes: Mapping[str, Outcome]) -> Markup:
     """A row an engine, as dark as it has rows that decode, on one time axis for all policies; an <svg> of its own."""
-    span = max(outcome.makespan_s for outcome in outcomes.values())
-    most = max((rows for each in outcomes.values() for usage in each.usage.values() for _, rows, _ in usage.changes), default=1)
-    parts, top = [], 6.0
-    for name, outcome in outcomes.items():
-        parts.append(
-            Markup('<text class="title" x="0" y="{}">{}: {}, engines busy {:.0%} of the time</text>').format(
-                top + 12, name, duration(outcome.makespan_s), outcome.busy_share
-            )
-        )
-        top += 20
-        chosen = list(outcome.usage.items())[:: max(1, -(-len(outcome.usage) // _MAX_ENGINES))]
-        for engine, usage in chosen:
-            parts.append(Markup('<text x="0" y="{}">{}</text>').format(top + _ROW, engine))
-            parts.append(_row(usage, top, span, max(1, most)))
-            top += _ROW + _GAP
-        end = _LEFT + _WIDTH * outcome.makespan_s / span
-        parts.append(
-            Markup('<line class="boundary" x1="{0:.1f}" x2="{0:.1f}" y1="{1:.1f}" y2="{2:.1f}"/>').format(
-                end, top - len(chosen) * (_ROW + _GAP), top
-            )
-        )
-        top += 14
-    return Markup(
-        '<svg class="plot" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {:.0f} {:.0f}" role="img"'
-        ' aria-label="rows that decode on each engine over time"><style>{}</style>{}</svg>'
-    ).format(_LEFT + _WIDTH + 10, top, Markup(THEME + STYLE), Markup("").join(parts))
+    return draw([_timeline(name, outcome) for name, outcome in outcomes.items()], is_standalone=True)
 
 
-def _row(usage: EngineUsage, top: float, span: float, most: int) -> Markup:
-    """Mean rows of each of equal spans of time, neighbours of one shade joined."""
-    shades = [max(0.1, round(10 * mean / most) / 10) if mean else 0.0 for mean in _mean_rows(usage, span)]
-    width = _WIDTH / _BINS
-    parts, begin = [], 0
-    for index in range(1, _BINS + 1):
-        if index < _BINS and shades[index] == shades[begin]:
-            continue
-        if shades[begin] > 0:
-            parts.append(
-                Markup('<rect class="f0" x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{}" opacity="{}"/>').format(
-                    _LEFT + begin * width, top, (index - begin) * width, _ROW, shades[begin]
-                )
-            )
-        begin = index
-    return Markup("").join(parts)
-
-
-def _mean_rows(usage: EngineUsage, span: float) -> list[float]:
-    width = span / _BINS
-    totals = [0.0] * _BINS
-    ends = [at for at, _, _ in usage.changes[1:]]
-    for (begin, rows, _), end in zip(usage.changes, ends, strict=False):
-        at = begin
-        while rows and at < end:
-            index = min(_BINS - 1, int(at / width))
-            until = end if index == _BINS - 1 else min(end, (index + 1) * width)
-            totals[index] += rows * (until - at)
-            at = until if until > at else end
-    return [total / width for total in totals]
+def _timeline(name: str, outcome: Outcome) -> Timeline:
+    end_s = outcome.makespan_s
+    most = max((rows for usage in outcome.usage.values() for _, rows, _ in usage.changes), default=1)
+    return Timeline(
+        title=f"{name}: {duration(end_s)}, engines busy {outcome.busy_share:.0%} of the time",
+        duration_s=end_s,
+        engines=[
+            EngineRow(name=engine, max_rows=max(1, most), rows=usage.mean_rows(0.0, end_s, _BINS), joined_s=0.0, left_s=end_s)
+            for engine, usage in outcome.usage.items()
+        ],
+    )
 
 
 def schedule_table(outcomes: Mapping[str, Outcome], *, bound_s: float) -> tuple[Sequence[str], list[tuple[str, ...]]]:
