@@ -15,18 +15,15 @@ from strop.reports.timelines import MAX_ENGINES, EngineRow, Timeline, draw, read
 
 
 def timeline(num_engines=1, *, rows=(4.0, 2.0), **fields):
-    engines = [
-        EngineRow(name=f"e<{index}>", max_rows=4, rows=rows, joined_s=0.0, left_s=10.0, **fields)
-        for index in range(num_engines)
-    ]
+    names = [f"e<{index}>" for index in range(num_engines)]
+    engines = [EngineRow(name=name, max_rows=4, rows=rows, joined_s=0.0, left_s=10.0, **fields) for name in names]
     return Timeline(title="a step", duration_s=10.0, engines=engines, queue=(3.0, 0.0))
 
 
 def rectangles(drawing, colour):
-    found = re.findall(
-        rf'<rect class="f{colour}" x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="\d+\.?\d*" opacity="([\d.]+)"', drawing
-    )
-    return [tuple(float(each) for each in one) for one in found]
+    number = r'="([\d.]+)"'
+    shape = rf'<rect class="f{colour}" x{number} y="[\d.]+" width{number} height="[\d.]+" opacity{number}'
+    return [tuple(float(each) for each in one) for one in re.findall(shape, drawing)]
 
 
 def test_a_span_is_as_strong_as_the_share_of_rows_that_decode():

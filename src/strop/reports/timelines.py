@@ -1,4 +1,4 @@
-"""What engines did over a step, a row an engine, as in rStar2-Agent (arXiv 2508.20722), Figure 7: real steps and simulated ones."""
+"""What engines did over a step, as in Figure 7 of rStar2-Agent (arXiv 2508.20722): of real steps and of simulated ones."""
 
 from __future__ import annotations
 
