@@ -45,7 +45,8 @@ class TamperingNursery:
         self._tasks.append(asyncio.create_task(self._pass_answers(from_child, to_client)))
         return process
 
-    async def close(self) -> None:
+    async def was_left(self) -> None:
+        """By its only child."""
         await asyncio.gather(*self._tasks)
 
     async def _pass_orders(self, from_client: asyncio.StreamReader, to_child: asyncio.StreamWriter) -> None:

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from strop.engine import EngineConfig, TorchEngine, weights_checksum
-from strop.engine.process_engine import ProcessEngine
+from strop.engine.process_engine import ProcessEngine, open_process_engines
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -50,6 +50,10 @@ def _is_there(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def _parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _in_flight(engine, *names):
@@ -351,6 +355,24 @@ def test_what_the_process_prints_goes_to_its_log(play, tmp_path):
     assert (tmp_path / "e0.log").exists()
 
 
+@pytest.mark.slow  # an import of torch
+def test_several_engines_are_opened_together_and_their_nursery_ends_with_the_last(home, tmp_path):
+    async def scenario():
+        engines = await open_process_engines(home.model, _CONFIG.model_copy(update={"replicas": 3}), logs=tmp_path)
+        assert len({engine.pid for engine in engines}) == 3
+        nursery = _parent_of(engines[0].pid)
+        completions = [await engine.complete(make_request("a", [1])) for engine in engines]
+        assert completions[0] == completions[1] == completions[2]
+        for engine in engines:
+            assert _is_there(nursery)
+            await engine.close()
+        assert not _is_there(nursery)
+        with pytest.raises(ModelError, match="not a model directory"):
+            await open_process_engines(tmp_path, _CONFIG, logs=tmp_path)
+
+    home.run(scenario())
+
+
 _STARTER = """
 import asyncio, os, sys
 from pathlib import Path
@@ -377,7 +399,7 @@ def test_an_engine_and_its_own_nursery_end_with_a_starter_that_is_killed(home, t
             assert starter.poll() is None
             time.sleep(0.05)
         pid = int((tmp_path / "pid").read_text())
-        nursery = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        nursery = _parent_of(pid)
         starter.kill()
         deadline = time.monotonic() + 10
         while _is_there(pid) or _is_there(nursery):
@@ -394,7 +416,7 @@ def test_engines_say_so_when_the_process_that_they_were_forked_from_is_killed(ho
     async def scenario():
         engine = await ProcessEngine.start(home.model, _CONFIG, name="e0", log=tmp_path / "log")
         [task] = _in_flight(engine, "a")
-        os.kill(int(Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
+        os.kill(_parent_of(engine.pid), signal.SIGKILL)
         with pytest.raises(EngineLost, match=r"e0 .* was lost: the process that it was forked from is gone"):
             await task
         await engine.close()

@@ -8,62 +8,37 @@ A slow request is another matter: the process answers pings from a thread that c
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import AsyncIterator, Coroutine, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self
 
 import torch
 
 from strop.engine.config import EngineConfig
+from strop.engine.processes.link import Link, Order
 from strop.engine.processes.messages import (
-    FROM_CHILD,
-    TO_CHILD,
     Abandon,
     Abort,
     BeginLoad,
     BreakOff,
-    Cancelled,
     Complete,
     Completed,
-    Failed,
     FromChild,
-    Garbled,
     Hello,
     Load,
     Loaded,
-    Ping,
-    Pong,
     Ready,
     Release,
-    ToChild,
-    read_message,
-    to_frame,
 )
 from strop.engine.processes.nursery import EngineNursery, ForkedProcess
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor
 from strop.engine.requests import check_completion
-from strop.errors import DeadlineExceeded, EngineLost, StropError
+from strop.errors import DeadlineExceeded, EngineLost
 from strop.types import Completion
 
-AnswerT = TypeVar("AnswerT", Hello, Completed, Ready, Loaded)
-
 _OPEN_S = 600.0  # to read a model's weights from a slow disk, and measure what determinism needs
-_PING_S = 1.0
-_SILENT_PINGS = 20  # unanswered, before the process counts as hanging
-_END_S = 2.0  # from the end of the link to the news of the process's end
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """What was asked under one number. It stays until its answer comes, also when nobody waits for that any more."""
-
-    kind: type[FromChild]  # of the answer
-    answer: asyncio.Future[Any]
-    request: CompletionRequest | None = None
-    version: int | None = None  # that is to be loaded
+_SILENT_PINGS = 20
 
 
 class ProcessEngine:
@@ -82,21 +57,15 @@ class ProcessEngine:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        owns_nursery: bool,
         silent_pings: int,
     ) -> None:
+        """Of a process that was just forked; `start` is what others call."""
         self.name = name
         self._config, self._nursery, self._process = config, nursery, process
-        self._reader, self._writer = reader, writer
-        self._owns_nursery, self._silent_pings = owns_nursery, silent_pings
+        self._link = Link(name, process, reader, writer, check=self._check, silent_pings=silent_pings)
         self._hello: Hello | None = None
         self._policy_version, self._is_deterministic = -1, False
-        self._num_asked = 0
-        self._questions: dict[int, _Question] = {}  # by number
-        self._has_spoken = True  # since the last ping
-        self._end: EngineLost | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._published: dict[int, int] = {}  # versions whose loads are under way, by the number of their orders
 
     @classmethod
     async def start(
@@ -111,7 +80,7 @@ class ProcessEngine:
         environment: Mapping[str, str] | None = None,
         silent_pings: int = _SILENT_PINGS,
     ) -> Self:
-        """An engine with the weights of a `transformers` model directory.
+        """An engine with the weights of a `transformers` model directory, whose tokenizer it uses for stop strings.
 
         Args:
             name: for messages.
@@ -126,25 +95,23 @@ class ProcessEngine:
             ModelError: no such model, its weights are not safetensors or not those of its config, or it is not implemented.
             EngineLost: the process did not start.
         """
-        own = None if nursery is not None else await EngineNursery.start(log=log)
+        place = nursery or await EngineNursery.start(log=log, ends_with_last_child=True)
+        order = {
+            "model": str(model_directory.absolute()),
+            "config": config.model_dump(mode="json"),
+            "version": version,
+            "environment": dict(environment or {}),
+        }
+        ours, theirs = socket.socketpair()
         try:
-            place = nursery or own
-            assert place is not None
-            order = {
-                "model": str(model_directory.absolute()),
-                "config": config.model_dump(mode="json"),
-                "version": version,
-                "environment": dict(environment or {}),
-            }
-            ours, theirs = socket.socketpair()
             with theirs:
                 process = await place.fork(order, theirs, log)
             reader, writer = await asyncio.open_connection(sock=ours)
-            engine = cls(name, config, place, process, reader, writer, owns_nursery=own is not None, silent_pings=silent_pings)
         except BaseException:
-            if own is not None:
-                await own.close()
+            ours.close()
+            await place.was_left()
             raise
+        engine = cls(name, config, place, process, reader, writer, silent_pings=silent_pings)
         try:
             await engine._open()
         except BaseException:
@@ -159,7 +126,7 @@ class ProcessEngine:
     @property
     def is_alive(self) -> bool:
         """Whether it was neither lost nor closed."""
-        return self._end is None
+        return self._link.is_alive
 
     @property
     def capabilities(self) -> Capabilities:
@@ -188,199 +155,107 @@ class ProcessEngine:
 
     async def complete(self, request: CompletionRequest) -> Completion:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
-        number = self._next_number()
+        number = self._link.next_number()
         try:
             async with asyncio.timeout(self._config.deadline_s):
-                completed = await self._ask(Complete(number=number, request=request), Completed, request=request)
+                completed = await self._link.ask(Complete(number=number, request=request), Completed)
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"request {request.id} was not complete after {self._config.deadline_s} s (engine.deadline_s)."
             ) from error
         finally:
-            if number in self._questions:  # the caller was cancelled or ran out of time
-                self._send(Abandon(number=number))
+            if self._link.is_open_question(number):  # the caller was cancelled or ran out of time
+                self._link.tell(Abandon(number=number))
         return completed.completion
 
     async def abort(self, request_id: str) -> None:
-        self._send(Abort(request_id=request_id))
+        self._link.tell(Abort(request_id=request_id))
 
     async def release(self, request_id: str) -> None:
-        self._send(Release(request_id=request_id))
+        self._link.tell(Release(request_id=request_id))
 
     async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
-        """See `TorchEngine.load_weights`. The process proves what it holds against `checksum`."""
-        begun = self._next_number()
+        """See `TorchEngine.load_weights`. The process proves what it holds against `checksum`.
+
+        A load that does not end within `EngineConfig.deadline_s` is the end of the engine. A caller who goes away after all
+        weights were sent leaves a load that goes on.
+        """
+        begun = self._link.next_number()
         is_given_up = True
         try:
-            await self._ask(BeginLoad(number=begun, version=version, checksum=checksum), Ready)
+            await self._link.ask(BeginLoad(number=begun, version=version, checksum=checksum), Ready)
             weights = await self._nursery.weights.take(tensors, checksum=checksum)
             is_given_up = False
         finally:
             if is_given_up:
-                self._send(BreakOff(begun=begun))
+                self._link.tell(BreakOff(begun=begun))
         # The process reads shared memory now; to leave that under it would kill it, whoever is cancelled here.
-        order = Load(number=self._next_number(), begun=begun, weights=weights)
-        await asyncio.shield(self._start_task(self._load(order, version)))
+        order = Load(number=self._link.next_number(), begun=begun, weights=weights)
+        await asyncio.shield(self._link.start_task(self._load(order, version)))
 
     async def close(self) -> None:
         """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
-        self._lose("the engine was closed.")
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._writer.close()
-        if self._owns_nursery:
-            await self._nursery.close()
+        await self._link.close("the engine was closed.")
+        await self._nursery.was_left()
 
     async def _open(self) -> None:
         """Raises what kept the process from opening its engine."""
-        hello = self._expect(0, Hello)
-        self._start_task(self._listen())
         try:
             async with asyncio.timeout(_OPEN_S):
-                self._hello = await hello
+                self._hello = await self._link.open()
         except TimeoutError as error:
-            raise EngineLost(f"{self._title} was not open after {_OPEN_S:g} s.") from error
+            raise EngineLost(f"{self._link.title} was not open after {_OPEN_S:g} s.") from error
         self._policy_version, self._is_deterministic = self._hello.policy_version, self._hello.is_deterministic
-        self._watching = self._start_task(self._watch())
 
     @property
     def _said(self) -> Hello:
         assert self._hello is not None  # `start` waits for it
         return self._hello
 
-    @property
-    def _title(self) -> str:
-        return f"engine {self.name} (pid {self.pid})"
-
     async def _load(self, order: Load, version: int) -> None:
+        self._published[order.number] = version
         try:
             async with asyncio.timeout(self._config.deadline_s):
-                await self._ask(order, Loaded, version=version)
+                await self._link.ask(order, Loaded)
         except TimeoutError as error:
-            self._lose(f"{self._title} hangs: it did not load weights within {self._config.deadline_s} s (engine.deadline_s).")
-            raise self._lost() from error
+            raise self._link.lose(
+                f"{self._link.title} hangs: it did not load weights within {self._config.deadline_s} s (engine.deadline_s)."
+            ) from error
         finally:
+            del self._published[order.number]
             self._nursery.weights.leave()
 
-    def _next_number(self) -> int:
-        self._num_asked += 1
-        return self._num_asked
-
-    async def _ask(
-        self,
-        order: Complete | BeginLoad | Load,
-        kind: type[AnswerT],
-        *,
-        request: CompletionRequest | None = None,
-        version: int | None = None,
-    ) -> AnswerT:
-        """Send what has an answer, and wait for that. Raises what the process raised, or `EngineLost`."""
-        if self._end is not None:
-            raise self._lost()
-        answer = self._expect(order.number, kind, request=request, version=version)
-        self._send(order)
-        return await answer
-
-    def _expect(
-        self, number: int, kind: type[AnswerT], *, request: CompletionRequest | None = None, version: int | None = None
-    ) -> asyncio.Future[AnswerT]:
-        answer: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
-        self._questions[number] = _Question(kind=kind, answer=answer, request=request, version=version)
-        return answer
-
-    def _send(self, message: ToChild) -> None:
-        if self._end is None:
-            self._writer.write(to_frame(TO_CHILD, message))
-
-    async def _listen(self) -> None:
-        try:
-            while True:
-                message = await read_message(FROM_CHILD, self._reader)
-                self._has_spoken = True
-                self._hear(message)
-        except Garbled as error:
-            self._lose(f"{self._title} answered garbage: {error}. {self._process.last_words}")
-        except EngineLost as error:
-            self._lose(f"{self._title} is lost: {error}")
-        except EOFError:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.ended.wait(), _END_S)
-            self._lose(f"{self._title} {self._process.end or 'hung up'}. {self._process.last_words}")
-
-    def _hear(self, message: FromChild) -> None:
-        """Raises `Garbled` or `EngineLost` when the process cannot be trusted any more."""
-        if isinstance(message, Pong):
-            return
-        number = 0 if isinstance(message, Hello) else message.number
-        question = self._questions.get(number)
-        if question is None:
-            raise Garbled(f"an answer ({message.kind}) to number {number}, which was not asked")
-        try:
-            self._settle(question, message)
-        except StropError as error:
-            if type(error) is EngineLost:  # `WeightsNotProven` is one that the engine survives
-                raise
-            _end_with(question.answer, error)
-        del self._questions[number]
-
-    def _settle(self, question: _Question, message: FromChild) -> None:
-        """Raises what the answer says, or what is wrong with it."""
-        if isinstance(message, Failed):
-            raise message.as_error()
-        if isinstance(message, Cancelled) and question.kind is Completed:
-            question.answer.cancel()
-            return
-        if not isinstance(message, question.kind):
-            raise Garbled(f"{message.kind} where it was asked for {question.kind.__name__}")
-        if isinstance(message, Completed) and question.request is not None:
+    def _check(self, order: Order, answer: FromChild) -> None:
+        """Looks at an answer as it arrives, because the next one may belong to other weights. Raises `EngineLost`."""
+        if isinstance(order, Complete) and isinstance(answer, Completed):
             vocab_size, version = self._said.vocab_size, self._policy_version
-            check_completion(question.request, message.completion, vocab_size=vocab_size, policy_version=version)
-        if isinstance(message, Loaded):
-            if message.policy_version != question.version:
-                raise EngineLost(
-                    f"it says that it holds version {message.policy_version} after {question.version} was published."
-                )
-            self._policy_version, self._is_deterministic = message.policy_version, message.is_deterministic
-        if not question.answer.done():
-            question.answer.set_result(message)
-
-    async def _watch(self) -> None:
-        """Pings are counted, not timed: when this process itself was held up, its engines are not to blame."""
-        num_silent = 0
-        while num_silent < self._silent_pings:
-            self._has_spoken = False
-            self._send(Ping())
-            await asyncio.sleep(_PING_S)
-            num_silent = 0 if self._has_spoken else num_silent + 1
-        state = f" ({state})" if (state := self._process.state) else ""
-        self._lose(f"{self._title} hangs: it answered none of {num_silent} pings, one every {_PING_S:g} s{state}.")
-
-    def _lose(self, why: str) -> None:
-        """The first reason counts."""
-        if self._end is not None:
-            return
-        self._end = EngineLost(why.strip())
-        if self._watching is not None:
-            self._watching.cancel()
-        for question in self._questions.values():
-            _end_with(question.answer, self._lost())
-        self._questions.clear()
-        self._start_task(self._process.kill())
-
-    def _lost(self) -> EngineLost:
-        return EngineLost(str(self._end))
-
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
-        return task
-
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()  # of a load whose caller has gone: nobody else would look at it
+            check_completion(order.request, answer.completion, vocab_size=vocab_size, policy_version=version)
+        if isinstance(order, Load) and isinstance(answer, Loaded):
+            if answer.policy_version != self._published[order.number]:
+                published = self._published[order.number]
+                raise EngineLost(f"it says that it holds version {answer.policy_version} after {published} was published.")
+            self._policy_version, self._is_deterministic = answer.policy_version, answer.is_deterministic
 
 
-def _end_with(answer: asyncio.Future[Any], error: StropError) -> None:
-    if not answer.done():
-        answer.set_exception(error)
+async def open_process_engines(model_directory: Path, config: EngineConfig, *, logs: Path) -> list[ProcessEngine]:
+    """`config.replicas` engines of one nursery, which ends with the last of them; all of them, or none.
+
+    Args:
+        logs: a directory; each engine writes its own file there.
+
+    Raises: as `ProcessEngine.start`.
+    """
+    nursery = await EngineNursery.start(log=logs / "torch-nursery.log", ends_with_last_child=True)
+    names = [f"torch {place}" for place in range(config.replicas)]
+    starting = [
+        ProcessEngine.start(model_directory, config, name=name, log=logs / f"{name.replace(' ', '-')}.log", nursery=nursery)
+        for name in names
+    ]
+    started = await asyncio.gather(*starting, return_exceptions=True)
+    engines = [engine for engine in started if isinstance(engine, ProcessEngine)]
+    for error in started:
+        if isinstance(error, BaseException):
+            await asyncio.gather(*(engine.close() for engine in engines))
+            await nursery.close()
+            raise error
+    return engines

@@ -73,9 +73,10 @@ class EngineNursery:
     Its children share what it imported and `weights`, one copy of a publication for all of them.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, *, ends_with_last_child: bool) -> None:
         self.weights = SharedWeights()
         self._log = log
+        self._ends_with_last_child = ends_with_last_child
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setblocking(False)
         self._is_ready = asyncio.Event()
@@ -87,9 +88,12 @@ class EngineNursery:
         self._end = ""  # why it forks no more
 
     @classmethod
-    async def start(cls, *, log: Path) -> Self:
-        """A nursery that has imported everything. Raises `EngineLost` when it did not start."""
-        nursery = cls(log)
+    async def start(cls, *, log: Path, ends_with_last_child: bool = False) -> Self:
+        """A nursery that has imported everything, and lasts until `close`, or, if so asked, until its last engine is closed.
+
+        Raises `EngineLost` when it did not start.
+        """
+        nursery = cls(log, ends_with_last_child=ends_with_last_child)
         asyncio.get_running_loop().add_reader(nursery._link, nursery._read)
         try:
             nursery._process = await ServerProcess.start(
@@ -140,6 +144,11 @@ class EngineNursery:
     def order_kill(self, pid: int) -> None:
         with contextlib.suppress(EngineLost):  # then it is dead already
             self._send(json.dumps({"kill": pid}).encode(), [])
+
+    async def was_left(self) -> None:
+        """An engine has closed, and its process has ended."""
+        if self._ends_with_last_child and not self._children and not self._births:
+            await self.close()
 
     async def close(self) -> None:
         """End it and every child. Safe to call twice."""

@@ -1,0 +1,201 @@
+"""The client's end of the link with an engine's process: questions, their answers, and the end, for one reason, the first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from strop.engine.processes.messages import (
+    FROM_CHILD,
+    TO_CHILD,
+    BeginLoad,
+    Cancelled,
+    Complete,
+    Completed,
+    Failed,
+    FromChild,
+    Garbled,
+    Hello,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Ready,
+    ToChild,
+    read_message,
+    to_frame,
+)
+from strop.engine.processes.nursery import ForkedProcess
+from strop.errors import EngineLost, StropError
+
+AnswerT = TypeVar("AnswerT", Hello, Completed, Ready, Loaded)
+Order = Complete | BeginLoad | Load
+
+_PING_S = 1.0
+_END_S = 2.0  # from the end of the link to the news of the process's end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Question:
+    """What was asked under one number. It stays until its answer comes, also when nobody waits for that any more."""
+
+    kind: type[FromChild]  # of the answer
+    order: Order | None  # None: how the engine could be opened
+    answer: asyncio.Future[Any]
+
+
+class Link:
+    """Whatever shows that the process cannot be trusted any more ends it, and with it every question, by `EngineLost`."""
+
+    def __init__(
+        self,
+        name: str,
+        process: ForkedProcess,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        check: Callable[[Order, FromChild], None],
+        silent_pings: int,
+    ) -> None:
+        """
+        Args:
+            check: looks at each answer to an order when it arrives; raises `EngineLost` for one that cannot be true.
+            silent_pings: how many pings, one a second, may stay without an answer.
+        """
+        self.title = f"engine {name} (pid {process.pid})"
+        self._process, self._reader, self._writer = process, reader, writer
+        self._check, self._silent_pings = check, silent_pings
+        self._num_asked = 0
+        self._questions: dict[int, _Question] = {}  # by number
+        self._has_spoken = True  # since the last ping
+        self._end = ""  # why it is lost
+        self._watching: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._end
+
+    async def open(self) -> Hello:
+        """Wait for the engine. Raises what kept it from being opened."""
+        hello: asyncio.Future[Hello] = asyncio.get_running_loop().create_future()
+        self._questions[0] = _Question(kind=Hello, order=None, answer=hello)
+        self.start_task(self._listen())
+        said = await hello
+        self._watching = self.start_task(self._watch())
+        return said
+
+    def next_number(self) -> int:
+        self._num_asked += 1
+        return self._num_asked
+
+    async def ask(self, order: Order, kind: type[AnswerT]) -> AnswerT:
+        """Send what has an answer, and wait for that. Raises what the process raised, or `EngineLost`."""
+        if self._end:
+            raise EngineLost(self._end)
+        answer: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
+        self._questions[order.number] = _Question(kind=kind, order=order, answer=answer)
+        self.tell(order)
+        return await answer
+
+    def is_open_question(self, number: int) -> bool:
+        return number in self._questions
+
+    def tell(self, message: ToChild) -> None:
+        """Send it, unless there is nobody any more."""
+        if not self._end:
+            self._writer.write(to_frame(TO_CHILD, message))
+
+    def lose(self, why: str) -> EngineLost:
+        """End the process and every question. Returns the error for whoever noticed."""
+        if not self._end:
+            self._end = why.strip()
+            if self._watching is not None:
+                self._watching.cancel()
+            for question in self._questions.values():
+                _end_with(question.answer, EngineLost(self._end))
+            self._questions.clear()
+            self.start_task(self._process.kill())
+        return EngineLost(self._end)
+
+    async def close(self, why: str) -> None:
+        """Returns when the process has ended. Safe to call twice."""
+        self.lose(why)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._writer.close()
+
+    def start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task that `close` waits for."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # of a load whose caller has gone: nobody else would look at it
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                message = await read_message(FROM_CHILD, self._reader)
+                self._has_spoken = True
+                self._hear(message)
+        except Garbled as error:
+            self.lose(f"{self.title} answered garbage: {error}. {self._process.last_words}")
+        except EngineLost as error:
+            self.lose(f"{self.title} is lost: {error}")
+        except EOFError:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.ended.wait(), _END_S)
+            self.lose(f"{self.title} {self._process.end or 'hung up'}. {self._process.last_words}")
+
+    def _hear(self, message: FromChild) -> None:
+        """Raises `Garbled` or `EngineLost` when the process cannot be trusted any more."""
+        if isinstance(message, Pong):
+            return
+        number = 0 if isinstance(message, Hello) else message.number
+        question = self._questions.get(number)
+        if question is None:
+            raise Garbled(f"an answer ({message.kind}) to number {number}, which was not asked")
+        try:
+            self._settle(question, message)
+        except StropError as error:
+            if type(error) is EngineLost:  # `WeightsNotProven` is one that the engine survives
+                raise
+            _end_with(question.answer, error)
+        del self._questions[number]
+
+    def _settle(self, question: _Question, message: FromChild) -> None:
+        """Raises what the answer says, or what is wrong with it."""
+        if isinstance(message, Failed):
+            raise message.as_error()
+        if isinstance(message, Cancelled) and question.kind is Completed:
+            question.answer.cancel()
+            return
+        if not isinstance(message, question.kind):
+            raise Garbled(f"{message.kind} where it was asked for {question.kind.__name__}")
+        if question.order is not None:
+            self._check(question.order, message)
+        if not question.answer.done():
+            question.answer.set_result(message)
+
+    async def _watch(self) -> None:
+        """Pings are counted, not timed: when this process itself was held up, its engines are not to blame."""
+        num_silent = 0
+        while num_silent < self._silent_pings:
+            self._has_spoken = False
+            self.tell(Ping())
+            await asyncio.sleep(_PING_S)
+            num_silent = 0 if self._has_spoken else num_silent + 1
+        state = f" ({state})" if (state := self._process.state) else ""
+        self.lose(f"{self.title} hangs: it answered none of {num_silent} pings, one every {_PING_S:g} s{state}.")
+
+
+def _end_with(answer: asyncio.Future[Any], error: StropError) -> None:
+    if not answer.done():
+        answer.set_exception(error)
