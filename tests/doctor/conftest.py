@@ -1,7 +1,11 @@
 """The recipe of the demo in small, and the one way in which every test examines it."""
 
 import asyncio
-from collections.abc import Callable
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +72,28 @@ def recipe_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def service() -> Iterator[str]:
+    """The setting for one code service that all examinations share: a sandbox of its own costs each seconds to start."""
+    command = [sys.executable, "-m", "strop.cli", "sandbox", "serve", "--port", "0", "--warm", "bare,verify"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            [url] = re.findall(r"http://[\d.:]+", process.stdout.readline())
+            yield f"sandbox.url={url}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
 @pytest.fixture
-def recipe(recipe_path: Path) -> Recipe:
-    return load_recipe(recipe_path)
+def load(recipe_path: Path, service: str) -> Callable[..., Recipe]:
+    """The recipe with other settings, on the service that is there."""
+    return lambda *overrides: load_recipe(recipe_path, [service, *overrides])
+
+
+@pytest.fixture
+def recipe(load: Callable[..., Recipe]) -> Recipe:
+    return load()
 
 
 @pytest.fixture

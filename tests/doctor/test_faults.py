@@ -90,12 +90,12 @@ def test_top_p_is_found_whether_or_not_the_log_probs_tell(examine_with, monkeypa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wrong_temperature_of_the_engine_is_found(examine_with, recipe_path, dtype):
+def test_a_wrong_temperature_of_the_engine_is_found(examine_with, load, dtype):
     class Hot(_Wrapped):
         async def complete(self, request):
             return await self.inner.complete(replace(request, temperature=1.3))
 
-    low = load_recipe(recipe_path, [f"engine.dtype={dtype}", f"trainer.precision={dtype}"])
+    low = load(f"engine.dtype={dtype}", f"trainer.precision={dtype}")
     problem = only_problem(examine_with(lambda parts: replace(parts, engine=Hot(parts.engine)), of=low))
     assert problem.check == "log-probs"
     assert "the engine's log-probs are those of temperature 1.3, not of 0.8" in problem.detail
@@ -137,24 +137,28 @@ def test_reversed_grader_arguments_are_found(examine_with):
     assert "verify(gold, answer)" in problem.remedy
 
 
-def test_a_dead_sandbox_is_found(examine_with):
+def test_a_dead_sandbox_is_found(examine_with, recipe_path):
     dead = ScriptedSandbox(answer={}, dies_after=0)
-    problem = only_problem(examine_with(lambda parts: replace(parts, tools=(PythonTool(dead, parts.recipe.tools.python),))))
+
+    def die(parts):
+        return replace(parts, tools=(PythonTool(dead, parts.recipe.tools.python),))
+
+    problem = only_problem(examine_with(die, of=load_recipe(recipe_path)))  # whose sandbox would be on this machine
     assert problem.check == "tool round trip"
     assert "the scripted sandbox died" in problem.detail
     assert problem.remedy.startswith("Bring the sandbox back")
 
 
-def test_a_sandbox_that_cannot_start_leaves_the_other_checks_to_be_made(examine_with, monkeypatch):
+def test_a_sandbox_that_cannot_start_leaves_the_other_checks_to_be_made(examine_with, recipe_path, monkeypatch):
     async def fail(self):
         raise MachineError("no namespaces here")
 
     monkeypatch.setattr("strop.sandbox.local.LocalSandbox.start", fail)
-    assert "no namespaces here" in only_problem(examine_with()).detail
+    assert "no namespaces here" in only_problem(examine_with(of=load_recipe(recipe_path))).detail
 
 
-def test_a_service_that_cannot_be_used_is_found_with_a_remedy_for_a_service(examine_with, recipe_path):
-    elsewhere = load_recipe(recipe_path, ["sandbox.url=http://127.0.0.1:9"])
+def test_a_service_that_cannot_be_used_is_found_with_a_remedy_for_a_service(examine_with, load):
+    elsewhere = load("sandbox.url=http://127.0.0.1:9")
     problem = only_problem(examine_with(of=elsewhere))
     assert problem.check == "tool round trip"
     assert "no code service answers at http://127.0.0.1:9" in problem.detail

@@ -21,8 +21,8 @@ SIZES = {
 }
 
 
-def test_a_healthy_recipe_has_every_check_made_and_no_problem(examine_with):
-    diagnosis = examine_with()
+def test_a_healthy_recipe_has_every_check_made_and_no_problem(examine_with, recipe_path):
+    diagnosis = examine_with(of=load_recipe(recipe_path))  # on a sandbox of its own
     assert [finding.check for finding in diagnosis.findings] == list(CHECKS)
     assert not diagnosis.problems
     assert {piece.origin for piece in diagnosis.rollout if piece.is_trained} == {"sampled"}
@@ -37,9 +37,9 @@ def test_a_healthy_recipe_has_every_check_made_and_no_problem(examine_with):
     ],
     ids=["llama in bfloat16", "qwen2 in float32"],
 )
-def test_a_random_model_of_another_origin_has_no_problem(examine_with, tiny_directory, recipe_path, make, dtype):
+def test_a_random_model_of_another_origin_has_no_problem(examine_with, tiny_directory, load, make, dtype):
     torch.manual_seed(0)
-    low = load_recipe(recipe_path, [f"engine.dtype={dtype}", f"trainer.precision={dtype}"])
+    low = load(f"engine.dtype={dtype}", f"trainer.precision={dtype}")
     assert not examine_with(of=low, model=tiny_directory(make())).problems
 
 
@@ -59,8 +59,8 @@ def test_a_random_model_of_another_origin_has_no_problem(examine_with, tiny_dire
         ("stages.base.path=nowhere", "recipe", "stages.base: give either path", "Mend what the message names"),
     ],
 )
-def test_a_mistake_in_the_recipe_is_the_one_thing_reported(recipe_path, run, override, check, detail, remedy):
-    (problem,) = run(examine_file(recipe_path, [override], model=None)).problems
+def test_a_mistake_in_the_recipe_is_the_one_thing_reported(recipe_path, service, run, override, check, detail, remedy):
+    (problem,) = run(examine_file(recipe_path, [service, override], model=None)).problems
     assert problem.check == check
     assert detail in problem.detail
     assert remedy in problem.remedy
