@@ -61,14 +61,23 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_answer_is_not_equal_and_harms_no_other_pair(answer, tmp_path):
-    canary = tmp_path / "canary"
-    if "{canary}" in answer:
-        answer = answer.format(canary=canary)
-    verdicts = judge(("p - q", "-q + p"), ("3", answer), ("p - q", "-q + p"), pair_wall_s=2.0)
-    assert verdicts[1] in (UNEQUAL, UNREADABLE, PairVerdict.TIMEOUT)
-    assert verdicts[::2] == [EQUAL, EQUAL]
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory):
+    """By name of a hostile answer, its verdict between those on the honest pairs around it; and a path that none may touch."""
+    canary = tmp_path_factory.mktemp("hostile") / "canary"
+    honest = ("p - q", "-q + p")
+    answers = [answer.format(canary=canary) if "{canary}" in answer else answer for answer in HOSTILE.values()]
+    pairs = [pair for answer in answers for pair in (("3", answer), honest)]
+    verdicts = judge(honest, *pairs, pair_wall_s=2.0)
+    return {name: verdicts[2 * number : 2 * number + 3] for number, name in enumerate(HOSTILE)}, canary
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_is_not_equal_and_harms_no_other_pair(judged, name):
+    verdicts, canary = judged
+    before, verdict, after = verdicts[name]
+    assert verdict in (UNEQUAL, UNREADABLE, PairVerdict.TIMEOUT)
+    assert before is after is EQUAL
     assert not canary.exists()
 
 
