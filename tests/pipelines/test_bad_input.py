@@ -233,7 +233,13 @@ def test_the_command_itself_exits_with_2_and_one_message(tmp_path):
 
 def test_control_c_stops_a_run_with_one_line_and_130(tmp_path):
     process = subprocess.Popen(
-        [*STROP, "train", str(TINY)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*STROP, "train", str(TINY)],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A job in the background of a shell ignores Ctrl-C, and its children would with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     events = tmp_path / "runs" / "tiny" / "events.jsonl"
     try:

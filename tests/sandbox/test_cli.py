@@ -182,7 +182,14 @@ def test_control_c_ends_a_run_that_waits_for_a_service_at_once_and_speaks_of_no_
         silent.settimeout(30)
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         command = [*STROP, "run", str(tmp_path / "program.py"), "--url", url]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        with subprocess.Popen(
+            # A job in the background of a shell ignores Ctrl-C, and its children would with it.
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        ) as running:
             connection, _ = silent.accept()
             with connection:
                 connection.recv(1)
