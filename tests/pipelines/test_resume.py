@@ -159,6 +159,7 @@ def order_of_arrival(run, step):
     return [scored.trajectory.key for scored in read_rollouts(run.stage("rl").rollouts(step))]
 
 
+@pytest.mark.slow
 def test_law_9_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_path):
     run = RunDirectory(shutil.copytree(undisturbed.path, tmp_path / "run"))  # up to its RL, to save time
     shutil.rmtree(run.stage("rl").path)
