@@ -1,7 +1,7 @@
 """The forward of a Llama-like decoder over a KV cache with a fixed number of slots.
 
-Written for few operations, because a small model's step on a CPU is mostly overhead: q, k and v are one product, gate and up
-another, residuals are added inside the products, and q and k turn together. Every function is the same arithmetic as
+Written for few operations, because a small model's step on a CPU is mostly overhead: q, k and v are one product, residuals,
+activations and gates are part of the products, and q and k turn together. Every function is the same arithmetic as
 `transformers`' own forward up to rounding; tests hold the gap.
 """
 
@@ -15,164 +15,187 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from strop.engine.kv_cache import KV_STEP, KvCache
 from strop.engine.weights import ROTARY_CLASSES, Architecture, DecoderWeights, LayerWeights
 from strop.errors import ModelError
 
-KV_STEP = 64  # decode reads a whole number of these columns
 CHUNK_STEP, CHUNK_MAX = 16, 128  # a prefill goes in chunks of at most CHUNK_MAX tokens, padded to a multiple of CHUNK_STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """A copy of the first columns of one slot. Shapes (layers, blocks, kv_heads, columns of a block, head_dim)."""
+class Chunk:
+    """A piece of a prompt or an observation: `ids` at positions `start` .. of `slot`, whose earlier columns are there."""
 
-    keys: Tensor
-    values: Tensor
-    length: int
+    slot: int
+    start: int
+    ids: Sequence[int]  # at most CHUNK_MAX
+
+    @property
+    def padded_ids(self) -> list[int]:
+        return [*self.ids, *([0] * (-len(self.ids) % CHUNK_STEP))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """One token of each of some conversations, to be followed by another. Lists of equal length, slots ascending."""
+
+    slots: Sequence[int]
+    ids: Sequence[int]
+    positions: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepShape:
+    """In which sizes a step is computed; what exceeds its content is padding."""
+
+    num_tokens: int  # of the products over all tokens
+    num_rows: int  # of the products over the rows alone; at most num_tokens
+    num_slots: int  # whose caches the rows' attention covers
+    num_columns: int  # of each slot that the rows' attention reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The tokens of one step, rows first, and what every layer needs to know of them."""
+
+    ids: Tensor  # (N,)
+    num_real: int  # of them; the rest is padding, of which nothing is kept
+    place: tuple[Tensor | slice, ...]  # of their keys and values
+    rotation: tuple[Tensor, Tensor]
+    row_slots: Tensor  # (rows,)
+    row_mask: Tensor  # (slots * kv_heads, 1, L)
+    chunks: tuple[_PlacedChunk, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PlacedChunk:
+    slot: int
+    start: int  # among the step's tokens
+    stop: int
+    num_columns: int
+    mask: Tensor  # (heads that share keys * C, L)
 
 
 class Decoder:
-    """Weights, KV cache and the two forwards over them: `prefill` for one slot, `decode` for one token of many slots.
-
-    Column `p` of a slot holds position `p` of its conversation. Nothing here knows which columns are in use; callers pass
-    lengths. Columns beyond them may hold anything finite.
-
-    The cache is stored by blocks of columns, (layers, blocks, slots, kv_heads, columns of a block, head_dim), because a
-    batched product on a CPU is 2.5 times slower unless its operands lie in one piece: 64 rows over 192 columns of 4 layers
-    took 4.6 ms by slots and 1.9 ms by blocks. On an accelerator one block holds all columns.
-    """
+    """Weights, KV cache and one step over them: a token for each of many conversations, and pieces of prompts beside them."""
 
     def __init__(self, model_config: Any, *, dtype: torch.dtype, device: torch.device, num_slots: int, max_length: int) -> None:
         self.architecture = Architecture.of(model_config, max_length=max_length)
         self.weights = DecoderWeights(self.architecture, dtype=dtype, device=device)
         self.device, self.num_slots = device, num_slots
-        # One column beyond max_length takes what idle rows write; a padded last chunk may reach CHUNK_STEP further.
-        self.num_columns = _round_up(max_length + 1 + CHUNK_STEP, KV_STEP)
-        self._block = KV_STEP if device.type == "cpu" else self.num_columns
-        shape = (self.architecture.num_layers, self.num_columns // self._block, num_slots, self.architecture.num_kv_heads)
-        self._keys = torch.zeros(*shape, self._block, self.architecture.head_dim, dtype=dtype, device=device)
-        self._values = torch.zeros_like(self._keys)
+        # A padded last chunk may reach CHUNK_STEP beyond max_length.
+        self.cache = KvCache(
+            self.architecture, dtype=dtype, device=device, num_slots=num_slots, num_columns=max_length + CHUNK_STEP
+        )
+        self.num_columns = self.cache.num_columns
         self._cos, self._sin = self._rotary_tables(model_config, dtype)
         self._columns = torch.arange(self.num_columns, device=device)
-        self._rows = torch.arange(num_slots, device=device)
 
-    def prefill(self, slot: int, ids: Sequence[int], start: int) -> Tensor:
-        """Compute `ids` at positions `start` .. of `slot`, after the `start` columns that are there.
+    def step(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape, *, num_layers: int | None = None) -> Tensor:
+        """Compute every token of `rows` and `chunks` and leave its keys and values in the cache.
 
-        Chunks depend on `start` and on the number of ids only, and one slot is computed at a time: what it leaves behind
-        does not depend on any other conversation.
+        Rows and chunks do not see each other, except that a chunk may go on where another of the same slot ended.
 
-        Returns:
-            (V,) float32 logits after the last id.
-        """
-        end = start + len(ids)
-        hidden = self.weights.embedding[:0]
-        for chunk_start in range(start, end, CHUNK_MAX):
-            chunk = ids[chunk_start - start : chunk_start - start + CHUNK_MAX]
-            padded = [*chunk, *([0] * (-len(chunk) % CHUNK_STEP))]
-            hidden = self._prefill_chunk(slot, padded, chunk_start)[len(chunk) - 1 : len(chunk)]
-        return self._logits(hidden)[0].float()
-
-    def decode(self, ids: Tensor, positions: Tensor, num_columns: int) -> Tensor:
-        """One token for each of the first `N` slots: `ids` and `positions` are (N,) int64, positions < `num_columns`.
-
-        Row `r` writes column `positions[r]` of slot `r` and reads the columns up to it.
+        Args:
+            num_layers: stop after so many, to measure with.
 
         Returns:
-            (N, V) logits in the engine's dtype.
+            (rows, V) logits in the engine's dtype.
         """
-        num_rows, shape = ids.shape[0], self.architecture
-        mask = self._mask(positions, num_columns).unsqueeze(1)  # (N, 1, L)
-        mask = mask.expand(-1, shape.num_kv_heads, -1).reshape(num_rows * shape.num_kv_heads, 1, num_columns)
-        rotation = (self._cos[positions], self._sin[positions])
-        place = (positions // self._block, self._rows[:num_rows], slice(None), positions % self._block)
-        widths = [min(self._block, num_columns - start) for start in range(0, num_columns, self._block)]
-        hidden = self.weights.embedding[ids]
-        for layer, keys, values in zip(self.weights.layers, self._keys, self._values, strict=True):
-            query, key, value = self._project(layer, hidden, rotation)
-            keys[place] = key
-            values[place] = value
-            query = query.reshape(num_rows * shape.num_kv_heads, -1, shape.head_dim)
-            attended = _attend(
-                query,
-                [block[:num_rows, :, :width].flatten(0, 1) for block, width in zip(keys, widths, strict=False)],
-                [block[:num_rows, :, :width].flatten(0, 1) for block, width in zip(values, widths, strict=False)],
-                mask,
-            )
-            hidden = self._finish_layer(layer, hidden, attended.view(num_rows, -1))
-        return self._logits(hidden)
+        layout = self._layout(rows, chunks, shape)
+        hidden = F.embedding(layout.ids, self.weights.embedding)
+        num_layers = num_layers or self.architecture.num_layers
+        for index, layer in enumerate(self.weights.layers[:num_layers]):
+            keys, values = self.cache.keys[index], self.cache.values[index]
+            query, key, value = self._project(layer, hidden, layout.rotation)
+            keys[layout.place] = key[: layout.num_real]
+            values[layout.place] = value[: layout.num_real]
+            is_last = index == num_layers - 1
+            if is_last:  # of chunks, only keys and values are wanted
+                hidden = hidden[: shape.num_rows]
+            attended = self._attend(query, keys, values, layout, shape, with_chunks=not is_last)
+            hidden = self._finish_layer(layer, hidden, _padded(attended, len(hidden)))
+        return self.weights.head.product(self._norm(hidden, self.weights.norm))[: len(rows.slots)]
 
-    def copy_out(self, slot: int, length: int) -> Prefix:
-        """The first `length` columns of `slot`, and what else lies in their blocks."""
-        place = self._blocks(slot, length)
-        return Prefix(keys=self._keys[place].clone(), values=self._values[place].clone(), length=length)
+    def _layout(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> _Layout:
+        ids, positions, slots = list(rows.ids), list(rows.positions), list(rows.slots)
+        spans = []
+        for chunk in chunks:
+            padded = chunk.padded_ids
+            spans.append((len(ids), len(ids) + len(padded)))
+            ids += padded
+            positions += range(chunk.start, chunk.start + len(padded))
+            slots += [chunk.slot] * len(padded)
+        num_real = len(ids)
+        for column in (ids, positions, slots):
+            column += [0] * (shape.num_tokens - num_real)
+        all_ids, all_positions, all_slots = torch.tensor((ids, positions, slots), device=self.device)
+        num_rows = len(rows.slots)
+        row_positions = torch.zeros(shape.num_slots, dtype=torch.int64, device=self.device)
+        row_positions[all_slots[:num_rows]] = all_positions[:num_rows]
+        mask = self._mask(row_positions, shape.num_columns).unsqueeze(1)
+        num_kv_heads = self.architecture.num_kv_heads
+        return _Layout(
+            ids=all_ids,
+            num_real=num_real,
+            place=self.cache.place(all_slots[:num_real], all_positions[:num_real]),
+            rotation=(self._cos[all_positions], self._sin[all_positions]),
+            row_slots=all_slots[:num_rows],
+            row_mask=mask.expand(-1, num_kv_heads, -1).reshape(shape.num_slots * num_kv_heads, 1, shape.num_columns),
+            chunks=tuple(self._placed(chunk, *span, all_positions) for chunk, span in zip(chunks, spans, strict=True)),
+        )
 
-    def copy_in(self, slot: int, prefix: Prefix, length: int) -> None:
-        """Fill the first `length` columns of `slot` from `prefix`; what comes after them in their blocks is lost."""
-        place = self._blocks(slot, length)
-        _, num_blocks, _, width, _ = self._keys[place].shape
-        self._keys[place] = prefix.keys[:, :num_blocks, :, :width]
-        self._values[place] = prefix.values[:, :num_blocks, :, :width]
+    def _placed(self, chunk: Chunk, start: int, stop: int, positions: Tensor) -> _PlacedChunk:
+        num_columns = -(-(chunk.start + stop - start) // KV_STEP) * KV_STEP
+        num_shared = self.architecture.num_heads // self.architecture.num_kv_heads
+        mask = self._mask(positions[start:stop], num_columns).repeat(num_shared, 1)
+        return _PlacedChunk(slot=chunk.slot, start=start, stop=stop, num_columns=num_columns, mask=mask)
 
-    def copy_across(self, source: int, target: int, length: int) -> None:
-        """Fill the first `length` columns of slot `target` from slot `source`, as `copy_in` does."""
-        for cache in (self._keys, self._values):
-            cache[self._blocks(target, length)] = cache[self._blocks(source, length)]
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, layout: _Layout, shape: StepShape, *, with_chunks: bool
+    ) -> Tensor:
+        """(tokens, heads * head_dim): what the queries (N, heads, head_dim) read; without chunks, of the rows alone."""
+        attended = []
+        if num_rows := len(layout.row_slots):
+            attended.append(self._attend_rows(query[:num_rows], keys, values, layout, shape))
+        if with_chunks:
+            attended += [self._attend_chunk(query[chunk.start : chunk.stop], keys, values, chunk) for chunk in layout.chunks]
+        return torch.cat(attended) if attended else query.new_zeros(0, query.shape[1] * query.shape[2])
 
-    def clear(self) -> None:
-        """Zero the cache: what broken weights left behind (nan) would spoil masked columns."""
-        self._keys.zero_()
-        self._values.zero_()
+    def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, layout: _Layout, shape: StepShape) -> Tensor:
+        num_rows, num_heads, head_dim = query.shape
+        num_kv_heads = self.architecture.num_kv_heads
+        is_dense = num_rows == shape.num_slots
+        by_slot = query if is_dense else query.new_zeros(shape.num_slots, num_heads, head_dim)
+        if not is_dense:
+            by_slot[layout.row_slots] = query
+        attended = _attend(
+            by_slot.reshape(shape.num_slots * num_kv_heads, -1, head_dim),
+            self.cache.first_rows(keys, shape.num_slots, shape.num_columns),
+            self.cache.first_rows(values, shape.num_slots, shape.num_columns),
+            layout.row_mask,
+        ).view(shape.num_slots, -1)
+        return attended if is_dense else attended[layout.row_slots]
 
-    def fill(self, generator: torch.Generator) -> None:
-        """Give every slot the same random content, to measure with."""
-        for cache in (self._keys, self._values):
-            pattern = torch.randn(cache[:, :, :1].shape, generator=generator, dtype=torch.float32)
-            cache.copy_(pattern.expand_as(cache))
-
-    def _blocks(self, slot: int, length: int) -> tuple[slice, slice, int, slice, slice]:
-        """Where the blocks of the first `length` columns of `slot` are; of a single block, only those columns."""
-        num_blocks = -(-length // self._block)
-        columns = slice(length) if num_blocks == 1 else slice(None)
-        return slice(None), slice(num_blocks), slot, slice(None), columns
-
-    def _prefill_chunk(self, slot: int, ids: Sequence[int], start: int) -> Tensor:
-        """Hidden states (C, hidden) of one padded chunk; its keys and values are in columns start .. start + C."""
-        shape, size = self.architecture, len(ids)
-        end = start + size
-        num_columns = _round_up(end, KV_STEP)
-        columns = self._columns[start:end]
-        place = (columns // self._block, slot, slice(None), columns % self._block)
-        rotation = (self._cos[start:end], self._sin[start:end])
-        num_shared = shape.num_heads // shape.num_kv_heads
-        mask = self._mask(columns, num_columns).repeat(num_shared, 1)  # (heads that share keys * C, L)
-        hidden = self.weights.embedding[torch.tensor(ids, device=self.device)]
-        for layer, keys, values in zip(self.weights.layers, self._keys, self._values, strict=True):
-            query, key, value = self._project(layer, hidden, rotation)
-            keys[place] = key
-            values[place] = value
-            query = query.view(size, shape.num_kv_heads, num_shared, shape.head_dim).permute(1, 2, 0, 3)
-            attended = _attend(
-                query.reshape(shape.num_kv_heads, num_shared * size, shape.head_dim),
-                [self._in_one_piece(keys, slot, num_columns)],
-                [self._in_one_piece(values, slot, num_columns)],
-                mask,
-            )
-            attended = attended.view(shape.num_heads, size, shape.head_dim).transpose(0, 1)
-            hidden = self._finish_layer(layer, hidden, attended.reshape(size, -1))
-        return hidden
-
-    def _in_one_piece(self, cache: Tensor, slot: int, num_columns: int) -> Tensor:
-        """(kv_heads, L, head_dim): the first columns of `slot` in the cache of one layer."""
-        num_blocks = -(-num_columns // self._block)
-        return cache[:num_blocks, slot].transpose(0, 1).flatten(1, 2)[:, :num_columns]
+    def _attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: _PlacedChunk) -> Tensor:
+        size, num_heads, head_dim = query.shape
+        num_kv_heads = self.architecture.num_kv_heads
+        # Heads that read the same keys are rows of one product.
+        grouped = query.view(size, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+        attended = _attend(
+            grouped,
+            [self.cache.in_one_piece(keys, chunk.slot, chunk.num_columns)],
+            [self.cache.in_one_piece(values, chunk.slot, chunk.num_columns)],
+            chunk.mask,
+        )
+        return attended.view(num_heads, size, head_dim).transpose(0, 1).reshape(size, -1)
 
     def _project(self, layer: LayerWeights, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (N, heads, head_dim), keys and values (N, kv_heads, head_dim) of one layer, turned to their positions."""
         shape = self.architecture
         num_rotated = shape.num_heads + shape.num_kv_heads
-        normed = F.rms_norm(hidden, (shape.hidden_size,), layer.input_norm, shape.norm_eps)
-        qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(len(hidden), -1, shape.head_dim)
+        normed = self._norm(hidden, layer.input_norm)
+        qkv = layer.qkv.product(normed, layer.qkv_bias).view(len(hidden), -1, shape.head_dim)
         rotated, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if layer.q_norm is not None and layer.k_norm is not None:
             query, key = rotated[:, : shape.num_heads], rotated[:, shape.num_heads :]
@@ -184,14 +207,19 @@ class Decoder:
 
     def _finish_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """The rest of a layer, after attention."""
-        hidden = _linear_onto(hidden, attended, layer.output, layer.output_bias)
-        normed = F.rms_norm(hidden, (self.architecture.hidden_size,), layer.mlp_norm, self.architecture.norm_eps)
-        gate, up = F.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, -1)
-        return _linear_onto(hidden, F.silu(gate).mul_(up), layer.down, layer.down_bias)
+        hidden = layer.output.onto(hidden, attended, layer.output_bias)
+        normed = self._norm(hidden, layer.mlp_norm)
+        gated = layer.up.times(layer.gate.silu(normed, layer.gate_bias), normed, layer.up_bias)
+        return layer.down.onto(hidden, gated, layer.down_bias)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        normed = F.rms_norm(hidden, (self.architecture.hidden_size,), self.weights.norm, self.architecture.norm_eps)
-        return F.linear(normed, self.weights.head)
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last axis of (N, hidden); torch's own takes a quarter longer on a CPU."""
+        if hidden.device.type != "cpu":
+            return F.rms_norm(hidden, weight.shape, weight, self.architecture.norm_eps)
+        full = hidden.float()
+        scale = torch.linalg.vecdot(full, full).mul_(1 / len(weight)).add_(self.architecture.norm_eps).rsqrt_()
+        normed: Tensor = (full * scale.unsqueeze(1)).to(hidden.dtype).mul_(weight)
+        return normed
 
     def _mask(self, positions: Tensor, num_columns: int) -> Tensor:
         """(N, L) float32: 0 on the columns that position `n` may read, -inf after it."""
@@ -216,6 +244,13 @@ class Decoder:
         shape = (self.num_columns, 1, 2, self.architecture.head_dim // 2)
         sign = torch.tensor([[-1.0], [1.0]], dtype=dtype)
         return cos[0].reshape(shape).to(self.device), (sin[0].reshape(shape) * sign).to(self.device)
+
+
+def _padded(tokens: Tensor, num_tokens: int) -> Tensor:
+    """`tokens` (N, width) with rows of zeros appended, up to `num_tokens` of them; or its first ones."""
+    if len(tokens) >= num_tokens:
+        return tokens[:num_tokens]
+    return F.pad(tokens, (0, 0, 0, num_tokens - len(tokens)))
 
 
 def _rotate(heads: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -248,13 +283,3 @@ def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mas
     for block_weights, block in zip(weights[1:], values[1:], strict=True):
         attended.baddbmm_(block_weights, block)
     return attended
-
-
-def _linear_onto(residual: Tensor, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """residual + inputs weightᵀ (+ bias)."""
-    total = torch.addmm(residual, inputs, weight.t())
-    return total if bias is None else total + bias
-
-
-def _round_up(number: int, step: int) -> int:
-    return -(-number // step) * step

@@ -1,40 +1,60 @@
-"""Measures which sizes of a decode step give the same bits, so that deterministic mode need not always use the largest."""
+"""Measures which sizes of a step give the same bits, so that deterministic mode need not always use the largest."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from strop.engine.decoder import KV_STEP, Decoder
+from strop.engine.decoder import CHUNK_STEP, Decoder, Rows, StepShape
+from strop.engine.kv_cache import KV_STEP
 
 _log = logging.getLogger(__name__)
 _MAX_COLUMN_SIZES = 20
 _MAX_ROW_SIZES, _ROW_STEP = 8, 8
+_CHUNK_SIZES = 16  # how many numbers of tokens beside the rows are worth having
+CHUNK_BUDGET = 256  # tokens of prompts and observations that are computed beside the rows in one step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """The row counts and KV lengths in which a decode step may be computed, ascending; the largest hold everything."""
+    """The sizes in which a step may be computed, each ascending; the largest hold everything."""
 
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
+    tokens: tuple[int, ...]  # of the products over rows and chunks
+    slots: tuple[int, ...]  # that the rows' attention covers
+    columns: tuple[int, ...]  # of each slot that it reads
+    can_mix: bool  # chunks may be computed in one step with rows
     is_invariant: bool  # a row's bits depend neither on its slot nor on the size chosen
 
-    def covering(self, num_rows: int, num_columns: int) -> tuple[int, int]:
-        """The smallest sizes that hold `num_rows` and `num_columns`."""
-        return (
-            next(size for size in self.rows if size >= num_rows),
-            next(size for size in self.columns if size >= num_columns),
+    def shape(self, *, num_rows: int, num_chunk_tokens: int, num_slots: int, num_columns: int) -> StepShape:
+        """The smallest sizes that hold so much. A chunk by itself has the size that it has, unless chunks can be mixed."""
+        num_tokens = num_rows + num_chunk_tokens
+        return StepShape(
+            num_tokens=_covering(self.tokens, num_tokens) if num_rows or self.can_mix else num_tokens,
+            num_rows=_covering(self.tokens, num_rows) if num_rows else 0,
+            num_slots=_covering(self.slots, num_slots),
+            num_columns=_covering(self.columns, num_columns),
         )
+
+    def slots_covering(self, num_slots: int) -> int:
+        return _covering(self.slots, num_slots)
+
+
+def _covering(sizes: Sequence[int], number: int) -> int:
+    return next(size for size in sizes if size >= number)
 
 
 def all_sizes(decoder: Decoder) -> StepSizes:
-    """The sizes worth having: at most 8 row counts, multiples of 8, and at most 20 KV lengths, multiples of `KV_STEP`."""
+    """The sizes worth having: at most 8 numbers of rows, 16 of tokens beside all rows, 20 KV lengths."""
+    slots = _evenly_up_to(decoder.num_slots, _ROW_STEP, _MAX_ROW_SIZES)
+    beside = _evenly_up_to(CHUNK_BUDGET, CHUNK_STEP, _CHUNK_SIZES)
     return StepSizes(
-        rows=_evenly_up_to(decoder.num_slots, _ROW_STEP, _MAX_ROW_SIZES),
+        tokens=(*slots, *(slots[-1] + size for size in beside)),
+        slots=slots,
         columns=_evenly_up_to(decoder.num_columns, KV_STEP, _MAX_COLUMN_SIZES),
+        can_mix=True,
         is_invariant=False,
     )
 
@@ -50,33 +70,40 @@ def invariant_sizes(decoder: Decoder) -> StepSizes:
     """Those of `all_sizes` whose logits equal, bit for bit and in every row, the first row of the largest size.
 
     Every slot is given the same content, so all rows of all sizes should agree. Kernels are chosen by shape, not by value,
-    so weights of any later version behave alike; the weights held now must be real ones, since zeros agree always.
-    The KV cache is used for it and empty afterwards.
+    so weights of any later version behave alike, and all layers have one shape, so that one is enough; the weights held now
+    must be real ones, since zeros agree always. The KV cache is used for it and empty afterwards.
     """
-    candidates = all_sizes(decoder)
-    decoder.fill(torch.Generator().manual_seed(0))
-    position = min(KV_STEP, decoder.num_columns) * 2 // 3
+    every = all_sizes(decoder)
+    most_rows, most_columns = decoder.num_slots, decoder.num_columns
+    decoder.cache.fill(torch.Generator().manual_seed(0))
+    position = min(KV_STEP, most_columns) * 2 // 3
 
-    def agrees(num_rows: int, num_columns: int) -> bool:
-        logits = _decode_alike(decoder, num_rows, position, num_columns)
-        return torch.equal(logits, reference.expand_as(logits))
+    def logits(slots: Sequence[int], num_tokens: int, num_slots: int, num_columns: int) -> torch.Tensor:
+        rows = Rows(slots=slots, ids=[0] * len(slots), positions=[position] * len(slots))
+        shape = StepShape(num_tokens=num_tokens, num_rows=num_tokens, num_slots=num_slots, num_columns=num_columns)
+        return decoder.step(rows, (), shape, num_layers=1)
 
-    reference = _decode_alike(decoder, decoder.num_slots, position, decoder.num_columns)[:1]
+    reference = logits(range(most_rows), most_rows, most_rows, most_columns)[:1]
+
+    def agreeing(sizes: Sequence[int], of_size: Callable[[int], torch.Tensor]) -> tuple[int, ...]:
+        return tuple(size for size in sizes if torch.equal(found := of_size(size), reference.expand_as(found)))
+
+    tokens = agreeing(every.tokens, lambda size: logits(range(min(size, most_rows)), size, most_rows, most_columns))
+    slots = agreeing(every.slots[:-1], lambda size: logits(range(size), most_rows, size, most_columns))
+    columns = agreeing(every.columns[:-1], lambda size: logits(range(most_rows), most_rows, most_rows, size))
+    decoder.cache.clear()
+    largest = every.tokens[-1]
     sizes = StepSizes(
-        rows=tuple(size for size in candidates.rows if size == decoder.num_slots or agrees(size, candidates.columns[0])),
-        columns=tuple(size for size in candidates.columns if size == decoder.num_columns or agrees(decoder.num_slots, size)),
-        is_invariant=agrees(decoder.num_slots, decoder.num_columns),
+        tokens=tokens if largest in tokens else tuple(sorted({*(size for size in tokens if size < most_rows), most_rows})),
+        slots=(*slots, most_rows),
+        columns=(*columns, most_columns),
+        can_mix=largest in tokens,
+        is_invariant=most_rows in tokens,
     )
-    decoder.clear()
-    _log.debug("decode steps give equal bits with rows %s and columns %s", sizes.rows, sizes.columns)
+    _log.debug("steps give equal bits with %s", sizes)
     if not sizes.is_invariant:
         _log.warning(
             "deterministic mode: on this machine the rows of one decode step differ in their bits although their content is"
             " equal; completions may depend on the slot they get"
         )
     return sizes
-
-
-def _decode_alike(decoder: Decoder, num_rows: int, position: int, num_columns: int) -> torch.Tensor:
-    ids = torch.zeros(num_rows, dtype=torch.int64, device=decoder.device)
-    return decoder.decode(ids, ids + position, num_columns)

@@ -23,7 +23,7 @@ class PublishedWeights:
         self.version = -1
         self._weights = weights
         self._names: set[str] = set()  # that were sent since the last `retract`
-        self._checksum = ""
+        self._writable = ""  # checksum of what somebody could still write to
         self._num_writes = 0
         self._doubt = "no weights were published to this engine yet"  # empty: the weights are proven
 
@@ -31,6 +31,7 @@ class PublishedWeights:
         """Weights are about to change: nothing may sample until `prove` succeeds."""
         self._doubt = doubt
         self._names = set()
+        self._weights.unseal()
 
     def copy(self, name: str, tensor: Tensor) -> None:
         """Raises `WeightsNotProven` when the model has no such weight, or one of another shape."""
@@ -47,11 +48,14 @@ class PublishedWeights:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             self._doubt = f"the last publication (version {version}) lacked {shown}"
             raise WeightsNotProven(f"publication of version {version} lacks {len(missing)} weights: {shown}.")
+        self._weights.seal()  # before the proof, which is of what the forward will read
         held = self._weights.checksum(self._names)
         if held != checksum:
             self._doubt = f"the last publication (version {version}) arrived damaged"
             raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but the engine holds {held}.")
-        self._accept(version, checksum)
+        writable = self._weights.writable_names()
+        self._writable = held if writable == self._names else self._weights.checksum(writable)
+        self.version, self._num_writes, self._doubt = version, self._weights.num_writes, ""
 
     def read(self, directory: Path, version: int) -> None:
         """Accept the safetensors of a `transformers` model directory as `version`.
@@ -66,20 +70,17 @@ class PublishedWeights:
         self.prove(version, self._weights.checksum(self._names))
 
     def verify(self, *, is_thorough: bool) -> None:
-        """Check that nothing was written since the proof: every byte if thorough, else torch's write counters.
+        """Check that nothing was written since the proof: every byte that can be, if thorough, else torch's write counters.
 
         Raises:
             WeightsNotProven: also on every later call, until weights are published again.
         """
         if not self._doubt and self._weights.num_writes != self._num_writes:
             self._doubt = f"somebody wrote to the weights of version {self.version} after they were published"
-        if not self._doubt and is_thorough and self._weights.checksum(self._names) != self._checksum:
+        if not self._doubt and is_thorough and self._weights.checksum(self._weights.writable_names()) != self._writable:
             self._doubt = f"the weights are no longer those that were published as version {self.version}"
         if self._doubt:
             raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
-
-    def _accept(self, version: int, checksum: str) -> None:
-        self.version, self._checksum, self._num_writes, self._doubt = version, checksum, self._weights.num_writes, ""
 
 
 def _tensors(directory: Path) -> Iterator[NamedTensor]:

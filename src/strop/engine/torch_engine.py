@@ -20,12 +20,13 @@ from typing import Any
 
 import transformers
 
+from strop.engine.batch import Detokenizer
 from strop.engine.config import EngineConfig
 from strop.engine.decoder import Decoder
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor
 from strop.engine.publication import PublishedWeights
 from strop.engine.requests import check_request, check_vocabulary
-from strop.engine.worker import Detokenizer, Worker
+from strop.engine.worker import Worker
 from strop.errors import DeadlineExceeded, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 

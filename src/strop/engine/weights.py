@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from strop.engine.linear import Matrix
 from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.errors import ModelError, WeightsNotProven
 
@@ -91,42 +92,59 @@ def _rope_limit(config: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """One layer. `qkv` stacks the rows of q_proj, k_proj, v_proj; `gate_up` those of gate_proj, up_proj."""
+    """One layer. `qkv` stacks the rows of q_proj, k_proj, v_proj."""
 
     input_norm: Tensor  # (hidden,)
-    qkv: Tensor  # ((heads + 2 kv_heads) * head_dim, hidden)
+    qkv: Matrix  # ((heads + 2 kv_heads) * head_dim, hidden)
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # (head_dim,)
     k_norm: Tensor | None
-    output: Tensor  # (hidden, heads * head_dim)
+    output: Matrix  # (hidden, heads * head_dim)
     output_bias: Tensor | None
     mlp_norm: Tensor  # (hidden,)
-    gate_up: Tensor  # (2 * intermediate, hidden)
-    gate_up_bias: Tensor | None
-    down: Tensor  # (hidden, intermediate)
+    gate: Matrix  # (intermediate, hidden)
+    gate_bias: Tensor | None
+    up: Matrix
+    up_bias: Tensor | None
+    down: Matrix  # (hidden, intermediate)
     down_bias: Tensor | None
 
 
-class DecoderWeights:
-    """Preallocated buffers, and a view into them for every name that `transformers` gives a parameter.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a parameter lies: rows `start` to `stop` of a matrix or a vector."""
 
-    They hold zeros until `copy` filled them; `checksum` proves what is held now, not what was once written.
+    holder: Matrix | Tensor
+    start: int
+    stop: int
+
+    def read(self, dense: Tensor) -> Tensor:
+        return dense[self.start : self.stop]
+
+
+class DecoderWeights:
+    """Preallocated buffers, and the place of every parameter in them under the name that `transformers` gives it.
+
+    They hold zeros until `copy` filled them; `checksum` proves what is held now, not what was once written. `seal` packs the
+    matrices for the machine where it can; `unseal` makes them writable again.
     """
 
     def __init__(self, architecture: Architecture, *, dtype: torch.dtype, device: torch.device) -> None:
         self.architecture = architecture
         self._dtype, self._device = dtype, device
-        self._buffers: list[Tensor] = []
-        self._views: dict[str, Tensor] = {}
+        self._matrices: list[Matrix] = []
+        self._vectors: list[Tensor] = []
+        self._places: dict[str, _Place] = {}
         vocabulary_shape = (architecture.vocab_size, architecture.hidden_size)
-        self.embedding = self._buffer(vocabulary_shape, EMBEDDING)
+        # Rows of the embedding are looked up, so it stays as it is; a head that is tied to it is packed as a copy.
+        self.embedding = self._vector(vocabulary_shape, EMBEDDING)
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(architecture.num_layers)]
-        self.norm = self._buffer((architecture.hidden_size,), "model.norm.weight")
-        self.head = self.embedding if architecture.is_tied else self._buffer(vocabulary_shape, HEAD)
+        self.norm = self._vector((architecture.hidden_size,), "model.norm.weight")
+        self.head = self._head(vocabulary_shape)
 
     def named_parameters(self) -> Iterator[NamedTensor]:
-        """Every parameter under its `transformers` name, as a view of what the forward reads; tied weights once."""
-        return iter(self._views.items())
+        """Every parameter under its `transformers` name, tied weights once: what the forward reads, or a copy if sealed."""
+        return self._read(self._places)
 
     def copy(self, name: str, tensor: Tensor) -> None:
         """Overwrite parameter `name` with `tensor`, cast to the engine's dtype. A tied head may be named, too.
@@ -134,7 +152,9 @@ class DecoderWeights:
         Raises:
             WeightsNotProven: no such parameter, or another shape.
         """
-        view = self._view(name)
+        place = self._place(name)
+        holder = place.holder.dense() if isinstance(place.holder, Matrix) else place.holder
+        view = place.read(holder)
         if view.shape != tensor.shape:
             raise WeightsNotProven(
                 f"weight {name!r} was sent with shape {tuple(tensor.shape)}; it is {tuple(view.shape)} here."
@@ -145,56 +165,107 @@ class DecoderWeights:
     def missing(self, names: set[str]) -> list[str]:
         """Parameters that are not among `names`."""
         sent = {EMBEDDING if self.architecture.is_tied and name == HEAD else name for name in names}
-        return [name for name in self._views if name not in sent]
+        return [name for name in self._places if name not in sent]
 
     def checksum(self, names: set[str]) -> str:
         """`weights_checksum` of what is held now under `names`."""
-        return weights_checksum((name, self._view(name)) for name in names)
+        return weights_checksum(self._read(names))
+
+    def seal(self) -> None:
+        """Pack the matrices where this machine gains by it: until `unseal` nobody can write to them."""
+        for matrix in self._matrices:
+            matrix.seal()
+
+    def unseal(self) -> None:
+        """Make every buffer writable; the matrices that were packed hold zeros."""
+        for matrix in self._matrices:
+            matrix.unseal()
+
+    def writable_names(self) -> set[str]:
+        """Parameters that are not sealed."""
+        return {
+            name for name, place in self._places.items() if not (isinstance(place.holder, Matrix) and place.holder.is_sealed)
+        }
 
     @property
     def num_writes(self) -> int:
         """A count that grows with every in-place change torch knows of (an edit through `.data` is not one)."""
-        return sum(buffer._version for buffer in self._buffers)
+        return sum(vector._version for vector in self._vectors) + sum(matrix.num_writes for matrix in self._matrices)
 
-    def _view(self, name: str) -> Tensor:
+    def _read(self, names: Collection[str]) -> Iterator[NamedTensor]:
+        """The parameters `names`; those that share a packed matrix from one copy of it."""
+        holder: Matrix | Tensor | None = None
+        dense = torch.empty(0)
+        for name in sorted(names, key=self._order):
+            place = self._place(name)
+            if place.holder is not holder:
+                holder = place.holder
+                dense = holder.dense() if isinstance(holder, Matrix) else holder
+            yield name, place.read(dense)
+
+    def _order(self, name: str) -> tuple[int, int]:
+        place = self._place(name)
+        return id(place.holder), place.start
+
+    def _place(self, name: str) -> _Place:
         if self.architecture.is_tied and name == HEAD:
-            return self.embedding
-        if name not in self._views:
+            name = EMBEDDING
+        if name not in self._places:
             raise WeightsNotProven(
                 f"weight {name!r} was sent, but this {self.architecture.model_type} model has no such weight."
             )
-        return self._views[name]
+        return self._places[name]
 
-    def _buffer(self, shape: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> Tensor:
+    def _vector(self, shape: tuple[int, ...], *names: str, rows: tuple[int, ...] = ()) -> Tensor:
         """One zeroed buffer; `names` share its first axis as `rows` says (one name takes it whole)."""
-        buffer = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        self._buffers.append(buffer)
-        self._views.update(zip(names, torch.split(buffer, list(rows or shape[:1])), strict=True))
-        return buffer
+        vector = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self._vectors.append(vector)
+        self._name(vector, names, rows or shape[:1])
+        return vector
+
+    def _matrix(self, shape: tuple[int, int], *names: str, rows: tuple[int, ...] = ()) -> Matrix:
+        matrix = Matrix(shape, dtype=self._dtype, device=self._device)
+        self._matrices.append(matrix)
+        self._name(matrix, names, rows or shape[:1])
+        return matrix
+
+    def _name(self, holder: Matrix | Tensor, names: tuple[str, ...], rows: tuple[int, ...]) -> None:
+        start = 0
+        for name, length in zip(names, rows, strict=True):
+            self._places[name] = _Place(holder=holder, start=start, stop=start + length)
+            start += length
+
+    def _head(self, shape: tuple[int, int]) -> Matrix:
+        if not self.architecture.is_tied:
+            return self._matrix(shape, HEAD)
+        head = Matrix(shape, dtype=self._dtype, device=self._device, shared=self.embedding)
+        self._matrices.append(head)
+        return head
 
     def _layer(self, prefix: str) -> LayerWeights:
         shape = self.architecture
         hidden, inner = shape.hidden_size, shape.intermediate_size
         query_rows, kv_rows = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+        qkv = {f"{attention}{name}.": rows for name, rows in (("q_proj", query_rows), ("k_proj", kv_rows), ("v_proj", kv_rows))}
+        weights, biases, rows = [f"{name}weight" for name in qkv], [f"{name}bias" for name in qkv], tuple(qkv.values())
 
-        def stacked(place: str, kind: str, rows: dict[str, int], *width: int) -> Tensor:
-            names = [f"{place}{projection}.{kind}" for projection in rows]
-            return self._buffer((sum(rows.values()), *width), *names, rows=tuple(rows.values()))
+        def bias(is_used: bool, size: int, name: str) -> Tensor | None:
+            return self._vector((size,), name) if is_used else None
 
-        qkv = {"q_proj": query_rows, "k_proj": kv_rows, "v_proj": kv_rows}
-        gate_up = {"gate_proj": inner, "up_proj": inner}
         return LayerWeights(
-            input_norm=self._buffer((hidden,), f"{prefix}input_layernorm.weight"),
-            qkv=stacked(attention, "weight", qkv, hidden),
-            qkv_bias=stacked(attention, "bias", qkv) if shape.has_qkv_bias else None,
-            q_norm=self._buffer((shape.head_dim,), f"{attention}q_norm.weight") if shape.has_qk_norm else None,
-            k_norm=self._buffer((shape.head_dim,), f"{attention}k_norm.weight") if shape.has_qk_norm else None,
-            output=self._buffer((hidden, query_rows), f"{attention}o_proj.weight"),
-            output_bias=self._buffer((hidden,), f"{attention}o_proj.bias") if shape.has_output_bias else None,
-            mlp_norm=self._buffer((hidden,), f"{prefix}post_attention_layernorm.weight"),
-            gate_up=stacked(mlp, "weight", gate_up, hidden),
-            gate_up_bias=stacked(mlp, "bias", gate_up) if shape.has_mlp_bias else None,
-            down=self._buffer((hidden, inner), f"{mlp}down_proj.weight"),
-            down_bias=self._buffer((hidden,), f"{mlp}down_proj.bias") if shape.has_mlp_bias else None,
+            input_norm=self._vector((hidden,), f"{prefix}input_layernorm.weight"),
+            qkv=self._matrix((sum(rows), hidden), *weights, rows=rows),
+            qkv_bias=self._vector((sum(rows),), *biases, rows=rows) if shape.has_qkv_bias else None,
+            q_norm=bias(shape.has_qk_norm, shape.head_dim, f"{attention}q_norm.weight"),
+            k_norm=bias(shape.has_qk_norm, shape.head_dim, f"{attention}k_norm.weight"),
+            output=self._matrix((hidden, query_rows), f"{attention}o_proj.weight"),
+            output_bias=bias(shape.has_output_bias, hidden, f"{attention}o_proj.bias"),
+            mlp_norm=self._vector((hidden,), f"{prefix}post_attention_layernorm.weight"),
+            gate=self._matrix((inner, hidden), f"{mlp}gate_proj.weight"),
+            gate_bias=bias(shape.has_mlp_bias, inner, f"{mlp}gate_proj.bias"),
+            up=self._matrix((inner, hidden), f"{mlp}up_proj.weight"),
+            up_bias=bias(shape.has_mlp_bias, inner, f"{mlp}up_proj.bias"),
+            down=self._matrix((hidden, inner), f"{mlp}down_proj.weight"),
+            down_bias=bias(shape.has_mlp_bias, hidden, f"{mlp}down_proj.bias"),
         )
