@@ -1,10 +1,12 @@
 """What the double adds to the protocol."""
 
 import asyncio
+import time
 
 import pytest
 
-from strop.engine import Reply, ScriptedEngine
+from strop.engine import Fault, Reply, ScriptedEngine
+from strop.engine.requests import check_completion
 from strop.errors import EngineLost, StropError, WeightsNotProven
 
 from .support import make_model, make_request, publish
@@ -64,5 +66,125 @@ def test_kv_memory_is_reserved_for_the_longest_completion_and_given_back():
         await engine.release("a")
         await waiting
         assert engine.released == ["a"]
+
+    asyncio.run(scenario())
+
+
+def test_a_longer_completion_takes_longer():
+    async def scenario():
+        engine = ScriptedEngine(lambda request: [1] * request.max_tokens, latency_s=0.02, token_latency_s=0.01)
+        began = time.monotonic()
+        await engine.complete(make_request("short", [9], max_tokens=2))
+        assert 0.04 <= time.monotonic() - began < 0.1
+        await engine.complete(make_request("long", [9], max_tokens=20))
+        assert time.monotonic() - began >= 0.26
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [
+        (Fault.MISSING_LOGPROB, "has 2 ids and 1 logprobs"),
+        (Fault.NAN_LOGPROB, "log-prob nan at position 1"),
+        (Fault.FOREIGN_ID, "outside the vocabulary 0..: -1"),
+        (Fault.OLD_WEIGHTS, "policy version 6, but 7 was published"),
+    ],
+)
+def test_garbage_comes_at_the_requests_that_were_chosen(fault, named):
+    engine = ScriptedEngine(lambda _: [1, 2], faults={1: fault}, policy_version=7)
+    requests = [make_request(name, [9], max_tokens=2) for name in "abc"]
+    sound, garbage, again = _complete(engine, *requests)
+    for request, completion in ((requests[0], sound), (requests[2], again)):
+        check_completion(request, completion, vocab_size=None, policy_version=7)
+    with pytest.raises(EngineLost, match=named):
+        check_completion(requests[1], garbage, vocab_size=None, policy_version=7)
+
+
+@pytest.mark.parametrize(("fault", "named"), [(Fault.DIE, "scripted to die"), (Fault.OUT_OF_MEMORY, "run out of memory")])
+def test_a_request_that_it_dies_of_takes_what_runs_and_what_waits_along(fault, named):
+    async def scenario():
+        engine = ScriptedEngine(lambda _: [1], latency_s=0.01, max_running=2, faults={1: fault})
+        held = await engine.complete(make_request("held", [9]))
+        ends = await asyncio.gather(
+            *(engine.complete(make_request(name, [9])) for name in ("deadly", "waits", "waits too")), return_exceptions=True
+        )
+        assert held.ids == (1,)
+        for end in ends:
+            assert isinstance(end, EngineLost)
+            assert named in str(end)
+        for later in (engine.complete(make_request("later", [9])), publish(engine, make_model("llama"))):
+            with pytest.raises(EngineLost, match=named):
+                await later
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_hangs_answers_nothing_until_it_recovers():
+    async def scenario():
+        engine = ScriptedEngine(lambda _: [1])
+        engine.fail(Fault.HANG)
+        asked = asyncio.create_task(engine.complete(make_request("a", [9])))
+        await asyncio.sleep(0.01)
+        aborted = asyncio.create_task(engine.complete(make_request("b", [9])))
+        await asyncio.sleep(0.01)
+        assert not asked.done()
+        await engine.abort("b")
+        with pytest.raises(asyncio.CancelledError):
+            await aborted
+        engine.recover()
+        assert (await asked).ids == (1,)
+        engine.fail(Fault.HANG)
+        loading = asyncio.create_task(publish(engine, make_model("llama"), version=3))
+        await asyncio.sleep(0.01)
+        assert engine.policy_version == 0
+        engine.recover()
+        await loading
+        assert engine.policy_version == 3
+
+    asyncio.run(scenario())
+
+
+def test_garbage_comes_from_one_moment_to_the_next_and_ends_with_recovery():
+    async def scenario():
+        engine = ScriptedEngine(lambda _: [1])
+        engine.fail(Fault.MISSING_LOGPROB)
+        assert (await engine.complete(make_request("a", [9]))).logprobs == ()
+        engine.recover()
+        assert (await engine.complete(make_request("b", [9]))).logprobs == (0.0,)
+
+    asyncio.run(scenario())
+
+
+def test_a_single_request_can_hang():
+    async def scenario():
+        engine = ScriptedEngine(lambda _: [1], faults={0: Fault.HANG})
+        hanging = asyncio.create_task(engine.complete(make_request("a", [9])))
+        await asyncio.sleep(0)
+        await engine.complete(make_request("b", [9]))
+        assert not hanging.done()
+        await engine.close()
+        with pytest.raises(EngineLost, match="closed"):
+            await hanging
+
+    asyncio.run(scenario())
+
+
+def test_an_engine_that_restarts_by_itself_has_lost_everything_and_holds_old_weights():
+    async def scenario():
+        engine = ScriptedEngine(lambda _: [1], latency_s=0.01, policy_version=5)
+        first = await engine.complete(make_request("a", [9]))
+        running = asyncio.create_task(engine.complete(make_request("b", [9])))
+        await asyncio.sleep(0.001)
+        await engine.kill("its machine was rebooted.")
+        engine.restart(policy_version=0)
+        with pytest.raises(EngineLost, match="rebooted"):  # also when it is back before anybody looks
+            await running
+        so_far = [9, *first.ids]
+        second = await engine.complete(make_request("c", [*so_far, 3], extends="a", at=len(so_far)))
+        assert second.cached_tokens == 0
+        assert second.policy_version == engine.policy_version == 0
+        await publish(engine, make_model("llama"), version=6)
+        assert (await engine.complete(make_request("d", [9]))).policy_version == 6
 
     asyncio.run(scenario())

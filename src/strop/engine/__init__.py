@@ -1,6 +1,7 @@
-"""Token ids in, token ids and log-probs out: the embedded engine, and its scripted double."""
+"""Token ids in, token ids and log-probs out: the embedded engine, here or in a process of its own, and its scripted double."""
 
 from strop.engine.config import EngineConfig
+from strop.engine.process_engine import ProcessEngine
 from strop.engine.protocol import (
     Capabilities,
     Capacity,
@@ -9,7 +10,7 @@ from strop.engine.protocol import (
     NamedTensor,
     weights_checksum,
 )
-from strop.engine.scripted import Reply, ScriptedEngine
+from strop.engine.scripted import Fault, Reply, ScriptedEngine
 from strop.engine.torch_engine import TorchEngine
 
 __all__ = [
@@ -17,8 +18,10 @@ __all__ = [
     "Capacity",
     "CompletionRequest",
     "EngineConfig",
+    "Fault",
     "InferenceEngine",
     "NamedTensor",
+    "ProcessEngine",
     "Reply",
     "ScriptedEngine",
     "TorchEngine",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 import torch
 
@@ -23,6 +24,23 @@ class Reply:
     entropies: tuple[float, ...]
 
 
+class Fault(StrEnum):
+    """What a scripted engine can do wrong."""
+
+    HANG = "hang"  # answers nothing, loads nothing, until `recover`
+    DIE = "die"  # every request is lost, these and all later ones, until `restart`
+    OUT_OF_MEMORY = "out_of_memory"  # the same, and it says why
+    MISSING_LOGPROB = "missing_logprob"
+    NAN_LOGPROB = "nan_logprob"
+    FOREIGN_ID = "foreign_id"  # an id that is in no vocabulary
+    OLD_WEIGHTS = "old_weights"  # it sampled from the version before the published one
+
+
+_LAST_WORDS = {
+    Fault.DIE: "the engine was scripted to die.",
+    Fault.OUT_OF_MEMORY: "the engine was scripted to run out of memory.",
+}
+
 Policy = Callable[[CompletionRequest], Sequence[int] | Reply]
 
 
@@ -39,17 +57,19 @@ class ScriptedEngine:
     """An `InferenceEngine` without a model.
 
     Each completion is cut after its first stop id and at `max_tokens`, as a model's would be; a script that ends before both
-    counts as stopped. Bare ids are reported with
-    log-prob and entropy 0: a script is certain of what it says. It samples before any weights were published, too, and
-    reports `policy_version`.
+    counts as stopped. Bare ids are reported with log-prob and entropy 0: a script is certain of what it says. It samples before
+    any weights were published, too, and reports `policy_version`. It fails on demand: at chosen requests (`faults`, `lost_at`),
+    or from one moment to the next (`fail`, `kill`, `restart`).
 
     Args:
         policy: a function of the request; or completions to give in order of arrival; or completions by request id.
         latency_s: how long each completion takes.
+        token_latency_s: and how much longer for each of its tokens.
         kv_tokens: KV memory. A conversation holds len(ids) + max_tokens of it until it is released; others wait.
         max_request_tokens: the longest conversation.
         max_running: how many conversations may hold KV memory at once.
-        lost_at: which requests, counted from 0 in order of arrival, raise `EngineLost`.
+        lost_at: which requests, counted from 0 in order of arrival, raise `EngineLost`, and nothing else does.
+        faults: what goes wrong at which requests, counted alike.
         has_wrong_weights: whether every load ends up holding other values than were sent.
         policy_version: before the first `load_weights`.
         dtype: of the weights it holds.
@@ -60,10 +80,12 @@ class ScriptedEngine:
         policy: Policy | Sequence[Sequence[int]] | Mapping[str, Sequence[int]],
         *,
         latency_s: float = 0.0,
+        token_latency_s: float = 0.0,
         kv_tokens: int = 1 << 20,
         max_request_tokens: int = 1 << 14,
         max_running: int = 1 << 10,
         lost_at: Collection[int] = (),
+        faults: Mapping[int, Fault] | None = None,
         has_wrong_weights: bool = False,
         policy_version: int = 0,
         dtype: torch.dtype = torch.float32,
@@ -72,16 +94,23 @@ class ScriptedEngine:
         self.released: list[str] = []  # every id that `release` was called with
         self.weights: dict[str, torch.Tensor] = {}  # of the newest load
         self._policy = policy
-        self._latency_s = latency_s
+        self._latency_s, self._token_latency_s = latency_s, token_latency_s
         self._capacity = Capacity(
             total_tokens=kv_tokens, max_request_tokens=min(max_request_tokens, kv_tokens), max_running=max_running
         )
         self._lost_at = frozenset(lost_at)
+        self._faults = dict(faults or {})
+        self._fault: Fault | None = None
+        self._may_answer = asyncio.Event()
+        self._may_answer.set()
         self._has_wrong_weights = has_wrong_weights
         self._policy_version = policy_version
         self._dtype = dtype
         self._is_proven = True
-        self._is_closed = False
+        self._is_lost = False
+        self._last_words = ""  # of its newest end
+        self._num_ends = 0
+        self._dying: asyncio.Task[None] | None = None
         self._holds: dict[str, _Hold] = {}  # by newest request
         self._refused: dict[str, str] = {}  # a request that was refused -> the conversation that it would have gone on
         self._room = asyncio.Condition()
@@ -99,8 +128,39 @@ class ScriptedEngine:
     def policy_version(self) -> int:
         return self._policy_version
 
+    def fail(self, fault: Fault) -> None:
+        """From here on `fault` is wrong with every request that it answers, until `recover`."""
+        self._fault = fault
+        if fault is Fault.HANG:
+            self._may_answer.clear()
+        else:
+            self._may_answer.set()
+
+    def recover(self) -> None:
+        """Nothing is wrong with it any more; the dead need `restart`."""
+        self._fault = None
+        self._may_answer.set()
+
+    async def kill(self, reason: str = _LAST_WORDS[Fault.DIE]) -> None:
+        """What is outstanding fails at once with `EngineLost`, and so does what comes later, until `restart`."""
+        self._is_lost, self._last_words, self._num_ends = True, reason, self._num_ends + 1
+        self._queue.clear()
+        for hold in self._holds.values():
+            if hold.running is not None:
+                hold.running.cancel()
+        async with self._room:
+            self._room.notify_all()
+
+    def restart(self, *, policy_version: int) -> None:
+        """It comes back healthy and empty, with the weights of that version, as a server does that restarts by itself."""
+        self.recover()
+        self._is_lost = False
+        self._holds.clear()
+        self._refused.clear()
+        self._policy_version, self._is_proven = policy_version, True
+
     async def complete(self, request: CompletionRequest) -> Completion:
-        number = len(self.requests)
+        number, num_ends = len(self.requests), self._num_ends
         try:
             self._accept(request)
         except StropError:
@@ -113,11 +173,12 @@ class ScriptedEngine:
         try:
             completion = await hold.running
         except asyncio.CancelledError as error:
-            if self._is_closed:
-                raise EngineLost("the engine was closed.") from error
+            if self._num_ends != num_ends:
+                raise EngineLost(self._last_words) from error
             raise
         finally:
-            if hold.running.cancelled() or hold.running.exception() is not None:
+            has_failed = hold.running.cancelled() or hold.running.exception() is not None
+            if has_failed and self._holds.get(request.id) is hold:
                 await self._give_back(request.id)
         hold.running = None
         hold.ids = (*request.ids, *completion.ids)
@@ -134,6 +195,9 @@ class ScriptedEngine:
         running = [request_id for request_id, hold in self._holds.items() if hold.running is not None]
         if running or self._queue:
             raise StropError(f"weights cannot be loaded while completions run or wait: {[*running, *self._queue]}.")
+        await self._may_answer.wait()
+        if self._is_lost:
+            raise EngineLost(self._last_words)
         self._is_proven = False
         self._holds.clear()
         self._refused.clear()
@@ -146,12 +210,7 @@ class ScriptedEngine:
         self._is_proven, self._policy_version = True, version
 
     async def close(self) -> None:
-        self._is_closed = True
-        for hold in self._holds.values():
-            if hold.running is not None:
-                hold.running.cancel()
-        async with self._room:
-            self._room.notify_all()
+        await self.kill("the engine was closed.")
 
     def _accept(self, request: CompletionRequest) -> None:
         check_request(request, max_length=self._capacity.max_request_tokens)
@@ -159,8 +218,8 @@ class ScriptedEngine:
             raise StropError(f"request {request.id}: an earlier request of that id was not released.")
         number = len(self.requests)
         self.requests.append(request)
-        if self._is_closed:
-            raise EngineLost("the engine was closed.")
+        if self._is_lost:
+            raise EngineLost(self._last_words)
         if number in self._lost_at:
             raise EngineLost(f"request {request.id}, number {number}, was scripted to lose the engine.")
         if not self._is_proven:
@@ -185,18 +244,19 @@ class ScriptedEngine:
         return cached_tokens
 
     async def _wait_for(self, request_id: str, tokens: int) -> None:
+        num_ends = self._num_ends
         self._queue.append(request_id)
         try:
             async with self._room:
                 await self._room.wait_for(
                     lambda: (
-                        self._is_closed
+                        self._num_ends != num_ends
                         or request_id not in self._queue
                         or (self._queue[0] == request_id and self._has_room_for(tokens))
                     )
                 )
-            if self._is_closed:
-                raise EngineLost("the engine was closed.")
+            if self._num_ends != num_ends:
+                raise EngineLost(self._last_words)
             if request_id not in self._queue:
                 raise asyncio.CancelledError(f"request {request_id} was aborted")
         finally:
@@ -221,11 +281,21 @@ class ScriptedEngine:
 
     async def _answer(self, request: CompletionRequest, number: int, cached_tokens: int) -> Completion:
         await asyncio.sleep(self._latency_s)
+        fault = self._faults.get(number)
+        if fault is Fault.HANG:
+            await asyncio.Event().wait()
+        await self._may_answer.wait()
+        fault = fault or self._fault
+        if fault in _LAST_WORDS:
+            self._dying = asyncio.create_task(self.kill(_LAST_WORDS[fault]))
+            await asyncio.Event().wait()  # for that end
         reply = self._reply(request, number)
         stop = next((index + 1 for index, token in enumerate(reply.ids) if token in request.stop_ids), None)
         length = min(stop or len(reply.ids), request.max_tokens)
         is_stopped = length == stop or length < request.max_tokens
-        return Completion(
+        if self._token_latency_s:
+            await asyncio.sleep(self._token_latency_s * length)
+        completion = Completion(
             ids=reply.ids[:length],
             logprobs=reply.logprobs[:length],
             entropies=reply.entropies[:length],
@@ -234,6 +304,7 @@ class ScriptedEngine:
             finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
             cached_tokens=cached_tokens,
         )
+        return completion if fault is None else _damaged(completion, fault)
 
     def _reply(self, request: CompletionRequest, number: int) -> Reply:
         if callable(self._policy):
@@ -249,3 +320,16 @@ class ScriptedEngine:
         if isinstance(said, Reply):
             return said
         return Reply(ids=tuple(said), logprobs=(0.0,) * len(said), entropies=(0.0,) * len(said))
+
+
+def _damaged(completion: Completion, fault: Fault) -> Completion:
+    match fault:
+        case Fault.MISSING_LOGPROB:
+            return replace(completion, logprobs=completion.logprobs[:-1])
+        case Fault.NAN_LOGPROB:
+            return replace(completion, logprobs=(*completion.logprobs[:-1], float("nan")))
+        case Fault.FOREIGN_ID:
+            return replace(completion, ids=(-1, *completion.ids[1:]))
+        case Fault.OLD_WEIGHTS:
+            return replace(completion, policy_version=completion.policy_version - 1)
+    return completion
