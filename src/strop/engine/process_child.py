@@ -68,6 +68,10 @@ class _LoadUnderWay:
     said: asyncio.Future[Load | BreakOff]  # what becomes of it
     task: asyncio.Task[None] | None = None
 
+    @property
+    def is_broken_off(self) -> bool:
+        return self.said.done() and isinstance(self.said.result(), BreakOff)
+
 
 def live(order: EngineOrder, link: socket.socket, shared_weights: int) -> int:
     """Until the client hangs up. Returns the exit code."""
@@ -176,6 +180,9 @@ class _Service:
             self._answer(Completed(number=order.number, completion=completion))
 
     async def _load_weights(self, order: BeginLoad, load: _LoadUnderWay) -> None:
+        ending = [other.task for other in self._loads.values() if other.is_broken_off and other.task is not None]
+        if ending:
+            await asyncio.wait(ending)  # its client has left it, so the engine is free in a moment
         try:
             await self._engine.load_weights(self._tensors(order, load), version=order.version, checksum=order.checksum)
         except _BrokenOff:

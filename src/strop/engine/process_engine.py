@@ -65,6 +65,7 @@ class ProcessEngine:
         self._link = Link(name, process, reader, writer, check=self._check, silent_pings=silent_pings)
         self._hello: Hello | None = None
         self._policy_version, self._is_deterministic = -1, False
+        self._left_load: asyncio.Task[None] | None = None  # whose caller has gone
         self._published: dict[int, int] = {}  # versions whose loads are under way, by the number of their orders
 
     @classmethod
@@ -178,8 +179,10 @@ class ProcessEngine:
         """See `TorchEngine.load_weights`. The process proves what it holds against `checksum`.
 
         A load that does not end within `EngineConfig.deadline_s` is the end of the engine. A caller who goes away after all
-        weights were sent leaves a load that goes on.
+        weights were sent leaves a load that goes on, and which the next one waits for.
         """
+        if self._left_load is not None:
+            await asyncio.wait({self._left_load})
         begun = self._link.next_number()
         is_given_up = True
         try:
@@ -191,7 +194,11 @@ class ProcessEngine:
                 self._link.tell(BreakOff(begun=begun))
         # The process reads shared memory now; to leave that under it would kill it, whoever is cancelled here.
         order = Load(number=self._link.next_number(), begun=begun, weights=weights)
-        await asyncio.shield(self._link.start_task(self._load(order, version)))
+        loading = self._link.start_task(self._load(order, version))
+        try:
+            await asyncio.shield(loading)
+        finally:
+            self._left_load = None if loading.done() else loading
 
     async def close(self) -> None:
         """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
