@@ -45,7 +45,10 @@ class TamperingNursery:
         self._tasks.append(asyncio.create_task(self._pass_answers(from_child, to_client)))
         return process
 
-    async def was_left(self) -> None:
+    def enter(self) -> None:
+        pass
+
+    async def leave(self) -> None:
         """By its only child."""
         await asyncio.gather(*self._tasks)
 

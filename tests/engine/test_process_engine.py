@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from strop.engine import EngineConfig, TorchEngine, weights_checksum
-from strop.engine.process_engine import ProcessEngine, open_process_engines
+from strop.engine.process_engine import ProcessEngine
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -344,20 +344,32 @@ def test_what_the_process_prints_goes_to_its_log(play, tmp_path):
     assert (tmp_path / "e0.log").exists()
 
 
-@pytest.mark.slow  # an import of torch
-def test_several_engines_are_opened_together_and_their_nursery_ends_with_the_last(home, tmp_path):
+@pytest.mark.slow  # two imports of torch
+def test_engines_of_one_program_share_a_nursery_which_ends_with_the_last_and_is_replaced_when_it_is_lost(home, tmp_path):
+    def start(name):
+        return ProcessEngine.start(home.model, _CONFIG, name=name, log=tmp_path / name)
+
     async def scenario():
-        engines = await open_process_engines(home.model, _CONFIG.model_copy(update={"replicas": 3}), logs=tmp_path)
-        assert len({engine.pid for engine in engines}) == 3
-        nursery = _parent_of(engines[0].pid)
-        completions = [await engine.complete(make_request("a", [1])) for engine in engines]
-        assert completions[0] == completions[1] == completions[2]
-        for engine in engines:
-            assert _is_there(nursery)
+        first, second = await asyncio.gather(start("e0"), start("e1"))
+        nursery = _parent_of(first.pid)
+        assert _parent_of(second.pid) == nursery
+        assert await first.complete(make_request("a", [1])) == await second.complete(make_request("a", [1]))
+        await first.close()
+        await first.close()  # counts once
+        third = await start("e2")
+        assert _parent_of(third.pid) == nursery
+        [task] = _in_flight(second, "b")
+        os.kill(nursery, signal.SIGKILL)
+        with pytest.raises(EngineLost, match=r"e1 .* was lost: the process that it was forked from is gone"):
+            await task
+        fourth = await start("e3")
+        replaced = _parent_of(fourth.pid)
+        assert replaced != nursery
+        for engine in (second, third):
             await engine.close()
-        assert not _is_there(nursery)
-        with pytest.raises(ModelError, match="not a model directory"):
-            await open_process_engines(tmp_path, _CONFIG, logs=tmp_path)
+        await fourth.complete(make_request("a", [1]))
+        await fourth.close()
+        assert not _is_there(replaced)
 
     home.run(scenario())
 
@@ -398,17 +410,3 @@ def test_an_engine_and_its_own_nursery_end_with_a_starter_that_is_killed(home, t
         with contextlib.suppress(ProcessLookupError):
             starter.kill()
         starter.wait()
-
-
-@pytest.mark.slow  # an import of torch
-def test_engines_say_so_when_the_process_that_they_were_forked_from_is_killed(home, tmp_path):
-    async def scenario():
-        engine = await ProcessEngine.start(home.model, _CONFIG, name="e0", log=tmp_path / "log")
-        [task] = _in_flight(engine, "a")
-        os.kill(_parent_of(engine.pid), signal.SIGKILL)
-        with pytest.raises(EngineLost, match=r"e0 .* was lost: the process that it was forked from is gone"):
-            await task
-        await engine.close()
-        assert not _is_there(engine.pid)
-
-    home.run(scenario())

@@ -31,7 +31,7 @@ from strop.engine.processes.messages import (
     Ready,
     Release,
 )
-from strop.engine.processes.nursery import EngineNursery, ForkedProcess
+from strop.engine.processes.nursery import EngineNursery, ForkedProcess, enter_shared_nursery
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor
 from strop.engine.requests import check_completion
 from strop.errors import DeadlineExceeded, EngineLost
@@ -63,6 +63,7 @@ class ProcessEngine:
         self.name = name
         self._config, self._nursery, self._process = config, nursery, process
         self._link = Link(name, process, reader, writer, check=self._check, silent_pings=silent_pings)
+        self._has_left = False  # the nursery
         self._hello: Hello | None = None
         self._policy_version, self._is_deterministic = -1, False
         self._left_load: asyncio.Task[None] | None = None  # whose caller has gone
@@ -87,8 +88,8 @@ class ProcessEngine:
             name: for messages.
             log: what the process prints is appended here.
             version: of the directory's weights; None: they are not read, and the engine waits for `load_weights`.
-            nursery: forks the process, in milliseconds, and shares publications among its engines. Without one the engine
-                starts its own, which imports torch first.
+            nursery: forks the process, in milliseconds, and shares publications among its engines. Unless given, it is one that
+                all engines of this event loop share; the first of them waits until it has imported torch.
             environment: of the process, beside this one's: CUDA_VISIBLE_DEVICES to give each engine a device.
             silent_pings: how many pings, one a second, may stay without an answer before the engine counts as lost.
 
@@ -96,7 +97,9 @@ class ProcessEngine:
             ModelError: no such model, its weights are not safetensors or not those of its config, or it is not implemented.
             EngineLost: the process did not start.
         """
-        place = nursery or await EngineNursery.start(log=log, ends_with_last_child=True)
+        if nursery is not None:
+            nursery.enter()
+        place = nursery or await enter_shared_nursery(log)
         order = {
             "model": str(model_directory.absolute()),
             "config": config.model_dump(mode="json"),
@@ -110,7 +113,7 @@ class ProcessEngine:
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             ours.close()
-            await place.was_left()
+            await place.leave()
             raise
         engine = cls(name, config, place, process, reader, writer, silent_pings=silent_pings)
         try:
@@ -203,7 +206,9 @@ class ProcessEngine:
     async def close(self) -> None:
         """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
         await self._link.close("the engine was closed.")
-        await self._nursery.was_left()
+        if not self._has_left:
+            self._has_left = True
+            await self._nursery.leave()
 
     async def _open(self) -> None:
         """Raises what kept the process from opening its engine."""
@@ -242,27 +247,3 @@ class ProcessEngine:
                 published = self._published[order.number]
                 raise EngineLost(f"it says that it holds version {answer.policy_version} after {published} was published.")
             self._policy_version, self._is_deterministic = answer.policy_version, answer.is_deterministic
-
-
-async def open_process_engines(model_directory: Path, config: EngineConfig, *, logs: Path) -> list[ProcessEngine]:
-    """`config.replicas` engines of one nursery, which ends with the last of them; all of them, or none.
-
-    Args:
-        logs: a directory; each engine writes its own file there.
-
-    Raises: as `ProcessEngine.start`.
-    """
-    nursery = await EngineNursery.start(log=logs / "torch-nursery.log", ends_with_last_child=True)
-    names = [f"torch {place}" for place in range(config.replicas)]
-    starting = [
-        ProcessEngine.start(model_directory, config, name=name, log=logs / f"{name.replace(' ', '-')}.log", nursery=nursery)
-        for name in names
-    ]
-    started = await asyncio.gather(*starting, return_exceptions=True)
-    engines = [engine for engine in started if isinstance(engine, ProcessEngine)]
-    for error in started:
-        if isinstance(error, BaseException):
-            await asyncio.gather(*(engine.close() for engine in engines))
-            await nursery.close()
-            raise error
-    return engines

@@ -9,8 +9,10 @@ import logging
 import os
 import socket
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 from strop.engine.processes.shared_weights import SharedWeights
 from strop.engine.servers.process import ServerProcess, end_of_log, how_it_ended, num_oom_kills
@@ -73,10 +75,10 @@ class EngineNursery:
     Its children share what it imported and `weights`, one copy of a publication for all of them.
     """
 
-    def __init__(self, log: Path, *, ends_with_last_child: bool) -> None:
+    def __init__(self, log: Path, *, ends_with_last_tenant: bool) -> None:
         self.weights = SharedWeights()
         self._log = log
-        self._ends_with_last_child = ends_with_last_child
+        self._ends_with_last_tenant, self._num_tenants = ends_with_last_tenant, 0
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._link.setblocking(False)
         self._is_ready = asyncio.Event()
@@ -88,12 +90,12 @@ class EngineNursery:
         self._end = ""  # why it forks no more
 
     @classmethod
-    async def start(cls, *, log: Path, ends_with_last_child: bool = False) -> Self:
-        """A nursery that has imported everything, and lasts until `close`, or, if so asked, until its last engine is closed.
+    async def start(cls, *, log: Path, ends_with_last_tenant: bool = False) -> Self:
+        """A nursery that has imported everything, and lasts until `close`, or, if so asked, until its last tenant has left.
 
         Raises `EngineLost` when it did not start.
         """
-        nursery = cls(log, ends_with_last_child=ends_with_last_child)
+        nursery = cls(log, ends_with_last_tenant=ends_with_last_tenant)
         asyncio.get_running_loop().add_reader(nursery._link, nursery._read)
         try:
             nursery._process = await ServerProcess.start(
@@ -133,7 +135,8 @@ class EngineNursery:
             async with asyncio.timeout(_FORK_S):
                 pid = await birth
         except TimeoutError as error:
-            raise EngineLost(f"the process that forks engines (pid {self.pid}) did not answer within {_FORK_S:g} s.") from error
+            self._end = f"(pid {self.pid}) did not answer within {_FORK_S:g} s"
+            raise EngineLost(f"the process that forks engines {self._end}.") from error
         finally:
             del self._births[number]
         child = self._children[pid] = ForkedProcess(self, pid, log, log_start)
@@ -145,9 +148,20 @@ class EngineNursery:
         with contextlib.suppress(EngineLost):  # then it is dead already
             self._send(json.dumps({"kill": pid}).encode(), [])
 
-    async def was_left(self) -> None:
-        """An engine has closed, and its process has ended."""
-        if self._ends_with_last_child and not self._children and not self._births:
+    @property
+    def is_over(self) -> bool:
+        """Whether it forks no more."""
+        return bool(self._end)
+
+    def enter(self) -> None:
+        """By whoever needs it, before the first `fork`."""
+        self._num_tenants += 1
+
+    async def leave(self) -> None:
+        """By who entered. The process that it had forked has ended."""
+        self._num_tenants -= 1
+        if self._ends_with_last_tenant and not self._num_tenants:
+            self._end = self._end or "was closed"  # at once, so that nobody else enters
             await self.close()
 
     async def close(self) -> None:
@@ -199,9 +213,34 @@ class EngineNursery:
     def _lose(self, end: str) -> None:
         asyncio.get_running_loop().remove_reader(self._link)
         self._link.close()
-        self._end = end
+        self._end = self._end or end
         for birth in self._births.values():
             if not birth.done():
-                birth.set_exception(EngineLost(f"the process that forks engines {end}."))
+                birth.set_exception(EngineLost(f"the process that forks engines {self._end}."))
         for pid in list(self._children):
             self._bury(pid, None)
+
+
+@dataclass(slots=True)
+class _Shared:
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    nursery: EngineNursery | None = None
+
+
+_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+
+
+async def enter_shared_nursery(log: Path) -> EngineNursery:
+    """That of all engines in this event loop; the first one starts it, and with the last that leaves it ends.
+
+    One for all, because each costs an import of torch, 300 MiB, and a copy of every publication.
+
+    Args:
+        log: for what it prints, if it has to be started.
+    """
+    shared = _shared.setdefault(asyncio.get_running_loop(), _Shared())
+    async with shared.lock:
+        if shared.nursery is None or shared.nursery.is_over:
+            shared.nursery = await EngineNursery.start(log=log, ends_with_last_tenant=True)
+        shared.nursery.enter()
+        return shared.nursery
