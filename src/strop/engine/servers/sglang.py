@@ -1,0 +1,238 @@
+"""SGLang: its native token endpoints, and how a server is started. Unproven.
+
+Written to the published request schema (docs.sglang.io, "SGLang Native APIs", and its `io_struct.py`), and tested against a
+server that speaks it, but never against SGLang itself, which has no build for a machine without accelerator. SGLang tells no
+checksum that we could compare, so that a publication is believed as far as its `success` and the version in each answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from strop.engine.config import SglangConfig
+from strop.engine.protocol import Capacity, CompletionRequest
+from strop.engine.servers.answers import Answer, field
+from strop.engine.servers.client import ServerClient
+from strop.engine.servers.facts import ModelFacts
+from strop.engine.servers.process import ServerProcess
+from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
+
+_log = logging.getLogger(__name__)
+_ASK_S = 60.0  # for what needs no model step
+
+
+class SglangServer:
+    """One SGLang server. Implements `strop.engine.servers.engine.Server`."""
+
+    can_prove_weights = False
+
+    def __init__(self, client: ServerClient, config: SglangConfig, process: ServerProcess | None) -> None:
+        self._client, self._config, self._process = client, config, process
+        self._capacity = Capacity(total_tokens=0, max_request_tokens=0, max_running=config.slots)
+        self._aborting: set[asyncio.Task[None]] = set()
+        _log.warning(
+            "%s: the sglang engine is unproven: it was never run against SGLang itself (docs/engines.md).", client.name
+        )
+
+    @classmethod
+    async def start(cls, name: str, model: ModelFacts, config: SglangConfig, *, log: Path) -> Self:
+        """A server of our own, on a port of the loopback interface.
+
+        Raises:
+            EngineLost: it did not start within `start_timeout_s`; names its log.
+        """
+        port = _free_port()
+        client = ServerClient(name, f"http://127.0.0.1:{port}")
+        try:
+            process = await ServerProcess.start(
+                command_line(model, config, port),
+                env=environment(config),
+                log=log,
+                is_ready=lambda: client.is_up("/health_generate"),
+                deadline_s=config.start_timeout_s,
+            )
+        except BaseException:
+            await client.close()
+            raise
+        return await cls(client, config, process)._ready(model)
+
+    @classmethod
+    async def connect(cls, address: str, model: ModelFacts, config: SglangConfig) -> Self:
+        """A server that runs already; it stays when this is closed.
+
+        Raises:
+            EngineLost: nobody answers there.
+            UserError: its dtype or context length is not the recipe's.
+        """
+        return await cls(ServerClient(f"SGLang at {address}", address), config, None)._ready(model)
+
+    @property
+    def name(self) -> str:
+        return self._client.name
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    async def complete(self, request: CompletionRequest, *, timeout_s: float) -> Answer:
+        rid = uuid.uuid4().hex
+        try:
+            told = await self._client.post("/generate", to_body(request, rid), timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            # It notices a closed connection only every few seconds.
+            task = asyncio.create_task(self._abort(rid))
+            self._aborting.add(task)
+            task.add_done_callback(self._aborting.discard)
+            raise
+        return parse_answer(told, server=self.name)
+
+    async def read_weights(self, directory: Path, *, label: str) -> str:
+        await self._client.post("/pause_generation", {"mode": "abort"}, timeout_s=_ASK_S)
+        told = await self._client.post(
+            "/update_weights_from_disk",
+            {
+                "model_path": str(directory),
+                "load_format": "safetensors",
+                "abort_all_requests": True,
+                "flush_cache": True,
+                "weight_version": label,
+            },
+            timeout_s=self._config.publish_timeout_s,
+        )
+        if not field(told, "success", server=self.name):
+            raise WeightsNotProven(f"{self.name} did not read the weights: {field(told, 'message', server=self.name)}")
+        await self._client.post("/flush_cache", timeout_s=_ASK_S, parsed=False)
+        await self._client.post("/continue_generation", {}, timeout_s=_ASK_S)
+        return ""
+
+    def has_ended(self) -> str:
+        if self._process is None or self._process.is_alive:
+            return ""
+        return f"{self.name}: {self._process.describe(self._process.end)}"
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._aborting)
+        await self._client.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    async def _abort(self, rid: str) -> None:
+        try:
+            await self._client.post("/abort_request", {"rid": rid}, timeout_s=_ASK_S, parsed=False)
+        except StropError as error:  # the request that was aborted tells nobody any more
+            _log.warning("%s", error)
+
+    async def _ready(self, model: ModelFacts) -> Self:
+        try:
+            info = await self._client.get("/server_info", timeout_s=_ASK_S)
+            self._check_settings(info)
+            total = int(field(info, "max_total_num_tokens", server=self.name))
+        except BaseException:
+            await self.close()
+            raise
+        config = self._config
+        self._capacity = Capacity(
+            total_tokens=total, max_request_tokens=min(config.max_length, total), max_running=config.slots
+        )
+        return self
+
+    def _check_settings(self, info: Any) -> None:
+        dtype, length = field(info, "dtype", server=self.name), info.get("context_length")
+        wrong = {
+            f"its dtype is {dtype!r}, but engine.dtype is {self._config.dtype!r}": dtype not in ("auto", self._config.dtype),
+            f"it holds conversations of {length} tokens, fewer than engine.max_length {self._config.max_length}": length
+            is not None
+            and length < self._config.max_length,
+        }
+        for fault, is_so in wrong.items():
+            if is_so:
+                raise UserError(f"{self.name} cannot be used: {fault}. Start it as docs/engines.md says.")
+
+
+def command_line(model: ModelFacts, config: SglangConfig, port: int) -> list[str]:
+    """What starts a server of `model` on a port of the loopback interface."""
+    words = [str(config.python), "-m", "sglang.launch_server"]
+    options: dict[str, object] = {
+        "--model-path": model.directory,
+        "--host": "127.0.0.1",
+        "--port": port,
+        "--dtype": config.dtype,
+        "--context-length": config.max_length,
+        "--max-running-requests": config.slots,
+        "--tp-size": config.tensor_parallel,
+        "--sampling-defaults": "openai",  # the model directory's own would change how we sample
+    }
+    if config.memory_fraction is not None:
+        options["--mem-fraction-static"] = config.memory_fraction
+    words += [str(word) for option in options.items() for word in option]
+    words += ["--enable-deterministic-inference"]  # without it a request's seed is ignored
+    words += [] if model.has_tokenizer else ["--skip-tokenizer-init"]
+    return [*words, *config.arguments]
+
+
+def environment(config: SglangConfig) -> dict[str, str]:
+    unwanted = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME", "SGLANG_RETURN_ORIGINAL_LOGPROB")  # the last: before temperature
+    variables = {name: value for name, value in os.environ.items() if name not in unwanted} | {"HF_HUB_OFFLINE": "1"}
+    if config.devices:
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
+    return variables | config.environment
+
+
+def to_body(request: CompletionRequest, rid: str) -> dict[str, Any]:
+    """A request in SGLang's words."""
+    return {
+        "rid": rid,
+        "input_ids": list(request.ids),
+        "sampling_params": {
+            "temperature": request.temperature,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "sampling_seed": request.seed % 2**31,
+            "max_new_tokens": request.max_tokens,
+            "min_new_tokens": request.min_tokens,
+            "stop_token_ids": sorted(request.stop_ids),
+            "stop": list(request.stop_strings),
+            "ignore_eos": not request.stop_ids,  # it would ignore stop_token_ids, too
+            "skip_special_tokens": False,  # a stop string may spell one out
+            "no_stop_trim": True,
+        },
+        "return_logprob": True,
+        "logprob_start_len": -1,  # none of the prompt
+        "top_logprobs_num": 0,
+        "stream": False,
+    }
+
+
+def parse_answer(body: Mapping[str, Any], *, server: str) -> Answer:
+    """Raises `EngineLost` when something is missing, ids and log-probs disagree, or the request was aborted in the server."""
+    meta = field(body, "meta_info", server=server)
+    reason = field(meta, "finish_reason", "type", server=server)
+    if reason not in ("stop", "length"):
+        raise EngineLost(f"{server} ended a request with {reason!r}: {meta['finish_reason'].get('message', 'no reason given')}")
+    ids = field(body, "output_ids", server=server)
+    figures = field(meta, "output_token_logprobs", server=server)
+    if [figure[1] for figure in figures] != list(ids):
+        raise EngineLost(f"{server} answered with garbage: the ids of its log-probs are not those that it sampled.")
+    return Answer(
+        ids=ids,
+        logprobs=[figure[0] for figure in figures],
+        is_stopped=reason == "stop",
+        cached_tokens=int(meta.get("cached_tokens", 0)),
+        label=str(field(meta, "weight_version", server=server)),
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,228 @@
+"""vLLM for real: what the engines' contract does not ask of every engine. Run by `make test-vllm`."""
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from strop.engine import weights_checksum
+from strop.engine.opening import open_engines
+from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
+
+from ..support import make_model, make_request, publish, stream
+from . import vllm_servers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+LONG = [number % 67 for number in range(1, 71)]
+
+
+def _logprobs(model, ids, start, temperature=1.0):
+    """Of the ids from `start` on, by the model library's own full forward."""
+    with torch.no_grad():
+        logprobs = (model(torch.tensor([ids])).logits[0].float() / temperature).log_softmax(-1)
+    return [logprobs[place - 1, ids[place]].item() for place in range(start, len(ids))]
+
+
+async def _play(engine, name, seed, temperature, *, vocab, num_turns=3, max_tokens=20, stop_ids=frozenset({3})):
+    """One conversation; (ids, {place: log-prob})."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocab, (5 + 10 * (seed % 3),), generator=generator).tolist()
+    figures, last, at = {}, "", 0
+    for turn in range(num_turns):
+        changes = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "stop_ids": stop_ids}
+        request = make_request(f"{name}/{turn}", ids, extends=last, at=at, **changes)
+        completion = await engine.complete(request)
+        figures |= {len(ids) + index: logprob for index, logprob in enumerate(completion.logprobs)}
+        ids = [*ids, *completion.ids]
+        last, at = request.id, len(ids)
+        ids += torch.randint(vocab, (3,), generator=generator).tolist()
+    await engine.release(last)
+    return ids, figures
+
+
+def _gaps(model, plays, temperature):
+    """Signed: the engine's log-probs less the library's."""
+    return torch.tensor(
+        [
+            logprob - theirs
+            for ids, figures in plays
+            for place, logprob in figures.items()
+            for theirs in [_logprobs(model, ids[: place + 1], place, temperature)[0]]
+        ]
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_model_librarys_full_forward_in_float32(tiny_vllm, temperature):
+    async def scenario():
+        engine = tiny_vllm.engine()
+        model = make_model("llama")
+        await publish(engine, model)
+        plays = await asyncio.gather(*(_play(engine, f"{seed}", seed, temperature, vocab=67) for seed in range(6)))
+        assert _gaps(model, plays, temperature).abs().max() < 1e-4
+
+    tiny_vllm.run(scenario())
+
+
+def test_greedy_decoding_reports_logprobs_at_temperature_1(tiny_vllm):
+    async def scenario():
+        engine = tiny_vllm.engine()
+        model = make_model("llama")
+        await publish(engine, model)
+        completion = await engine.complete(make_request("a", [1, 2, 3], temperature=0.0))
+        theirs = _logprobs(model, [1, 2, 3, *completion.ids], 3)
+        assert completion.logprobs == pytest.approx(theirs, abs=1e-4)
+
+    tiny_vllm.run(scenario())
+
+
+def test_a_prefix_that_was_cached_before_an_update_is_continued_as_by_an_engine_that_never_saw_the_older_weights(tiny_vllm):
+    async def scenario():
+        engine, newer = tiny_vllm.engine(), make_model("llama", seed=1)
+        await publish(engine, make_model("llama"), version=1)
+        first = await engine.complete(make_request("a", LONG))
+        so_far = [*LONG, *first.ids]
+        cached = await engine.complete(make_request("b", [*so_far, 4], extends="a", at=len(so_far)))
+        assert cached.cached_tokens > 0
+        await publish(engine, newer, version=2)
+        after = await engine.complete(make_request("c", [*so_far, 4]))
+        fresh = tiny_vllm.engine()
+        await publish(fresh, newer, version=2)
+        never = await fresh.complete(make_request("d", [*so_far, 4]))
+        assert after.cached_tokens == never.cached_tokens == 0
+        assert after.ids == never.ids
+        assert after.logprobs == pytest.approx(never.logprobs, abs=1e-5)
+        theirs = _logprobs(newer, [*so_far, 4, *after.ids], len(so_far) + 1)
+        assert after.logprobs == pytest.approx(theirs, abs=1e-4)
+
+    tiny_vllm.run(scenario())
+
+
+def test_min_tokens_ban_the_stop_id_and_its_probability_is_shared_out(tiny_vllm):
+    async def scenario():
+        engine, model = tiny_vllm.engine(), make_model("llama")
+        await publish(engine, model)
+        free = await engine.complete(make_request("free", [1, 2]))
+        stop = free.ids[0]
+        banned = await engine.complete(make_request("a", [1, 2], stop_ids=frozenset({stop}), min_tokens=3, max_tokens=3))
+        assert stop not in banned.ids[:2]
+        with torch.no_grad():
+            logits = model(torch.tensor([[1, 2]])).logits[0, -1]
+        logits[stop] = -torch.inf
+        assert banned.logprobs[0] == pytest.approx(logits.log_softmax(-1)[banned.ids[0]].item(), abs=1e-4)
+
+    tiny_vllm.run(scenario())
+
+
+def test_a_request_that_is_aborted_or_cancelled_leaves_the_servers_batch(tiny_vllm):
+    async def num_running(server):
+        text = await server._client.get_text("/metrics", timeout_s=10)
+        [line] = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
+        return float(line.rpartition(" ")[2])
+
+    async def scenario():
+        engine = tiny_vllm.engine()
+        await publish(engine, make_model("llama"))
+        for end in (lambda task: engine.abort("a"), lambda task: asyncio.sleep(0, task.cancel())):
+            task = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=99)))
+            await asyncio.sleep(0.05)
+            await end(task)
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            began = time.monotonic()  # decoding all of its 99 tokens takes several times as long
+            while await num_running(tiny_vllm.server):
+                assert time.monotonic() - began < 5
+                await asyncio.sleep(0.02)
+
+    tiny_vllm.run(scenario())
+
+
+def test_what_another_trainer_published_is_noticed_by_the_next_answer(tiny_vllm):
+    async def scenario():
+        ours, other = tiny_vllm.engine(), tiny_vllm.engine()
+        await publish(ours, make_model("llama"), version=1)
+        await publish(other, make_model("llama", seed=1), version=1)
+        with pytest.raises(WeightsNotProven, match="somebody else publishes"):
+            await ours.complete(make_request("a", [1]))
+        await publish(ours, make_model("llama"), version=2)
+        await ours.complete(make_request("b", [1]))
+
+    tiny_vllm.run(scenario())
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(tiny_vllm):
+    async def scenario():
+        engine = tiny_vllm.engine()
+        tensors = [(name, parameter.detach()) for name, parameter in make_model("llama").named_parameters()]
+        some = [named for named in tensors if named[0] != "model.norm.weight"]
+        with pytest.raises(WeightsNotProven, match=r"lacks 1 weights: model\.norm\.weight"):
+            await engine.load_weights(stream(some), version=1, checksum=weights_checksum(some))
+        wrong = [("lm_head.weight", torch.zeros(3))]
+        with pytest.raises(WeightsNotProven, match=r"'lm_head.weight' was sent with shape \(3,\)"):
+            await engine.load_weights(stream(wrong), version=1, checksum=weights_checksum(wrong))
+
+    tiny_vllm.run(scenario())
+
+
+def test_requests_that_would_hurt_the_server_never_reach_it(tiny_vllm):
+    async def scenario():
+        engine = tiny_vllm.engine()
+        await publish(engine, make_model("llama"))
+        for changes, error in (
+            ({"ids": [67]}, ModelError),  # out of the vocabulary: it would kill the server
+            ({"ids": [1], "temperature": 0.001}, UserError),
+            ({"ids": [1], "stop_strings": ("x",)}, UserError),  # there is no tokenizer
+        ):
+            with pytest.raises(error):
+                await engine.complete(make_request("a", **changes))
+        await engine.complete(make_request("a", [1]))
+
+    tiny_vllm.run(scenario())
+
+
+def test_a_server_that_is_stopped_or_killed_is_named_with_its_log(tmp_path):
+    make_model("llama").save_pretrained(tmp_path / "model")
+
+    async def scenario():
+        config = vllm_servers.make_config(deadline_s=2.0)
+        [engine] = await open_engines(tmp_path / "model", config, detokenize=None, logs=tmp_path)
+        assert engine.policy_version == 0  # the directory's weights, proven
+        pid = engine._server._process.pid
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(EngineLost, match=r"vllm 0 did not .* within 2 s"):
+                await engine.complete(make_request("a", [1]))
+            os.kill(pid, signal.SIGCONT)
+            running = asyncio.create_task(engine.complete(make_request("b", [1], max_tokens=99)))
+            await asyncio.sleep(0.1)
+            os.kill(pid, signal.SIGKILL)
+            with pytest.raises(EngineLost, match=r"vllm 0"):
+                await running
+            await asyncio.sleep(0.2)
+            with pytest.raises(EngineLost, match=r"(?s)vllm 0: .*killed by SIGKILL.*The end of its log"):
+                await engine.complete(make_request("c", [1]))
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_several_servers_are_opened_or_none(tmp_path):
+    make_model("llama").save_pretrained(tmp_path / "model")
+    config = vllm_servers.make_config(arguments=("--no-such-option",), replicas=2)
+    with pytest.raises(EngineLost, match="no-such-option"):
+        asyncio.run(open_engines(tmp_path / "model", config, detokenize=None, logs=tmp_path))
+    assert not [line for line in _processes() if str(tmp_path) in line]
+
+
+def _processes():
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            try:
+                with open(f"/proc/{entry}/cmdline", "rb") as file:
+                    yield file.read().decode().replace("\0", " ")
+            except OSError:
+                continue

@@ -1,0 +1,100 @@
+"""vLLM with a real model, in bfloat16: the figures that decide whether what it samples can be trained on."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from strop.engine.servers.facts import ModelFacts, directory_checksum
+from strop.types import FinishReason
+
+from ..support import make_request, publish
+from . import vllm_servers
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+MODEL = Path(__file__).resolve().parents[3] / "models" / "smollm2-135m"
+QUESTIONS = [f"Question {number}: what is {number} times {number + 3}?\nAnswer: let us think. " for number in range(8)]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("smollm2")
+    config = vllm_servers.make_config(slots=8, max_length=256, dtype="bfloat16")
+    with asyncio.Runner() as runner:
+        home = vllm_servers.start(runner, MODEL, folder, config)
+        yield home
+        runner.run(home.server.close())
+
+
+@pytest.fixture(scope="module")
+def library():
+    return AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), AutoTokenizer.from_pretrained(MODEL)
+
+
+async def _converse(engine, tokenizer, name, question, temperature):
+    """Two turns with an observation between them: ids, {place: log-prob}, cached and given tokens of the second turn."""
+    ids = tokenizer.encode(question)
+    first = await engine.complete(make_request(f"{name}/0", ids, max_tokens=64, temperature=temperature, seed=len(ids)))
+    so_far = [*ids, *first.ids]
+    figures = {len(ids) + index: logprob for index, logprob in enumerate(first.logprobs)}
+    ids = [*so_far, *tokenizer.encode("\nTool: 42\n")]
+    request = make_request(
+        f"{name}/1", ids, max_tokens=64, temperature=temperature, seed=len(ids), extends=f"{name}/0", at=len(so_far)
+    )
+    second = await engine.complete(request)
+    figures |= {len(ids) + index: logprob for index, logprob in enumerate(second.logprobs)}
+    await engine.release(request.id)
+    return [*ids, *second.ids], figures, second.cached_tokens, len(so_far)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_bfloat16_logprobs_are_close_to_the_model_librarys_in_float32(home, library, temperature):
+    model, tokenizer = library
+
+    async def scenario():
+        engine = home.engine()
+        began = time.monotonic()
+        await publish(engine, model, version=3)
+        print(f"published in {time.monotonic() - began:.2f} s")
+        return await asyncio.gather(*(_converse(engine, tokenizer, q, q, temperature) for q in QUESTIONS))
+
+    plays = home.run(scenario())
+    gaps = []
+    for ids, figures, _, _ in plays:
+        with torch.no_grad():
+            logprobs = (model(torch.tensor([ids])).logits[0] / temperature).log_softmax(-1)
+        gaps += [logprob - logprobs[place - 1, ids[place]].item() for place, logprob in figures.items()]
+    gap = torch.tensor(gaps)
+    mean, p99, ratio = gap.abs().mean().item(), gap.abs().quantile(0.99).item(), (-gap).exp().mean().item()
+    print(f"temperature {temperature}: {len(gaps)} tokens, mean {mean:.4f}, p99 {p99:.4f}, mean importance ratio {ratio:.4f}")
+    assert mean <= 0.02
+    assert p99 <= 0.15
+    assert abs(ratio - 1) <= 0.01
+    assert all(cached >= known // 32 * 32 for _, _, cached, known in plays)  # every whole block
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(home, library):
+    _, tokenizer = library
+
+    async def scenario():
+        engine = home.engine()
+        await engine.read_weights(home.model.directory, version=0, checksum=directory_checksum(MODEL))
+        ids = tokenizer.encode(QUESTIONS[0])
+        return await engine.complete(make_request("a", ids, max_tokens=200, stop_strings=(".\n", " the"), seed=3))
+
+    completion = home.run(scenario())
+    text = tokenizer.decode(completion.ids)
+    assert completion.finish_reason is FinishReason.STOP
+    assert " the" in text or ".\n" in text
+    before = tokenizer.decode(completion.ids[:-1])
+    assert " the" not in before
+    assert ".\n" not in before
+
+
+def test_the_directory_says_what_the_server_needs(home):
+    assert home.model == ModelFacts.of(MODEL)
+    assert home.model.has_tokenizer
+    assert home.server.capacity.total_tokens >= 8 * 256

@@ -1,0 +1,130 @@
+"""Our side of vLLM's wire, against answers as vLLM 0.32 gives them."""
+
+import copy
+import math
+from pathlib import Path
+
+import pytest
+
+from strop.engine.config import VllmConfig
+from strop.engine.servers import vllm
+from strop.engine.servers.answers import completion_of
+from strop.engine.servers.facts import ModelFacts
+from strop.errors import EngineLost
+from strop.types import FinishReason
+
+from ..support import make_model, make_request
+
+ANSWER = {
+    "request_id": "generate-tokens-1",
+    "model": "policy",
+    "usage": {
+        "prompt_tokens": 70,
+        "completion_tokens": 2,
+        "prompt_tokens_details": {"cached_tokens": 64, "created_cache_tokens": None},
+    },
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "stop_reason": 9,
+            "token_ids": [45, 9],
+            "weight_versions": [{"version": "strop 1 7 abc", "start": 0, "end": 2}],
+            "logprobs": {
+                "content": [{"token_id": 45, "logprob": -1.5, "rank": 1}, {"token_id": 9, "logprob": 2e-6, "rank": 1}]
+            },
+        }
+    ],
+}
+REQUEST = make_request("a", range(66), max_tokens=8, stop_ids=frozenset({9}))
+
+
+def _answer(**changes):
+    body = copy.deepcopy(ANSWER)
+    body["choices"][0] |= changes
+    return vllm.parse_answer(body, server="the server")
+
+
+def _completion(answer, request=REQUEST):
+    return completion_of(answer, request, server="the server", vocab_size=67, version=7)
+
+
+def test_an_answer_becomes_a_completion_whose_last_id_is_the_stop_id():
+    answer = _answer()
+    assert answer.label == "strop 1 7 abc"
+    completion = _completion(answer)
+    assert completion.ids == (45, 9)
+    assert completion.logprobs == (-1.5, 0.0)  # rounding above 0 is cut off
+    assert completion.finish_reason is FinishReason.STOP
+    assert (completion.cached_tokens, completion.policy_version, completion.entropies) == (64, 7, ())
+
+
+def test_a_completion_that_was_sampled_from_two_versions_bears_both():
+    spans = [{"version": "old", "start": 0, "end": 1}, {"version": "new", "start": 1, "end": 2}]
+    assert _answer(weight_versions=spans).label == "old then new"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"logprobs": {"content": [{"logprob": -1.0}]}}, "2 ids and 1 logprobs"),
+        ({"logprobs": {"content": [{"logprob": -9999.0}, {"logprob": -1.0}]}}, "log-prob -inf at position 0"),
+        ({"logprobs": None}, "nothing at logprobs.content"),
+        ({"token_ids": [67, 9]}, r"outside the vocabulary 0\.\.66: 67"),
+        ({"token_ids": [9, 9]}, "goes on after stop id 9"),
+        ({"token_ids": [45, 46], "finish_reason": "stop"}, "was stopped, but ends with id 46"),
+        ({"token_ids": [45, 46], "finish_reason": "length"}, "2 of 8 tokens"),
+        ({"finish_reason": "abort"}, "'abort': somebody aborted it"),
+    ],
+)
+def test_garbage_is_named_with_the_server(changes, match):
+    with pytest.raises(EngineLost, match=rf"the server.*{match}"):
+        _completion(_answer(**changes))
+
+
+def test_every_field_of_a_request_is_put_into_its_words():
+    request = make_request(
+        "a", [1, 2], temperature=0.7, seed=-1, max_tokens=9, min_tokens=2, stop_ids=frozenset({7, 3}), stop_strings=("x",)
+    )
+    body = vllm.to_body(request)
+    assert body["token_ids"] == [1, 2]
+    params = body["sampling_params"]
+    assert (params["temperature"], params["top_p"], params["top_k"], params["min_p"]) == (0.7, 1.0, 0, 0.0)
+    assert (params["max_tokens"], params["min_tokens"], params["stop_token_ids"]) == (9, 2, [3, 7])
+    assert (params["stop"], params["detokenize"], params["ignore_eos"], params["logprobs"]) == (["x"], True, True, 0)
+    assert params["seed"] == 2**63 - 1  # it takes no more bits
+    assert vllm.to_body(make_request("b", [1]))["sampling_params"]["detokenize"] is False
+
+
+def test_the_command_line_and_kv_memory_follow_from_the_config_and_the_model(tmp_path):
+    make_model("llama").save_pretrained(tmp_path)
+    model = ModelFacts.of(tmp_path)
+    config = VllmConfig(python=Path("/env/bin/python"), slots=3, max_length=100, dtype="bfloat16", block_tokens=32)
+    words = vllm.command_line(model, config, Path("/socket folder"))
+    for pair in (
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--generation-config", "/socket folder"),
+        ("--load-format", "dummy"),
+        ("--max-model-len", "100"),
+        ("--max-num-seqs", "3"),
+    ):
+        assert words[words.index(pair[0]) + 1] == pair[1]
+    # 3 slots of 4 blocks, and one block; keys and values of 2 layers of 2 heads of 32, 2 bytes each
+    assert vllm.kv_bytes(model, config) == 13 * 32 * (2 * 2 * 2 * 32) * 2
+    assert vllm.kv_bytes(model, config.model_copy(update={"kv_mib": 3})) == 3 << 20
+
+
+def test_a_server_sees_the_devices_of_its_replica_and_no_module_of_ours(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    config = VllmConfig(
+        python=Path("/env/bin/python"), replicas=2, tensor_parallel=2, devices=(4, 5, 6, 7), environment={"A": "b"}
+    )
+    seen = vllm.environment(config.only(1))
+    assert seen["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert seen["A"] == "b"
+    assert seen["VLLM_SERVER_DEV_MODE"] == "1"
+    assert [path.name for path in Path(seen["PYTHONPATH"]).glob("[!_]*.py")] == ["strop_vllm_worker.py"]
+
+
+def test_nan_is_no_number_of_vllms():
+    assert _answer(logprobs={"content": [{"logprob": -9999.0}]}).logprobs == [-math.inf]
