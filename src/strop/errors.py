@@ -63,6 +63,10 @@ class EngineLost(MachineError):  # noqa: N818 - named for what happened
     """The engine died, hung or answered garbage."""
 
 
+class TrainerLost(MachineError):  # noqa: N818 - named for what happened
+    """A process of the trainer died, hung or broke, and the weights in memory with it."""
+
+
 class WeightsNotProven(EngineLost):
     """The engine holds other weights than those that were published to it (design law 6)."""
 

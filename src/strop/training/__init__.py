@@ -2,9 +2,11 @@
 
 from strop.training.batch import Microbatch, TokenBatch, microbatches, pack, split_by_group
 from strop.training.config import LoraConfig, OptimizerConfig, Schedule, TrainerConfig
+from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer, UpdateReport
 from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import LocalTrainer
+from strop.training.workers import WorkerTrainer
 
 __all__ = [
     "Demonstration",
@@ -18,7 +20,9 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "UpdateReport",
+    "WorkerTrainer",
     "microbatches",
+    "open_trainer",
     "pack",
     "pack_demonstrations",
     "sft_token_loss",

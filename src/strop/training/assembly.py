@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from strop.errors import ModelError
 from strop.training.adapter import Adapter
@@ -14,6 +15,7 @@ from strop.training.learner import Learner
 from strop.training.logprobs import LogprobModule
 from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
 from strop.training.reference import AdapterReference, FrozenReference, Reference
+from strop.training.sharded import ShardedWeights, divide
 from strop.training.weights import MasterWeights, Weights, round_weights
 from strop.training.world import World
 
@@ -42,15 +44,21 @@ def open_learner(
     if config.activation_checkpointing:
         checkpoint_activations(model)
     policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
-    weights: Weights = MasterWeights(model, dtype)
+    weights: Weights = (
+        MasterWeights(model, dtype) if world is None else ShardedWeights(policy, dtype, device, num_ranks=world.size)
+    )
     measured: Reference | None = None
     if adapter is not None and reference is not None:
         measured = AdapterReference(policy, adapter, weights)
     elif reference is not None:
-        frozen = load_model(reference).to(device).eval().requires_grad_(False)
+        frozen = load_model(reference).eval().requires_grad_(False)
         if config.packing:
             use_row_attention(frozen)
         scorer = LogprobModule(round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing)
+        if world is None:
+            scorer.to(device)
+        else:
+            divide(scorer, device, world.size, MixedPrecisionPolicy(), keeps_ends=False)
         measured = FrozenReference(scorer, weights)
     return Learner(
         policy,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop.config import Config
 
@@ -46,12 +46,23 @@ class TrainerConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"  # to compute in; weights, gradient sums and optimizer are float32
     lora: LoraConfig | None = None  # train an adapter; unset: all weights
+    workers: int = Field(default=0, ge=0)  # processes that divide the model among them; 0: this one has all of it
+    worker_timeout_s: float = Field(default=1800.0, gt=0)  # of one call of them, until the silent one is named
     device: str = "cpu"  # or "cuda", "cuda:1"
     max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # decides memory, never the gradient (law 4)
     packing: bool = True  # rows end to end, without padding, and what rows of a group begin with computed once
     activation_checkpointing: bool = False  # compute layers again in the backward pass instead of keeping what they computed
     max_logits: int = Field(default=2**24, gt=0)  # held at once, in float32: 64 MiB, and as many of their gradient
     max_skipped_updates: int = Field(default=3, gt=0)  # in a row, before the run says that it cannot learn
+
+    @model_validator(mode="after")
+    def _gives_each_worker_a_device(self) -> Self:
+        if self.workers and ":" in self.device:
+            raise ValueError(
+                f"device is {self.device!r} and workers is {self.workers}: worker k computes on device k."
+                f" Set device = {self.device.partition(':')[0]!r}, or workers = 0."
+            )
+        return self
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int | None) -> float:

@@ -1,0 +1,72 @@
+"""Weights divided over the ranks of a process group (FSDP2): each holds a part of every tensor, and its moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from strop.training.logprobs import LogprobModule
+
+
+class ShardedWeights:
+    """Divides the model of `policy`, which is in float32, in place; in bfloat16 ranks exchange and compute with rounded copies.
+
+    Gradients are added up over ranks in float32 after each backward pass, undivided: each token's share of the loss was
+    computed over the whole update (law 4). Embedding and head stay whole from a forward pass to the end of its backward pass.
+    """
+
+    def __init__(self, policy: LogprobModule, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
+        precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
+        divide(policy, device, num_ranks, precision, keeps_ends=True)
+        self._policy = policy
+        # Those that the optimizer sees; while the model computes, its modules show others.
+        self._parameters = dict(policy.model.named_parameters())
+
+    def named(self) -> Mapping[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
+
+    def names(self) -> list[str]:
+        return list(self._parameters)
+
+    def whole(self, name: str) -> Tensor:
+        parameter = self._parameters[name].detach()
+        assert isinstance(parameter, DTensor)
+        return parameter.full_tensor().float()
+
+    @torch.no_grad()
+    def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.rest()
+        for name, tensor in tensors:
+            parameter = self._parameters[name]
+            assert isinstance(parameter, DTensor)
+            # Every rank has read all of it, so there is nothing to send.
+            here = tensor.to(parameter.device)
+            parameter.copy_(distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None))
+
+    def refresh(self) -> None:
+        """The next forward pass gathers the weights anew."""
+
+    def rest(self) -> None:
+        assert isinstance(self._policy, FSDPModule)
+        self._policy.reshard()
+
+
+def divide(
+    scorer: LogprobModule, device: torch.device, num_ranks: int, precision: MixedPrecisionPolicy, *, keeps_ends: bool
+) -> None:
+    """Divide a model over all ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass."""
+    mesh = init_device_mesh(device.type, (num_ranks,))
+    layers = [module for module in scorer.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=not keeps_ends)
+    for module in scorer.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other sum

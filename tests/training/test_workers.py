@@ -1,0 +1,277 @@
+"""Two processes that divide a model do what one process does: the same gradient, the same update, the same checkpoints."""
+
+import asyncio
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from strop.algorithms import GRPO, Column
+from strop.engine.protocol import Capabilities, weights_checksum
+from strop.errors import CannotLearnError, ModelError, TrainerLost
+from strop.training import LocalTrainer, LoraConfig, OptimizerConfig, TrainerConfig, WorkerTrainer, open_trainer
+
+pytestmark = pytest.mark.slow
+
+METHOD = GRPO(kl_coefficient=0.1)
+# With so large an eps AdamW's first step is 100 times the gradient, so that weights tell it to 1e-6.
+TELLING = OptimizerConfig(lr=1e8, eps=1e6, grad_clip=0.0)
+
+
+class RecordingEngine:
+    def __init__(self, dtype=torch.float32):
+        self.capabilities = Capabilities(is_deterministic=True, can_fork=False, has_entropies=False, dtype=dtype)
+        self.received = {}
+
+    async def load_weights(self, tensors, *, version, checksum):
+        self.received = {name: tensor.clone() async for name, tensor in tensors}
+        assert weights_checksum(self.received.items()) == checksum
+
+
+async def weights_of(trainer):
+    engine = RecordingEngine()
+    await trainer.publish(engine, version=1)
+    return engine.received
+
+
+async def train(trainer, make_batch, seeds):
+    reports = []
+    for seed in seeds:
+        batch = make_batch(seed=seed)
+        for column in (Column.OLD_LOGPROBS, Column.REFERENCE_LOGPROBS):
+            batch = await trainer.score(batch, column)
+        reports.append(await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+    return reports
+
+
+def config_of(workers, **settings):
+    settings.setdefault("optimizer", OptimizerConfig(lr=1e-2, warmup_updates=3, weight_decay=0.1))
+    settings.setdefault("max_tokens_per_microbatch", 30)
+    return TrainerConfig(workers=workers, **settings)
+
+
+def closing(scenario, *trainers):
+    """Run `scenario`, then close the trainers, whatever happened."""
+
+    async def run():
+        try:
+            return await scenario()
+        finally:
+            for trainer in trainers:
+                await trainer.close()
+
+    return asyncio.run(run())
+
+
+def both(directory, **settings):
+    return [open_trainer(directory, config_of(workers, **settings), reference=directory) for workers in (0, 2)]
+
+
+def assert_close(first, second, tolerance):
+    assert first.keys() == second.keys()
+    for name, tensor in first.items():
+        assert (tensor - second[name]).norm() <= tolerance * second[name].norm(), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_tokens_per_microbatch": 5},  # seven micro-batches, so one rank has a blank one
+        {"activation_checkpointing": True, "packing": False},
+    ],
+    ids=str,
+)
+def test_law_4_two_ranks_give_the_gradient_of_one_by_rounding_only(model_directory, make_batch, settings):
+    alone, divided = both(model_directory, optimizer=TELLING, **settings)
+    lengths = (9, 14, 11, 7, 14, 8, 12)
+
+    async def scenario():
+        before = await weights_of(alone)
+        batch = await alone.score(make_batch(lengths), Column.OLD_LOGPROBS)
+        noise = 0.4 * torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(5))
+        shifted = {Column.OLD_LOGPROBS: batch.columns[Column.OLD_LOGPROBS] + noise * batch.loss_mask}
+        batch = await alone.score(replace(batch, columns=shifted), Column.REFERENCE_LOGPROBS)
+        reports, steps = [], []
+        for trainer in (alone, divided):
+            reports.append(await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
+            after = await weights_of(trainer)
+            steps.append({name: after[name] - before[name] for name in before})
+        return reports, steps
+
+    (first, second), (expected, gradient) = closing(scenario, alone, divided)
+    assert min(step.norm().item() for step in expected.values()) > 10
+    assert_close(gradient, expected, 1e-5)
+    assert second.loss == pytest.approx(first.loss, rel=1e-5)
+    assert second.grad_norm == pytest.approx(first.grad_norm, rel=1e-5)
+    assert second.statistics == pytest.approx(first.statistics, rel=1e-5, abs=1e-7)
+
+
+def test_a_batch_of_one_row_leaves_a_rank_with_nothing_but_a_blank(model_directory, make_batch):
+    alone, divided = both(model_directory, optimizer=TELLING)
+
+    async def scenario():
+        for trainer in (alone, divided):
+            await trainer.update(make_batch((12,)), GRPO().token_loss, GRPO().token_statistics)
+        return await weights_of(alone), await weights_of(divided)
+
+    expected, found = closing(scenario, alone, divided)
+    assert_close(found, expected, 1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"precision": "bfloat16"}, {"lora": LoraConfig(rank=4)}], ids=str)
+def test_two_ranks_train_as_one_does_in_bfloat16_and_with_an_adapter(model_directory, make_batch, settings):
+    alone, divided = both(model_directory, **settings)
+
+    async def scenario():
+        reports = [await train(trainer, make_batch, range(3)) for trainer in (alone, divided)]
+        for trainer in (alone, divided):
+            await trainer.refresh_reference()
+            reports.append(await train(trainer, make_batch, range(3, 5)))
+        return reports, await weights_of(alone), await weights_of(divided)
+
+    (first, second, later, later_divided), expected, found = closing(scenario, alone, divided)
+    tolerance = 2e-2 if "precision" in settings else 1e-4
+    for ours, theirs in zip(second + later_divided, first + later, strict=True):
+        assert ours.loss == pytest.approx(theirs.loss, rel=tolerance, abs=1e-3)
+        assert ours.statistics["reference_kl_nats"] == pytest.approx(
+            theirs.statistics["reference_kl_nats"], rel=10 * tolerance, abs=1e-4
+        )
+    assert later_divided[0].statistics["reference_kl_nats"] == 0.0
+    assert first[0].statistics["ratio"] == second[0].statistics["ratio"] == 1.0
+    assert_close(found, expected, tolerance)
+
+
+def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(model_directory, make_batch, tmp_path):
+    straight, resumed = (open_trainer(model_directory, config_of(2), reference=model_directory) for _ in range(2))
+    alone, again = (open_trainer(model_directory, config_of(0), reference=model_directory) for _ in range(2))
+
+    async def scenario():
+        await train(straight, make_batch, range(2))
+        await straight.refresh_reference()
+        await straight.save(tmp_path / "two")
+        expected = await train(straight, make_batch, range(2, 5))
+        weights = await weights_of(straight)
+
+        await resumed.load(tmp_path / "two")
+        assert resumed.num_updates == 2
+        assert await train(resumed, make_batch, range(2, 5)) == expected
+        exact = await weights_of(resumed)
+        assert all(torch.equal(exact[name], weights[name]) for name in weights)
+
+        await alone.load(tmp_path / "two")
+        await alone.save(tmp_path / "one")
+        await train(alone, make_batch, range(2, 5))
+        assert_close(await weights_of(alone), weights, 1e-4)
+
+        await resumed.load(tmp_path / "one")
+        await train(resumed, make_batch, range(2, 5))
+        exact = await weights_of(resumed)
+        assert all(torch.equal(exact[name], weights[name]) for name in weights)  # nothing was lost on the way
+        await again.load(tmp_path / "one")
+        assert again.num_updates == 2
+
+    closing(scenario, straight, resumed, alone, again)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
+    assert loaded.config.vocab_size == 61
+    assert (tmp_path / "two" / "model" / "tokenizer.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def pair(model_directory):
+    trainer = WorkerTrainer.from_directory(model_directory, config_of(2, max_skipped_updates=2))
+    yield trainer
+    asyncio.run(trainer.close())
+
+
+def test_law_6_tensors_come_one_by_one_in_the_engines_dtype(pair, model_directory):
+    engine = RecordingEngine(torch.bfloat16)
+    checksum = asyncio.run(pair.publish(engine, version=1))
+    local = RecordingEngine(torch.bfloat16)
+    assert asyncio.run(LocalTrainer.from_directory(model_directory, TrainerConfig()).publish(local, version=1)) == checksum
+    assert engine.received.keys() == local.received.keys()
+
+
+def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(pair, make_batch):
+    batch = make_batch()
+    poisoned = replace(batch, advantages=batch.advantages.clone())
+    poisoned.advantages[0, 3] = math.nan  # one token, so of one rank
+
+    async def scenario():
+        before = await weights_of(pair)
+        report = await pair.update(poisoned, GRPO().token_loss, GRPO().token_statistics)
+        assert "loss is nan" in report.skip_reason
+        after = await weights_of(pair)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
+            await pair.update(poisoned, GRPO().token_loss, GRPO().token_statistics)
+        assert not (await pair.update(batch, GRPO().token_loss, GRPO().token_statistics)).is_skipped
+
+    asyncio.run(scenario())
+
+
+def test_faults_of_the_caller_are_told_as_by_one_process_and_the_workers_live_on(pair, make_batch, tmp_path):
+    with pytest.raises(ValueError, match="no model that can fill 'reference_logprobs'"):
+        asyncio.run(pair.score(make_batch(), Column.REFERENCE_LOGPROBS))
+    with pytest.raises(ValueError, match="no lambda and no local function"):
+        asyncio.run(pair.update(make_batch(), lambda logprobs, inputs: logprobs, GRPO().token_statistics))
+    asyncio.run(pair.score(make_batch(), Column.OLD_LOGPROBS))
+
+
+def test_a_directory_without_a_model_is_named(tmp_path):
+    with pytest.raises(ModelError, match=r"config\.json is missing"):
+        open_trainer(tmp_path, config_of(2))
+
+
+def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory, make_batch):
+    trainer = WorkerTrainer.from_directory(model_directory, config_of(2))
+    processes = [psutil.Process(process.pid) for process in trainer._processes]
+    processes[1].kill()
+
+    async def scenario():
+        with pytest.raises(TrainerLost, match=r"rank 1 of 2 of the trainer .* was killed by SIGKILL during update"):
+            await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
+        with pytest.raises(TrainerLost, match="from its last checkpoint"):
+            await trainer.score(make_batch(), Column.OLD_LOGPROBS)
+
+    closing(scenario, trainer)
+    assert not any(process.is_running() for process in processes)
+
+
+def test_law_7_a_rank_that_hangs_is_named_when_its_time_is_over(model_directory, make_batch):
+    trainer = WorkerTrainer.from_directory(model_directory, config_of(2, worker_timeout_s=20.0))
+    os.kill(trainer._processes[1].pid, signal.SIGSTOP)
+
+    async def scenario():
+        with pytest.raises(TrainerLost, match=r"^rank 1 of 2 .* gave no answer to update"):
+            await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
+
+    closing(scenario, trainer)
+
+
+def test_workers_end_with_a_parent_that_is_killed(model_directory):
+    code = f"""
+import time
+from pathlib import Path
+from strop.training import TrainerConfig, WorkerTrainer
+trainer = WorkerTrainer.from_directory(Path({str(model_directory)!r}), TrainerConfig(workers=2))
+print(*(process.pid for process in trainer._processes), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) == 2
+        parent.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
