@@ -142,14 +142,14 @@ def run_recipe(directory, recipe=None, *, say=sometimes_right, progress=None, en
     engines = []
     progress = progress or Watching()
 
-    def open_engine(model, config, *, detokenize):
+    async def open_engines(model, config, *, detokenize):
         chat = load_chat(model)
 
         def policy(request):
             return chat.completion_ids(say(detokenize(request.ids), random.Random(request.seed)))
 
         engines.append(RecordingEngine(policy, **(engine_options or {})))
-        return engines[-1]
+        return engines[-1:]
 
     num_threads = torch.get_num_threads()
     try:
@@ -160,7 +160,7 @@ def run_recipe(directory, recipe=None, *, say=sometimes_right, progress=None, en
                 progress=progress,
                 command="strop train scripted.toml",
                 runner=runner or ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01),
-                open_engine=open_engine,
+                open_engines=open_engines,
             )
         )
     finally:
@@ -173,5 +173,5 @@ def untimed(line):
     return {
         key: value
         for key, value in line.items()
-        if not key.startswith("time/") and not key.endswith("_per_s") and key != "time_s"
+        if not key.startswith(("time/", "scheduler/")) and not key.endswith("_per_s") and key != "time_s"
     }

@@ -10,9 +10,10 @@ from pydantic import ValidationError
 from strop.config import load_toml
 from strop.doctor.examination import Examination
 from strop.doctor.finding import Finding
-from strop.doctor.parts import first_tasks, prompt_lengths
+from strop.doctor.parts import first_tasks
 from strop.errors import ConfigError
 from strop.pipelines.recipe import EvalStage, RlStage, SftStage
+from strop.pipelines.room import prompt_lengths
 
 NAME = "batch arithmetic"
 RECIPE = "recipe"

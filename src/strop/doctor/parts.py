@@ -20,12 +20,12 @@ from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
 from strop.pipelines.model_stage import find_model, run_model_stage
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
-from strop.pipelines.stage import StageContext, load_chat, make_tools, open_torch_engine
+from strop.pipelines.room import prompt_lengths
+from strop.pipelines.stage import StageContext, load_chat, make_tools, open_torch_engine, open_torch_engines
 from strop.reports.progress import Silent
 from strop.rewards import RunService, make_reward
 from strop.rollout.chat import ChatFormat
 from strop.rollout.play import Judge
-from strop.rollout.prompt import load_prompt
 from strop.runs import LineWriter, RunDirectory
 from strop.sandbox.opening import open_service
 from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, VerifyRequest
@@ -36,8 +36,8 @@ from strop.tasks import make_tasks
 from strop.tools.protocol import Tool
 from strop.training.batch import TokenBatch, pack
 from strop.training.config import OptimizerConfig
-from strop.training.protocol import Trainer
 from strop.training.models import load_model
+from strop.training.protocol import Trainer
 from strop.training.trainer import LocalTrainer
 from strop.types import Task
 
@@ -158,13 +158,6 @@ def first_tasks(recipe: Recipe, stage: Stage) -> tuple[Task, ...]:
     return tuple(source.task(index) for index in range(num))
 
 
-def prompt_lengths(stage: Stage, tasks: Sequence[Task], chat: ChatFormat, tools: Sequence[Tool]) -> list[int]:
-    """Tokens of each task's prompt."""
-    prompt = load_prompt(stage.prompt)
-    specs = [tool.spec for tool in tools]
-    return [len(chat.prompt_ids(prompt.fill(task.question, specs), prompt.prefill)) for task in tasks]
-
-
 class BrokenSandbox(RunService):
     """Stands in for a sandbox that could not be started: the tool round trip reports why, and all other checks are made."""
 
@@ -208,7 +201,7 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
             recipe=recipe,
             run=RunDirectory(place),
             runner=ScriptedSandbox(answer=lambda _: "42\n"),  # texts for a tokenizer do not need a sandbox that works
-            open_engine=open_torch_engine,
+            open_engines=open_torch_engines,
             progress=Silent(),
             trackers=(),
             events=events,

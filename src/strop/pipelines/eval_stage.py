@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,8 +13,10 @@ from strop.errors import MachineError
 from strop.evaluation.controls import AbsentTool, NoisyTool
 from strop.evaluation.statistics import average_at_k, pass_at_k
 from strop.evaluation.summary import is_correct, num_sampled_tokens, rollout_metrics
+from strop.pipelines.engines import open_fleet, write_timeline
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import EvalStage
+from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of, weights_digest
 from strop.rewards import make_reward
 from strop.rollout.play import play
@@ -56,17 +57,18 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     num_tasks = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks, source.num_tasks)
     tasks = [(index, source.task(index)) for index in range(num_tasks)]
     context.progress.stage_started(context.name, stage.kind, num_tasks, 0)
-    engine = await asyncio.to_thread(context.open_engine, model, context.recipe.engine, detokenize=chat.decode)
+    fleet = await open_fleet(context, model, chat)
     reward = make_reward(stage.reward, context.runner)
     groups: list[Group] = []
     started = time.perf_counter()
     try:
+        check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
         path = context.directory.rollouts(0)
-        with closing(StepLedger(path, weights=weights_digest(model), policy_version=engine.policy_version)) as ledger:
+        with closing(StepLedger(path, weights=weights_digest(model), policy_version=fleet.policy_version)) as ledger:
             tools = _under_condition(context.tools(), stage.tools)
             playing = play(
                 tasks,
-                make_player(stage, engine=engine, chat=chat, tools=tools, reward=reward, observe=ledger),
+                make_player(stage, engine=fleet, chat=chat, tools=tools, reward=reward, observe=ledger),
                 num_rollouts=stage.k,
                 seed=derive_seed("eval", context.recipe.seed, "rollouts"),
                 observer=ledger,
@@ -75,8 +77,9 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
             async for group in playing:
                 groups.append(group)
                 context.progress.step({}, len(groups))
+        write_timeline(context, 0, fleet.last_batch)
     finally:
-        await engine.close()
+        await fleet.close()
         await reward.close()
     groups.sort(key=lambda group: group.task_index)
     figures = summarise(stage, groups, seed=context.recipe.seed) | {"stage": context.name}

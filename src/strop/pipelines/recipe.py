@@ -16,6 +16,7 @@ from strop.engine.config import EngineConfig
 from strop.rewards.config import AnyRewardConfig, RewardConfig
 from strop.rollout.environment import RolloutLimits
 from strop.rollout.play import SamplingConfig
+from strop.rollout.scheduling import SchedulerConfig
 from strop.sandbox.config import SandboxConfig
 from strop.tasks.config import Split, TaskConfig
 from strop.tasks.demonstrators import DemonstratorConfig
@@ -194,6 +195,7 @@ class Recipe(Config):
     tools: Tools = Tools()
     sandbox: SandboxConfig = SandboxConfig()
     engine: EngineConfig = EngineConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     stages: dict[str, StageConfig] = Field(min_length=1)
 

@@ -5,11 +5,11 @@ tasks -> play -> scored groups -> select -> advantages + pack -> updates -> publ
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,19 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.protocol import Column, Selection
-from strop.engine.protocol import InferenceEngine
 from strop.errors import CannotLearnError
 from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
 from strop.pipelines import checkpoints
+from strop.pipelines.engines import open_fleet, write_timeline
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import RlStage
+from strop.pipelines.room import check_engines
 from strop.pipelines.sft_stage import write_model
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of
 from strop.rewards import make_reward
 from strop.rollout.chat import ChatFormat
+from strop.rollout.fleet import Fleet
 from strop.rollout.play import play
 from strop.rollout.protocol import Reward
 from strop.runs import write_json
@@ -49,14 +51,15 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         total_updates=stage.steps * stage.updates_per_step * stage.epochs,
     )
     chat = load_chat(init)
-    engine = await asyncio.to_thread(context.open_engine, init, context.recipe.engine, detokenize=chat.decode)
+    fleet = await open_fleet(context, init, chat)
     reward = make_reward(stage.reward, context.runner)
     try:
-        loop = _Loop(context, stage, trainer, engine, reward, chat)
+        check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
+        loop = _Loop(context, stage, trainer, fleet, reward, chat)
         done = await checkpoints.resume(context, trainer)
         context.progress.stage_started(context.name, stage.kind, stage.steps, done)
         metrics = context.metrics(done_steps=done)
-        weights = await trainer.publish(engine, version=done)
+        weights = await fleet.publish(partial(trainer.publish, version=done), version=done)
         num_stuck = int(metrics.last.get("update/stuck_steps", 0))
         for step in range(done + 1, stage.steps + 1):
             figures, weights, problems = await loop.step(step, weights)
@@ -77,7 +80,7 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         await write_model(context, trainer)
         return context.directory.model, f"{stage.steps} steps of {stage.method.name}, {trainer.num_updates} updates"
     finally:
-        await engine.close()
+        await fleet.close()
         await reward.close()
         await trainer.close()
 
@@ -95,19 +98,20 @@ class _Loop:
         context: StageContext,
         stage: RlStage,
         trainer: LocalTrainer,
-        engine: InferenceEngine,
+        fleet: Fleet,
         reward: Reward,
         chat: ChatFormat,
     ) -> None:
         self.context, self.stage = context, stage
-        self.trainer, self.engine, self.reward, self.chat = trainer, engine, reward, chat
+        self.trainer, self.fleet, self.reward, self.chat = trainer, fleet, reward, chat
         self.tasks: TaskSource = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
 
     async def step(self, step: int, weights: str) -> tuple[dict[str, float], str, list[str]]:
         """One step from the policy with checksum `weights`: its metrics, the next policy's checksum, why it could not learn."""
         stage, clock = self.stage, _Clock()
         groups = await self._roll_out(step, weights)
-        rollout_s = clock.lap()
+        rollout_s, played = clock.lap(), self.fleet.last_batch
+        write_timeline(self.context, step, played)
         selections = [
             stage.method.select(group, group_size=stage.group_size, seed=self.context.seed("select", step, group.task_index))
             for group in groups
@@ -124,9 +128,10 @@ class _Loop:
         ]
         update_s = clock.lap()
         self._write_selection(step, selections, advantages)
-        weights = await self.trainer.publish(self.engine, version=step)
+        weights = await self.fleet.publish(partial(self.trainer.publish, version=step), version=step)
         figures = (
             rollout_metrics(groups)
+            | played.as_metrics()
             | tool_call_metrics(groups)
             | _selection_metrics(selections)
             | _update_metrics(reports)
@@ -148,9 +153,9 @@ class _Loop:
         stage, context = self.stage, self.context
         first = (step - 1) * stage.tasks_per_step
         tasks = [(index, self.tasks.task(index)) for index in range(first, first + stage.tasks_per_step)]
-        ledger = StepLedger(context.directory.rollouts(step), weights=weights, policy_version=self.engine.policy_version)
+        ledger = StepLedger(context.directory.rollouts(step), weights=weights, policy_version=self.fleet.policy_version)
         player = make_player(
-            stage, engine=self.engine, chat=self.chat, tools=context.tools(), reward=self.reward, observe=ledger
+            stage, engine=self.fleet, chat=self.chat, tools=context.tools(), reward=self.reward, observe=ledger
         )
         try:
             playing = play(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
@@ -21,6 +22,7 @@ from strop.reports.trackers import Tracker
 from strop.rewards.service import RunService
 from strop.rollout.chat import ChatFormat
 from strop.rollout.environment import ToolEnvironments, ToolObserverFactory
+from strop.rollout.fleet import Fleet
 from strop.rollout.play import Judge, Player
 from strop.rollout.prompt import load_prompt
 from strop.rollout.protocol import Reward
@@ -44,14 +46,23 @@ def make_tools(recipe: Recipe, runner: CodeRunner) -> list[Tool]:
 
 
 class EngineFactory(Protocol):
-    """Opens an engine that samples from a model directory; whoever asked closes it."""
+    """Opens the engines that sample from a model directory, as many as `config` says; whoever asked closes them."""
 
-    def __call__(self, model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]) -> InferenceEngine: ...
+    async def __call__(
+        self, model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]
+    ) -> Sequence[InferenceEngine]: ...
 
 
 def open_torch_engine(model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]) -> InferenceEngine:
-    """The embedded engine. Blocks while it reads the weights."""
+    """One embedded engine. Blocks while it reads the weights."""
     return TorchEngine.from_directory(model, config, detokenize=detokenize)
+
+
+async def open_torch_engines(
+    model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]
+) -> list[InferenceEngine]:
+    """The embedded engine, `replicas` times."""
+    return [await asyncio.to_thread(open_torch_engine, model, config, detokenize=detokenize) for _ in range(config.replicas)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +73,7 @@ class StageContext:
     recipe: Recipe
     run: RunDirectory
     runner: RunService
-    open_engine: EngineFactory
+    open_engines: EngineFactory
     progress: Progress
     trackers: Sequence[Tracker]
     events: LineWriter
@@ -147,7 +158,7 @@ def load_chat(model: Path) -> ChatFormat:
 def make_player(
     stage: Stage,
     *,
-    engine: InferenceEngine,
+    engine: InferenceEngine | Fleet,
     chat: ChatFormat,
     tools: Sequence[Tool],
     reward: Reward,

@@ -22,8 +22,9 @@ from strop.pipelines.eval_stage import run_eval_stage
 from strop.pipelines.model_stage import run_model_stage
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
 from strop.pipelines.rl_stage import run_rl_stage
+from strop.pipelines.room import check_room
 from strop.pipelines.sft_stage import run_sft_stage
-from strop.pipelines.stage import EngineFactory, StageContext, open_torch_engine
+from strop.pipelines.stage import EngineFactory, StageContext, load_chat, model_of, open_torch_engines
 from strop.reports.page import write_report
 from strop.reports.progress import Progress
 from strop.reports.trackers import make_trackers
@@ -32,7 +33,9 @@ from strop.runs import FORMAT_VERSION, LineWriter, RunDirectory, read_json, writ
 from strop.sandbox.opening import open_service
 
 _FREE_KEYS = re.compile(
-    r"description|trackers|sandbox\.(max_running|max_alive|zygotes|warm|recycle_after|url|token_env)|stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints)"
+    r"description|trackers|scheduler\.\w+|engine\.replicas|"
+    r"sandbox\.(max_running|max_alive|zygotes|warm|recycle_after|url|token_env)|"
+    r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints)"
 )
 
 
@@ -51,14 +54,14 @@ async def train(
     progress: Progress,
     command: str = "",
     runner: RunService | None = None,
-    open_engine: EngineFactory = open_torch_engine,
+    open_engines: EngineFactory = open_torch_engines,
 ) -> TrainResult:
     """Run, or resume, `recipe` in `directory`. Stages that are done are not run again.
 
     Args:
         command: how the user asked for it; kept in the manifest.
         runner: where programs run and answers are compared; a sandbox on this machine when there is none.
-        open_engine: makes the engine of a stage; the embedded one by default.
+        open_engines: makes the engines of a stage; embedded ones by default.
 
     Raises:
         RunError: the directory holds a run of another recipe.
@@ -83,12 +86,14 @@ async def train(
                 recipe=recipe,
                 run=run,
                 runner=runner,
-                open_engine=open_engine,
+                open_engines=open_engines,
                 progress=progress,
                 trackers=trackers,
                 events=events,
             )
             await _run_stage(context, stage)
+            if isinstance(stage, ModelStage):
+                check_room(recipe, name, load_chat(model_of(run, name)), context.tools())
     evaluations = evaluations_of(run, recipe)
     progress.finished(evaluations, write_report(run))
     return TrainResult(run=run, evaluations=evaluations)

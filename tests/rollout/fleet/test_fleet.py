@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 from virtual_time import now_s, run
-from worlds import FAULTS, Conversations, FragileEngine, Watcher, make_player, task, tokens_of
+from worlds import FAULTS, MAX_TOKENS, Conversations, FragileEngine, Watcher, make_player, task, tokens_of
 
+from strop.engine.protocol import CompletionRequest
+from strop.engine.scripted import Reply
 from strop.errors import EngineLost, RequestTooLong, StropError, WeightsNotProven
 from strop.rollout.fleet import Fleet
 from strop.rollout.play import play
@@ -107,9 +109,9 @@ def test_a_fault_costs_the_engine_but_no_rollout_and_no_token(fault):
         "die": "process has ended",
         "memory": "MemoryError: no memory is left",
         "network": "ConnectionResetError: the peer hung up",
-        "garbage": r"log-probs for",
-        "nan": "not finite",
-        "old weights": "it sampled from policy version -1, but version 0 was published to it",
+        "garbage": "answered garbage: the completion of request",
+        "nan": "has log-prob nan at position 0",
+        "old weights": "was sampled from policy version -1, but 0 was published",
     }
     assert expected[fault] in reason
 
@@ -168,7 +170,7 @@ def test_a_lost_engine_is_replaced_by_one_that_got_the_current_weights():
                     member.engine._policy_version = taker_version
             return checksum
 
-        async def open_another():
+        async def open_another(place):
             await asyncio.sleep(2.0)
             opened.append(FragileEngine(max_running=4, policy_version=0))
             return opened[-1]
@@ -196,7 +198,7 @@ def test_replacements_of_a_step_are_bounded_and_then_the_rest_goes_on_or_the_bat
     async def scenario():
         opened = []
 
-        async def open_another():
+        async def open_another(place):
             opened.append(FragileEngine())
             opened[-1].fault = "die"
             return opened[-1]
@@ -221,7 +223,7 @@ def test_an_engine_that_cannot_be_opened_is_told_and_tried_again_within_the_boun
     async def scenario():
         num_tries = 0
 
-        async def open_another():
+        async def open_another(place):
             nonlocal num_tries
             num_tries += 1
             if num_tries == 1:
@@ -374,3 +376,93 @@ def test_a_slow_tool_gives_its_memory_to_whoever_waits_and_its_rollout_comes_bac
         return tokens_of(groups)
 
     assert run(scenario) == undisturbed()
+
+
+def test_a_branch_goes_on_from_what_its_parent_holds_or_is_refused_and_counted():
+    async def scenario():
+        engine = FragileEngine(max_running=2)
+        fleet = fleet_of(engine)
+        parent, first, second = (RolloutKey(task_index=0, attempt=0, branch=number) for number in range(3))
+
+        def turn(key, ids):
+            return CompletionRequest(
+                id=f"{key.branch}/{len(ids)}", ids=ids, max_tokens=12, stop_ids=frozenset({9}), temperature=1.0, seed=5
+            )
+
+        async with fleet.batch() as dispatch:
+            seat = (await dispatch.offer({parent: (1, 2, 3)}, max_tokens=MAX_TOKENS))[parent]
+            said = await seat.complete(turn(parent, (1, 2, 3)))
+            context = (1, 2, 3, *said.ids)
+            forked = seat.branch(first, max_tokens=20)
+            assert forked is not None
+            assert seat.branch(second, max_tokens=20) is None  # a third conversation, where two fit
+            other = await forked.complete(turn(first, context))
+            assert engine.requests[-1].extends == engine.requests[0].id
+            assert other.cached_tokens == len(context) - 1
+            forked.leave()
+            seat.leave()
+        ledger = fleet.last_batch.ledger
+        assert (ledger.branched, ledger.branches_refused, ledger.offered, ledger.ended) == (1, 1, 1, 2)
+        assert engine.holds_nothing
+
+    run(scenario)
+
+
+def test_prompts_that_differ_within_a_group_are_each_counted_whole():
+    async def scenario():
+        fleet = fleet_of(FragileEngine(kv_tokens=160, max_running=8))
+        keys = [RolloutKey(task_index=0, attempt=attempt) for attempt in range(2)]
+        async with fleet.batch() as dispatch:
+            await dispatch.offer({keys[0]: (1,) * 48, keys[1]: (2,) * 48}, max_tokens=32)
+        # 48 + 32 tokens are 5 blocks of 16, so two fill all 10; had they shared their prompt, 3 would be free.
+        assert fleet.last_batch.as_metrics()["scheduler/queue_max"] == 0
+        assert fleet.last_batch.engines[0].kv_share_max == 1.0
+        async with fleet.batch() as dispatch:
+            await dispatch.offer(dict.fromkeys(keys, (1,) * 48), max_tokens=32)
+        assert fleet.last_batch.engines[0].kv_share_max == 0.7
+
+    run(scenario)
+
+
+def test_the_metrics_of_a_step_can_be_redone_by_hand():
+    """One engine of two rows; two rollouts of one turn, the first 3 tokens (0.3 s) and the second 5 (0.5 s)."""
+
+    class Counting(FragileEngine):
+        def _reply(self, request, number):
+            length = 3 if request.id.startswith("0") else 5
+            return Reply(ids=(1,) * (length - 1) + (9,), logprobs=(0.0,) * length, entropies=(0.0,) * length)
+
+    async def scenario():
+        fleet = fleet_of(Counting(max_running=2, max_request_tokens=10, kv_tokens=20))
+        keys = [RolloutKey(task_index=0, attempt=attempt) for attempt in range(3)]
+
+        async def converse(seat, number):
+            await seat.complete(
+                CompletionRequest(
+                    id=f"{number}", ids=(1, 2), max_tokens=8, stop_ids=frozenset({9}), temperature=1.0, seed=number
+                )
+            )
+            seat.leave()
+
+        async with fleet.batch() as dispatch:
+            seats = await dispatch.offer(dict.fromkeys(keys, (1, 2)), max_tokens=8)
+            await asyncio.gather(*(converse(seats[key], number) for number, key in enumerate(keys)))
+        return fleet.last_batch
+
+    report = run(scenario)
+    metrics = report.as_metrics()
+    # Row 1: 0 to 0.3, then the third rollout from 0.3 to 0.8; row 2: 0 to 0.5. The queue is empty from 0.3 on.
+    assert report.duration_s == pytest.approx(0.8)
+    assert metrics["scheduler/row_share"] == pytest.approx((0.3 + 0.5 + 0.5) / (2 * 0.8))
+    assert metrics["scheduler/busy_share"] == pytest.approx(1.0)
+    assert metrics["scheduler/tail_idle_share"] == pytest.approx(0.0)
+    assert metrics["scheduler/kv_share_mean"] == pytest.approx((0.5 * 1.0 + 0.3 * 0.5) / 0.8)
+    assert metrics["scheduler/queue_mean"] == pytest.approx(0.3 / 0.8, rel=0.01)
+    assert metrics["scheduler/queue_max"] == 1
+    assert metrics["scheduler/queue_wait_mean_s"] == pytest.approx(0.1)
+    assert metrics["scheduler/longest_rollout_s"] == pytest.approx(0.5)
+    assert metrics["scheduler/longest_rollout_tokens"] == 5
+    timeline = report.as_timeline()
+    assert timeline["engines"][0]["rows"][0] == 2
+    assert timeline["engines"][0]["rows"][-1] == 1
+    assert timeline["queue"][0] == 1

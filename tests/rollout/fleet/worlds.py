@@ -82,8 +82,9 @@ FAULTS = ("hang", "die", "memory", "network", "garbage", "nan", "old weights")
 class Conversations:
     """Environments of several turns with tools that take a while, all by the rollout's seed."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: float = 1.0) -> None:
         self.num_open = 0
+        self.pace = pace
 
     def __call__(self, task: Task, *, seed: int) -> _Conversation:
         return _Conversation(self, task, seed)
@@ -104,7 +105,7 @@ class _Conversation:
         tool_s, num_tokens = self.draw.uniform(0, 2.0), self.draw.randint(0, 3)
         is_over = self.num_left == 0 or num_tokens > num_tokens_left
         if not is_over:
-            await asyncio.sleep(tool_s)
+            await asyncio.sleep(self.world.pace * tool_s)
         return Observation(
             ids=() if is_over else (7,) * num_tokens,
             text="",
@@ -173,4 +174,4 @@ def tokens_of(groups):
     return {scored.trajectory.key: tuple(scored.trajectory.ids) for group in groups for scored in group.trajectories}
 
 
-__all__ = ["FAULTS", "Conversations", "FragileEngine", "Watcher", "make_player", "now_s", "task", "tokens_of"]
+__all__ = ["FAULTS", "MAX_TOKENS", "Conversations", "FragileEngine", "Watcher", "make_player", "now_s", "task", "tokens_of"]

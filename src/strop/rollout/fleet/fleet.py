@@ -25,8 +25,8 @@ OPEN_DEADLINE_S = 900.0
 Publish = Callable[[TakesWeights], Awaitable[str]]
 """Sends the current weights to whoever takes them, and returns their checksum once they are proved."""
 
-OpenEngine = Callable[[], Awaitable[InferenceEngine]]
-"""Opens another engine in place of a lost one; its weights may be any, where the fleet publishes."""
+OpenEngine = Callable[[int], Awaitable[InferenceEngine]]
+"""Opens another engine in place of the n-th of those that the fleet began with; where the fleet publishes, with any weights."""
 
 
 class FleetObserver(Protocol):
@@ -105,7 +105,7 @@ class Fleet:
         self._leaving: set[asyncio.Task[None]] = set()  # engines that are being closed
         self._is_closed = False
         for engine in engines:
-            self._add(engine)
+            self._add(engine, place=self._num_named)
 
     @property
     def engines(self) -> dict[str, InferenceEngine]:
@@ -150,8 +150,11 @@ class Fleet:
         self._check_somebody_is_left()
         return self._checksum
 
-    async def join(self, engine: InferenceEngine) -> str:
+    async def join(self, engine: InferenceEngine, *, place: int | None = None) -> str:
         """Another engine, which holds the current weights, takes rollouts from now on; returns the name that it got.
+
+        Args:
+            place: of the engine that it replaces; one that replaces none is not replaced either, when it is lost.
 
         Raises:
             WeightsNotProven: it holds other weights.
@@ -161,7 +164,7 @@ class Fleet:
                 f"an engine with policy version {engine.policy_version} was to join, but version {self._version} is sampled"
                 " from. Publish the current weights to it first."
             )
-        member = self._add(engine)
+        member = self._add(engine, place=place)
         self._observer.engine_joined(member.name)
         if self._dispatch is not None:
             self._dispatch.join(member)
@@ -227,7 +230,7 @@ class Fleet:
         logger.warning("engine %s is given up: %s", member.name, reason)
         self._observer.engine_lost(member.name, reason=reason)
         self._dismiss(member)
-        self._replace(member.name)
+        self._replace(member.name, member.place)
         if self._dispatch is not None:
             self._dispatch.died(member)
             self._dispatch.check_hope()
@@ -247,8 +250,8 @@ class Fleet:
         if self._coming:
             await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
 
-    def _add(self, engine: InferenceEngine) -> Member:
-        member = Member(f"engine-{self._num_named}", engine, clock=self._clock)
+    def _add(self, engine: InferenceEngine, *, place: int | None) -> Member:
+        member = Member(f"engine-{self._num_named}", engine, place=place, clock=self._clock)
         self._num_named += 1
         self._members[member.name] = member
         return member
@@ -264,35 +267,35 @@ class Fleet:
         except (MachineError, OSError) as error:
             logger.warning("engine %s could not be closed: %s", member.name, error)
 
-    def _replace(self, name: str) -> None:
+    def _replace(self, name: str, place: int | None) -> None:
         """Open another engine in place of `name`, if that was not done too often in this batch."""
-        if self._open_another is None or self._is_closed:
+        if self._open_another is None or place is None or self._is_closed:
             return
         if self._num_replaced >= self.config.max_replacements:
             reason = f"{self._num_replaced} were replaced in this step already (scheduler.max_replacements)."
             self._observer.engine_not_replaced(name, reason=reason)
             return
         self._num_replaced += 1
-        self._start(self._coming, self._bring(name, self._open_another))
+        self._start(self._coming, self._bring(name, place, self._open_another))
 
-    async def _bring(self, lost: str, open_another: OpenEngine) -> None:
-        opening = asyncio.ensure_future(open_another())
+    async def _bring(self, lost: str, place: int, open_another: OpenEngine) -> None:
+        opening = asyncio.ensure_future(open_another(place))
         await asyncio.wait({opening}, timeout=OPEN_DEADLINE_S)
         if not opening.done():
             opening.add_done_callback(self._close_latecomer)
-            self._not_brought(lost, f"another engine was not open after {OPEN_DEADLINE_S:g} s.")
+            self._not_brought(lost, place, f"another engine was not open after {OPEN_DEADLINE_S:g} s.")
             return
         if (error := opening.exception()) is not None:
-            self._not_brought(lost, f"{type(error).__name__}: {error}")
+            self._not_brought(lost, place, f"{type(error).__name__}: {error}")
             return
         engine = opening.result()
         try:
-            await self._bring_in(engine)
+            await self._bring_in(engine, place)
         except (MachineError, OSError) as error:
             await engine.close()
-            self._not_brought(lost, f"{type(error).__name__}: {error}")
+            self._not_brought(lost, place, f"{type(error).__name__}: {error}")
 
-    async def _bring_in(self, engine: InferenceEngine) -> None:
+    async def _bring_in(self, engine: InferenceEngine, place: int) -> None:
         """Give the newcomer the current weights as soon as they may be sent, and let it join."""
         while True:
             await self._may_join.wait()
@@ -305,19 +308,19 @@ class Fleet:
                 if self._publish is not None:
                     async with asyncio.timeout(self._deadline_s):
                         self._checksum = await self._publish(engine)
-                await self.join(engine)
+                await self.join(engine, place=place)
                 return
 
-    def _not_brought(self, lost: str, reason: str) -> None:
+    def _not_brought(self, lost: str, place: int, reason: str) -> None:
         """Try again, or tell that `lost` stays without a replacement."""
         logger.warning("engine %s could not be replaced: %s", lost, reason)
         self._observer.engine_not_replaced(lost, reason=reason)
         self._first_loss = self._first_loss or EngineLost(reason)
-        self._replace(lost)
+        self._replace(lost, place)
 
     def _close_latecomer(self, opening: asyncio.Future[InferenceEngine]) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._start(self._leaving, self._close(Member("latecomer", opening.result(), clock=self._clock)))
+            self._start(self._leaving, self._close(Member("latecomer", opening.result(), place=None, clock=self._clock)))
 
     def _start(self, kind: set[asyncio.Task[None]], work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from functools import partial
 
 from strop.engine.protocol import Capacity, CompletionRequest, InferenceEngine
+from strop.engine.requests import check_completion
 from strop.errors import DeadlineExceeded, EngineLost, StropError
 from strop.rollout.scheduling import EngineSpec
 from strop.types import Completion
@@ -38,8 +38,9 @@ def spec_of(name: str, capacity: Capacity) -> EngineSpec:
 class Member:
     """An engine under a name that no other engine of the fleet ever had."""
 
-    def __init__(self, name: str, engine: InferenceEngine, *, clock: Callable[[], float]) -> None:
+    def __init__(self, name: str, engine: InferenceEngine, *, place: int | None, clock: Callable[[], float]) -> None:
         self.name = name
+        self.place = place  # which of the engines that the fleet began with it is, or stands for
         self.engine = engine
         self.spec = spec_of(name, engine.capacity)
         self.loss = ""  # why it was given up; empty while it was not
@@ -85,8 +86,7 @@ class Member:
                 asked.cancel()
                 self._let_go.add(asked)
                 asked.add_done_callback(self._let_go.discard)
-        if problem := garbage_in(completion, request, version=version):
-            raise EngineLost(f"its answer to request {request.id} cannot be true: {problem}")
+        check_completion(request, completion, vocab_size=None, policy_version=version)
         self._last_answer_s = self._clock()
         return completion
 
@@ -118,27 +118,6 @@ class Member:
             answer.set_exception(
                 DeadlineExceeded(f"engine {self.name} did not complete request {request.id} within {deadline_s:g} s.")
             )
-
-
-def garbage_in(completion: Completion, request: CompletionRequest, *, version: int) -> str:
-    """What cannot be true of an answer; empty when nothing was found."""
-    num = len(completion.ids)
-    logprobs = completion.logprobs
-    faults = {
-        f"{num} tokens, but {request.max_tokens} were the most": num > request.max_tokens,
-        "no token at all": num == 0,
-        f"{len(logprobs)} log-probs for {num} tokens": len(logprobs) != num,
-        f"{len(completion.entropies)} entropies for {num} tokens": len(completion.entropies) not in (0, num),
-        "a log-prob that is above 0 or not finite": not all(math.isfinite(each) and each < 1e-3 for each in logprobs),
-        "a token id below 0": min(completion.ids, default=0) < 0,
-        f"{completion.cached_tokens} of {len(request.ids)} ids were cached": not (
-            0 <= completion.cached_tokens <= len(request.ids)
-        ),
-        f"it sampled from policy version {completion.policy_version}, but version {version} was published to it": (
-            completion.policy_version != version
-        ),
-    }
-    return next((f"{fault}." for fault, is_so in faults.items() if is_so), "")
 
 
 def _hand_over(answer: asyncio.Future[Completion], asked: asyncio.Task[Completion]) -> None:

@@ -47,10 +47,9 @@ def means_of_spans(changes: Sequence[tuple[float, float]], start_s: float, end_s
         return totals
     ends = [at for at, _ in changes[1:]] + [end_s]
     for (begin, value), end in zip(changes, ends, strict=True):
-        at, last = max(begin, start_s), min(end, end_s)
-        while value and at < last:
-            index = min(num_spans - 1, int((at - start_s) / width))
-            until = last if index == num_spans - 1 else min(last, start_s + (index + 1) * width)
-            totals[index] += value * (until - at)
-            at = until if until > at else last
+        first, last = max(begin, start_s) - start_s, min(end, end_s) - start_s
+        if not value or first >= last:
+            continue
+        for index in range(int(first / width), min(num_spans, int(last / width) + 1)):
+            totals[index] += value * max(0.0, min(last, (index + 1) * width) - max(first, index * width))
     return [total / width for total in totals]

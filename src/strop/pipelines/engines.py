@@ -1,0 +1,63 @@
+"""The engines of a stage as one fleet, which replaces those that are lost and writes down what became of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from strop.engine.protocol import InferenceEngine
+from strop.pipelines.stage import StageContext
+from strop.rollout.chat import ChatFormat
+from strop.rollout.fleet import BatchReport, Fleet
+from strop.runs import write_text
+
+_MARGIN = 1.1  # over an engine's own deadline, so that one which keeps it is heard first
+
+
+async def open_fleet(context: StageContext, model: Path, chat: ChatFormat) -> Fleet:
+    """Every engine that the recipe asks for, holding the weights of the directory `model`.
+
+    Raises:
+        UserError: an engine cannot be opened as the recipe says.
+    """
+    config = context.recipe.engine
+    engines = await context.open_engines(model, config, detokenize=chat.decode)
+
+    async def open_another(place: int) -> InferenceEngine:
+        [engine] = await context.open_engines(model, config.only(place), detokenize=chat.decode)
+        return engine
+
+    return Fleet(
+        engines,
+        context.recipe.scheduler,
+        open_another=open_another,
+        deadline_s=_MARGIN * config.deadline_s,
+        observer=_FleetEvents(context),
+    )
+
+
+def write_timeline(context: StageContext, step: int, report: BatchReport) -> None:
+    """What the engines did during a step, for the report to draw."""
+    timeline = {"step": step, **report.as_timeline()}
+    write_text(context.directory.timeline(step), json.dumps(timeline, allow_nan=False) + "\n")
+
+
+class _FleetEvents:
+    """Tells the user and the run's log what becomes of engines. Implements `FleetObserver`."""
+
+    def __init__(self, context: StageContext) -> None:
+        self._context = context
+
+    def engine_joined(self, name: str) -> None:
+        self._context.event("engine_joined", engine=name)
+
+    def engine_lost(self, name: str, *, reason: str) -> None:
+        self._context.event("engine_lost", engine=name, reason=reason)
+        self._context.warn(f"engine {name} is lost: {reason}")
+
+    def engine_drained(self, name: str) -> None:
+        self._context.event("engine_drained", engine=name)
+
+    def engine_not_replaced(self, name: str, *, reason: str) -> None:
+        self._context.event("engine_not_replaced", engine=name, reason=reason)
+        self._context.warn(f"engine {name} was not replaced: {reason}")

@@ -1,0 +1,84 @@
+"""Whether a rollout of a stage fits into the KV memory of its engines, asked before time is spent on anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from strop.errors import ConfigError
+from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
+from strop.rollout.chat import ChatFormat
+from strop.rollout.fleet import Fleet
+from strop.rollout.prompt import load_prompt
+from strop.seeds import derive_seed
+from strop.tasks import make_tasks
+from strop.tools.protocol import Tool
+from strop.types import Task
+
+_NUM_TASKS = 64  # of a stage whose prompts are looked at
+
+
+def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[Tool]) -> None:
+    """Hold every stage whose model comes from `origin`, a stage that is done, against what the recipe says of its engines.
+
+    Raises:
+        ConfigError: the first prompts of a stage and its longest response do not fit; with the arithmetic.
+    """
+    for name, stage in recipe.stages.items():
+        if isinstance(stage, (EvalStage, RlStage)) and _origin_of(recipe, stage) == origin:
+            longest, held = _longest_prompt(recipe, name, stage, chat, tools), recipe.engine.max_length
+            _refuse_if_too_long(name, stage, longest, held, f"engine.max_length = {held}")
+
+
+def check_engines(
+    recipe: Recipe, name: str, stage: EvalStage | RlStage, chat: ChatFormat, tools: Sequence[Tool], fleet: Fleet
+) -> None:
+    """Hold a stage against the engines that were opened for it, whose memory is known only now.
+
+    Raises:
+        ConfigError: no engine could ever hold a rollout of its first tasks; with the arithmetic.
+    """
+    longest = _longest_prompt(recipe, name, stage, chat, tools)
+    held = fleet.max_request_tokens
+    _refuse_if_too_long(name, stage, longest, held, f"{held}, which is what the KV memory of the largest engine holds")
+
+
+def prompt_lengths(stage: Stage, tasks: Sequence[Task], chat: ChatFormat, tools: Sequence[Tool]) -> list[int]:
+    """Tokens of each task's prompt."""
+    prompt = load_prompt(stage.prompt)
+    specs = [tool.spec for tool in tools]
+    return [len(chat.prompt_ids(prompt.fill(task.question, specs), prompt.prefill)) for task in tasks]
+
+
+def _longest_prompt(
+    recipe: Recipe, name: str, stage: EvalStage | RlStage, chat: ChatFormat, tools: Sequence[Tool]
+) -> tuple[str, int]:
+    """Of the tasks that the stage begins with, the one with the longest prompt, and its tokens."""
+    if isinstance(stage, RlStage):
+        seed, num = derive_seed("run", recipe.seed, name, "tasks"), stage.tasks_per_step
+        source = make_tasks(stage.tasks, seed=seed, split="train")
+    else:
+        source, num = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split), stage.num_tasks
+    num = min(num, _NUM_TASKS, num if source.num_tasks is None else source.num_tasks)
+    tasks = [source.task(index) for index in range(num)]
+    lengths = prompt_lengths(stage, tasks, chat, tools)
+    return max(zip((task.id for task in tasks), lengths, strict=True), key=lambda each: each[1])
+
+
+def _origin_of(recipe: Recipe, stage: EvalStage | RlStage) -> str:
+    """The stage that says which model it all began with."""
+    name = stage.init
+    while not isinstance(before := recipe.stages[name], ModelStage):
+        name = before.init
+    return name
+
+
+def _refuse_if_too_long(name: str, stage: Stage, longest: tuple[str, int], held: int, limit: str) -> None:
+    task, length = longest
+    needed = length + stage.sampling.max_tokens
+    if needed > held:
+        raise ConfigError(
+            f"stages.{name}: a single rollout cannot fit into KV memory: the prompt of task {task!r} has {length} tokens, and"
+            f" sampling.max_tokens = {stage.sampling.max_tokens}, together {needed}; the limit is {limit}."
+            f" Give the engine room for {needed} tokens (engine.max_length), or lower sampling.max_tokens to"
+            f" {max(1, held - length)}."
+        )

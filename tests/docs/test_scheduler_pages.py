@@ -1,0 +1,54 @@
+"""The run-directory page names every metric and field of a played batch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from strop.rollout.fleet.figures import BatchReport, EngineReport
+from strop.rollout.scheduling import Ledger
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "run-directory.md").read_text(encoding="utf-8")
+
+
+def report() -> BatchReport:
+    engine = EngineReport(
+        name="engine-0",
+        max_rows=1,
+        kv_tokens=1,
+        joined_s=0.0,
+        left_s=1.0,
+        loss="",
+        busy_s=1.0,
+        row_s=1.0,
+        kv_share_s=1.0,
+        kv_share_max=1.0,
+        tail_idle_s=0.0,
+        rows=(1.0,),
+        kv_shares=(1.0,),
+    )
+    return BatchReport(
+        policy="scheduler",
+        duration_s=1.0,
+        engines=(engine, engine),
+        ledger=Ledger(offered=1, turns=1, tool_turns=1),
+        queue=(0.0,),
+        queue_max=0,
+        evictions=0,
+        cached_tokens=1,
+        request_tokens=1,
+    )
+
+
+def test_every_metric_of_the_scheduler_is_named() -> None:
+    metrics = report().as_metrics()
+    assert len(metrics) > 15
+    for name in metrics:
+        assert f"`{name.replace('engine-0', '<engine>')}`" in PAGE, name
+
+
+def test_every_field_of_a_timeline_is_named() -> None:
+    [section] = re.findall(r"^## rollouts/step-k.timeline.json\n(.*?)^## ", PAGE, re.MULTILINE | re.DOTALL)
+    timeline = {"step": 1, **report().as_timeline()}
+    for name in (*timeline, *timeline["engines"][0]):
+        assert f"`{name}`" in section, name

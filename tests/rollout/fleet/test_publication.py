@@ -1,0 +1,202 @@
+"""Weights reach every engine or it is given up (law 6)."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import pytest
+import torch
+from test_fleet import play_all
+from virtual_time import now_s, run
+from worlds import Conversations, FragileEngine, Watcher
+
+from strop.engine.protocol import weights_checksum
+from strop.engine.scripted import ScriptedEngine
+from strop.errors import EngineLost, ModelError, WeightsNotProven
+from strop.rollout.fleet import Fleet
+
+WEIGHTS = {f"layer.{index}": torch.full((2, 2), float(index)) for index in range(6)}
+
+
+class Publisher:
+    """Publishes as a trainer does, and counts how often each tensor was asked of it."""
+
+    def __init__(self, weights=WEIGHTS):
+        self.weights = weights
+        self.num_sent = 0
+
+    async def publish(self, taker, *, version):
+        async def stream():
+            for named in self.weights.items():
+                self.num_sent += 1
+                yield named
+
+        checksum = weights_checksum(self.weights.items())
+        await taker.load_weights(stream(), version=version, checksum=checksum)
+        return checksum
+
+
+def fleet_of(*engines, watcher=None, **options):
+    return Fleet(engines, observer=watcher, deadline_s=60.0, clock=now_s, **options)
+
+
+class Hanging(ScriptedEngine):
+    """Takes one tensor, and then none."""
+
+    async def load_weights(self, tensors, *, version, checksum):
+        async for _ in tensors:
+            await asyncio.Event().wait()
+
+
+class Dying(ScriptedEngine):
+    async def load_weights(self, tensors, *, version, checksum):
+        raise ConnectionResetError("the peer hung up")
+
+
+def test_each_tensor_is_read_once_and_reaches_every_engine():
+    async def scenario():
+        engines, publisher = [FragileEngine(), FragileEngine(), FragileEngine()], Publisher()
+        fleet = fleet_of(*engines)
+        checksum = await fleet.publish(partial(publisher.publish, version=3), version=3)
+        assert checksum == weights_checksum(WEIGHTS.items())
+        assert publisher.num_sent == len(WEIGHTS)
+        assert fleet.policy_version == 3
+        for engine in engines:
+            assert engine.policy_version == 3
+            assert engine.weights.keys() == WEIGHTS.keys()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (partial(FragileEngine, has_wrong_weights=True), "was published with checksum"),
+        (lambda: Hanging([]), "it hangs: the weights of version 1 were not taken within 60 s"),
+        (lambda: Dying([]), "could not take weights: ConnectionResetError"),
+    ],
+    ids=["cannot prove them", "hangs", "dies"],
+)
+def test_law_6_an_engine_that_does_not_prove_the_weights_is_given_up_and_the_others_go_on(make, reason):
+    async def scenario():
+        good, watcher, publisher = FragileEngine(), Watcher(), Publisher()
+        fleet = fleet_of(make(), good, watcher=watcher)
+        await fleet.publish(partial(publisher.publish, version=1), version=1)
+        assert watcher.of("lost") == ["engine-0"]
+        assert reason in watcher.engine_events[0][2]
+        assert list(fleet.engines.values()) == [good]
+        groups = await play_all(fleet)
+        assert len(groups) == 4
+        await fleet.close()
+
+    run(scenario)
+
+
+def test_law_6_an_engine_that_does_not_prove_the_weights_is_replaced_by_one_that_does():
+    async def scenario():
+        publisher, watcher = Publisher(), Watcher()
+
+        async def open_another(place):
+            return FragileEngine(policy_version=-1)
+
+        fleet = fleet_of(FragileEngine(has_wrong_weights=True), watcher=watcher, open_another=open_another)
+        checksum = await fleet.publish(partial(publisher.publish, version=1), version=1)
+        assert checksum == weights_checksum(WEIGHTS.items())
+        assert [kind for kind, _, _ in watcher.engine_events] == ["lost", "joined"]
+        [engine] = fleet.engines.values()
+        assert engine.weights.keys() == WEIGHTS.keys()
+        await fleet.close()
+
+    run(scenario)
+
+
+def test_law_6_when_nobody_proves_the_weights_the_run_stops():
+    async def scenario():
+        async def open_another(place):
+            return FragileEngine(has_wrong_weights=True)
+
+        fleet = fleet_of(FragileEngine(has_wrong_weights=True), Dying([]), open_another=open_another)
+        with pytest.raises(WeightsNotProven, match=r"no engine is left.*version 1 was published.*the same command"):
+            await fleet.publish(partial(Publisher().publish, version=1), version=1)
+
+    run(scenario)
+
+
+def test_an_engine_that_died_while_the_trainer_computed_is_replaced_at_the_next_publication():
+    async def scenario():
+        opened = []
+
+        async def open_another(place):
+            opened.append(place)
+            return FragileEngine(policy_version=-1)
+
+        first, publisher = FragileEngine(), Publisher()
+        fleet = fleet_of(first, open_another=open_another)
+        await fleet.publish(partial(publisher.publish, version=1), version=1)
+        await play_all(fleet)
+        await first.close()
+        first.load_weights = Dying([]).load_weights
+        await fleet.publish(partial(publisher.publish, version=2), version=2)
+        groups = await play_all(fleet)
+        versions = {t.completion.policy_version for g in groups for s in g.trajectories for t in s.trajectory.turns}
+        assert versions == {2}
+        assert opened == [0]
+        await fleet.close()
+
+    run(scenario)
+
+
+def test_weights_are_not_sent_to_a_newcomer_while_the_trainer_may_change_them():
+    """It opens when the batch is over: it waits for the next publication, and gets that."""
+
+    async def scenario():
+        publisher = Publisher()
+        newcomer = FragileEngine(policy_version=-1)
+
+        async def open_another(place):
+            await asyncio.sleep(500.0)
+            return newcomer
+
+        good, bad = FragileEngine(), FragileEngine()
+        fleet = fleet_of(good, bad, open_another=open_another)
+        await fleet.publish(partial(publisher.publish, version=1), version=1)
+        bad.fault = "die"
+        await play_all(fleet, world=Conversations())
+        await asyncio.sleep(2000.0)
+        assert newcomer.policy_version == -1
+        await fleet.publish(partial(publisher.publish, version=2), version=2)
+        await asyncio.sleep(1.0)
+        assert newcomer.policy_version == 2
+        assert newcomer in fleet.engines.values()
+        await fleet.close()
+
+    run(scenario)
+
+
+def test_engines_of_different_types_cannot_be_proven_by_one_checksum():
+    async def scenario():
+        fleet = fleet_of(FragileEngine(), FragileEngine(dtype=torch.bfloat16))
+        with pytest.raises(ModelError, match=r"different types.*one dtype"):
+            await fleet.publish(partial(Publisher().publish, version=1), version=1)
+
+    run(scenario)
+
+
+def test_a_stream_that_breaks_is_nobodys_loss():
+    async def scenario():
+        engines, watcher = [FragileEngine(), FragileEngine()], Watcher()
+        fleet = fleet_of(*engines, watcher=watcher)
+
+        async def publish(taker):
+            async def stream():
+                yield "layer.0", WEIGHTS["layer.0"]
+                raise EngineLost("the trainer fell over")
+
+            await taker.load_weights(stream(), version=1, checksum="")
+
+        with pytest.raises(EngineLost, match="the trainer fell over"):
+            await fleet.publish(publish, version=1)
+        assert not watcher.engine_events
+
+    run(scenario)
