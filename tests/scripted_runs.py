@@ -137,19 +137,22 @@ class ScriptedRun:
         return self.result.run
 
 
-def run_recipe(directory, recipe=None, *, say=sometimes_right, progress=None, engine_options=None, runner=None):
+def run_recipe(
+    directory, recipe=None, *, say=sometimes_right, progress=None, engine_options=None, runner=None, make_engine=RecordingEngine
+):
     """Run `recipe` in `directory`; `say` is (conversation as text, draws of the request's seed) -> what the policy says."""
     engines = []
     progress = progress or Watching()
 
-    async def open_engines(model, config, *, detokenize):
+    async def open_engines(model, config, *, detokenize, logs):
         chat = load_chat(model)
 
         def policy(request):
             return chat.completion_ids(say(detokenize(request.ids), random.Random(request.seed)))
 
-        engines.append(RecordingEngine(policy, **(engine_options or {})))
-        return engines[-1:]
+        opened = [make_engine(policy, **(engine_options or {})) for _ in range(config.num_engines)]
+        engines.extend(opened)
+        return opened
 
     num_threads = torch.get_num_threads()
     try:

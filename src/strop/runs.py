@@ -251,6 +251,11 @@ class StageDirectory:
         """Why each rollout of the step was kept or dropped, and its advantage."""
         return self.path / "rollouts" / f"step-{step:06d}.selection.json"
 
+    @property
+    def logs(self) -> Path:
+        """What engines with processes of their own print."""
+        return self.path / "logs"
+
     def timeline(self, step: int) -> Path:
         """What the engines did while the step was played."""
         return self.path / "rollouts" / f"step-{step:06d}.timeline.json"

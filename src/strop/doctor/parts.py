@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -16,12 +15,13 @@ from transformers import PreTrainedModel
 
 from strop.algorithms.aggregation import Aggregation
 from strop.algorithms.protocol import Selection
+from strop.engine.opening import open_engines
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
 from strop.pipelines.model_stage import find_model, run_model_stage
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
 from strop.pipelines.room import prompt_lengths
-from strop.pipelines.stage import StageContext, load_chat, make_tools, open_torch_engine, open_torch_engines
+from strop.pipelines.stage import StageContext, load_chat, make_tools
 from strop.reports.progress import Silent
 from strop.rewards import RunService, make_reward
 from strop.rollout.chat import ChatFormat
@@ -122,7 +122,7 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
             directory, stage.trainer.model_copy(update={"optimizer": OptimizerConfig(lr=_PERTURBATION)})
         )
         opened.push_async_callback(trainer.close)
-        engine = await asyncio.to_thread(open_torch_engine, directory, config, detokenize=chat.decode)
+        [engine] = await open_engines(directory, config.only(0), detokenize=chat.decode, logs=place)
         opened.push_async_callback(engine.close)
         reward = make_reward(stage.reward, runner)
         opened.push_async_callback(reward.close)
@@ -201,7 +201,7 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
             recipe=recipe,
             run=RunDirectory(place),
             runner=ScriptedSandbox(answer=lambda _: "42\n"),  # texts for a tokenizer do not need a sandbox that works
-            open_engines=open_torch_engines,
+            open_engines=open_engines,
             progress=Silent(),
             trackers=(),
             events=events,

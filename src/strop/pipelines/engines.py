@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from strop.engine.config import VllmConfig
 from strop.engine.protocol import InferenceEngine
 from strop.pipelines.stage import StageContext
 from strop.rollout.chat import ChatFormat
@@ -21,10 +22,11 @@ async def open_fleet(context: StageContext, model: Path, chat: ChatFormat) -> Fl
         UserError: an engine cannot be opened as the recipe says.
     """
     config = context.recipe.engine
-    engines = await context.open_engines(model, config, detokenize=chat.decode)
+    logs = context.directory.logs
+    engines = await context.open_engines(model, config, detokenize=chat.decode, logs=logs)
 
     async def open_another(place: int) -> InferenceEngine:
-        [engine] = await context.open_engines(model, config.only(place), detokenize=chat.decode)
+        [engine] = await context.open_engines(model, config.only(place), detokenize=chat.decode, logs=logs)
         return engine
 
     return Fleet(
@@ -33,6 +35,7 @@ async def open_fleet(context: StageContext, model: Path, chat: ChatFormat) -> Fl
         open_another=open_another,
         deadline_s=_MARGIN * config.deadline_s,
         observer=_FleetEvents(context),
+        block_tokens=config.block_tokens if isinstance(config, VllmConfig) else None,
     )
 
 

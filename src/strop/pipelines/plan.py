@@ -65,9 +65,8 @@ def plan(recipe: Recipe) -> list[PlannedStage]:
 def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rate: float) -> PlannedStage:
     weights_mib = size.num_parameters * 4 / _MIB
     engine_width = 2 if recipe.engine.dtype == "bfloat16" else 4
-    engine_mib = size.num_parameters * engine_width / _MIB + (
-        recipe.engine.slots * recipe.engine.max_length * size.kv_bytes_per_token * engine_width / 4 / _MIB
-    )
+    kv_mib = recipe.engine.slots * recipe.engine.max_length * size.kv_bytes_per_token * engine_width / 4 / _MIB
+    engine_mib = recipe.engine.num_engines * (size.num_parameters * engine_width / _MIB + kv_mib)
     tokens, memory, flops = 0, _IDLE_MIB + weights_mib, 0.0
     init = "" if isinstance(stage, ModelStage) else stage.init
     match stage:

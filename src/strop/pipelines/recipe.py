@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from strop.algorithms.config import MethodConfig
 from strop.algorithms.policy_loss import Loss
 from strop.config import Config
-from strop.engine.config import EngineConfig
+from strop.engine.config import EngineChoice, EngineConfig
 from strop.rewards.config import AnyRewardConfig, RewardConfig
 from strop.rollout.environment import RolloutLimits
 from strop.rollout.play import SamplingConfig
@@ -194,7 +194,7 @@ class Recipe(Config):
     threads: int | None = Field(default=None, ge=1)  # of torch; None: its own choice
     tools: Tools = Tools()
     sandbox: SandboxConfig = SandboxConfig()
-    engine: EngineConfig = EngineConfig()
+    engine: EngineChoice = EngineConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     stages: dict[str, StageConfig] = Field(min_length=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import time
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.config import import_object
-from strop.engine.config import EngineConfig
+from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
+from strop.engine.opening import Detokenizer
 from strop.engine.protocol import InferenceEngine
-from strop.engine.torch_engine import TorchEngine
 from strop.errors import ModelError
 from strop.pipelines.recipe import Recipe, Stage
 from strop.reports.progress import Progress
@@ -49,20 +48,8 @@ class EngineFactory(Protocol):
     """Opens the engines that sample from a model directory, as many as `config` says; whoever asked closes them."""
 
     async def __call__(
-        self, model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]
+        self, model_directory: Path, config: EngineConfig | VllmConfig | SglangConfig, *, detokenize: Detokenizer, logs: Path
     ) -> Sequence[InferenceEngine]: ...
-
-
-def open_torch_engine(model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]) -> InferenceEngine:
-    """One embedded engine. Blocks while it reads the weights."""
-    return TorchEngine.from_directory(model, config, detokenize=detokenize)
-
-
-async def open_torch_engines(
-    model: Path, config: EngineConfig, *, detokenize: Callable[[Sequence[int]], str]
-) -> list[InferenceEngine]:
-    """The embedded engine, `replicas` times."""
-    return [await asyncio.to_thread(open_torch_engine, model, config, detokenize=detokenize) for _ in range(config.replicas)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

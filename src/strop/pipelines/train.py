@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import strop
+from strop.engine.opening import open_engines
 from strop.errors import RunError
 from strop.pipelines.eval_stage import run_eval_stage
 from strop.pipelines.model_stage import run_model_stage
@@ -24,7 +25,7 @@ from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, SftSt
 from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.room import check_room
 from strop.pipelines.sft_stage import run_sft_stage
-from strop.pipelines.stage import EngineFactory, StageContext, load_chat, model_of, open_torch_engines
+from strop.pipelines.stage import EngineFactory, StageContext, load_chat, model_of
 from strop.reports.page import write_report
 from strop.reports.progress import Progress
 from strop.reports.trackers import make_trackers
@@ -54,14 +55,14 @@ async def train(
     progress: Progress,
     command: str = "",
     runner: RunService | None = None,
-    open_engines: EngineFactory = open_torch_engines,
+    open_engines: EngineFactory = open_engines,
 ) -> TrainResult:
     """Run, or resume, `recipe` in `directory`. Stages that are done are not run again.
 
     Args:
         command: how the user asked for it; kept in the manifest.
         runner: where programs run and answers are compared; a sandbox on this machine when there is none.
-        open_engines: makes the engines of a stage; embedded ones by default.
+        open_engines: makes the engines of a stage; those that the recipe asks for by default.
 
     Raises:
         RunError: the directory holds a run of another recipe.

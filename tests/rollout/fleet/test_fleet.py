@@ -332,7 +332,7 @@ def test_the_static_policy_waits_at_its_barrier_even_where_memory_is_short():
 
     async def scenario():
         engine = FragileEngine(max_running=3)
-        fleet = fleet_of(engine, config=SchedulerConfig(policy="static"))
+        fleet = fleet_of(engine, config=SchedulerConfig(policy="static"), block_tokens=4)
         groups = await play_all(fleet, tasks=TASKS[:3])
         assert fleet.last_batch.evictions > 0
         assert fleet.last_batch.ledger.recomputed_tokens > 0
@@ -410,7 +410,7 @@ def test_a_branch_goes_on_from_what_its_parent_holds_or_is_refused_and_counted()
 
 def test_prompts_that_differ_within_a_group_are_each_counted_whole():
     async def scenario():
-        fleet = fleet_of(FragileEngine(kv_tokens=160, max_running=8))
+        fleet = fleet_of(FragileEngine(kv_tokens=160, max_running=8), block_tokens=16)
         keys = [RolloutKey(task_index=0, attempt=attempt) for attempt in range(2)]
         async with fleet.batch() as dispatch:
             await dispatch.offer({keys[0]: (1,) * 48, keys[1]: (2,) * 48}, max_tokens=32)

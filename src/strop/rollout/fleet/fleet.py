@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 DEADLINE_S = 660.0  # of a completion; a tenth above an embedded engine's own, so that one which keeps its own is heard first
 OPEN_DEADLINE_S = 900.0
+_CLOSE_S = 60.0
 
 Publish = Callable[[TakesWeights], Awaitable[str]]
 """Sends the current weights to whoever takes them, and returns their checksum once they are proved."""
@@ -76,11 +77,13 @@ class Fleet:
         observer: FleetObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
         closes_engines: bool = True,
+        block_tokens: int | None = None,
     ) -> None:
         """
         Args:
             deadline_s: of one completion, and of an engine's taking of weights; a little more than the engine's own.
             clock: never goes back.
+            block_tokens: of engines whose KV memory comes in blocks; None: nobody knows, so it is guessed.
             closes_engines: whether the engines are the fleet's own, to be closed when they are lost, drained, or with it.
         """
         self.config = SchedulerConfig() if config is None else config
@@ -89,6 +92,7 @@ class Fleet:
         self._observer: FleetObserver = Unobserved() if observer is None else observer
         self._clock = clock
         self._closes_engines = closes_engines
+        self._block_tokens = block_tokens
         self._members: dict[str, Member] = {}
         self._num_named = 0
         self._dispatch: Dispatch | None = None
@@ -251,7 +255,7 @@ class Fleet:
             await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
 
     def _add(self, engine: InferenceEngine, *, place: int | None) -> Member:
-        member = Member(f"engine-{self._num_named}", engine, place=place, clock=self._clock)
+        member = Member(f"engine-{self._num_named}", engine, place=place, block_tokens=self._block_tokens, clock=self._clock)
         self._num_named += 1
         self._members[member.name] = member
         return member
@@ -259,13 +263,14 @@ class Fleet:
     def _dismiss(self, member: Member) -> None:
         del self._members[member.name]
         if self._closes_engines:
-            self._start(self._leaving, self._close(member))
+            self._start(self._leaving, self._close_engine(member.name, member.engine))
 
-    async def _close(self, member: Member) -> None:
+    async def _close_engine(self, name: str, engine: InferenceEngine) -> None:
         try:
-            await member.close()
+            async with asyncio.timeout(_CLOSE_S):
+                await engine.close()
         except (MachineError, OSError) as error:
-            logger.warning("engine %s could not be closed: %s", member.name, error)
+            logger.warning("engine %s could not be closed: %s", name, error or f"{_CLOSE_S:g} s have passed")
 
     def _replace(self, name: str, place: int | None) -> None:
         """Open another engine in place of `name`, if that was not done too often in this batch."""
@@ -292,7 +297,7 @@ class Fleet:
         try:
             await self._bring_in(engine, place)
         except (MachineError, OSError) as error:
-            await engine.close()
+            await self._close_engine("that was to come", engine)
             self._not_brought(lost, place, f"{type(error).__name__}: {error}")
 
     async def _bring_in(self, engine: InferenceEngine, place: int) -> None:
@@ -320,7 +325,7 @@ class Fleet:
 
     def _close_latecomer(self, opening: asyncio.Future[InferenceEngine]) -> None:
         if not opening.cancelled() and opening.exception() is None:
-            self._start(self._leaving, self._close(Member("latecomer", opening.result(), place=None, clock=self._clock)))
+            self._start(self._leaving, self._close_engine("a latecomer", opening.result()))
 
     def _start(self, kind: set[asyncio.Task[None]], work: Any) -> None:
         task = asyncio.ensure_future(work)

@@ -12,9 +12,8 @@ from strop.errors import DeadlineExceeded, EngineLost, StropError
 from strop.rollout.scheduling import EngineSpec
 from strop.types import Completion
 
-_BLOCK_TOKENS = 16  # of an engine that does not count its memory in slots; servers use this or a multiple
+_BLOCK_TOKENS = 32  # of an engine that has no slots and does not say; small ones are rounded up, which is safe
 _PATIENCE = 0.5  # of a deadline: an engine that answered somebody within it is slow and not hung
-_CLOSE_S = 60.0
 _SETTLE_S = 5.0  # how long an engine may take to notice that nobody waits for a completion any more
 
 
@@ -22,10 +21,11 @@ class GivenUpError(StropError):
     """The engine was given up while it was asked; the scheduler says where the turn is sampled again."""
 
 
-def spec_of(name: str, capacity: Capacity) -> EngineSpec:
+def spec_of(name: str, capacity: Capacity, block_tokens: int | None) -> EngineSpec:
     """An engine's memory in blocks. Slots of a fixed length, as the embedded engine has, are blocks of that length."""
-    has_slots = capacity.total_tokens == capacity.max_running * capacity.max_request_tokens
-    block_tokens = capacity.max_request_tokens if has_slots else min(_BLOCK_TOKENS, capacity.total_tokens)
+    if block_tokens is None:
+        has_slots = capacity.total_tokens == capacity.max_running * capacity.max_request_tokens
+        block_tokens = capacity.max_request_tokens if has_slots else min(_BLOCK_TOKENS, capacity.total_tokens)
     return EngineSpec(
         name=name,
         kv_blocks=capacity.total_tokens // block_tokens,
@@ -38,11 +38,19 @@ def spec_of(name: str, capacity: Capacity) -> EngineSpec:
 class Member:
     """An engine under a name that no other engine of the fleet ever had."""
 
-    def __init__(self, name: str, engine: InferenceEngine, *, place: int | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        engine: InferenceEngine,
+        *,
+        place: int | None,
+        block_tokens: int | None,
+        clock: Callable[[], float],
+    ) -> None:
         self.name = name
         self.place = place  # which of the engines that the fleet began with it is, or stands for
         self.engine = engine
-        self.spec = spec_of(name, engine.capacity)
+        self.spec = spec_of(name, engine.capacity, block_tokens)
         self.loss = ""  # why it was given up; empty while it was not
         self.is_draining = False
         self._clock = clock
@@ -101,17 +109,6 @@ class Member:
         """Wait, but not long, until completions that nobody waits for have ended."""
         if self._let_go:
             await asyncio.wait(self._let_go, timeout=_SETTLE_S)
-
-    async def close(self) -> None:
-        """Raises `DeadlineExceeded` when that takes too long; whatever the engine itself raises passes through."""
-        deadline = asyncio.timeout(_CLOSE_S)
-        try:
-            async with deadline:
-                await self.engine.close()
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise DeadlineExceeded(f"engine {self.name} was not closed within {_CLOSE_S} s.") from error
 
     def _miss(self, answer: asyncio.Future[Completion], request: CompletionRequest, deadline_s: float) -> None:
         if not answer.done():
