@@ -39,10 +39,10 @@ def test_a_full_disk_at_any_moment_loses_nothing_and_the_run_goes_on_to_the_same
         "stages/base/model",
         "metrics.jsonl",
         "stages/sft/checkpoints/.step-000001.tmp/model",  # safetensors
-        "stages/sft/checkpoints/.step-000001.tmp",  # torch.save of the optimizer
+        "stages/sft/checkpoints/.step-000001.tmp/state",  # moments
         "stages/before/rollouts/step-000000.ledger.jsonl",
         "stages/rl/rollouts/step-000001.jsonl",
-        "stages/rl/checkpoints/.step-000001.tmp",
+        "stages/rl/checkpoints/.step-000001.tmp/state",
     ):
         assert any(f"{disk / 'run' / place}: cannot" in message for message in found["told"]), place
     assert found["lost"] == []

@@ -254,6 +254,12 @@ def test_a_checkpoint_that_is_not_complete_or_of_another_model_is_refused(model_
         asyncio.run(trainer.load(tmp_path))
 
 
+def test_a_state_that_cannot_be_written_is_told_with_its_place(model_directory, tmp_path):
+    (tmp_path / "state").write_text("a file stands in the way")
+    with pytest.raises(RunError, match="state: cannot be written"):
+        asyncio.run(make_trainer(model_directory).save(tmp_path))
+
+
 def test_a_directory_without_a_model_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         make_trainer(tmp_path)

@@ -168,6 +168,9 @@ def _behind(pieces: tuple[_Piece, ...], heads: tuple[Tensor, ...], row: int) -> 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
     """Without a mask, causal."""
+    num_queries_a_key = query.shape[1] // key.shape[1]
+    if mask is not None and query.is_cuda:  # only its plain kernel, which holds all scores, takes a mask and grouped heads
+        key, value = (heads.repeat_interleave(num_queries_a_key, dim=1) for heads in (key, value))
     is_grouped = key.shape[1] != query.shape[1]
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped

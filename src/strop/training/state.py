@@ -43,7 +43,13 @@ def prepare_moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.P
 def write_tensors(directory: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:
     """Write `tensors` so that any number of ranks can read them; of several ranks, all call this, each with its parts."""
     with writing_to(directory), _quiet():
-        state_dict_saver.save(tensors, checkpoint_id=directory, no_dist=is_alone)
+        cause: BaseException | None = None
+        try:
+            state_dict_saver.save(tensors, checkpoint_id=directory, no_dist=is_alone)
+        except CheckpointException as error:  # no Exception, so it would pass by everything that cleans up
+            cause, _ = next(iter(error.failures.values()))
+        if cause is not None:
+            raise cause  # out here, where it keeps what it arose from: of a full disk torch itself says something else
 
 
 def read_tensors(directory: Path, tensors: dict[str, Tensor], *, is_alone: bool) -> None:

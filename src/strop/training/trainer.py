@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from strop.algorithms.protocol import Column
 from strop.engine.protocol import NamedTensor, TakesWeights
+from strop.errors import ConfigError
 from strop.training.assembly import open_learner
 from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
@@ -44,8 +45,11 @@ class LocalTrainer:
 
         Raises:
             ModelError: there is no model, or not one that can be trained here.
+            ConfigError: `config` asks for processes, which `open_trainer` starts.
             ValueError: the schedule and `total_updates`, where a cosine ends, do not fit.
         """
+        if config.workers:
+            raise ConfigError(f"trainer.workers is {config.workers}, but this trainer is one process: use open_trainer.")
         return cls(open_learner(directory, config, reference=reference, total_updates=total_updates))
 
     @property

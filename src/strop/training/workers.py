@@ -206,6 +206,7 @@ class WorkerTrainer:
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path),  # a loss may be of any module
             "OMP_NUM_THREADS": str(max(1, _num_cores() // config.workers)),
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),  # all are here; a host name need not resolve
         }
         arguments = [theirs.fileno(), self._lifeline_end, rank, config.workers, self._directory]
         with theirs, (self._directory / f"rank-{rank}.log").open("wb") as log:
