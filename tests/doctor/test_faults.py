@@ -202,7 +202,7 @@ def test_weights_that_the_engine_cannot_prove_are_found(examine_with):
 def test_trained_weights_that_do_not_move_are_found(examine_with):
     async def do_nothing(self, batch, loss, statistics):
         report = await LocalTrainer.update(self.inner, batch, loss, statistics)
-        await self.inner._run(lambda: self.inner._model.load_state_dict(before))
+        await self.inner._run(lambda: self.inner.learner.model.load_state_dict(before))
         return report
 
     before = {}

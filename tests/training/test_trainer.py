@@ -244,11 +244,22 @@ def test_a_saved_model_is_a_directory_that_transformers_loads_with_its_tokenizer
     assert (tmp_path / "model" / "tokenizer.json").read_text() == '{"by": "hand"}'
 
 
-def test_a_checkpoint_that_is_not_complete_or_of_another_model_is_refused(model_directory, tmp_path):
+def test_a_checkpoint_that_is_not_complete_is_refused(model_directory, make_batch, tmp_path):
     trainer = make_trainer(model_directory)
     with pytest.raises(RunError, match=r"trainer\.json: missing"):
         asyncio.run(trainer.load(tmp_path))
     asyncio.run(trainer.save(tmp_path))
+    trained = make_trainer(model_directory)
+    asyncio.run(trained.update(make_batch(), METHOD.token_loss, METHOD.token_statistics))
+    asyncio.run(trained.save(tmp_path / "trained"))
+    [file] = (tmp_path / "trained" / "state").glob("*.distcp")
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
+    with pytest.raises(RunError, match=r"state: cannot be read .* use the one before it"):
+        asyncio.run(trainer.load(tmp_path / "trained"))
+    (tmp_path / "state" / ".metadata").write_bytes(b"cut")
+    with pytest.raises(RunError, match=r"state/\.metadata: cannot be read"):
+        asyncio.run(trainer.load(tmp_path))
     (tmp_path / "state" / ".metadata").unlink()
     with pytest.raises(RunError, match=r"\.metadata: missing"):
         asyncio.run(trainer.load(tmp_path))

@@ -264,14 +264,15 @@ import time
 from pathlib import Path
 from strop.training import TrainerConfig, WorkerTrainer
 trainer = WorkerTrainer.from_directory(Path({str(model_directory)!r}), TrainerConfig(workers=2))
-print(*(process.pid for process in trainer._processes), flush=True)
+print(trainer._directory, *(process.pid for process in trainer._processes), flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        directory, *pids = parent.stdout.readline().split()
         assert len(pids) == 2
         parent.kill()
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not Path(directory).exists()

@@ -119,7 +119,7 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
             }
         )
         trainer = LocalTrainer.from_directory(
-            directory, stage.trainer.model_copy(update={"optimizer": OptimizerConfig(lr=_PERTURBATION)})
+            directory, stage.trainer.model_copy(update={"optimizer": OptimizerConfig(lr=_PERTURBATION), "workers": 0})
         )
         opened.push_async_callback(trainer.close)
         [engine] = await open_engines(directory, config.only(0), detokenize=chat.decode, logs=place)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError, RunError
@@ -62,13 +63,20 @@ def read_tensors(directory: Path, tensors: dict[str, Tensor], *, is_alone: bool)
     if not (directory / ".metadata").is_file():
         raise RunError(f"{directory / '.metadata'}: missing. {_NOT_COMPLETE}")
     try:
+        written = FileSystemReader(directory).read_metadata().state_dict_metadata
+    except Exception as error:  # a pickle that is cut may raise anything
+        raise RunError(f"{directory / '.metadata'}: cannot be read ({error}). {_NOT_COMPLETE}") from error
+    for name, tensor in tensors.items():
+        shape = tuple(getattr(written.get(name), "size", ())) if name in written else None
+        if shape != tuple(tensor.shape):
+            found = "not there" if shape is None else f"of shape {shape}"
+            raise ModelError(f"{directory}: not of what is being trained: {name} is {found}, not of {tuple(tensor.shape)}.")
+    try:
         with _quiet():
             state_dict_loader.load(tensors, checkpoint_id=directory, no_dist=is_alone)
     except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        if any(isinstance(cause, OSError | EOFError) for cause in causes):
-            raise RunError(f"{directory}: {causes[0]}. {_NOT_COMPLETE}") from error
-        raise ModelError(f"{directory}: not of the model that is being trained: {causes[0]}") from error
+        cause, _ = next(iter(error.failures.values()))
+        raise RunError(f"{directory}: cannot be read ({cause}). {_NOT_COMPLETE}") from error
 
 
 @contextlib.contextmanager

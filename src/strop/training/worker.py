@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import sys
 import threading
 import traceback
@@ -128,11 +129,12 @@ def _can_be_sent(error: Exception) -> bool:
     return True
 
 
-def _end_with_parent(lifeline: int) -> None:
+def _end_with_parent(lifeline: int, directory: str) -> None:
     """The parent holds the other end and never writes: what can be read is its end, however it came."""
 
     def watch() -> None:
         os.read(lifeline, 1)
+        shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="strop-lifeline").start()
@@ -140,7 +142,7 @@ def _end_with_parent(lifeline: int) -> None:
 
 def main() -> None:
     socket, lifeline, rank, size = map(int, sys.argv[1:5])
-    _end_with_parent(lifeline)
+    _end_with_parent(lifeline, sys.argv[5])
     connection = Connection(socket)
     assignment: Assignment = connection.recv()
     config = assignment.config
