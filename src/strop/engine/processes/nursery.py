@@ -196,6 +196,8 @@ class EngineNursery:
             return
         message = json.loads(said)
         if "ready" in message:
+            if message["ready"] > 1:
+                _log.warning("the process that forks engines has %d threads; its forks may hang", message["ready"])
             self._is_ready.set()
         elif "born" in message:
             if (birth := self._births.get(message["born"])) is not None and not birth.done():

@@ -32,7 +32,7 @@ def main() -> int:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, every page
-    _tell(link, {"ready": len(os.listdir("/proc/self/task"))})
+    _tell(link, {"ready": len(os.listdir("/proc/self/task"))})  # threads; imports may start some
     poll = select.poll()
     poll.register(link, select.POLLIN)
     poll.register(woken, select.POLLIN)
