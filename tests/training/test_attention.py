@@ -44,6 +44,12 @@ def test_a_short_beginning_is_not_worth_sharing():
     assert shared_lengths(*padded([[*A[:15], 60], [*A[:15], 61], [*A[:15], 61]])) == [0, 0, 16]
 
 
+@pytest.mark.parametrize(("num_own", "expected"), [(495, 20), (497, 0)])  # 495^2 < 12 * 1024 * 20 = 245 760 < 497^2
+def test_a_long_row_shares_a_short_beginning_only_where_its_mask_costs_less(num_own, expected):
+    row = A + [7] * num_own
+    assert shared_lengths(*padded([[*A, 60], row])) == [0, expected]
+
+
 def test_a_row_that_another_begins_with_has_nothing_for_itself():
     layout = lay_out(*padded([[*A, 50], A]))
     assert layout.sizes == (21, 0)
