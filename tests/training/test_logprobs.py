@@ -1,5 +1,8 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
@@ -55,3 +58,47 @@ def test_what_stands_in_the_padding_reaches_neither_logprobs_nor_gradients(model
     assert torch.equal(results[0][0], results[1][0])
     for first, second in zip(results[0][1], results[1][1], strict=True):
         torch.testing.assert_close(first, second, rtol=0, atol=1e-5)
+
+
+class Largest(TorchDispatchMode):
+    """The most elements that any tensor has which is made while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        self.num_elements = max([self.num_elements, *(each.numel() for each in tree_leaves(made) if torch.is_tensor(each))])
+        return made
+
+
+def activations_of(vocabulary, max_logits):
+    """Bytes that a backward pass has to keep besides the weights, and the largest tensor on the way."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).eval()
+    weights = {parameter.data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in weights:
+            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    ids = torch.randint(0, vocabulary, (4, 300))
+    where = torch.ones_like(ids, dtype=torch.bool)
+    where[:, 0] = False
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logprobs, _ = token_logprobs(model, ids, where, temperature=0.7, max_logits=max_logits)
+        logprobs.sum().backward()
+    return sum(kept.values()), largest.num_elements
+
+
+def test_what_is_kept_does_not_grow_with_the_vocabulary_and_logits_are_never_all_there():
+    small, _ = activations_of(8_192, 2**18)
+    large, largest = activations_of(131_072, 2**18)
+    assert large <= 1.1 * small
+    assert largest <= 131_072 * 16  # the gradient of the head; all logits would be 75 times as much

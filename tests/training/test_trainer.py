@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
@@ -124,26 +126,50 @@ def test_law_4_an_episode_split_in_two_rows_gives_the_gradient_of_the_whole(mode
     assert_same_gradient(gradients_of(trainer, split)[0], expected, 2e-6)
 
 
-def test_law_4_order_of_rows_and_padding_change_the_gradient_by_rounding_only(model_directory, make_batch):
-    trainer = make_trainer(model_directory)
-    batch = with_old_logprobs(make_batch(), trainer, noise=0.4)
-    expected, _ = gradients_of(trainer, batch)
-    order = torch.tensor([4, 2, 0, 5, 1, 3])
+def rearranged(batch, order, num_padding):
+    """The same rows in another order, with more columns of padding."""
+    order = torch.tensor(order)
 
-    def reorder_and_pad(values):
-        return torch.nn.functional.pad(values[order], (0, 9))
+    def move(values):
+        return torch.nn.functional.pad(values[order], (0, num_padding))
 
-    other = replace(
+    return replace(
         batch,
-        ids=reorder_and_pad(batch.ids),
+        ids=move(batch.ids),
         lengths=batch.lengths[order],
-        loss_mask=reorder_and_pad(batch.loss_mask),
-        loss_weights=reorder_and_pad(batch.loss_weights),
-        advantages=reorder_and_pad(batch.advantages),
-        sampled_logprobs=reorder_and_pad(batch.sampled_logprobs),
-        columns={column: reorder_and_pad(values) for column, values in batch.columns.items()},
+        loss_mask=move(batch.loss_mask),
+        loss_weights=move(batch.loss_weights),
+        advantages=move(batch.advantages),
+        sampled_logprobs=move(batch.sampled_logprobs),
+        columns={column: move(values) for column, values in batch.columns.items()},
     )
-    assert_same_gradient(gradients_of(trainer, other)[0], expected, 2e-6)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.permutations(range(6)),
+    num_padding=st.integers(0, 9),
+    max_tokens=st.integers(1, 200),
+    is_packed=st.booleans(),
+    is_recomputed=st.booleans(),
+)
+def test_law_4_nothing_of_the_plumbing_changes_the_gradient_but_by_rounding(
+    model_directory, make_batch, order, num_padding, max_tokens, is_packed, is_recomputed
+):
+    plain = make_trainer(model_directory, packing=False)
+    batch = make_batch((30, 28, 44, 25, 14, 8))
+    batch.ids[:2, :20] = batch.ids[2, :20]  # a prompt that three rows share
+    batch = with_old_logprobs(batch, plain, noise=0.4)
+    expected, expected_report = gradients_of(plain, batch)
+    other = make_trainer(
+        model_directory,
+        packing=is_packed,
+        max_tokens_per_microbatch=max_tokens,
+        activation_checkpointing=is_recomputed,
+    )
+    gradients, report = gradients_of(other, rearranged(batch, order, num_padding))
+    assert_same_gradient(gradients, expected, 1e-5)
+    assert report.loss == pytest.approx(expected_report.loss, rel=1e-5, abs=1e-7)
 
 
 def test_law_2_what_masked_positions_hold_changes_neither_loss_nor_gradient(model_directory, make_batch):

@@ -63,7 +63,7 @@ def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
         return [0] * len(ids)
     both = torch.minimum(lengths[1:], lengths[:-1])
     is_same = (ids[1:] == ids[:-1]) & (torch.arange(ids.shape[1], device=ids.device) < both[:, None])
-    counts = is_same.long().cumprod(1).sum(1)
+    counts = is_same.cumprod(1, dtype=torch.int8).sum(1)
     is_worth_it = (counts >= MIN_SHARED) & ((lengths[1:] - counts) ** 2 <= _MOST_OWN_SQUARED * counts)
     return [0, *(counts * is_worth_it).tolist()]
 
