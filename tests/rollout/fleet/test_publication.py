@@ -54,6 +54,76 @@ class Dying(ScriptedEngine):
         raise ConnectionResetError("the peer hung up")
 
 
+class Reading(FragileEngine):
+    def __init__(self):
+        super().__init__()
+        self.has_proved = asyncio.Event()
+
+    async def load_weights(self, tensors, *, version, checksum):
+        await super().load_weights(tensors, version=version, checksum=checksum)
+        self.has_proved.set()
+
+
+class Sharing(ScriptedEngine):
+    """Reads nothing itself: it waits for what another engine of its machine has read."""
+
+    def __init__(self, other):
+        super().__init__([])
+        self.other = other
+
+    async def load_weights(self, tensors, *, version, checksum):
+        await self.other.has_proved.wait()
+        self.weights = self.other.weights
+        self._policy_version = version
+
+
+class Slow(FragileEngine):
+    async def load_weights(self, tensors, *, version, checksum):
+        async def slowly():
+            async for named in tensors:
+                await asyncio.sleep(10.0)
+                yield named
+
+        await super().load_weights(slowly(), version=version, checksum=checksum)
+
+
+def test_an_engine_that_shares_what_another_reads_keeps_nobody_waiting():
+    async def scenario():
+        reading, watcher, publisher = Reading(), Watcher(), Publisher()
+        fleet = fleet_of(Sharing(reading), reading, watcher=watcher)
+        await fleet.publish(partial(publisher.publish, version=3), version=3)
+        assert not watcher.engine_events
+        assert publisher.num_sent == len(WEIGHTS)
+
+    run(scenario)
+
+
+def test_a_slow_engine_is_waited_for_and_little_is_kept_for_it():
+    async def scenario():
+        publisher, most_ahead = Publisher(), 0
+        slow, fast, watcher = Slow(), FragileEngine(), Watcher()
+
+        class Counting(Slow):
+            async def load_weights(self, tensors, *, version, checksum):
+                async def counted():
+                    nonlocal most_ahead
+                    num = 0
+                    async for named in tensors:
+                        most_ahead = max(most_ahead, publisher.num_sent - num)
+                        num += 1
+                        yield named
+
+                await super().load_weights(counted(), version=version, checksum=checksum)
+
+        fleet = fleet_of(Counting(), slow, fast, watcher=watcher)
+        await fleet.publish(partial(publisher.publish, version=3), version=3)
+        assert not watcher.engine_events
+        assert most_ahead <= 4
+        assert fast.weights.keys() == slow.weights.keys() == WEIGHTS.keys()
+
+    run(scenario)
+
+
 def test_each_tensor_is_read_once_and_reaches_every_engine():
     async def scenario():
         engines, publisher = [FragileEngine(), FragileEngine(), FragileEngine()], Publisher()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 
 from strop.engine.protocol import Capabilities, NamedTensor
 from strop.errors import EngineLost, MachineError, ModelError
 from strop.rollout.fleet.member import Member
 
-_AHEAD = 2  # tensors that a fast engine may be given before a slow one has taken them
+_AHEAD = 2  # tensors by which an engine may be ahead of a slower one
 
 
 class Everyone:
@@ -21,9 +22,14 @@ class Everyone:
     """
 
     def __init__(self, members: Sequence[Member], *, deadline_s: float) -> None:
-        """Raises `ModelError` when the engines' weights are of different types: one checksum could not prove them."""
+        """
+        Args:
+            deadline_s: how long nothing may move before the engines that keep the others waiting are given up.
+
+        Raises:
+            ModelError: the engines' weights are of different types, so that one checksum could not prove them.
+        """
         self.failures: dict[str, EngineLost] = {}
-        self.version = -1
         self._members = list(members)
         self._deadline_s = deadline_s
         dtypes = {member.name: member.engine.capabilities.dtype for member in members}
@@ -35,68 +41,121 @@ class Everyone:
         return self._members[0].engine.capabilities
 
     async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
-        """Returns when every engine has proved the weights or failed to; whoever fails keeps nobody else waiting.
+        """Returns when every engine has proved the weights or failed to; whoever fails keeps nobody else waiting for long.
 
         Raises:
             StropError: an engine cannot take weights now, because it was asked to while it samples.
         """
-        self.version = version
-        queues: dict[str, asyncio.Queue[NamedTensor | None]] = {each.name: asyncio.Queue(_AHEAD) for each in self._members}
+        shared = _SharedStream(tensors, [member.name for member in self._members])
         loads = {
             each.name: asyncio.ensure_future(
-                each.engine.load_weights(_taken_from(queues[each.name]), version=version, checksum=checksum)
+                each.engine.load_weights(shared.stream(each.name), version=version, checksum=checksum)
             )
             for each in self._members
         }
+        for name, load in loads.items():
+            load.add_done_callback(lambda _, name=name: shared.leave(name))  # type: ignore[misc]
         try:
-            async for named in tensors:
-                for name, queue in queues.items():
-                    await self._give(name, loads[name], queue, named)
-            for name, queue in queues.items():
-                await self._give(name, loads[name], queue, None)
-            await self._finish(loads)
+            while shared.pending:
+                if not await shared.has_moved(within_s=self._deadline_s):
+                    self._give_up(shared.laggards, loads, version)
         finally:
             for load in loads.values():
                 load.cancel()
             await asyncio.wait(loads.values(), timeout=self._deadline_s)
-
-    async def _give(
-        self, name: str, load: asyncio.Future[None], queue: asyncio.Queue[NamedTensor | None], named: NamedTensor | None
-    ) -> None:
-        """Put a tensor into the queue of an engine that still takes some."""
-        while not load.done() and name not in self.failures:
-            with suppress(asyncio.QueueFull):
-                queue.put_nowait(named)
-                return
-            put = asyncio.ensure_future(queue.put(named))
-            await asyncio.wait({put, load}, timeout=self._deadline_s, return_when=asyncio.FIRST_COMPLETED)
-            if put.done():
-                return
-            put.cancel()
-            if not load.done():
-                self._give_up(name, load)
-
-    async def _finish(self, loads: Mapping[str, asyncio.Future[None]]) -> None:
-        await asyncio.wait(loads.values(), timeout=self._deadline_s)
+        if shared.error is not None:
+            raise shared.error
         for name, load in loads.items():
-            if not load.done():
-                self._give_up(name, load)
-            if name in self.failures:
-                continue
-            try:
-                load.result()
-            except EngineLost as error:
-                self.failures[name] = error
-            except (MachineError, MemoryError, OSError) as error:
-                self.failures[name] = EngineLost(f"it could not take weights: {type(error).__name__}: {error}")
+            self._judge(name, load)
 
-    def _give_up(self, name: str, load: asyncio.Future[None]) -> None:
-        load.cancel()
-        self.failures[name] = EngineLost(
-            f"it hangs: the weights of version {self.version} were not taken within {self._deadline_s:g} s."
-        )
+    def _give_up(self, names: Sequence[str], loads: dict[str, asyncio.Task[None]], version: int) -> None:
+        for name in names:
+            self.failures[name] = EngineLost(
+                f"it hangs: the weights of version {version} were not taken within {self._deadline_s:g} s."
+            )
+            loads[name].cancel()
+
+    def _judge(self, name: str, load: asyncio.Task[None]) -> None:
+        if name in self.failures:
+            with suppress(asyncio.CancelledError):
+                load.exception()  # of one that was given up, whatever it says
+            return
+        try:
+            load.result()
+        except EngineLost as error:
+            self.failures[name] = error
+        except (MachineError, MemoryError, OSError) as error:
+            self.failures[name] = EngineLost(f"it could not take weights: {type(error).__name__}: {error}")
 
 
-async def _taken_from(queue: asyncio.Queue[NamedTensor | None]) -> AsyncIterator[NamedTensor]:
-    while (named := await queue.get()) is not None:
-        yield named
+class _SharedStream:
+    """A stream that several engines read, each from its beginning.
+
+    Whoever began waits for the slower ones among those that began. Nobody waits for an engine that has not: it may be sharing
+    what another reads, as those on one machine do, and never begin. What it may still want is kept for it.
+    """
+
+    def __init__(self, tensors: AsyncIterator[NamedTensor], names: Sequence[str]) -> None:
+        self.error: BaseException | None = None  # of the stream itself
+        self.pending: dict[str, int | None] = dict.fromkeys(names)  # tensors taken by each; None: it did not begin
+        self._tensors = tensors
+        self._held: deque[NamedTensor] = deque()
+        self._first = 0  # number of the first that is held
+        self._is_over = False
+        self._reading = asyncio.Lock()
+        self._moved = asyncio.Event()
+
+    @property
+    def laggards(self) -> list[str]:
+        """Those that keep the others waiting: the last of those that began, or else all."""
+        begun = [taken for taken in self.pending.values() if taken is not None]
+        return [name for name, taken in self.pending.items() if not begun or taken == min(begun)]
+
+    async def has_moved(self, *, within_s: float) -> bool:
+        """Whether somebody took a tensor, or left, in this time."""
+        moved = self._moved
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await moved.wait()
+        return moved.is_set()
+
+    def leave(self, name: str) -> None:
+        """It needs no more of the stream."""
+        self.pending.pop(name, None)
+        self._let_go()
+
+    async def stream(self, name: str) -> AsyncIterator[NamedTensor]:
+        """The stream as the engine of that name reads it."""
+        number = 0
+        while name in self.pending:
+            self.pending[name] = number
+            self._let_go()
+            while name in self.pending and number > _AHEAD + min(taken for taken in self.pending.values() if taken is not None):
+                await self._moved.wait()
+            named = await self._at(number)
+            if named is None:
+                return
+            number += 1
+            yield named
+
+    async def _at(self, number: int) -> NamedTensor | None:
+        """None at the end."""
+        async with self._reading:
+            while not self._is_over and number >= self._first + len(self._held):
+                try:
+                    self._held.append(await anext(self._tensors))
+                except StopAsyncIteration:
+                    self._is_over = True
+                except BaseException as error:
+                    self.error = error
+                    raise
+        return self._held[number - self._first] if number < self._first + len(self._held) else None
+
+    def _let_go(self) -> None:
+        """Drop what everybody has, and tell that something moved."""
+        needed = min((taken or 0 for taken in self.pending.values()), default=0)
+        while self._held and self._first < needed:
+            self._held.popleft()
+            self._first += 1
+        self._moved.set()
+        self._moved = asyncio.Event()  # for whatever moves next
