@@ -113,7 +113,7 @@ def _explain(model: type[BaseModel], tree: Mapping[str, Any], detail: Mapping[st
         expected = [tag.strip(" '") for tag in str(context["expected_tags"]).split(",")]
         nearest = difflib.get_close_matches(str(context["tag"]), expected, n=1, cutoff=0.4)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        key = str(context["discriminator"]).strip("'")
+        key = str(context["discriminator"]).strip("'").removesuffix("()")  # a field, or a function of the same name
         return f"{path}.{key}: {context['tag']!r} is not one of {', '.join(expected)}.{hint}"
     message = str(detail["msg"]).removeprefix("Value error, ")
     shown = repr(detail["input"])
@@ -126,13 +126,15 @@ def _without_tags(tree: Mapping[str, Any], location: Sequence[str]) -> list[str]
     """`location` less the members of tagged unions, which stand in pydantic's path but not in the recipe."""
     node: Any = tree
     path = []
-    for step in location:
+    for index, step in enumerate(location):
         if isinstance(node, Mapping) and step in node:
             node = node[step]
         elif isinstance(node, list) and step.isdigit() and int(step) < len(node):
             node = node[int(step)]
         elif step == node or (isinstance(node, Mapping) and step in node.values()):
             continue
+        elif isinstance(node, Mapping) and location[index + 1 : index + 2] and location[index + 1] in node:
+            continue  # a tag that the recipe left to its default
         path.append(step)
     return path
 

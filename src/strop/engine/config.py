@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import torch
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag, model_validator
 
 from strop.config import Config
 from strop.errors import ConfigError
@@ -81,7 +81,7 @@ class ServerConfig(AnyEngine):
     tensor_parallel: PositiveInt = 1  # devices that share one replica
     arguments: tuple[str, ...] = ()  # more words for the server's command line
     environment: dict[str, str] = Field(default={})  # more variables for the server's environment
-    start_timeout_s: PositiveFloat = 600.0  # until a server has read its weights and completed a first request
+    start_timeout_s: PositiveFloat = 600.0  # until a server is up; and for its first completion
     publish_timeout_s: PositiveFloat = 600.0  # for a server to read published weights
 
     @model_validator(mode="after")
@@ -126,11 +126,13 @@ class SglangConfig(ServerConfig):
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the device; unset: its own choice
 
 
-def _torch_unless_said(tree: Any) -> Any:
-    """A recipe that names no kind of engine means the embedded one."""
-    return {"kind": "torch", **tree} if isinstance(tree, Mapping) else tree
+def kind(tree: Any) -> str | None:
+    """The kind of engine that a table of a recipe means: the embedded one, unless it says otherwise."""
+    said = tree.get("kind", "torch") if isinstance(tree, Mapping) else getattr(tree, "kind", None)
+    return said if isinstance(said, str) else None
 
 
 EngineChoice: TypeAlias = Annotated[
-    EngineConfig | VllmConfig | SglangConfig, Field(discriminator="kind"), BeforeValidator(_torch_unless_said)
+    Annotated[EngineConfig, Tag("torch")] | Annotated[VllmConfig, Tag("vllm")] | Annotated[SglangConfig, Tag("sglang")],
+    Discriminator(kind),
 ]

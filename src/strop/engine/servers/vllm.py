@@ -7,6 +7,7 @@ published to, is noticed by its next answer.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import re
@@ -24,6 +25,7 @@ from strop.engine.servers.facts import ModelFacts
 from strop.engine.servers.process import ServerProcess
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 
+_log = logging.getLogger(__name__)
 _EXTENSION = Path(__file__).with_name("extension")
 _EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
 _GENERATE, _HEALTH = "/inference/v1/generate", "/health"
@@ -131,12 +133,19 @@ class VllmServer:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _checksum_of_all(self, told: Any) -> str:
-        """Of every worker's reading: each must have read all, and the same."""
+        """Of every worker's reading: each must have read all, and the same, and compute with it."""
         results = field(told, "results", server=self.name)
         checksums = {field(result, "checksum", server=self.name) for result in results}
-        missing = sorted({name for result in results for name in field(result, "missing", server=self.name)})
+        missing, stale = (
+            sorted({name for result in results for name in field(result, key, server=self.name)})
+            for key in ("missing", "stale")
+        )
         if missing:
             raise WeightsNotProven(f"{self.name} found no values for {len(missing)} of its weights: {', '.join(missing[:5])}.")
+        if stale:
+            raise WeightsNotProven(f"{self.name} still computes with older values of {len(stale)}: {', '.join(stale[:5])}.")
+        if num_unproven := max(field(result, "unproven", server=self.name) for result in results):
+            _log.warning("%s: %d weights were loaded, but what computes with them could not be asked.", self.name, num_unproven)
         if len(checksums) != 1:
             raise WeightsNotProven(f"the workers of {self.name} read different weights: {', '.join(sorted(checksums))}.")
         return str(checksums.pop())
@@ -181,7 +190,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
     """What starts a server of `model`. `folder` holds an empty generation config, and gets the socket that it listens at."""
     # Not `vllm serve`: that fails in the CPU build, which looks for the version of a package called vllm.
     words = [str(config.python), "-m", "vllm.entrypoints.openai.api_server"]
-    options = {
+    options: dict[str, object] = {
         "--model": model.directory,
         "--uds": folder / _SOCKET,
         "--dtype": config.dtype,
@@ -196,6 +205,9 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         "--load-format": "dummy",  # weights come by publication alone, so that none is used unproven
         "--worker-extension-cls": _EXTENSION_CLASS,
     }
+    if config.dtype != "float32":
+        # Logits of a trained model are around 20, where bfloat16 goes in steps of an eighth: most of the gap to the trainer.
+        options["--hf-overrides"] = '{"head_dtype": "float32"}'
     words += [str(word) for option in options.items() for word in option]
     words += ["--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     words += ["--enforce-eager"] if config.eager else []

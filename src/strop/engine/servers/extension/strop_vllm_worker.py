@@ -1,4 +1,4 @@
-"""What strop adds to a vLLM worker: weights read from a directory, and a checksum of the very bytes that were loaded.
+"""What strop adds to a vLLM worker: weights read from a directory, a checksum of them, and proof that they are what multiplies.
 
 It runs in the server's environment, which has no strop: this file stands alone. vLLM mixes the class into its worker
 (`--worker-extension-cls strop_vllm_worker.StropWorker`), and `/collective_rpc` calls its methods in every worker.
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+_ROUNDING = 0.01  # of a product in bfloat16, relative; another matrix is off by more than 1
+
 
 class StropWorker:
     """Methods that vLLM's worker gets besides its own."""
@@ -27,6 +29,8 @@ class StropWorker:
         Returns:
             checksum: of what was read, by strop's `weights_checksum`.
             missing: vLLM's names of weights that the directory did not have.
+            stale: modules that still compute with other values than those that were read.
+            unproven: how many of the directory's weights `stale` could not be asked about.
         """
         model = self.model_runner.get_model()
         held = {name for name, _ in model.named_parameters()}
@@ -44,7 +48,9 @@ class StropWorker:
             self.reload_weights(weights_iterator=read_weights(Path(directory), digests))
         finally:
             del model.load_weights
-        return {"checksum": checksum_of(digests), "missing": sorted(held - loaded)}
+        _pack_again(model)
+        stale, num_unproven = _hold_against(model, Path(directory))
+        return {"checksum": checksum_of(digests), "missing": sorted(held - loaded), "stale": stale, "unproven": num_unproven}
 
 
 def checksum_of(digests: list[bytes]) -> str:
@@ -67,3 +73,62 @@ def read_weights(directory: Path, digests: list[bytes]) -> Iterator[tuple[str, t
                 digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
                 digests.append(digest.digest())
                 yield name, tensor
+
+
+def _pack_again(model: Any) -> None:
+    """What a CPU keeps in a second, packed form: vLLM's reload forgets that of a head that is tied to the embedding."""
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and module.weight.numel() > 0:
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _hold_against(model: Any, directory: Path) -> tuple[list[str], int]:
+    """Modules that do not compute with what `directory` holds, and how many of its weights could not be asked about.
+
+    A matrix is asked by multiplying: it may be kept in a form that only the multiplication knows.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        return [], len([name for name, _ in read_weights(directory, [])])  # each worker holds a part of every matrix
+    fused_of = {part: (fused, parts) for fused, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    modules = dict(model.named_modules())
+    stale: list[str] = []
+    num_unproven = 0
+    waiting: dict[str, dict[str, torch.Tensor]] = {}  # parts of fused matrices
+    for name, tensor in read_weights(directory, []):
+        path, _, kind = name.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        if leaf in fused_of and path not in modules:
+            fused, parts = fused_of[leaf]
+            path = f"{parent}.{fused}"
+            found = waiting.setdefault(f"{path}.{kind}", {})
+            found[leaf] = tensor
+            if len(found) < len(parts):
+                continue
+            tensor = torch.cat([found[part] for part in parts])
+            del waiting[f"{path}.{kind}"]
+        module = modules.get(path)
+        if module is None or getattr(module, kind, None) is None:
+            num_unproven += 1
+        elif not _holds(module, kind, tensor):
+            stale.append(f"{path}.{kind}")
+        if name == "model.embed_tokens.weight" and getattr(model.config, "tie_word_embeddings", False):
+            stale += [] if _multiplies_by(model.lm_head, tensor) else ["lm_head.weight"]
+    return stale, num_unproven + sum(len(found) for found in waiting.values())
+
+
+def _holds(module: Any, kind: str, tensor: torch.Tensor) -> bool:
+    is_matrix = kind == "weight" and tensor.ndim == 2
+    if is_matrix and hasattr(module, "quant_method") and type(module).__name__ != "VocabParallelEmbedding":
+        return _multiplies_by(module, tensor)
+    held = getattr(module, kind).detach()[: len(tensor)].cpu()
+    return bool(torch.equal(held, tensor.to(held.dtype)))
+
+
+def _multiplies_by(module: Any, matrix: torch.Tensor) -> bool:
+    """Whether `module` gives the products of `matrix` (rows, columns), up to rounding, with a few random vectors."""
+    device, dtype = next(module.parameters()).device, module.weight.dtype
+    vectors = torch.randn(4, matrix.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.inference_mode():
+        given = module.quant_method.apply(module, vectors.to(device), None)[:, : len(matrix)].float().cpu()
+    expected = vectors.float() @ matrix.to(dtype).float().T
+    return bool((given - expected).norm() <= _ROUNDING * expected.norm())

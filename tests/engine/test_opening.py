@@ -1,0 +1,121 @@
+"""Opening the engines of a recipe, of any kind: all of them, or none."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from strop.config import Config, validate
+from strop.engine import EngineConfig, TorchEngine
+from strop.engine.config import EngineChoice, SglangConfig, VllmConfig
+from strop.engine.opening import open_engines
+from strop.engine.servers.sglang import SglangServer
+from strop.errors import ConfigError, EngineLost, ModelError
+
+from .servers.fake_sglang import FakeSglang
+from .support import make_model, make_request
+
+
+class OneEngine(Config):
+    engine: EngineChoice = EngineConfig()
+
+
+def engine_of(**tree):
+    return validate(OneEngine, {"engine": tree}, place="r.toml").engine
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(path)
+    return path
+
+
+def test_a_recipe_that_names_no_kind_means_the_embedded_engine():
+    assert engine_of(slots=3) == EngineConfig(slots=3)
+    assert engine_of(kind="vllm", python="/env/python") == VllmConfig(python=Path("/env/python"))
+    assert engine_of(devices=[1], replicas=1).devices == (1,)
+    assert engine_of(kind="vllm", addresses=["http://a"], arguments=["--x"]).addresses == ("http://a",)
+
+
+@pytest.mark.parametrize(
+    ("tree", "match"),
+    [
+        ({"kind": "vlm"}, r"engine\.kind: 'vlm' is not one of torch, vllm, sglang\. Did you mean 'vllm'\?"),
+        ({"slotz": 3}, r"^r\.toml: engine\.slotz: unknown key\. Did you mean 'slots'\?"),
+        ({"kind": "vllm"}, "engine: engine needs either python"),
+        ({"kind": "vllm", "python": "p", "addresses": ["http://x"]}, "engine needs either python"),
+        ({"kind": "vllm", "addresses": ["http://x"], "replicas": 2}, "replicas is 2, but there are 1 addresses"),
+        ({"kind": "vllm", "python": "p", "tensor_parallel": 2, "devices": [0]}, "names 1 devices, but 1 replicas of 2 need 2"),
+        ({"replicas": 2, "devices": [0, 1, 2]}, "names 3 devices, which 2 engines cannot share out evenly"),
+    ],
+)
+def test_mistakes_are_named(tree, match):
+    with pytest.raises(ConfigError, match=match):
+        engine_of(**tree)
+
+
+def test_each_replica_is_told_its_own_share():
+    embedded = EngineConfig(replicas=2, devices=(4, 6), threads=3)
+    assert embedded.only(1) == EngineConfig(devices=(6,), threads=3, own_process=True)
+    assert embedded.only(1).only(0) == embedded.only(1)
+    given = SglangConfig(addresses=("http://a", "http://b"))
+    assert given.only(1) == SglangConfig(addresses=("http://b",))
+
+
+def test_one_embedded_engine_lives_in_this_process_and_samples_from_the_directory(model):
+    async def scenario():
+        config = EngineConfig(slots=2, max_length=32, device="cpu")
+        [engine] = await open_engines(model, config, detokenize=None)
+        assert isinstance(engine, TorchEngine)
+        assert (await engine.complete(make_request("a", [1]))).policy_version == 0
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_several_embedded_engines_live_in_processes_of_their_own(model, tmp_path):
+    async def scenario():
+        config = EngineConfig(replicas=2, slots=2, max_length=32, device="cpu")
+        engines = await open_engines(model, config, detokenize=None, logs=tmp_path)
+        completions = [await engine.complete(make_request("a", [1])) for engine in engines]
+        assert completions[0].ids == completions[1].ids
+        assert len({engine.pid for engine in engines}) == 2
+        for engine in engines:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_when_one_cannot_be_opened_none_is(model, monkeypatch):
+    closed = []
+    close = SglangServer.close
+
+    async def note_and_close(server):
+        closed.append(server.name)
+        await close(server)
+
+    monkeypatch.setattr(SglangServer, "close", note_and_close)
+
+    async def scenario():
+        fake = FakeSglang()
+        async with fake.serve() as address:
+            config = SglangConfig(addresses=(address, "http://127.0.0.1:9"), slots=3, max_length=100)
+            with pytest.raises(EngineLost, match=r"SGLang at http://127\.0\.0\.1:9"):
+                await open_engines(model, config, detokenize=None)
+            assert sorted(closed) == sorted(f"SGLang at {each}" for each in config.addresses)
+
+    asyncio.run(scenario())
+
+
+def test_a_directory_that_holds_no_model_is_the_users_mistake(tmp_path):
+    config = VllmConfig(python=Path("/no/such/python"))
+    with pytest.raises(ModelError, match=str(tmp_path)):
+        asyncio.run(open_engines(tmp_path, config, detokenize=None))
+
+
+def test_an_interpreter_that_does_not_exist_is_named(model, tmp_path):
+    config = VllmConfig(python=Path("/no/such/python"), start_timeout_s=10.0)
+    with pytest.raises(EngineLost, match=r"/no/such/python.*could not be run"):
+        asyncio.run(open_engines(model, config, detokenize=None, logs=tmp_path))
