@@ -79,10 +79,11 @@ def test_bfloat16_logprobs_are_close_to_the_model_librarys_in_float32(home, libr
     plays = home.run(scenario())
     half = copy.deepcopy(model).to(torch.bfloat16)
     ours, theirs = [], []
-    for ids, figures, *_ in plays:
+    for number, (ids, figures, *_) in enumerate(plays):
         exact = _library(model, ids, temperature)
         ours.append(_gap(ids, figures, exact, None))
-        theirs.append(_gap(ids, figures, exact, _library(half, ids, temperature)))
+        if number < 3:  # bfloat16 is slow here, and one conversation already tells
+            theirs.append(_gap(ids, figures, exact, _library(half, ids, temperature)))
     ours, theirs = torch.cat(ours), torch.cat(theirs)
     mean, p99, ratio = ours.abs().mean().item(), ours.abs().quantile(0.99).item(), (-ours).exp().mean().item()
     figures = (
