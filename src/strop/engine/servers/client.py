@@ -35,8 +35,9 @@ class ServerClient:
             trust_env=False,
         )
 
-    async def get(self, path: str, *, timeout_s: float) -> Any:
-        return _parse(self.name, path, await self._send("GET", path, None, {}, timeout_s))
+    async def get(self, path: str, *, timeout_s: float, query: Mapping[str, str] = MappingProxyType({})) -> Any:
+        """See `post`."""
+        return _parse(self.name, path, await self._send("GET", path, None, query, timeout_s))
 
     async def get_text(self, path: str, *, timeout_s: float) -> str:
         return (await self._send("GET", path, None, {}, timeout_s)).text

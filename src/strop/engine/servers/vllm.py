@@ -165,7 +165,7 @@ class VllmServer:
     async def _check_settings(self) -> None:
         """Raises `UserError` when a server that was given by address samples otherwise than we need."""
         try:
-            told = await self._client.get("/server_info?config_format=json", timeout_s=_ASK_S)
+            told = await self._client.get("/server_info", timeout_s=_ASK_S, query={"config_format": "json"})
         except EngineLost:
             raise
         except StropError as error:

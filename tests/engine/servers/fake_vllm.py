@@ -1,0 +1,90 @@
+"""Speaks vLLM's token and development routes, and reads weights as its worker would, for fast tests of our side."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from strop.engine.servers.extension.strop_vllm_worker import checksum_of, read_weights
+
+_CACHE_INFO = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="22"} 1.0\n'
+
+
+@dataclass
+class FakeVllm:
+    """`told` overrides what the worker extension tells; `settings` what /server_info says of the model."""
+
+    told: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    extension: str = "strop_vllm_worker.StropWorker"
+    is_reset: bool = True
+    version: str = "default"
+    calls: list[str] = field(default_factory=list)
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        app = web.Application()
+        app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
+            app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+    async def _server_info(self, request: web.Request) -> web.Response:
+        if request.query.get("config_format") != "json":
+            return web.json_response({"vllm_config": "one long text"})
+        model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32", "max_model_len": 100} | self.settings
+        config = {"model_config": model, "parallel_config": {"worker_extension_cls": self.extension}}
+        return web.json_response({"vllm_config": config})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=_CACHE_INFO)
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        assert request.query["mode"] == "abort"
+        self.calls.append("pause")
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self.calls.append("resume")
+        return web.json_response({"status": "resumed"})
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.calls.append(body["method"])
+        digests: list[bytes] = []
+        list(read_weights(Path(body["args"][0]), digests))
+        told = {"checksum": checksum_of(digests), "missing": [], "stale": [], "unproven": 0} | self.told
+        return web.json_response({"results": [told]})
+
+    async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
+        self.calls.append("reset")
+        return web.json_response({"success": self.is_reset})
+
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        self.version = (await request.json())["new_version"]
+        return web.json_response({"success": True})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        ids = [(body["token_ids"][-1] + 1 + index) % 67 for index in range(body["sampling_params"]["max_tokens"])]
+        choice = {
+            "index": 0,
+            "finish_reason": "length",
+            "token_ids": ids,
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
+            "logprobs": {"content": [{"token_id": each, "logprob": -0.5} for each in ids]},
+        }
+        return web.json_response({"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": None}}})

@@ -1,0 +1,100 @@
+"""What a vLLM server must tell before a token of it is believed, against a double that reads weights as vLLM's worker does."""
+
+import asyncio
+
+import pytest
+
+from strop.engine.config import VllmConfig
+from strop.engine.opening import open_engines
+from strop.errors import UserError, WeightsNotProven
+
+from ..support import make_model, make_request, publish
+from .fake_vllm import FakeVllm
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make_model("llama").save_pretrained(path)
+    return path
+
+
+def run(model, fake, scenario, **changes):
+    async def with_engine():
+        async with fake.serve() as address:
+            config = VllmConfig(**({"addresses": (address,), "slots": 3, "max_length": 100} | changes))
+            [engine] = await open_engines(model, config, detokenize=None)
+            try:
+                async with asyncio.timeout(20):
+                    await scenario(engine)
+            finally:
+                await engine.close()
+
+    asyncio.run(with_engine())
+
+
+def test_a_server_given_by_address_is_published_to_and_sampled_from(model):
+    fake = FakeVllm()
+
+    async def scenario(engine):
+        assert engine.capacity.total_tokens == 21 * 32  # one of 22 blocks is the server's own
+        await publish(engine, make_model("llama", seed=1), version=4)
+        completion = await engine.complete(make_request("a", [1, 2], max_tokens=3))
+        assert (completion.ids, completion.policy_version, completion.cached_tokens) == ((3, 4, 5), 4, 0)
+
+    run(model, fake, scenario)
+    assert fake.calls == ["pause", "strop_load_weights", "reset", "resume"] * 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "match"),
+    [
+        ({"told": {"checksum": "0"}}, "was published with checksum .* but vLLM at .* holds 0"),
+        ({"told": {"missing": ["a", "b"]}}, "found no values for 2 of its weights: a, b"),
+        ({"told": {"stale": ["lm_head.weight"]}}, "still computes with older values of 1: lm_head.weight"),
+        ({"is_reset": False}, "could not drop the KV cache"),
+    ],
+)
+def test_a_publication_that_is_not_proven_stops_sampling_until_one_that_is(model, fault, match):
+    fake = FakeVllm()
+
+    async def scenario(engine):
+        sane = {name: getattr(fake, name) for name in fault}
+        vars(fake).update(fault)
+        with pytest.raises(WeightsNotProven, match=match):
+            await publish(engine, make_model("llama"), version=1)
+        with pytest.raises(WeightsNotProven, match="version 1"):
+            await engine.complete(make_request("a", [1]))
+        vars(fake).update(sane)
+        await publish(engine, make_model("llama"), version=2)
+        assert (await engine.complete(make_request("b", [1]))).policy_version == 2
+
+    run(model, fake, scenario)
+
+
+def test_a_restarted_server_is_noticed_by_its_first_answer(model):
+    fake = FakeVllm()
+
+    async def scenario(engine):
+        fake.version = "default"
+        with pytest.raises(WeightsNotProven, match=r"'default'.*restarted"):
+            await engine.complete(make_request("a", [1]))
+
+    run(model, fake, scenario)
+
+
+@pytest.mark.parametrize(
+    ("fake", "match"),
+    [
+        (FakeVllm(settings={"logprobs_mode": "raw_logprobs"}), "its logprobs_mode is 'raw_logprobs'"),
+        (FakeVllm(settings={"dtype": "torch.bfloat16"}), r"its dtype is torch\.bfloat16, but engine\.dtype is float32"),
+        (FakeVllm(settings={"max_model_len": 99}), "conversations of 99 tokens"),
+        (FakeVllm(extension=""), "lacks the worker extension"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_refused_with_the_setting(model, fake, match):
+    async def never(engine):
+        raise AssertionError
+
+    with pytest.raises(UserError, match=match):
+        run(model, fake, never)
