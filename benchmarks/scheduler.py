@@ -1,16 +1,18 @@
 """Simulates a step of 16 384 rollouts: the scheduler against the best schedule found with all lengths known, and static.
 
-Prints tables and writes results/scheduler.{json,txt} and the timelines of the heavy trace, results/scheduler.svg. Everything is
-simulated but the processor time of the scheduler. `make bench-scheduler`.
+Prints tables and writes results/scheduler.{json,txt} and the timelines of the heavy trace, results/scheduler.svg. All of it is
+simulated but the processor time of the scheduler and, at the end, what `scheduler_live.py` plays. `make bench-scheduler`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import scheduler_live
 from rich.console import Console
 from rich.table import Table
 
@@ -191,7 +193,10 @@ def main() -> int:
         "timing": timing.model_dump(),
         "bars": bars,
         "figures": {"policies": figures, "scale": scale(console, timing), "paged_memory": memory(console)},
+        "live": asyncio.run(scheduler_live.measure(console, scheduler_live.MODEL, scheduler_live.ROUNDS)),
     }
+    lost = results["live"]["evictions_and_recomputed_tokens"]
+    bars["live_evictions_and_recomputed_tokens"] = {"value": lost, "bar": "== 0", "holds": lost == 0}
     table = Table("bar", "value", "must be", "holds", title="Bars")
     for name, bar in bars.items():
         table.add_row(name, f"{bar['value']:.3g}", bar["bar"], str(bar["holds"]))
