@@ -240,7 +240,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory,
     async def scenario():
         with pytest.raises(TrainerLost, match=r"rank 1 of 2 of the trainer .* was killed by SIGKILL during update"):
             await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
-        with pytest.raises(TrainerLost, match="from its last checkpoint"):
+        with pytest.raises(TrainerLost, match="what is left is the last checkpoint"):
             await trainer.score(make_batch(), Column.OLD_LOGPROBS)
 
     closing(scenario, trainer)

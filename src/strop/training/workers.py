@@ -197,7 +197,7 @@ class WorkerTrainer:
     def _lose(self, what: str, rank: int) -> TrainerLost:
         log = (self._directory / f"rank-{rank}.log").read_text(errors="replace")[-_TAIL_CHARS:].strip()
         self._lost = f"{what}. Its log ends:\n{log}\n" if log else f"{what}. Its log is empty.\n"
-        self._lost += "Give the same command again: the run goes on from its last checkpoint."
+        self._lost += "The weights in memory are lost with it; what is left is the last checkpoint."
         self._end()
         return TrainerLost(self._lost)
 
