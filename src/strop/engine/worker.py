@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ class Worker:
         self._config, self._decoder, self._weights = config, decoder, weights
         self._batch = Batch(config, decoder, weights, detokenize)
         self._is_calibrated = not config.deterministic
+        self._loader: object = None  # whose load of weights is under way
 
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()  # over the next two
@@ -59,6 +61,8 @@ class Worker:
         self._track(future)
 
         def answer() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone
             try:
                 resolve(future, function())
             except StropError as error:
@@ -79,13 +83,13 @@ class Worker:
         """Discard the request whose future this is, unless it has ended."""
         self._inbox.put(lambda: self._batch.abandon(future))
 
-    def begin_load(self) -> Future[None]:
+    def begin_load(self, loader: object) -> Future[None]:
         """Drop all KV and refuse to sample until weights are proven. Fails with `StropError` while completions run or wait."""
-        return self.call(self._begin_load)
+        return self.call(partial(self._begin_load, loader))
 
-    def end_load(self) -> None:
-        """Let the requests that arrived during a load go on, or be refused if it failed."""
-        self._inbox.put(self._end_load)
+    def end_load(self, loader: object) -> None:
+        """If `loader` began one, let the requests that arrived during a load go on, or be refused if it failed."""
+        self._inbox.put(partial(self._end_load, loader))
 
     def prove(self, prove: Callable[[], None]) -> Future[None]:
         """Run `prove`, which proves the weights, then measure what deterministic mode needs to know of them."""
@@ -147,7 +151,7 @@ class Worker:
         while not self._inbox.empty():
             yield self._inbox.get()
 
-    def _begin_load(self) -> None:
+    def _begin_load(self, loader: object) -> None:
         if self._batch.is_loading:
             raise StropError("weights are already being loaded into this engine; loads come one at a time.")
         if names := self._batch.unfinished:
@@ -155,9 +159,10 @@ class Worker:
                 f"weights cannot be loaded while {len(names)} completions are running or waiting ({', '.join(names[:3])}, ...)."
                 " Await or abort them first."
             )
-        self._batch.is_loading = True
+        self._batch.is_loading, self._loader = True, loader
         self._batch.clear()
         self._weights.retract("the last publication did not reach its end")
 
-    def _end_load(self) -> None:
-        self._batch.is_loading = False
+    def _end_load(self, loader: object) -> None:
+        if self._loader is loader:
+            self._batch.is_loading, self._loader = False, None
