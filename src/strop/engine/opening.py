@@ -40,7 +40,11 @@ async def open_engines(
         UserError: the model, or a server that was given by address, cannot be used as the recipe says.
         EngineLost: a server did not start, or did not answer; names it and the end of its log.
     """
-    folder = logs if logs is not None else Path(tempfile.mkdtemp(prefix="strop-logs-"))
+    first = config.only(0)
+    starts_processes = first.own_process or first.devices if isinstance(first, EngineConfig) else first.python is not None
+    if logs is None and starts_processes:
+        logs = Path(tempfile.mkdtemp(prefix="strop-logs-"))
+    folder = logs or Path()
     if isinstance(config, EngineConfig):
         opening = [
             _open_torch_engine(model_directory, config.only(place), detokenize, name=f"torch {place}", logs=folder)

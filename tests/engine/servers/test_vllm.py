@@ -187,26 +187,28 @@ def test_a_server_that_is_stopped_or_killed_is_named_with_its_log(tmp_path):
     make_model("llama").save_pretrained(tmp_path / "model")
 
     async def scenario():
-        config = vllm_servers.make_config(deadline_s=2.0)
+        config = vllm_servers.make_config(deadline_s=4.0, max_length=500)
         [engine] = await open_engines(tmp_path / "model", config, detokenize=None, logs=tmp_path)
         assert engine.policy_version == 0  # the directory's weights, proven
         pid = engine._server._process.pid
         try:
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(EngineLost, match=r"vllm 0 did not .* within 2 s"):
+            with pytest.raises(EngineLost, match=r"vllm 0 did not .* within 4 s"):
                 await engine.complete(make_request("a", [1]))
             os.kill(pid, signal.SIGCONT)
-            running = asyncio.create_task(engine.complete(make_request("b", [1], max_tokens=99)))
+            running = asyncio.create_task(engine.complete(make_request("b", [1], max_tokens=499)))
             await asyncio.sleep(0.1)
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(EngineLost, match=r"vllm 0"):
                 await running
-            await asyncio.sleep(0.2)
+            await engine._server._process.wait()  # its keeper tells
             with pytest.raises(EngineLost, match=r"(?s)vllm 0: .*killed by SIGKILL.*The end of its log"):
                 await engine.complete(make_request("c", [1]))
         finally:
             await engine.close()
+        assert set(os.listdir("/dev/shm")) <= before  # what a killed server cannot remove
 
+    before = set(os.listdir("/dev/shm"))
     asyncio.run(scenario())
 
 

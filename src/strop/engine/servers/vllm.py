@@ -32,6 +32,7 @@ _GENERATE, _HEALTH = "/inference/v1/generate", "/health"
 _SOCKET = "socket"
 _ASK_S = 60.0  # for what needs no model step
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
+_SHARED_FILE = re.compile(r"(/dev/shm/psm_\w+)")  # as Python's multiprocessing names them
 _NOT_A_LOGPROB = -9999.0  # what it sends for nan and -inf
 _HOW_TO_START = "Start it as docs/engines.md says."
 
@@ -44,6 +45,7 @@ class VllmServer:
     def __init__(self, client: ServerClient, config: VllmConfig, process: ServerProcess | None, folder: Path | None) -> None:
         self._client, self._config, self._process, self._folder = client, config, process, folder
         self._capacity = Capacity(total_tokens=0, max_request_tokens=0, max_running=config.slots)
+        self._shared = shared_memory_of(process.pid) if process is not None else set()
 
     @classmethod
     async def start(cls, name: str, model: ModelFacts, config: VllmConfig, *, log: Path) -> Self:
@@ -129,6 +131,8 @@ class VllmServer:
         await self._client.close()
         if self._process is not None:
             await self._process.stop()
+        for path in self._shared:  # its processes did not get to it, when they were killed
+            path.unlink(missing_ok=True)
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -229,6 +233,23 @@ def environment(config: VllmConfig) -> dict[str, str]:
     if config.devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
     return variables | config.environment
+
+
+def shared_memory_of(pid: int) -> set[Path]:
+    """Files in shared memory that a process or its descendants have open: this server's channels between its processes."""
+    parents = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    family = {pid}
+    while more := {child for child, parent in parents.items() if parent in family} - family:
+        family |= more
+    found = set()
+    for member in family:
+        with contextlib.suppress(OSError):
+            found |= set(_SHARED_FILE.findall(Path(f"/proc/{member}/maps").read_text()))
+    return {Path(name) for name in found}
 
 
 def kv_bytes(model: ModelFacts, config: VllmConfig) -> int:
