@@ -336,6 +336,7 @@ def test_the_static_policy_waits_at_its_barrier_even_where_memory_is_short():
         groups = await play_all(fleet, tasks=TASKS[:3])
         assert fleet.last_batch.evictions > 0
         assert fleet.last_batch.ledger.recomputed_tokens > 0
+        assert fleet.last_batch.as_metrics()["scheduler/row_share"] <= 1.0  # twelve were asked of three rows
         return tokens_of(groups)
 
     expected = {key: ids for key, ids in undisturbed().items() if key.task_index < 3}

@@ -193,6 +193,9 @@ def _engine_report(
     loss: str,
 ) -> EngineReport:
     usage.move(max(left_s, usage.since_s), 0, 0.0)
+    # Static asks for more than an engine has rows; what waits inside the engine does not decode.
+    rows = [(at, min(asked, spec.max_conversations)) for at, asked, _ in usage.changes]
+    means = means_of_spans(rows, started_s, ended_s, NUM_SPANS)
     return EngineReport(
         name=spec.name,
         max_rows=spec.max_conversations,
@@ -201,11 +204,11 @@ def _engine_report(
         left_s=left_s - started_s,
         loss=loss,
         busy_s=usage.busy_s,
-        row_s=usage.row_s,
+        row_s=sum(means) / NUM_SPANS * (ended_s - started_s),
         kv_share_s=usage.kv_share_s,
         kv_share_max=max((share for _, _, share in usage.changes), default=0.0),
         tail_idle_s=_idle_s(usage, max(tail_s, joined_s), left_s),
-        rows=tuple(usage.mean_rows(started_s, ended_s, NUM_SPANS)),
+        rows=tuple(means),
         kv_shares=tuple(usage.mean_kv_shares(started_s, ended_s, NUM_SPANS)),
     )
 
