@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import strop.engine.worker
+import strop.engine.batch
 from strop.doctor import CHECKS, examine_file
 from strop.engine.sampling import Draw, draw
 from strop.errors import MachineError, UserError, WeightsNotProven
@@ -82,7 +82,7 @@ def test_top_p_is_found_whether_or_not_the_log_probs_tell(examine_with, monkeypa
     def nucleus(logits, temperatures, uniform, banned):
         return draw_from_nucleus(logits, temperatures, uniform, banned, is_renormalised=is_renormalised)
 
-    monkeypatch.setattr(strop.engine.worker, "draw", nucleus)
+    monkeypatch.setattr(strop.engine.batch, "draw", nucleus)
     problem = only_problem(examine_with())
     assert problem.check == "log-probs"
     assert "top-p of about 0.9" in problem.detail or "top-p of about 0.89" in problem.detail
@@ -119,7 +119,7 @@ def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with
         said = (logits / temperatures.unsqueeze(1)).log_softmax(-1).gather(1, drawn.ids[:, None]).squeeze(1)
         return Draw(ids=drawn.ids, logprobs=said, entropies=drawn.entropies)
 
-    monkeypatch.setattr(strop.engine.worker, "draw", cold)
+    monkeypatch.setattr(strop.engine.batch, "draw", cold)
     problem = only_problem(examine_with())
     assert problem.check == "log-probs"
     assert "reports log-probs of temperature 0.8, but draws its tokens with temperature 0.3" in problem.detail

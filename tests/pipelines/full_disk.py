@@ -67,7 +67,9 @@ def main(directory):
 
 
 def is_kept(path):
-    """What a resumed run must not touch: products, evaluations, and rollouts."""
+    """What a resumed run must not touch: products, evaluations, and rollouts; a timeline is of a step's last try."""
+    if path.name.endswith(".timeline.json"):
+        return False
     return path.name in ("manifest.json", "done.json", "result.json", "events.jsonl") or path.parent.name in (
         "model",
         "rollouts",

@@ -26,6 +26,7 @@ from strop.engine.decoder import Decoder
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor
 from strop.engine.publication import PublishedWeights
 from strop.engine.requests import check_request, check_vocabulary
+from strop.engine.teams import end_team
 from strop.engine.worker import Worker
 from strop.errors import DeadlineExceeded, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import Completion
@@ -59,6 +60,7 @@ class TorchEngine:
         )
         self._weights = PublishedWeights(self._decoder.weights)
         self._worker = Worker(config, self._decoder, self._weights, detokenize)
+        end_team()  # of the thread that made the decoder; the worker's is the one that counts from here on
 
     @classmethod
     def from_directory(
@@ -151,6 +153,7 @@ class TorchEngine:
             await asyncio.wrap_future(self._worker.prove(partial(self._weights.prove, version, checksum)))
         finally:
             self._worker.end_load(loader)
+            end_team()  # of the event loop's thread, which may have computed since the last publication
 
     async def close(self) -> None:
         """End the worker; whatever is outstanding fails with `EngineLost`. Safe to call twice."""

@@ -18,6 +18,7 @@ from strop.engine.invariance import invariant_sizes
 from strop.engine.protocol import CompletionRequest
 from strop.engine.publication import PublishedWeights
 from strop.engine.sampling import uniforms
+from strop.engine.teams import end_team
 from strop.errors import DeadlineExceeded, EngineLost, StropError
 from strop.types import Completion
 
@@ -147,6 +148,8 @@ class Worker:
     def _commands(self) -> Iterator[Callable[[], None] | None]:
         """What was asked meanwhile; waits for something while no request runs."""
         if not self._batch.is_running:
+            if self._inbox.empty():
+                end_team()  # somebody else may want to compute meanwhile: a trainer, another engine
             yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()

@@ -12,7 +12,7 @@ from pathlib import Path
 from strop.errors import RunError
 from strop.pipelines.stage import StageContext
 from strop.runs import StageDirectory, read_json, write_directory, write_json
-from strop.training.trainer import LocalTrainer
+from strop.training.protocol import Trainer
 
 _NAME = re.compile(r"^step-(\d+)$")
 _CHECKSUMS = "checksums.json"  # sha256 of every other file, by its path within the checkpoint
@@ -28,7 +28,7 @@ def latest_step(directory: StageDirectory) -> int:
     return max(_steps(directory), default=0)
 
 
-async def resume(context: StageContext, trainer: LocalTrainer) -> int:
+async def resume(context: StageContext, trainer: Trainer) -> int:
     """Load the last checkpoint that is as it was written into `trainer`; returns its step, 0 when there is none.
 
     One that is not is set aside under another name, and told.
@@ -46,7 +46,7 @@ async def resume(context: StageContext, trainer: LocalTrainer) -> int:
     return 0
 
 
-async def save(context: StageContext, trainer: LocalTrainer, step: int, *, keep: int) -> None:
+async def save(context: StageContext, trainer: Trainer, step: int, *, keep: int) -> None:
     """Write the checkpoint of `step`, then remove all but the last `keep`."""
     context.event("checkpoint_started", step=step)
     started = time.perf_counter()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -36,24 +37,27 @@ from strop.runs import write_json
 from strop.tasks import make_tasks
 from strop.tasks.protocol import TaskSource
 from strop.training.batch import TokenBatch, pack, split_by_group
-from strop.training.protocol import UpdateReport
-from strop.training.trainer import LocalTrainer
+from strop.training.opening import open_trainer
+from strop.training.protocol import Trainer, UpdateReport
 from strop.types import Group
 
 
 async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str]:
     """Train from the last checkpoint to the last step; returns the model directory and one sentence about it."""
     init = model_of(context.run, stage.init)
-    trainer = LocalTrainer.from_directory(
-        init,
-        stage.trainer,
-        reference=init if Column.REFERENCE_LOGPROBS in stage.method.needs else None,
-        total_updates=stage.steps * stage.updates_per_step * stage.epochs,
-    )
     chat = load_chat(init)
-    fleet = await open_fleet(context, init, chat)
-    reward = make_reward(stage.reward, context.runner)
-    try:
+    async with AsyncExitStack() as opened:
+        trainer = open_trainer(
+            init,
+            stage.trainer,
+            reference=init if Column.REFERENCE_LOGPROBS in stage.method.needs else None,
+            total_updates=stage.steps * stage.updates_per_step * stage.epochs,
+        )
+        opened.push_async_callback(trainer.close)
+        fleet = await open_fleet(context, init, chat)
+        opened.push_async_callback(fleet.close)
+        reward = make_reward(stage.reward, context.runner)
+        opened.push_async_callback(reward.close)
         check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
         loop = _Loop(context, stage, trainer, fleet, reward, chat)
         done = await checkpoints.resume(context, trainer)
@@ -79,10 +83,6 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         metrics.close()
         await write_model(context, trainer)
         return context.directory.model, f"{stage.steps} steps of {stage.method.name}, {trainer.num_updates} updates"
-    finally:
-        await fleet.close()
-        await reward.close()
-        await trainer.close()
 
 
 def is_solved(figures: Mapping[str, float]) -> bool:
@@ -97,7 +97,7 @@ class _Loop:
         self,
         context: StageContext,
         stage: RlStage,
-        trainer: LocalTrainer,
+        trainer: Trainer,
         fleet: Fleet,
         reward: Reward,
         chat: ChatFormat,

@@ -12,8 +12,9 @@ from strop.pipelines.recipe import SftStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.runs import write_directory
+from strop.training.opening import open_trainer
+from strop.training.protocol import Trainer
 from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
-from strop.training.trainer import LocalTrainer
 
 
 async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, str]:
@@ -25,7 +26,7 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
             f"stages.{context.name}: {len(demonstrations)} demonstrations could be played, fewer than batch_size ="
             f" {stage.batch_size}. Lower batch_size, or give it more tasks that the demonstrator can do."
         )
-    trainer = LocalTrainer.from_directory(init, stage.trainer, total_updates=stage.steps)
+    trainer = open_trainer(init, stage.trainer, total_updates=stage.steps)
     try:
         done = await checkpoints.resume(context, trainer)
         context.progress.stage_started(context.name, stage.kind, stage.steps, done)
@@ -63,7 +64,7 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
         await trainer.close()
 
 
-async def write_model(context: StageContext, trainer: LocalTrainer) -> None:
+async def write_model(context: StageContext, trainer: Trainer) -> None:
     """The stage's product, as a directory that `transformers` loads."""
     import asyncio
 

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 
 from strop.algorithms.protocol import Column
 from strop.engine.protocol import NamedTensor, TakesWeights
+from strop.engine.teams import end_team
 from strop.errors import ConfigError
 from strop.training.assembly import open_learner
 from strop.training.batch import TokenBatch
@@ -96,4 +97,11 @@ class LocalTrainer:
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         """Everything that touches the weights runs in the one worker thread, so calls never overlap (law 7)."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+
+        def compute() -> Result:
+            try:
+                return work()
+            finally:
+                end_team()  # or the engine's operations would sleep between each other
+
+        return await asyncio.get_running_loop().run_in_executor(self._worker, compute)
