@@ -6,6 +6,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import uuid
 from pathlib import Path
 
 import strop
@@ -13,7 +14,7 @@ import strop
 SCRIPT = """
 from strop.sandbox import Sandbox
 with Sandbox(min_level="namespaces") as box:
-    print(box.run("import my_tiny_library; print(my_tiny_library.ANSWER); open('/tmp/mine', 'w').write('x')").text.strip())
+    print(box.run("import my_tiny_library; print(my_tiny_library.ANSWER); open('{mine}', 'w').write('x')").text.strip())
     print(box.run("import subprocess, sys; subprocess.run([sys.executable, '-c', 'print(6 * 7)'])").text.strip())
     print(box.run("import sys; print(sys.executable)").text.strip())
 """
@@ -26,9 +27,10 @@ def test_libraries_and_interpreter_below_tmp_can_be_used_and_tmp_is_still_the_pr
         version = f"python{sys.version_info.major}.{sys.version_info.minor}"
         library = environment / "lib" / version / "site-packages" / "my_tiny_library.py"
         library.write_text("ANSWER = 42\n")
+        mine = Path(f"/tmp/strop-mine-{uuid.uuid4().hex}")
         paths = [str(Path(strop.__file__).parent.parent), sysconfig.get_path("purelib")]
         run = subprocess.run(
-            [str(environment / "bin" / "python"), "-c", SCRIPT],
+            [str(environment / "bin" / "python"), "-c", SCRIPT.format(mine=mine)],
             env={"PYTHONPATH": ":".join(paths), "PATH": "/usr/bin:/bin"},
             capture_output=True,
             text=True,
@@ -37,4 +39,4 @@ def test_libraries_and_interpreter_below_tmp_can_be_used_and_tmp_is_still_the_pr
         )
         assert run.returncode == 0, run.stderr
         assert run.stdout.split() == ["42", "42", "python-prefix/bin/python"]
-        assert not Path("/tmp/mine").exists()
+        assert not mine.exists()
