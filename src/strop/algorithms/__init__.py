@@ -8,15 +8,29 @@ from strop.algorithms.grpo_roc import GRPORoC
 from strop.algorithms.kl import KLEstimator
 from strop.algorithms.mismatch import Mismatch
 from strop.algorithms.policy_loss import Loss, PolicyLoss
-from strop.algorithms.protocol import Column, Decision, LossInputs, Method, Selection
+from strop.algorithms.ppo import PPO
+from strop.algorithms.protocol import (
+    Column,
+    CriticMethod,
+    Decision,
+    Estimate,
+    LossInputs,
+    Method,
+    RewardedRows,
+    Selection,
+    ValueInputs,
+)
 from strop.algorithms.ratios import RatioLevel
 
 __all__ = [
     "GRPO",
+    "PPO",
     "Advantage",
     "Aggregation",
     "Column",
+    "CriticMethod",
     "Decision",
+    "Estimate",
     "GRPORoC",
     "KLEstimator",
     "Loss",
@@ -26,6 +40,8 @@ __all__ = [
     "Mismatch",
     "PolicyLoss",
     "RatioLevel",
+    "RewardedRows",
     "Selection",
+    "ValueInputs",
     "token_weights",
 ]

@@ -6,6 +6,8 @@ trained tokens (an observation, forced tokens) is part of the environment, so ti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,37 @@ def generalized_advantages(
         next_value = torch.where(is_step, values[:, column], next_value)
         next_advantage = torch.where(is_step, advantage, next_advantage)
     return advantages, advantages + torch.where(loss_mask, values, 0.0)
+
+
+@torch.no_grad()
+def whitened(advantages: Sequence[Tensor], loss_masks: Sequence[Tensor], *, eps: float = 1e-8) -> list[Tensor]:
+    """(A - mean) / (std + eps) over the trained tokens of all parts, with the unbiased std, in float64; 0 where masked.
+
+    No paper of the four does so; released implementations of PPO do. Equal advantages, or a single one, become exact zeros.
+
+    Args:
+        advantages: of each part, (n, T); parts may differ in shape.
+        loss_masks: bool, of the same shapes.
+    """
+    tokens = torch.cat([part[mask] for part, mask in zip(advantages, loss_masks, strict=True)]).double()
+    if len(tokens) < 2 or bool((tokens == tokens[0]).all()):
+        return [torch.zeros_like(part) for part in advantages]
+    mean, scale = tokens.mean(), tokens.std(correction=1) + eps
+    return [
+        torch.where(mask, ((part.double() - mean) / scale).to(part.dtype), 0.0)
+        for part, mask in zip(advantages, loss_masks, strict=True)
+    ]
+
+
+@torch.no_grad()
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """1 - var(R - V) / var(R) over tokens, (m,): 1 of a perfect critic, 0 of one that knows the mean alone.
+
+    NaN where all returns are equal: there is nothing to explain.
+    """
+    values, returns = values.double(), returns.double()
+    variance = returns.var(correction=0)
+    return float("nan") if variance == 0 else float(1.0 - (returns - values).var(correction=0) / variance)
 
 
 def value_token_loss(

@@ -13,7 +13,7 @@ from strop.algorithms.aggregation import Aggregation
 from strop.algorithms.kl import KLEstimator, token_kl
 from strop.algorithms.losses import cispo_token_loss, clip_token_loss, no_clip_token_loss, policy_gradient_token_loss
 from strop.algorithms.mismatch import Mismatch, mismatch_weights
-from strop.algorithms.protocol import Column, LossInputs
+from strop.algorithms.protocol import Column, CriticMethod, LossInputs
 from strop.algorithms.ratios import RatioLevel, log_ratio, probability_ratio
 from strop.config import Config
 
@@ -32,7 +32,7 @@ class Loss(StrEnum):
 
 
 class PolicyLoss(Config):
-    """token loss = mismatch weight * surrogate + kl_coefficient * KL - entropy_coefficient * entropy."""
+    """token loss = mismatch weight * surrogate + kl_in_loss * KL - entropy_coefficient * entropy."""
 
     loss: Loss = Loss.CLIP
     ratio: RatioLevel = RatioLevel.TOKEN  # of the surrogate and of the KL; sequence: GSPO (arXiv:2507.18071)
@@ -74,15 +74,25 @@ class PolicyLoss(Config):
             needed.add(Column.REFERENCE_LOGPROBS)
         return frozenset(needed)
 
+    @property
+    def kl_in_loss(self) -> float:
+        """β of the KL that `token_loss` adds."""
+        return self.kl_coefficient
+
+    @property
+    def critic(self) -> CriticMethod | None:
+        """None: rewards are compared with each other."""
+        return None
+
     def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """The loss of each token, (n, T), 0 where masked. Only the surrogate is weighted for the mismatch."""
         loss = self._surrogate(policy_logprobs, inputs)
         if self.mismatch is not Mismatch.OFF:
             loss = loss * self._mismatch_weights(inputs)[0]
-        if self.kl_coefficient > 0:
+        if self.kl_in_loss > 0:
             reference = inputs.columns[Column.REFERENCE_LOGPROBS]
             kl = token_kl(policy_logprobs, reference, inputs.loss_mask, estimator=self.kl_estimator, level=self.ratio)
-            loss = loss + self.kl_coefficient * kl
+            loss = loss + self.kl_in_loss * kl
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * torch.where(inputs.loss_mask, inputs.entropies, 0.0)
         return loss

@@ -18,7 +18,8 @@ class Column(StrEnum):
 
     OLD_LOGPROBS = "old_logprobs"  # the sampled tokens rescored by the trainer, before the first update of the step
     REFERENCE_LOGPROBS = "reference_logprobs"
-    VALUES = "values"
+    VALUES = "values"  # what the critic expected before the first update of the step
+    RETURNS = "returns"  # what it should have expected; made of the others, never scored
 
 
 SPREAD_FIGURES = ("ratio", "sampler_ratio", "sampler_gap_nats")  # of `token_statistics`: their extremes say more than means
@@ -57,6 +58,49 @@ class LossInputs:
     columns: Mapping[Column, Tensor]  # those that the method needs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardedRows:
+    """The rows of one update, with what they earned and what was scored of them; no gradient."""
+
+    rewards: Tensor  # (n,), of each row's trajectory
+    loss_mask: Tensor  # bool (n, T), True on tokens the policy sampled
+    columns: Mapping[Column, Tensor]  # (n, T); all that the method needs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a critic's values make of the rewards of some rows: float32 (n, T), 0 where masked."""
+
+    advantages: Tensor
+    returns: Tensor  # `Column.RETURNS`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueInputs:
+    """What the critic's loss is made of, in one micro-batch: (n, T), no gradient."""
+
+    loss_mask: Tensor  # bool
+    old_values: Tensor  # `Column.VALUES`
+    returns: Tensor  # `Column.RETURNS`
+
+
+class CriticMethod(Protocol):
+    """What a method owes besides when a critic is trained beside the policy."""
+
+    @property
+    def estimates_need(self) -> frozenset[Column]:
+        """Columns that `token_advantages` reads, so that they are scored even where the updates could do without."""
+
+    def token_advantages(self, updates: Sequence[RewardedRows]) -> list[Estimate]:
+        """One estimate per update. All updates of a step come at once, in canonical order: a mini-batch is no baseline."""
+
+    def value_loss(self, values: Tensor, inputs: ValueInputs) -> Tensor:
+        """The critic's loss of each token, of the shape of `values`, 0 where masked; averaged as the policy's is."""
+
+    def value_statistics(self, values: Tensor, inputs: ValueInputs) -> dict[str, Tensor]:
+        """As `Method.token_statistics`, of the critic."""
+
+
 class Method(Protocol):
     """A frozen value; every function of it is pure."""
 
@@ -71,6 +115,10 @@ class Method(Protocol):
     def constant(self) -> int | None:
         """What `Aggregation.CONSTANT` divides by, in tokens; None with any other."""
 
+    @property
+    def critic(self) -> CriticMethod | None:
+        """What it does with a critic; None when it has none."""
+
     def num_rollouts(self, group_size: int) -> int:
         """How many rollouts of a task to sample so that `group_size` can be kept."""
 
@@ -78,7 +126,10 @@ class Method(Protocol):
         """Which rollouts of a closed group to learn from. Keeps none where nothing can be learnt."""
 
     def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
-        """Per selection and kept trajectory, one float32 tensor of shape (len(trajectory.ids),)."""
+        """Per selection and kept trajectory, one float32 tensor of shape (len(trajectory.ids),), from the rewards alone.
+
+        Of a method with a critic they stand until its `token_advantages` can be told.
+        """
 
     def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """The loss of each token, of the shape of `policy_logprobs`, 0 where masked; averaging is not decided here.
