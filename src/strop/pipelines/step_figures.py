@@ -1,0 +1,75 @@
+"""What the selections and updates of a step amount to: metrics, the time of its phases, and what went wrong, in words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from strop.algorithms.protocol import Selection
+from strop.training.protocol import UpdateReport
+from strop.types import Group
+
+
+def selection_metrics(selections: Sequence[Selection]) -> dict[str, float]:
+    """How many groups and rollouts were learnt from."""
+    return {
+        "groups/used": float(sum(bool(selection.kept) for selection in selections)),
+        "groups/rollouts_used": float(sum(len(selection.kept) for selection in selections)),
+    }
+
+
+def update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Means over the step's updates; nothing of an empty step, so that a curve shows a hole and not a zero."""
+    num_skipped = sum(report.is_skipped for report in reports)
+    reports = [report for report in reports if not report.is_skipped]
+    if not reports:
+        return {"update/skipped": float(num_skipped)}
+    num = len(reports)
+    metrics = {
+        "update/skipped": float(num_skipped),
+        "update/loss": sum(report.loss for report in reports) / num,
+        "update/grad_norm": sum(report.grad_norm for report in reports) / num,
+        "update/learning_rate": reports[-1].learning_rate,
+    }
+    for name in reports[0].statistics:
+        values = [report.statistics[name] for report in reports]
+        is_maximum = name.endswith("_max")
+        metrics[f"policy/{name}"] = max(values) if is_maximum else sum(values) / num
+    return metrics
+
+
+def why_void(groups: Sequence[Group]) -> list[str]:
+    """A sentence where no rollout of the step was scored."""
+    if any(group.trajectories for group in groups):
+        return []
+    return ["every rollout is void: engine, tools or judge fail; the ledger beside the step's rollouts says how."]
+
+
+def why_no_progress(groups: Sequence[Group], reports: Sequence[UpdateReport]) -> list[str]:
+    """Why updates that had something to learn from taught nothing, or will soon; empty when all is well."""
+    calls = [call for group in groups for each in group.trajectories for call in each.trajectory.calls]
+    problems = []
+    if calls and all(call.outcome.is_error for call in calls):
+        problems.append(f"every one of {len(calls)} tool calls failed; the last said {calls[-1].text[:120]!r}.")
+    problems += [f"update {report.update} was skipped: {report.skip_reason}" for report in reports if report.is_skipped]
+    if reports and all(report.grad_norm == 0 for report in reports):
+        problems.append("the gradient is zero.")
+    return problems
+
+
+class Clock:
+    """Times the phases of a step."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        now = time.perf_counter()
+        elapsed, self._last = now - self._last, now
+        return elapsed
+
+    @property
+    def total(self) -> float:
+        """Seconds until the last lap."""
+        return self._last - self._start

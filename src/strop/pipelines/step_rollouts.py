@@ -1,0 +1,125 @@
+"""The rollouts of a step: played, taken over where an earlier try finished them, and written down with what became of each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from strop.algorithms.protocol import Selection
+from strop.pipelines.engines import open_fleet, write_timeline
+from strop.pipelines.ledger import StepLedger
+from strop.pipelines.recipe import RlStage
+from strop.pipelines.room import check_engines
+from strop.pipelines.stage import StageContext, load_chat, make_player
+from strop.rewards import make_reward
+from strop.rollout.chat import ChatFormat
+from strop.rollout.fleet import Fleet
+from strop.rollout.fleet.figures import BatchReport
+from strop.rollout.play import play
+from strop.rollout.protocol import Reward
+from strop.runs import write_json
+from strop.tasks import make_tasks
+from strop.tasks.protocol import TaskSource
+from strop.training.protocol import Trainer
+from strop.types import Group
+
+
+class StepRollouts:
+    """Plays the steps of one stage: step k has the k-th `tasks_per_step` tasks of its stream."""
+
+    def __init__(self, context: StageContext, stage: RlStage, fleet: Fleet, reward: Reward, chat: ChatFormat) -> None:
+        self._context, self._stage, self._fleet, self._reward, self._chat = context, stage, fleet, reward, chat
+        self._tasks: TaskSource = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+
+    async def publish(self, trainer: Trainer, *, version: int) -> str:
+        """Give the trainer's weights to every engine; returns their checksum."""
+        return await self._fleet.publish(partial(trainer.publish, version=version), version=version)
+
+    async def play(self, step: int, weights: str) -> tuple[list[Group], BatchReport]:
+        """The step's groups in canonical order, sampled from the policy with checksum `weights`, and what the engines did.
+
+        What an interrupted try of the same policy finished is not played again (law 9).
+        """
+        stage, context = self._stage, self._context
+        first = (step - 1) * stage.tasks_per_step
+        tasks = [(index, self._tasks.task(index)) for index in range(first, first + stage.tasks_per_step)]
+        path = context.directory.rollouts(step)
+        with closing(StepLedger(path, weights=weights, policy_version=self._fleet.policy_version)) as ledger:
+            playing = play(
+                tasks,
+                make_player(
+                    stage, engine=self._fleet, chat=self._chat, tools=context.tools(), reward=self._reward, observe=ledger
+                ),
+                num_rollouts=stage.rollouts_per_task,
+                seed=context.seed("rollouts", step),
+                observer=ledger,
+                finished=ledger.finished_before,
+            )
+            groups = [group async for group in playing]
+        played = self._fleet.last_batch
+        write_timeline(context, step, played)
+        return sorted(groups, key=lambda group: group.task_index), played
+
+
+@asynccontextmanager
+async def open_rollouts(context: StageContext, stage: RlStage, model: Path) -> AsyncIterator[StepRollouts]:
+    """Engines with the weights of the directory `model` and a judge, closed on the way out.
+
+    Raises:
+        UserError: an engine cannot be opened as the recipe says, or could never hold a rollout of the stage.
+    """
+    chat = load_chat(model)
+    fleet = await open_fleet(context, model, chat)
+    try:
+        reward = make_reward(stage.reward, context.runner)
+        try:
+            check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
+            yield StepRollouts(context, stage, fleet, reward, chat)
+        finally:
+            await reward.close()
+    finally:
+        await fleet.close()
+
+
+def write_selection(
+    context: StageContext, step: int, selections: Sequence[Selection], advantages: Sequence[Sequence[Tensor]]
+) -> None:
+    """Write down why each rollout of the step was kept or dropped."""
+    groups = [
+        {
+            "task": asdict(selection.group.task),
+            "task_index": selection.group.task_index,
+            "num_void": selection.group.num_void,
+            "rollouts": _rollout_records(selection, of_kept),
+        }
+        for selection, of_kept in zip(selections, advantages, strict=True)
+    ]
+    write_json(context.directory.selection(step), {"step": step, "groups": groups})
+
+
+def _rollout_records(selection: Selection, advantages: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Per rollout of the group: kept or not and why, its reward, and its largest advantage by size (0 when dropped)."""
+    of_kept = iter(advantages)
+    records = []
+    for scored, decision in zip(selection.group.trajectories, selection.decisions, strict=True):
+        advantage = 0.0
+        if decision.is_kept:
+            tokens = next(of_kept)
+            advantage = tokens[tokens.abs().argmax()].item() if tokens.numel() else 0.0
+        records.append(
+            {
+                "key": asdict(scored.trajectory.key),
+                "is_kept": decision.is_kept,
+                "reason": decision.reason,
+                "figures": dict(decision.figures),
+                "advantage": advantage,
+                "reward": scored.reward,
+            }
+        )
+    return records

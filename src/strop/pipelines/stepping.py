@@ -1,0 +1,57 @@
+"""Takes a stage of rollouts step by step, from its last checkpoint to its end, and gives up where it cannot learn."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from strop.errors import CannotLearnError
+from strop.pipelines import checkpoints
+from strop.pipelines.recipe import RlStage
+from strop.pipelines.stage import StageContext
+from strop.pipelines.step_rollouts import StepRollouts
+from strop.training.protocol import Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step left behind."""
+
+    figures: Mapping[str, float]
+    weights: str  # checksum of the policy that was published at its end
+    problems: Sequence[str]  # why it could not learn, in words; empty when it did
+
+
+Step: TypeAlias = Callable[[int, str], Awaitable[StepResult]]
+"""(number from 1, checksum of the policy to sample from) -> what is left of the step."""
+
+
+async def take_steps(context: StageContext, stage: RlStage, trainer: Trainer, rollouts: StepRollouts, take: Step) -> None:
+    """Every step that is not behind the last checkpoint, with its line of metrics, its warnings and its checkpoint.
+
+    Raises:
+        CannotLearnError: `give_up_after` steps in a row could not learn (law 11); the state is saved.
+    """
+    done = await checkpoints.resume(context, trainer)
+    context.progress.stage_started(context.name, stage.kind, stage.steps, done)
+    metrics = context.metrics(done_steps=done)
+    weights = await rollouts.publish(trainer, version=done)
+    num_stuck = int(metrics.last.get("update/stuck_steps", 0))
+    for step in range(done + 1, stage.steps + 1):
+        result = await take(step, weights)
+        weights = result.weights
+        num_stuck = num_stuck + 1 if result.problems else 0
+        metrics.append(step, {**result.figures, "update/stuck_steps": num_stuck})  # before the checkpoint that makes it count
+        for problem in result.problems:
+            context.warn(f"step {step} cannot learn: {problem}")
+        is_hopeless = num_stuck >= stage.give_up_after
+        if is_hopeless or (step % stage.checkpoint_every == 0 and step < stage.steps):
+            await checkpoints.save(context, trainer, step, keep=stage.keep_checkpoints)
+        if is_hopeless:
+            raise CannotLearnError(
+                f"stages.{context.name}: {num_stuck} steps in a row could not learn; of step {step}:"
+                f" {'; '.join(result.problems)} Everything up to step {step} is in {context.directory.path}. Try easier tasks,"
+                " a better starting point (SFT), more rollouts per task, or raise give_up_after to go on."
+            )
+    metrics.close()
