@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.config import load_toml, validate
+from strop.pipelines.children import Children
 from strop.pipelines.recipe import Recipe, resolve
 from strop.pipelines.train import train
 from strop.reports.compare import Table, compare_page
@@ -180,21 +180,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(options.runs / f"seed-{options.one_seed}.json", result)
         return 0
     waiting = list(options.seeds)
-    running: list[subprocess.Popen[bytes]] = []
-    try:
-        while waiting or running:
-            while waiting and len(running) < options.parallel:
-                command = [sys.executable, __file__, "--runs", str(options.runs), "--one-seed", str(waiting.pop(0))]
-                running.append(subprocess.Popen(command))
-            time.sleep(1)
-            ended = [process for process in running if process.poll() is not None]
-            running = [process for process in running if process not in ended]
-            if any(process.returncode for process in ended):
-                return 1
-    finally:
-        for process in running:
-            process.terminate()
-            process.wait()
+    with Children[int]() as children:
+        while waiting or children.running:
+            while waiting and len(children.running) < options.parallel:
+                seed = waiting.pop(0)
+                command = [sys.executable, __file__, "--runs", str(options.runs), "--one-seed", str(seed)]
+                children.start(seed, command, options.runs / f"seed-{seed}.log")
+            for ended in children.wait(at_most_s=60.0):
+                if ended.status:
+                    print(f"seed {ended.key} failed: {options.runs / f'seed-{ended.key}.log'} says why", file=sys.stderr)
+                    return 1
     by_seed = {str(seed): json.loads((options.runs / f"seed-{seed}.json").read_text()) for seed in options.seeds}
     results = summarise(by_seed)
     write_json(RESULTS / "demo.json", results)

@@ -34,6 +34,7 @@ what comes of it: a directory `runs/<name>/` with every rollout, metric, checkpo
 - `strop train recipes/demo.toml` starts the run, or resumes it where it stopped, whatever stopped it.
 - `strop train recipes/demo.toml --dry-run` prints the plan: stages, batch arithmetic, tokens, memory, time.
 - `strop train recipes/demo.toml --set stages.rl.method=grpo --name grpo` changes any key.
+- `strop sweep recipes/sweeps/cs336-learning-rate.toml` runs a recipe in several arms and seeds, and draws the comparison.
 - `strop doctor recipes/demo.toml` checks a model and a recipe against each other before you spend time on them.
 
 Exit codes: 0 done, 1 a fault of strop or of the machine, 2 a mistake that you can mend (the message says how).
@@ -76,6 +77,35 @@ def train(
     command = shlex.join(["strop", *sys.argv[1:]])
     with ConsoleProgress() as progress:
         asyncio.run(run_recipe(loaded, runs / loaded.name, progress=progress, command=command))
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="The sweep file: a recipe, seeds and arms.", metavar="FILE", show_default=False)],
+    overrides: Set = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where the sweep lies; runs/<its name> by default.", show_default=False)
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at once.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the arms; run nothing.")] = False,
+) -> None:
+    """Run a recipe in several arms with several seeds, and compare them. The same command goes on where the last one ended."""
+    from strop.pipelines.sweep import run_sweep
+    from strop.pipelines.sweep_file import load_sweep
+    from strop.pipelines.sweep_plan import plan_arms, plan_runs
+    from strop.reports.sweep_console import SweepConsole, print_arms
+
+    loaded = load_sweep(file, overrides or [])
+    directory = run_dir or Path("runs") / loaded.file.name
+    if dry_run:
+        arms, shared = plan_arms(loaded, plan_runs(loaded, directory))
+        print_arms(loaded.file.name, arms, common=shared)
+        return
+    command = shlex.join(["strop", *sys.argv[1:]])
+    with SweepConsole() as progress:
+        log = run_sweep(loaded, directory, jobs=jobs, progress=progress, command=command)
+    if log.failures:
+        raise typer.Exit(1)
 
 
 @app.command(name="eval")
@@ -161,7 +191,7 @@ def main() -> None:
 
 
 def _keeps_checkpoints() -> bool:
-    return sys.argv[1:2] in (["train"], ["eval"])
+    return sys.argv[1:2] in (["train"], ["sweep"], ["eval"])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What repeated attempts at a set of tasks say about accuracy: avg@k with an interval, pass@k, maj@k.
+"""What repeated attempts at a set of tasks say about accuracy (avg@k with an interval, pass@k, maj@k), and repeated runs.
 
-Every figure is a mean over tasks, each task with the same weight, so that avg@k equals pass@1 also where void attempts left
-some tasks with fewer than k. Void attempts are left out by the caller (design law 3); a task without any attempt has no figure.
+Every figure of attempts is a mean over tasks, each task with the same weight, so that avg@k equals pass@1 also where void
+attempts left some tasks with fewer than k. Void attempts are left out by the caller (design law 3); a task without any attempt
+has no figure.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 _BLOCK = 4_000_000  # draws held in memory at once: 32 MB
+_STUDENT_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)  # of 1, 2, ... 10 degrees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,34 @@ def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float =
         return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
     low, high = np.quantile(_resampled_means(means, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(mean=mean, low=float(low), high=float(high))
+
+
+def mean_of_seeds(values: Sequence[float]) -> Estimate:
+    """The mean of runs that differ in their seed alone, with Student's 95 % interval: mean ± t s / √n, s unbiased.
+
+    Few seeds make a wide interval: t is 12.7 of two, 4.30 of three, 2.78 of five. It knows no bounds: an accuracy's may go
+    beyond 1.
+
+    Raises:
+        ValueError: there are fewer than two values, so nothing says how far seeds differ.
+    """
+    num = len(values)
+    if num < 2:
+        raise ValueError(f"an interval over seeds needs two of them, not {num}")
+    mean = math.fsum(values) / num
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (num - 1))
+    reach = _student_quantile(num - 1) * spread / math.sqrt(num)
+    return Estimate(mean=mean, low=mean - reach, high=mean + reach)
+
+
+def _student_quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t: from the tables for few degrees of freedom, else by Fisher's expansion."""
+    if degrees <= len(_STUDENT_975):
+        return _STUDENT_975[degrees - 1]
+    z = 1.959963985
+    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 def pass_at_k(is_correct: Sequence[Sequence[bool]], *, k: int) -> float:

@@ -37,7 +37,7 @@ def alone_in(run: RunDirectory) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise RunError(f"{run.path}: another strop is running there. Wait for it, end it, or choose a --name.") from error
+        raise RunError(f"{run.path}: another strop is running there. Wait for it, end it, or choose another place.") from error
     try:
         yield
     finally:

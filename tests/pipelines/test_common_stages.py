@@ -1,0 +1,82 @@
+"""A run that takes stages over from another ends as one that made them: bit for bit (law 8)."""
+
+import json
+import shutil
+
+import pytest
+
+from scripted_runs import make_recipe, run_recipe, untimed
+from strop.pipelines.claim import claim
+from strop.pipelines.common_stages import num_common, num_done, take_over
+from strop.runs import RunDirectory, read_json, read_lines
+
+
+@pytest.fixture
+def source(scripted_run, tmp_path):
+    """A finished run of the recipe, of one's own."""
+    return RunDirectory(shutil.copytree(scripted_run.run.path, tmp_path / "source"))
+
+
+def other_recipe():
+    return make_recipe(steps=1, trainer={"optimizer": {"lr": 1e-1}})
+
+
+def taken_over(directory, recipe, source):
+    run = RunDirectory(directory)
+    run.path.mkdir()
+    claim(run, recipe, "strop train")
+    resolved = recipe.model_dump(mode="json")
+    take_over(run, source, resolved, num=num_common(resolved, read_json(source.manifest)["recipe"]))
+    return run
+
+
+def test_a_run_that_takes_its_cold_start_over_ends_as_one_that_made_it(source, tmp_path):
+    alone = run_recipe(tmp_path / "alone", other_recipe()).run
+    run = taken_over(tmp_path / "run", other_recipe(), source)
+    assert num_done(run, read_json(run.manifest)["recipe"]) == 3
+    watched = run_recipe(run.path, other_recipe())
+    assert [name for name, summary in watched.progress.stages if summary.endswith("(done before)")] == ["base", "sft", "before"]
+    for stage in ("base", "sft", "rl"):
+        mine, theirs = (each.stage(stage).model / "model.safetensors" for each in (run, alone))
+        assert mine.read_bytes() == theirs.read_bytes(), stage
+    assert [untimed(line) for line in read_lines(run.metrics)] == [untimed(line) for line in read_lines(alone.metrics)]
+    assert untimed(read_json(run.stage("after").evaluation)) == untimed(read_json(alone.stage("after").evaluation))
+
+
+def test_files_are_shared_and_the_source_stays_as_it_was(source, tmp_path):
+    before = (source.metrics.read_bytes(), source.events.read_bytes())
+    run = taken_over(tmp_path / "run", other_recipe(), source)
+    weights = run.stage("sft").model / "model.safetensors"
+    assert weights.samefile(source.stage("sft").model / "model.safetensors")
+    shutil.rmtree(run.path)
+    assert (source.metrics.read_bytes(), source.events.read_bytes()) == before
+    assert (source.stage("sft").model / "model.safetensors").exists()
+
+
+def test_taking_over_again_after_a_kill_between_lines_and_files_doubles_nothing(source, tmp_path):
+    run = taken_over(tmp_path / "run", other_recipe(), source)
+    once = read_lines(run.metrics)
+    shutil.rmtree(run.stage("sft").path)
+    resolved = other_recipe().model_dump(mode="json")
+    take_over(run, source, resolved, num=3)
+    assert sorted(map(str, read_lines(run.metrics))) == sorted(map(str, once))
+    assert run.stage("sft").done.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "num"),
+    [
+        (lambda recipe: recipe["stages"]["rl"].update(steps=9), 3),
+        (lambda recipe: recipe["stages"]["sft"].update(steps=9), 1),
+        (lambda recipe: recipe["stages"]["sft"].update(checkpoint_every=9), 5),  # changes no result
+        (lambda recipe: recipe.update(name="another", description="another"), 5),
+        (lambda recipe: recipe.update(seed=1), 0),
+        (lambda recipe: recipe["engine"].update(slots=1), 0),
+        (lambda recipe: recipe["stages"].pop("before"), 2),
+    ],
+)
+def test_recipes_have_in_common_what_comes_before_the_first_difference(change, num):
+    one = make_recipe().model_dump(mode="json")
+    other = json.loads(json.dumps(one))
+    change(other)
+    assert num_common(one, other) == num
