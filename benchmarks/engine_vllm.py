@@ -15,7 +15,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
 
-async def converse(engine: Any, name: str, conversation: Conversation, is_bare: bool) -> None:
+async def converse(engine: Any, name: str, conversation: Conversation, has_seeds: bool, num_logprobs: int | None) -> None:
     context = list(conversation.prompt)
     for turn in range(len(conversation.observations) + 1):
         settings = SamplingParams(
@@ -23,8 +23,8 @@ async def converse(engine: Any, name: str, conversation: Conversation, is_bare: 
             max_tokens=COMPLETION_TOKENS,
             min_tokens=COMPLETION_TOKENS,
             ignore_eos=True,
-            seed=None if is_bare else conversation.seed + turn,
-            logprobs=None if is_bare else 0,
+            seed=conversation.seed + turn if has_seeds else None,
+            logprobs=num_logprobs,
             detokenize=False,
         )
         final = None
@@ -43,7 +43,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--rows", type=int, default=NUM_CONVERSATIONS)
-    parser.add_argument("--bare", action="store_true", help="neither seeds nor log-probs, which training needs")
+    parser.add_argument("--no-seeds", action="store_true", help="no seed of each request")
+    parser.add_argument("--no-logprobs", action="store_true", help="no log-probs, which training needs")
     arguments = parser.parse_args()
     played = 0
 
@@ -69,7 +70,7 @@ def main() -> int:
             started = time.perf_counter()
             await asyncio.gather(
                 *(
-                    converse(engine, f"{played}/{number}", each, arguments.bare)
+                    converse(engine, f"{played}/{number}", each, not arguments.no_seeds, None if arguments.no_logprobs else 0)
                     for number, each in enumerate(conversations(played))
                 )
             )

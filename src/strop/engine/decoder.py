@@ -7,7 +7,8 @@ activations and gates are part of the products, and q and k turn together. Every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,12 @@ class Chunk:
     @property
     def padded_ids(self) -> list[int]:
         return [*self.ids, *([0] * (-len(self.ids) % CHUNK_STEP))]
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """How many tokens are computed, and how many columns they read."""
+        size = len(self.ids) + -len(self.ids) % CHUNK_STEP
+        return size, -(-(self.start + size) // KV_STEP) * KV_STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,16 +74,18 @@ class _Layout:
     row_slots: Tensor  # (rows,)
     row_mask: Tensor  # (slots * kv_heads, 1, L)
     row_spans: tuple[tuple[slice, ...], ...]  # by block of columns: the slots that read it; empty: all read all
-    chunks: tuple[_PlacedChunk, ...]
+    chunks: tuple[_LikeChunks, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _PlacedChunk:
-    slot: int
+class _LikeChunks:
+    """Chunks of one size that read as many columns, side by side among the step's tokens: attended to as one product."""
+
+    slots: Tensor  # (n,)
     start: int  # among the step's tokens
     stop: int
     num_columns: int
-    mask: Tensor  # (heads that share keys * C, L)
+    mask: Tensor  # (n * kv_heads, heads that share keys * C, L)
 
 
 class Decoder:
@@ -122,10 +131,9 @@ class Decoder:
 
     def _layout(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> _Layout:
         ids, positions, slots = list(rows.ids), list(rows.positions), list(rows.slots)
-        spans = []
+        chunks = sorted(chunks, key=lambda chunk: chunk.extent)
         for chunk in chunks:
             padded = chunk.padded_ids
-            spans.append((len(ids), len(ids) + len(padded)))
             ids += padded
             positions += range(chunk.start, chunk.start + len(padded))
             slots += [chunk.slot] * len(padded)
@@ -146,7 +154,7 @@ class Decoder:
             row_slots=all_slots[:num_rows],
             row_mask=mask.expand(-1, num_kv_heads, -1).reshape(shape.num_slots * num_kv_heads, 1, shape.num_columns),
             row_spans=self._spans(rows, shape),
-            chunks=tuple(self._placed(chunk, *span, all_positions) for chunk, span in zip(chunks, spans, strict=True)),
+            chunks=tuple(self._placed(chunks, num_rows, all_slots, all_positions)),
         )
 
     def _spans(self, rows: Rows, shape: StepShape) -> tuple[tuple[slice, ...], ...]:
@@ -164,11 +172,21 @@ class Decoder:
         num_all = len(spans) * (shape.num_slots // granule)
         return tuple(spans) if num_read <= _SPARSE * num_all else ()
 
-    def _placed(self, chunk: Chunk, start: int, stop: int, positions: Tensor) -> _PlacedChunk:
-        num_columns = -(-(chunk.start + stop - start) // KV_STEP) * KV_STEP
-        num_shared = self.architecture.num_heads // self.architecture.num_kv_heads
-        mask = self._mask(positions[start:stop], num_columns).repeat(num_shared, 1)
-        return _PlacedChunk(slot=chunk.slot, start=start, stop=stop, num_columns=num_columns, mask=mask)
+    def _placed(self, chunks: Sequence[Chunk], start: int, slots: Tensor, positions: Tensor) -> Iterator[_LikeChunks]:
+        """`chunks`, sorted by extent, of which the first begins at token `start` of the step."""
+        num_kv_heads = self.architecture.num_kv_heads
+        num_shared = self.architecture.num_heads // num_kv_heads
+        for (size, num_columns), alike in itertools.groupby(chunks, key=lambda chunk: chunk.extent):
+            stop = start + size * len(list(alike))
+            mask = self._mask(positions[start:stop], num_columns).view(-1, 1, 1, size, num_columns)
+            yield _LikeChunks(
+                slots=slots[start:stop:size],
+                start=start,
+                stop=stop,
+                num_columns=num_columns,
+                mask=mask.expand(-1, num_kv_heads, num_shared, -1, -1).reshape(-1, num_shared * size, num_columns),
+            )
+            start = stop
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, layout: _Layout, shape: StepShape, *, with_chunks: bool
@@ -178,7 +196,7 @@ class Decoder:
         if num_rows := len(layout.row_slots):
             attended.append(self._attend_rows(query[:num_rows], keys, values, layout, shape))
         if with_chunks:
-            attended += [self._attend_chunk(query[chunk.start : chunk.stop], keys, values, chunk) for chunk in layout.chunks]
+            attended += [self._attend_chunks(query[like.start : like.stop], keys, values, like) for like in layout.chunks]
         return torch.cat(attended) if attended else query.new_zeros(0, query.shape[1] * query.shape[2])
 
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, layout: _Layout, shape: StepShape) -> Tensor:
@@ -199,18 +217,18 @@ class Decoder:
         attended = attended.view(shape.num_slots, -1)
         return attended if is_dense else attended[layout.row_slots]
 
-    def _attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: _PlacedChunk) -> Tensor:
-        size, num_heads, head_dim = query.shape
-        num_kv_heads = self.architecture.num_kv_heads
+    def _attend_chunks(self, query: Tensor, keys: Tensor, values: Tensor, chunks: _LikeChunks) -> Tensor:
+        num_tokens, num_heads, head_dim = query.shape
+        num_chunks, num_kv_heads = len(chunks.slots), self.architecture.num_kv_heads
         # Heads that read the same keys are rows of one product.
-        grouped = query.view(size, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+        grouped = query.view(num_chunks, -1, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
         attended = _attend(
-            grouped,
-            [self.cache.in_one_piece(keys, chunk.slot, chunk.num_columns)],
-            [self.cache.in_one_piece(values, chunk.slot, chunk.num_columns)],
-            chunk.mask,
+            grouped.reshape(num_chunks * num_kv_heads, -1, head_dim),
+            [self.cache.in_one_piece(keys, chunks.slots, chunks.num_columns)],
+            [self.cache.in_one_piece(values, chunks.slots, chunks.num_columns)],
+            chunks.mask,
         )
-        return attended.view(num_heads, size, head_dim).transpose(0, 1).reshape(size, -1)
+        return attended.view(num_chunks, num_heads, -1, head_dim).transpose(1, 2).reshape(num_tokens, -1)
 
     def _project(self, layer: LayerWeights, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (N, heads, head_dim), keys and values (N, kv_heads, head_dim) of one layer, turned to their positions."""
