@@ -4,7 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from strop.algorithms import PPO, Column, LossInputs, RewardedRows, ValueInputs
+from strop.algorithms import PPO, Column, KLEstimator, LossInputs, RewardedRows, ValueInputs
 from strop.algorithms.gae import explained_variance, whitened
 
 # Prompt, two trained tokens, an observation, one trained token, padding; then a row of a prompt and one token.
@@ -122,7 +122,7 @@ def test_a_tied_group_and_a_group_of_one_are_learnt_from(make_group):
 
 def test_a_setting_of_a_kl_in_the_loss_is_refused():
     with pytest.raises(ValidationError, match="in the reward"):
-        PPO(kl_coefficient=0.1, kl_estimator="k2")
+        PPO(kl_coefficient=0.1, kl_estimator=KLEstimator.K2)
 
 
 def test_explained_variance_is_one_for_a_perfect_critic_and_zero_for_a_constant():

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field
 
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.grpo_roc import GRPORoC
+from strop.algorithms.ppo import PPO
 
 
 def _name_alone(value: Any) -> Any:
@@ -18,6 +19,6 @@ def _name_alone(value: Any) -> Any:
 
 
 MethodConfig: TypeAlias = Annotated[
-    Annotated[GRPO | GRPORoC, Field(discriminator="name")],
+    Annotated[GRPO | GRPORoC | PPO, Field(discriminator="name")],
     BeforeValidator(_name_alone),
 ]

@@ -94,11 +94,14 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             trained = stage.steps * kept * stage.sampling.max_tokens * stage.epochs
             flops = size.num_parameters * (2 * tokens / _DECODE_SHARE + 8 * trained / _TRAIN_SHARE)
             memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size)
+            if stage.method.critic is not None:  # as large as the policy, and trained as much
+                flops += 8 * size.num_parameters * trained / _TRAIN_SHARE
+                memory += 4 * weights_mib
             updates = stage.updates_per_step * stage.epochs
             arithmetic = (
                 f"{stage.steps} steps x {stage.tasks_per_step} tasks x {stage.rollouts_per_task} rollouts = {rollouts} a step;"
                 f" {stage.method.name} keeps {stage.group_size} a task = {kept}; {updates} updates a step of"
-                f" {kept // stage.updates_per_step} rollouts = {stage.steps * updates} updates"
+                f" {kept // stage.updates_per_step} rollouts = {stage.num_updates} updates"
             )
     return PlannedStage(
         name=name,

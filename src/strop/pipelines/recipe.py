@@ -61,11 +61,11 @@ class Stage(Config):
     trainer: TrainerConfig = TrainerConfig()
 
 
-def check_schedule(optimizer: OptimizerConfig, num_updates: int) -> None:
+def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "trainer.optimizer") -> None:
     """Raises `ValueError` when a cosine over `num_updates` would end before its warm-up does."""
     if optimizer.schedule is Schedule.COSINE and optimizer.warmup_updates >= num_updates:
         raise ValueError(
-            f"trainer.optimizer.warmup_updates is {optimizer.warmup_updates}, but the stage has {num_updates} updates in all:"
+            f"{key}.warmup_updates is {optimizer.warmup_updates}, but the stage has {num_updates} updates in all:"
             " nothing is left for the cosine. Lower warmup_updates, raise steps, or set schedule = 'constant'."
         )
 
@@ -166,13 +166,39 @@ class RlStage(Stage):
         return self
 
     @model_validator(mode="after")
+    def _leaves_steps_to_the_policy(self) -> Self:
+        if self.steps_of_critic_alone >= self.steps:
+            raise ValueError(
+                f"trainer.critic.alone_steps is {self.trainer.critic.alone_steps}, but the stage has {self.steps} steps: none"
+                " is left for the policy. Lower alone_steps, or raise steps."
+            )
+        return self
+
+    @model_validator(mode="after")
     def _schedule_ends_after_its_warmup(self) -> Self:
-        check_schedule(self.trainer.optimizer, self.steps * self.updates_per_step * self.epochs)
+        check_schedule(self.trainer.optimizer, self.num_updates)
+        if self.method.critic is not None:
+            check_schedule(self.trainer.critic.optimizer, self.num_critic_updates, key="trainer.critic.optimizer")
         return self
 
     @property
     def rollouts_per_task(self) -> int:
         return self.method.num_rollouts(self.group_size)
+
+    @property
+    def steps_of_critic_alone(self) -> int:
+        """First steps in which the policy is not updated; 0 for a method without a critic."""
+        return 0 if self.method.critic is None else self.trainer.critic.alone_steps
+
+    @property
+    def num_updates(self) -> int:
+        """Of the policy, where every step is full."""
+        return (self.steps - self.steps_of_critic_alone) * self.updates_per_step * self.epochs
+
+    @property
+    def num_critic_updates(self) -> int:
+        """Of the critic, if there is one."""
+        return self.steps * self.updates_per_step * self.epochs
 
 
 StageConfig: TypeAlias = Annotated[ModelStage | SftStage | EvalStage | RlStage, Field(discriminator="kind")]

@@ -6,7 +6,7 @@ tasks -> play -> scored groups -> select -> advantages + pack -> updates -> publ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strop.algorithms.protocol import Column, Selection
 from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
+from strop.pipelines.critic import critic_metrics, judge, update_critic_or_keep
 from strop.pipelines.recipe import RlStage
 from strop.pipelines.sft_stage import write_model
 from strop.pipelines.skipped import update_or_keep
@@ -36,18 +37,15 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
             init,
             stage.trainer,
             reference=init if Column.REFERENCE_LOGPROBS in stage.method.needs else None,
-            total_updates=stage.steps * stage.updates_per_step * stage.epochs,
+            critic=init if Column.VALUES in stage.method.needs else None,
+            total_updates=stage.num_updates,
+            total_critic_updates=stage.num_critic_updates,
         )
         opened.push_async_callback(trainer.close)
         rollouts = await opened.enter_async_context(open_rollouts(context, stage, init))
         await take_steps(context, stage, trainer, rollouts, _Loop(context, stage, trainer, rollouts).step)
         await write_model(context, trainer)
         return context.directory.model, f"{stage.steps} steps of {stage.method.name}, {trainer.num_updates} updates"
-
-
-def is_solved(figures: Mapping[str, float]) -> bool:
-    """Whether a step left no gradient because most rollouts are right, which is no reason to give up."""
-    return figures.get("update/grad_norm", 0.0) == 0 and figures.get("rollout/accuracy", 0.0) > 0.5
 
 
 class _Loop:
@@ -58,23 +56,20 @@ class _Loop:
 
     async def step(self, step: int, weights: str) -> StepResult:
         """One step from the policy with checksum `weights`."""
-        stage, clock = self.stage, Clock()
+        stage, method, clock = self.stage, self.stage.method, Clock()
         groups, played = await self.rollouts.play(step, weights)
         rollout_s = clock.lap()
         selections = [
-            stage.method.select(group, group_size=stage.group_size, seed=self.context.seed("select", step, group.task_index))
+            method.select(group, group_size=stage.group_size, seed=self.context.seed("select", step, group.task_index))
             for group in groups
         ]
-        advantages = stage.method.advantages(selections)  # of the whole step: a mini-batch is no baseline
-        batches = await self._pack(selections, advantages)
+        advantages = method.advantages(selections)  # of the whole step: a mini-batch is no baseline
+        parts = split_by_group(selections, stage.updates_per_step)
+        batches = await self._pack(parts, selections, advantages)
+        if method.critic is not None:
+            batches, advantages = judge(method.critic, selections, parts, batches)
         score_s = clock.lap()
-        reports = [
-            await update_or_keep(
-                self.context, self.trainer, batch, stage.method.token_loss, stage.method.token_statistics, step=step
-            )
-            for _ in range(stage.epochs)
-            for batch in batches
-        ]
+        reports, critic_reports = await self._update(step, batches)
         update_s = clock.lap()
         write_selection(self.context, step, selections, advantages)
         weights = await self.rollouts.publish(self.trainer, version=step)
@@ -84,6 +79,7 @@ class _Loop:
             | tool_call_metrics(groups)
             | selection_metrics(selections)
             | update_metrics(reports)
+            | critic_metrics(batches, critic_reports)
             | _gap_metrics(batches, reports)
             | {
                 "rollout/tokens_per_s": num_sampled_tokens(groups) / rollout_s,
@@ -95,19 +91,40 @@ class _Loop:
             }
         )
         self.context.event("step_finished", step=step, weights=weights)
-        problems = [] if is_solved(figures) else _why_stuck(groups, selections, advantages, reports)
+        tie = _tie(groups, advantages, has_critic=method.critic is not None)
+        # What leaves no gradient because most rollouts are right is no reason to give up.
+        is_solved = figures.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or figures.get("update/grad_norm", 0.0) == 0)
+        problems = [] if is_solved else _why_stuck(groups, selections, tie, reports, critic_reports)
         return StepResult(figures=figures, weights=weights, problems=problems)
 
-    async def _pack(self, selections: Sequence[Selection], advantages: Sequence[Sequence[Tensor]]) -> list[TokenBatch]:
+    async def _update(self, step: int, batches: Sequence[TokenBatch]) -> tuple[list[UpdateReport], list[UpdateReport]]:
+        """Every update of a step: reports of the policy, and of the critic where there is one."""
+        method, reports, critic_reports = self.stage.method, [], []
+        for _ in range(self.stage.epochs):
+            for batch in batches:
+                if method.critic is not None:
+                    report = await update_critic_or_keep(self.context, self.trainer, batch, method.critic, step=step)
+                    critic_reports.append(report)
+                if step > self.stage.steps_of_critic_alone:
+                    report = await update_or_keep(
+                        self.context, self.trainer, batch, method.token_loss, method.token_statistics, step=step
+                    )
+                    reports.append(report)
+        return reports, critic_reports
+
+    async def _pack(
+        self, parts: Sequence[Sequence[Selection]], selections: Sequence[Selection], advantages: Sequence[Sequence[Tensor]]
+    ) -> list[TokenBatch]:
         """The batch of each update, with every column that the method needs.
 
-        Of a single update old log-probs are what it computes itself. Of several, all are scored before the first.
+        Of a single update old log-probs are what it computes itself, unless they are needed earlier. Of several, all are
+        scored before the first.
         """
         stage, method = self.stage, self.stage.method
         of_group = {id(selection): each for selection, each in zip(selections, advantages, strict=True)}
-        parts = split_by_group(selections, stage.updates_per_step)
+        of_estimates = frozenset[Column]() if method.critic is None else method.critic.estimates_need
         is_single = len(parts) * stage.epochs == 1
-        columns = method.needs - {Column.OLD_LOGPROBS} if is_single else method.needs
+        columns = method.needs - {Column.OLD_LOGPROBS} | of_estimates if is_single else method.needs
         batches = []
         for part in parts:
             batch = pack(
@@ -138,22 +155,43 @@ def _gap_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport])
     return {"policy/logprob_gap_mean": gap.mean().item(), "policy/logprob_gap_max": gap.max().item()}
 
 
+def _tie(groups: Sequence[Group], advantages: Sequence[Sequence[Tensor]], *, has_critic: bool) -> str:
+    """A sentence where rewards do not tell rollouts apart that are compared; empty where they do.
+
+    A critic compares all of them, and errs: advantages that it finds where all rewards are equal are noise.
+    """
+    rewards = [each.reward for group in groups for each in group.trajectories]
+    if len(set(rewards)) == 1:
+        is_tied, same = has_critic or not _has_any(advantages), f"all {len(rewards)} rewards are {rewards[0]:g}"
+    else:
+        is_tied = not has_critic and all(group.is_tied for group in groups) and not _has_any(advantages)
+        same = "within each, all rewards are equal"
+    return f"every group is tied: {same}." if rewards and is_tied else ""
+
+
+def _has_any(advantages: Sequence[Sequence[Tensor]]) -> bool:
+    return any(bool(of_tokens.any()) for of_group in advantages for of_tokens in of_group)
+
+
 def _why_stuck(
     groups: Sequence[Group],
     selections: Sequence[Selection],
-    advantages: Sequence[Sequence[Tensor]],
+    tie: str,
     reports: Sequence[UpdateReport],
+    critic_reports: Sequence[UpdateReport],
 ) -> list[str]:
     """Why this step taught nothing, in words for the user (law 11); empty when it did."""
     if void := why_void(groups):
         return void
-    scored = [each for group in groups for each in group.trajectories]
-    has_advantage = any(bool(of_tokens.any()) for of_group in advantages for of_tokens in of_group)
-    if all(group.is_tied for group in groups) and not has_advantage:
-        rewards = {each.reward for each in scored}
-        same = f"all {len(scored)} rewards are {rewards.pop():g}" if len(rewards) == 1 else "within each, all rewards are equal"
-        return [f"every group is tied: {same}."]
+    if tie:
+        return [tie]
     if not any(selection.kept for selection in selections):
         reasons = Counter(decision.reason for selection in selections for decision in selection.decisions)
-        return [f"the method kept none of {len(scored)} rollouts, most often because: {reasons.most_common(1)[0][0]}."]
-    return why_no_progress(groups, reports)
+        num_scored = sum(len(group.trajectories) for group in groups)
+        return [f"the method kept none of {num_scored} rollouts, most often because: {reasons.most_common(1)[0][0]}."]
+    of_critic = [
+        f"update {report.update} of the critic was skipped: {report.skip_reason}"
+        for report in critic_reports
+        if report.is_skipped
+    ]
+    return why_no_progress(groups, reports) + of_critic

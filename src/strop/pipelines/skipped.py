@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -20,9 +22,16 @@ _MAX_KEPT = 8  # of a stage: one shows what is wrong, a thousand fill the disk
 async def update_or_keep(
     context: StageContext, trainer: Trainer, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics, *, step: int
 ) -> UpdateReport:
-    """`trainer.update`; the batch of one that is skipped is written to skipped/step-K-N.pt, and the user told where."""
+    """`trainer.update`; the batch of one that is skipped is kept."""
+    return await keep_skipped(context, batch, trainer.update(batch, loss, statistics), step=step)
+
+
+async def keep_skipped(
+    context: StageContext, batch: TokenBatch, update: Coroutine[Any, Any, UpdateReport], *, step: int
+) -> UpdateReport:
+    """The report of `update`; if it is skipped, its batch is written to skipped/step-K-N.pt, and the user told where."""
     try:
-        report = await trainer.update(batch, loss, statistics)
+        report = await update
     except CannotLearnError:
         await _keep(context, batch, step, "too many updates in a row were skipped")
         raise

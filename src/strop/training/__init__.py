@@ -1,7 +1,7 @@
 """Groups -> token batches -> optimizer updates, and the weights that come of them."""
 
 from strop.training.batch import Microbatch, TokenBatch, microbatches, pack, split_by_group
-from strop.training.config import LoraConfig, OptimizerConfig, Schedule, TrainerConfig
+from strop.training.config import CriticConfig, CriticOptimizerConfig, LoraConfig, OptimizerConfig, Schedule, TrainerConfig
 from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer, UpdateReport
 from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics
@@ -9,6 +9,8 @@ from strop.training.trainer import LocalTrainer
 from strop.training.workers import WorkerTrainer
 
 __all__ = [
+    "CriticConfig",
+    "CriticOptimizerConfig",
     "Demonstration",
     "LocalTrainer",
     "LoraConfig",

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from strop.errors import ModelError
 from strop.training.adapter import Adapter
 from strop.training.attention import use_row_attention
-from strop.training.config import TrainerConfig, learning_rate
+from strop.training.config import TrainerConfig
+from strop.training.critic import Critic, ValueModule
 from strop.training.learner import Learner
 from strop.training.logprobs import LogprobModule
 from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
@@ -21,14 +22,20 @@ from strop.training.world import World
 
 
 def open_learner(
-    directory: Path, config: TrainerConfig, *, reference: Path | None, total_updates: int | None, world: World | None = None
+    directory: Path,
+    config: TrainerConfig,
+    *,
+    reference: Path | None,
+    critic: Path | None,
+    total_updates: int | None,
+    total_critic_updates: int | None,
+    world: World | None = None,
 ) -> Learner:
     """A learner of the model in `directory`, alone or as one rank of `world`; the arguments are those of `open_trainer`.
 
     Dropout is off, so that a token scored twice gets the same log-prob: of the first update after a score every ratio is
     exactly 1, because both cut the batch into the same micro-batches.
     """
-    learning_rate(config.optimizer, config.optimizer.warmup_updates, total_updates)  # a bad schedule fails now, not later
     if config.lora is not None and reference is not None and reference.resolve() != directory.resolve():
         raise ModelError(
             f"{reference}: with trainer.lora the reference is the model that the adapter stands beside, {directory}. Leave the"
@@ -45,7 +52,7 @@ def open_learner(
         checkpoint_activations(model)
     policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
     weights: Weights = (
-        MasterWeights(model, dtype) if world is None else ShardedWeights(policy, dtype, device, num_ranks=world.size)
+        MasterWeights(model, dtype) if world is None else ShardedWeights(policy, model, dtype, device, num_ranks=world.size)
     )
     measured: Reference | None = None
     if adapter is not None and reference is not None:
@@ -67,6 +74,23 @@ def open_learner(
         world=world or World(),
         adapter=adapter,
         reference=measured,
+        critic=None if critic is None else _open_critic(critic, config, world, total_critic_updates),
         tokenizer_files=read_tokenizer_files(directory),
         total_updates=total_updates,
     )
+
+
+def _open_critic(directory: Path, config: TrainerConfig, world: World | None, total_updates: int | None) -> Critic:
+    dtype, device = getattr(torch, config.precision), torch.device(config.device)
+    decoder = load_model(directory).base_model.eval().requires_grad_(True)
+    if config.packing:
+        use_row_attention(decoder)
+    if config.activation_checkpointing:
+        checkpoint_activations(decoder)
+    values = ValueModule(decoder, is_packed=config.packing)
+    weights: Weights
+    if world is None:
+        weights = MasterWeights(values.to(device), dtype)
+    else:
+        weights = ShardedWeights(values, values, dtype, device, num_ranks=world.size)
+    return Critic(values, weights, config, world=world or World(), total_updates=total_updates)

@@ -16,6 +16,7 @@ from strop.algorithms.aggregation import Aggregation, token_weights
 from strop.algorithms.protocol import Column, Selection
 from strop.training.attention import shared_lengths
 from strop.training.world import World
+from strop.types import ScoredTrajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,12 @@ def pack(
             keyed.append((trajectory.key, row))
     keyed.sort(key=lambda pair: pair[0])
     return pack_rows([row for _, row in keyed], aggregation=aggregation, temperature=temperature, constant=constant)
+
+
+def in_canonical_order(selections: Sequence[Selection]) -> list[ScoredTrajectory]:
+    """What was kept, in the order of the rows of `pack`."""
+    kept = (scored for selection in selections for scored in selection.kept)
+    return sorted(kept, key=lambda scored: scored.trajectory.key)
 
 
 def pack_rows(rows: Sequence[Row], *, aggregation: Aggregation, temperature: float, constant: int | None = None) -> TokenBatch:

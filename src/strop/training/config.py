@@ -31,6 +31,19 @@ class OptimizerConfig(Config):
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)  # of lr, at the end of the cosine
 
 
+class CriticOptimizerConfig(OptimizerConfig):
+    """AdamW of the critic, which has to keep up with the policy."""
+
+    lr: float = Field(default=1e-5, gt=0)  # ten times the policy's default
+
+
+class CriticConfig(Config):
+    """What is different of the critic, where the method has one; all else is as of the policy."""
+
+    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
+    alone_steps: int = Field(default=0, ge=0)  # first steps of a stage, in which the critic learns and the policy does not
+
+
 class LoraConfig(Config):
     """Low-rank matrices beside frozen ones (LoRA, arXiv 2106.09685)."""
 
@@ -46,6 +59,7 @@ class TrainerConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     precision: Literal["float32", "bfloat16"] = "float32"  # to compute in; weights, gradient sums and optimizer are float32
     lora: LoraConfig | None = None  # train an adapter; unset: all weights
+    critic: CriticConfig = CriticConfig()  # of a method that has one
     workers: int = Field(default=0, ge=0)  # processes that divide the model among them; 0: this one has all of it
     worker_timeout_s: float = Field(default=1800.0, gt=0)  # of one call of them, until the silent one is named
     device: str = "cpu"  # or "cuda", "cuda:1"

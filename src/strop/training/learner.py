@@ -1,32 +1,32 @@
-"""One model and its optimizer, or one rank's part of them: the compute behind every trainer, in plain calls."""
+"""The roles of a trainer (policy, reference, critic), or one rank's part of them: the compute behind it, in plain calls."""
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.algorithms.protocol import Column, LossInputs
 from strop.engine.protocol import weights_checksum
-from strop.errors import CannotLearnError
+from strop.errors import ModelError
 from strop.runs import read_json, write_json
 from strop.training.adapter import Adapter
 from strop.training.batch import TokenBatch, shares
-from strop.training.config import OptimizerConfig, TrainerConfig, learning_rate
+from strop.training.config import TrainerConfig
+from strop.training.critic import Critic
 from strop.training.figures import TokenFigures
 from strop.training.logprobs import LogprobModule
-from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
+from strop.training.optimization import Optimization
+from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
 from strop.training.reference import Reference
-from strop.training.state import moments, prepare_moments, read_model, read_tensors, write_model, write_tensors
+from strop.training.scoring import score_rows
+from strop.training.state import read_model, read_tensors, write_model, write_tensors
 from strop.training.weights import Weights
 from strop.training.world import World
-
-logger = logging.getLogger(__name__)
 
 
 class Learner:
@@ -36,7 +36,7 @@ class Learner:
         policy: the model, in whatever form computes the log-probs of rows.
         weights: of `policy`.
         adapter: where only an adapter is trained.
-        reference: None where there is none.
+        reference, critic: None where there is none.
         total_updates: where a cosine schedule ends.
     """
 
@@ -49,71 +49,64 @@ class Learner:
         world: World,
         adapter: Adapter | None,
         reference: Reference | None,
+        critic: Critic | None,
         tokenizer_files: Mapping[str, bytes],
         total_updates: int | None,
     ) -> None:
         self.policy, self.weights, self.config, self.world = policy, weights, config, world
-        self.adapter, self.reference = adapter, reference
+        self.adapter, self.reference, self.critic = adapter, reference, critic
         self._tokenizer_files = dict(tokenizer_files)
-        self._total_updates = total_updates
         self._device = torch.device(config.device)
-        self._parameters = list(weights.named().values())
-        self.optimizer = _make_optimizer(self._parameters, config.optimizer)
-        self.num_updates = 0
-        self._num_scheduled = 0  # updates since the schedule started
-        self._num_skipped = 0  # in a row
+        self._optimization = Optimization(
+            weights,
+            config.optimizer,
+            key="trainer.optimizer",
+            world=world,
+            max_skipped=config.max_skipped_updates,
+            total_updates=total_updates,
+        )
 
     @property
     def model(self) -> PreTrainedModel:
         return self.policy.model
 
+    @property
+    def optimizer(self) -> torch.optim.AdamW:
+        """The policy's."""
+        return self._optimization.optimizer
+
+    @property
+    def num_updates(self) -> int:
+        """Of the policy."""
+        return self._optimization.num_updates
+
     def score(self, batch: TokenBatch, column: Column) -> Tensor:
-        """Log-probs of the policy or the reference (N, T), of this rank's share of the rows; 0 elsewhere."""
+        """What policy, reference or critic says of this rank's share of the rows, (N, T); 0 elsewhere."""
         match column:
+            case Column.VALUES if self.critic is not None:
+                return self.critic.score(batch)
             case Column.OLD_LOGPROBS:
-                scorer: nn.Module = self.policy
+                scorer: LogprobModule | Reference = self.policy
             case Column.REFERENCE_LOGPROBS if self.reference is not None:
                 scorer = self.reference
             case _:
                 raise ValueError(f"this trainer has no model that can fill {column.value!r}: it was built without one")
-        scores = torch.zeros(batch.ids.shape)
-        with torch.no_grad():
-            for part in shares(batch, self.config.max_tokens_per_microbatch, self.config.packing, self.world):
-                rows = part.batch.to(self._device)
-                logprobs, _ = scorer(rows.ids, rows.loss_mask, rows.temperature)
-                if part.batch.num_loss_tokens:
-                    scores[part.rows, : logprobs.shape[1]] = logprobs.cpu()
+
+        def logprobs(rows: TokenBatch) -> Tensor:
+            of_rows: Tensor = scorer(rows.ids, rows.loss_mask, rows.temperature)[0]
+            return of_rows
+
+        scores = score_rows(batch, self.config, self.world, logprobs)
         self.weights.rest()
         return scores
 
     def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
-        rate = learning_rate(self.config.optimizer, self._num_scheduled, self._total_updates)
-        if batch.num_loss_tokens == 0:
-            return self._skip(0.0, 0.0, rate, f"none of the {len(batch.lengths)} rows has a token to train on")
-        self.optimizer.zero_grad(set_to_none=True)
-        total_loss, figures = self._backward(batch, loss, statistics)
-        norm = nn.utils.clip_grad_norm_(self._parameters, self.config.optimizer.grad_clip or math.inf)
-        loss_value, grad_norm = self.world.sum(total_loss).item(), _whole(norm).item()
-        if not (math.isfinite(loss_value) and math.isfinite(grad_norm)):
-            return self._skip(loss_value, grad_norm, rate, f"loss is {loss_value}, gradient norm is {grad_norm}")
-        for parameter_group in self.optimizer.param_groups:
-            parameter_group["lr"] = rate
-        self.optimizer.step()
-        self.weights.refresh()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.num_updates += 1
-        self._num_scheduled += 1
-        self._num_skipped = 0
-        gathered, *others = self.world.gather(figures.on_cpu())
-        for other in others:
-            gathered.merge(other)
-        return UpdateReport(
-            update=self.num_updates,
-            loss=loss_value,
-            grad_norm=grad_norm,
-            learning_rate=rate,
-            statistics=gathered.summary(batch.num_loss_tokens),
-        )
+        return self._optimization.update(batch, lambda: self._backward(batch, loss, statistics))
+
+    def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
+        if self.critic is None:
+            raise ValueError("this trainer has no critic to update: it was built without one")
+        return self.critic.update(batch, loss, statistics)
 
     def _backward(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> tuple[Tensor, TokenFigures]:
         """Add this rank's share of the gradient up; returns its share of the loss and of the figures."""
@@ -135,20 +128,6 @@ class Learner:
             figures.add(rows.loss_mask, {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)})
         return total_loss, figures
 
-    def _skip(self, loss: float, grad_norm: float, rate: float, reason: str) -> UpdateReport:
-        self.optimizer.zero_grad(set_to_none=True)
-        self._num_skipped += 1
-        logger.warning("update %d is skipped: %s", self.num_updates + 1, reason)
-        if self._num_skipped >= self.config.max_skipped_updates:
-            raise CannotLearnError(
-                f"{self._num_skipped} updates in a row were skipped, the last because {reason}. The weights are those of update"
-                f" {self.num_updates}. If values are not finite, lower trainer.optimizer.lr or use precision = 'float32'; if"
-                " there is nothing to train on, look at why rollouts are dropped."
-            )
-        return UpdateReport(
-            update=self.num_updates, loss=loss, grad_norm=grad_norm, learning_rate=rate, statistics={}, skip_reason=reason
-        )
-
     def names(self) -> list[str]:
         """Of the tensors that are published: those of a model without an adapter."""
         names = self.weights.names()
@@ -163,12 +142,9 @@ class Learner:
 
     def save(self, directory: Path) -> None:
         """Write model (or adapter), state and counters; of several ranks, the first writes what is not divided."""
-        state = moments(self.optimizer, self.weights.named())
-        counters = {
-            "num_updates": self.num_updates,
-            "num_scheduled": self._num_scheduled,
-            "num_skipped": self._num_skipped,
-            "has_moments": bool(state),
+        state = self._optimization.moments()
+        counters: dict[str, Any] = {
+            **self._optimization.counters(),
             "has_moved_reference": self.reference is not None and self.reference.has_moved,
         }
         if self.adapter is None:
@@ -179,6 +155,9 @@ class Learner:
                 self.adapter.write(directory / "adapter", tensors)
         if self.reference is not None:
             state |= self.reference.state()
+        if self.critic is not None:
+            state |= self.critic.state()
+            counters["critic"] = self.critic.counters()
         write_tensors(directory / "state", state, is_alone=self.world.size == 1)
         if self.world.rank == 0:
             write_json(directory / "trainer.json", counters)
@@ -203,44 +182,22 @@ class Learner:
             weights = read_model(directory / "model", shapes)
         else:
             weights = self.adapter.read(directory / "adapter", {name: parameter.shape for name, parameter in named.items()})
-        state: dict[str, Tensor] = {}
-        self._reset_moments()
-        if counters["has_moments"]:
-            state |= prepare_moments(self.optimizer, named)
+        if self.critic is not None and "critic" not in counters:
+            raise ModelError(f"{directory}: holds no critic, but the method needs one: it was written for another method.")
+        state = self._optimization.restore(counters)
         if self.reference is not None and counters["has_moved_reference"]:
             state |= self.reference.prepare_state()
+        if self.critic is not None:
+            state |= self.critic.prepare_state(counters["critic"])
         read_tensors(directory / "state", state, is_alone=self.world.size == 1)
         self.weights.assign(weights.items())
-        self.num_updates = int(counters["num_updates"])
-        self._num_scheduled = int(counters["num_scheduled"])
-        self._num_skipped = int(counters["num_skipped"])
+        if self.critic is not None:
+            self.critic.refresh()
 
     def reset_optimizer(self) -> None:
-        self._reset_moments()
-        self._num_scheduled = 0
+        self._optimization.reset()
 
     def refresh_reference(self) -> None:
         if self.reference is None:
             raise ValueError("this trainer has no reference that could be refreshed: it was built without one")
         self.reference.refresh()
-
-    def _reset_moments(self) -> None:
-        self.optimizer = _make_optimizer(self._parameters, self.config.optimizer)
-
-
-def _whole(value: Tensor) -> Tensor:
-    """The norm of a gradient that is divided over ranks is itself divided."""
-    return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
-
-
-def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    # Fused: one kernel a tensor instead of a dozen. Elementwise, so as reproducible as the plain one.
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )

@@ -58,25 +58,31 @@ def token_logprobs(
     Returns:
         Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
     """
-    predicted = where[:, 1:].reshape(-1).nonzero().squeeze(1)
-    # The last column predicts nothing here, so it need not be computed.
-    if is_packed:
-        lengths = (where[:, 1:] * torch.arange(1, where.shape[1], device=where.device)).amax(1).clamp(min=1)
-        layout = lay_out(ids[:, :-1], lengths)
-        hidden = model.base_model(
-            input_ids=layout.ids, position_ids=layout.positions, use_cache=False, layout=layout
-        ).last_hidden_state
-        places = layout.places.reshape(-1).index_select(0, predicted)
-    else:
-        hidden = model.base_model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-        places = predicted
-    selected = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places)
+    selected, predicted = hidden_before(model.base_model, ids, where, is_packed=is_packed)
     targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
     head = model.get_output_embeddings()
     logprobs, entropies = head_logprobs(
         selected, head.weight, head.bias, targets, temperature=temperature, max_logits=max_logits
     )
-    return _spread(logprobs, predicted, where), _spread(entropies, predicted, where)
+    return spread(logprobs, predicted, where), spread(entropies, predicted, where)
+
+
+def hidden_before(decoder: PreTrainedModel, ids: Tensor, where: Tensor, *, is_packed: bool) -> tuple[Tensor, Tensor]:
+    """Hidden states (m, H) of ids[:, :t] for each of the m tokens t of `where`, and their places for `spread`, (m,).
+
+    Args as of `token_logprobs`.
+    """
+    predicted = where[:, 1:].reshape(-1).nonzero().squeeze(1)
+    # The last column predicts nothing here, so it need not be computed.
+    if is_packed:
+        lengths = (where[:, 1:] * torch.arange(1, where.shape[1], device=where.device)).amax(1).clamp(min=1)
+        layout = lay_out(ids[:, :-1], lengths)
+        hidden = decoder(input_ids=layout.ids, position_ids=layout.positions, use_cache=False, layout=layout).last_hidden_state
+        places = layout.places.reshape(-1).index_select(0, predicted)
+    else:
+        hidden = decoder(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        places = predicted
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, places), predicted
 
 
 def head_logprobs(
@@ -185,7 +191,7 @@ def _add_products(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
         total[block] += of_logits[:, block].T @ hidden
 
 
-def _spread(values: Tensor, predicted: Tensor, where: Tensor) -> Tensor:
+def spread(values: Tensor, predicted: Tensor, where: Tensor) -> Tensor:
     """Values of predicted positions, (m,), at their tokens in a float32 tensor of the shape of `where`; 0 elsewhere."""
     num_rows, num_columns = where.shape
     flat = values.new_zeros(num_rows * (num_columns - 1)).index_copy(0, predicted, values)

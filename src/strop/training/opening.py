@@ -11,7 +11,13 @@ from strop.training.workers import WorkerTrainer
 
 
 def open_trainer(
-    directory: Path, config: TrainerConfig, *, reference: Path | None = None, total_updates: int | None = None
+    directory: Path,
+    config: TrainerConfig,
+    *,
+    reference: Path | None = None,
+    critic: Path | None = None,
+    total_updates: int | None = None,
+    total_critic_updates: int | None = None,
 ) -> Trainer:
     """A trainer of the model in `directory`: in this process, or over `config.workers` processes.
 
@@ -19,7 +25,9 @@ def open_trainer(
         directory: which `transformers` loads.
         config: of the trainer.
         reference: a directory with the frozen model that KL is measured against.
-        total_updates: where a cosine schedule ends.
+        critic: a directory with the model whose decoder a critic starts from.
+        total_updates: where a cosine schedule of the policy ends.
+        total_critic_updates: where one of the critic ends.
 
     Raises:
         ModelError: there is no model, or not one that can be trained here.
@@ -27,4 +35,11 @@ def open_trainer(
         TrainerLost: a process did not start.
     """
     kind = WorkerTrainer if config.workers else LocalTrainer
-    return kind.from_directory(directory, config, reference=reference, total_updates=total_updates)
+    return kind.from_directory(
+        directory,
+        config,
+        reference=reference,
+        critic=critic,
+        total_updates=total_updates,
+        total_critic_updates=total_critic_updates,
+    )

@@ -9,12 +9,14 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
-from strop.algorithms.protocol import Column, LossInputs
+from strop.algorithms.protocol import Column, LossInputs, ValueInputs
 from strop.engine.protocol import TakesWeights
 from strop.training.batch import TokenBatch
 
 TokenLoss: TypeAlias = Callable[[Tensor, LossInputs], Tensor]
 TokenStatistics: TypeAlias = Callable[[Tensor, LossInputs], dict[str, Tensor]]
+ValueLoss: TypeAlias = Callable[[Tensor, ValueInputs], Tensor]
+ValueStatistics: TypeAlias = Callable[[Tensor, ValueInputs], dict[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +42,10 @@ class Trainer(Protocol):
     def num_updates(self) -> int: ...
 
     async def score(self, batch: TokenBatch, column: Column) -> TokenBatch:
-        """`batch` with `column` filled in by the policy (or the reference), without gradient, at the batch's temperature."""
+        """`batch` with `column` filled in by the policy, the reference or the critic, without gradient.
+
+        Log-probs are at the batch's temperature. Raises `ValueError` where there is no such model.
+        """
 
     async def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
         """One optimizer step on the whole batch: loss = sum(loss_weights * token loss), split as memory asks (law 4).
@@ -52,12 +57,20 @@ class Trainer(Protocol):
             CannotLearnError: too many updates in a row were skipped.
         """
 
+    async def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
+        """One step of the critic's optimizer on the whole batch, which has values and returns; as `update`, and apart from it.
+
+        Raises:
+            CannotLearnError: too many of them in a row were skipped.
+            ValueError: there is no critic, or one of the columns is missing.
+        """
+
     async def publish(self, engine: TakesWeights, *, version: int) -> str:
         """Send the weights to the engine in its dtype; returns their checksum once the engine has proved it (law 6)."""
 
     async def save(self, directory: Path) -> None:
         """Write a checkpoint into `directory`, which is empty: model (a directory that transformers loads) or adapter, state
-        of the optimizer, counters."""
+        of the optimizer, the critic with its own, counters."""
 
     async def save_model(self, directory: Path) -> None:
         """Write the model and its tokenizer into `directory`, which `transformers` then loads; an adapter is merged."""
@@ -73,7 +86,7 @@ class Trainer(Protocol):
         """
 
     async def reset_optimizer(self) -> None:
-        """Forget the moments and start the learning-rate schedule again; the weights and `num_updates` stay."""
+        """Forget the policy's moments and start its learning-rate schedule again; the weights and `num_updates` stay."""
 
     async def refresh_reference(self) -> None:
         """Measure KL against the policy as it is now (DeepSeek-R1, arXiv 2501.12948: every 400 steps).

@@ -11,22 +11,24 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.training.logprobs import LogprobModule
-
 
 class ShardedWeights:
-    """Divides the model of `policy`, which is in float32, in place; in bfloat16 ranks exchange and compute with rounded copies.
+    """Divides `root`, which is in float32, in place; in bfloat16 ranks exchange and compute with rounded copies.
 
     Gradients are added up over ranks in float32 after each backward pass, undivided: each token's share of the loss was
     computed over the whole update (law 4). Embedding and head stay whole from a forward pass to the end of its backward pass.
+
+    Args:
+        root: the module that is called.
+        model: `root` or a part of it, which names the weights.
     """
 
-    def __init__(self, policy: LogprobModule, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
+    def __init__(self, root: nn.Module, model: nn.Module, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
         precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
-        divide(policy, device, num_ranks, precision, keeps_ends=True)
-        self._policy = policy
+        divide(root, device, num_ranks, precision, keeps_ends=True)
+        self._root = root
         # Those that the optimizer sees; while the model computes, its modules show others.
-        self._parameters = dict(policy.model.named_parameters())
+        self._parameters = dict(model.named_parameters())
 
     def named(self) -> Mapping[str, nn.Parameter]:
         return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
@@ -53,12 +55,12 @@ class ShardedWeights:
         """The next forward pass gathers the weights anew."""
 
     def rest(self) -> None:
-        assert isinstance(self._policy, FSDPModule)
-        self._policy.reshard()
+        assert isinstance(self._root, FSDPModule)
+        self._root.reshard()
 
 
 def divide(
-    scorer: LogprobModule, device: torch.device, num_ranks: int, precision: MixedPrecisionPolicy, *, keeps_ends: bool
+    scorer: nn.Module, device: torch.device, num_ranks: int, precision: MixedPrecisionPolicy, *, keeps_ends: bool
 ) -> None:
     """Divide a model over all ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass."""
     mesh = init_device_mesh(device.type, (num_ranks,))

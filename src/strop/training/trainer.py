@@ -17,7 +17,7 @@ from strop.training.assembly import open_learner
 from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
 from strop.training.learner import Learner
-from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
+from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
 
 Result = TypeVar("Result")
 
@@ -40,18 +40,28 @@ class LocalTrainer:
         config: TrainerConfig,
         *,
         reference: Path | None = None,
+        critic: Path | None = None,
         total_updates: int | None = None,
+        total_critic_updates: int | None = None,
     ) -> Self:
-        """A trainer of the model in `directory`, with the frozen model in `reference` to measure KL against.
+        """A trainer of the model in `directory`; the arguments are those of `open_trainer`.
 
         Raises:
             ModelError: there is no model, or not one that can be trained here.
             ConfigError: `config` asks for processes, which `open_trainer` starts.
-            ValueError: the schedule and `total_updates`, where a cosine ends, do not fit.
+            ValueError: a schedule and the number of updates do not fit.
         """
         if config.workers:
             raise ConfigError(f"trainer.workers is {config.workers}, but this trainer is one process: use open_trainer.")
-        return cls(open_learner(directory, config, reference=reference, total_updates=total_updates))
+        learner = open_learner(
+            directory,
+            config,
+            reference=reference,
+            critic=critic,
+            total_updates=total_updates,
+            total_critic_updates=total_critic_updates,
+        )
+        return cls(learner)
 
     @property
     def num_updates(self) -> int:
@@ -63,6 +73,9 @@ class LocalTrainer:
 
     async def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
         return await self._run(lambda: self.learner.update(batch, loss, statistics))
+
+    async def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
+        return await self._run(lambda: self.learner.update_critic(batch, loss, statistics))
 
     async def publish(self, engine: TakesWeights, *, version: int) -> str:
         """Each tensor is a copy, cast to the engine's dtype when its turn comes: the engine may keep it."""

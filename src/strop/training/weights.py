@@ -45,7 +45,7 @@ class MasterWeights:
         dtype: in which it computes. Buffers, such as the frequencies of rotary positions, stay as they are.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         self.model = model
         self._masters: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
@@ -59,7 +59,7 @@ class MasterWeights:
             else:
                 master = self._masters[name] = nn.Parameter(parameter.data)
                 parameter.data = parameter.data.to(dtype)
-                parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))
+                parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))  # type: ignore[no-untyped-call]
                 self._copies.append((parameter, master))
 
     def named(self) -> Mapping[str, nn.Parameter]:

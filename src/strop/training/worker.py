@@ -27,7 +27,7 @@ from strop.training.assembly import open_learner
 from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
 from strop.training.learner import Learner
-from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
+from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
 from strop.training.world import ProcessGroup
 
 
@@ -38,7 +38,9 @@ class Assignment:
     directory: Path
     config: TrainerConfig
     reference: Path | None
+    critic: Path | None
     total_updates: int | None
+    total_critic_updates: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,9 @@ class Calls:
 
     def update(self, batch: Path, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
         return self._learner.update(read_batch(batch), loss, statistics)
+
+    def update_critic(self, batch: Path, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
+        return self._learner.update_critic(read_batch(batch), loss, statistics)
 
     def names(self) -> list[str]:
         return self._learner.names()
@@ -162,7 +167,9 @@ def main() -> None:
                 assignment.directory,
                 config,
                 reference=assignment.reference,
+                critic=assignment.critic,
                 total_updates=assignment.total_updates,
+                total_critic_updates=assignment.total_critic_updates,
                 world=ProcessGroup(),
             )
         )

@@ -27,7 +27,7 @@ from strop.engine.protocol import NamedTensor, TakesWeights
 from strop.errors import TrainerLost
 from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
-from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport
+from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
 from strop.training.worker import Assignment, Fault, write_batch
 
 Result = TypeVar("Result")
@@ -63,10 +63,25 @@ class WorkerTrainer:
 
     @classmethod
     def from_directory(
-        cls, directory: Path, config: TrainerConfig, *, reference: Path | None = None, total_updates: int | None = None
+        cls,
+        directory: Path,
+        config: TrainerConfig,
+        *,
+        reference: Path | None = None,
+        critic: Path | None = None,
+        total_updates: int | None = None,
+        total_critic_updates: int | None = None,
     ) -> Self:
         """As `LocalTrainer.from_directory`."""
-        return cls(Assignment(directory=directory, config=config, reference=reference, total_updates=total_updates))
+        assignment = Assignment(
+            directory=directory,
+            config=config,
+            reference=reference,
+            critic=critic,
+            total_updates=total_updates,
+            total_critic_updates=total_critic_updates,
+        )
+        return cls(assignment)
 
     async def score(self, batch: TokenBatch, column: Column) -> TokenBatch:
         def work() -> Tensor:
@@ -84,6 +99,11 @@ class WorkerTrainer:
             await self._run(lambda: self._with_batch(batch, lambda path: ("update", path, loss, statistics)))
         )[0]
         self.num_updates = report.update
+        return report
+
+    async def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
+        reports = await self._run(lambda: self._with_batch(batch, lambda path: ("update_critic", path, loss, statistics)))
+        report: UpdateReport = reports[0]
         return report
 
     async def publish(self, engine: TakesWeights, *, version: int) -> str:

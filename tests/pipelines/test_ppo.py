@@ -1,0 +1,151 @@
+"""PPO as a stage: what a critic changes in a run, and that it is resumed with the run."""
+
+import asyncio
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripted_runs import Watching, answer, make_recipe, run_recipe, untimed
+from strop.errors import CannotLearnError
+from strop.pipelines import checkpoints
+from strop.pipelines.load import load_recipe
+from strop.pipelines.train import train
+from strop.reports.progress import Silent
+from strop.runs import RunDirectory, read_json, read_lines
+
+METHOD = {"name": "ppo", "kl_coefficient": 0.01, "whiten": True}
+CRITIC = {"alone_steps": 1, "optimizer": {"lr": 1e-2, "schedule": "cosine"}}
+RECIPE = {
+    "method": METHOD,
+    "steps": 3,
+    "tasks_per_step": 4,
+    "group_size": 2,
+    "updates_per_step": 2,
+    "trainer": {"optimizer": {"lr": 1e-2}, "critic": CRITIC},
+}
+
+
+def lines_of(run):
+    return [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run_recipe(tmp_path_factory.mktemp("ppo") / "run", make_recipe(**RECIPE)).run
+
+
+def test_the_critic_has_the_first_steps_to_itself(whole):
+    first, *later = lines_of(whole)
+    assert "update/loss" not in first
+    assert later[-1]["critic/value"] != 0
+    assert all(line["update/grad_norm"] > 0 for line in later)
+    assert all(line["critic/skipped"] == 0 and math.isfinite(line["critic/loss"]) for line in [first, *later])
+    assert {"critic/explained_variance", "critic/clip_fraction", "critic/return", "policy/reference_kl_nats"} <= later[
+        -1
+    ].keys()
+    counted = [read_json(whole.stage("rl").checkpoint(step) / "trainer.json") for step in (1, 2)]
+    assert [(each["num_updates"], each["critic"]["num_updates"]) for each in counted] == [(0, 2), (2, 4)]
+
+
+def test_rollouts_are_shown_with_the_advantages_that_the_critic_left(whole):
+    groups = read_json(whole.stage("rl").selection(3))["groups"]
+    advantages = [rollout["advantage"] for group in groups for rollout in group["rollouts"]]
+    assert len(set(advantages)) > 2  # rewards are 0 and 1, and values differ
+    assert min(advantages) < 0 < max(advantages)
+
+
+@pytest.mark.parametrize("when", ["before its checkpoint", "after its checkpoint"])
+def test_law_9_a_run_with_a_critic_resumes_bit_for_bit(whole, tmp_path, monkeypatch, when):
+    async def fall(context, trainer, step, *, keep):
+        if step == 2 and when == "before its checkpoint" and context.name == "rl":
+            raise KeyboardInterrupt
+        await save(context, trainer, step, keep=keep)
+        if step == 2 and context.name == "rl":
+            raise KeyboardInterrupt
+
+    save = checkpoints.save
+    monkeypatch.setattr(checkpoints, "save", fall)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(tmp_path / "run", make_recipe(**RECIPE))
+    monkeypatch.undo()
+    again = run_recipe(tmp_path / "run", make_recipe(**RECIPE)).run
+    assert [untimed(line) for line in lines_of(again)] == [untimed(line) for line in lines_of(whole)]
+    first, second = (run.stage("rl").model / "model.safetensors" for run in (again, whole))
+    assert first.read_bytes() == second.read_bytes()
+    assert read_json(again.stage("rl").selection(3)) == read_json(whole.stage("rl").selection(3))
+
+
+def test_a_run_whose_rewards_are_all_zero_gives_up_although_a_critic_errs(tmp_path):
+    progress = Watching()
+    with pytest.raises(CannotLearnError, match="all 8 rewards are 0"):
+        run_recipe(
+            tmp_path / "run",
+            make_recipe(**RECIPE | {"give_up_after": 2}),
+            say=lambda conversation, draw: answer(draw.randrange(1000, 9999)),
+            progress=progress,
+        )
+    assert len(progress.warnings) == 2
+
+
+def test_a_policy_that_is_always_right_is_no_reason_to_give_up(tmp_path):
+    def right(conversation, draw):
+        left, plus = re.search(r"(\d+)\+(\d+)", conversation).groups()
+        return answer(int(left) + int(plus))
+
+    progress = Watching()
+    run = run_recipe(tmp_path / "run", make_recipe(**RECIPE | {"give_up_after": 1}), say=right, progress=progress).run
+    assert progress.warnings == []
+    assert [line["update/stuck_steps"] for line in lines_of(run)] == [0, 0, 0]
+
+
+def test_one_rollout_a_task_and_one_update_a_step_will_do(tmp_path):
+    settings = {"group_size": 1, "updates_per_step": 1, "method": "ppo", "trainer": {"critic": {"optimizer": {"lr": 1e-2}}}}
+    for method in ("ppo", METHOD):  # with KL in the reward, old log-probs are needed before the one update
+        run = run_recipe(tmp_path / str(method)[:8], make_recipe(**RECIPE | settings | {"method": method})).run
+        assert all(line["policy/ratio"] == 1.0 and line["groups/used"] == 4 for line in lines_of(run))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"trainer": {"critic": {"alone_steps": 3}}}, r"trainer\.critic\.alone_steps is 3, but the stage has 3 steps"),
+        (
+            {"trainer": {"critic": {"optimizer": {"schedule": "cosine", "warmup_updates": 6}}}},
+            r"trainer\.critic\.optimizer\.warmup_updates is 6, but the stage has 6 updates",
+        ),
+    ],
+)
+def test_steps_that_do_not_add_up_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_recipe(**RECIPE | settings)
+    make_recipe(**RECIPE | settings | {"method": "grpo"})  # which has no critic
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_with_a_real_engine_the_reward_rises_and_the_critic_foresees_it(tmp_path):
+    """The tiny recipe, whose policy calls a tool after four seconds of SFT, and is right about half the time."""
+    words = [
+        'stages.rl.method={name="ppo", kl_coefficient=0.001}',
+        "stages.rl.steps=20",
+        "stages.rl.tasks_per_step=24",
+        "stages.rl.group_size=1",
+        "stages.rl.trainer.critic={alone_steps=2, optimizer={lr=2e-3}}",
+    ]
+    recipe = load_recipe(Path(__file__).parent / "tiny.toml", words)
+    num_threads = torch.get_num_threads()
+    try:
+        asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
+    finally:
+        torch.set_num_threads(num_threads)
+    lines = lines_of(RunDirectory(tmp_path / "run"))
+
+    def mean(key, part):
+        return sum(line[key] for line in part) / len(part)
+
+    assert mean("rollout/reward_mean", lines[-5:]) > mean("rollout/reward_mean", lines[:5]) + 0.15
+    assert mean("critic/explained_variance", lines[-5:]) > mean("critic/explained_variance", lines[:2])
+    assert mean("critic/loss", lines[-5:]) < mean("critic/loss", lines[:2]) / 3
