@@ -20,10 +20,10 @@ ACCURACY_OF = {1e-2: 0.5, 1e-3: 0.3, 1e-4: 0.2}
 
 @dataclass
 class FakeTrain:
-    """Starts runs that last `looks` looks at them; those whose name is in `fails` end with an error instead."""
+    """Starts runs that make one stage each time they are looked at; those in `fails` end with an error instead."""
 
-    looks: int = 1
     fails: dict = field(default_factory=dict)  # run -> stage that it fails in
+    status: int = 2  # of those that fail
     hangs: bool = False
     started: list = field(default_factory=list)
     stages: list = field(default_factory=list)  # (run, stage) in the order in which they were made
@@ -48,11 +48,10 @@ class FakeRun:
 
     def __init__(self, train, recipe, run, log):
         self.train, self.recipe, self.run, self.log = train, recipe, run, log
-        self.looks, self.status = 0, None
+        self.status = None
 
     def poll(self):
         if self.status is None and not self.train.hangs:
-            self.looks += 1
             self.status = self.work()
         if self.status is not None:
             self.train.running.discard(self.recipe.name)
@@ -72,7 +71,7 @@ class FakeRun:
                 if self.train.fails.get(self.recipe.name) == name:
                     self.log.parent.mkdir(exist_ok=True)
                     self.log.write_text("1/2 steps\nerror: stages.rl: 3 steps in a row could not learn.\n")
-                    return 2
+                    return self.train.status
                 self.make(name, self.recipe.stages[name])
             if left[1:]:
                 return None

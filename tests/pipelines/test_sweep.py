@@ -198,6 +198,11 @@ def test_a_failing_arm_is_named_and_the_others_go_on(sweep, tmp_path):
     assert {run["state"] for run in there["runs"]} == {"done", "failed"}
 
 
+def test_a_run_that_was_killed_is_said_to_be(sweep):
+    log, _ = sweep(TWO_ARMS, train=FakeTrain(fails={"lr-0.001-seed-0": "rl"}, status=-signal.SIGKILL))
+    assert log.failures[0].failure.startswith("killed, by hand or for want of memory, after it said: stages.rl: 3 steps")
+
+
 def test_the_same_command_tries_a_failed_arm_again_from_where_it_was(sweep):
     sweep(TWO_ARMS, train=FakeTrain(fails={"lr-0.01-seed-1": "rl"}))
     train = FakeTrain()

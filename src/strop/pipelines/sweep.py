@@ -7,6 +7,7 @@ What is done is on disk alone, so the same command goes on after any end of the 
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -212,5 +213,7 @@ def _why(status: int, log: Path) -> str:
     except OSError:
         lines = []
     said = next((line for line in reversed(lines) if line.startswith("error:")), lines[-1] if lines else "it said nothing")
-    how = f"killed by signal {-status}" if status < 0 else f"exit code {status}"
-    return f"{said.removeprefix('error: ')} ({how})"
+    said = said.removeprefix("error: ")
+    if status == -signal.SIGKILL:
+        return f"killed, by hand or for want of memory, after it said: {said}"
+    return f"{said} ({f'signal {-status}' if status < 0 else f'exit code {status}'})"

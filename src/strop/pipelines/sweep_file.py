@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +113,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     if not path.exists():
         raise ConfigError(f"{path}: no such sweep file. `recipes/sweeps/` has some.")
     file = validate(SweepFile, {"name": path.stem} | load_toml(path), place=str(path))
-    recipe = Path(relative_to(path.parent, file.recipe))
+    recipe = Path(os.path.normpath(relative_to(path.parent, file.recipe)))
     common = (*as_words(file.set), *overrides)
     stages = load_toml(recipe, common).get("stages", {})
     arms, problems = [], []
