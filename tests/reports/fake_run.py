@@ -117,6 +117,8 @@ def _rl_metrics(progress: float, chance: random.Random) -> dict[str, float]:
         "rollout/tool_error_rate_correct": max(0.0, errors * 0.6 + chance.gauss(0, 0.008)),
         "rollout/tool_calls_mean": 1.7 - 0.5 * progress + chance.gauss(0, 0.05),
         "rollout/length_tokens_mean": 98 - 28 * progress + chance.gauss(0, 2.5),
+        "rollout/length_tokens_mean_correct": 90 - 28 * progress + chance.gauss(0, 2.5),
+        "rollout/length_tokens_mean_wrong": 106 - 28 * progress + chance.gauss(0, 2.5),
         "rollout/turns_mean": 2.5 - 0.4 * progress + chance.gauss(0, 0.05),
         "rollout/truncated_fraction": max(0.0, 0.05 * math.exp(-4 * progress) + chance.gauss(0, 0.004)),
         "rollout/void_fraction": 0.0,

@@ -12,7 +12,7 @@ from strop.doctor.examination import Examination
 from strop.doctor.finding import Finding
 from strop.doctor.parts import first_tasks
 from strop.errors import ConfigError
-from strop.pipelines.recipe import EvalStage, RlStage, SftStage
+from strop.pipelines.recipe import ExpertIterationStage, PlayedStage, RlStage, SftStage
 from strop.pipelines.room import prompt_lengths
 
 NAME = "batch arithmetic"
@@ -34,8 +34,14 @@ async def check_arithmetic(examination: Examination) -> Finding:
                     f"{name}: {stage.tasks_per_step} tasks x {stage.rollouts_per_task} rollouts a step, {kept} learnt from in"
                     f" {stage.updates_per_step} updates of {kept // stage.updates_per_step}"
                 )
+            case ExpertIterationStage():
+                num = stage.tasks_per_step * stage.group_size
+                told.append(
+                    f"{name}: {stage.tasks_per_step} tasks x {stage.group_size} rollouts a step, those that are right imitated"
+                    f" in {stage.epochs} epochs of up to {-(-num // stage.batch_size)} updates"
+                )
     for name, stage in parts.recipe.stages.items():
-        if isinstance(stage, (EvalStage, RlStage)):
+        if isinstance(stage, PlayedStage):
             longest = max(prompt_lengths(stage, first_tasks(parts.recipe, stage), parts.chat, parts.tools))
             problem = _length_problem(examination, longest, stage.sampling.max_tokens)
             if problem is not None:
@@ -67,7 +73,7 @@ def findings_of_file(path: Path, overrides: Sequence[str], error: ConfigError) -
 
 def _is_arithmetic(kind: str, place: tuple[int | str, ...]) -> bool:
     """Whether a whole training stage was refused, which its own validators do when its numbers do not fit each other."""
-    return kind == "value_error" and len(place) == 3 and place[-1] in ("rl", "sft")
+    return kind == "value_error" and len(place) == 3 and place[-1] in ("rl", "sft", "expert_iteration")
 
 
 def _length_problem(examination: Examination, longest: int, max_tokens: int) -> tuple[str, str] | None:

@@ -19,7 +19,7 @@ from strop.engine.opening import open_engines
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
 from strop.pipelines.model_stage import find_model, run_model_stage
-from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
+from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, Stage
 from strop.pipelines.room import prompt_lengths
 from strop.pipelines.stage import StageContext, load_chat, make_tools
 from strop.reports.progress import Silent
@@ -142,9 +142,9 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
 
 
 def stage_under_examination(recipe: Recipe) -> Stage:
-    """The first stage that reinforces; where none does, the first that evaluates, else the last."""
+    """The first stage that learns from its own rollouts; where none does, the first that evaluates, else the last."""
     stages = list(recipe.stages.values())
-    for kind in (RlStage, EvalStage):
+    for kind in ((RlStage, ExpertIterationStage), EvalStage):
         for stage in stages:
             if isinstance(stage, kind):
                 return stage

@@ -24,7 +24,8 @@ def tool_error_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics `rollout/*` and `groups/*` over all rollouts of a batch, before any selection.
 
-    A tool-error rate is left out where there was no call to go wrong: no calls is not the same as no errors.
+    A tool-error rate is left out where there was no call to go wrong: no calls is not the same as no errors. Likewise the
+    length of correct rollouts where none is, and of wrong ones.
     """
     scored = [each for group in groups for each in group.trajectories]
     num_void = sum(group.num_void for group in groups)
@@ -46,6 +47,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/turns_mean": sum(len(each.trajectory.turns) for each in scored) / num,
         "rollout/truncated_fraction": sum(each.trajectory.is_truncated for each in scored) / num,
     }
+    wrong = [each for each in scored if not is_correct(each)]
+    for name, of in (("rollout/length_tokens_mean_correct", correct), ("rollout/length_tokens_mean_wrong", wrong)):
+        if of:
+            metrics[name] = sum(each.trajectory.num_response_tokens for each in of) / len(of)
     for name, of in (("rollout/tool_error_rate", scored), ("rollout/tool_error_rate_correct", correct)):
         if _num_calls(of):
             metrics[name] = tool_error_rate(of)
@@ -70,6 +75,18 @@ def tool_call_metrics(groups: Sequence[Group]) -> dict[str, float]:
             "time/tool_latency_p95_s": _percentile(latencies, 95),
         }
     return metrics
+
+
+def entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean entropy, in nats, of the distributions that all tokens of a batch were sampled from; forced tokens are not counted.
+
+    Left out where the engine does not tell it for each of them: a mean over some would be of other tokens in every step.
+    """
+    turns = [turn.completion for group in groups for each in group.trajectories for turn in each.trajectory.turns]
+    if any(len(each.entropies) != len(each.ids) for each in turns):
+        return {}
+    sampled = [entropy for each in turns for entropy, forced in zip(each.entropies, each.is_forced, strict=True) if not forced]
+    return {"rollout/entropy_nats": math.fsum(sampled) / len(sampled)} if sampled else {}
 
 
 def num_sampled_tokens(groups: Sequence[Group]) -> int:

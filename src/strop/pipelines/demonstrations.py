@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -77,10 +78,15 @@ async def load_or_play(
 
 
 def as_demonstration(trajectory: Trajectory) -> Demonstration:
-    """A played script with the provenance of its tokens: completions are the demonstrator's, all else is context (law 2)."""
+    """A trajectory with the provenance of its tokens: what the demonstrator said is imitated, all else is context (law 2).
+
+    The demonstrator may be the policy itself; tokens that were forced on it are not its own.
+    """
     segments = [Segment(ids=trajectory.prompt_ids, is_demonstrator=False)]
     for turn in trajectory.turns:
-        segments.append(Segment(ids=turn.completion.ids, is_demonstrator=True))
+        said = zip(turn.completion.ids, turn.completion.is_forced, strict=True)
+        for is_forced, tokens in groupby(said, key=lambda token: token[1]):
+            segments.append(Segment(ids=tuple(token for token, _ in tokens), is_demonstrator=not is_forced))
         segments.append(Segment(ids=turn.observation_ids, is_demonstrator=False))
     return Demonstration(segments=tuple(segment for segment in segments if segment.ids))
 

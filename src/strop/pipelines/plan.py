@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from strop.errors import ModelError
-from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
+from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
 from strop.pipelines.tiny_model import tiny_llama_config
 
 _MIB = 2**20
@@ -103,6 +103,17 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
                 f" {stage.method.name} keeps {stage.group_size} a task = {kept}; {updates} updates a step of"
                 f" {kept // stage.updates_per_step} rollouts = {stage.num_updates} updates"
             )
+        case ExpertIterationStage():
+            rollouts = stage.tasks_per_step * stage.group_size
+            tokens = stage.steps * rollouts * stage.sampling.max_tokens
+            flops = size.num_parameters * (2 * tokens / _DECODE_SHARE + 6 * tokens * stage.epochs / _TRAIN_SHARE)
+            memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size)
+            updates = stage.epochs * -(-rollouts // stage.batch_size)
+            arithmetic = (
+                f"{stage.steps} steps x {stage.tasks_per_step} tasks x {stage.group_size} rollouts = {rollouts} a step; those"
+                f" that are right are imitated for {stage.epochs} epochs in batches of up to {stage.batch_size}: up to"
+                f" {updates} updates a step"
+            )
     return PlannedStage(
         name=name,
         kind=stage.kind,
@@ -114,7 +125,7 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
     )
 
 
-def _activations_mib(stage: SftStage | RlStage, size: ModelSize) -> float:
+def _activations_mib(stage: SftStage | RlStage | ExpertIterationStage, size: ModelSize) -> float:
     """Of one micro-batch: about 34 values a token, layer and channel, of which the KV cache is 2."""
     return stage.trainer.max_tokens_per_microbatch * size.kv_bytes_per_token * 17 / _MIB
 

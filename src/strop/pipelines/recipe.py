@@ -201,7 +201,47 @@ class RlStage(Stage):
         return self.steps * self.updates_per_step * self.epochs
 
 
-StageConfig: TypeAlias = Annotated[ModelStage | SftStage | EvalStage | RlStage, Field(discriminator="kind")]
+class ExpertIterationStage(Stage):
+    """Expert iteration: each step one rollout batch, SFT on those that are right, one publication."""
+
+    kind: Literal["expert_iteration"]
+    init: str
+    steps: int = Field(ge=1)  # 5 in CS336 assignment 5, section 5
+    tasks_per_step: int = Field(ge=1)
+    group_size: int = Field(ge=1)  # G, the rollouts of a task
+    epochs: int = Field(default=1, ge=1)  # passes over what a step kept
+    batch_size: int = Field(default=32, ge=1)  # rollouts of one update, at most
+    drop_repeats: bool = False  # of right rollouts of a task with the same tokens, imitate the first only
+    checkpoint_every: int = Field(default=1, ge=1)  # steps
+    keep_checkpoints: int = Field(default=2, ge=1)
+    give_up_after: int = Field(default=3, ge=1)  # steps in a row that cannot learn, before the run stops (law 11)
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.sampling.temperature == 0 and self.group_size > 1:
+            raise ValueError(
+                f"sampling.temperature is 0: all {self.group_size} rollouts of a task would be the same. Raise it; 1.0 is"
+                " usual. Or set group_size = 1."
+            )
+        if self.trainer.optimizer.schedule is Schedule.COSINE:
+            raise ValueError(
+                "trainer.optimizer.schedule is 'cosine', which needs to know how many updates there will be; here that hangs"
+                " on how many rollouts are right. Set schedule = 'constant'."
+            )
+        return self
+
+    @property
+    def rollouts_per_task(self) -> int:
+        return self.group_size
+
+
+StageConfig: TypeAlias = Annotated[
+    ModelStage | SftStage | EvalStage | RlStage | ExpertIterationStage, Field(discriminator="kind")
+]
+PlayedStage: TypeAlias = EvalStage | RlStage | ExpertIterationStage
+"""Its tasks are played on engines."""
+SteppedStage: TypeAlias = RlStage | ExpertIterationStage
+"""It learns from its own rollouts, step by step."""
 
 
 class Tools(Config):
@@ -244,7 +284,7 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
         for name, stage in self.stages.items():
-            if isinstance(stage, (EvalStage, RlStage)) and stage.sampling.max_tokens >= self.engine.max_length:
+            if isinstance(stage, PlayedStage) and stage.sampling.max_tokens >= self.engine.max_length:
                 raise ValueError(
                     f"stages.{name}.sampling.max_tokens is {stage.sampling.max_tokens}, but the engine holds conversations of"
                     f" engine.max_length = {self.engine.max_length} tokens, prompt included. Raise engine.max_length, or lower"

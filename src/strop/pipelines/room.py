@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from strop.errors import ConfigError
-from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, Stage
+from strop.pipelines.recipe import EvalStage, ModelStage, PlayedStage, Recipe, Stage
 from strop.rollout.chat import ChatFormat
 from strop.rollout.fleet import Fleet
 from strop.rollout.prompt import load_prompt
@@ -24,14 +24,12 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
         ConfigError: the first prompts of a stage and its longest response do not fit; with the arithmetic.
     """
     for name, stage in recipe.stages.items():
-        if isinstance(stage, (EvalStage, RlStage)) and _origin_of(recipe, stage) == origin:
+        if isinstance(stage, PlayedStage) and _origin_of(recipe, stage) == origin:
             longest, held = _longest_prompt(recipe, name, stage, chat, tools), recipe.engine.max_length
             _refuse_if_too_long(name, stage, longest, held, f"engine.max_length = {held}")
 
 
-def check_engines(
-    recipe: Recipe, name: str, stage: EvalStage | RlStage, chat: ChatFormat, tools: Sequence[Tool], fleet: Fleet
-) -> None:
+def check_engines(recipe: Recipe, name: str, stage: PlayedStage, chat: ChatFormat, tools: Sequence[Tool], fleet: Fleet) -> None:
     """Hold a stage against the engines that were opened for it, whose memory is known only now.
 
     Raises:
@@ -49,22 +47,20 @@ def prompt_lengths(stage: Stage, tasks: Sequence[Task], chat: ChatFormat, tools:
     return [len(chat.prompt_ids(prompt.fill(task.question, specs), prompt.prefill)) for task in tasks]
 
 
-def _longest_prompt(
-    recipe: Recipe, name: str, stage: EvalStage | RlStage, chat: ChatFormat, tools: Sequence[Tool]
-) -> tuple[str, int]:
+def _longest_prompt(recipe: Recipe, name: str, stage: PlayedStage, chat: ChatFormat, tools: Sequence[Tool]) -> tuple[str, int]:
     """Of the tasks that the stage begins with, the one with the longest prompt, and its tokens."""
-    if isinstance(stage, RlStage):
+    if isinstance(stage, EvalStage):
+        source, num = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split), stage.num_tasks
+    else:
         seed, num = derive_seed("run", recipe.seed, name, "tasks"), stage.tasks_per_step
         source = make_tasks(stage.tasks, seed=seed, split="train")
-    else:
-        source, num = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split), stage.num_tasks
     num = min(num, _NUM_TASKS, num if source.num_tasks is None else source.num_tasks)
     tasks = [source.task(index) for index in range(num)]
     lengths = prompt_lengths(stage, tasks, chat, tools)
     return max(zip((task.id for task in tasks), lengths, strict=True), key=lambda each: each[1])
 
 
-def _origin_of(recipe: Recipe, stage: EvalStage | RlStage) -> str:
+def _origin_of(recipe: Recipe, stage: PlayedStage) -> str:
     """The stage that says which model it all began with."""
     name = stage.init
     while not isinstance(before := recipe.stages[name], ModelStage):

@@ -14,7 +14,7 @@ from torch import Tensor
 from strop.algorithms.protocol import Selection
 from strop.pipelines.engines import open_fleet, write_timeline
 from strop.pipelines.ledger import StepLedger
-from strop.pipelines.recipe import RlStage
+from strop.pipelines.recipe import SteppedStage
 from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, load_chat, make_player
 from strop.rewards import make_reward
@@ -33,7 +33,7 @@ from strop.types import Group
 class StepRollouts:
     """Plays the steps of one stage: step k has the k-th `tasks_per_step` tasks of its stream."""
 
-    def __init__(self, context: StageContext, stage: RlStage, fleet: Fleet, reward: Reward, chat: ChatFormat) -> None:
+    def __init__(self, context: StageContext, stage: SteppedStage, fleet: Fleet, reward: Reward, chat: ChatFormat) -> None:
         self._context, self._stage, self._fleet, self._reward, self._chat = context, stage, fleet, reward, chat
         self._tasks: TaskSource = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
 
@@ -68,7 +68,7 @@ class StepRollouts:
 
 
 @asynccontextmanager
-async def open_rollouts(context: StageContext, stage: RlStage, model: Path) -> AsyncIterator[StepRollouts]:
+async def open_rollouts(context: StageContext, stage: SteppedStage, model: Path) -> AsyncIterator[StepRollouts]:
     """Engines with the weights of the directory `model` and a judge, closed on the way out.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from strop.errors import CannotLearnError
 from strop.pipelines import checkpoints
-from strop.pipelines.recipe import RlStage
+from strop.pipelines.recipe import SteppedStage
 from strop.pipelines.stage import StageContext
 from strop.pipelines.step_rollouts import StepRollouts
 from strop.training.protocol import Trainer
@@ -27,7 +27,7 @@ Step: TypeAlias = Callable[[int, str], Awaitable[StepResult]]
 """(number from 1, checksum of the policy to sample from) -> what is left of the step."""
 
 
-async def take_steps(context: StageContext, stage: RlStage, trainer: Trainer, rollouts: StepRollouts, take: Step) -> None:
+async def take_steps(context: StageContext, stage: SteppedStage, trainer: Trainer, rollouts: StepRollouts, take: Step) -> None:
     """Every step that is not behind the last checkpoint, with its line of metrics, its warnings and its checkpoint.
 
     Raises:

@@ -14,8 +14,9 @@ import torch
 from strop.engine.opening import open_engines
 from strop.pipelines.claim import alone_in, claim
 from strop.pipelines.eval_stage import run_eval_stage
+from strop.pipelines.expert_iteration_stage import run_expert_iteration_stage
 from strop.pipelines.model_stage import run_model_stage
-from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
+from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
 from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.room import check_room
 from strop.pipelines.sft_stage import run_sft_stage
@@ -110,6 +111,8 @@ async def _run_stage(context: StageContext, stage: StageConfig) -> None:
             model, summary = await run_sft_stage(context, stage)
         case RlStage():
             model, summary = await run_rl_stage(context, stage)
+        case ExpertIterationStage():
+            model, summary = await run_expert_iteration_stage(context, stage)
         case EvalStage():
             summary = await run_eval_stage(context, stage)
     elapsed = time.perf_counter() - started

@@ -14,10 +14,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
+from strop.reports.log import STEPPED
 from strop.reports.scales import Unit, duration, figure
 
 _SHOWN = {  # metric -> how it is called in a line, and its unit
     "rollout/reward_mean": ("reward {}", Unit.PLAIN),
+    "rollout/kept_fraction": ("kept {}", Unit.PERCENT),
     "rollout/tool_error_rate": ("tool errors {}", Unit.PERCENT),
     "rollout/length_tokens_mean": ("length {}", Unit.PLAIN),
     "sft/loss": ("loss {}", Unit.PLAIN),
@@ -118,8 +120,8 @@ class ConsoleProgress:
         return f"{duration((self._clock() - stage.started) / num_done * num_left)} left"
 
     def _is_worth_a_line(self, stage: _Stage, step: int, metrics: Mapping[str, float]) -> bool:
-        """Every step of RL; of quicker stages a few, and none where a bar already says it all."""
-        if stage.kind == "rl" or step == stage.total:
+        """Every step with rollouts of its own; of quicker stages a few, and none where a bar already says it all."""
+        if stage.kind in STEPPED or step == stage.total:
             return bool(metrics) or stage.bar is None
         if not metrics and stage.bar is not None:
             return False

@@ -15,6 +15,8 @@ from typing import Any, TypeAlias
 from strop.runs import RunDirectory, read_json, read_lines
 
 Metrics: TypeAlias = Mapping[str, float]
+STEPPED = ("rl", "expert_iteration")
+"""Kinds of stages whose steps are a batch of rollouts to learn from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,10 +24,15 @@ class StageLog:
     """One stage of the program, with what it logged at each step."""
 
     name: str
-    kind: str  # model, sft, eval, rl; "" where the manifest does not say
+    kind: str  # model, sft, eval, rl, expert_iteration; "" where the manifest does not say
     init: str  # the stage, or the place, that its model came from; "" likewise
     is_done: bool
     steps: Mapping[int, Metrics]  # in order of step; of a step that ran twice, what it logged last
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether each of its steps is a batch of rollouts to learn from."""
+        return self.kind in STEPPED
 
     @property
     def metrics(self) -> set[str]:

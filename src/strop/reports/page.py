@@ -46,7 +46,7 @@ def write_report(run: RunDirectory) -> Path:
         RunError: the directory is not a run's, a file of it is damaged, or the report cannot be written.
     """
     log = read_run(run)
-    timelines = [timeline for stage in log.stages if stage.kind == "rl" for timeline in read_timelines(run, stage.name)]
+    timelines = [timeline for stage in log.stages if stage.is_stepped for timeline in read_timelines(run, stage.name)]
     write_text(run.report, report_page(log, read_rollouts(run, log), timelines))
     return run.report
 

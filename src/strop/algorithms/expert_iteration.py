@@ -1,0 +1,51 @@
+"""Expert iteration: sample, keep what is right, imitate it, and begin again with the policy that this gives.
+
+Anthony, Tian and Barber (arXiv 1705.08439); with language models STaR (Zelikman et al., arXiv 2203.14465); Algorithm 2 of CS336
+assignment 5, section 5.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from strop.algorithms.protocol import Decision, Selection
+from strop.seeds import derive_seed
+from strop.types import Group, ScoredTrajectory
+
+_ItemT = TypeVar("_ItemT")
+
+
+def select_right(group: Group, *, is_right: Callable[[ScoredTrajectory], bool], drops_repeats: bool) -> Selection:
+    """Keep the rollouts that are right. What was voided is not in the group, so it is neither right nor wrong (law 3).
+
+    Args:
+        group: the rollouts of one task, in canonical order.
+        is_right: whether a rollout is one to imitate.
+        drops_repeats: of right rollouts whose sampled tokens are the same, keep only the first.
+    """
+    kept: set[tuple[tuple[int, ...], ...]] = set()
+    decisions = []
+    for scored in group.trajectories:
+        said = tuple(turn.completion.ids for turn in scored.trajectory.turns)
+        if not is_right(scored):
+            decisions.append(Decision(is_kept=False, reason="dropped: it is wrong", figures={}))
+        elif drops_repeats and said in kept:
+            decisions.append(Decision(is_kept=False, reason="dropped: the same as one that is kept", figures={}))
+        else:
+            kept.add(said)
+            decisions.append(Decision(is_kept=True, reason="kept: it is right", figures={}))
+    return Selection(group=group, decisions=tuple(decisions))
+
+
+def epoch_batches(rows: Sequence[_ItemT], *, batch_size: int, epoch: int, seed: int) -> list[list[_ItemT]]:
+    """All of `rows` once, in an order that seed and epoch decide, in batches of at most `batch_size` and of nearly equal size.
+
+    The last rows are not left out, and they make no batch of their own: each token of a batch weighs 1/T, so one update on two
+    rows would move the weights as far as one on thirty-two.
+    """
+    order = list(range(len(rows)))
+    random.Random(derive_seed("expert-iteration", seed, epoch)).shuffle(order)
+    num_batches = -(-len(order) // batch_size)
+    return [[rows[index] for index in order[start::num_batches]] for start in range(num_batches)]

@@ -1,0 +1,271 @@
+"""Which metrics are drawn together in a report, and what a reader should look for in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from strop.reports.plots import Look
+from strop.reports.scales import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One plot to be: the metrics it shows, with the name of each line."""
+
+    title: str
+    metrics: Mapping[str, str]
+    note: str  # what to look for, in a sentence
+    unit: Unit = Unit.PLAIN
+    optional: frozenset[str] = frozenset()  # not every run logs these; their absence is not worth a word
+    look: Look = Look.LINE
+    y_low: float | None = 0.0
+    y_high: float | None = None
+
+
+LEARNING = (
+    Panel(
+        title="Reward",
+        metrics={"rollout/reward_mean": "reward"},
+        note="Mean over the step's rollouts, before any is dropped.",
+        y_low=None,
+    ),
+    Panel(
+        title="Accuracy on training tasks",
+        metrics={"rollout/accuracy": "accuracy"},
+        note="Share of the step's rollouts whose answer is right.",
+        unit=Unit.PERCENT,
+        y_high=1.0,
+    ),
+    Panel(
+        title="Tool errors",
+        metrics={
+            "rollout/tool_error_rate_correct": "in correct trajectories",
+            "rollout/tool_error_rate": "in all trajectories",
+        },
+        note="Share of calls that the policy got wrong.",
+        unit=Unit.PERCENT,
+    ),
+    Panel(
+        title="Response length",
+        metrics={"rollout/length_tokens_mean": "tokens"},
+        note="Tokens after the prompt, tool output included.",
+    ),
+    Panel(
+        title="Length by outcome",
+        metrics={"rollout/length_tokens_mean_correct": "correct", "rollout/length_tokens_mean_wrong": "wrong"},
+        note="The same, of rollouts that are right and that are not.",
+        optional=frozenset({"rollout/length_tokens_mean_correct", "rollout/length_tokens_mean_wrong"}),
+    ),
+    Panel(
+        title="Truncated and void",
+        metrics={"rollout/truncated_fraction": "truncated", "rollout/void_fraction": "void"},
+        note="Out of tokens; lost by a fault of ours, left out.",
+        unit=Unit.PERCENT,
+    ),
+    Panel(
+        title="Turns and tool calls",
+        metrics={"rollout/turns_mean": "turns", "rollout/tool_calls_mean": "tool calls"},
+        note="Mean of a rollout.",
+    ),
+)
+
+OPTIMISATION = (
+    Panel(
+        title="Entropy",
+        metrics={"policy/entropy_nats": "entropy"},
+        note="Nats a token. A fall to zero ends exploration.",
+    ),
+    Panel(
+        title="Groups",
+        metrics={"groups/used": "used", "groups/all_right": "all right", "groups/all_wrong": "all wrong"},
+        note="A group whose rollouts all agree teaches nothing.",
+    ),
+    Panel(
+        title="Gradient norm",
+        metrics={"update/grad_norm": "gradient norm"},
+        note="Before clipping.",
+    ),
+    Panel(
+        title="Loss",
+        metrics={"update/loss": "loss"},
+        note="Of a policy gradient: its level says little.",
+        y_low=None,
+    ),
+    Panel(
+        title="Learning rate",
+        metrics={"update/learning_rate": "learning rate"},
+        note="Of the step's last update.",
+    ),
+)
+
+RATIOS = (  # of policies that are reinforced: imitation has none
+    Panel(
+        title="Clip fraction",
+        metrics={"policy/clip_fraction_low": "below", "policy/clip_fraction_high": "above"},
+        note="Share of trained tokens whose ratio left the clip range.",
+        unit=Unit.PERCENT,
+    ),
+    Panel(
+        title="Sampler against trainer",
+        metrics={"policy/logprob_gap_mean": "mean", "policy/logprob_gap_max": "largest"},
+        note="Log-prob gap of the same tokens, in nats.",
+    ),
+    Panel(
+        title="Probability ratio",
+        metrics={"policy/ratio": "mean", "policy/ratio_max": "largest"},
+        note="New over old probability of a trained token.",
+        optional=frozenset({"policy/ratio_max"}),
+        y_low=None,
+    ),
+)
+
+IMITATION = (
+    Panel(
+        title="Rollouts kept",
+        metrics={"rollout/kept_fraction": "kept"},
+        note="Share of the step's rollouts that are imitated.",
+        unit=Unit.PERCENT,
+        y_high=1.0,
+    ),
+    Panel(
+        title="Entropy of responses",
+        metrics={"rollout/entropy_nats": "entropy"},
+        note="Nats a token, of all that was sampled, kept or not.",
+        optional=frozenset({"rollout/entropy_nats"}),
+    ),
+    Panel(
+        title="Likelihood of what is imitated",
+        metrics={"policy/logprob_nats": "log-prob"},
+        note="Nats a token, before each update.",
+        y_low=None,
+        y_high=0.0,
+    ),
+)
+
+TIME = (
+    Panel(
+        title="Time by phase",
+        metrics={
+            "time/rollout_s": "rollout",
+            "time/score_s": "score",
+            "time/update_s": "update",
+            "time/publish_s": "publish",
+            "time/checkpoint_s": "checkpoint",
+        },
+        note="Of each step, one phase on top of the other.",
+        unit=Unit.SECONDS,
+        optional=frozenset({"time/checkpoint_s", "time/score_s"}),
+        look=Look.AREA,
+    ),
+    Panel(
+        title="Throughput",
+        metrics={"rollout/tokens_per_s": "tokens per second"},
+        note="Tokens sampled per second of rollout.",
+    ),
+    Panel(
+        title="Whole step",
+        metrics={"time/step_s": "step"},
+        note="From the first rollout to the published weights.",
+        unit=Unit.SECONDS,
+    ),
+)
+
+ENGINES = (
+    Panel(
+        title="Engines at work",
+        metrics={
+            "scheduler/row_share": "rows that decode",
+            "scheduler/busy_share": "engines that decode",
+            "scheduler/tail_idle_share": "idle at the end",
+        },
+        note="Shares of the engines' time; at the end: once nobody waits.",
+        unit=Unit.PERCENT,
+        y_high=1.0,
+    ),
+    Panel(
+        title="KV memory reserved",
+        metrics={"scheduler/kv_share_mean": "mean", "scheduler/kv_share_max": "largest"},
+        note="Share of what the engines have. Static reserves nothing.",
+        unit=Unit.PERCENT,
+        optional=frozenset({"scheduler/kv_share_mean", "scheduler/kv_share_max"}),
+        y_high=1.0,
+    ),
+    Panel(
+        title="Rollouts that wait for an engine",
+        metrics={"scheduler/queue_mean": "mean", "scheduler/queue_max": "most"},
+        note="Over the time of the step.",
+    ),
+    Panel(
+        title="Waits",
+        metrics={
+            "scheduler/queue_wait_mean_s": "for an engine",
+            "scheduler/tool_wait_mean_s": "for tools to start",
+            "scheduler/tool_run_mean_s": "for tools to answer",
+        },
+        note="Mean of a rollout, and of a turn.",
+        unit=Unit.SECONDS,
+        optional=frozenset({"scheduler/tool_wait_mean_s", "scheduler/tool_run_mean_s"}),
+    ),
+    Panel(
+        title="Longest rollout",
+        metrics={"scheduler/longest_rollout_s": "longest"},
+        note="From its first turn to its end; the step takes no less.",
+        unit=Unit.SECONDS,
+    ),
+    Panel(
+        title="Longest response",
+        metrics={"scheduler/longest_rollout_tokens": "tokens"},
+        note="Of one rollout, tool output included.",
+    ),
+    Panel(
+        title="Found in the cache",
+        metrics={"scheduler/cached_token_share": "cached"},
+        note="Share of the requests' tokens that were not computed again.",
+        unit=Unit.PERCENT,
+        y_high=1.0,
+    ),
+    Panel(
+        title="Computed twice",
+        metrics={"scheduler/recomputed_tokens": "tokens"},
+        note="After evictions, suspensions and lost engines.",
+    ),
+    Panel(
+        title="Lost and refused",
+        metrics={
+            "scheduler/engines_lost": "engines lost",
+            "scheduler/restarts": "turns begun again",
+            "scheduler/evictions": "evictions",
+            "scheduler/suspended": "suspended",
+            "scheduler/branches_refused": "branches refused",
+        },
+        note="How often in a step; a healthy one has none.",
+    ),
+)
+BY_ENGINE = "scheduler/row_share/"  # one metric an engine: the timeline shows more
+
+TOOL_CALLS = (  # rStar2-Agent (arXiv 2508.20722), Figure 6, as two plots: calls and seconds share no axis
+    Panel(
+        title="Tool calls per step",
+        metrics={"rollout/tool_calls_dispatched": "calls"},
+        note="Those that reached a tool, in all rollouts together.",
+    ),
+    Panel(
+        title="Tool latency",
+        metrics={
+            "time/tool_latency_mean_s": "mean",
+            "time/tool_latency_p95_s": "95th percentile",
+            "time/tool_latency_p50_s": "median",
+        },
+        note="Of one call, from dispatch to result, queues included.",
+        unit=Unit.SECONDS,
+    ),
+)
+
+FINE_TUNING = (
+    Panel(title="Loss", metrics={"sft/loss": "loss"}, note="Nats a token of the demonstrator's turns."),
+    Panel(title="Gradient norm", metrics={"update/grad_norm": "gradient norm"}, note="Before clipping."),
+    Panel(title="Learning rate", metrics={"update/learning_rate": "learning rate"}, note="Of the step's last update."),
+    Panel(title="Throughput", metrics={"sft/tokens_per_s": "tokens per second"}, note="Tokens trained on per second."),
+    Panel(title="Time", metrics={"time/step_s": "step"}, note="Seconds of each step.", unit=Unit.SECONDS),
+)
