@@ -15,7 +15,7 @@ NUM_PROMPTS, GROUP_SIZE, NUM_TURNS = 8, 8, 3
 PROMPT_TOKENS = (96, 192)  # from, to
 COMPLETION_TOKENS, OBSERVATION_TOKENS = 64, 24
 TOOL_S = (0.05, 0.5)
-MAX_LENGTH = 496  # 432 are needed; with its padding this fills whole blocks of the KV cache
+MAX_LENGTH = 512  # 432 are needed; this fills whole blocks of the KV cache
 NUM_CONVERSATIONS = NUM_PROMPTS * GROUP_SIZE
 NUM_COMPLETION_TOKENS = NUM_CONVERSATIONS * NUM_TURNS * COMPLETION_TOKENS
 

@@ -7,8 +7,7 @@ activations and gates are part of the products, and q and k turn together. Every
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,12 +34,6 @@ class Chunk:
     @property
     def padded_ids(self) -> list[int]:
         return [*self.ids, *([0] * (-len(self.ids) % CHUNK_STEP))]
-
-    @property
-    def extent(self) -> tuple[int, int]:
-        """How many tokens are computed, and how many columns they read."""
-        size = len(self.ids) + -len(self.ids) % CHUNK_STEP
-        return size, -(-(self.start + size) // KV_STEP) * KV_STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +67,16 @@ class _Layout:
     row_slots: Tensor  # (rows,)
     row_mask: Tensor  # (slots * kv_heads, 1, L)
     row_spans: tuple[tuple[slice, ...], ...]  # by block of columns: the slots that read it; empty: all read all
-    chunks: tuple[_LikeChunks, ...]
+    chunks: tuple[_PlacedChunk, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LikeChunks:
-    """Chunks of one size that read as many columns, side by side among the step's tokens: attended to as one product."""
-
-    slots: Tensor  # (n,)
+class _PlacedChunk:
+    slot: int
     start: int  # among the step's tokens
     stop: int
     num_columns: int
-    mask: Tensor  # (n * kv_heads, heads that share keys * C, L)
+    mask: Tensor  # (heads that share keys * C, L)
 
 
 class Decoder:
@@ -95,10 +86,7 @@ class Decoder:
         self.architecture = Architecture.of(model_config, max_length=max_length)
         self.weights = DecoderWeights(self.architecture, dtype=dtype, device=device)
         self.device, self.num_slots = device, num_slots
-        # A padded last chunk may reach CHUNK_STEP beyond max_length.
-        self.cache = KvCache(
-            self.architecture, dtype=dtype, device=device, num_slots=num_slots, num_columns=max_length + CHUNK_STEP
-        )
+        self.cache = KvCache(self.architecture, dtype=dtype, device=device, num_slots=num_slots, num_columns=max_length)
         self.num_columns = self.cache.num_columns
         self._cos, self._sin = self._rotary_tables(model_config, dtype)
         self._columns = torch.arange(self.num_columns, device=device)
@@ -131,11 +119,13 @@ class Decoder:
 
     def _layout(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> _Layout:
         ids, positions, slots = list(rows.ids), list(rows.positions), list(rows.slots)
-        chunks = sorted(chunks, key=lambda chunk: chunk.extent)
+        spans = []
         for chunk in chunks:
             padded = chunk.padded_ids
+            spans.append((len(ids), len(ids) + len(padded)))
             ids += padded
-            positions += range(chunk.start, chunk.start + len(padded))
+            # Padding beyond the last column goes there: that column belongs to a row, which writes it before it is read.
+            positions += (min(place, self.num_columns - 1) for place in range(chunk.start, chunk.start + len(padded)))
             slots += [chunk.slot] * len(padded)
         num_real = len(ids)
         for column in (ids, positions, slots):
@@ -154,7 +144,7 @@ class Decoder:
             row_slots=all_slots[:num_rows],
             row_mask=mask.expand(-1, num_kv_heads, -1).reshape(shape.num_slots * num_kv_heads, 1, shape.num_columns),
             row_spans=self._spans(rows, shape),
-            chunks=tuple(self._placed(chunks, num_rows, all_slots, all_positions)),
+            chunks=tuple(self._placed(chunk, *span, all_positions) for chunk, span in zip(chunks, spans, strict=True)),
         )
 
     def _spans(self, rows: Rows, shape: StepShape) -> tuple[tuple[slice, ...], ...]:
@@ -172,21 +162,11 @@ class Decoder:
         num_all = len(spans) * (shape.num_slots // granule)
         return tuple(spans) if num_read <= _SPARSE * num_all else ()
 
-    def _placed(self, chunks: Sequence[Chunk], start: int, slots: Tensor, positions: Tensor) -> Iterator[_LikeChunks]:
-        """`chunks`, sorted by extent, of which the first begins at token `start` of the step."""
-        num_kv_heads = self.architecture.num_kv_heads
-        num_shared = self.architecture.num_heads // num_kv_heads
-        for (size, num_columns), alike in itertools.groupby(chunks, key=lambda chunk: chunk.extent):
-            stop = start + size * len(list(alike))
-            mask = self._mask(positions[start:stop], num_columns).view(-1, 1, 1, size, num_columns)
-            yield _LikeChunks(
-                slots=slots[start:stop:size],
-                start=start,
-                stop=stop,
-                num_columns=num_columns,
-                mask=mask.expand(-1, num_kv_heads, num_shared, -1, -1).reshape(-1, num_shared * size, num_columns),
-            )
-            start = stop
+    def _placed(self, chunk: Chunk, start: int, stop: int, positions: Tensor) -> _PlacedChunk:
+        num_columns = min(-(-(chunk.start + stop - start) // KV_STEP) * KV_STEP, self.num_columns)
+        num_shared = self.architecture.num_heads // self.architecture.num_kv_heads
+        mask = self._mask(positions[start:stop], num_columns).repeat(num_shared, 1)
+        return _PlacedChunk(slot=chunk.slot, start=start, stop=stop, num_columns=num_columns, mask=mask)
 
     def _attend(
         self, query: Tensor, keys: Tensor, values: Tensor, layout: _Layout, shape: StepShape, *, with_chunks: bool
@@ -196,7 +176,7 @@ class Decoder:
         if num_rows := len(layout.row_slots):
             attended.append(self._attend_rows(query[:num_rows], keys, values, layout, shape))
         if with_chunks:
-            attended += [self._attend_chunks(query[like.start : like.stop], keys, values, like) for like in layout.chunks]
+            attended += [self._attend_chunk(query[chunk.start : chunk.stop], keys, values, chunk) for chunk in layout.chunks]
         return torch.cat(attended) if attended else query.new_zeros(0, query.shape[1] * query.shape[2])
 
     def _attend_rows(self, query: Tensor, keys: Tensor, values: Tensor, layout: _Layout, shape: StepShape) -> Tensor:
@@ -217,18 +197,18 @@ class Decoder:
         attended = attended.view(shape.num_slots, -1)
         return attended if is_dense else attended[layout.row_slots]
 
-    def _attend_chunks(self, query: Tensor, keys: Tensor, values: Tensor, chunks: _LikeChunks) -> Tensor:
-        num_tokens, num_heads, head_dim = query.shape
-        num_chunks, num_kv_heads = len(chunks.slots), self.architecture.num_kv_heads
+    def _attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, chunk: _PlacedChunk) -> Tensor:
+        size, num_heads, head_dim = query.shape
+        num_kv_heads = self.architecture.num_kv_heads
         # Heads that read the same keys are rows of one product.
-        grouped = query.view(num_chunks, -1, num_kv_heads, num_heads // num_kv_heads, head_dim).permute(0, 2, 3, 1, 4)
+        grouped = query.view(size, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
         attended = _attend(
-            grouped.reshape(num_chunks * num_kv_heads, -1, head_dim),
-            [self.cache.in_one_piece(keys, chunks.slots, chunks.num_columns)],
-            [self.cache.in_one_piece(values, chunks.slots, chunks.num_columns)],
-            chunks.mask,
+            grouped,
+            [self.cache.in_one_piece(keys, chunk.slot, chunk.num_columns)],
+            [self.cache.in_one_piece(values, chunk.slot, chunk.num_columns)],
+            chunk.mask,
         )
-        return attended.view(num_chunks, num_heads, -1, head_dim).transpose(1, 2).reshape(num_tokens, -1)
+        return attended.view(num_heads, size, head_dim).transpose(0, 1).reshape(size, -1)
 
     def _project(self, layer: LayerWeights, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (N, heads, head_dim), keys and values (N, kv_heads, head_dim) of one layer, turned to their positions."""

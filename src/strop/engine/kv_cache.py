@@ -47,11 +47,10 @@ class KvCache:
         widths = [min(self.block, num_columns - start) for start in range(0, num_columns, self.block)]
         return [block[:num_rows, :, :width].flatten(0, 1) for block, width in zip(cache, widths, strict=False)]
 
-    def in_one_piece(self, cache: Tensor, slots: Tensor, num_columns: int) -> Tensor:
-        """(n * kv_heads, L, head_dim): a copy of the first columns of `slots` (n,) in the cache of one layer."""
+    def in_one_piece(self, cache: Tensor, slot: int, num_columns: int) -> Tensor:
+        """(kv_heads, L, head_dim): the first columns of `slot` in the cache of one layer."""
         num_blocks = -(-num_columns // self.block)
-        pieces = cache[:num_blocks, slots].permute(1, 2, 0, 3, 4)  # (n, kv_heads, blocks, columns of a block, head_dim)
-        return pieces.flatten(2, 3)[:, :, :num_columns].flatten(0, 1)
+        return cache[:num_blocks, slot].transpose(0, 1).flatten(1, 2)[:, :num_columns]
 
     def copy_out(self, slot: int, length: int) -> Prefix:
         """The first `length` columns of `slot`, and what else lies in their blocks."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -56,11 +57,13 @@ class Matrix:
     def product(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """inputs weightᵀ (+ bias), of (N, in)."""
         if self._packed is not None:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], "")
-            return product
+            return cast(Tensor, torch.ops.mkldnn._linear_pointwise(inputs, self._packed, bias, "none", [], ""))
         if self._is_shared and self._device.type == "cpu":
             # A product that packs its weight on the way holds a second copy of it: here, of one part at a time.
-            return torch.cat([F.linear(inputs, part) for part in torch.split(self.dense(), _PART_ROWS)], 1)
+            product = inputs.new_empty(len(inputs), self._shape[0])
+            for place, part in zip(torch.split(product, _PART_ROWS, 1), torch.split(self.dense(), _PART_ROWS), strict=True):
+                place.copy_(F.linear(inputs, part))
+            return product
         return F.linear(inputs, self.dense(), bias)
 
     def onto(self, residual: Tensor, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
