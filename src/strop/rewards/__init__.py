@@ -3,7 +3,14 @@
 from strop.config import import_object
 from strop.errors import ConfigError
 from strop.rewards.code import CodeReward
-from strop.rewards.config import AnyRewardConfig, CodeRewardConfig, FunctionRewardConfig, RewardConfig
+from strop.rewards.config import (
+    AnyRewardConfig,
+    CodeRewardConfig,
+    CountdownRewardConfig,
+    FunctionRewardConfig,
+    RewardConfig,
+)
+from strop.rewards.countdown import CountdownReward
 from strop.rewards.function import FunctionReward, function_reward
 from strop.rewards.math import MathReward
 from strop.rewards.service import RunService
@@ -13,6 +20,8 @@ __all__ = [
     "AnyRewardConfig",
     "CodeReward",
     "CodeRewardConfig",
+    "CountdownReward",
+    "CountdownRewardConfig",
     "FunctionReward",
     "FunctionRewardConfig",
     "MathReward",
@@ -25,7 +34,9 @@ __all__ = [
 ]
 
 
-def make_reward(config: AnyRewardConfig, service: RunService | None = None) -> MathReward | CodeReward | FunctionReward:
+def make_reward(
+    config: AnyRewardConfig, service: RunService | None = None
+) -> MathReward | CodeReward | CountdownReward | FunctionReward:
     """The reward that `config` describes; whoever asked closes it.
 
     Args:
@@ -41,5 +52,7 @@ def make_reward(config: AnyRewardConfig, service: RunService | None = None) -> M
             if service is None:
                 raise ConfigError("reward.kind = 'code' runs programs, but there is no sandbox to run them in.")
             return CodeReward(config, service)
+        case CountdownRewardConfig():
+            return CountdownReward(config)
         case RewardConfig():
             return MathReward(config, service)

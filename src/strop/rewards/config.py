@@ -17,6 +17,10 @@ CODE_PARTS = ("accuracy", "passed", "format", "called")
 """What `CodeReward` judges; `passed` is a share, the others are 0 or 1."""
 
 
+COUNTDOWN_PARTS = ("accuracy", "valid", "format", "called")
+"""What `CountdownReward` judges; each is 0 or 1."""
+
+
 class FunctionRewardConfig(Config):
     """A user's own function (task, trajectory) -> float, as the only part."""
 
@@ -57,6 +61,19 @@ class CodeRewardConfig(Config):
         return self
 
 
+class CountdownRewardConfig(Config):
+    """The answer is an expression of the task's numbers, judged by its value."""
+
+    kind: Literal["countdown"]
+    weights: dict[str, float] = Field(default={"accuracy": 1.0})
+    needs_box: bool = True  # the answer must stand in \boxed{} inside its tag
+
+    @model_validator(mode="after")
+    def _weighs_what_exists(self) -> Self:
+        _check_weights(self.weights, COUNTDOWN_PARTS)
+        return self
+
+
 def _check_weights(weights: Mapping[str, float], parts: Sequence[str]) -> None:
     for name in weights:
         if name not in parts:
@@ -72,6 +89,6 @@ def _math_by_default(value: Any) -> Any:
 
 
 AnyRewardConfig: TypeAlias = Annotated[
-    Annotated[RewardConfig | CodeRewardConfig | FunctionRewardConfig, Field(discriminator="kind")],
+    Annotated[RewardConfig | CodeRewardConfig | CountdownRewardConfig | FunctionRewardConfig, Field(discriminator="kind")],
     BeforeValidator(_math_by_default),
 ]

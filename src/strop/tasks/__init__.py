@@ -6,11 +6,22 @@ from typing import assert_never
 
 from strop.config import import_object
 from strop.tasks.arithmetic import ArithmeticTasks
-from strop.tasks.config import ArithmeticConfig, HubConfig, JsonlConfig, PythonTasksConfig, Split, TaskConfig
+from strop.tasks.config import ArithmeticConfig, CountdownConfig, HubConfig, JsonlConfig, PythonTasksConfig, Split, TaskConfig
+from strop.tasks.countdown import CountdownTasks
 from strop.tasks.protocol import TaskSource
 from strop.tasks.rows import RowTasks, load_hub, load_jsonl
 
-__all__ = ["ArithmeticTasks", "RowTasks", "Split", "TaskConfig", "TaskSource", "load_hub", "load_jsonl", "make_tasks"]
+__all__ = [
+    "ArithmeticTasks",
+    "CountdownTasks",
+    "RowTasks",
+    "Split",
+    "TaskConfig",
+    "TaskSource",
+    "load_hub",
+    "load_jsonl",
+    "make_tasks",
+]
 
 
 def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
@@ -22,6 +33,8 @@ def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
     match config:
         case ArithmeticConfig():
             return ArithmeticTasks(config, seed=seed, split=split)
+        case CountdownConfig():
+            return CountdownTasks(config, seed=seed, split=split)
         case JsonlConfig():
             return RowTasks(load_jsonl(config, split=split), seed=seed, is_shuffled=split == "train")
         case HubConfig():

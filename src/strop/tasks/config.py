@@ -33,6 +33,31 @@ class ArithmeticConfig(Config):
         return self
 
 
+class CountdownConfig(Config):
+    """Numbers and a target, which an expression of all the numbers reaches. More and larger numbers are harder."""
+
+    kind: Literal["countdown"] = "countdown"
+    min_numbers: int = Field(default=3, ge=2, le=10)  # Countdown-Tasks-3to4 (Pan et al., 2025): three or four
+    max_numbers: int = Field(default=4, ge=2, le=10)
+    min_value: int = Field(default=1, ge=0, le=10**6)  # of each number
+    max_value: int = Field(default=99, ge=1, le=10**6)
+    min_target: int = Field(default=10, ge=0)
+    max_target: int = Field(default=100, ge=0, le=10**9)
+    operators: tuple[Literal["+", "-", "*", "/"], ...] = Field(default=("+", "-", "*", "/"), min_length=1)  # of the solution
+    wording: str = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        for name in ("numbers", "value", "target"):
+            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
+            if low > high:
+                raise ValueError(f"min_{name} is {low} but max_{name} is {high}: nothing lies between them. Lower min_{name}.")
+        for place in ("{numbers}", "{target}"):
+            if self.wording.count(place) != 1:
+                raise ValueError(f"wording is {self.wording!r}: it must hold {place} once, where it goes.")
+        return self
+
+
 class Columns(Config):
     """Which columns of a row make a task, and which rows are left out."""
 
@@ -80,4 +105,6 @@ class PythonTasksConfig(Config):
     source: str  # module:name
 
 
-TaskConfig: TypeAlias = Annotated[ArithmeticConfig | JsonlConfig | HubConfig | PythonTasksConfig, Field(discriminator="kind")]
+TaskConfig: TypeAlias = Annotated[
+    ArithmeticConfig | CountdownConfig | JsonlConfig | HubConfig | PythonTasksConfig, Field(discriminator="kind")
+]

@@ -9,6 +9,7 @@ import json
 import random
 import re
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
@@ -16,6 +17,7 @@ from pydantic import Field
 from strop.config import Config
 from strop.errors import TaskError
 from strop.seeds import derive_seed
+from strop.tasks.countdown import draw_expression
 from strop.types import Task
 
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calculation of a solution as <<48/2=24>>
@@ -70,7 +72,48 @@ class CalculationsDemonstrator(Config):
         ]
 
 
-DemonstratorConfig: TypeAlias = Annotated[ArithmeticDemonstrator | CalculationsDemonstrator, Field(discriminator="kind")]
+class CountdownDemonstrator(Config):
+    """Tries expressions out with the tool until one reaches the target, and is deliberately flawed: it guesses some answers."""
+
+    kind: Literal["countdown"] = "countdown"
+    max_tries: int = Field(default=3, ge=1)  # calls of a demonstration at most; the last is of the solution
+    guess_fraction: float = Field(default=0.5, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
+
+    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+        """Raises `TaskError` for a task that is no Countdown problem."""
+        draw = random.Random(derive_seed("demonstration", seed, task.id))
+        target = _fact(task, "target", needed_by="countdown")
+        numbers = [int(number) for number in _fact(task, "numbers", needed_by="countdown").split(", ")]
+        others = self._others(draw, numbers, _fact(task, "operators", needed_by="countdown"), Fraction(target))
+        if draw.random() < self.guess_fraction:
+            guess = draw.choice([*others, task.answer])
+            return [lambda _: f"<reason>I guess {guess}.</reason>{_answer(guess)}"]
+        tried = [*others[: draw.randrange(self.max_tries)], task.answer]
+        first, *further = tried
+        replies: list[Reply] = [lambda _: f"<reason>I try {first}.</reason>{_call(tool, f'print({first})')}"]
+        replies += [_tries_next(expression, target, tool) for expression in further]
+        replies.append(lambda output: f"<reason>{output.strip()} is {target}.</reason>{_answer(task.answer)}")
+        return replies
+
+    def _others(self, draw: random.Random, numbers: list[int], operators: str, target: Fraction) -> list[str]:
+        """Different expressions of the same numbers with other values, as many as a demonstration can need, or fewer."""
+        found: dict[str, None] = {}
+        for _ in range(8 * self.max_tries):
+            expression = draw_expression(draw, numbers, operators)
+            if expression is not None and expression.value != target:
+                found[expression.text] = None
+        return list(found)[: self.max_tries]
+
+
+def _tries_next(expression: str, target: str, tool: str) -> Reply:
+    return lambda output: (
+        f"<reason>{output.strip()} is not {target}. I try {expression}.</reason>{_call(tool, f'print({expression})')}"
+    )
+
+
+DemonstratorConfig: TypeAlias = Annotated[
+    ArithmeticDemonstrator | CalculationsDemonstrator | CountdownDemonstrator, Field(discriminator="kind")
+]
 
 
 def _fact(task: Task, name: str, *, needed_by: str) -> str:
