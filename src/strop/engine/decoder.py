@@ -20,7 +20,7 @@ from strop.engine.weights import ROTARY_CLASSES, Architecture, DecoderWeights, L
 from strop.errors import ModelError
 
 _SPARSE = 0.85  # of the blocks of all slots: with fewer read, blocks are attended to by spans of slots
-CHUNK_STEP, CHUNK_MAX = 16, 128  # a prefill goes in chunks of at most CHUNK_MAX tokens, padded to a multiple of CHUNK_STEP
+CHUNK_STEP, CHUNK_MAX = 32, 128  # a prefill goes in chunks of at most CHUNK_MAX tokens, padded to a multiple of CHUNK_STEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 _MAX_COLUMN_SIZES = 20
 _MAX_ROW_SIZES, _ROW_STEP = 8, 8
 # Every size in which a packed weight is multiplied costs 20 KB of it for good: 41 MiB of SmolLM2-135M with fifteen sizes.
-_MAX_PRODUCT_SIZES, _CHUNK_SIZES = 4, 4  # of rows, and of tokens beside all rows
+_MAX_PRODUCT_SIZES, _CHUNK_SIZES = 4, 2  # of rows, and of tokens beside all rows
 CHUNK_BUDGET = 256  # tokens of prompts and observations that are computed beside the rows in one step
 
 
