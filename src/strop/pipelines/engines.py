@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from strop.engine.config import VllmConfig
+from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
 from strop.engine.protocol import InferenceEngine
 from strop.pipelines.stage import StageContext
 from strop.rollout.chat import ChatFormat
@@ -34,9 +34,15 @@ async def open_fleet(context: StageContext, model: Path, chat: ChatFormat) -> Fl
         context.recipe.scheduler,
         open_another=open_another,
         deadline_s=_MARGIN * config.deadline_s,
+        publish_deadline_s=_publish_deadline_s(config),
         observer=_FleetEvents(context),
         block_tokens=config.block_tokens if isinstance(config, VllmConfig) else None,
     )
+
+
+def _publish_deadline_s(config: AnyEngine) -> float:
+    """Servers have a time of their own to read weights; writing them, and what is asked around that, gets a completion's."""
+    return _MARGIN * (config.deadline_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0))
 
 
 def write_timeline(context: StageContext, step: int, report: BatchReport) -> None:

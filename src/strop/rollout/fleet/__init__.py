@@ -2,7 +2,8 @@
 
 from strop.rollout.fleet.dispatch import Dispatch
 from strop.rollout.fleet.figures import BatchReport, EngineReport
-from strop.rollout.fleet.fleet import Fleet, FleetObserver, OpenEngine, Publish
+from strop.rollout.fleet.fleet import Fleet, FleetObserver, Publish
+from strop.rollout.fleet.replacements import OpenEngine
 from strop.rollout.fleet.seat import Seat
 
 __all__ = ["BatchReport", "Dispatch", "EngineReport", "Fleet", "FleetObserver", "OpenEngine", "Publish", "Seat"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol
 
@@ -90,6 +91,9 @@ class Dispatch:
         self._left_s: dict[str, float] = {}
         self._cached_tokens = self._request_tokens = 0
         self._num_evictions = 0
+        self._num_cost: Counter[str] = Counter()  # engines that were lost over a request, by its id
+        # One may have failed by itself. Where more can be replaced, more may fail by themselves, too.
+        self._most_cost = max(2, config.max_replacements)
         self._has_lost_some = False
         for member in members.values():
             self.join(member)
@@ -143,10 +147,18 @@ class Dispatch:
         if self._error is not None:
             raise self._error
 
+    def check_cost(self, request: CompletionRequest) -> None:
+        if self._num_cost[request.id] >= self._most_cost:
+            raise MachineError(
+                f"request {request.id} was asked of {self._most_cost} engines, and each was lost over it; no other is asked."
+            )
+
     async def ask(self, member: Member, request: CompletionRequest) -> Completion:
         try:
             completion = await member.ask(request, version=self._version, deadline_s=self._deadline_s)
         except EngineLost as error:
+            if not member.loss:
+                self._num_cost[request.id] += 1
             self._owner.give_up(member, error)
             raise GivenUpError(str(error)) from error
         self._cached_tokens += completion.cached_tokens
@@ -188,9 +200,13 @@ class Dispatch:
         self.tell(EngineJoined(engine=member.spec))
 
     def drain(self, member: Member) -> None:
-        """It takes no new conversations; the fleet is told when it holds none any more."""
-        self._takers.discard(member.name)
+        """It takes no new conversations; the fleet is told when it holds none any more.
+
+        Raises:
+            StropError: the policy cannot; nothing was changed.
+        """
         self.tell(EngineDraining(name=member.name))
+        self._takers.discard(member.name)
 
     def died(self, member: Member) -> None:
         """What it held is lost; the rollouts that it held go on elsewhere, from their last finished turn."""

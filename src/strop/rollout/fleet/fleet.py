@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -15,19 +15,17 @@ from strop.rollout.fleet.dispatch import GO_ON, Dispatch
 from strop.rollout.fleet.figures import BatchReport
 from strop.rollout.fleet.member import Member
 from strop.rollout.fleet.publication import Everyone
+from strop.rollout.fleet.replacements import OpenEngine, Replacements
 from strop.rollout.scheduling import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
 DEADLINE_S = 660.0  # of a completion; a tenth above an embedded engine's own, so that one which keeps its own is heard first
-OPEN_DEADLINE_S = 900.0
 _CLOSE_S = 60.0
+_NEWCOMER = "a newcomer"
 
 Publish = Callable[[TakesWeights], Awaitable[str]]
 """Sends the current weights to whoever takes them, and returns their checksum once they are proved."""
-
-OpenEngine = Callable[[int], Awaitable[InferenceEngine]]
-"""Opens another engine in place of the n-th of those that the fleet began with; where the fleet publishes, with any weights."""
 
 
 class FleetObserver(Protocol):
@@ -64,7 +62,8 @@ class Fleet:
 
     A batch of rollouts is played on it at a time (`play`). An engine that dies, hangs, answers what cannot be true, or holds
     other weights than were published is given up: named to `observer`, closed, and replaced if there is `open_another`, up
-    to `config.max_replacements` times a batch. The rollouts that it held go on elsewhere from their last finished turn.
+    to `config.max_replacements` times a batch; the next batches replace who was not. The rollouts that it held go on
+    elsewhere from their last finished turn.
     """
 
     def __init__(
@@ -74,6 +73,7 @@ class Fleet:
         *,
         open_another: OpenEngine | None = None,
         deadline_s: float = DEADLINE_S,
+        publish_deadline_s: float | None = None,
         observer: FleetObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
         closes_engines: bool = True,
@@ -81,14 +81,15 @@ class Fleet:
     ) -> None:
         """
         Args:
-            deadline_s: of one completion, and of an engine's taking of weights; a little more than the engine's own.
+            deadline_s: of one completion; a little more than the engine's own.
+            publish_deadline_s: how long nothing may move while engines take weights; None: `deadline_s`.
             clock: never goes back.
             block_tokens: of engines whose KV memory comes in blocks; None: nobody knows, so it is guessed.
             closes_engines: whether the engines are the fleet's own, to be closed when they are lost, drained, or with it.
         """
         self.config = SchedulerConfig() if config is None else config
-        self._open_another = open_another
         self._deadline_s = deadline_s
+        self._publish_deadline_s = deadline_s if publish_deadline_s is None else publish_deadline_s
         self._observer: FleetObserver = Unobserved() if observer is None else observer
         self._clock = clock
         self._closes_engines = closes_engines
@@ -104,10 +105,8 @@ class Fleet:
         self._may_join = asyncio.Event()  # whether the current weights may be sent to a newcomer
         self._may_join.set()
         self._joining = asyncio.Lock()
-        self._num_replaced = 0  # in this batch
-        self._coming: set[asyncio.Task[None]] = set()  # replacements
-        self._leaving: set[asyncio.Task[None]] = set()  # engines that are being closed
-        self._is_closed = False
+        self._replacements = Replacements(self, open_another, most=self.config.max_replacements)
+        self._leaving: set[asyncio.Task[None]] = set()  # engines that drain, or are being closed
         for engine in engines:
             self._add(engine, place=self._num_named)
 
@@ -142,13 +141,13 @@ class Fleet:
         """
         self._may_join.clear()
         async with self._joining:
-            self._publish, self._version, self._first_loss = publish, version, None
-            everyone = Everyone(list(self._members.values()), deadline_s=self._deadline_s)
-            if self._members:
-                self._checksum = await publish(everyone)
+            self._publish, self._version, self._checksum, self._first_loss = publish, version, "", None
+            engines = {name: member.engine for name, member in self._members.items()}
+            failures = await self._send(publish, engines) if engines else {}
         self._may_join.set()
-        for name, error in everyone.failures.items():
-            self.give_up(self._members[name], error)
+        for name, error in failures.items():
+            if name in self._members:  # the fleet was not closed meanwhile
+                self.give_up(self._members[name], error)
         while not self._members and self.is_mending:
             await self.changed()
         self._check_somebody_is_left()
@@ -175,13 +174,21 @@ class Fleet:
         return member.name
 
     def drain(self, name: str) -> None:
-        """It takes no new conversation, and leaves the fleet when those that it holds have ended."""
+        """It takes no new conversation, and leaves the fleet when those that it holds have ended; nobody replaces it.
+
+        Raises:
+            StropError: there is no such engine, or the policy of the batch that is being played cannot drain any.
+        """
+        if name not in self._members:
+            raise StropError(f"there is no engine {name!r} in this fleet; it has {', '.join(self._members) or 'none'}.")
         member = self._members[name]
-        member.is_draining = True
-        if self._dispatch is None:
-            self.drained(member)
-        else:
+        if self._dispatch is not None:
             self._dispatch.drain(member)
+        elif self._joining.locked():
+            self._start_leaving(self._drain_later(member))
+        else:
+            self.drained(member)
+        member.is_draining = True
 
     @asynccontextmanager
     async def batch(self) -> AsyncIterator[Dispatch]:
@@ -193,8 +200,9 @@ class Fleet:
         """
         if self._dispatch is not None:
             raise StropError("a batch is being played on this fleet already; batches come one at a time.")
+        self._may_join.set()  # weights stand still while they are sampled from
+        self._replacements.begin_batch()
         self._check_somebody_is_left()
-        self._num_replaced = 0
         dispatch = self._dispatch = Dispatch(
             self.config,
             self,
@@ -214,13 +222,12 @@ class Fleet:
             self._dispatch = None
 
     async def close(self) -> None:
-        """Close every engine, those that are still on their way included."""
-        self._is_closed = True
-        self._may_join.set()
+        """Close every engine; those that are still on their way are not waited for."""
         for member in list(self._members.values()):
             self._dismiss(member)
-        await asyncio.gather(*self._coming, *self._leaving)
-        await asyncio.gather(*self._leaving)
+        await self._replacements.close()
+        while self._leaving:
+            await asyncio.gather(*self._leaving)
 
     # What a batch tells.
 
@@ -234,7 +241,8 @@ class Fleet:
         logger.warning("engine %s is given up: %s", member.name, reason)
         self._observer.engine_lost(member.name, reason=reason)
         self._dismiss(member)
-        self._replace(member.name, member.place)
+        if not member.is_draining:
+            self._replacements.replace(member.name, member.place)
         if self._dispatch is not None:
             self._dispatch.died(member)
             self._dispatch.check_hope()
@@ -248,11 +256,46 @@ class Fleet:
 
     @property
     def is_mending(self) -> bool:
-        return bool(self._coming)
+        return self._replacements.are_coming
 
     async def changed(self) -> None:
-        if self._coming:
-            await asyncio.wait(self._coming, return_when=asyncio.FIRST_COMPLETED)
+        await self._replacements.changed()
+
+    # What replacements tell.
+
+    async def welcome(self, engine: InferenceEngine, place: int) -> None:
+        """Give the newcomer the current weights as soon as they may be sent, and let it join."""
+        while True:
+            await self._may_join.wait()
+            async with self._joining:
+                if not self._may_join.is_set():
+                    continue
+                if self._publish is not None:
+                    failures = await self._send(self._publish, {_NEWCOMER: engine})
+                    if _NEWCOMER in failures:
+                        raise failures[_NEWCOMER]
+                await self.join(engine, place=place)
+                return
+
+    async def close_engine(self, title: str, engine: InferenceEngine) -> None:
+        """Whatever becomes of it; an engine that cannot be closed is logged."""
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await engine.close()
+        except (MachineError, OSError) as error:
+            logger.warning("engine %s could not be closed: %s", title, error or f"{_CLOSE_S:g} s have passed")
+
+    def not_replaced(self, lost: str, *, reason: str) -> None:
+        self._first_loss = self._first_loss or EngineLost(reason)
+        self._observer.engine_not_replaced(lost, reason=reason)
+
+    def settled(self, error: Exception | None) -> None:
+        """A replacement has come, or will not."""
+        if self._dispatch is None:
+            return
+        if error is not None:
+            self._dispatch.fail(error)  # a fault of this code, or of whoever opens engines: not to be waited out
+        self._dispatch.check_hope()
 
     def _add(self, engine: InferenceEngine, *, place: int | None) -> Member:
         member = Member(f"engine-{self._num_named}", engine, place=place, block_tokens=self._block_tokens, clock=self._clock)
@@ -260,85 +303,37 @@ class Fleet:
         self._members[member.name] = member
         return member
 
+    async def _send(self, publish: Publish, engines: Mapping[str, InferenceEngine]) -> dict[str, EngineLost]:
+        """Why engines did not prove the weights of the current version.
+
+        Raises:
+            WeightsNotProven: these are not the weights that were published as that version before.
+        """
+        everyone = Everyone(engines, deadline_s=self._publish_deadline_s)
+        checksum = await publish(everyone)
+        if self._checksum not in ("", checksum):
+            raise WeightsNotProven(
+                f"the trainer's weights were changed since version {self._version} was published: their checksum is {checksum},"
+                f" and was {self._checksum}. An engine can join after the next publication."
+            )
+        self._checksum = checksum
+        return everyone.failures
+
+    async def _drain_later(self, member: Member) -> None:
+        """While weights are sent: an engine that takes them is not closed under them."""
+        async with self._joining:
+            if self._members.get(member.name) is member:
+                self.drained(member)
+
     def _dismiss(self, member: Member) -> None:
         del self._members[member.name]
         if self._closes_engines:
-            self._start(self._leaving, self._close_engine(member.name, member.engine))
+            self._start_leaving(self.close_engine(member.name, member.engine))
 
-    async def _close_engine(self, name: str, engine: InferenceEngine) -> None:
-        try:
-            async with asyncio.timeout(_CLOSE_S):
-                await engine.close()
-        except (MachineError, OSError) as error:
-            logger.warning("engine %s could not be closed: %s", name, error or f"{_CLOSE_S:g} s have passed")
-
-    def _replace(self, name: str, place: int | None) -> None:
-        """Open another engine in place of `name`, if that was not done too often in this batch."""
-        if self._open_another is None or place is None or self._is_closed:
-            return
-        if self._num_replaced >= self.config.max_replacements:
-            reason = f"{self._num_replaced} were replaced in this step already (scheduler.max_replacements)."
-            self._observer.engine_not_replaced(name, reason=reason)
-            return
-        self._num_replaced += 1
-        self._start(self._coming, self._bring(name, place, self._open_another))
-
-    async def _bring(self, lost: str, place: int, open_another: OpenEngine) -> None:
-        opening = asyncio.ensure_future(open_another(place))
-        await asyncio.wait({opening}, timeout=OPEN_DEADLINE_S)
-        if not opening.done():
-            opening.add_done_callback(self._close_latecomer)
-            self._not_brought(lost, place, f"another engine was not open after {OPEN_DEADLINE_S:g} s.")
-            return
-        if (error := opening.exception()) is not None:
-            self._not_brought(lost, place, f"{type(error).__name__}: {error}")
-            return
-        engine = opening.result()
-        try:
-            await self._bring_in(engine, place)
-        except (MachineError, OSError) as error:
-            await self._close_engine("that was to come", engine)
-            self._not_brought(lost, place, f"{type(error).__name__}: {error}")
-
-    async def _bring_in(self, engine: InferenceEngine, place: int) -> None:
-        """Give the newcomer the current weights as soon as they may be sent, and let it join."""
-        while True:
-            await self._may_join.wait()
-            async with self._joining:
-                if not self._may_join.is_set():
-                    continue
-                if self._is_closed:
-                    await engine.close()
-                    return
-                if self._publish is not None:
-                    async with asyncio.timeout(self._deadline_s):
-                        self._checksum = await self._publish(engine)
-                await self.join(engine, place=place)
-                return
-
-    def _not_brought(self, lost: str, place: int, reason: str) -> None:
-        """Try again, or tell that `lost` stays without a replacement."""
-        logger.warning("engine %s could not be replaced: %s", lost, reason)
-        self._observer.engine_not_replaced(lost, reason=reason)
-        self._first_loss = self._first_loss or EngineLost(reason)
-        self._replace(lost, place)
-
-    def _close_latecomer(self, opening: asyncio.Future[InferenceEngine]) -> None:
-        if not opening.cancelled() and opening.exception() is None:
-            self._start(self._leaving, self._close_engine("a latecomer", opening.result()))
-
-    def _start(self, kind: set[asyncio.Task[None]], work: Any) -> None:
+    def _start_leaving(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
-        kind.add(task)
-        task.add_done_callback(lambda done: self._ended(kind, done))
-
-    def _ended(self, kind: set[asyncio.Task[None]], done: asyncio.Task[None]) -> None:
-        kind.discard(done)
-        if self._dispatch is None:
-            return
-        if not done.cancelled() and isinstance(error := done.exception(), Exception):
-            self._dispatch.fail(error)  # a fault of this code, or of whoever opens engines: not to be waited out
-        self._dispatch.check_hope()
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _check_somebody_is_left(self) -> None:
         if self._members or self.is_mending:

@@ -9,11 +9,12 @@ from functools import partial
 from strop.engine.protocol import Capacity, CompletionRequest, InferenceEngine
 from strop.engine.requests import check_completion
 from strop.errors import DeadlineExceeded, EngineLost, StropError
+from strop.rollout.fleet.pulse import Pulse
 from strop.rollout.scheduling import EngineSpec
 from strop.types import Completion
 
 _BLOCK_TOKENS = 32  # of an engine that has no slots and does not say; small ones are rounded up, which is safe
-_PATIENCE = 0.5  # of a deadline: an engine that answered somebody within it is slow and not hung
+_PATIENCE = 0.5  # of a deadline: an engine that answers somebody within it is slow and not hung
 _SETTLE_S = 5.0  # how long an engine may take to notice that nobody waits for a completion any more
 
 
@@ -53,8 +54,7 @@ class Member:
         self.spec = spec_of(name, engine.capacity, block_tokens)
         self.loss = ""  # why it was given up; empty while it was not
         self.is_draining = False
-        self._clock = clock
-        self._last_answer_s = clock()
+        self._pulse = Pulse(name, engine, clock)
         self._asked: dict[asyncio.Future[Completion], asyncio.Task[Completion]] = {}
         self._let_go: set[asyncio.Task[Completion]] = set()
 
@@ -68,34 +68,25 @@ class Member:
         """A completion from the weights of `version`.
 
         Raises:
-            EngineLost: the engine died, answered nobody for a long time, or what it answered cannot be true.
-            DeadlineExceeded: this completion is not done, but the engine answers others.
+            EngineLost: the engine died, hangs, broke, or what it answered cannot be true.
+            DeadlineExceeded: this completion is not done, but the engine answers others, or would.
             GivenUpError: the engine was given up meanwhile.
         """
         if self.loss:
             raise GivenUpError(self.loss)
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        asked = asyncio.ensure_future(self.engine.complete(request))
-        asked.add_done_callback(partial(_hand_over, answer))
-        self._asked[answer] = asked
-        timer = asyncio.get_running_loop().call_later(deadline_s, self._miss, answer, request, deadline_s)
         try:
-            completion = await answer
+            completion = await self._answer(request, deadline_s)
+            check_completion(request, completion, vocab_size=None, policy_version=version)
         except DeadlineExceeded as error:  # the engine's own, or ours
-            if self._clock() - self._last_answer_s < _PATIENCE * deadline_s:
-                raise
-            raise EngineLost(f"it hangs: {error}") from error
-        except (MemoryError, OSError) as error:
-            raise EngineLost(f"{type(error).__name__}: {error}") from error
-        finally:
-            timer.cancel()
-            del self._asked[answer]
-            if not asked.done():
-                asked.cancel()
-                self._let_go.add(asked)
-                asked.add_done_callback(self._let_go.discard)
-        check_completion(request, completion, vocab_size=None, policy_version=version)
-        self._last_answer_s = self._clock()
+            await self._require_pulse(error, deadline_s)
+            raise
+        except StropError:
+            raise
+        except Exception as error:  # whatever it is, nobody may sample from an engine that does this
+            raise EngineLost(f"engine {self.name} failed: {type(error).__name__}: {error}") from error
+        if self.loss:  # as this answer came: the scheduler has the turn sampled again, and waits for that
+            raise GivenUpError(self.loss)
+        self._pulse.felt()
         return completion
 
     def give_up(self, reason: str) -> None:
@@ -104,11 +95,42 @@ class Member:
         for answer in self._asked:
             if not answer.done():
                 answer.set_exception(GivenUpError(reason))
+        self._pulse.stop()
 
     async def settle(self) -> None:
         """Wait, but not long, until completions that nobody waits for have ended."""
-        if self._let_go:
-            await asyncio.wait(self._let_go, timeout=_SETTLE_S)
+        self._pulse.stop()
+        if ending := {*self._let_go, *self._pulse.tasks}:
+            await asyncio.wait(ending, timeout=_SETTLE_S)
+
+    async def _answer(self, request: CompletionRequest, deadline_s: float) -> Completion:
+        """What the engine says, or `DeadlineExceeded`; raises whatever the engine raises."""
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        asked = asyncio.ensure_future(self.engine.complete(request))
+        asked.add_done_callback(partial(_hand_over, answer))
+        self._asked[answer] = asked
+        timer = asyncio.get_running_loop().call_later(deadline_s, self._miss, answer, request, deadline_s)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+            del self._asked[answer]
+            if not asked.done():
+                asked.cancel()
+                self._let_go.add(asked)
+                asked.add_done_callback(self._let_go.discard)
+
+    async def _require_pulse(self, error: DeadlineExceeded, deadline_s: float) -> None:
+        """Raises `EngineLost` where the engine answers nobody; the completion that missed its deadline proves nothing alone."""
+        within_s = _PATIENCE * deadline_s
+        is_felt = await self._pulse.is_felt(within_s=within_s)
+        if self.loss:
+            raise GivenUpError(self.loss)
+        if not is_felt:
+            raise EngineLost(
+                f"it hangs: {error} It answered nobody in the last {within_s:g} s, nor one of a single token within another"
+                f" {within_s:g} s."
+            ) from error
 
     def _miss(self, answer: asyncio.Future[Completion], request: CompletionRequest, deadline_s: float) -> None:
         if not answer.done():

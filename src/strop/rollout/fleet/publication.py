@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 
-from strop.engine.protocol import Capabilities, NamedTensor
+from strop.engine.protocol import Capabilities, InferenceEngine, NamedTensor
 from strop.errors import EngineLost, MachineError, ModelError
-from strop.rollout.fleet.member import Member
 
 _AHEAD = 2  # tensors by which an engine may be ahead of a slower one
 
@@ -21,24 +20,25 @@ class Everyone:
     did. A tensor may be kept by all of them and so must not be written to by any.
     """
 
-    def __init__(self, members: Sequence[Member], *, deadline_s: float) -> None:
+    def __init__(self, engines: Mapping[str, InferenceEngine], *, deadline_s: float) -> None:
         """
         Args:
+            engines: by name, at least one.
             deadline_s: how long nothing may move before the engines that keep the others waiting are given up.
 
         Raises:
             ModelError: the engines' weights are of different types, so that one checksum could not prove them.
         """
         self.failures: dict[str, EngineLost] = {}
-        self._members = list(members)
+        self._engines = dict(engines)
         self._deadline_s = deadline_s
-        dtypes = {member.name: member.engine.capabilities.dtype for member in members}
+        dtypes = {name: engine.capabilities.dtype for name, engine in engines.items()}
         if len(set(dtypes.values())) > 1:
             raise ModelError(f"the engines hold weights of different types, {dtypes}; give all of them one dtype.")
 
     @property
     def capabilities(self) -> Capabilities:
-        return self._members[0].engine.capabilities
+        return next(iter(self._engines.values())).capabilities
 
     async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
         """Returns when every engine has proved the weights or failed to; whoever fails keeps nobody else waiting for long.
@@ -46,12 +46,10 @@ class Everyone:
         Raises:
             StropError: an engine cannot take weights now, because it was asked to while it samples.
         """
-        shared = _SharedStream(tensors, [member.name for member in self._members])
+        shared = _SharedStream(tensors, list(self._engines))
         loads = {
-            each.name: asyncio.ensure_future(
-                each.engine.load_weights(shared.stream(each.name), version=version, checksum=checksum)
-            )
-            for each in self._members
+            name: asyncio.ensure_future(engine.load_weights(shared.stream(name), version=version, checksum=checksum))
+            for name, engine in self._engines.items()
         }
         for name, load in loads.items():
             load.add_done_callback(lambda _, name=name: shared.leave(name))  # type: ignore[misc]

@@ -19,6 +19,9 @@ class Desk(Protocol):
 
     def member(self, name: str) -> Member: ...
 
+    def check_cost(self, request: CompletionRequest) -> None:
+        """Raises `MachineError` once so many engines were lost over this request that it is asked of no other."""
+
     async def ask(self, member: Member, request: CompletionRequest) -> Completion:
         """Raises `GivenUpError` once the engine was given up, for this request or another."""
 
@@ -70,9 +73,11 @@ class Seat:
         Raises:
             EngineLost: no engine is left that could.
             DeadlineExceeded: the completion took too long, but its engine is not to blame.
+            MachineError: several engines were lost over this very turn.
         """
         while True:
             run = await self._granted()
+            self._desk.check_cost(request)
             member = self._desk.member(run.engine)
             is_there = self._prefix is not None and self._prefix.member is member
             extends, at = (self._prefix.request_id, self._num_known) if self._prefix and is_there else ("", 0)
