@@ -3,9 +3,11 @@ from __future__ import annotations
 import xml.dom.minidom
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
+from strop.errors import ConfigError
 from strop.reports.schedule import draw_timelines, schedule_page
 from strop.reports.simulate import simulate as simulate_command
 from strop.rollout.scheduling import EngineSpec, SchedulerConfig
@@ -48,3 +50,13 @@ def test_the_command_prints_a_table_and_writes_page_picture_and_figures(tmp_path
     assert result.exit_code == 0
     assert "makespan" in result.output
     assert {path.name for path in tmp_path.iterdir()} == {"schedule.html", "schedule.svg", "schedule.json"}
+
+
+def test_slots_cannot_be_over_subscribed_and_the_command_says_so() -> None:
+    app = typer.Typer()
+    app.command()(simulate_command)
+    arguments = ["--engines", "1", "--rollouts", "8", "--trace", "uniform", "--rows", "8", "--oversubscription", "2"]
+    with pytest.raises(ConfigError, match=r"scheduler.oversubscription = 2 can start nothing more on engine engine 0"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    result = CliRunner().invoke(app, [*arguments, "--kv-tokens", "20000"], catch_exceptions=False)
+    assert result.exit_code == 0

@@ -84,3 +84,42 @@ def test_a_damaged_file_is_named(tmp_path):
     run.stage("rl").timeline(1).write_text("{")
     with pytest.raises(RunError, match=r"step-000001.timeline.json: not valid JSON"):
         write_report(run)
+
+
+ENGINE = {
+    "name": "a",
+    "max_rows": 4,
+    "kv_tokens": 64,
+    "joined_s": 0.0,
+    "left_s": 9.5,
+    "loss": "",
+    "rows": [1.0],
+    "kv_shares": [0.5],
+}
+RECORD = {"step": 1, "policy": "scheduler", "duration_s": 10.0, "engines": [ENGINE], "queue": [0.0]}
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"step": 1}, "duration_s: Field required"),
+        ([], "Input should be an object"),
+        (RECORD | {"duration_s": -1.0}, "duration_s: .*greater than or equal to 0"),
+        (RECORD | {"duration_s": float("nan")}, "duration_s: .*finite"),
+        (RECORD | {"queue": 3}, "queue: .*valid array"),
+        (RECORD | {"engines": [ENGINE | {"rows": ["many"]}]}, "engines.0.rows.0: .*valid number"),
+        (RECORD | {"engines": [ENGINE | {"max_rows": 0}]}, "engines.0.max_rows: .*greater than 0"),
+        (RECORD | {"engines": [{"name": "a"}]}, "engines.0.max_rows: Field required"),
+    ],
+)
+def test_a_file_that_is_no_timeline_is_named_with_what_is_wrong_and_a_remedy(record, said, tmp_path):
+    run = write_run(tmp_path / "demo", num_steps=1)
+    run.stage("rl").timeline(1).write_text(json.dumps(record))
+    with pytest.raises(RunError, match=rf"step-000001.timeline.json: not the timeline of a step: {said}.* Delete it"):
+        read_timelines(run, "rl")
+
+
+def test_what_a_later_version_adds_to_a_timeline_is_passed_over(tmp_path):
+    run = write_run(tmp_path / "demo", num_steps=1)
+    run.stage("rl").timeline(1).write_text(json.dumps(RECORD | {"more": 1, "engines": [ENGINE | {"more": 1}]}))
+    assert [len(each.engines) for each in read_timelines(run, "rl")] == [1]

@@ -4,8 +4,9 @@ from collections import Counter
 import pytest
 
 from strop.engine.scripted import ScriptedEngine
-from strop.errors import DeadlineExceeded, EngineLost, MachineError, ToolBroken
+from strop.errors import DeadlineExceeded, EngineLost, MachineError, RequestTooLong, ToolBroken
 from strop.evaluation.summary import rollout_metrics
+from strop.rollout.fleet import Fleet
 from strop.rollout.play import Judge, Player, SamplingConfig, play
 from strop.rollout.protocol import Observation
 from strop.seeds import derive_seed
@@ -286,3 +287,60 @@ def test_a_rollout_of_several_turns_appends_and_never_exceeds_its_budget():
     assert [request.at for request in engine.requests] == [0, 5, 8]
     assert [request.extends for request in engine.requests] == ["", engine.requests[0].id, engine.requests[1].id]
     assert engine.released == [engine.requests[-1].id]
+
+
+class OfLength(OneTurn):
+    """The prompt of task n has n tokens."""
+
+    async def start(self):
+        self.world.num_open += 1
+        return Observation(ids=(1,) * int(self.task.id[5:]), text="", completion_text="", calls=(), stop_reason=None)
+
+
+def long_and_short(*lengths, engine=None, **options):
+    world, watcher = World(), Watcher()
+    engine = engine or ScriptedEngine(lambda request: ANSWER, kv_tokens=64, max_request_tokens=20)
+    player = make_player(lambda task, *, seed: OfLength(world, task), engine)
+    groups = []
+    try:
+        groups = play_all(player, tasks=[task(length) for length in lengths], watcher=watcher, **options)
+    finally:
+        assert world.num_open == 0
+    return {group.task_index: group for group in groups}, watcher
+
+
+def test_a_task_whose_prompt_leaves_no_room_is_void_with_a_warning_and_the_others_are_played(caplog):
+    groups, watcher = long_and_short(5, 13, 12)  # 12 and a response of 8 are what an engine holds
+    assert [len(groups[index].trajectories) for index in (5, 13, 12)] == [2, 0, 2]
+    assert groups[13].num_void == 2
+    assert watcher.of("voided") == [RolloutKey(task_index=13, attempt=attempt) for attempt in (0, 1)]
+    assert len([key for key in watcher.of("started") if key.task_index == 13]) == 2  # nobody tries again
+    [warning] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "task 'task-13': its prompt of 13 tokens and sampling.max_tokens = 8 exceed" in warning
+    assert watcher.reason in warning
+
+
+def test_a_batch_whose_every_prompt_leaves_no_room_is_refused():
+    with pytest.raises(RequestTooLong, match=r"every task .* task 'task-1[34]': its prompt of 1[34] tokens"):
+        long_and_short(13, 14)
+
+
+def test_a_prompt_that_only_a_lost_engine_could_hold_ends_the_batch_as_the_loss_of_that_engine():
+    class Late(OfLength):
+        async def start(self):
+            if self.task.id == "task-31":
+                await is_restarted.wait()
+            return await super().start()
+
+    def answer_late(request):
+        is_restarted.set()
+        return ANSWER
+
+    is_restarted = asyncio.Event()
+    large = ScriptedEngine(lambda request: ANSWER, max_request_tokens=64, lost_at=(0,))
+    small = ScriptedEngine(answer_late, max_request_tokens=12)  # which goes on with the rollout of task 3
+    world = World()
+    player = make_player(lambda task, *, seed: Late(world, task), Fleet([large, small]))
+    with pytest.raises(EngineLost, match=r"task 'task-31': .* is lost.*a prompt of 31 tokens and a response of up to 8"):
+        play_all(player, tasks=[task(3), task(31)], num_rollouts=1)
+    assert world.num_open == 0

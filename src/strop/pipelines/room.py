@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from strop.engine.config import EngineConfig, VllmConfig
 from strop.errors import ConfigError
 from strop.pipelines.recipe import EvalStage, ModelStage, PlayedStage, Recipe, Stage
 from strop.rollout.chat import ChatFormat
@@ -14,15 +15,17 @@ from strop.tasks import make_tasks
 from strop.tools.protocol import Tool
 from strop.types import Task
 
-_NUM_TASKS = 64  # of a stage whose prompts are looked at
+_NUM_TASKS = 64  # of a stage that learns, whose prompts are looked at; later ones that do not fit are void when they are drawn
 
 
 def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[Tool]) -> None:
     """Hold every stage whose model comes from `origin`, a stage that is done, against what the recipe says of its engines.
 
     Raises:
-        ConfigError: the first prompts of a stage and its longest response do not fit; with the arithmetic.
+        ConfigError: the first prompts of a stage, or any of an evaluation, and its longest response do not fit; with the
+            arithmetic. Or memory is to be over-subscribed where that can do nothing.
     """
+    _refuse_idle_oversubscription(recipe)
     for name, stage in recipe.stages.items():
         if isinstance(stage, PlayedStage) and _origin_of(recipe, stage) == origin:
             longest, held = _longest_prompt(recipe, name, stage, chat, tools), recipe.engine.max_length
@@ -33,7 +36,7 @@ def check_engines(recipe: Recipe, name: str, stage: PlayedStage, chat: ChatForma
     """Hold a stage against the engines that were opened for it, whose memory is known only now.
 
     Raises:
-        ConfigError: no engine could ever hold a rollout of its first tasks; with the arithmetic.
+        ConfigError: no engine could ever hold a rollout of its first tasks, or of any of an evaluation; with the arithmetic.
     """
     longest = _longest_prompt(recipe, name, stage, chat, tools)
     held = fleet.max_request_tokens
@@ -48,13 +51,13 @@ def prompt_lengths(stage: Stage, tasks: Sequence[Task], chat: ChatFormat, tools:
 
 
 def _longest_prompt(recipe: Recipe, name: str, stage: PlayedStage, chat: ChatFormat, tools: Sequence[Tool]) -> tuple[str, int]:
-    """Of the tasks that the stage begins with, the one with the longest prompt, and its tokens."""
+    """Of the tasks that the stage begins with, or all of an evaluation, the one with the longest prompt, and its tokens."""
     if isinstance(stage, EvalStage):
         source, num = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split), stage.num_tasks
     else:
-        seed, num = derive_seed("run", recipe.seed, name, "tasks"), stage.tasks_per_step
+        seed, num = derive_seed("run", recipe.seed, name, "tasks"), min(stage.tasks_per_step, _NUM_TASKS)
         source = make_tasks(stage.tasks, seed=seed, split="train")
-    num = min(num, _NUM_TASKS, num if source.num_tasks is None else source.num_tasks)
+    num = num if source.num_tasks is None else min(num, source.num_tasks)
     tasks = [source.task(index) for index in range(num)]
     lengths = prompt_lengths(stage, tasks, chat, tools)
     return max(zip((task.id for task in tasks), lengths, strict=True), key=lambda each: each[1])
@@ -66,6 +69,25 @@ def _origin_of(recipe: Recipe, stage: PlayedStage) -> str:
     while not isinstance(before := recipe.stages[name], ModelStage):
         name = before.init
     return name
+
+
+def _refuse_idle_oversubscription(recipe: Recipe) -> None:
+    """As the scheduler does when it sees an engine's memory, but before anything was trained."""
+    engine, scheduler = recipe.engine, recipe.scheduler
+    if scheduler.policy != "scheduler" or scheduler.oversubscription == 1:
+        return
+    refused = f"scheduler.oversubscription = {scheduler.oversubscription:g} can start nothing more: "
+    if isinstance(engine, EngineConfig):
+        raise ConfigError(
+            f"{refused}the embedded engine has {engine.slots} slots of engine.max_length = {engine.max_length} tokens, and a"
+            " conversation takes one, however short it stays. Leave it at 1 and raise engine.slots, or use a server engine,"
+            " whose memory is paged."
+        )
+    if isinstance(engine, VllmConfig) and engine.kv_mib is None and not engine.addresses:
+        raise ConfigError(
+            f"{refused}engine.kv_mib is unset, so each server gets memory for engine.slots = {engine.slots} conversations of"
+            f" engine.max_length = {engine.max_length} tokens. Leave it at 1, or set engine.kv_mib to less than that."
+        )
 
 
 def _refuse_if_too_long(name: str, stage: Stage, longest: tuple[str, int], held: int, limit: str) -> None:

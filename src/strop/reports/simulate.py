@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from strop.errors import UserError
+
+if TYPE_CHECKING:
+    from strop.rollout.scheduling import EngineSpec
+
+_SLOT_TOKENS = 9216  # a prompt of up to 1024 and a response of up to 8192, as in rStar2-Agent's first stage
+_BLOCK_TOKENS = 16
 
 
 def simulate(
@@ -20,13 +26,15 @@ def simulate(
     order: Annotated[
         Literal["longest_first", "fifo"], typer.Option("--order", help="Of the scheduler, for rollouts not yet started.")
     ] = "longest_first",
-    seed: Annotated[int, typer.Option("--seed", help="Of the trace.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the trace.")] = 0,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Conversations that an engine holds at once.")] = 64,
     kv_tokens: Annotated[
         int | None,
         typer.Option("--kv-tokens", min=16, help="KV memory of an engine, in blocks of 16; slots of 9216 by default."),
     ] = None,
-    oversubscription: Annotated[float, typer.Option("--oversubscription", help="Times KV memory that is reserved.")] = 1.0,
+    oversubscription: Annotated[
+        float, typer.Option("--oversubscription", help="Times KV memory that is reserved; needs --kv-tokens.")
+    ] = 1.0,
     tool_workers: Annotated[int | None, typer.Option("--tool-workers", min=1, help="Tool calls that run at once.")] = None,
     timing: Annotated[
         Path | None, typer.Option("--timing", help="What benchmarks/engine_trace.py measured; the embedded engine by default.")
@@ -39,12 +47,13 @@ def simulate(
 
     from strop.config import validate
     from strop.reports.schedule import draw_timelines, schedule_page, schedule_table
-    from strop.rollout.scheduling import EngineSpec, SchedulerConfig
+    from strop.rollout.scheduling import SchedulerConfig
     from strop.rollout.simulation.bounds import lower_bound_s
     from strop.rollout.simulation.simulate import SimulatedMachine
     from strop.rollout.simulation.simulate import simulate as play
     from strop.rollout.simulation.timing import load_timing
-    from strop.rollout.simulation.trace import TRACES, load_trace
+    from strop.rollout.simulation.trace import TRACES
+    from strop.rollout.simulation.trace_file import load_trace
     from strop.runs import write_json, write_text
 
     if trace in TRACES:
@@ -52,13 +61,8 @@ def simulate(
     else:
         played = load_trace(Path(trace))
     measured = load_timing() if timing is None else load_timing(timing)
-    block_tokens = 9216 if kv_tokens is None else 16
-    kv_blocks = rows if kv_tokens is None else kv_tokens // block_tokens
     machines = [
-        SimulatedMachine(
-            spec=EngineSpec(name=f"engine {index}", kv_blocks=kv_blocks, block_tokens=block_tokens, max_conversations=rows),
-            timing=measured,
-        )
+        SimulatedMachine(spec=_memory(f"engine {index}", rows=rows, kv_tokens=kv_tokens), timing=measured)
         for index in range(engines)
     ]
     policies = ("static", "scheduler") if policy == "both" else (policy,)
@@ -86,3 +90,12 @@ def simulate(
         out / "schedule.json", {"title": title, "lower_bound_s": bound_s} | {k: v.as_json() for k, v in outcomes.items()}
     )
     typer.echo(f"{out / 'schedule.html'}")
+
+
+def _memory(name: str, *, rows: int, kv_tokens: int | None) -> EngineSpec:
+    """Of an engine with paged memory, or, where nobody said how much, with slots."""
+    from strop.rollout.scheduling import EngineSpec
+
+    if kv_tokens is None:
+        return EngineSpec(name=name, kv_blocks=rows, block_tokens=_SLOT_TOKENS, max_conversations=rows, max_tokens=_SLOT_TOKENS)
+    return EngineSpec(name=name, kv_blocks=kv_tokens // _BLOCK_TOKENS, block_tokens=_BLOCK_TOKENS, max_conversations=rows)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from markupsafe import Markup
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveInt, ValidationError
 
+from strop.errors import RunError
 from strop.reports.plots import STYLE, THEME
 from strop.reports.scales import Unit, duration, figure, nice_ticks, tick_labels
 from strop.runs import RunDirectory, read_json
@@ -40,6 +43,28 @@ class Timeline:
     queue: Sequence[float] = ()  # mean rollouts that waited for an engine, of equal spans; empty where nobody counted
 
 
+class _FromFile(BaseModel):
+    """What is drawn of a file `step-<k>.timeline.json`; whatever else is in it is passed over."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _EngineRecord(_FromFile):
+    name: str
+    max_rows: PositiveInt
+    rows: tuple[NonNegativeFloat, ...]
+    joined_s: float
+    left_s: float
+    loss: str
+
+
+class _StepRecord(_FromFile):
+    step: NonNegativeInt  # 0: of an evaluation, which has no steps
+    duration_s: NonNegativeFloat
+    engines: tuple[_EngineRecord, ...]
+    queue: tuple[NonNegativeFloat, ...]
+
+
 def read_timelines(run: RunDirectory, stage: str) -> list[Timeline]:
     """Of the first and the last step of a stage that wrote one; empty where none did.
 
@@ -47,7 +72,7 @@ def read_timelines(run: RunDirectory, stage: str) -> list[Timeline]:
         RunError: a file is damaged.
     """
     paths = sorted(run.stage(stage).timeline(0).parent.glob("step-*.timeline.json"))
-    return [_read(read_json(path), stage) for path in dict.fromkeys([*paths[:1], *paths[-1:]])]
+    return [_timeline(_read(path), stage) for path in dict.fromkeys([*paths[:1], *paths[-1:]])]
 
 
 def draw(timelines: Sequence[Timeline], *, is_standalone: bool = False) -> Markup:
@@ -70,18 +95,27 @@ def draw(timelines: Sequence[Timeline], *, is_standalone: bool = False) -> Marku
     )
 
 
-def _read(record: dict[str, Any], stage: str) -> Timeline:
-    engines = [
-        EngineRow(**{name: each[name] for name in ("name", "max_rows", "rows", "joined_s", "left_s", "loss")})
-        for each in record["engines"]
-    ]
+def _read(path: Path) -> _StepRecord:
+    try:
+        return _StepRecord.model_validate_json(json.dumps(read_json(path)))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RunError(
+            f"{path}: not the timeline of a step: {place + ': ' if place else ''}{first['msg']}. Delete it, and the report does"
+            " without this picture; nothing else reads it."
+        ) from error
+
+
+def _timeline(record: _StepRecord, stage: str) -> Timeline:
+    engines = [EngineRow(**dict(each)) for each in record.engines]
     spans = sum(engine.max_rows * (engine.left_s - engine.joined_s) for engine in engines)
-    rows = sum(sum(engine.rows) / max(1, len(engine.rows)) for engine in engines) * record["duration_s"]
-    name = f"{stage}, step {record['step']}" if record["step"] else stage
+    rows = sum(sum(engine.rows) / max(1, len(engine.rows)) for engine in engines) * record.duration_s
+    name = f"{stage}, step {record.step}" if record.step else stage
     lost = sum(bool(engine.loss) for engine in engines)
-    title = f"{name}: {duration(record['duration_s'])}, {figure(rows / spans if spans else 0.0, Unit.PERCENT)} of rows busy"
+    title = f"{name}: {duration(record.duration_s)}, {figure(rows / spans if spans else 0.0, Unit.PERCENT)} of rows busy"
     title += f", {lost} {'engine' if lost == 1 else 'engines'} lost" if lost else ""
-    return Timeline(title=title, duration_s=record["duration_s"], engines=engines, queue=record["queue"])
+    return Timeline(title=title, duration_s=record.duration_s, engines=engines, queue=record.queue)
 
 
 def _step(timeline: Timeline, top: float, span: float) -> tuple[Markup, float]:

@@ -7,6 +7,7 @@ group is yielded when its last rollout is scored. Which engine a rollout goes to
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
@@ -22,6 +23,8 @@ from strop.rollout.fleet.seat import Seat
 from strop.rollout.protocol import Environment, EnvironmentFactory, Reward
 from strop.seeds import derive_seed
 from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
 
 _ResultT = TypeVar("_ResultT")
 
@@ -79,15 +82,18 @@ class Player:
             MachineError: a tool or the engine failed; nothing of the rollout is kept.
         """
         async with self.fleet.batch() as dispatch:
-            opened = await self.open(task, dispatch, seed=seed)
+            opened = await self.open(task, seed=seed, most=dispatch.max_request_tokens)
             try:
                 seats = await dispatch.offer({key: opened.prompt_ids}, max_tokens=self.sampling.max_tokens)
                 return await self.converse(task, seats[key], opened, seed=seed)
             finally:
                 await opened.close()
 
-    async def open(self, task: Task, dispatch: Dispatch, *, seed: int) -> Opened:
+    async def open(self, task: Task, *, seed: int, most: int | None) -> Opened:
         """The environment of another playing of `task`, begun; whoever asked closes it.
+
+        Args:
+            most: tokens of the longest conversation that an engine holds; None where nobody knows.
 
         Raises:
             RequestTooLong: its prompt leaves no room for the response.
@@ -95,7 +101,7 @@ class Player:
         environment = self.environments(task, seed=seed)
         try:
             opening = await environment.start()
-            self._check_prompt(task, len(opening.ids), dispatch.max_request_tokens)
+            self._check_prompt(task, len(opening.ids), most)
         except BaseException:
             await environment.close()
             raise
@@ -176,6 +182,14 @@ class _Void:
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TooLong:
+    """A rollout whose prompt leaves no room for a response: neither another try nor another attempt would help."""
+
+    key: RolloutKey
+    error: RequestTooLong
+
+
 async def play(
     tasks: Sequence[tuple[int, Task]],
     player: Player,
@@ -192,18 +206,29 @@ async def play(
         finished: rollouts of an interrupted playing of this batch; they are not played again (law 9).
 
     A rollout that a fault of ours spoils is played again from turn 0 up to `player.max_attempts` times, then it is void and
-    one more attempt takes its place; at most `num_rollouts` attempts are added to a group (law 3).
+    one more attempt takes its place; at most `num_rollouts` attempts are added to a group (law 3). A task whose prompt leaves
+    no room for the response is void at once, with a warning.
 
     Raises:
-        RequestTooLong: a task's prompt leaves no room for the response.
+        RequestTooLong: every task's does; raised once all groups are yielded.
         EngineLost: there is nobody left to sample; rollouts already finished were reported to `observer`.
     """
     async with player.fleet.batch() as dispatch:
-        table = _Table(player=player, dispatch=dispatch, seed=seed, observer=observer, finished=finished)
+        table = _Table(
+            player=player,
+            dispatch=dispatch,
+            seed=seed,
+            observer=observer,
+            finished=finished,
+            most=dispatch.max_request_tokens,
+        )
         groups = [asyncio.ensure_future(_play_group(index, task, table, num_rollouts=num_rollouts)) for index, task in tasks]
         try:
             for closed in asyncio.as_completed(groups):
                 yield await closed
+            if groups and len(table.too_long) == len(groups):
+                first = min(table.too_long)
+                raise RequestTooLong(f"every task of the batch is too long, the first of them: {table.too_long[first]}")
         finally:
             for group in groups:
                 group.cancel()
@@ -221,26 +246,41 @@ class _Table:
     seed: int
     observer: PlayObserver
     finished: Mapping[RolloutKey, ScoredTrajectory]
+    most: int | None  # tokens of the longest conversation that any engine held when the batch began; None: there was none
     opened: set[Opened] = field(default_factory=set)  # environments that may be open
+    too_long: dict[int, RequestTooLong] = field(default_factory=dict)  # by task index: why none of its rollouts was played
 
     def seed_of(self, key: RolloutKey) -> int:
         return derive_seed(self.seed, key.task_index, key.attempt, key.branch)
 
-    async def open(self, task: Task, key: RolloutKey) -> Opened | MachineError:
+    async def open(self, task: Task, key: RolloutKey) -> Opened | MachineError | RequestTooLong:
         """The environment of another try of `key`, begun; or why that could not be."""
         seed = self.seed_of(key)
         self.observer.started(key, seed=seed)
         try:
-            opened = await self.player.open(task, self.dispatch, seed=seed)
-        except MachineError as error:
+            opened = await self.player.open(task, seed=seed, most=self.most)
+        except (MachineError, RequestTooLong) as error:
             return error
         self.opened.add(opened)
         return opened
 
-    async def seats(self, opened: Mapping[RolloutKey, Opened | MachineError]) -> dict[RolloutKey, Seat]:
-        """A seat for each rollout of one task whose environment is open."""
+    async def seats(
+        self, task: Task, opened: Mapping[RolloutKey, Opened | MachineError | RequestTooLong]
+    ) -> dict[RolloutKey, Seat]:
+        """A seat for each rollout of one task whose environment is open.
+
+        Raises:
+            EngineLost: there is no engine; or those that could hold a rollout of the task are lost, and none will come.
+        """
         prompts = {key: each.prompt_ids for key, each in opened.items() if isinstance(each, Opened)}
-        return await self.dispatch.offer(prompts, max_tokens=self.player.sampling.max_tokens) if prompts else {}
+        if not prompts:
+            return {}
+        try:
+            return await self.dispatch.offer(prompts, max_tokens=self.player.sampling.max_tokens)
+        except RequestTooLong as error:
+            if self.most is None:
+                raise
+            raise EngineLost(f"task {task.id!r}: every engine that could hold it is lost. {error}") from error
 
     async def play(self, task: Task, seat: Seat, opened: Opened) -> ScoredTrajectory:
         trajectory = await self.player.converse(task, seat, opened, seed=self.seed_of(seat.key))
@@ -250,36 +290,44 @@ class _Table:
 
 async def _play_group(index: int, task: Task, table: _Table, *, num_rollouts: int) -> Group:
     scored: list[ScoredTrajectory] = []
-    num_void = 0
+    num_void, too_long = 0, None
     attempts = range(num_rollouts)
-    while attempts:
+    while attempts and too_long is None:
         keys = [RolloutKey(task_index=index, attempt=attempt) for attempt in attempts]
         outcomes = await _play_attempts(task, [key for key in keys if key not in table.finished], table)
         scored += [table.finished[key] for key in keys if key in table.finished]
         scored += [outcome for outcome in outcomes if isinstance(outcome, ScoredTrajectory)]
-        num_void += sum(isinstance(outcome, _Void) for outcome in outcomes)
+        num_void += sum(not isinstance(outcome, ScoredTrajectory) for outcome in outcomes)
+        too_long = next((outcome.error for outcome in outcomes if isinstance(outcome, _TooLong)), None)
         last = attempts.stop
         attempts = range(last, min(last + num_rollouts - len(scored), 2 * num_rollouts))
+    if too_long is not None:
+        logger.warning("void: %s", too_long)
+        if not scored:
+            table.too_long[index] = too_long
     scored.sort(key=lambda each: each.trajectory.key)
     return Group(task=task, task_index=index, trajectories=tuple(scored), num_void=num_void)
 
 
-async def _play_attempts(task: Task, keys: Sequence[RolloutKey], table: _Table) -> list[ScoredTrajectory | _Void]:
+async def _play_attempts(task: Task, keys: Sequence[RolloutKey], table: _Table) -> list[ScoredTrajectory | _Void | _TooLong]:
     """Rollouts of one task, offered together, so that the scheduler knows that they share a prompt."""
     opened = dict(zip(keys, await _all([table.open(task, key) for key in keys]), strict=True))
-    seats = await table.seats(opened)
+    seats = await table.seats(task, opened)
     return await _all([_play_scored(task, key, table, opened=opened[key], seat=seats.get(key)) for key in keys])
 
 
 async def _play_scored(
-    task: Task, key: RolloutKey, table: _Table, *, opened: Opened | MachineError, seat: Seat | None
-) -> ScoredTrajectory | _Void:
+    task: Task, key: RolloutKey, table: _Table, *, opened: Opened | MachineError | RequestTooLong, seat: Seat | None
+) -> ScoredTrajectory | _Void | _TooLong:
     """The first try is made in what is open already; others begin anew."""
     reason = ""
     for num_tries in range(1, table.player.max_attempts + 1):
         if num_tries > 1:
             opened = await table.open(task, key)
-            seat = (await table.seats({key: opened})).get(key)
+            seat = (await table.seats(task, {key: opened})).get(key)
+        if isinstance(opened, RequestTooLong):
+            table.observer.voided(key, reason=str(opened))
+            return _TooLong(key=key, error=opened)
         if isinstance(opened, MachineError) or seat is None:
             reason = str(opened)
             continue

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.errors import RequestTooLong, StropError
+from strop.errors import ConfigError, RequestTooLong, StropError
 from strop.rollout.scheduling import (
     Action,
     BranchAsked,
@@ -212,3 +212,123 @@ def test_static_deals_groups_evenly_and_waits_at_every_turn() -> None:
     assert both == [CallTools(key=key(0, 0)), CallTools(key=key(0, 1))]
     assert one.handle(ToolFinished(key=key(0, 0), num_tokens=1), now_s=3.0) == []
     assert len(started(one.handle(ToolFinished(key=key(0, 1), num_tokens=1), now_s=4.0))) == 2
+
+
+def slots(name: str, *, num: int = 4, length: int = 100) -> EngineJoined:
+    spec = EngineSpec(name=name, kv_blocks=num, block_tokens=length, max_conversations=num, max_tokens=length)
+    return EngineJoined(engine=spec)
+
+
+def test_over_subscription_is_refused_where_an_engine_holds_the_longest_conversation_in_every_place() -> None:
+    for spec in (slots("a"), engine("a", kv_blocks=40, max_conversations=1)):
+        with pytest.raises(ConfigError, match=r"scheduler.oversubscription = 2 .* engine a: it takes .*kv_mib"):
+            scheduler(spec, oversubscription=2.0)
+        assert scheduler(spec).reserved_blocks == {"a": 0}
+
+
+def test_shares_are_of_the_memory_that_is_really_there() -> None:
+    one = scheduler(engine("a", kv_blocks=16), oversubscription=2.0)
+    one.handle(group(0, num=4), now_s=0.0)  # 3 of prompt and 5 of each: 23 of 32 that may be reserved, 16 that are there
+    assert one.usage["a"].kv_share == pytest.approx(23 / 16)
+
+
+def test_an_engine_never_gets_a_conversation_that_is_longer_than_its_own_memory() -> None:
+    one = scheduler(engine("large", kv_blocks=20), engine("small", kv_blocks=10), oversubscription=1.5)
+    actions = one.handle(group(0, num=2, max_tokens=100), now_s=0.0)  # 13 blocks each; small may reserve 15, and has 10
+    assert {name for _, name in started(actions)} == {"large"}
+
+
+def with_slow_tools(*tasks: int, **config: object) -> Scheduler:
+    """The rollouts of these tasks call tools since 1.0 s, which are slow from 3.0 s on."""
+    one = scheduler(engine("a", kv_blocks=8 * len(tasks)), suspend_after_s=2.0, **config)
+    for task in tasks:
+        one.handle(group(task), now_s=0.0)
+        one.handle(TurnFinished(key=key(task, 0), run=1, num_tokens=10), now_s=1.0)
+        one.handle(ToolStarted(key=key(task, 0)), now_s=1.0)
+    return one
+
+
+def test_a_slow_tool_gives_memory_back_also_to_one_who_comes_later() -> None:
+    one = with_slow_tools(0)
+    assert one.handle(Tick(), now_s=3.0) == []
+    assert one.next_tick_s is None
+    actions = one.handle(group(1), now_s=4.0)
+    assert actions[0] == Release(key=key(0, 0), engine="a")
+    assert started(actions) == [(key(1, 0), "a")]
+
+
+def test_no_more_memory_is_given_back_than_the_first_who_waits_needs() -> None:
+    one = with_slow_tools(0, 1, 2, 3)
+    one.handle(group(4), now_s=2.0)
+    actions = one.handle(Tick(), now_s=3.0)
+    assert [type(action) for action in actions] == [Release, Run]
+    assert one.ledger.suspended == 1
+    assert started(one.handle(group(5), now_s=5.0)) == [(key(5, 0), "a")]
+    assert one.ledger.suspended == 2
+
+
+def test_nobody_gives_memory_back_in_vain() -> None:
+    one = scheduler(engine("a", kv_blocks=16), suspend_after_s=2.0)
+    one.handle(group(0), now_s=0.0)
+    one.handle(group(1), now_s=0.0)  # which runs, in the other half
+    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
+    one.handle(ToolStarted(key=key(0, 0)), now_s=1.0)
+    one.handle(group(2, max_tokens=130), now_s=2.0)  # which needs both halves
+    assert one.handle(Tick(), now_s=3.0) == []
+    actions = one.handle(RolloutEnded(key=key(1, 0), run=1, num_tokens=1), now_s=4.0)
+    assert [type(action) for action in actions] == [Release, Release, Run]
+
+
+def test_a_tool_that_was_answered_in_time_gives_nothing_back() -> None:
+    one = with_slow_tools(0)
+    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.5)
+    assert one.next_tick_s is None
+    assert one.handle(group(1), now_s=4.0) == []
+
+
+def test_whoever_is_slow_in_its_next_turn_too_counts_from_there() -> None:
+    one = with_slow_tools(0)
+    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.5)
+    one.handle(TurnFinished(key=key(0, 0), run=2, num_tokens=5), now_s=2.75)
+    one.handle(ToolStarted(key=key(0, 0)), now_s=2.75)
+    assert one.next_tick_s == 4.75
+    one.handle(group(1), now_s=4.0)
+    assert started(one.handle(Tick(), now_s=4.75)) == [(key(1, 0), "a")]
+
+
+def test_one_who_comes_back_with_a_prompt_of_its_own_is_not_taken_to_share_it() -> None:
+    one = scheduler(engine("a"))
+    one.handle(group(0, num=2, prompt_tokens=0, max_tokens=80), now_s=0.0)  # prompts differ: nothing is shared
+    one.handle(RolloutEnded(key=key(0, 1)), now_s=1.0)
+    one.handle(RolloutEnded(key=key(0, 0)), now_s=1.0)
+    for attempt in (2, 3):
+        offer = GroupOffered(prompt_tokens=40, rollouts=(RolloutOffer(key=key(0, attempt), max_tokens=40),))
+        [run] = one.handle(offer, now_s=1.0)
+        assert isinstance(run, Run)
+        assert run.prefill_tokens == 40
+    assert one.reserved_blocks == {"a": 16}
+    for attempt in (2, 3):
+        one.handle(RolloutEnded(key=key(0, attempt)), now_s=2.0)
+    assert one.reserved_blocks == {"a": 0}
+
+
+def test_one_who_comes_back_with_a_longer_prompt_than_its_group_shares_nothing_with_it() -> None:
+    one = scheduler(engine("a", kv_blocks=30))
+    one.handle(group(0, num=2, prompt_tokens=30, max_tokens=50), now_s=0.0)  # 3 + 5 + 5
+    one.handle(RolloutEnded(key=key(0, 1)), now_s=1.0)
+    again = GroupOffered(prompt_tokens=45, rollouts=(RolloutOffer(key=key(0, 1), max_tokens=50),))
+    one.handle(again, now_s=1.0)
+    assert one.reserved_blocks == {"a": 8 + 10}
+    one.handle(RolloutEnded(key=key(0, 0)), now_s=2.0)
+    one.handle(RolloutEnded(key=key(0, 1)), now_s=2.0)
+    assert one.reserved_blocks == {"a": 0}
+
+
+def test_a_second_offer_of_the_same_prompt_still_shares_it() -> None:
+    one = scheduler(engine("a"))
+    one.handle(group(0, num=1), now_s=0.0)
+    again = GroupOffered(prompt_tokens=30, rollouts=(RolloutOffer(key=key(0, 1), max_tokens=50),))
+    [run] = one.handle(again, now_s=1.0)
+    assert isinstance(run, Run)
+    assert run.prefill_tokens == 0
+    assert one.reserved_blocks == {"a": 13}

@@ -94,7 +94,7 @@ class Driver:
             name=f"engine-{self.num_engines}",
             kv_blocks=self.random.randint(12, 40),
             block_tokens=self.random.choice([4, 10, 16]),
-            max_conversations=self.random.randint(1, 6),
+            max_conversations=self.random.randint(1 if self.config.oversubscription == 1 else 2, 6),
         )
         self.engines[spec.name] = spec
         self.tell(EngineJoined(engine=spec))
@@ -107,6 +107,17 @@ class Driver:
         self.num_groups += 1
         self.offered += [offer.key for offer in offers]
         self.tell(GroupOffered(prompt_tokens=self.random.randint(1, 18), rollouts=offers))
+
+    def offer_more(self) -> None:
+        """More rollouts of a task that was there before, whose prompt may be another, or none that they share."""
+        attempts = range(len(self.offered) + 10, len(self.offered) + 10 + self.random.randint(1, 2))
+        task = self.random.randrange(self.num_groups)
+        keys = [RolloutKey(task_index=task, attempt=attempt) for attempt in attempts]
+        self.offered += keys
+        prompt_tokens = self.random.choice([0, self.random.randint(1, 18)])
+        self.tell(
+            GroupOffered(prompt_tokens=prompt_tokens, rollouts=tuple(RolloutOffer(key=key, max_tokens=30) for key in keys))
+        )
 
     def answer(self) -> None:
         key = self.random.choice(list(self.running))
@@ -166,7 +177,7 @@ class Driver:
         choices = [self.join] if len(self.engines) < 4 else []
         takers = [name for name in self.engines if name not in self.draining and self.engines[name].block_tokens > 0]
         if takers and any(self.engines[name].kv_blocks * self.engines[name].block_tokens >= 64 for name in takers):
-            choices += [self.offer]
+            choices += [self.offer] + [self.offer_more] * bool(self.num_groups)
         choices += [self.answer] * 6 if self.running else []
         choices += [self.branch] if self.running else []
         choices += [self.tool] * 5 if self.calling else []

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from strop.errors import UserError
+from strop.errors import ConfigError, UserError
 from strop.rollout.scheduling import EngineDied, EngineDraining, EngineSpec, SchedulerConfig
 from strop.rollout.simulation.bounds import critical_path_s, lower_bound_s, throughput_bound_s
 from strop.rollout.simulation.engines import EngineTiming
 from strop.rollout.simulation.offline import best_offline_s
-from strop.rollout.simulation.simulate import Disturbance, SimulatedMachine, simulate
+from strop.rollout.simulation.simulate import Disturbance, SimulatedMachine, offers, simulate
 from strop.rollout.simulation.timing import DecodePoint, MeasuredTrace, PrefillPoint, load_timing
-from strop.rollout.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed, load_trace
+from strop.rollout.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed
+from strop.rollout.simulation.trace_file import load_trace
 from strop.types import RolloutKey
 
 TIMING = EngineTiming(step_s=1.0, row_s=0.5, kv_token_s=0.0, prefill_token_s=0.25)
@@ -118,6 +120,16 @@ def test_nobody_beats_the_bound_and_one_seed_gives_one_schedule(name: str) -> No
     assert bound <= ours.makespan_s == simulate(small, machines, SchedulerConfig()).makespan_s
 
 
+def test_who_is_told_beforehand_knows_each_length_and_ranks_by_rollout_or_by_group() -> None:
+    one = trace((turn(3, 1.0, 8), turn(2)), (turn(6),))  # 13 and 6 tokens
+    told = {
+        foresight: [(offer.max_tokens, offer.expected_tokens) for offer in event.rollouts]
+        for foresight in ("none", "rollouts", "groups")
+        for event in offers(one, foresight=foresight)
+    }
+    assert told == {"none": [(90, None)] * 2, "rollouts": [(13, 13), (6, 6)], "groups": [(13, 9.5), (6, 9.5)]}
+
+
 def test_the_bounds_by_hand() -> None:
     one = trace((turn(3, 10.0, 8), turn(2)), (turn(6),))
     assert critical_path_s(one, [machine()]) == pytest.approx(3 * 1.5 + 10 + 8 * 0.25 + 2 * 1.5)
@@ -153,13 +165,66 @@ def test_the_committed_measurements_are_those_of_an_engine() -> None:
     assert 0 < timing.row_s < 0.1
 
 
-def test_a_trace_of_your_own_is_read_and_a_wrong_one_refused(tmp_path: Path) -> None:
+def test_a_trace_of_your_own_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"max_tokens": 20, "groups": [{"prompt_tokens": 4, "rollouts": [[[5, 0.5, 3], [6, 0, 0]]]}]}')
-    assert load_trace(path).rollouts[0].turns == (turn(5, 0.5, 3), turn(6))
-    path.write_text('{"max_tokens": 10, "groups": [{"prompt_tokens": 4, "rollouts": [[[5, 0.5, 3], [6, 0, 0]]]}]}')
-    with pytest.raises(UserError, match="has 14 tokens, above max_tokens"):
+    mine = load_trace(path)
+    assert (mine.name, mine.max_tokens, mine.groups[0].prompt_tokens) == ("mine", 20, 4)
+    assert mine.rollouts[0].turns == (turn(5, 0.5, 3), turn(6))
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ("[]", "groups: is empty, but at least 1"),
+        ('[{"prompt_tokens": 4, "rollouts": []}]', "groups.0.rollouts: is empty, but at least 1"),
+        ('[{"prompt_tokens": 4, "rollouts": [[]]}]', "groups.0.rollouts.0: is empty, but at least 1"),
+        ('[{"prompt_tokens": -4, "rollouts": [[[5, 0, 0]]]}]', "groups.0.prompt_tokens: .*-4"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[0, 0, 0]]]}]', "groups.0.rollouts.0.0.0: .*got 0"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[5, -1, 3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.1: .*-1"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[5, NaN, 3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.1: .*nan"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[5, 1e999, 3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.1: .*inf"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[5, 1, -3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.2: .*-3"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[5.5, 0, 0]]]}]', "groups.0.rollouts.0.0.0: .*5.5"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[5, 9, 0]]]}]', "the last turn of rollout 0 of group 0 has tools of 9 s"),
+        (
+            '[{"prompt_tokens": 4, "rollouts": [[[5, 0, 0]], [[50, 0, 3], [60, 0, 0]]]}]',
+            "rollout 1 of group 0 has 113 tokens, above max_tokens = 100",
+        ),
+        ("{}", "groups: "),
+    ],
+)
+def test_a_trace_that_could_not_be_is_refused_with_its_place(groups: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(f'{{"max_tokens": 100, "groups": {groups}}}')
+    with pytest.raises(UserError, match=rf"mine.json: (.|\n)*{said}"):
         load_trace(path)
-    path.write_text('{"groups": []}')
-    with pytest.raises(UserError, match="not a trace"):
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "nonsense", '{"a": 1}'])
+def test_a_file_that_is_no_trace_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"mine.json: (.|\n)*docs/scheduler.md shows the form"):
         load_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "said"),
+    [
+        ([], [{"tokens": 1.0, "seconds": 1.0}], "decode: is empty, but at least 1"),
+        ([{"rows": 1.0, "kv_tokens": 0.0, "seconds": 1.0}], [], "prefill: is empty, but at least 1"),
+        ([{"rows": 1.0, "kv_tokens": 0.0, "seconds": 0.0}], [{"tokens": 1.0, "seconds": 1.0}], "decode.0.seconds"),
+        ([{"rows": 0.0, "kv_tokens": 0.0, "seconds": 1.0}], [{"tokens": 1.0, "seconds": 1.0}], "decode.0.rows"),
+        ([{"rows": 1.0, "kv_tokens": -1.0, "seconds": 1.0}], [{"tokens": 1.0, "seconds": 1.0}], "decode.0.kv_tokens"),
+        ([{"rows": 1.0, "kv_tokens": 0.0, "seconds": 1.0}], [{"tokens": 0.0, "seconds": 1.0}], "prefill.0.tokens"),
+    ],
+)
+def test_measurements_that_could_not_be_are_refused(
+    decode: list[object], prefill: list[object], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "measured.json"
+    words = dict.fromkeys(("command", "model", "dtype", "machine"), "")
+    path.write_text(json.dumps({**words, "decode": decode, "prefill": prefill}))
+    with pytest.raises(ConfigError, match=said):
+        load_timing(path)

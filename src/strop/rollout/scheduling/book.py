@@ -22,6 +22,7 @@ class RolloutBook:
         self.actions: list[Action] = []
         self.now_s = 0.0
         self._num_running: dict[str, int] = {}
+        self._mixed: set[int] = set()  # groups whose prompts are known to differ
 
     def begin(self, now_s: float) -> None:
         """Another event is handled."""
@@ -34,7 +35,7 @@ class RolloutBook:
 
     def meter(self, engine: Engine) -> None:
         """What the engine does or holds has changed."""
-        share = engine.memory.reserved / engine.memory.capacity
+        share = engine.memory.reserved / engine.memory.spec.kv_blocks  # that are there; above 1 where over-subscribed
         self.usage[engine.name].move(self.now_s, self._num_running[engine.name], share)
 
     def offer(self, event: GroupOffered) -> list[Rollout]:
@@ -43,11 +44,15 @@ class RolloutBook:
         if len(tasks) != 1 or len(set(keys)) < len(keys) or not self.rollouts.keys().isdisjoint(keys):
             raise StropError(f"a group is rollouts of one task, each offered once, but it was offered {keys}.")
         offered = []
+        [group] = tasks
+        if event.prompt_tokens == 0:
+            self._mixed.add(group)
+        shared_tokens = 0 if group in self._mixed else event.prompt_tokens
         for offer in event.rollouts:
             total_tokens = event.prompt_tokens + offer.max_tokens
             rollout = Rollout(
                 key=offer.key,
-                size=Size(group=keys[0].task_index, prompt_tokens=event.prompt_tokens, total_tokens=total_tokens),
+                size=Size(group=group, prompt_tokens=shared_tokens, total_tokens=total_tokens),
                 expected_tokens=offer.expected_tokens,
                 context_tokens=event.prompt_tokens,
                 offered_s=self.now_s,

@@ -10,7 +10,7 @@ from strop.types import RolloutKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """KV memory of one engine. An engine with slots of a fixed length is one whose blocks are as long as a slot."""
+    """KV memory of one engine. One with slots of a fixed length has blocks, and a `max_tokens`, as long as a slot."""
 
     name: str  # unique among the engines that ever joined
     kv_blocks: int
@@ -41,7 +41,7 @@ class RolloutOffer:
 class GroupOffered:
     """The rollouts of one task, which share a prompt; their keys share `task_index`."""
 
-    prompt_tokens: int
+    prompt_tokens: int  # 0: their prompts differ and count as part of `max_tokens`; nothing of this task is shared any more
     rollouts: tuple[RolloutOffer, ...]
 
 

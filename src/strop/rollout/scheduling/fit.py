@@ -1,10 +1,10 @@
-"""Whether a rollout could ever be held by an engine; asked before anything starts."""
+"""Whether engines could ever do what is asked of their memory; asked before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strop.errors import RequestTooLong, StropError
+from strop.errors import ConfigError, RequestTooLong, StropError
 from strop.rollout.scheduling.events import EngineSpec, GroupOffered
 
 
@@ -30,3 +30,18 @@ def check_fits(event: GroupOffered, engines: Sequence[EngineSpec]) -> None:
         f" has {largest.kv_blocks} ({room} tokens){limit}. Lower sampling.max_tokens, leave out long prompts, or give an"
         " engine more KV memory."
     )
+
+
+def check_can_oversubscribe(spec: EngineSpec, times: float) -> None:
+    """Whether reserving the memory of an engine `times` over could start even one more rollout.
+
+    Raises:
+        ConfigError: it holds as many of the longest conversations as it holds conversations, as one with slots always does.
+    """
+    if times > 1 and spec.kv_blocks >= spec.max_conversations * spec.blocks_for(spec.longest):
+        raise ConfigError(
+            f"scheduler.oversubscription = {times:g} can start nothing more on engine {spec.name}: it takes"
+            f" {spec.max_conversations} conversations at once, and holds as many of the longest, {spec.longest} tokens."
+            " Leave it at 1; or use an engine with paged memory which takes more conversations than it could hold at their"
+            " longest: a server with less memory (engine.kv_mib, for vllm) or more engine.slots."
+        )

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from strop.errors import StropError
 from strop.rollout.scheduling.events import EngineSpec
-from strop.rollout.scheduling.memory import KvMemory
+from strop.rollout.scheduling.fit import check_can_oversubscribe
+from strop.rollout.scheduling.memory import KvMemory, Prompt
 from strop.types import RolloutKey
 
 Mask: TypeAlias = npt.NDArray[np.bool_]
@@ -22,8 +23,12 @@ class Size:
     """What placing a rollout depends on."""
 
     group: int
-    prompt_tokens: int
+    prompt_tokens: int  # that it shares with others of its group whose prompt is as long; 0: it shares nothing
     total_tokens: int  # that it may become long, prompt included
+
+    @property
+    def prompt(self) -> Prompt:
+        return (self.group, self.prompt_tokens)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -47,7 +52,7 @@ class EngineFloor:
         self._affinity = affinity
         self._engines: list[Engine] = []
         self._by_name: dict[str, Engine] = {}
-        self._homes: dict[int, set[int]] = {}  # by group: indices of the engines that hold its prompt
+        self._homes: dict[Prompt, set[int]] = {}  # indices of the engines that hold it
         self._capacity: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._block_tokens: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._longest: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)  # conversation, in tokens
@@ -71,13 +76,14 @@ class EngineFloor:
     def join(self, spec: EngineSpec) -> Engine:
         if any(engine.name == spec.name for engine in self._engines):
             raise StropError(f"engine {spec.name!r} joined before; whoever comes back needs a new name.")
+        check_can_oversubscribe(spec, self._oversubscription)
         capacity = int(spec.kv_blocks * self._oversubscription)
         engine = Engine(memory=KvMemory(spec=spec, capacity=capacity), index=len(self._engines))
         self._engines.append(engine)
         self._by_name[spec.name] = engine
         self._capacity = np.append(self._capacity, capacity)
         self._block_tokens = np.append(self._block_tokens, spec.block_tokens)
-        self._longest = np.append(self._longest, capacity * spec.block_tokens if spec.max_tokens is None else spec.max_tokens)
+        self._longest = np.append(self._longest, spec.longest)  # of what is really there, however often it is reserved
         self._reserved = np.append(self._reserved, 0)
         self._is_open = np.append(self._is_open, True)
         self._is_there = np.append(self._is_there, True)
@@ -90,8 +96,8 @@ class EngineFloor:
     def remove(self, engine: Engine) -> None:
         """It is gone, with whatever it held."""
         self.drain(engine)
-        for group in engine.memory.prompts:
-            self._leave_home(group, engine)
+        for prompt in engine.memory.prompts:
+            self._leave_home(prompt, engine)
         engine.memory.clear()
         del self._by_name[engine.name]
 
@@ -113,13 +119,13 @@ class EngineFloor:
         emptiest = int(shares.argmin()) if len(shares) else 0
         least = float(shares[emptiest]) if len(shares) else np.inf
         home, home_share = None, np.inf
-        for index in self._homes.get(size.group, ()):
+        for index in self._homes.get(size.prompt, ()):
             engine = self._engines[index]
             if closed[index] or not self._is_open[index] or size.total_tokens > self._longest[index]:
                 continue
             share = engine.memory.reserved / engine.memory.capacity
             if share < home_share or (share == home_share and home is not None and index < home.index):
-                need = engine.memory.need(size.group, size.prompt_tokens, size.total_tokens)
+                need = engine.memory.need(size.prompt, size.total_tokens)
                 if need <= engine.memory.free:
                     home, home_share = engine, share
         if home is not None and home_share <= least + self._affinity:
@@ -127,25 +133,25 @@ class EngineFloor:
         return self._engines[emptiest] if np.isfinite(least) else None
 
     def reserve(self, engine: Engine, key: RolloutKey, size: Size) -> None:
-        engine.memory.reserve(key, size.group, size.prompt_tokens, size.total_tokens)
-        self._homes.setdefault(size.group, set()).add(engine.index)
+        engine.memory.reserve(key, size.prompt, size.total_tokens)
+        self._homes.setdefault(size.prompt, set()).add(engine.index)
         self._update(engine)
 
     def fork(self, engine: Engine, parent: RolloutKey, key: RolloutKey, at: int, total_tokens: int) -> None:
         engine.memory.fork(parent, key, at, total_tokens)
         self._update(engine)
 
-    def release(self, engine: Engine, key: RolloutKey) -> None:
+    def release(self, engine: Engine, key: RolloutKey, prompt: Prompt) -> None:
         engine.memory.release(key)
-        if key.task_index not in engine.memory.prompts:
-            self._leave_home(key.task_index, engine)
+        if prompt not in engine.memory.prompts:
+            self._leave_home(prompt, engine)
         self._update(engine)
 
-    def _leave_home(self, group: int, engine: Engine) -> None:
-        homes = self._homes[group]
+    def _leave_home(self, prompt: Prompt, engine: Engine) -> None:
+        homes = self._homes[prompt]
         homes.discard(engine.index)
         if not homes:
-            del self._homes[group]
+            del self._homes[prompt]
 
     def _update(self, engine: Engine) -> None:
         self._reserved[engine.index] = engine.memory.reserved

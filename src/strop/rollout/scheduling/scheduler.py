@@ -6,7 +6,6 @@ held, so that no engine ever evicts; it stays there to its end; whatever frees m
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,10 +26,11 @@ from strop.rollout.scheduling.events import (
     TurnFinished,
 )
 from strop.rollout.scheduling.fit import check_fits
-from strop.rollout.scheduling.floor import Engine, EngineFloor
+from strop.rollout.scheduling.floor import Engine, EngineFloor, Mask, Size
 from strop.rollout.scheduling.ledger import Ledger
 from strop.rollout.scheduling.queue import Line, WaitingQueue
 from strop.rollout.scheduling.rollouts import Phase, Rollout
+from strop.rollout.scheduling.slow_tools import SlowTools
 from strop.rollout.scheduling.usage import EngineUsage
 from strop.types import RolloutKey
 
@@ -45,7 +45,7 @@ class LoadBalancedScheduler:
         self._book = RolloutBook()
         self._floor = EngineFloor(oversubscription=config.oversubscription, affinity=config.affinity)
         self._queue = WaitingQueue(config)
-        self._slow_tools: list[tuple[float, RolloutKey, int]] = []  # when a tool counts as slow, and which run it follows
+        self._slow_tools = SlowTools(config.suspend_after_s)
         self._handlers: Mapping[type[Any], Callable[[Any], None]] = {
             GroupOffered: self._group_offered,
             TurnFinished: self._turn_finished,
@@ -61,6 +61,7 @@ class LoadBalancedScheduler:
 
     def handle(self, event: Event, *, now_s: float) -> list[Action]:
         self._book.begin(now_s)
+        self._slow_tools.advance(now_s)
         self._handlers[type(event)](event)
         self._refill()
         return self._book.actions
@@ -95,7 +96,7 @@ class LoadBalancedScheduler:
 
     @property
     def next_tick_s(self) -> float | None:
-        return self._slow_tools[0][0] if self._slow_tools else None
+        return self._slow_tools.next_due_s
 
     @property
     def reserved_blocks(self) -> Mapping[str, int]:
@@ -116,13 +117,14 @@ class LoadBalancedScheduler:
 
     def _tool_started(self, event: ToolStarted) -> None:
         rollout = self._book.tool_started(event)
-        if rollout is not None and self._config.suspend_after_s is not None:
-            heapq.heappush(self._slow_tools, (self._book.now_s + self._config.suspend_after_s, rollout.key, rollout.num_runs))
+        if rollout is not None and rollout.engine is not None:
+            self._slow_tools.started(rollout.key, now_s=self._book.now_s)
 
     def _tool_finished(self, event: ToolFinished) -> None:
         rollout = self._book.tool_finished(event)
         if rollout is None:
             return
+        self._slow_tools.forget(event.key)
         if rollout.engine is None:
             self._wait(rollout)
         else:
@@ -147,6 +149,7 @@ class LoadBalancedScheduler:
             return
         if rollout.phase is Phase.WAITING:
             self._queue.drop(rollout)
+        self._slow_tools.forget(event.key)
         self._give_back(rollout)
         if not rollout.is_branch:
             self._queue.ended(rollout.size.group, num_tokens=event.num_tokens)
@@ -167,19 +170,12 @@ class LoadBalancedScheduler:
         self._book.meter(engine)
         for rollout in displaced:
             self._book.lose_engine(rollout)
+            self._slow_tools.forget(rollout.key)
             if rollout.phase is Phase.RUNNING:
                 self._wait(rollout)
 
     def _tick(self, event: Tick) -> None:
-        """Memory of rollouts whose tools are slow goes back, while somebody waits for it."""
-        while self._slow_tools and self._slow_tools[0][0] <= self._book.now_s:
-            _, key, run = heapq.heappop(self._slow_tools)
-            rollout = self._book.rollouts.get(key)
-            if rollout is None or rollout.engine is None or rollout.phase is not Phase.CALLING or rollout.num_runs != run:
-                continue
-            if self._queue.num_waiting:
-                self._book.ledger.suspended += 1
-                self._give_back(rollout)
+        """Some tools count as slow now; whoever waits may get the memory of their rollouts."""
 
     def _refill(self) -> None:
         """Start whoever waits, as long as there is room; nobody passes one who could have gone to the same engine."""
@@ -189,7 +185,7 @@ class LoadBalancedScheduler:
         passed: list[Line] = []
         while (line := self._queue.first()) is not None:
             size = line.waiting[0].size
-            engine = self._floor.best(size, closed)
+            engine = self._floor.best(size, closed) or self._cleared(size, closed)
             if engine is not None:
                 self._place(self._queue.take(line), engine)
                 continue
@@ -201,9 +197,42 @@ class LoadBalancedScheduler:
         for line in passed:
             self._queue.put_back(line)
 
+    def _cleared(self, size: Size, closed: Mask) -> Engine | None:
+        """The engine that has room for a rollout of `size` once rollouts with slow tools have given their memory back: that
+        where the fewest have to. They have done so when this returns; None where even all of them would not be enough."""
+        if not self._slow_tools:
+            return None
+        slow: dict[str, list[RolloutKey]] = {}
+        for key in self._slow_tools:
+            slow.setdefault(self._engine_of(key).name, []).append(key)
+        is_able = self._floor.could_ever_hold(size) & ~closed
+        found: tuple[Engine, list[RolloutKey]] | None = None
+        for name, keys in slow.items():
+            engine = self._floor.find(name)
+            if not is_able[engine.index] or not engine.memory.fits_without(keys, size.prompt, size.total_tokens):
+                continue
+            leaving = list(keys)
+            for key in reversed(keys):  # the slowest go first, and nobody who need not
+                rest = [each for each in leaving if each != key]
+                leaving = rest if engine.memory.fits_without(rest, size.prompt, size.total_tokens) else leaving
+            if found is None or len(leaving) < len(found[1]):
+                found = engine, leaving
+        if found is None:
+            return None
+        for key in found[1]:
+            self._book.ledger.suspended += 1
+            self._slow_tools.forget(key)
+            self._give_back(self._book.find(key))
+        return found[0]
+
+    def _engine_of(self, key: RolloutKey) -> Engine:
+        engine = self._book.find(key).engine
+        assert engine is not None  # whoever has none is forgotten among the slow
+        return engine
+
     def _place(self, rollout: Rollout, engine: Engine) -> None:
         size = rollout.size
-        is_prompt_there = size.group in engine.memory.prompts
+        is_prompt_there = size.prompt in engine.memory.prompts
         self._floor.reserve(engine, rollout.key, size)
         rollout.engine = engine
         cached = size.prompt_tokens if is_prompt_there else 0
@@ -224,7 +253,7 @@ class LoadBalancedScheduler:
         if engine is None:
             return
         rollout.engine = None
-        self._floor.release(engine, rollout.key)
+        self._floor.release(engine, rollout.key, rollout.size.prompt)
         self._book.meter(engine)
         self._book.actions.append(Release(key=rollout.key, engine=engine.name))
         self._dismiss_if_drained(engine)

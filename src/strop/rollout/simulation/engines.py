@@ -12,6 +12,8 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
+from pydantic import NonNegativeFloat
+
 from strop.config import Config
 from strop.rollout.scheduling import EngineSpec, EngineUsage
 from strop.types import RolloutKey
@@ -24,10 +26,10 @@ _BACK_BELOW = (
 class EngineTiming(Config):
     """A decode step takes step_s + row_s * rows + kv_token_s * (tokens attended to), a prefill prefill_token_s a token."""
 
-    step_s: float
-    row_s: float
-    kv_token_s: float
-    prefill_token_s: float
+    step_s: NonNegativeFloat
+    row_s: NonNegativeFloat
+    kv_token_s: NonNegativeFloat
+    prefill_token_s: NonNegativeFloat
 
     def decode_s(self, num_steps: int, rows: int, kv_tokens: int) -> float:
         """Of `num_steps` steps, the first of which attends to `kv_tokens`."""

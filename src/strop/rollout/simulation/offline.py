@@ -26,14 +26,18 @@ def best_offline_s(
 
     All of them reserve just what each rollout will need and start the longest first. That is within 4/3 of the optimum on
     identical machines that run one job each (Graham, 1969), and far closer with many jobs a machine. Variants: fewer rows an
-    engine, which makes each step faster and so helps the longest rollout; and all work dealt to the engines beforehand so that
-    each has the same. The optimum itself is out of reach; `bounds.lower_bound_s` says how far it is at most.
+    engine, which makes each step faster and so helps the longest rollout; whole groups, the longest first, so that prompts are
+    computed on fewer engines; and all work dealt to the engines beforehand so that each has the same. The policies that are
+    held against it are none of them, so theirs may turn out shorter. The optimum itself is out of reach;
+    `bounds.lower_bound_s` says how far it is at most.
     """
     found = []
     for share in row_shares:
         fewer = [_with_rows(machine, share) for machine in machines]
-        outcome = simulate(trace, fewer, _LONGEST_FIRST, tool_workers=tool_workers, is_clairvoyant=True)
+        outcome = simulate(trace, fewer, _LONGEST_FIRST, tool_workers=tool_workers, foresight="rollouts")
         found.append((outcome.makespan_s, f"longest first, {share:.0%} of the rows"))
+    by_group = simulate(trace, machines, _LONGEST_FIRST, tool_workers=tool_workers, foresight="groups")
+    found.append((by_group.makespan_s, "longest groups first"))
     if tool_workers is None:
         found.append((_dealt_s(trace, machines), "longest first, work dealt evenly beforehand"))
     return min(found)
@@ -57,7 +61,7 @@ def _dealt_s(trace: Trace, machines: Sequence[SimulatedMachine]) -> float:
     longest = 0.0
     for machine, hand in zip(machines, dealt, strict=True):
         if hand:
-            outcome = simulate(_trace_of(trace, hand), [machine], _LONGEST_FIRST, is_clairvoyant=True)
+            outcome = simulate(_trace_of(trace, hand), [machine], _LONGEST_FIRST, foresight="rollouts")
             longest = max(longest, outcome.makespan_s)
     return longest
 

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from strop.errors import StropError
 from strop.rollout.scheduling import (
@@ -32,8 +33,12 @@ from strop.rollout.scheduling import (
     make_scheduler,
 )
 from strop.rollout.simulation.engines import EngineTiming, Finished, SimulatedEngine
-from strop.rollout.simulation.trace import Trace, TracedRollout
+from strop.rollout.simulation.trace import Trace, TracedGroup, TracedRollout
 from strop.types import RolloutKey
+
+Foresight: TypeAlias = Literal["none", "rollouts", "groups"]
+"""What a scheduler is told beforehand, as nobody can: nothing; how long each rollout gets, and so to start the longest first;
+or the same, but to start the groups first whose rollouts are longest on average, so that each is played together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,22 +101,32 @@ class Outcome:
         return {name: getattr(self, name) for name in (*names, *more)} | dict(self.ledger.as_metrics())
 
 
-def offers(trace: Trace, *, is_clairvoyant: bool = False) -> list[GroupOffered]:
-    """The groups of a trace, as a scheduler is told of them; a clairvoyant one is told every length."""
+def offers(trace: Trace, *, foresight: Foresight = "none") -> list[GroupOffered]:
+    """The groups of a trace, as a scheduler is told of them."""
     return [
         GroupOffered(
             prompt_tokens=group.prompt_tokens,
             rollouts=tuple(
                 RolloutOffer(
                     key=rollout.key,
-                    max_tokens=rollout.response_tokens if is_clairvoyant else trace.max_tokens,
-                    expected_tokens=rollout.response_tokens if is_clairvoyant else None,
+                    max_tokens=trace.max_tokens if foresight == "none" else rollout.response_tokens,
+                    expected_tokens=_expected_tokens(rollout, group, foresight),
                 )
                 for rollout in group.rollouts
             ),
         )
         for group in trace.groups
     ]
+
+
+def _expected_tokens(rollout: TracedRollout, group: TracedGroup, foresight: Foresight) -> float | None:
+    match foresight:
+        case "none":
+            return None
+        case "rollouts":
+            return rollout.response_tokens
+        case "groups":
+            return sum(each.response_tokens for each in group.rollouts) / len(group.rollouts)
 
 
 def simulate(
@@ -121,20 +136,19 @@ def simulate(
     *,
     tool_workers: int | None = None,
     disturbances: Sequence[Disturbance] = (),
-    is_clairvoyant: bool = False,
+    foresight: Foresight = "none",
 ) -> Outcome:
     """The step that `config` makes of `trace`.
 
     Args:
         tool_workers: how many tool calls run at once, others queue; None: any number.
-        is_clairvoyant: tell the scheduler each rollout's length beforehand, as nobody can.
     """
     simulation = _Simulation(trace, config, tool_workers)
     for machine in machines:
         simulation.join(machine)
     for each in disturbances:
         simulation.at(each.at_s, each.event)
-    for event in offers(trace, is_clairvoyant=is_clairvoyant):
+    for event in offers(trace, foresight=foresight):
         simulation.tell(event)
     return simulation.play()
 

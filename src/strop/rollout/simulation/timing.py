@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
-from pydantic import NonNegativeFloat
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from strop.config import Config, validate
 from strop.errors import UserError
 from strop.rollout.simulation.engines import EngineTiming
+from strop.rollout.simulation.trace_file import Some
 from strop.runs import read_json
 
 TRACE_PATH = Path(__file__).parent / "engine_trace.json"
 
 
 class DecodePoint(Config):
-    rows: float
-    kv_tokens: float
-    seconds: float  # of one step
+    rows: Annotated[float, Field(ge=1)]
+    kv_tokens: NonNegativeFloat
+    seconds: PositiveFloat  # of one step
 
 
 class PrefillPoint(Config):
-    tokens: float
-    seconds: float
+    tokens: Annotated[float, Field(ge=1)]
+    seconds: PositiveFloat
 
 
 class MeasuredTrace(Config):
@@ -34,8 +36,8 @@ class MeasuredTrace(Config):
     model: str
     dtype: str
     machine: str
-    decode: tuple[DecodePoint, ...]
-    prefill: tuple[PrefillPoint, ...]
+    decode: Some[DecodePoint]
+    prefill: Some[PrefillPoint]
 
     def fit(self) -> EngineTiming:
         """Least squares of the relative error, with no coefficient below 0."""
@@ -44,7 +46,7 @@ class MeasuredTrace(Config):
         step_s, row_s, kv_token_s = _nonnegative_fit(columns / seconds[:, None])
         return EngineTiming(step_s=step_s, row_s=row_s, kv_token_s=kv_token_s, prefill_token_s=self._prefill_token_s())
 
-    def _prefill_token_s(self) -> NonNegativeFloat:
+    def _prefill_token_s(self) -> float:
         """The median over all prompts; the fixed part of a prefill is counted in."""
         return float(np.median([point.seconds / point.tokens for point in self.prefill]))
 

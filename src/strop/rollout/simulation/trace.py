@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-from strop.errors import UserError
 from strop.types import RolloutKey
 
 
@@ -162,42 +159,3 @@ TRACES: dict[str, Callable[..., Trace]] = {
     "adversarial": adversarial,
     "unforeseeable": unforeseeable,
 }
-
-
-def load_trace(path: Path) -> Trace:
-    """A trace of your own: `{"max_tokens": N, "groups": [{"prompt_tokens": P, "rollouts": [ROLLOUT, ...]}, ...]}`.
-
-    A ROLLOUT is a list of turns `[tokens sampled, seconds of its tools, tokens of the observation]`.
-
-    Raises:
-        UserError: the file is missing, or not of that form.
-    """
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        groups = tuple(
-            TracedGroup(
-                prompt_tokens=int(group["prompt_tokens"]),
-                rollouts=tuple(
-                    TracedRollout(
-                        key=RolloutKey(task_index=index, attempt=attempt),
-                        turns=tuple(
-                            TracedTurn(num_tokens=int(tokens), tool_s=float(tool_s), observation_tokens=int(observation))
-                            for tokens, tool_s, observation in turns
-                        ),
-                    )
-                    for attempt, turns in enumerate(group["rollouts"])
-                ),
-            )
-            for index, group in enumerate(tree["groups"])
-        )
-        trace = Trace(name=path.stem, max_tokens=int(tree["max_tokens"]), groups=groups)
-    except OSError as error:
-        raise UserError(f"{path}: no such trace: {error.strerror}. Give heavy, uniform, adversarial, or a file.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a trace ({type(error).__name__}: {error}). docs/scheduler.md shows the form.") from error
-    for rollout in trace.rollouts:
-        if not rollout.turns or min(turn.num_tokens for turn in rollout.turns) < 1:
-            raise UserError(f"{path}: rollout {rollout.key} has no turn, or one without a token.")
-        if rollout.response_tokens > trace.max_tokens:
-            raise UserError(f"{path}: rollout {rollout.key} has {rollout.response_tokens} tokens, above max_tokens.")
-    return trace
