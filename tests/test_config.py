@@ -59,6 +59,28 @@ def test_a_key_that_resembles_nothing_points_to_the_list():
     assert said == "r.toml: stages.rl.zzz: unknown key. Remove it, or see docs/recipes.md for the keys that exist."
 
 
+def test_a_key_of_another_kind_is_said_to_be_one():
+    said = complaint(stages(method={"name": "grpo", "gae_lambda": 1}))
+    assert said == (
+        'r.toml: stages.rl.method.gae_lambda: unknown key. It is a key of stages.rl.method.name = "ppo"; here that is "grpo".'
+    )
+    said = complaint(stages(method={"name": "grpo", "gae_lamda": 1}))
+    assert "unknown key. Did you mean 'gae_lambda'? That is a key of stages.rl.method.name = \"ppo\"; here" in said
+    said = complaint(stages("sft", kind="sft", method=1))
+    assert said == 'r.toml: stages.sft.method: unknown key. It is a key of stages.sft.kind = "rl"; here that is "sft".'
+
+
+def test_a_word_where_a_table_belongs_is_told_what_to_write():
+    said = complaint(stages(method="ppo"))
+    assert said == (
+        "r.toml: stages.rl.method: 'ppo' is not a table. Write [stages.rl.method] with name = \"ppo\","
+        " or --set stages.rl.method.name=ppo."
+    )
+    assert complaint(stages(method="pop")).endswith("--set stages.rl.method.name=grpo (one of grpo, ppo).")
+    said = complaint({"name": "x", "stages": {"first": {"steps": 1}}})
+    assert said == "r.toml: stages.first.kind: required, but not set; one of rl, sft."
+
+
 def test_a_key_that_is_required_is_named():
     assert complaint({"stages": {}}) == "r.toml: name: required, but not set."
 

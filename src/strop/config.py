@@ -12,8 +12,10 @@ import json
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from types import UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -58,7 +60,7 @@ def validate(model: type[ConfigT], tree: Mapping[str, Any], *, place: str) -> Co
     try:
         return model.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
-        lines = [_explain(model, tree, dict(detail)) for detail in error.errors(include_url=False)]
+        lines = [_explain(model, dict(detail)) for detail in error.errors(include_url=False)]
         raise ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
 
 
@@ -99,62 +101,125 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def _explain(model: type[BaseModel], tree: Mapping[str, Any], detail: Mapping[str, Any]) -> str:
-    location = [str(part) for part in detail["loc"]]
-    path = ".".join(_without_tags(tree, location)) or "the recipe"
-    if detail["type"] == "extra_forbidden":
-        nearest = difflib.get_close_matches(location[-1], _known_keys(model, location[:-1]), n=1, cutoff=0.5)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else " Remove it, or see docs/recipes.md for the keys that exist."
-        return f"{path}: unknown key.{hint}"
-    if detail["type"] == "missing":
+def _explain(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
+    kind, message = detail["type"], str(detail["msg"]).removeprefix("Value error, ")
+    place = _place(model, [str(step) for step in detail["loc"]])
+    path = ".".join(place.path) or "the recipe"
+    if kind == "extra_forbidden":
+        return f"{path}: unknown key.{_hint_at_keys(model, [str(step) for step in detail['loc']])}"
+    if kind == "missing":
         return f"{path}: required, but not set."
-    if detail["type"] == "union_tag_invalid":
-        context = detail["ctx"]
-        expected = [tag.strip(" '") for tag in str(context["expected_tags"]).split(",")]
-        nearest = difflib.get_close_matches(str(context["tag"]), expected, n=1, cutoff=0.4)
+    if kind in ("union_tag_not_found", "dict_type") and _tag_key(members := _members(place.expected)):
+        return _explain_untagged(path, members, detail["input"])
+    if kind == "union_tag_invalid":
+        expected, tag = [_unquoted(each) for each in detail["ctx"]["expected_tags"].split(",")], detail["ctx"]["tag"]
+        nearest = difflib.get_close_matches(str(tag), expected, n=1, cutoff=0.4)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        key = str(context["discriminator"]).strip("'").removesuffix("()")  # a field, or a function of the same name
-        return f"{path}.{key}: {context['tag']!r} is not one of {', '.join(expected)}.{hint}"
-    message = str(detail["msg"]).removeprefix("Value error, ")
+        key = _unquoted(detail["ctx"]["discriminator"]).removesuffix("()")  # a field, or a function of the same name
+        return f"{path}.{key}: {tag!r} is not one of {', '.join(expected)}.{hint}"
     shown = repr(detail["input"])
-    if detail["type"] == "value_error":  # a validator of ours: its message names the value and the remedy itself
-        return f"{path}: {message}" if path != "the recipe" else message
+    if kind == "value_error":  # a validator of ours: its message names the value and the remedy itself, some the key as well
+        return message if path == "the recipe" or message.startswith(f"{path}.") else f"{path}: {message}"
     return f"{path}: {message} (got {shown if len(shown) <= 80 else shown[:77] + '...'})."
 
 
-def _without_tags(tree: Mapping[str, Any], location: Sequence[str]) -> list[str]:
-    """`location` less the members of tagged unions, which stand in pydantic's path but not in the recipe."""
-    node: Any = tree
-    path = []
-    for index, step in enumerate(location):
-        if isinstance(node, Mapping) and step in node:
-            node = node[step]
-        elif isinstance(node, list) and step.isdigit() and int(step) < len(node):
-            node = node[int(step)]
-        elif step == node or (isinstance(node, Mapping) and step in node.values()):
-            continue
-        elif isinstance(node, Mapping) and location[index + 1 : index + 2] and location[index + 1] in node:
-            continue  # a tag that the recipe left to its default
-        path.append(step)
-    return path
+def _unquoted(text: object) -> str:
+    return str(text).strip(" '")
 
 
-def _known_keys(model: type[BaseModel], path: Sequence[str]) -> list[str]:
-    """The keys that exist where `path` leads, over every member of a union on the way."""
-    models: list[type[BaseModel]] = [model]
-    for part in path:
-        models = [
-            child
-            for parent in models
-            for child in (_models_in(parent.model_fields[part].annotation) if part in parent.model_fields else [parent])
-        ]
-    return sorted({name for reached in models for name in reached.model_fields})
+def _hint_at_keys(model: type[BaseModel], location: Sequence[str]) -> str:
+    """What may have been meant by the last step of `location`, a key that the table there does not have."""
+    *above, key = location
+    place = _place(model, above)
+    own, all_members = _members(place.expected), place.family
+    keys = dict.fromkeys(name for each in (*own, *all_members) for name in each.model_fields)
+    nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    if not nearest:
+        return " Remove it, or see docs/recipes.md for the keys that exist."
+    if any(nearest[0] in each.model_fields for each in own):
+        return f" Did you mean {nearest[0]!r}?"
+    meant = "It" if nearest[0] == key else f"Did you mean {nearest[0]!r}? That"
+    tag_key = _tag_key(all_members)
+    kinds = [tag for each in all_members if nearest[0] in each.model_fields for tag in _tags(each, tag_key)]
+    where = " or ".join(f'"{each}"' for each in kinds)
+    return f' {meant} is a key of {".".join((*place.path, tag_key))} = {where}; here that is "{above[-1]}".'
 
 
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
+def _explain_untagged(path: str, members: Sequence[type[BaseModel]], given: Any) -> str:
+    """What to write where nothing says which of `members` is meant."""
+    key = _tag_key(members)
+    tags = [tag for each in members for tag in _tags(each, key)]
+    known = ", ".join(tags)
+    if isinstance(given, Mapping):
+        said = f"{given[key]!r} is not one of {known}" if key in given else f"required, but not set; one of {known}"
+        return f"{path}.{key}: {said}."
+    tag, others = (given, "") if given in tags else (tags[0], f" (one of {known})")
+    return f'{path}: {given!r} is not a table. Write [{path}] with {key} = "{tag}", or --set {path}.{key}={tag}{others}.'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where pydantic's path of a mistake leads."""
+
+    path: tuple[str, ...]  # in the recipe: without the tags of unions, which stand in pydantic's path
+    expected: Any  # the annotation there
+    family: tuple[type[BaseModel], ...]  # every member of the union that `expected` was chosen from by a tag, or empty
+
+
+def _place(model: type[BaseModel], location: Sequence[str]) -> _Place:
+    path: list[str] = []
+    expected: Any = model
+    family: list[type[BaseModel]] = []
+    for step in location:
+        members = _members(expected)
+        tagged = [each for each in members if step in _tags(each, _tag_key(members))]
+        if tagged and not family:
+            family, expected = members, tagged[0]
+        else:
+            path.append(step)
+            family, expected = [], _inside(expected, step)
+    return _Place(path=tuple(path), expected=expected, family=tuple(family))
+
+
+def _inside(annotation: Any, step: str) -> Any:
+    """The annotation of what `step` leads to: a field, or an element of a container. None where it leads nowhere."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        field = annotation.model_fields.get(step)
+        return field and field.annotation
+    if origin is Annotated:
+        return _inside(arguments[0], step)
+    if origin in (Union, UnionType):
+        return next((found for each in arguments if (found := _inside(each, step)) is not None), None)
+    if origin is dict:
+        return arguments[1]
+    return arguments[0] if origin in (tuple, list) else None
+
+
+def _members(annotation: Any) -> list[type[BaseModel]]:
+    """The models that a value of `annotation` may be of, containers left aside."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    return [model for argument in get_args(annotation) for model in _models_in(argument)]
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [model for argument in get_args(annotation) for model in _members(argument)]
+    return []
+
+
+def _tag_key(members: Sequence[type[BaseModel]]) -> str:
+    """The key whose value tells `members` apart: each has it, and no two the same word in it. Empty where there is none."""
+    for key in members[0].model_fields if len(members) > 1 else ():
+        tags = [tag for each in members for tag in _tags(each, key)]
+        if all(_tags(each, key) for each in members) and len(set(tags)) == len(tags):
+            return key
+    return ""
+
+
+def _tags(model: type[BaseModel], key: str) -> list[str]:
+    """The words that `key` of `model` may hold, if it is limited to words."""
+    field = model.model_fields.get(key)
+    return [str(tag) for tag in get_args(field.annotation)] if field and get_origin(field.annotation) is Literal else []
 
 
 def _nearest_file(path: Path) -> str:

@@ -44,15 +44,45 @@ def test_a_recipe_that_names_no_kind_means_the_embedded_engine():
         ({"kind": "vlm"}, r"engine\.kind: 'vlm' is not one of torch, vllm, sglang\. Did you mean 'vllm'\?"),
         ({"slotz": 3}, r"^r\.toml: engine\.slotz: unknown key\. Did you mean 'slots'\?"),
         ({"kind": "vllm"}, "engine: engine needs either python"),
-        ({"kind": "vllm", "python": "p", "addresses": ["http://x"]}, "engine needs either python"),
+        ({"kv_mib": 64}, r'engine\.kv_mib: unknown key\. It is a key of engine\.kind = "vllm"; here that is "torch"\.'),
+        (
+            {"python": "p"},
+            r'engine\.python: unknown key\. It is a key of engine\.kind = "vllm" or "sglang"; here that is "torch"\.',
+        ),
+        ("vllm", r"engine: 'vllm' is not a table\. Write \[engine\] with kind = \"vllm\", or --set engine\.kind=vllm\.$"),
+        ({"kind": 3}, r"engine\.kind: 3 is not one of torch, vllm, sglang\.$"),
+        (
+            {"kind": "vllm", "python": "p", "addresses": ["http://x"]},
+            r"^r\.toml: engine\.python and engine\.addresses are both set\.",
+        ),
+        (
+            {"kind": "vllm", "addresses": ["a:8000"]},
+            r"engine\.addresses: 'a:8000' is no http or https URL .* Write http://host:port",
+        ),
+        ({"kind": "vllm", "addresses": ["http://"]}, r"engine\.addresses: 'http://' is no http or https URL with a host"),
+        (
+            {"kind": "vllm", "addresses": ["http://a:80000"]},
+            r"engine\.addresses: 'http://a:80000' is no URL: Port out of range",
+        ),
+        (
+            {"kind": "vllm", "addresses": ["http://a:1", "http://a:1"]},
+            r"engine\.addresses: has 'http://a:1' twice\. .* each server once",
+        ),
+        (
+            {"kind": "vllm", "addresses": ["http://a", "http://A:80/"]},
+            "'http://a' and 'http://A:80/', which are the same server",
+        ),
         ({"kind": "vllm", "addresses": ["http://x"], "replicas": 2}, "replicas is 2, but there are 1 addresses"),
         ({"kind": "vllm", "python": "p", "tensor_parallel": 2, "devices": [0]}, "names 1 devices, but 1 replicas of 2 need 2"),
-        ({"replicas": 2, "devices": [0, 1, 2]}, "names 3 devices, which 2 engines cannot share out evenly"),
+        (
+            {"replicas": 2, "devices": [0, 1, 2]},
+            r"^r\.toml: engine\.devices names 3 devices, which 2 engines cannot share out evenly\. Name 2,",
+        ),
     ],
 )
 def test_mistakes_are_named(tree, match):
     with pytest.raises(ConfigError, match=match):
-        engine_of(**tree)
+        validate(OneEngine, {"engine": tree}, place="r.toml")
 
 
 def test_each_replica_is_told_its_own_share():

@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
+from urllib.parse import urlsplit
 
 import torch
-from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag, model_validator
+from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag, field_validator, model_validator
 
 from strop.config import Config
 from strop.errors import ConfigError
@@ -29,6 +30,7 @@ class AnyEngine(Config):
         if len(self.devices) % self.num_engines:
             raise ValueError(
                 f"engine.devices names {len(self.devices)} devices, which {self.num_engines} engines cannot share out evenly."
+                f" Name {self.num_engines}, one for each engine, or as many more for each; or change engine.replicas."
             )
         return self
 
@@ -86,9 +88,14 @@ class ServerConfig(AnyEngine):
 
     @model_validator(mode="after")
     def _is_started_or_given(self) -> Self:
-        if (self.python is None) == (not self.addresses):
+        if self.python is None and not self.addresses:
             raise ValueError(
                 "engine needs either python, the interpreter of the server's environment, or addresses of servers that run."
+            )
+        if self.python is not None and self.addresses:
+            raise ValueError(
+                "engine.python and engine.addresses are both set. Keep python for servers that strop starts, or addresses for"
+                " servers that run already."
             )
         if self.addresses and self.replicas not in (1, len(self.addresses)):
             raise ValueError(
@@ -101,6 +108,18 @@ class ServerConfig(AnyEngine):
                 f" need {self.num_engines * self.tensor_parallel}."
             )
         return self
+
+    @field_validator("addresses")
+    @classmethod
+    def _are_different_servers(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        seen: dict[tuple[str, str, int], str] = {}
+        for address in addresses:
+            server = _server_at(address)
+            if (before := seen.get(server)) is not None:
+                same = f"{address!r} twice" if before == address else f"{before!r} and {address!r}, which are the same server"
+                raise ValueError(f"has {same}. Each address is one engine: name each server once.")
+            seen[server] = address
+        return addresses
 
     @property
     def num_engines(self) -> int:
@@ -124,6 +143,19 @@ class SglangConfig(ServerConfig):
 
     kind: Literal["sglang"] = "sglang"
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the device; unset: its own choice
+
+
+def _server_at(address: str) -> tuple[str, str, int]:
+    """Scheme, host and port. Raises `ValueError` when `address` is no URL of a server."""
+    remedy = "Write http://host:port, as in http://127.0.0.1:8000."
+    try:
+        url = urlsplit(address)
+        port = url.port
+    except ValueError as error:
+        raise ValueError(f"{address!r} is no URL: {error}. {remedy}") from error
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"{address!r} is no http or https URL with a host. {remedy}")
+    return url.scheme, url.hostname, port or (443 if url.scheme == "https" else 80)
 
 
 def kind(tree: Any) -> str | None:
