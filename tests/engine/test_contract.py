@@ -8,7 +8,7 @@ import torch
 
 from strop.engine import CompletionRequest, EngineConfig, InferenceEngine, ScriptedEngine, TorchEngine, weights_checksum
 from strop.engine.process_engine import ProcessEngine
-from strop.errors import EngineLost, RequestTooLong, StropError, WeightsNotProven
+from strop.errors import EngineLost, RequestTooLong, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
 from .support import VOCAB_SIZE, make_model, make_request, publish, stream
@@ -73,6 +73,19 @@ def run(request) -> Callable:
         run_in_loop(with_engine())
 
     return play
+
+
+async def _under_way(engine: InferenceEngine, *names: str) -> list[asyncio.Task]:
+    """Completions that have not ended. A process that sleeps for 5 ms may not wake before 90 tokens are there: then again."""
+    for _ in range(50):
+        tasks = [asyncio.create_task(engine.complete(make_request(name, [1], max_tokens=90))) for name in names]
+        await asyncio.sleep(0.005)
+        if not any(task.done() for task in tasks):
+            return tasks
+        await asyncio.gather(*tasks)
+        for name in names:
+            await engine.release(name)
+    raise AssertionError("90 tokens never took 5 ms")
 
 
 def test_a_completion_has_one_figure_per_id_and_the_version_of_its_weights(run):
@@ -152,6 +165,17 @@ def test_a_request_that_can_never_fit_is_refused_at_once(run):
     run(scenario)
 
 
+@pytest.mark.parametrize("temperature", [1e-39, 0.0099])  # the first divides by what float32 takes for zero
+def test_a_temperature_that_is_too_low_to_divide_by_is_refused_and_harms_nobody(run, temperature):
+    async def scenario(engine):
+        with pytest.raises(UserError, match=r"request a .*Use 0, or at least 0\.01"):
+            await engine.complete(make_request("a", [1, 2], temperature=temperature))
+        for sound in (0.0, 0.01):
+            await engine.complete(make_request(f"at {sound}", [1, 2], temperature=sound))
+
+    run(scenario)
+
+
 def test_requests_wait_in_order_of_arrival_while_memory_is_full(run):
     async def scenario(engine):
         assert engine.capacity.max_running == SLOTS
@@ -190,9 +214,9 @@ def test_a_conversation_that_holds_memory_goes_on_while_others_wait(run):
 
 def test_an_aborted_request_is_cancelled_and_its_memory_is_free_again(run):
     async def scenario(engine):
-        tasks = [asyncio.create_task(engine.complete(make_request(name, [1], max_tokens=90))) for name in "abc"]
-        await asyncio.sleep(0.005)
-        await asyncio.gather(*(engine.abort(name) for name in "abc"))
+        tasks = await _under_way(engine, *"abc")
+        for name in "abc":  # at once, before anybody else's turn
+            await engine.abort(name)
         ended = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(each) for each in ended] == [asyncio.CancelledError] * 3, ended
         await asyncio.gather(*(engine.complete(make_request(name, [1])) for name in "abc"))
@@ -215,8 +239,7 @@ def test_a_waiting_request_can_be_aborted(run):
 
 def test_a_caller_who_goes_away_leaves_nothing_behind(run):
     async def scenario(engine):
-        tasks = [asyncio.create_task(engine.complete(make_request(name, [1], max_tokens=90))) for name in "abc"]
-        await asyncio.sleep(0.005)
+        tasks = await _under_way(engine, *"abc")
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -272,8 +295,7 @@ def test_a_publication_drops_every_cache_of_the_older_weights(run):
 
 def test_weights_cannot_be_published_under_a_running_completion(run):
     async def scenario(engine):
-        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=90)))
-        await asyncio.sleep(0.005)
+        [running] = await _under_way(engine, "a")
         with pytest.raises(StropError, match=r"running|run or wait"):
             await publish(engine, make_model("llama", seed=1), version=8)
         assert (await running).policy_version == engine.policy_version == 7
@@ -283,8 +305,7 @@ def test_weights_cannot_be_published_under_a_running_completion(run):
 
 def test_a_closed_engine_fails_what_runs_and_refuses_the_rest(run):
     async def scenario(engine):
-        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=90)))
-        await asyncio.sleep(0.005)
+        [running] = await _under_way(engine, "a")
         await engine.close()
         with pytest.raises(EngineLost, match="closed"):
             await running

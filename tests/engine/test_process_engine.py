@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from strop.engine import EngineConfig, TorchEngine, weights_checksum
 from strop.engine.process_engine import ProcessEngine
+from strop.engine.processes.nursery import EngineNursery
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -344,6 +345,29 @@ def test_what_the_process_prints_goes_to_its_log(play, tmp_path):
     assert (tmp_path / "e0.log").exists()
 
 
+def _num_kept_publications():
+    """Files without a name, for weights, that this process holds open."""
+    return sum("strop-weights" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+
+
+@pytest.mark.slow  # two imports of torch
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_nursery_leaves_no_publication_in_memory_however_it_ends(home, tmp_path, is_killed):
+    async def scenario():
+        before = _num_kept_publications()
+        nursery = await EngineNursery.start(log=tmp_path / "log")
+        assert _num_kept_publications() == before + 1
+        if is_killed:
+            os.kill(nursery.pid, signal.SIGKILL)
+            while not nursery.is_over:  # noqa: ASYNC110 - another process ends, which sets no event here
+                await asyncio.sleep(0.01)
+        await nursery.close()
+        await nursery.close()
+        assert _num_kept_publications() == before
+
+    home.run(scenario())
+
+
 @pytest.mark.slow  # two imports of torch
 def test_engines_of_one_program_share_a_nursery_which_ends_with_the_last_and_is_replaced_when_it_is_lost(home, tmp_path):
     def start(name):
@@ -379,6 +403,7 @@ import asyncio, os, sys
 from pathlib import Path
 from strop.engine import EngineConfig
 from strop.engine.process_engine import ProcessEngine
+from strop.engine.processes.nursery import EngineNursery
 
 async def start(model, folder):
     engine = await ProcessEngine.start(model, EngineConfig(slots=2, max_length=50, device="cpu"), name="e0", log=folder / "log")

@@ -60,6 +60,12 @@ def test_what_a_sound_engine_answers_is_accepted():
         (_STOPPED, {"ids": (5, 6, 7), "finish_reason": FinishReason.LENGTH}, "but ends with 3 of 4 tokens"),
         (_STOPPED, {"cached_tokens": 4}, "says that 4 of 3 ids were cached"),
         (_STOPPED, {"policy_version": 2}, "sampled from policy version 2, but 3 was published"),
+        (_STOPPED, {"ids": (5, 1.5, 9)}, "has ids 1.5 at position 1, which is no int"),
+        (_STOPPED, {"ids": ("5", 6, 9)}, "has ids '5' at position 0, which is no int"),
+        (_STOPPED, {"ids": None}, "has None as ids"),
+        (_STOPPED, {"logprobs": (-1.0, None, -1.0)}, "has logprobs None at position 1, which is no float"),
+        (_STOPPED, {"entropies": (1.0, 1.0, "0")}, "has entropies '0' at position 2, which is no float"),
+        (_STOPPED, {"cached_tokens": "many"}, "has 'many' as cached_tokens"),
     ],
 )
 def test_what_no_engine_can_have_sampled_is_garbage_and_named(completion, changes, fault):

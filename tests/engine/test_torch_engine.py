@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
-from strop.engine import EngineConfig, TorchEngine, weights_checksum
+from strop.engine import EngineConfig, TorchEngine, publication, weights_checksum
+from strop.engine.weights import DecoderWeights
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -184,22 +185,50 @@ def test_ids_outside_the_vocabulary_are_refused_and_harm_nobody(play):
     play(scenario)
 
 
-def _edit(engine, name):
+def _write(parameter):
+    with torch.no_grad():
+        parameter += 1e-3
+
+
+def _write_unseen(parameter):
     """What neither autograd nor torch's write counters notice."""
-    dict(engine.named_parameters())[name].data += 1e-3
+    parameter.data += 1e-3
 
 
+@pytest.mark.parametrize(("write", "thorough_every_s"), [(_write, 1e6), (_write_unseen, 0.0)])
 @pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"])
-def test_a_weight_that_was_perturbed_by_a_thousandth_is_noticed_at_the_next_request(play, name):
+def test_a_weight_that_was_perturbed_by_a_thousandth_is_noticed_at_the_next_request(
+    play, monkeypatch, name, write, thorough_every_s
+):
+    monkeypatch.setattr(publication, "_THOROUGH_EVERY_S", thorough_every_s)
+
     async def scenario(engine):
         await engine.complete(make_request("a", [1]))
-        _edit(engine, name)
+        write(dict(engine.named_parameters())[name])
         with pytest.raises(WeightsNotProven, match="version 1"):
             await engine.complete(make_request("b", [1]))
         with pytest.raises(WeightsNotProven):
             await engine.complete(make_request("c", [1]))
         await publish(engine, make_model("llama"), version=2)
         await engine.complete(make_request("d", [1]))
+
+    play(scenario)
+
+
+def test_a_lone_rollout_does_not_have_all_weights_hashed_at_each_of_its_turns(play, monkeypatch):
+    hashed = []
+    checksum = DecoderWeights.checksum
+    monkeypatch.setattr(DecoderWeights, "checksum", lambda self, names: hashed.append(names) or checksum(self, names))
+
+    async def scenario(engine):
+        hashed.clear()  # the publication's
+        for turn in range(10):
+            await engine.complete(make_request(f"{turn}", [1]))
+            await engine.release(f"{turn}")
+        assert not hashed
+        monkeypatch.setattr(publication, "_THOROUGH_EVERY_S", 0.0)
+        await engine.complete(make_request("after a while", [1]))
+        assert len(hashed) == 1
 
     play(scenario)
 

@@ -187,7 +187,7 @@ class Batch:
 
     def _may_sample(self, job: Job) -> bool:
         try:
-            self._weights.verify(is_thorough=not self._running)
+            self._weights.verify(is_idle=not self._running)
         except WeightsNotProven as error:
             self._refuse(job, error)
             return False

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
 from strop.engine.protocol import CompletionRequest
-from strop.errors import EngineLost, ModelError, RequestTooLong, StropError
+from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
 from strop.types import Completion, FinishReason
 
+_LOWEST_TEMPERATURE = 0.01  # servers raise a lower one to it, or to their own; at 1e-38 a logit over it is no float32 any more
 _ROUNDING_NATS = 1e-4  # by which the logarithm of a probability may come out above 0
+_TYPES = {"ids": int, "logprobs": float, "is_forced": bool, "entropies": float}
 
 
 def check_request(request: CompletionRequest, *, max_length: int) -> None:
     """Raises:
     RequestTooLong: ids + max_tokens exceed `max_length`, the longest conversation the engine can hold.
+    UserError: a temperature that is not 0, and too low to be sampled at.
     StropError: a number out of its range.
     """
     num_tokens = len(request.ids) + request.max_tokens
@@ -35,6 +39,11 @@ def check_request(request: CompletionRequest, *, max_length: int) -> None:
     for fault, is_so in wrong.items():
         if is_so:
             raise StropError(f"request {request.id}: {fault}.")
+    if 0 < request.temperature < _LOWEST_TEMPERATURE:
+        raise UserError(
+            f"request {request.id} has temperature {request.temperature}; engines sample at no less than"
+            f" {_LOWEST_TEMPERATURE}. Use 0, or at least {_LOWEST_TEMPERATURE}."
+        )
 
 
 def check_vocabulary(request: CompletionRequest, vocab_size: int) -> None:
@@ -71,8 +80,23 @@ def check_completion(
         vocab_size: of the model; None where nobody knows it.
         policy_version: of the weights that were published last; None where any will do.
     """
-    if fault := next(_faults(request, completion, vocab_size, policy_version), None):
+    faults = itertools.chain(_wrong_types(completion), _faults(request, completion, vocab_size, policy_version))
+    if fault := next(faults, None):
         raise EngineLost(f"the engine answered garbage: the completion of request {request.id} {fault}.")
+
+
+def _wrong_types(completion: Completion) -> Iterator[str]:
+    """An engine of another's making may put anything there, and nothing below could compare it."""
+    for name, kind in _TYPES.items():
+        figures = getattr(completion, name)
+        if not isinstance(figures, tuple):
+            yield f"has {figures!r} as {name}, which is no tuple"
+        elif not set(map(type, figures)) <= {kind}:
+            place = next(index for index, each in enumerate(figures) if type(each) is not kind)
+            yield f"has {name} {figures[place]!r} at position {place}, which is no {kind.__name__}"
+    for name in ("cached_tokens", "policy_version"):
+        if type(number := getattr(completion, name)) is not int:
+            yield f"has {number!r} as {name}, which is no int"
 
 
 def _faults(

@@ -170,7 +170,7 @@ class EngineNursery:
             await self._process.stop(grace_s=0.0)
         if self._link.fileno() >= 0:
             self._lose("was closed")
-            self.weights.close()
+        self.weights.close()  # also where its process went first, and took the link along
 
     async def _has_imported(self) -> bool:
         await self._is_ready.wait()

@@ -57,12 +57,15 @@ class SharedWeights:
     def leave(self) -> None:
         self._num_users -= 1
         if not self._num_users:
-            os.ftruncate(self.descriptor, 0)
+            if self.descriptor >= 0:
+                os.ftruncate(self.descriptor, 0)
             self._unused.set()
 
     def close(self) -> None:
-        """Nobody may use it any more."""
-        os.close(self.descriptor)
+        """Nobody may use it any more. Safe to call twice."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
 
     async def _write(self, tensors: AsyncIterator[NamedTensor]) -> tuple[Stored, ...]:
         stored, end = [], 0
