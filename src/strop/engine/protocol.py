@@ -50,6 +50,7 @@ class Capacity:
     total_tokens: int
     max_request_tokens: int  # the longest single conversation
     max_running: int  # conversations that can hold KV memory at once
+    block_tokens: int | None = None  # of a KV block, where memory comes in blocks and the engine tells of which size
 
 
 class TakesWeights(Protocol):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
-from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
+from strop.engine.config import AnyEngine, ServerConfig
 from strop.engine.protocol import InferenceEngine
 from strop.pipelines.stage import StageContext
 from strop.rollout.chat import ChatFormat
@@ -36,8 +37,13 @@ async def open_fleet(context: StageContext, model: Path, chat: ChatFormat) -> Fl
         deadline_s=_MARGIN * config.deadline_s,
         publish_deadline_s=_publish_deadline_s(config),
         observer=_FleetEvents(context),
-        block_tokens=config.block_tokens if isinstance(config, VllmConfig) else None,
+        block_tokens=_block_tokens(engines),
     )
+
+
+def _block_tokens(engines: Sequence[InferenceEngine]) -> int | None:
+    """Of a KV block; of the largest, where servers that run already have several sizes: memory is then counted as less."""
+    return max((size for engine in engines if (size := engine.capacity.block_tokens) is not None), default=None)
 
 
 def _publish_deadline_s(config: AnyEngine) -> float:

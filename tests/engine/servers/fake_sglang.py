@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ class FakeSglang:
     files: list[str] = field(default_factory=list)  # in the directory of the last weights
     calls: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
-    running: set[str] = field(default_factory=set)
+    running: dict[str, asyncio.Event] = field(default_factory=dict)
     dtype: str = "float32"
     refuses_weights: bool = False
 
@@ -52,9 +53,10 @@ class FakeSglang:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
-        self.running.add(body["rid"])
-        await asyncio.sleep(self.delay_s)
-        self.running.discard(body["rid"])
+        aborted = self.running[body["rid"]] = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(aborted.wait(), self.delay_s)
+        del self.running[body["rid"]]
         params = body["sampling_params"]
         ids = [(body["input_ids"][-1] + 1 + index) % 67 for index in range(params["max_new_tokens"])]
         stop = next((index for index, each in enumerate(ids) if each in params["stop_token_ids"]), None)
@@ -91,5 +93,8 @@ class FakeSglang:
         return web.Response(text="Cache flushed.\nPlease check backend logs for more details.\n")
 
     async def _abort(self, request: web.Request) -> web.Response:
-        self.aborted.append((await request.json())["rid"])
+        rid = (await request.json())["rid"]
+        self.aborted.append(rid)
+        if rid in self.running:
+            self.running[rid].set()
         return web.Response()

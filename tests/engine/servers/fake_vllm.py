@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,8 +13,6 @@ from aiohttp import web
 
 from strop.engine.servers.extension.strop_vllm_worker import checksum_of, read_weights
 
-_CACHE_INFO = 'vllm:cache_config_info{block_size="32",engine="0",num_gpu_blocks="22"} 1.0\n'
-
 
 @dataclass
 class FakeVllm:
@@ -22,7 +21,10 @@ class FakeVllm:
     told: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     extension: str = "strop_vllm_worker.StropWorker"
-    is_reset: bool = True
+    is_reset: Any = True
+    block_size: int = 32
+    num_blocks: int = 22
+    seconds: dict[int, float] = field(default_factory=dict)  # that a completion takes, by the last id of its prompt
     version: str = "default"
     calls: list[str] = field(default_factory=list)
 
@@ -50,7 +52,8 @@ class FakeVllm:
         return web.json_response({"vllm_config": config})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        return web.Response(text=_CACHE_INFO)
+        facts = f'block_size="{self.block_size}",engine="0",num_gpu_blocks="{self.num_blocks}"'
+        return web.Response(text=f"vllm:cache_config_info{{{facts}}} 1.0\n")
 
     async def _pause(self, request: web.Request) -> web.Response:
         assert request.query["mode"] == "abort"
@@ -79,6 +82,7 @@ class FakeVllm:
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()
+        await asyncio.sleep(self.seconds.get(body["token_ids"][-1], 0.0))
         ids = [(body["token_ids"][-1] + 1 + index) % 67 for index in range(body["sampling_params"]["max_tokens"])]
         choice = {
             "index": 0,

@@ -2,15 +2,15 @@
 
 import asyncio
 import os
+import random
 import signal
-import time
 
 import pytest
 import torch
 
 from strop.engine import weights_checksum
 from strop.engine.opening import open_engines
-from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
+from strop.errors import DeadlineExceeded, EngineLost, ModelError, UserError, WeightsNotProven
 
 from ..support import make_model, make_request, publish, stream
 from . import vllm_servers
@@ -117,27 +117,71 @@ def test_min_tokens_ban_the_stop_id_and_its_probability_is_shared_out(tiny_vllm)
     tiny_vllm.run(scenario())
 
 
-def test_a_request_that_is_aborted_or_cancelled_leaves_the_servers_batch(tiny_vllm):
-    async def num_running(server):
-        text = await server._client.get_text("/metrics", timeout_s=10)
-        [line] = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
-        return float(line.rpartition(" ")[2])
+async def _counted(home, name):
+    """A figure of the server's own."""
+    text = await home.server._client.get_text("/metrics", timeout_s=60)
+    [line] = [line for line in text.splitlines() if line.startswith(f"vllm:{name}{{")]
+    return float(line.rpartition(" ")[2])
+
+
+@pytest.mark.parametrize("is_aborted", [True, False])
+def test_a_request_that_is_aborted_or_cancelled_leaves_the_servers_batch(tiny_vllm, is_aborted):
+    """It is not decoded to its end. Where it was before this process woke up, nothing is shown, and it is tried again."""
+
+    async def num_decoded(engine):
+        before = await _counted(tiny_vllm, "generation_tokens_total")
+        task = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=99)))
+        while not await _counted(tiny_vllm, "num_requests_running") and not task.done():  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.002)
+        if not task.done():
+            if is_aborted:
+                await engine.abort("a")
+            else:
+                task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        while await _counted(tiny_vllm, "num_requests_running"):  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.02)
+        await engine.release("a")
+        return await _counted(tiny_vllm, "generation_tokens_total") - before
 
     async def scenario():
         engine = tiny_vllm.engine()
         await publish(engine, make_model("llama"))
-        for end in (lambda task: engine.abort("a"), lambda task: asyncio.sleep(0, task.cancel())):
-            task = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=99)))
-            await asyncio.sleep(0.05)
-            await end(task)
-            with pytest.raises(asyncio.CancelledError):
-                await task
-            began = time.monotonic()  # decoding all of its 99 tokens takes several times as long
-            while await num_running(tiny_vllm.server):
-                assert time.monotonic() - began < 5
-                await asyncio.sleep(0.02)
+        decoded = []
+        while not any(0 < number < 99 for number in decoded):
+            decoded.append(await num_decoded(engine))
+            assert len(decoded) < 50, decoded
 
     tiny_vllm.run(scenario())
+
+
+def test_the_prefix_of_a_conversation_outlasts_all_that_comes_and_goes_while_its_tool_runs(tmp_path):
+    """Never more than two of four places are taken, but everything that passes through needs more than the memory has."""
+    make_model("llama").save_pretrained(tmp_path / "model")
+    numbers = random.Random(0)
+
+    def prompt(length):
+        return [numbers.randrange(67) for _ in range(length)]
+
+    async def scenario():
+        [engine] = await open_engines(tmp_path / "model", vllm_servers.make_config(slots=4), detokenize=None, logs=tmp_path)
+        try:
+            assert (engine.capacity.total_tokens, engine.capacity.block_tokens) == (20 * 32, 32)
+            for others in (4, 8, 20):
+                ids = prompt(64)
+                first = await engine.complete(make_request("first", ids, max_tokens=4))
+                for other in range(others):
+                    await engine.complete(make_request(f"other {other}", prompt(70), max_tokens=30))
+                    await engine.release(f"other {other}")
+                ids += first.ids
+                request = make_request("second", [*ids, 1, 2], max_tokens=4, extends="first", at=len(ids))
+                assert (await engine.complete(request)).cached_tokens == 64
+                await engine.release("second")
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
 
 
 def test_what_another_trainer_published_is_noticed_by_the_next_answer(tiny_vllm):
@@ -193,7 +237,7 @@ def test_a_server_that_is_stopped_or_killed_is_named_with_its_log(tmp_path):
         pid = engine._server._process.pid
         try:
             os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(EngineLost, match=r"vllm 0 did not .* within 4 s"):
+            with pytest.raises(DeadlineExceeded, match="after 4 s at vllm 0 "):  # it may be slow; the fleet asks again
                 await engine.complete(make_request("a", [1]))
             os.kill(pid, signal.SIGCONT)
             running = asyncio.create_task(engine.complete(make_request("b", [1], max_tokens=499)))

@@ -1,12 +1,17 @@
 """What a vLLM server must tell before a token of it is believed, against a double that reads weights as vLLM's worker does."""
 
 import asyncio
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
+from strop.engine import Capacity
 from strop.engine.config import VllmConfig
 from strop.engine.opening import open_engines
-from strop.errors import UserError, WeightsNotProven
+from strop.errors import DeadlineExceeded, EngineLost, UserError, WeightsNotProven
+from strop.pipelines.engines import open_fleet
+from strop.rollout.scheduling import SchedulerConfig
 
 from ..support import make_model, make_request, publish
 from .fake_vllm import FakeVllm
@@ -53,6 +58,10 @@ def test_a_server_given_by_address_is_published_to_and_sampled_from(model):
         ({"told": {"missing": ["a", "b"]}}, "found no values for 2 of its weights: a, b"),
         ({"told": {"stale": ["lm_head.weight"]}}, "still computes with older values of 1: lm_head.weight"),
         ({"is_reset": False}, "could not drop the KV cache"),
+        ({"told": {"checksum": 7}}, "answered with garbage: .* at results.0.checksum of"),
+        ({"told": {"stale": None}}, "answered with garbage: .* at results.0.stale of"),
+        ({"told": {"unproven": "some"}}, "answered with garbage: .* at results.0.unproven of"),
+        ({"is_reset": "no"}, "answered with garbage: .* at success of"),
     ],
 )
 def test_a_publication_that_is_not_proven_stops_sampling_until_one_that_is(model, fault, match):
@@ -61,7 +70,7 @@ def test_a_publication_that_is_not_proven_stops_sampling_until_one_that_is(model
     async def scenario(engine):
         sane = {name: getattr(fake, name) for name in fault}
         vars(fake).update(fault)
-        with pytest.raises(WeightsNotProven, match=match):
+        with pytest.raises(EngineLost, match=match):
             await publish(engine, make_model("llama"), version=1)
         with pytest.raises(WeightsNotProven, match="version 1"):
             await engine.complete(make_request("a", [1]))
@@ -70,6 +79,57 @@ def test_a_publication_that_is_not_proven_stops_sampling_until_one_that_is(model
         assert (await engine.complete(make_request("b", [1]))).policy_version == 2
 
     run(model, fake, scenario)
+
+
+def test_a_block_is_as_large_as_the_server_says_and_not_as_large_as_the_recipe_says(model):
+    fake = FakeVllm(block_size=128, num_blocks=11)
+
+    async def scenario(engine):
+        assert engine.capacity == Capacity(total_tokens=1280, max_request_tokens=100, max_running=64, block_tokens=128)
+        context = SimpleNamespace(
+            recipe=SimpleNamespace(engine=SimpleNamespace(deadline_s=60.0), scheduler=SchedulerConfig()),
+            directory=SimpleNamespace(logs=None),
+            open_engines=AsyncMock(return_value=[engine]),
+        )
+        fleet = await open_fleet(context, model, SimpleNamespace(decode=None))
+        [member] = fleet._members.values()
+        assert (member.spec.kv_blocks, member.spec.block_tokens) == (10, 128)  # 10 rollouts of 33 tokens, and not 20
+
+    run(model, fake, scenario, slots=64)
+
+
+def test_a_completion_that_takes_too_long_is_to_blame_and_not_the_server(model):
+    fake = FakeVllm(seconds={7: 60.0})
+
+    async def scenario(engine):
+        with pytest.raises(DeadlineExceeded, match=r"request slow was not complete after 1 s at vLLM .*engine\.deadline_s"):
+            await engine.complete(make_request("slow", [7]))
+        await engine.complete(make_request("b", [1]))
+        await engine.complete(make_request("slow", [1]))  # its place and its id are free again
+
+    run(model, fake, scenario, deadline_s=1.0, slots=2)
+
+
+def test_a_request_that_is_aborted_in_the_moment_of_its_answer_is_cancelled_all_the_same(model):
+    async def scenario(engine):
+        complete = engine._server.complete
+
+        def abort():
+            with pytest.raises(StopIteration):  # it waits for nothing
+                engine.abort("a").send(None)
+
+        async def complete_and_abort(*args, **changes):
+            answer = await complete(*args, **changes)
+            asyncio.get_running_loop().call_soon(abort)  # before whoever waits for the answer is woken
+            return answer
+
+        engine._server.complete = complete_and_abort
+        with pytest.raises(asyncio.CancelledError):
+            await engine.complete(make_request("a", [1]))
+        engine._server.complete = complete
+        await engine.complete(make_request("a", [1]))
+
+    run(model, FakeVllm(), scenario)
 
 
 def test_a_restarted_server_is_noticed_by_its_first_answer(model):

@@ -67,8 +67,8 @@ def _gap(ids, figures, exact, said):
     )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_bfloat16_logprobs_are_close_to_the_model_librarys_in_float32(home, library, temperature):
+@pytest.mark.parametrize(("temperature", "bound"), [(1.0, 0.025), (0.7, 0.02)])
+def test_bfloat16_logprobs_are_close_to_the_model_librarys_in_float32_from_the_same_weights(home, library, temperature, bound):
     model, tokenizer = library
 
     async def scenario():
@@ -78,20 +78,24 @@ def test_bfloat16_logprobs_are_close_to_the_model_librarys_in_float32(home, libr
 
     plays = home.run(scenario())
     half = copy.deepcopy(model).to(torch.bfloat16)
-    ours, theirs = [], []
+    held = copy.deepcopy(half).float()  # the weights that were published, exactly
+    ours, rounding, theirs = [], [], []
     for number, (ids, figures, *_) in enumerate(plays):
-        exact = _library(model, ids, temperature)
+        exact = _library(held, ids, temperature)
         ours.append(_gap(ids, figures, exact, None))
+        rounding.append(_gap(ids, figures, _library(model, ids, temperature), exact))
         if number < 3:  # bfloat16 is slow here, and one conversation already tells
             theirs.append(_gap(ids, figures, exact, _library(half, ids, temperature)))
-    ours, theirs = torch.cat(ours), torch.cat(theirs)
+    ours, rounding, theirs = torch.cat(ours), torch.cat(rounding), torch.cat(theirs)
     mean, p99, ratio = ours.abs().mean().item(), ours.abs().quantile(0.99).item(), (-ours).exp().mean().item()
     figures = (
         f"temperature {temperature}, {len(ours)} tokens: mean {mean:.4f}, p99 {p99:.4f}, mean importance ratio {ratio:.4f};"
-        f" the library in bfloat16: mean {theirs.abs().mean().item():.4f}"
+        f" the library in bfloat16: mean {theirs.abs().mean().item():.4f}; to the weights before they were rounded: mean"
+        f" {(ours + rounding).abs().mean().item():.4f}, of which rounding {rounding.abs().mean().item():.4f}"
     )
     logging.getLogger(__name__).info("%s", figures)
-    assert mean <= min(0.025, theirs.abs().mean().item()), figures
+    assert mean <= min(bound, 0.8 * theirs.abs().mean().item()), figures  # see docs/decisions.md
+    assert rounding.abs().mean() <= 0.015, figures
     assert p99 <= 0.15, figures
     assert abs(ratio - 1) <= 0.01, figures
     assert all(cached >= known // 32 * 32 for _, _, cached, known in plays)  # every whole block

@@ -10,6 +10,7 @@ from strop.engine.config import VllmConfig
 from strop.engine.servers import vllm
 from strop.engine.servers.answers import completion_of
 from strop.engine.servers.facts import ModelFacts
+from strop.engine.servers.vllm_answers import parse_memory
 from strop.errors import EngineLost
 from strop.types import FinishReason
 
@@ -36,6 +37,7 @@ ANSWER = {
         }
     ],
 }
+_MEMORY = 'vllm:cache_config_info{{block_size="32",engine="0",num_gpu_blocks="{}"}} 1.0\n'
 REQUEST = make_request("a", range(66), max_tokens=8, stop_ids=frozenset({9}))
 
 
@@ -69,7 +71,19 @@ def test_a_completion_that_was_sampled_from_two_versions_bears_both():
     [
         ({"logprobs": {"content": [{"logprob": -1.0}]}}, "2 ids and 1 logprobs"),
         ({"logprobs": {"content": [{"logprob": -9999.0}, {"logprob": -1.0}]}}, "log-prob -inf at position 0"),
-        ({"logprobs": None}, "nothing at logprobs.content"),
+        ({"logprobs": None}, "at choices.0.logprobs of"),
+        ({"logprobs": {"content": None}}, "at choices.0.logprobs.content of"),
+        ({"logprobs": {"content": [{"logprob": None}, {"logprob": -1.0}]}}, "at choices.0.logprobs.content.0.logprob of"),
+        ({"logprobs": {"content": [{"logprob": "-1"}, {"logprob": -1.0}]}}, "at choices.0.logprobs.content.0.logprob of"),
+        ({"logprobs": {"content": [{"logprob": True}, {"logprob": -1.0}]}}, "at choices.0.logprobs.content.0.logprob of"),
+        ({"token_ids": None}, "at choices.0.token_ids of"),
+        ({"token_ids": [None, 9]}, "at choices.0.token_ids.0 of"),
+        ({"token_ids": ["45", 9]}, "at choices.0.token_ids.0 of"),
+        ({"token_ids": [[45], 9]}, "at choices.0.token_ids.0 of"),
+        ({"token_ids": [1.5, 9]}, "at choices.0.token_ids.0 of"),
+        ({"token_ids": [45.0, 9]}, "at choices.0.token_ids.0 of"),
+        ({"weight_versions": 3}, "at choices.0.weight_versions of"),
+        ({"finish_reason": ["stop"]}, "at choices.0.finish_reason of"),
         ({"token_ids": [67, 9]}, r"outside the vocabulary 0\.\.66: 67"),
         ({"token_ids": [9, 9]}, "goes on after stop id 9"),
         ({"token_ids": [45, 46], "finish_reason": "stop"}, "was stopped, but ends with id 46"),
@@ -80,6 +94,35 @@ def test_a_completion_that_was_sampled_from_two_versions_bears_both():
 def test_garbage_is_named_with_the_server(changes, match):
     with pytest.raises(EngineLost, match=rf"the server.*{match}"):
         _completion(_answer(**changes))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        None,
+        [],
+        "choices",
+        {"choices": []},
+        {"choices": {}},
+        ANSWER | {"usage": {"prompt_tokens_details": {"cached_tokens": "many"}}},
+        ANSWER | {"usage": 3},
+    ],
+)
+def test_what_is_no_answer_at_all_is_garbage(body):
+    with pytest.raises(EngineLost, match="the server answered with garbage: "):
+        vllm.parse_answer(body, server="the server")
+
+
+def test_nothing_is_cached_where_the_details_are_left_out():
+    for usage in (None, {}, {"prompt_tokens_details": None}, {"prompt_tokens_details": {"cached_tokens": None}}):
+        assert vllm.parse_answer(ANSWER | {"usage": usage}, server="the server").cached_tokens == 0
+
+
+@pytest.mark.parametrize("metrics", ["", 'vllm:cache_config_info{block_size="32"} 1.0\n', _MEMORY.format("None")])
+def test_a_server_that_does_not_tell_its_memory_is_named(metrics):
+    with pytest.raises(EngineLost, match="the server does not tell its KV memory"):
+        parse_memory(metrics, server="the server")
+    assert parse_memory(_MEMORY.format("22"), server="the server") == (22, 32)
 
 
 def test_every_field_of_a_request_is_put_into_its_words():
@@ -109,8 +152,8 @@ def test_the_command_line_and_kv_memory_follow_from_the_config_and_the_model(tmp
         ("--max-num-seqs", "3"),
     ):
         assert words[words.index(pair[0]) + 1] == pair[1]
-    # 3 slots of 4 blocks, and one block; keys and values of 2 layers of 2 heads of 32, 2 bytes each
-    assert vllm.kv_bytes(model, config) == 13 * 32 * (2 * 2 * 2 * 32) * 2
+    # 3 slots of 4 blocks and one to keep them in use, and one block; keys and values of 2 layers of 2 heads of 32, 2 bytes each
+    assert vllm.kv_bytes(model, config) == 16 * 32 * (2 * 2 * 2 * 32) * 2
     assert vllm.kv_bytes(model, config.model_copy(update={"kv_mib": 3})) == 3 << 20
 
 

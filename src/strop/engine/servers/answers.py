@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from strop.engine.protocol import CompletionRequest
 from strop.engine.requests import check_completion
@@ -13,6 +15,7 @@ from strop.errors import EngineLost
 from strop.types import Completion, FinishReason
 
 _SHOWN = 300  # characters of an answer in an error
+SaidT = TypeVar("SaidT", bound="Said")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,15 +49,18 @@ def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vo
     return replace(completion, logprobs=tuple(min(each, 0.0) for each in completion.logprobs))
 
 
-def field(body: Any, *path: str | int, server: str) -> Any:
-    """What lies at `path` in parsed JSON. Raises `EngineLost` when nothing does."""
-    node = body
-    for step in path:
-        is_there = (isinstance(node, Mapping) and step in node) or (
-            isinstance(node, list) and isinstance(step, int) and -len(node) <= step < len(node)
-        )
-        if not is_there:
-            place = ".".join(map(str, path))
-            raise EngineLost(f"{server} answered with garbage: nothing at {place} of {json.dumps(body)[:_SHOWN]}")
-        node = node[step]
-    return node
+class Said(BaseModel):
+    """Part of an answer, as far as it concerns us; a server may say more."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+def read(kind: type[SaidT], body: Any, *, server: str) -> SaidT:
+    """`body` is parsed JSON. Raises `EngineLost`, which names the place, when it is not what `kind` says."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the top"
+        shown = json.dumps(body)[:_SHOWN]
+        raise EngineLost(f"{server} answered with garbage: {first['msg']}, at {place} of {shown}") from error

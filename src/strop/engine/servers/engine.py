@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from strop.engine.servers.handover import handed_over
 from strop.errors import DeadlineExceeded, EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 
-_LOWEST_TEMPERATURE = 0.01  # servers raise a lower one to it, or to their own, and sample from what was not asked for
+_log = logging.getLogger(__name__)
+_REFRESH_S = 30.0  # for one token after a cached prefix
 
 
 class Server(Protocol):
@@ -50,15 +52,21 @@ class Server(Protocol):
 class ServerEngine:
     """An `InferenceEngine` over a server.
 
-    A conversation holds one of `slots` places from its first request to its release; the server keeps its prefix in its
-    cache, and computes what it had to evict again, which `cached_tokens` tells.
+    A conversation holds one of `slots` places from its first request to its release. Its prefix is kept in the server's cache
+    as far as we see that cache (`Conversations.endangered`); what was evicted all the same is computed again, which
+    `cached_tokens` tells.
     """
 
     def __init__(self, server: Server, model: ModelFacts, config: ServerConfig) -> None:
         """An engine over a server that is ready, and whose weights are not known yet."""
         self._server, self._model, self._config = server, model, config
-        self._conversations = Conversations(server.capacity.max_running)
+        capacity = server.capacity
+        block_tokens = capacity.block_tokens
+        self._conversations = Conversations(
+            capacity.max_running, num_blocks=capacity.total_tokens // (block_tokens or 1), block_tokens=block_tokens
+        )
         self._calls: dict[str, asyncio.Task[Answer]] = {}  # by request
+        self._refreshing: set[asyncio.Task[None]] = set()
         self._policy_version = -1
         self._doubt = "no weights were published to this engine yet"  # empty: the weights are proven
         self._label = ""
@@ -86,8 +94,9 @@ class ServerEngine:
         """See `InferenceEngine.complete`.
 
         Raises:
-            EngineLost: the server died, did not answer within `deadline_s`, answered garbage, or lost the weights.
-            DeadlineExceeded: no place was free within `deadline_s`.
+            EngineLost: the server died, cannot be reached, answered garbage, or lost the weights.
+            DeadlineExceeded: no place was free within `deadline_s`, or it was not complete that long after it got one. A
+                server that hangs looks the same; whoever asks knows whether it answers others.
             UserError: a stop string, but the model directory has no tokenizer; or ids outside the model's vocabulary.
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
@@ -117,7 +126,7 @@ class ServerEngine:
         return completion
 
     async def abort(self, request_id: str) -> None:
-        call = self._calls.get(request_id)
+        call = self._calls.pop(request_id, None)
         if call is not None:
             call.cancel()
         self._conversations.leave(request_id)
@@ -136,8 +145,8 @@ class ServerEngine:
         self._require_idle()
         self._doubt = f"the last publication (version {version}) was not completed"
         self._conversations.clear()
-        itemsize = self._config.torch_dtype.itemsize
-        async with handed_over(tensors, self._model, itemsize=itemsize, version=version) as directory:
+        size = self._config.torch_dtype.itemsize
+        async with handed_over(tensors, self._model, itemsize=size, version=version, checksum=checksum) as directory:
             await self._read_weights(directory, version=version, checksum=checksum)
 
     async def read_weights(self, directory: Path, *, version: int, checksum: str) -> None:
@@ -160,6 +169,8 @@ class ServerEngine:
         self._is_closed = True
         for request_id in self._conversations.busy:
             await self.abort(request_id)
+        for task in self._refreshing:
+            task.cancel()
         await self._server.close()
 
     async def _read_weights(self, directory: Path, *, version: int, checksum: str) -> None:
@@ -171,14 +182,18 @@ class ServerEngine:
         self._label, self._policy_version, self._doubt = label, version, ""
 
     async def _sample(self, request: CompletionRequest) -> Completion:
-        call = asyncio.create_task(self._server.complete(request, timeout_s=self._config.deadline_s))
+        call = asyncio.create_task(self._ask(request))
         self._calls[request.id] = call
         try:
             async with asyncio.timeout(self._config.deadline_s):
                 answer = await call
+            if self._calls.get(request.id) is not call:
+                raise asyncio.CancelledError  # aborted in the moment in which it was answered
         except TimeoutError as error:
-            raise EngineLost(
-                f"{self.name} did not complete request {request.id} within {self._config.deadline_s:g} s (engine.deadline_s)."
+            if end := self._server.has_ended():
+                raise EngineLost(end) from error
+            raise DeadlineExceeded(
+                f"request {request.id} was not complete after {self._config.deadline_s:g} s at {self.name} (engine.deadline_s)."
             ) from error
         except asyncio.CancelledError as error:
             if self._is_closed:
@@ -192,8 +207,30 @@ class ServerEngine:
             raise
         finally:
             call.cancel()
-            self._calls.pop(request.id, None)
+            if self._calls.get(request.id) is call:  # the id may be another's by now
+                del self._calls[request.id]
         return self._completion_of(answer, request)
+
+    async def _ask(self, request: CompletionRequest) -> Answer:
+        await self._keep_prefixes()
+        # The server's own timeout, which would be its loss, comes after ours.
+        return await self._server.complete(request, timeout_s=2 * self._config.deadline_s)
+
+    async def _keep_prefixes(self) -> None:
+        """Before a request takes memory: use what idle conversations have cached, where the server would take that first."""
+        for ids in self._conversations.endangered():
+            task = asyncio.create_task(self._refresh(ids))
+            self._refreshing.add(task)
+            task.add_done_callback(self._refreshing.discard)
+        if self._refreshing:
+            await asyncio.wait(self._refreshing, timeout=_REFRESH_S)
+
+    async def _refresh(self, ids: tuple[int, ...]) -> None:
+        request = CompletionRequest(id="refresh", ids=ids, max_tokens=1, stop_ids=frozenset(), temperature=1.0, seed=0)
+        try:
+            await self._server.complete(request, timeout_s=_REFRESH_S)
+        except StropError as error:  # costs a prefill at most; if the server is lost, the next request says so
+            _log.warning("a conversation's cached prefix was not kept: %s", error)
 
     def _completion_of(self, answer: Answer, request: CompletionRequest) -> Completion:
         """Raises `EngineLost` when the answer is garbage, or was sampled from other weights than those that were published."""
@@ -210,11 +247,6 @@ class ServerEngine:
             raise self._closed()
         check_request(request, max_length=self.capacity.max_request_tokens)
         check_vocabulary(request, self._model.vocab_size)
-        if 0 < request.temperature < _LOWEST_TEMPERATURE:
-            raise UserError(
-                f"request {request.id} has temperature {request.temperature}; servers sample at no less than"
-                f" {_LOWEST_TEMPERATURE}. Use 0, or at least {_LOWEST_TEMPERATURE}."
-            )
         if request.stop_strings and not self._model.has_tokenizer:
             raise UserError(
                 f"request {request.id} has stop strings {request.stop_strings}, but {self._model.directory} has no tokenizer"

@@ -1,13 +1,22 @@
-"""Weights on their way into a server on this machine: files in shared memory, written as they are streamed."""
+"""Weights on their way into servers on this machine: files in shared memory, one copy for all that read a publication.
+
+A directory is locked by the process that made it, for as long as that lives. What a killed one left is so told from what is in
+use, also where process ids are not (containers that share /dev/shm), and the next publication removes it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from safetensors.torch import save_file
@@ -18,30 +27,94 @@ from strop.engine.servers.facts import ModelFacts
 from strop.errors import MachineError, WeightsNotProven
 
 _SHARED_MEMORY = Path("/dev/shm")
+_NEW, _LOCKED = "strop-new-", "strop-publication-"
 _FILE_BYTES = 512 << 20  # as much is held in this process besides
 _SPARE = 1.1
 
 
 @asynccontextmanager
 async def handed_over(
-    tensors: AsyncIterator[NamedTensor], model: ModelFacts, *, itemsize: int, version: int
+    tensors: AsyncIterator[NamedTensor], model: ModelFacts, *, itemsize: int, version: int, checksum: str
 ) -> AsyncIterator[Path]:
-    """A directory of safetensors files with all that `tensors` yields; gone when the context ends.
+    """A directory of safetensors files with all that `tensors` yields; gone when the last context of this `checksum` ends.
+
+    Whoever comes while another holds the same publication gets that copy, and its `tensors` are not read.
 
     Raises:
         WeightsNotProven: a weight of `model` is missing, has another shape, or is none of its.
         MachineError: there is no room for the files.
     """
-    directory = Path(tempfile.mkdtemp(prefix="strop-weights-", dir=_place(int(model.num_elements * itemsize * _SPARE))))
+    copies = _copies_of_loop.setdefault(asyncio.get_running_loop(), _Copies())
+    key = (checksum, model.directory)
+    async with copies.writing:  # one at a time, so that each finds the room that the one before has left
+        if key not in copies.held:
+            copies.held[key] = await _write_copy(tensors, model, itemsize=itemsize, version=version)
+        copy = copies.held[key]
+        copy.num_users += 1
     try:
-        names = await _write(tensors, directory, model)
+        yield copy.directory
+    finally:
+        copy.num_users -= 1
+        if not copy.num_users:
+            del copies.held[key]
+            await asyncio.to_thread(copy.remove)
+
+
+@dataclass(slots=True)
+class _Copy:
+    """One publication in files. `lock` is the open directory."""
+
+    directory: Path
+    lock: int
+    num_users: int = 0
+
+    @classmethod
+    def make(cls, parent: Path) -> _Copy:
+        """An empty one, which bears its final name only when it is locked."""
+        directory = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return cls(directory.rename(parent / directory.name.replace(_NEW, _LOCKED)), lock)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        os.close(self.lock)
+
+
+@dataclass(slots=True)
+class _Copies:
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    held: dict[tuple[str, Path], _Copy] = field(default_factory=dict)
+
+
+_copies_of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, _Copies] = WeakKeyDictionary()
+
+
+async def _write_copy(tensors: AsyncIterator[NamedTensor], model: ModelFacts, *, itemsize: int, version: int) -> _Copy:
+    await asyncio.to_thread(_remove_what_killed_processes_left)
+    copy = _Copy.make(_place(int(model.num_elements * itemsize * _SPARE)))
+    try:
+        names = await _write(tensors, copy.directory, model)
         missing = sorted(set(model.shapes) - model.optional - names)
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise WeightsNotProven(f"publication of version {version} lacks {len(missing)} weights: {shown}.")
-        yield directory
-    finally:
-        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+    except BaseException:
+        await asyncio.to_thread(copy.remove)
+        raise
+    return copy
+
+
+def _remove_what_killed_processes_left() -> None:
+    for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+        for directory in parent.glob(f"{_LOCKED}*"):
+            with contextlib.suppress(OSError):  # another user's, or just being removed
+                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError while its maker lives
+                    shutil.rmtree(directory, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
 
 async def _write(tensors: AsyncIterator[NamedTensor], directory: Path, model: ModelFacts) -> set[str]:
@@ -83,8 +156,8 @@ def _save(batch: dict[str, Tensor], path: Path) -> None:
         raise MachineError(f"{path}: the weights for the server cannot be written: {error}.") from error
 
 
-def _place(num_bytes: int) -> Path | None:
+def _place(num_bytes: int) -> Path:
     """Shared memory where there is room; else the temporary directory, which may be a disk."""
     if _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= num_bytes:
         return _SHARED_MEMORY
-    return None
+    return Path(tempfile.gettempdir())

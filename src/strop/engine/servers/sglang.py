@@ -12,13 +12,14 @@ import logging
 import os
 import socket
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import Strict
 
 from strop.engine.config import SglangConfig
 from strop.engine.protocol import Capacity, CompletionRequest
-from strop.engine.servers.answers import Answer, field
+from strop.engine.servers.answers import Answer, Said, read
 from strop.engine.servers.client import ServerClient
 from strop.engine.servers.facts import ModelFacts
 from strop.engine.servers.process import ServerProcess
@@ -106,8 +107,8 @@ class SglangServer:
             },
             timeout_s=self._config.publish_timeout_s,
         )
-        if not field(told, "success", server=self.name):
-            raise WeightsNotProven(f"{self.name} did not read the weights: {field(told, 'message', server=self.name)}")
+        if not (updated := read(_Updated, told, server=self.name)).success:
+            raise WeightsNotProven(f"{self.name} did not read the weights: {updated.message}")
         await self._client.post("/flush_cache", timeout_s=_ASK_S, parsed=False)
         await self._client.post("/continue_generation", {}, timeout_s=_ASK_S)
         return ""
@@ -131,9 +132,9 @@ class SglangServer:
 
     async def _ready(self, model: ModelFacts) -> Self:
         try:
-            info = await self._client.get("/server_info", timeout_s=_ASK_S)
+            info = read(_ServerInfo, await self._client.get("/server_info", timeout_s=_ASK_S), server=self.name)
             self._check_settings(info)
-            total = int(field(info, "max_total_num_tokens", server=self.name))
+            total = info.max_total_num_tokens
         except BaseException:
             await self.close()
             raise
@@ -143,8 +144,8 @@ class SglangServer:
         )
         return self
 
-    def _check_settings(self, info: Any) -> None:
-        dtype, length = field(info, "dtype", server=self.name), info.get("context_length")
+    def _check_settings(self, info: _ServerInfo) -> None:
+        dtype, length = info.dtype, info.context_length
         wrong = {
             f"its dtype is {dtype!r}, but engine.dtype is {self._config.dtype!r}": dtype not in ("auto", self._config.dtype),
             f"it holds conversations of {length} tokens, fewer than engine.max_length {self._config.max_length}": length
@@ -212,22 +213,57 @@ def to_body(request: CompletionRequest, rid: str) -> dict[str, Any]:
     }
 
 
-def parse_answer(body: Mapping[str, Any], *, server: str) -> Answer:
-    """Raises `EngineLost` when something is missing, ids and log-probs disagree, or the request was aborted in the server."""
-    meta = field(body, "meta_info", server=server)
-    reason = field(meta, "finish_reason", "type", server=server)
-    if reason not in ("stop", "length"):
-        raise EngineLost(f"{server} ended a request with {reason!r}: {meta['finish_reason'].get('message', 'no reason given')}")
-    ids = field(body, "output_ids", server=server)
-    figures = field(meta, "output_token_logprobs", server=server)
-    if [figure[1] for figure in figures] != list(ids):
+class _Reason(Said):
+    type: str
+    message: str = "no reason given"
+
+
+class _Ending(Said):
+    finish_reason: _Reason
+
+
+class _Ended(Said):
+    meta_info: _Ending
+
+
+class _Meta(Said):
+    output_token_logprobs: list[Annotated[tuple[float, int, str | None], Strict(False)]]  # JSON has no tuples
+    weight_version: str
+    cached_tokens: int = 0
+
+
+class _Generated(Said):
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+class _Updated(Said):
+    success: bool
+    message: str = ""
+
+
+class _ServerInfo(Said):
+    dtype: str
+    max_total_num_tokens: int
+    context_length: int | None = None
+
+
+def parse_answer(body: Any, *, server: str) -> Answer:
+    """Raises `EngineLost` when something is missing or of another type, ids and log-probs disagree, or the request was
+    aborted in the server."""
+    reason = read(_Ended, body, server=server).meta_info.finish_reason
+    if reason.type not in ("stop", "length"):
+        raise EngineLost(f"{server} ended a request with {reason.type!r}: {reason.message}")
+    generated = read(_Generated, body, server=server)
+    figures = generated.meta_info.output_token_logprobs
+    if [token for _, token, _ in figures] != generated.output_ids:
         raise EngineLost(f"{server} answered with garbage: the ids of its log-probs are not those that it sampled.")
     return Answer(
-        ids=ids,
-        logprobs=[figure[0] for figure in figures],
-        is_stopped=reason == "stop",
-        cached_tokens=int(meta.get("cached_tokens", 0)),
-        label=str(field(meta, "weight_version", server=server)),
+        ids=generated.output_ids,
+        logprobs=[logprob for logprob, _, _ in figures],
+        is_stopped=reason.type == "stop",
+        cached_tokens=generated.meta_info.cached_tokens,
+        label=generated.meta_info.weight_version,
     )
 
 

@@ -13,16 +13,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from strop.engine.config import VllmConfig
 from strop.engine.protocol import Capacity, CompletionRequest
-from strop.engine.servers.answers import Answer, field
+from strop.engine.servers.answers import Answer, read
 from strop.engine.servers.client import ServerClient
 from strop.engine.servers.facts import ModelFacts
 from strop.engine.servers.process import ServerProcess
+from strop.engine.servers.vllm_answers import AllLoaded, Done, ServerInfo, parse_answer, parse_memory
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 
 _log = logging.getLogger(__name__)
@@ -31,9 +31,7 @@ _EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
 _GENERATE, _HEALTH = "/inference/v1/generate", "/health"
 _SOCKET = "socket"
 _ASK_S = 60.0  # for what needs no model step
-_CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _SHARED_FILE = re.compile(r"(/dev/shm/psm_\w+)")  # as Python's multiprocessing names them
-_NOT_A_LOGPROB = -9999.0  # what it sends for nan and -inf
 _HOW_TO_START = "Start it as docs/engines.md says."
 
 
@@ -116,7 +114,7 @@ class VllmServer:
         )
         checksum = self._checksum_of_all(told)
         reset = await self._client.post("/reset_prefix_cache", timeout_s=_ASK_S)
-        if not field(reset, "success", server=self.name):
+        if not read(Done, reset, server=self.name).success:
             raise WeightsNotProven(f"{self.name} could not drop the KV cache of its older weights.")
         await self._client.post("/update_weight_version", {"new_version": label}, timeout_s=_ASK_S)
         await self._client.post("/resume", timeout_s=_ASK_S)
@@ -138,32 +136,29 @@ class VllmServer:
 
     def _checksum_of_all(self, told: Any) -> str:
         """Of every worker's reading: each must have read all, and the same, and compute with it."""
-        results = field(told, "results", server=self.name)
-        checksums = {field(result, "checksum", server=self.name) for result in results}
-        missing, stale = (
-            sorted({name for result in results for name in field(result, key, server=self.name)})
-            for key in ("missing", "stale")
-        )
+        results = read(AllLoaded, told, server=self.name).results
+        checksums = {result.checksum for result in results}
+        missing = sorted({name for result in results for name in result.missing})
+        stale = sorted({name for result in results for name in result.stale})
         if missing:
             raise WeightsNotProven(f"{self.name} found no values for {len(missing)} of its weights: {', '.join(missing[:5])}.")
         if stale:
             raise WeightsNotProven(f"{self.name} still computes with older values of {len(stale)}: {', '.join(stale[:5])}.")
-        if num_unproven := max(field(result, "unproven", server=self.name) for result in results):
+        if num_unproven := max(result.unproven for result in results):
             _log.warning("%s: %d weights were loaded, but what computes with them could not be asked.", self.name, num_unproven)
         if len(checksums) != 1:
             raise WeightsNotProven(f"the workers of {self.name} read different weights: {', '.join(sorted(checksums))}.")
-        return str(checksums.pop())
+        return checksums.pop()
 
     async def _learn_capacity(self) -> None:
         metrics = await self._client.get_text("/metrics", timeout_s=_ASK_S)
-        found = _CACHE_INFO.search(metrics)
-        if found is None:
-            raise EngineLost(f"{self.name} does not tell its KV memory: no vllm:cache_config_info at /metrics.")
-        facts = dict(re.findall(r'(\w+)="([^"]*)"', found.group(1)))
-        total = (int(facts["num_gpu_blocks"]) - 1) * int(facts["block_size"])  # it keeps one block for itself
-        config = self._config
+        num_blocks, block_tokens = parse_memory(metrics, server=self.name)
+        total = (num_blocks - 1) * block_tokens  # it keeps one block for itself
         self._capacity = Capacity(
-            total_tokens=total, max_request_tokens=min(config.max_length, total), max_running=config.slots
+            total_tokens=total,
+            max_request_tokens=min(self._config.max_length, total),
+            max_running=self._config.slots,
+            block_tokens=block_tokens,
         )
 
     async def _check_settings(self) -> None:
@@ -174,16 +169,15 @@ class VllmServer:
             raise
         except StropError as error:
             raise UserError(f"{self.name} does not offer its development routes. {_HOW_TO_START}") from error
-        served = field(told, "vllm_config", server=self.name)
-        model, parallel = (field(served, part, server=self.name) for part in ("model_config", "parallel_config"))
+        served, config = read(ServerInfo, told, server=self.name).vllm_config, self._config
+        model, extension = served.model, served.parallel.worker_extension_cls
         wrong = {
-            f"its logprobs_mode is {model.get('logprobs_mode')!r}, not 'processed_logprobs'": model.get("logprobs_mode")
+            f"its logprobs_mode is {model.logprobs_mode!r}, not 'processed_logprobs'": model.logprobs_mode
             != "processed_logprobs",
-            f"its dtype is {model.get('dtype')}, but engine.dtype is {self._config.dtype}": self._config.dtype
-            not in str(model.get("dtype")),
-            f"it holds conversations of {model.get('max_model_len')} tokens, fewer than engine.max_length"
-            f" {self._config.max_length}": int(model.get("max_model_len", 0)) < self._config.max_length,
-            f"it lacks the worker extension {_EXTENSION_CLASS}": parallel.get("worker_extension_cls") != _EXTENSION_CLASS,
+            f"its dtype is {model.dtype}, but engine.dtype is {config.dtype}": config.dtype not in (model.dtype or ""),
+            f"it holds conversations of {model.max_model_len} tokens, fewer than engine.max_length"
+            f" {config.max_length}": model.max_model_len < config.max_length,
+            f"it lacks the worker extension {_EXTENSION_CLASS}": extension != _EXTENSION_CLASS,
         }
         for fault, is_so in wrong.items():
             if is_so:
@@ -256,7 +250,8 @@ def kv_bytes(model: ModelFacts, config: VllmConfig) -> int:
     """KV memory of one device of one replica."""
     if config.kv_mib is not None:
         return config.kv_mib << 20
-    blocks = config.slots * math.ceil(config.max_length / config.block_tokens) + 1  # it keeps one for itself
+    # One more for each conversation, whose prefix may have to be used meanwhile; and the server keeps one for itself.
+    blocks = config.slots * (math.ceil(config.max_length / config.block_tokens) + 1) + 1
     total = blocks * config.block_tokens * model.kv_elements_per_token * config.torch_dtype.itemsize
     return math.ceil(total / config.tensor_parallel)
 
@@ -282,27 +277,3 @@ def to_body(request: CompletionRequest) -> dict[str, Any]:
             "skip_special_tokens": False,  # a stop string may spell one out
         },
     }
-
-
-def parse_answer(body: Mapping[str, Any], *, server: str) -> Answer:
-    """Raises `EngineLost` when something is missing, or the request was aborted in the server."""
-    choice = field(body, "choices", 0, server=server)
-    ids = field(choice, "token_ids", server=server)
-    reason = field(choice, "finish_reason", server=server)
-    if reason not in ("stop", "length"):
-        raise EngineLost(f"{server} ended a request with {reason!r}: somebody aborted it, or it ran out of memory.")
-    logprobs = [field(entry, "logprob", server=server) for entry in field(choice, "logprobs", "content", server=server)]
-    spans = field(choice, "weight_versions", server=server) or []
-    return Answer(
-        ids=ids,
-        logprobs=[-math.inf if each <= _NOT_A_LOGPROB else each for each in logprobs],
-        is_stopped=reason == "stop",
-        cached_tokens=_cached_tokens(body),
-        label=" then ".join(str(field(span, "version", server=server)) for span in spans),
-    )
-
-
-def _cached_tokens(body: Mapping[str, Any]) -> int:
-    with contextlib.suppress(KeyError, TypeError):
-        return int(body["usage"]["prompt_tokens_details"]["cached_tokens"] or 0)
-    return 0  # it leaves the details out when nothing was cached
