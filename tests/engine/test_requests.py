@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from strop.engine.requests import check_completion
-from strop.errors import EngineLost
+from strop.engine.requests import check_completion, check_vocabulary
+from strop.errors import EngineLost, ModelError
 from strop.types import Completion, FinishReason
 
 from .support import make_request
@@ -79,3 +79,15 @@ def test_a_stop_before_min_tokens_is_garbage():
     request = make_request("a", [1, 2, 3], max_tokens=8, min_tokens=4, stop_ids=frozenset({9}))
     with pytest.raises(EngineLost, match="stopped after 3 tokens, but min_tokens is 4"):
         _check(_STOPPED, request)
+
+
+@pytest.mark.parametrize(("ids", "stop_ids"), [([-1, 3], []), ([3], [-1]), ([-1, 10], [])])
+def test_a_negative_id_is_named_as_one(ids, stop_ids):
+    with pytest.raises(ModelError, match=r"^request a has the negative id -1\. Ids count from 0"):
+        check_vocabulary(make_request("a", ids, stop_ids=frozenset(stop_ids)), 10)
+
+
+def test_the_largest_id_is_named_where_the_vocabulary_is_smaller():
+    with pytest.raises(ModelError, match="request a has ids up to 10, but the model's vocabulary has 10"):
+        check_vocabulary(make_request("a", [3, 10], stop_ids=frozenset()), 10)
+    check_vocabulary(make_request("a", [0, 9], stop_ids=frozenset()), 10)

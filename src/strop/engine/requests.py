@@ -48,8 +48,13 @@ def check_request(request: CompletionRequest, *, max_length: int) -> None:
 
 def check_vocabulary(request: CompletionRequest, vocab_size: int) -> None:
     """Raises `ModelError` when an id or a stop id is none of the model's."""
-    largest = max((*request.ids, *request.stop_ids))
-    if largest >= vocab_size or min((*request.ids, *request.stop_ids)) < 0:
+    smallest, largest = min((*request.ids, *request.stop_ids)), max((*request.ids, *request.stop_ids))
+    if smallest < 0:
+        raise ModelError(
+            f"request {request.id} has the negative id {smallest}. Ids count from 0: what masks or pads a batch, as -100 does,"
+            " is no token of a request."
+        )
+    if largest >= vocab_size:
         raise ModelError(
             f"request {request.id} has ids up to {largest}, but the model's vocabulary has {vocab_size}."
             " Tokenizer and model do not belong together."
