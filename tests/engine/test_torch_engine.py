@@ -3,12 +3,14 @@
 import asyncio
 import math
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from strop.engine import EngineConfig, TorchEngine, publication, weights_checksum
+from strop.engine.servers.facts import ModelFacts
 from strop.engine.weights import DecoderWeights
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
@@ -315,6 +317,18 @@ def test_a_directory_without_a_model_is_named(tmp_path):
     make_model("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="save_pretrained"):
         TorchEngine.from_directory(tmp_path, EngineConfig(slots=2, max_length=64))
+
+
+def test_a_path_that_is_no_directory_is_named_at_once_and_no_hub_is_asked(tmp_path, monkeypatch):
+    def ask(*_, **__):
+        raise AssertionError("a hub was asked")
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", ask)
+    for path in (Path("nowhere"), Path("someone/some-model"), tmp_path / "nowhere"):
+        with pytest.raises(ModelError, match=f"^{path}: no such model directory"):
+            TorchEngine.from_directory(path, EngineConfig())
+        with pytest.raises(ModelError, match=f"^{path}: no such model directory"):
+            ModelFacts.of(path)
 
 
 @pytest.mark.parametrize(

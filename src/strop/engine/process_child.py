@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from strop.config import Config
 from strop.engine.config import EngineConfig
+from strop.engine.model_directory import config_of
 from strop.engine.processes.messages import (
     FROM_CHILD,
     TO_CHILD,
@@ -45,7 +46,7 @@ from strop.engine.processes.messages import (
 from strop.engine.processes.shared_weights import read_weights
 from strop.engine.protocol import NamedTensor
 from strop.engine.torch_engine import TorchEngine
-from strop.errors import ModelError, StropError
+from strop.errors import StropError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
@@ -93,10 +94,7 @@ async def _serve(order: EngineOrder, link: socket.socket, shared_weights: int) -
 
 def _open(order: EngineOrder) -> tuple[TorchEngine, Hello]:
     path = Path(order.model)
-    try:
-        model_config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not a model directory that transformers can load: {error}") from error
+    model_config = config_of(path)
     detokenize = _detokenizer(path)
     if order.version is None:
         engine = TorchEngine(model_config, order.config, detokenize=detokenize)

@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from strop.engine.batch import Detokenizer
 from strop.engine.config import EngineConfig
 from strop.engine.decoder import Decoder
+from strop.engine.model_directory import config_of
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor
 from strop.engine.publication import PublishedWeights
 from strop.engine.requests import check_request, check_vocabulary
@@ -71,11 +70,7 @@ class TorchEngine:
         Raises:
             ModelError: no such model, its weights are not safetensors or not those of its config, or it is not implemented.
         """
-        try:
-            model_config = transformers.AutoConfig.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{path}: not a model directory that transformers can load: {error}") from error
-        engine = cls(model_config, config, detokenize=detokenize)
+        engine = cls(config_of(path), config, detokenize=detokenize)
         try:
             engine._worker.prove(partial(engine._weights.read, path, version)).result()
         except StropError as error:

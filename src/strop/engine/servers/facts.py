@@ -7,11 +7,10 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import transformers
 from safetensors import safe_open
 
+from strop.engine.model_directory import config_of
 from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.errors import ModelError
 
@@ -43,10 +42,7 @@ class ModelFacts:
         Raises:
             ModelError: no model that `transformers` knows, or no safetensors.
         """
-        try:
-            config: Any = transformers.AutoConfig.from_pretrained(directory)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{directory}: not a model directory that transformers can load: {error}") from error
+        config = config_of(directory)
         text = config.get_text_config()
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return cls(
