@@ -1,6 +1,7 @@
 """Opening the engines of a recipe, of any kind: all of them, or none."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from strop.engine import EngineConfig, TorchEngine
 from strop.engine.config import EngineChoice, SglangConfig, VllmConfig
 from strop.engine.opening import open_engines
 from strop.engine.servers.sglang import SglangServer
-from strop.errors import ConfigError, EngineLost, ModelError
+from strop.errors import ConfigError, EngineLost, ModelError, UserError
 
 from .servers.fake_sglang import FakeSglang
 from .support import make_model, make_request
@@ -132,7 +133,9 @@ def test_when_one_cannot_be_opened_none_is(model, monkeypatch):
         fake = FakeSglang()
         async with fake.serve() as address:
             config = SglangConfig(addresses=(address, "http://127.0.0.1:9"), slots=3, max_length=100)
-            with pytest.raises(EngineLost, match=r"SGLang at http://127\.0\.0\.1:9"):
+            with pytest.raises(
+                UserError, match=r"^engine\.addresses: nothing listens at http://127\.0\.0\.1:9 .* Start a server"
+            ):
                 await open_engines(model, config, detokenize=None)
             assert sorted(closed) == sorted(f"SGLang at {each}" for each in config.addresses)
 
@@ -147,5 +150,22 @@ def test_a_directory_that_holds_no_model_is_the_users_mistake(tmp_path):
 
 def test_an_interpreter_that_does_not_exist_is_named(model, tmp_path):
     config = VllmConfig(python=Path("/no/such/python"), start_timeout_s=10.0)
-    with pytest.raises(EngineLost, match=r"/no/such/python.*could not be run"):
+    with pytest.raises(UserError, match=r"^engine\.python: /no/such/python does not exist\. Name the interpreter of"):
         asyncio.run(open_engines(model, config, detokenize=None, logs=tmp_path))
+
+
+@pytest.mark.parametrize("kind", [VllmConfig, SglangConfig])
+def test_an_environment_that_lacks_the_server_is_named_with_the_remedy(model, tmp_path, kind):
+    config = kind(python=Path(sys.executable), start_timeout_s=60.0)  # ours has neither of them
+    with pytest.raises(UserError) as told:
+        asyncio.run(open_engines(model, config, detokenize=None, logs=tmp_path))
+    assert str(told.value).startswith(f"engine.python: {sys.executable} has no module '{config.kind}'. Name the interpreter of")
+    assert "`make test-vllm`" in str(told.value)
+
+
+def test_a_server_that_ends_for_another_reason_is_lost_with_the_end_of_its_log(model, tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho no room >&2; exit 3\n")
+    python.chmod(0o755)
+    with pytest.raises(EngineLost, match=r"exit code 3 before it was ready[\s\S]*no room"):
+        asyncio.run(open_engines(model, VllmConfig(python=python), detokenize=None, logs=tmp_path))

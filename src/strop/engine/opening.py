@@ -13,9 +13,11 @@ from strop.engine.process_engine import ProcessEngine
 from strop.engine.protocol import InferenceEngine
 from strop.engine.servers.engine import Server, ServerEngine
 from strop.engine.servers.facts import ModelFacts, directory_checksum
+from strop.engine.servers.remedies import check_interpreter, not_reached, not_started
 from strop.engine.servers.sglang import SglangServer
 from strop.engine.servers.vllm import VllmServer
 from strop.engine.torch_engine import TorchEngine
+from strop.errors import EngineLost
 
 Detokenizer = Callable[[Sequence[int]], str]
 
@@ -37,7 +39,8 @@ async def open_engines(
         logs: a directory for what servers print; a temporary one when not given.
 
     Raises:
-        UserError: the model, or a server that was given by address, cannot be used as the recipe says.
+        UserError: the model, or a server that was given by address, cannot be used as the recipe says; nothing listens at the
+            address; `config.python` cannot be run, or its environment lacks the server.
         EngineLost: a server did not start, or did not answer; names it and the end of its log.
     """
     first = config.only(0)
@@ -84,13 +87,20 @@ async def _open_server_engine(
 
 
 async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, log: Path) -> Server:
-    if isinstance(config, SglangConfig):
+    check_interpreter(config)
+    try:
+        if isinstance(config, SglangConfig):
+            if config.addresses:
+                return await SglangServer.connect(config.addresses[0], model, config)
+            return await SglangServer.start(name, model, config, log=log)
         if config.addresses:
-            return await SglangServer.connect(config.addresses[0], model, config)
-        return await SglangServer.start(name, model, config, log=log)
-    if config.addresses:
-        return await VllmServer.connect(config.addresses[0], model, config)
-    return await VllmServer.start(name, model, config, log=log)
+            return await VllmServer.connect(config.addresses[0], model, config)
+        return await VllmServer.start(name, model, config, log=log)
+    except EngineLost as error:
+        mended = not_reached(error, config.addresses[0]) if config.addresses else not_started(error, config)
+        if mended is error:
+            raise
+        raise mended from error
 
 
 def _log_of(name: str, logs: Path) -> Path:

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from strop.errors import ModelError
+from strop.pipelines.machine import check_machine
 from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
 from strop.pipelines.tiny_model import tiny_llama_config
 
@@ -49,7 +50,9 @@ def plan(recipe: Recipe) -> list[PlannedStage]:
 
     Raises:
         ModelError: a stage's model directory is missing.
+        UserError: this machine lacks something else that a stage will open.
     """
+    check_machine(recipe)
     rate = _matmul_flops()
     sizes: dict[str, ModelSize] = {}
     stages = []

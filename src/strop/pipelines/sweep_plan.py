@@ -89,7 +89,7 @@ def plan_arms(sweep: Sweep, runs: Sequence[PlannedRun]) -> tuple[list[PlannedArm
     """Every arm with estimates for this machine, and in words what the arms of a seed share.
 
     Raises:
-        ModelError: an arm's model directory is missing.
+        UserError: an arm's model directory, or something else that it will open, is missing here.
     """
     firsts = [next(run for run in runs if run.arm is arm) for arm in sweep.arms]
     num_shared = min((num_common(firsts[0].resolved, other.resolved) for other in firsts[1:]), default=0)

@@ -15,6 +15,7 @@ from strop.engine.opening import open_engines
 from strop.pipelines.claim import alone_in, claim
 from strop.pipelines.eval_stage import run_eval_stage
 from strop.pipelines.expert_iteration_stage import run_expert_iteration_stage
+from strop.pipelines.machine import check_machine
 from strop.pipelines.model_stage import run_model_stage
 from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
 from strop.pipelines.rl_stage import run_rl_stage
@@ -55,8 +56,10 @@ async def train(
 
     Raises:
         RunError: the directory holds a run of another recipe.
+        UserError: this machine lacks what a stage that is not done will open; nothing was written.
     """
     run = RunDirectory(directory)
+    check_machine(recipe, done=[name for name in recipe.stages if run.stage(name).done.exists()])
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if recipe.threads is not None:

@@ -1,0 +1,79 @@
+"""What a recipe names and this machine lacks is told before anything runs."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from scripted_runs import RECIPE
+from strop import cli
+from strop.errors import UserError
+from strop.pipelines.machine import check_machine
+from strop.pipelines.plan import plan
+from strop.pipelines.recipe import Recipe, resolve
+
+TINY = Path(__file__).with_name("tiny.toml")
+
+
+def recipe(python, **engine):
+    """One whose engine is a vLLM server of the interpreter `python`."""
+    tree = RECIPE | {"engine": {"kind": "vllm", "max_length": 256, "python": str(python)} | engine}
+    return Recipe.model_validate_json(json.dumps(resolve(tree)))
+
+
+@pytest.fixture
+def interpreter(tmp_path):
+    path = tmp_path / "bin" / "python"
+    path.parent.mkdir()
+    path.write_text("")
+    return path
+
+
+def test_an_interpreter_that_cannot_be_run_is_named_with_its_key_and_the_remedy(tmp_path, interpreter):
+    faults = {
+        tmp_path / "none" / "python": "does not exist",
+        interpreter: "is not executable",
+        interpreter.parent: "is a directory",
+        "no-such-python": "is not on the PATH",
+    }
+    for python, fault in faults.items():
+        with pytest.raises(UserError) as told:
+            check_machine(recipe(python))
+        assert str(told.value).startswith(
+            f"engine.python: {python} {fault}. Name the interpreter of an environment that has vllm"
+        )
+        assert "`make test-vllm`, as an example, sets up .venv-vllm" in str(told.value)
+
+
+def test_an_interpreter_that_can_be_run_is_taken_by_path_and_by_name(tmp_path, interpreter):
+    interpreter.chmod(0o755)
+    check_machine(recipe(interpreter))
+    check_machine(recipe(os.path.relpath(interpreter)))
+    check_machine(recipe("python", environment={"PATH": str(interpreter.parent)}))
+
+
+def test_only_stages_that_will_sample_need_an_engine(tmp_path):
+    bad = recipe(tmp_path / "none")
+    check_machine(bad, done=["before", "rl", "after"])
+    with pytest.raises(UserError, match=r"engine\.python"):
+        check_machine(bad, done=["before", "rl"])
+    check_machine(bad.model_copy(update={"stages": {name: bad.stages[name] for name in ("base", "sft")}}))
+
+
+def test_a_plan_of_what_cannot_be_opened_here_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"engine\.python: .* does not exist"):
+        plan(recipe(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, more):
+    engine = ["--set", "engine.kind=vllm", "--set", f"engine.python={tmp_path / 'none'}"]
+    words = ["strop", "train", str(TINY), *engine, "--runs", str(tmp_path / "runs"), *more]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as exit_:
+        cli.main()
+    assert exit_.value.code == 2
+    assert f"engine.python: {tmp_path / 'none'} does not exist." in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "runs").exists()
