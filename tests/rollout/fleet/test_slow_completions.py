@@ -139,7 +139,7 @@ def test_an_engine_that_hangs_is_asked_once_for_a_sign_of_life_however_many_wait
         [(_, name, reason)] = watcher.engine_events
         assert name == "engine-1"
         assert "it hangs: engine engine-1 did not complete request" in reason
-        assert "nor one of a single token within another 30 s" in reason
+        assert reason.endswith("in the last 30 s, and then to a request of one token: no answer within another 30 s")
         assert len([request for request in bad.requests if "sign of life" in request.id]) == 1
         assert_exact(fleet, groups, watcher)
         await fleet.close()
@@ -147,6 +147,30 @@ def test_an_engine_that_hangs_is_asked_once_for_a_sign_of_life_however_many_wait
         return tokens_of(groups)
 
     assert run(scenario) == undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (EngineLost("the process has ended."), "the process has ended."),
+        (RuntimeError("device-side"), "RuntimeError: device-side"),
+    ],
+)
+def test_what_an_engine_says_instead_of_a_sign_of_life_is_told(error, said):
+    async def scenario():
+        class Broken(Stuck):
+            async def complete(self, request):
+                if "sign of life" in request.id:
+                    raise error
+                return await super().complete(request)
+
+        watcher = Watcher()
+        with pytest.raises(EngineLost, match="no engine is left"):
+            await play_all(fleet_of(Broken(), watcher=watcher), watcher)
+        [(_, _, reason)] = watcher.engine_events
+        assert reason.endswith(f"and then to a request of one token: {said}")
+
+    run(scenario)
 
 
 @pytest.mark.parametrize("fault", ["lost", "broken", "nan"])

@@ -127,9 +127,9 @@ class Member:
         if self.loss:
             raise GivenUpError(self.loss)
         if not is_felt:
+            said = self._pulse.last_words or f"no answer within another {within_s:g} s"
             raise EngineLost(
-                f"it hangs: {error} It answered nobody in the last {within_s:g} s, nor one of a single token within another"
-                f" {within_s:g} s."
+                f"it hangs: {error} It answered nobody in the last {within_s:g} s, and then to a request of one token: {said}"
             ) from error
 
     def _miss(self, answer: asyncio.Future[Completion], request: CompletionRequest, deadline_s: float) -> None:

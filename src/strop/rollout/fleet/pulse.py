@@ -23,6 +23,7 @@ class Pulse:
         self._name, self._engine, self._clock = name, engine, clock
         self._last_s = clock()
         self._num_asked = 0
+        self.last_words = ""  # what it said instead of a token, when it was asked for one last
         self._asking: asyncio.Task[None] | None = None
         self.tasks: set[asyncio.Task[None]] = set()  # that have not ended
 
@@ -55,6 +56,7 @@ class Pulse:
 
     async def _ask(self, within_s: float) -> None:
         self._num_asked += 1
+        self.last_words = ""
         request_id = f"sign of life {self._num_asked} of {self._name}"
         request = CompletionRequest(id=request_id, ids=(0,), max_tokens=1, stop_ids=frozenset(), temperature=1.0, seed=0)
         answering = self._start(self._answer(request))
@@ -66,11 +68,13 @@ class Pulse:
     async def _answer(self, request: CompletionRequest) -> None:
         try:
             await self._engine.complete(request)
-        except MachineError:
+        except MachineError as error:
+            self.last_words = str(error)
             return
         except StropError:
             pass  # it does not like the question, but it answers
-        except Exception:  # noqa: BLE001 - an engine this broken shows no life, and will tell others of what it died
+        except Exception as error:  # noqa: BLE001 - an engine that breaks over one token is no better than one that hangs
+            self.last_words = f"{type(error).__name__}: {error}"
             return
         self.felt()
         try:
