@@ -76,7 +76,8 @@ def test_three_steps_survive_the_end_and_the_silence_of_their_engines(tmp_path):
     assert len(joined) >= 2  # in place of the first two; what comes for the third may find the stage at its end
 
     metrics = {line["step"]: line for line in read_lines(run.metrics) if line["stage"] == "rl"}
-    assert sum(line["scheduler/engines_lost"] for line in metrics.values()) == 3
+    # That of the last step may be noticed when its batch is over, and no other follows.
+    assert sum(line["scheduler/engines_lost"] for line in metrics.values()) in (2, 3)
     assert sum(line["scheduler/restarts"] for line in metrics.values()) >= 1
     for step in (1, 2, 3):
         ours, theirs = (read_rollouts(each.stage("rl").rollouts(step)) for each in (run, calm))

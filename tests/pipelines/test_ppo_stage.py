@@ -14,7 +14,7 @@ from strop.pipelines import checkpoints
 from strop.pipelines.load import load_recipe
 from strop.pipelines.train import train
 from strop.reports.progress import Silent
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.runs import read_json, read_lines
 
 METHOD = {"name": "ppo", "kl_coefficient": 0.01, "whiten": True}
 CRITIC = {"alone_steps": 1, "optimizer": {"lr": 1e-2, "schedule": "cosine"}}
@@ -125,27 +125,22 @@ def test_steps_that_do_not_add_up_are_refused(settings, message):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_with_a_real_engine_the_reward_rises_and_the_critic_foresees_it(tmp_path):
-    """The tiny recipe, whose policy calls a tool after four seconds of SFT, and is right about half the time."""
-    words = [
-        'stages.rl.method={name="ppo", kl_coefficient=0.001}',
-        "stages.rl.steps=20",
-        "stages.rl.tasks_per_step=24",
-        "stages.rl.group_size=1",
-        "stages.rl.trainer.critic={alone_steps=2, optimizer={lr=2e-3}}",
-    ]
-    recipe = load_recipe(Path(__file__).parent / "tiny.toml", words)
+@pytest.mark.timeout(1800)
+def test_the_recipe_of_ppo_learns_and_its_critic_foresees_some_of_it(tmp_path):
+    recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "ppo.toml", ["seed=1"])
     num_threads = torch.get_num_threads()
     try:
-        asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
+        result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
     finally:
         torch.set_num_threads(num_threads)
-    lines = lines_of(RunDirectory(tmp_path / "run"))
+    before, after = result.evaluations
+    assert after["accuracy_low"] > before["accuracy_high"]
+    lines = lines_of(result.run)
 
     def mean(key, part):
         return sum(line[key] for line in part) / len(part)
 
-    assert mean("rollout/reward_mean", lines[-5:]) > mean("rollout/reward_mean", lines[:5]) + 0.15
-    assert mean("critic/explained_variance", lines[-5:]) > mean("critic/explained_variance", lines[:2])
-    assert mean("critic/loss", lines[-5:]) < mean("critic/loss", lines[:2]) / 3
+    assert mean("rollout/reward_mean", lines[-5:]) > mean("rollout/reward_mean", lines[:5]) + 0.2
+    assert lines[0]["critic/explained_variance"] <= 0  # the first critic is a constant
+    assert mean("critic/explained_variance", lines[-10:]) > 0.03
+    assert mean("critic/value", lines[-5:]) == pytest.approx(mean("critic/return", lines[-5:]), abs=0.15)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,9 @@ def started(directory):
             stdout=output,
             stderr=output,
             start_new_session=True,
+            preexec_fn=partial(
+                signal.signal, signal.SIGINT, signal.SIG_DFL
+            ),  # it may be ignored here
         )
     try:
         yield process

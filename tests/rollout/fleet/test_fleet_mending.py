@@ -38,6 +38,28 @@ def test_an_engine_lost_in_the_second_batch_on_the_same_weights_is_replaced():
     assert run(scenario) == undisturbed()
 
 
+def test_an_engine_lost_between_two_batches_is_counted_in_the_next():
+    async def scenario():
+        publisher, watcher = Publisher(), Watcher()
+
+        class TakesOne(FragileEngine):
+            async def load_weights(self, tensors, *, version, checksum):
+                if version > 1:
+                    raise EngineLost("it fell over")
+                await super().load_weights(tensors, version=version, checksum=checksum)
+
+        fleet = fleet_of(FragileEngine(policy_version=-1), TakesOne(policy_version=-1), watcher=watcher)
+        lost = []
+        for version in (1, 2, 3):
+            await fleet.publish(partial(publisher.publish, version=version), version=version)
+            await play_all(fleet)
+            lost.append(fleet.last_batch.as_metrics()["scheduler/engines_lost"])
+        await fleet.close()
+        return lost, len(watcher.of("lost"))
+
+    assert run(scenario) == ([0, 1, 0], 1)
+
+
 def test_law_6_a_newcomer_that_would_get_other_weights_than_were_published_does_not_join():
     """Whoever published has changed its weights since, and publishes nothing before the next batch."""
 

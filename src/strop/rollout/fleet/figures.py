@@ -73,13 +73,14 @@ class BatchReport:
     evictions: int
     cached_tokens: int
     request_tokens: int
+    lost_before: tuple[str, ...] = ()  # engines that were given up between the batch before and this one
 
     def as_metrics(self) -> dict[str, float]:
         """Metrics `scheduler/*` of a step; shares of time are left out where nothing was played."""
         ledger = self.ledger
         metrics = {
             "scheduler/engines": float(len(self.engines)),
-            "scheduler/engines_lost": float(sum(bool(engine.loss) for engine in self.engines)),
+            "scheduler/engines_lost": float(sum(bool(engine.loss) for engine in self.engines) + len(self.lost_before)),
             "scheduler/restarts": float(ledger.runs[Why.RESTART]),
             "scheduler/lost_turns": float(ledger.lost_turns),
             "scheduler/evictions": float(self.evictions),

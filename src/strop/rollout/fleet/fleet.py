@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from strop.engine.protocol import InferenceEngine, TakesWeights
@@ -97,6 +98,7 @@ class Fleet:
         self._members: dict[str, Member] = {}
         self._num_named = 0
         self._dispatch: Dispatch | None = None
+        self._lost_between: list[str] = []  # since the last batch
         self._report: BatchReport | None = None
         self._version = engines[0].policy_version if engines else -1
         self._checksum = ""  # of what was published last
@@ -203,6 +205,7 @@ class Fleet:
         self._may_join.set()  # weights stand still while they are sampled from
         self._replacements.begin_batch()
         self._check_somebody_is_left()
+        lost_before, self._lost_between = self._lost_between, []
         dispatch = self._dispatch = Dispatch(
             self.config,
             self,
@@ -218,7 +221,7 @@ class Fleet:
                 self._may_join.clear()  # whoever published may now change the weights
                 async with self._joining:
                     pass
-            self._report = await dispatch.close()
+            self._report = replace(await dispatch.close(), lost_before=tuple(lost_before))
             self._dispatch = None
 
     async def close(self) -> None:
@@ -243,7 +246,9 @@ class Fleet:
         self._dismiss(member)
         if not member.is_draining:
             self._replacements.replace(member.name, member.place)
-        if self._dispatch is not None:
+        if self._dispatch is None:
+            self._lost_between.append(member.name)
+        else:
             self._dispatch.died(member)
             self._dispatch.check_hope()
 
