@@ -50,9 +50,7 @@ def started(directory):
             stdout=output,
             stderr=output,
             start_new_session=True,
-            preexec_fn=partial(
-                signal.signal, signal.SIGINT, signal.SIG_DFL
-            ),  # it may be ignored here
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # it may be ignored here
         )
     try:
         yield process
