@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 
@@ -15,7 +17,7 @@ from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, RunResult, San
 from strop.sandbox.node.node import Node
 from strop.sandbox.node.pools import profile_of
 from strop.sandbox.node.slots import Slots
-from strop.sandbox.node.zygotes import Zygote
+from strop.sandbox.node.zygotes import ENVIRONMENT, INSIDE, Zygote, command
 from strop.sandbox.protocol import SessionLimits
 
 SLEEP = RunRequest(code="import time; time.sleep(0.6); print('slept')")
@@ -41,6 +43,18 @@ def forking_pid(zygote: Zygote) -> int:
     """Of the process that forks: the only child of the one that was started."""
     with open(f"/proc/{zygote.pid}/task/{zygote.pid}/children") as children:
         return int(children.read())
+
+
+def test_a_fork_server_whose_supervisor_died_before_it_began_ends_at_once() -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            words = command(INSIDE / "boot.py", IsolationLevel.PROCESS, "bare", control=theirs.fileno(), supervisor=dead.pid)
+            orphan = subprocess.Popen(words, env=ENVIRONMENT, pass_fds=(theirs.fileno(),), start_new_session=True)
+        assert orphan.wait(timeout=10) == 1
+        assert ours.recv(100) == b"", "it began to serve"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import cells, confine, filesystem, forkserver, kernel, profiles, program, verify
@@ -50,16 +51,17 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
     program.LIBRARIES.sort(key=lambda pair: -len(pair[0]))
     for name in ("executable", "_base_executable", "prefix", "exec_prefix", "base_prefix", "base_exec_prefix"):
         setattr(sys, name, place(getattr(sys, name)))
-    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _die_with(settings["supervisor"], os.getppid)
     kernel.write_at(proc, "self/oom_score_adj", "1000")
     if is_namespaced:
         is_root = _isolate(proc)
+        outer = int(os.readlink("self", dir_fd=proc))
         if (pid := os.fork()) != 0:
             os.closerange(3, 4096)
             os.waitpid(pid, 0)
             os._exit(0)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+        _die_with(outer, lambda: _parent_on_host(proc))
         os.setsid()
         filesystem.build_root(settings["shown"])
         pid_namespace = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
@@ -135,6 +137,22 @@ def _isolate(proc: int) -> bool:
         kernel.enter_user_namespace(proc, inside=0, other_namespaces=own)
     kernel.check(kernel.libc.sethostname(b"sandbox", 7), "set the host name")
     return is_root
+
+
+def _die_with(parent: int, current_parent: Callable[[], int]) -> None:
+    """Die when `parent` does; at once if it is gone already, since its death before this call sends no signal."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
+    if current_parent() != parent:
+        os._exit(1)
+
+
+def _parent_on_host(proc: int) -> int:
+    """From a new pid namespace, where `os.getppid()` is 0 whoever the parent is."""
+    status = os.open("self/status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
+    try:
+        return int(os.read(status, 4096).partition(b"\nPPid:")[2].split(maxsplit=1)[0])
+    finally:
+        os.close(status)
 
 
 def fix_addresses() -> None:

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _START_LIMIT_S = 60.0  # of a fork server; 0.1 s bare and 2 s with sympy when the machine is idle
 _MAX_UNSTARTED = 16  # children asked of one fork server at once; more would only lengthen its queue
-_INSIDE = Path(wire.__file__).parent
+INSIDE = Path(wire.__file__).parent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ class Zygote:
             # In this thread, which lives as long as the event loop: where it has namespaces, and while it starts, the fork
             # server dies with the thread that started it.
             self._process = subprocess.Popen(
-                command(_INSIDE / "boot.py", level, profile, modules=modules, control=theirs.fileno()),
+                command(INSIDE / "boot.py", level, profile, modules=modules, control=theirs.fileno()),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -411,6 +411,7 @@ def command(script: Path, level: IsolationLevel, profile: str, *, modules: tuple
     for path in [*system, sys.base_prefix, sys.prefix, *libraries]:
         if not any(Path(path).is_relative_to(other) for other in shown):
             shown.append(path)
-    settings = {"level": level.value, "profile": profile, "modules": modules, "shown": shown, "libraries": libraries, **more}
+    settings: dict[str, object] = {"level": level.value, "profile": profile, "modules": modules, "shown": shown}
+    settings |= {"libraries": libraries, "supervisor": os.getpid(), **more}
     # -P and -s rather than -I, which would also ignore PYTHONHASHSEED.
     return [sys.executable, "-s", "-P", "-S", "-B", str(script), json.dumps(settings)]
