@@ -138,7 +138,7 @@ def test_a_fault_of_the_service_is_tried_again_and_the_policy_does_not_see_it(fa
 
 def test_a_service_that_keeps_failing_breaks_the_tool_and_says_how() -> None:
     with serving(lambda asked, number: Answer(body={"error": "out of\nmemory"}, status=500)) as server:
-        with pytest.raises(ToolBroken, match=r"failed 3 times in a row, last with status 500: .*out of"):
+        with pytest.raises(ToolBroken, match=r"search: \S+ answered 500: .*out of.*the last of 3 tries"):
             ask({**FAST, "url": server.url, "retries": 2}, "oslo")
         assert len(server.asked) == 3
 
@@ -161,9 +161,14 @@ def test_what_another_try_would_not_change_breaks_the_tool_at_once(
 ) -> None:
     monkeypatch.setenv("MY_KEY", "wrong")
     with serving(lambda asked, number: Answer(body={}, status=status)) as server:
-        with pytest.raises(ToolBroken, match=f"status {status}.*{told}"):
+        with pytest.raises(ToolBroken, match=f"search: .* answered {status}.*{told}"):
             ask({**FAST, "url": server.url, "key_env": "MY_KEY"}, "oslo")
         assert len(server.asked) == 1
+
+
+def test_an_address_without_its_protocol_is_told_at_once() -> None:
+    with pytest.raises(ToolBroken, match=r"search: localhost/find is no address.*Write it as in http://127"):
+        ask({**FAST, "url": "localhost/find"}, "oslo")
 
 
 def test_a_query_that_the_service_refuses_is_told_to_the_policy() -> None:

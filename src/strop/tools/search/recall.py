@@ -64,7 +64,8 @@ def read_questions(path: Path) -> list[Question]:
         UserError: the file is missing or empty, or a line lacks one of them; the message names it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        with path.open(encoding="utf-8") as file:  # its lines alone: splitlines() would cut at U+2028 within a text, too
+            lines = list(file)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {error}.") from error
     questions = [_question(line, f"{path}, line {number}") for number, line in enumerate(lines, start=1) if line.strip()]
