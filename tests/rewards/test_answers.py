@@ -1,31 +1,10 @@
 import pytest
 from trajectories import trajectory, turn
 
-from strop.rewards.answers import boxed, extract_answer, has_answer_format, last_answer_block
+from strop.rewards.answers import extract_answer, has_answer_format, last_answer_block
 from strop.types import StopReason
 
 RIGHT = r"<answer>\boxed{72}</answer>"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (r"\boxed{72}", ["72"]),
-        (r"\boxed {72}", ["72"]),
-        (r"\boxed{\frac{1}{2}}", [r"\frac{1}{2}"]),
-        (r"\boxed{1} and \boxed{2}", ["1", "2"]),
-        (r"\boxed{\boxed{3}}", [r"\boxed{3}", "3"]),
-        (r"\boxed{\{1,2\}}", [r"\{1,2\}"]),
-        (r"\boxed{\{}", [r"\{"]),
-        (r"\boxed{72", []),
-        (r"\boxed{\frac{1}{2} and \boxed{5}", ["5"]),  # the first never closes
-        ("boxed{72}", []),
-        (r"\boxed{", []),
-        ("\\boxed{\\", []),
-    ],
-)
-def test_a_box_is_what_its_balanced_braces_hold(text, expected):
-    assert boxed(text) == expected
 
 
 @pytest.mark.parametrize(

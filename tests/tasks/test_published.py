@@ -41,6 +41,20 @@ ROWS = [
     ("aime24", {"id": 60, "problem": "p", "solution": "s", "answer": "042", "url": "u", "year": "2024"}, "p", "042", "url"),
     ("aime25", {"problem": "p", "answer": "42", "id": "0"}, "p", "42", None),
     ("hmmt25", {"problem_idx": 1, "problem": "p", "answer": "\\sqrt{2}", "problem_type": ["Algebra"]}, "p", "\\sqrt{2}", None),
+    ("amc23", {"id": 0, "question": "q", "answer": 27.0, "url": "u"}, "q", "27.0", None),
+    (
+        "gpqa-diamond",
+        {
+            "Question": "Which?\n",
+            "Correct Answer": "right\n",
+            **{f"Incorrect Answer {number}": f"wrong {number}" for number in (1, 2, 3)},
+            "High-level domain": "Physics",
+            "Record ID": "rec1",
+        },
+        "Which?\n\n(A) wrong 1\n(B) right\n(C) wrong 2\n(D) wrong 3\n\nAnswer with the letter of the right choice.",
+        "B",
+        "domain",
+    ),
     (
         "dapo-math-17k",
         {**VERL, "prompt": [{"role": "user", "content": DAPO}], "extra_info": {"index": "a1"}},
@@ -91,6 +105,13 @@ ROWS = [
         "ability",
     ),
     ("arpo-eval", {"question": "Who?", "answer": ["Ann", "Anne"]}, "Who?", "Ann", "references"),
+    (
+        "flashrag",
+        {"id": "dev_0", "question": "Who?", "golden_answers": ["James Madison", "Madison"]},
+        "Who?",
+        "James Madison",
+        "references",
+    ),
     ("strop", {"id": "a:1", "question": "q", "answer": "42", "source": "s", "facts": {"level": "3"}}, "q", "42", "level"),
 ]
 
@@ -215,3 +236,16 @@ def test_the_real_sample_is_read_whole(name, dataset, num, first):
         config = JsonlConfig(path=path, dataset=dataset)
     tasks = load_rows(config, split="train")
     assert (len(tasks), tasks[0].answer) == (num, first)
+
+
+def test_choices_stand_in_one_order_for_a_question_and_at_every_place_over_many():
+    read = PUBLISHED["gpqa-diamond"]
+    rows = [
+        {"Question": f"Which of {number}?", "Correct Answer": "right"}
+        | {f"Incorrect Answer {wrong}": f"wrong {wrong}" for wrong in (1, 2, 3)}
+        for number in range(200)
+    ]
+    letters = [read.answer(row) for row in rows]
+    assert letters == [read.answer(row) for row in rows]
+    assert all(f"({letter}) right" in read.question(row) for letter, row in zip(letters, rows, strict=True))
+    assert all(30 <= letters.count(letter) <= 70 for letter in "ABCD")  # 50 each, 6 to either side is one deviation

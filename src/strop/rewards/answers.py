@@ -6,13 +6,10 @@ that printing the answer can earn the reward; here tool output, earlier turns an
 
 from __future__ import annotations
 
-import re
-
+from strop.tasks.boxes import boxed
 from strop.types import StopReason, Trajectory
 
 OPENING, CLOSING = "<answer>", "</answer>"
-
-_BOXED = re.compile(r"\\boxed\s*\{")
 
 
 def final_text(trajectory: Trajectory) -> str | None:
@@ -27,22 +24,6 @@ def last_answer_block(text: str) -> str | None:
     end = text.rfind(CLOSING)
     start = text.rfind(OPENING, 0, max(end, 0))
     return text[start + len(OPENING) : end] if 0 <= start < end else None
-
-
-def boxed(text: str) -> list[str]:
-    r"""What stands inside each `\boxed{...}` whose braces balance, in order of their opening. Escaped braces do not count."""
-    found = []
-    for opening in _BOXED.finditer(text):
-        depth, position = 1, opening.end()
-        while position < len(text) and depth:
-            if text[position] == "\\":
-                position += 1
-            elif text[position] in "{}":
-                depth += 1 if text[position] == "{" else -1
-            position += 1
-        if not depth:
-            found.append(text[opening.end() : position - 1])
-    return found
 
 
 def extract_answer(trajectory: Trajectory, *, needs_box: bool) -> str | None:

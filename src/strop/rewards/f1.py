@@ -12,8 +12,9 @@ import string
 from collections import Counter
 from collections.abc import Sequence
 
-from strop.rewards.answers import CLOSING, OPENING, boxed, final_text, last_answer_block
+from strop.rewards.answers import CLOSING, OPENING, final_text, last_answer_block
 from strop.rewards.text import written
+from strop.tasks.boxes import boxed
 from strop.types import ToolOutcome, Trajectory
 
 INVALID = -1.0

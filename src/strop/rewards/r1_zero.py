@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from strop.rewards.answers import CLOSING, OPENING, boxed
+from strop.rewards.answers import CLOSING, OPENING
 from strop.rewards.grading import equal_by_text
 from strop.rewards.grading_process import How, grading_process
 from strop.rewards.spelling import same_base_and_power
+from strop.tasks.boxes import boxed
 
 LIMIT_S = 1.0  # of each way to compare
 

@@ -22,6 +22,13 @@ def written(trajectory: Trajectory) -> str:
     return "".join(turn.completion_text for turn in trajectory.turns)
 
 
+def final_summary(text: str, *, think_tag: str = "think") -> str | None:
+    """What is said behind the last thought; all of it where nothing was thought; None where a thought does not end."""
+    opening, closing = f"<{think_tag}>", f"</{think_tag}>"
+    behind = text.rpartition(closing)[2]
+    return None if opening in behind else behind.strip() or None
+
+
 def words(text: str) -> list[str]:
     """Its words, case kept; of Chinese and Japanese every character is one. Digits and signs are none."""
     return _WORD.findall(text)

@@ -11,18 +11,21 @@ from strop.tasks.config import (
     CountdownConfig,
     HubConfig,
     JsonlConfig,
+    LookupConfig,
     ParquetConfig,
     PythonTasksConfig,
     Split,
     TaskConfig,
 )
 from strop.tasks.countdown import CountdownTasks
+from strop.tasks.lookup import LookupTasks
 from strop.tasks.protocol import TaskSource
 from strop.tasks.rows import RowTasks, iterate_rows, load_rows
 
 __all__ = [
     "ArithmeticTasks",
     "CountdownTasks",
+    "LookupTasks",
     "RowTasks",
     "Split",
     "TaskConfig",
@@ -44,6 +47,8 @@ def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
             return ArithmeticTasks(config, seed=seed, split=split)
         case CountdownConfig():
             return CountdownTasks(config, seed=seed, split=split)
+        case LookupConfig():
+            return LookupTasks(config, seed=seed, split=split)
         case JsonlConfig() | ParquetConfig() | HubConfig():
             return RowTasks(load_rows(config, split=split), seed=seed, is_shuffled=split == "train")
         case PythonTasksConfig():

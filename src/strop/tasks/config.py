@@ -60,6 +60,29 @@ class CountdownConfig(Config):
         return self
 
 
+class LookupConfig(Config):
+    """Numbers to be found in a corpus and computed with: no tool alone is enough."""
+
+    kind: Literal["lookup"] = "lookup"
+    path: Path  # the corpus, a .jsonl that the search tool reads too
+    operators: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-", "*"), min_length=1)
+    min_operand: int = Field(default=10, ge=0)  # of what is computed with the number
+    max_operand: int = Field(default=99, ge=1, le=10**6)
+    wording: str = "What is the {attribute} of {subject}, then {operation}?"
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.min_operand > self.max_operand:
+            raise ValueError(
+                f"min_operand is {self.min_operand} but max_operand is {self.max_operand}: nothing lies between them. Lower"
+                " min_operand."
+            )
+        for place in ("{attribute}", "{subject}", "{operation}"):
+            if self.wording.count(place) != 1:
+                raise ValueError(f"wording is {self.wording!r}: it must hold {place} once, where it goes.")
+        return self
+
+
 class Columns(Config):
     """Which columns of a row make a task, and which rows are left out."""
 
@@ -81,7 +104,9 @@ class Columns(Config):
             nearest = difflib.get_close_matches(self.dataset, PUBLISHED, n=1, cutoff=0.4)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"dataset is {self.dataset!r}, which is not one of {', '.join(PUBLISHED)}.{hint}")
-        named = [key for key in ("question", "answer", "answer_after") if key in self.model_fields_set]
+        # A recipe that was written out whole holds every default, so being set is not enough.
+        fields = type(self).model_fields
+        named = [key for key in ("question", "answer", "answer_after") if getattr(self, key) != fields[key].default]
         if self.dataset is not None and named:
             raise ValueError(
                 f"dataset is {self.dataset!r}, whose columns are known, but {named[0]} is set as well. Leave {named[0]} out, or"
@@ -140,6 +165,6 @@ class PythonTasksConfig(Config):
 
 
 TaskConfig: TypeAlias = Annotated[
-    ArithmeticConfig | CountdownConfig | JsonlConfig | ParquetConfig | HubConfig | PythonTasksConfig,
+    ArithmeticConfig | CountdownConfig | LookupConfig | JsonlConfig | ParquetConfig | HubConfig | PythonTasksConfig,
     Field(discriminator="kind"),
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Annotated, Literal, TypeAlias
 
@@ -111,8 +111,73 @@ def _tries_next(expression: str, target: str, tool: str) -> Reply:
     )
 
 
+class LookupDemonstrator(Config):
+    """Looks a number up and computes with it, and is deliberately flawed: it skips either tool, or calls one wrongly first."""
+
+    kind: Literal["lookup"] = "lookup"
+    search_tool: str = "search"  # what it looks up with; it computes with the first tool
+    guess_fraction: float = Field(default=0.4, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
+    head_fraction: float = Field(default=0.4, ge=0, le=1)  # of those that looked it up: computes in its head, mostly wrongly
+    error_fraction: float = Field(default=0.3, ge=0, le=1)  # of those that compute: the first such call raises
+
+    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+        """Raises `TaskError` for a task that is nothing to look up."""
+        draw = random.Random(derive_seed("demonstration", seed, task.id))
+        subject, attribute, operation = (
+            _fact(task, name, needed_by="lookup") for name in ("subject", "attribute", "operation")
+        )
+        num_digits = len(task.answer.lstrip("-"))
+        guess = str(draw.randint(10 ** (num_digits - 1), 10**num_digits - 1))
+        if draw.random() < self.guess_fraction:
+            return [lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
+        query = _json_call(self.search_tool, {"query": f"{attribute} of ({subject})"})
+        found = _Found(search_tool=self.search_tool, operation=operation)
+        replies: list[Reply] = [lambda _: f"<reason>I look it up.</reason>{query}"]
+        if draw.random() < self.head_fraction:
+            return [*replies, lambda text: f"<reason>{found.expression(text)} is {guess}.</reason>{_answer(guess)}"]
+        if draw.random() < self.error_fraction:
+            replies.append(lambda text: f"<reason>I compute.</reason>{_call(tool, f'prnt({found.expression(text)})')}")
+            replies.append(lambda _: f"<reason>That call was wrong.</reason>{_call(tool, f'print({found.last})')}")
+        else:
+            replies.append(lambda text: f"<reason>I compute.</reason>{_call(tool, f'print({found.expression(text)})')}")
+        return [*replies, lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}"]
+
+
+class _Found:
+    """The expression that follows from what a search shows; kept for the turn that mends a call."""
+
+    def __init__(self, *, search_tool: str, operation: str) -> None:
+        self._search_tool = search_tool
+        self._operation = operation
+        self.last = ""
+
+    def expression(self, text: str) -> str:
+        """Raises `TaskError` where there is no number in `text`."""
+        numbers = re.findall(r"\d+", text)
+        if not numbers:
+            raise TaskError(
+                f"the demonstrator 'lookup' searched with the tool {self._search_tool!r} and was told {text[:120]!r}, without a"
+                " number. Give demonstrator.search_tool the name of the search tool, and its backend the corpus of the tasks."
+            )
+        self.last = f"{numbers[-1]}{self._operation}"
+        return self.last
+
+
+class RecordedDemonstrator(Config):
+    """Says what a row has as its response, in one turn: reasoning traces and answers that somebody else wrote."""
+
+    kind: Literal["recorded"] = "recorded"
+    response_fact: str = "response"  # the fact of a task that holds it
+
+    def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
+        """Raises `TaskError` for a task without a response."""
+        response = _fact(task, self.response_fact, needed_by="recorded")
+        return [lambda _: response]
+
+
 DemonstratorConfig: TypeAlias = Annotated[
-    ArithmeticDemonstrator | CalculationsDemonstrator | CountdownDemonstrator, Field(discriminator="kind")
+    ArithmeticDemonstrator | CalculationsDemonstrator | CountdownDemonstrator | LookupDemonstrator | RecordedDemonstrator,
+    Field(discriminator="kind"),
 ]
 
 
@@ -127,7 +192,11 @@ def _fact(task: Task, name: str, *, needed_by: str) -> str:
 
 
 def _call(tool: str, code: str) -> str:
-    return "<tool_call>" + json.dumps({"name": tool, "arguments": {"code": code, "input": ""}}) + "</tool_call>"
+    return _json_call(tool, {"code": code, "input": ""})
+
+
+def _json_call(tool: str, arguments: Mapping[str, str]) -> str:
+    return "<tool_call>" + json.dumps({"name": tool, "arguments": arguments}) + "</tool_call>"
 
 
 def _answer(value: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from strop.tasks.choices import Choices, RightLetter
 from strop.tasks.readers import AsJson, Fill, Read, Reader
 
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
@@ -31,6 +32,7 @@ class Published:
 
 _VERL = {"ability": Read("ability"), "data_source": Read("data_source"), "index": Read("extra_info.index")}
 _PROBLEM, _ANSWER = Read("problem"), Read("answer")
+_GPQA = Choices("Question", "Correct Answer", tuple(f"Incorrect Answer {number}" for number in (1, 2, 3)))
 
 PUBLISHED: Mapping[str, Published] = {
     "gsm8k": Published(
@@ -77,6 +79,22 @@ PUBLISHED: Mapping[str, Published] = {
         question=_PROBLEM,
         answer=_ANSWER,
         source="Balunovic et al., 2025 (MathArena, arXiv:2505.23281); columns problem_idx, problem, answer, problem_type",
+        test_split="train",
+    ),
+    "amc23": Published(
+        hub="math-ai/amc23",
+        question=Read("question"),
+        answer=_ANSWER,
+        source="data card of math-ai/amc23: id, question, answer, url",
+        train_split="test",
+    ),
+    "gpqa-diamond": Published(
+        hub="Idavidrein/gpqa",  # one has to agree to its terms, and not to print its questions
+        subset="gpqa_diamond",
+        question=_GPQA,
+        answer=RightLetter(_GPQA),
+        facts={"domain": Read("High-level domain"), "subdomain": Read("Subdomain")},
+        source="Rein et al., 2023 (GPQA, arXiv:2311.12022); Question, Correct Answer, Incorrect Answer 1 to 3, Record ID, ...",
         test_split="train",
     ),
     "dapo-math-17k": Published(
@@ -148,6 +166,15 @@ PUBLISHED: Mapping[str, Published] = {
         answer=Read("answer", is_first=True),
         facts={"references": AsJson("answer")},  # every text that is right
         source="Dong et al., 2025 (ARPO, arXiv:2507.19849), its files of HotpotQA, Bamboogle, ...; question, answer (a list)",
+    ),
+    "flashrag": Published(
+        hub="RUC-NLPIR/FlashRAG_datasets",  # subsets hotpotqa, 2wikimultihopqa, musique (split dev), bamboogle (split test)
+        question=Read("question"),
+        answer=Read("golden_answers", is_first=True),
+        facts={"references": AsJson("golden_answers")},
+        id=Read("id"),
+        source="Jin et al., 2024 (FlashRAG, arXiv:2405.13576), multi-hop QA of many authors; id, question, golden_answers",
+        test_split="dev",
     ),
     "strop": Published(
         hub="",

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-Row = Mapping[str, Any]
+from strop.tasks.boxes import boxed
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+Row = Mapping[str, Any]
 
 
 class Unreadable(ValueError):  # noqa: N818 - named for what it says of the row
@@ -69,10 +68,10 @@ class Read:
         return said[-1]
 
     def _unboxed(self, text: str) -> str:
-        inside = last_boxed(text)
-        if inside is None:
+        boxes = boxed(text, is_fbox_one=True)
+        if not boxes:
             raise Unreadable(f"its {self.column!r} holds no \\boxed{{}} with the answer")
-        return inside
+        return boxes[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,21 +116,6 @@ def as_text(value: Any, column: str) -> str:
         what = "is empty" if value is None else f"is a {type(value).__name__}"
         raise Unreadable(f"its {column!r} {what}; a text or a number was expected")
     return str(value)
-
-
-def last_boxed(text: str) -> str | None:
-    r"""What stands inside the last `\boxed{...}` (or `\fbox`) whose braces balance; None where there is none."""
-    for opening in reversed(list(_BOX.finditer(text))):
-        depth, position = 1, opening.end()
-        while position < len(text) and depth:
-            if text[position] == "\\":
-                position += 1
-            elif text[position] in "{}":
-                depth += 1 if text[position] == "{" else -1
-            position += 1
-        if not depth:
-            return text[opening.end() : position - 1]
-    return None
 
 
 def _joined(value: Any, column: str) -> str:
