@@ -6,10 +6,11 @@ import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from strop.config import import_object
 from strop.errors import ConfigError, TaskError
-from strop.rewards.answers import boxed, extract_answer, final_text
+from strop.rewards.answers import extract_answer, final_text
 from strop.rewards.code import CodeReward
 from strop.rewards.config import CodeRewardConfig
 from strop.rewards.f1 import arpo_reward
@@ -17,8 +18,11 @@ from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_
 from strop.rewards.function import checked_value
 from strop.rewards.language import language_consistency
 from strop.rewards.length import cosine_scaled, relative_lengths, soft_overlong
+from strop.rewards.preference import judge_part, scorer_part
 from strop.rewards.r1_zero import question_only_reward_fn, r1_zero_reward_fn
 from strop.rewards.repetition import repetition_penalty
+from strop.rewards.scorers.judge import ModelJudge
+from strop.rewards.scorers.opening import open_scorer
 from strop.rewards.service import RunService
 from strop.rewards.shaping import has_called
 from strop.rewards.sum_config import (
@@ -28,23 +32,30 @@ from strop.rewards.sum_config import (
     F1Part,
     FormatPart,
     FunctionPart,
+    JudgePart,
     LanguagePart,
     LengthPart,
     MathPart,
     R1ZeroPart,
     RepetitionPart,
+    ScorerPart,
     SoftOverlongPart,
     SumRewardConfig,
 )
 from strop.rewards.text import num_sampled_tokens, written
 from strop.rewards.verifier import MathVerifier
 from strop.sandbox.numbers import exact_match
+from strop.tasks.boxes import boxed
 from strop.types import Group, Task, Trajectory
 
 EXCLUDED = "excluded"
 """The one part of a rollout that no judge could judge; `judge_group` takes it out of its group."""
 
 Scorer = Callable[[Task, Trajectory], Awaitable[float | None]]
+
+
+class _Closable(Protocol):
+    async def close(self) -> None: ...
 
 
 class SumReward:
@@ -56,7 +67,7 @@ class SumReward:
 
     def __init__(self, config: SumRewardConfig, service: RunService | None = None) -> None:
         self.config = config
-        self._verifiers: list[MathVerifier] = []
+        self._opened: list[_Closable] = []
         self._scorers = {name: self._scorer(part, service) for name, part in config.parts.items() if _is_independent(part)}
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
@@ -79,9 +90,9 @@ class SumReward:
         return judged
 
     async def close(self) -> None:
-        """End what is still being compared. Safe to call twice."""
-        for verifier in self._verifiers:
-            await verifier.close()
+        """End what is still being judged. Safe to call twice."""
+        for opened in self._opened:
+            await opened.close()
 
     def with_lengths(self, group: Group) -> Group:
         """`group` with the parts that compare its rollouts with each other."""
@@ -116,7 +127,7 @@ class SumReward:
         match part:
             case MathPart():
                 verifier = MathVerifier(service, deadline_s=part.verify_deadline_s)
-                self._verifiers.append(verifier)
+                self._opened.append(verifier)
                 return _math(part, verifier)
             case CodePart():
                 return _code(part, service)
@@ -128,6 +139,14 @@ class SumReward:
                         trajectory, _references(part, task), multi_tool=part.multi_tool, bonus=part.bonus
                     )
                 )
+            case ScorerPart():
+                scorer = open_scorer(part.scorer)
+                self._opened.append(scorer)
+                return scorer_part(part, scorer)
+            case JudgePart():
+                judge = ModelJudge(part.judge)
+                self._opened.append(judge)
+                return judge_part(part, judge)
             case FunctionPart():
                 function = import_object(part.function, key="reward.parts.*.function")
                 return _of(lambda task, trajectory: checked_value(function, task, trajectory, may_be_none=True))

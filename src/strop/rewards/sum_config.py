@@ -8,6 +8,11 @@ from pydantic import Field, field_validator, model_validator
 
 from strop.config import Config
 from strop.rewards.language import LANGUAGES
+from strop.rewards.scorers.config import AnyScorerConfig
+from strop.rewards.scorers.judge import JudgeConfig
+
+# `reward` is seen by a function before it is validated, behind which pydantic takes no list for a tuple unless told so.
+Words: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
 
 
 class Part(Config):
@@ -15,7 +20,7 @@ class Part(Config):
 
     weight: float = 1.0  # 0: reported, and does not count
     # Facts of a task and the values for which the part applies; elsewhere the sum goes without it.
-    where: dict[str, tuple[str, ...]] = Field(default={})
+    where: dict[str, Words] = Field(default={})
 
 
 class MathPart(Part):
@@ -81,7 +86,7 @@ class F1Part(Part):
     """ARPO's layered reward: -1 for a wrong form, else F1 of words, and a bonus for using every tool."""
 
     kind: Literal["arpo"]
-    multi_tool: tuple[str, ...] = ("search", "python")
+    multi_tool: Words = ("search", "python")
     bonus: float = Field(default=0.1, ge=0)  # r_M
     references_fact: str | None = None  # a fact that holds a JSON list of right answers; else the task's answer alone
 
@@ -134,6 +139,29 @@ class PlainPart(Part):
     kind: Literal["called", "reasoning_steps"]
 
 
+class PreferencePart(Part):
+    """What of a rollout another model is shown, and what its number becomes."""
+
+    judged_on: Literal["summary", "response"] = "summary"  # behind the last thought of the last turn, or all that was written
+    think_tag: str = Field(default="think", pattern=r"^\w+$")
+    missing: float = 0.0  # where there is no summary: a thought that does not end, or nothing behind it
+
+
+class ScorerPart(PreferencePart):
+    """What a reward model gives; DeepSeek-R1's helpful one judges the summary, its safety one the response."""
+
+    kind: Literal["scorer"]
+    scorer: AnyScorerConfig
+    scale: Literal["sigmoid", "raw"] = "sigmoid"  # sigmoid: between 0 and 1, so that `missing` = 0 is never the better choice
+
+
+class JudgePart(PreferencePart):
+    """What a language model gives when it is asked, from 0 (its lowest) to 1 (its highest)."""
+
+    kind: Literal["judge"]
+    judge: JudgeConfig
+
+
 class FunctionPart(Part):
     """A user's own function (task, trajectory) -> float, or None: then the rollout is excluded from its group."""
 
@@ -153,6 +181,8 @@ AnyPart: TypeAlias = Annotated[
     | CosinePart
     | LengthPart
     | PlainPart
+    | ScorerPart
+    | JudgePart
     | FunctionPart,
     Field(discriminator="kind"),
 ]

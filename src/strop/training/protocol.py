@@ -43,6 +43,19 @@ class UpdateReport:
         return bool(self.skip_reason)
 
 
+class Checkpointed(Protocol):
+    """What a checkpoint is made of: any trainer, of a policy or of a reward model."""
+
+    async def save(self, directory: Path) -> None:
+        """Write a checkpoint into `directory`, which is empty."""
+
+    async def snapshot(self) -> WriteCheckpoint:
+        """Copy in memory what `save` would write; what comes of it writes that, whatever is called meanwhile."""
+
+    async def load(self, directory: Path) -> None:
+        """Go on from what `save` wrote."""
+
+
 class Trainer(Protocol):
     """Owns the weights and the optimizer. Calls are made one at a time."""
 

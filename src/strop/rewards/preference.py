@@ -1,0 +1,53 @@
+"""Parts of a sum that another model gives: a reward model's score, a judge's number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+
+from strop.rewards.scorers.judge import ModelJudge
+from strop.rewards.scorers.protocol import Exchange, Scorer
+from strop.rewards.sum_config import JudgePart, PreferencePart, ScorerPart
+from strop.rewards.text import final_summary, written
+from strop.types import Task, Trajectory
+
+PreferenceScorer = Callable[[Task, Trajectory], Awaitable[float | None]]
+
+
+def scorer_part(part: ScorerPart, scorer: Scorer) -> PreferenceScorer:
+    """The score of a rollout by `scorer`, as `part` wants it."""
+
+    async def score(task: Task, trajectory: Trajectory) -> float:
+        judged = judged_text(part, trajectory)
+        if judged is None:
+            return part.missing
+        [value] = await scorer.score([Exchange(prompt=task.question, response=judged)])
+        return _sigmoid(value) if part.scale == "sigmoid" else value
+
+    return score
+
+
+def judge_part(part: JudgePart, judge: ModelJudge) -> PreferenceScorer:
+    """The number of a rollout by `judge`, from 0 to 1; None, so excluded, where it gave no verdict."""
+
+    async def score(task: Task, trajectory: Trajectory) -> float | None:
+        judged = judged_text(part, trajectory)
+        if judged is None:
+            return part.missing
+        value = await judge.score(Exchange(prompt=task.question, response=judged))
+        return None if value is None else (value - part.judge.lowest) / (part.judge.highest - part.judge.lowest)
+
+    return score
+
+
+def judged_text(part: PreferencePart, trajectory: Trajectory) -> str | None:
+    """What of the rollout is judged; None where there is no such thing."""
+    if part.judged_on == "response":
+        return written(trajectory) or None
+    if not trajectory.turns or trajectory.is_truncated:
+        return None
+    return final_summary(trajectory.turns[-1].completion_text, think_tag=part.think_tag)
+
+
+def _sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))

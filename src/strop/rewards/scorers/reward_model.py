@@ -1,0 +1,144 @@
+"""A reward model's number for a conversation: one linear head on the decoder's state at the last token.
+
+The model is transformers' own sequence classifier with one label, so any program that knows those can read and serve it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as library_logging
+
+from strop.errors import ModelError
+from strop.rewards.scorers.protocol import Exchange
+from strop.rollout.chat import ChatFormat, Message, Span
+
+
+class ExchangeFormat:
+    """Turns an exchange into the ids that a reward model reads; neither side can forge a special token.
+
+    Raises:
+        ModelError: the tokenizer cannot be loaded, has no chat template, or no id to pad with.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{directory}: no tokenizer that transformers can load: {error}") from error
+        self._chat = ChatFormat(self.tokenizer)
+        candidates = (self.tokenizer.pad_token_id, self.tokenizer.unk_token_id, *self.tokenizer.all_special_ids)
+        # Readers find the last token by leaving padding away, so padding must not be what a conversation ends with.
+        free = [each for each in candidates if each is not None and each != self._chat.end_of_turn_id]
+        if not free:
+            raise ModelError(
+                f"{directory}: its tokenizer has one special token alone, which ends a turn, and none to pad with."
+            )
+        self.pad_id: int = free[0]
+
+    def ids(self, exchange: Exchange) -> tuple[int, ...]:
+        """The question as a user's turn, and the response as a whole turn of the assistant."""
+        question = Message(role="user", spans=(Span(text=exchange.prompt, is_ours=False),))
+        num_begun = len(self.tokenizer.encode(""))
+        response = self._chat.raw_ids([Span(text=exchange.response, is_ours=False)])[num_begun:]
+        return (*self._chat.prompt_ids([question]), *response, self._chat.end_of_turn_id)
+
+
+def load_reward_model(directory: Path) -> PreTrainedModel:
+    """The reward model in `directory`, in float32. Raises `ModelError` when there is none."""
+    model = _load(directory)
+    if not (directory / "config.json").read_text(encoding="utf-8").count("ForSequenceClassification"):
+        raise ModelError(
+            f"{directory}: no reward model but a language model: it has no head of one number. A stage of kind 'reward_model'"
+            " makes one."
+        )
+    if model.config.num_labels != 1:
+        raise ModelError(f"{directory}: a classifier of {model.config.num_labels} labels; a reward model has one.")
+    return model
+
+
+def begin_reward_model(directory: Path, *, pad_id: int) -> PreTrainedModel:
+    """A reward model on the decoder of the language model in `directory`; its head starts at zero, so nothing is drawn."""
+    model = _load(directory)
+    model.config.pad_token_id = pad_id
+    torch.nn.init.zeros_(head_of(model))
+    return model
+
+
+def head_of(model: PreTrainedModel) -> Tensor:
+    """(1, H), float32 in a model that is trained. Raises `ModelError` where the head has another form."""
+    head = getattr(model, "score", None)
+    if not isinstance(head, torch.nn.Linear) or head.bias is not None:
+        raise ModelError(
+            f"{type(model).__name__}: its head is no single matrix called 'score'; it cannot be a reward model here."
+        )
+    return head.weight
+
+
+def last_token_scores(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Tensor:
+    """The reward of each row at its last token, float32 (n,), with gradient.
+
+    Rows are padded on the right without a mask: attention is causal, so no token sees its padding. The head is computed in
+    float32.
+    """
+    lengths = torch.tensor([len(row) for row in rows], device=model.device)
+    ids = torch.zeros(len(rows), int(lengths.max()), dtype=torch.int64)
+    for index, row in enumerate(rows):
+        ids[index, : len(row)] = torch.tensor(row)
+    hidden = model.base_model(input_ids=ids.to(model.device), use_cache=False).last_hidden_state
+    last = hidden[torch.arange(len(rows), device=model.device), lengths - 1]
+    return F.linear(last.float(), head_of(model).float()).squeeze(-1)
+
+
+def cut_by_tokens(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices in batches whose longest times whose number is at most `max_tokens`, long ones first; a longer one goes alone."""
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):
+        if batch and lengths[batch[0]] * (len(batch) + 1) > max_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+@torch.no_grad()
+def score_rows(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, max_tokens: int) -> list[float]:
+    """The reward of each row, in order, in batches of up to `max_tokens` with their padding."""
+    scores = [0.0] * len(rows)
+    for batch in cut_by_tokens([len(row) for row in rows], max_tokens):
+        for index, score in zip(batch, last_token_scores(model, [rows[each] for each in batch]).tolist(), strict=True):
+            scores[index] = score
+    return scores
+
+
+def _load(directory: Path) -> PreTrainedModel:
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
+    try:
+        with _quiet():  # the head of a language model is left away, and one of ours is new
+            model = AutoModelForSequenceClassification.from_pretrained(
+                directory, num_labels=1, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ModelError(f"{directory}: transformers cannot load this as a sequence classifier: {error}") from error
+    assert isinstance(model, PreTrainedModel)
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    before = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(before)

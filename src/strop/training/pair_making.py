@@ -1,0 +1,159 @@
+"""Makes preference pairs of candidate responses: several judgements each, clear ones alone, neither side the longer one.
+
+DeepSeek-R1 (arXiv 2501.12948), section 3.1: four judgements in random order, a mean difference above 1, and lengths
+balanced over the set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import TaskError
+from strop.rewards.scorers.judge import JudgeConfig, ModelJudge
+from strop.runs import write_text
+from strop.training.preferences import Pair
+
+logger = logging.getLogger(__name__)
+
+_LENGTH_STEP = 0.1  # pairs are matched within bands of so much of (longer - shorter) / longer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """Two responses to one prompt, not yet judged."""
+
+    prompt: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadePairs:
+    """The pairs that are kept, and why the others are not; the numbers add up to those of the candidates."""
+
+    pairs: tuple[Pair, ...]
+    num_unjudged: int  # a judgement without a verdict
+    num_unclear: int  # a mean difference that is not above the threshold
+    num_unbalanced: int  # left out so that neither side is longer over the set
+
+    @property
+    def summary(self) -> str:
+        return (
+            f"{len(self.pairs):,} pairs; left out: {self.num_unjudged:,} without a verdict, {self.num_unclear:,} not clear,"
+            f" {self.num_unbalanced:,} for equal lengths"
+        )
+
+
+async def make_pairs_file(
+    source: Path, out: Path, config: JudgeConfig, *, num_judgements: int = 4, threshold: float = 1.0, seed: int = 0
+) -> MadePairs:
+    """`make_pairs` of the candidates in `source`; `out` is what a stage of kind reward_model reads, there whole or not at all.
+
+    Raises:
+        TaskError: the candidates cannot be read, or no pair is left of them.
+        UserError: the judge failed.
+    """
+    candidates = read_candidates(source)
+    if config.service.temperature == 0 and num_judgements > 1:
+        logger.warning("service.temperature is 0: judgements of a pair in one order are one and the same. 1.0 would tell more.")
+    judge = ModelJudge(config)
+    try:
+        made = await make_pairs(judge, candidates, num_judgements=num_judgements, threshold=threshold, seed=seed)
+    finally:
+        await judge.close()
+    if not made.pairs:
+        raise TaskError(f"{source}: {made.summary}. Lower the threshold, give more candidates, or take another judge.")
+    write_text(out, "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in made.pairs))
+    return made
+
+
+def read_candidates(path: Path) -> list[Candidates]:
+    """The rows of a .jsonl: `prompt`, `first`, `second`.
+
+    Raises:
+        TaskError: the file is missing or empty, or a row is not of that form.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            found = [_candidates(line, f"{path}:{number}") for number, line in enumerate(file, start=1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(
+            f"{path}: cannot be read: {error}. Give a .jsonl with prompt, first and second on each line."
+        ) from error
+    if not found:
+        raise TaskError(f"{path}: it has no rows, so there is nothing to judge.")
+    return found
+
+
+async def make_pairs(
+    judge: ModelJudge, candidates: Sequence[Candidates], *, num_judgements: int = 4, threshold: float = 1.0, seed: int = 0
+) -> MadePairs:
+    """Judge all `candidates` and keep what is clear and balanced. With a cache of the judge, a killed run goes on.
+
+    Raises:
+        ServiceRefused: the judge failed.
+    """
+    differences = await asyncio.gather(*(_difference(judge, each, num_judgements) for each in candidates))
+    judged = [(each, found) for each, found in zip(candidates, differences, strict=True) if found is not None]
+    clear = [_pair(each, found) for each, found in judged if abs(found) > threshold]
+    kept = balanced(clear, seed=seed)
+    return MadePairs(
+        pairs=tuple(kept),
+        num_unjudged=len(candidates) - len(judged),
+        num_unclear=len(judged) - len(clear),
+        num_unbalanced=len(clear) - len(kept),
+    )
+
+
+def balanced(pairs: Sequence[Pair], *, seed: int, length: Callable[[str], int] = len) -> list[Pair]:
+    """`pairs`, in their order, without as many as it takes that chosen and rejected are the longer one equally often.
+
+    Pairs are matched by how much longer the longer response is, so long differences on one side are not set off by short ones
+    on the other; which are left out is drawn.
+    """
+    bands: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for index, pair in enumerate(pairs):
+        chosen, rejected = length(pair.chosen), length(pair.rejected)
+        if chosen != rejected:
+            band = int(abs(chosen - rejected) / max(chosen, rejected) / _LENGTH_STEP)
+            bands[band][chosen < rejected].append(index)
+    draw, dropped = random.Random(seed), set[int]()
+    for band in sorted(bands):
+        few, many = sorted(bands[band], key=len)
+        dropped.update(draw.sample(many, len(many) - len(few)))
+    return [pair for index, pair in enumerate(pairs) if index not in dropped]
+
+
+def _candidates(line: str, place: str) -> Candidates:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise TaskError(f"{place}: not valid JSON ({error}). Mend that line.") from error
+    texts: dict[str, Any] = {name: row.get(name) if isinstance(row, dict) else None for name in ("prompt", "first", "second")}
+    if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
+        raise TaskError(f"{place}: {wrong[0]} is no text. A line has prompt, first and second.")
+    return Candidates(**texts)
+
+
+async def _difference(judge: ModelJudge, candidates: Candidates, num_judgements: int) -> float | None:
+    """The mean over judgements of how much better the first is; None where one of them holds no verdict."""
+    asked = (judge.compare(candidates.prompt, candidates.first, candidates.second, judgement=n) for n in range(num_judgements))
+    found = [value for value in await asyncio.gather(*asked) if value is not None]
+    return sum(found) / num_judgements if len(found) == num_judgements else None
+
+
+def _pair(candidates: Candidates, difference: float) -> Pair:
+    first_is_better = difference > 0
+    return Pair(
+        prompt=candidates.prompt,
+        chosen=candidates.first if first_is_better else candidates.second,
+        rejected=candidates.second if first_is_better else candidates.first,
+    )

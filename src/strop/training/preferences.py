@@ -1,0 +1,133 @@
+"""What a reward model learns from: pairs of responses of which one was chosen, or single responses that are good or bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from strop.errors import TaskError
+from strop.rewards.scorers.protocol import Exchange
+from strop.rewards.scorers.reward_model import ExchangeFormat
+from strop.rewards.text import final_summary
+
+JudgedOn: TypeAlias = Literal["summary", "response"]
+_LABELS: dict[object, bool] = {True: True, False: False, "safe": True, "unsafe": False}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two responses to one prompt, of which the first was preferred."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+
+    @property
+    def responses(self) -> tuple[str, ...]:
+        return (self.chosen, self.rejected)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Labelled:
+    """A response that is good, or bad."""
+
+    prompt: str
+    response: str
+    is_good: bool
+
+    @property
+    def responses(self) -> tuple[str, ...]:
+        return (self.response,)
+
+
+Preference: TypeAlias = Pair | Labelled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceRows:
+    """A preference as a reward model reads it: the ids of chosen and rejected, or those of one response."""
+
+    rows: tuple[tuple[int, ...], ...]
+    is_good: bool = True  # of one response alone
+
+    @property
+    def is_pair(self) -> bool:
+        return len(self.rows) == 2
+
+
+def read_preferences(path: Path) -> list[Preference]:
+    """The rows of a .jsonl: `prompt`, `chosen`, `rejected`; or `prompt`, `response`, `label` (true, false, "safe", "unsafe").
+
+    Raises:
+        TaskError: the file is missing or empty, a row is neither of them, or the file has rows of both.
+    """
+    if not path.is_file():
+        raise TaskError(f"{path}: no such file of preferences. Give a .jsonl with prompt, chosen and rejected on each line.")
+    preferences = list(_read(path))
+    if not preferences:
+        raise TaskError(f"{path}: it has no rows, so there is nothing to learn from.")
+    if len({type(each) for each in preferences}) > 1:
+        raise TaskError(f"{path}: it has pairs and single responses, which are learnt in different ways. Make two files.")
+    return preferences
+
+
+def as_rows(
+    preferences: Sequence[Preference], exchanges: ExchangeFormat, *, judged_on: JudgedOn, think_tag: str, max_length: int
+) -> list[PreferenceRows | None]:
+    """Each as ids; None for one with a response of more than `max_length` tokens, or without the summary to be judged on."""
+    return [_rows(each, exchanges, judged_on, think_tag, max_length) for each in preferences]
+
+
+def _rows(
+    preference: Preference, exchanges: ExchangeFormat, judged_on: JudgedOn, think_tag: str, max_length: int
+) -> PreferenceRows | None:
+    rows = []
+    for response in preference.responses:
+        judged = final_summary(response, think_tag=think_tag) if judged_on == "summary" else response
+        if judged is None:
+            return None
+        rows.append(exchanges.ids(Exchange(prompt=preference.prompt, response=judged)))
+    if max(map(len, rows)) > max_length:
+        return None
+    return PreferenceRows(rows=tuple(rows), is_good=not isinstance(preference, Labelled) or preference.is_good)
+
+
+def _read(path: Path) -> Iterator[Preference]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield _preference(line, f"{path}:{number}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"{path}: cannot be read: {error}. Give a .jsonl in UTF-8.") from error
+
+
+def _preference(line: str, place: str) -> Preference:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise TaskError(f"{place}: not valid JSON ({error}). Mend that line.") from error
+    if not isinstance(row, dict):
+        raise TaskError(
+            f"{place}: {line.strip()[:80]!r} is no table. Write one object a line, with prompt, chosen and rejected."
+        )
+    if "chosen" in row or "rejected" in row:
+        return Pair(**_texts(row, ("prompt", "chosen", "rejected"), place))
+    texts = _texts(row, ("prompt", "response"), place)
+    label = row.get("label")
+    if not isinstance(label, bool | str) or label not in _LABELS:
+        raise TaskError(f'{place}: label is {label!r}. Write true or false, or "safe" or "unsafe".')
+    return Labelled(**texts, is_good=_LABELS[label])
+
+
+def _texts(row: dict[str, Any], names: Sequence[str], place: str) -> dict[str, str]:
+    for name in names:
+        if not isinstance(row.get(name), str):
+            found = f"is {str(row[name])[:60]!r}" if name in row else f"is missing; the row has {', '.join(sorted(row))}"
+            raise TaskError(
+                f"{place}: {name} {found}. A pair has prompt, chosen, rejected; a single row prompt, response, label."
+            )
+    return {name: row[name] for name in names}

@@ -1,0 +1,200 @@
+import asyncio
+import json
+import time
+
+import pytest
+
+from strop.errors import UserError
+from strop.rewards.scorers import ChatClient, ChatServiceConfig, ServiceRefused
+
+from .chat_service import Answer, said, serving
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def config(service, **keys):
+    return ChatServiceConfig(
+        url=f"{service.url}/v1", model="judge", **{"backoff_s": 0.01, "timeout_s": 20.0, "retries": 2} | keys
+    )
+
+
+def ask(settings, *asks, together=True):
+    """The replies to (messages, draw) each, and how many came from the service."""
+
+    async def run():
+        client = ChatClient(settings)
+        try:
+            if together:
+                replies = await asyncio.gather(*(client.reply(messages, draw=draw) for messages, draw in asks))
+            else:
+                replies = [await client.reply(messages, draw=draw) for messages, draw in asks]
+            return replies, client.num_asked
+        finally:
+            await client.close()
+
+    return asyncio.run(run())
+
+
+def test_a_reply_is_what_the_service_said():
+    with serving(lambda asked, _: said("good day")) as service:
+        [reply], _ = ask(config(service, temperature=0.5), (HELLO, 3))
+    assert (reply.text, reply.finish_reason, reply.num_prompt_tokens, reply.num_completion_tokens) == ("good day", "stop", 7, 3)
+    assert service.asked[0].path == "/v1/chat/completions"
+    assert service.asked[0].body == {"model": "judge", "messages": HELLO, "temperature": 0.5, "max_tokens": 1024, "seed": 3}
+
+
+def test_what_was_said_once_is_not_asked_for_again_even_at_another_address(tmp_path):
+    cache = str(tmp_path / "replies")
+    with serving(lambda asked, number: said(f"reply {number}")) as service:
+        first, num_first = ask(config(service, cache=cache), (HELLO, 0), (HELLO, 1), together=False)
+    with serving(lambda asked, _: said("another")) as moved:
+        again, num_again = ask(config(moved, cache=cache), (HELLO, 0), (HELLO, 1), together=False)
+        other, num_other = ask(config(moved, cache=cache, temperature=1.0), (HELLO, 0))
+    assert [reply.text for reply in first] == ["reply 0", "reply 1"]
+    assert again == first
+    assert (num_first, num_again, num_other) == (2, 0, 1)
+    assert other[0].text == "another"
+
+
+def test_a_program_that_ends_in_the_middle_asks_only_for_the_rest(tmp_path):
+    def answer(asked, number):
+        return said("kept") if asked.body["seed"] < 3 else Answer(body={"error": "no"}, status=401)
+
+    cache = str(tmp_path)
+    with serving(answer) as service, pytest.raises(ServiceRefused):
+        ask(config(service, cache=cache), *[(HELLO, draw) for draw in range(5)], together=False)
+    with serving(lambda asked, _: said("kept")) as service:
+        _, num_asked = ask(config(service, cache=cache), *[(HELLO, draw) for draw in range(5)])
+    assert num_asked == 2
+
+
+def test_a_damaged_file_of_the_cache_is_asked_for_again(tmp_path):
+    with serving(lambda asked, _: said("right")) as service:
+        ask(config(service, cache=str(tmp_path)), (HELLO, 0))
+        [path] = tmp_path.rglob("*.json")
+        path.write_text(path.read_text()[:40])
+        [reply], num_asked = ask(config(service, cache=str(tmp_path)), (HELLO, 0))
+    assert (reply.text, num_asked) == ("right", 1)
+    assert json.loads(path.read_text())["reply"]["text"] == "right"
+
+
+def test_two_runs_that_ask_the_same_at_once_share_a_cache(tmp_path):
+    async def run(settings):
+        clients = [ChatClient(settings) for _ in range(8)]
+        asked = [client.reply([{"role": "user", "content": str(number)}]) for number in range(12) for client in clients]
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in clients))
+        return replies
+
+    with serving(lambda asked, _: said("x" * 100_000)) as service:
+        replies = asyncio.run(run(config(service, cache=str(tmp_path), max_running=1)))
+    assert [each for each in replies if isinstance(each, BaseException)] == []
+    kept = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(kept) == 12
+    assert {json.loads(path.read_text())["reply"]["text"] for path in kept} == {"x" * 100_000}
+
+
+@pytest.mark.parametrize("usage", [None, [], {"prompt_tokens": "many"}])
+def test_a_service_that_tells_no_numbers_is_listened_to_all_the_same(usage):
+    told = {"choices": [{"message": {"content": "fine"}}], "usage": usage}
+    with serving(lambda *_: Answer(body=told)) as service:
+        [reply], _ = ask(config(service), (HELLO, 0))
+    assert (reply.text, reply.finish_reason, reply.num_prompt_tokens) == ("fine", "", 0)
+
+
+def test_the_same_question_in_flight_twice_is_sent_once():
+    with serving(lambda asked, number: Answer(body=said(f"{number}").body, delay_s=0.05)) as service:
+        replies, _ = ask(config(service), (HELLO, 0), (HELLO, 0), (HELLO, 0))
+    assert {reply.text for reply in replies} == {"0"}
+    assert len(service.asked) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Answer(body={"error": "busy"}, status=429),
+        Answer(body={"error": "broken"}, status=503),
+        Answer(body=b"<html>gateway</html>"),
+        Answer(body={"choices": []}),
+        said(None),
+        Answer(body=said("late").body, delay_s=3.0),
+    ],
+    ids=["429", "503", "no JSON", "no choices", "no text", "too late"],
+)
+def test_a_fault_that_passes_is_asked_again(fault):
+    with serving(lambda asked, number: said("well") if number == 2 else fault) as service:
+        [reply], _ = ask(config(service, timeout_s=1.0 if fault.delay_s else 20.0), (HELLO, 0))
+    assert reply.text == "well"
+    assert len(service.asked) == 3
+
+
+def test_the_service_says_how_long_to_wait():
+    told = Answer(body={}, status=429, headers={"Retry-After": "1"})
+    with serving(lambda asked, number: said("well") if number else told) as service:
+        ask(config(service), (HELLO, 0))
+    assert service.asked[1].time - service.asked[0].time >= 0.99
+
+
+@pytest.mark.parametrize(
+    ("answer", "words", "num_asked"),
+    [
+        (Answer(body={"error": "bad key"}, status=401), "answered 401.*bad key.*key_env", 1),
+        (Answer(body={"error": "unknown"}, status=404), "answered 404.*unknown.*called 'judge'", 1),
+        (Answer(body={"error": "too long"}, status=400), "answered 400.*too long.*seeded = false", 1),
+        (Answer(body={}, status=307), "answered 307.*Is the address right", 1),
+        (Answer(body={"error": "no"}, status=409), "answered 409.*Another try would not change that", 1),
+        (Answer(body={"error": "down"}, status=500), "answered 500.*down.*last of 3 tries", 3),
+        (Answer(body=b"what?"), "no JSON: what\\?.*last of 3 tries", 3),
+        (Answer(body=["nothing"]), "without choices.*nothing", 3),
+        (Answer(body={}, delay_s=2.0), "no answer within timeout_s = 0.2", 3),
+    ],
+)
+def test_a_fault_that_stays_is_one_clear_error(answer, words, num_asked):
+    with serving(lambda *_: answer) as service, pytest.raises(UserError, match=words):
+        ask(config(service, timeout_s=0.2 if answer.delay_s else 20.0), (HELLO, 0))
+    assert answer.delay_s or len(service.asked) == num_asked  # a try may end before a busy server has read it
+
+
+def test_an_address_where_nobody_listens_is_named():
+    with serving(lambda *_: said("")) as service:
+        pass
+    with pytest.raises(UserError, match=f"{service.url}/v1/chat/completions cannot be reached"):
+        ask(config(service), (HELLO, 0))
+
+
+def test_the_key_is_read_from_the_environment_and_sent(monkeypatch):
+    monkeypatch.setenv("JUDGE_KEY", "s3cret")
+    with serving(lambda *_: said("")) as service:
+        ask(config(service, key_env="JUDGE_KEY"), (HELLO, 0))
+        assert service.asked[0].key == "Bearer s3cret"
+        monkeypatch.delenv("JUDGE_KEY")
+        with pytest.raises(UserError, match="JUDGE_KEY is not set"):
+            ask(config(service, key_env="JUDGE_KEY"), (HELLO, 0))
+
+
+def test_no_more_requests_run_at_once_than_may():
+    with serving(lambda *_: Answer(body=said("").body, delay_s=0.03)) as service:
+        ask(config(service, max_running=3), *[(HELLO, draw) for draw in range(12)])
+    assert service.most_at_once == 3
+
+
+def test_requests_begin_no_faster_than_they_may():
+    with serving(lambda *_: said("")) as service:
+        started = time.monotonic()
+        ask(config(service, rate_per_s=50.0), *[(HELLO, draw) for draw in range(11)])
+    assert time.monotonic() - started >= 10 / 50
+
+
+def test_a_caller_that_gives_up_loses_nothing(tmp_path):
+    async def run(settings):
+        client = ChatClient(settings)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.reply(HELLO), 0.05)
+        await asyncio.sleep(0.4)
+        reply = await client.reply(HELLO)
+        await client.close()
+        return reply, client.num_asked
+
+    with serving(lambda *_: Answer(body=said("slow").body, delay_s=0.2)) as service:
+        reply, num_asked = asyncio.run(run(config(service, cache=str(tmp_path))))
+    assert (reply.text, num_asked) == ("slow", 1)

@@ -1,0 +1,104 @@
+import asyncio
+
+import pytest
+from pydantic import ValidationError
+
+from strop.errors import UserError
+from strop.rewards.scorers import ChatServiceConfig, Exchange, JudgeConfig, ModelJudge
+
+from .chat_service import said, serving
+
+GOOD, BAD = "It is 4, for 2 and 2 make 4.", "It is 5."
+
+
+def judging(service, *, tries=2, **keys):
+    chat = ChatServiceConfig(url=service.url, model="judge", backoff_s=0.01)
+    return JudgeConfig(service=chat, tries=tries, **keys)
+
+
+def ask(config, *calls):
+    async def run():
+        judge = ModelJudge(config)
+        try:
+            return [await call(judge) for call in calls]
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
+def prefers_good(asked, _):
+    """A judge that knows which is better, wherever it stands."""
+    text = asked.body["messages"][0]["content"]
+    return said(f"Let me see [[A=B]]... no: [[{'A>>B' if text.index(GOOD) < text.index(BAD) else 'B>>A'}]]")
+
+
+def test_the_verdict_is_of_the_responses_and_not_of_their_places():
+    with serving(prefers_good) as service:
+        calls = [lambda judge, n=n: judge.compare("2+2?", GOOD, BAD, judgement=n) for n in range(8)]
+        assert ask(judging(service), *calls) == [2.0] * 8
+    places = {text.index(GOOD) < text.index(BAD) for text in (asked.body["messages"][0]["content"] for asked in service.asked)}
+    assert places == {True, False}
+
+
+def test_a_judge_that_always_takes_the_first_prefers_neither():
+    with serving(lambda *_: said("[[A>B]]")) as service:
+        calls = [lambda judge, n=n: judge.compare("2+2?", GOOD, BAD, judgement=n) for n in range(32)]
+        values = ask(judging(service), *calls)
+    assert set(values) == {1.0, -1.0}
+    assert abs(sum(values)) <= 16
+
+
+@pytest.mark.parametrize("verdict", ["A>>B", "A>B", "A=B", "B>A", "B>>A"])
+def test_a_verdict_counts_whichever_way_round_it_is_written(verdict):
+    turned = verdict[-1] + verdict[1:-1].replace(">", "<") + verdict[0]
+    calls = [lambda judge: judge.compare("2+2?", GOOD, BAD)]
+    found = []
+    for written in (verdict, turned):
+        with serving(lambda *_, written=written: said(f"[[{written}]]")) as service:
+            found += ask(judging(service), *calls)
+    assert None not in found
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(("text", "value"), [("fine [[7]]", 7.0), ("[[3]] rather [[8.5]]", 8.5), ("[[9/10]]", 9.0)])
+def test_the_last_number_in_brackets_is_the_score(text, value):
+    with serving(lambda *_: said(text)) as service:
+        assert ask(judging(service), lambda judge: judge.score(Exchange(prompt="2+2?", response=GOOD))) == [value]
+    assert GOOD in service.asked[0].body["messages"][0]["content"]
+
+
+@pytest.mark.parametrize("text", ["seven", "[[11]]", "[[0]]", "7", ""])
+def test_a_reply_without_a_score_is_asked_for_again_as_another_draw(text):
+    with serving(lambda _, number: said("[[4]]" if number else text)) as service:
+        assert ask(judging(service), lambda judge: judge.score(Exchange(prompt="2+2?", response=GOOD))) == [4.0]
+    assert [asked.body["seed"] for asked in service.asked] == [0, 1]
+
+
+def test_a_response_that_confuses_the_judge_for_good_has_no_score_and_the_others_have():
+    def answer(asked, _):
+        return said("what?" if "zzz" in asked.body["messages"][0]["content"] else "[[5]]")
+
+    calls = [lambda judge, r=r: judge.score(Exchange(prompt="2+2?", response=r)) for r in ["a", *["zzz"] * 20, "b"]]
+    with serving(answer) as service:
+        assert ask(judging(service), *calls) == [5.0, *[None] * 20, 5.0]
+
+
+def test_a_judge_that_talks_nonsense_from_the_start_is_told_of():
+    calls = [lambda judge, n=n: judge.score(Exchange(prompt="2+2?", response=str(n))) for n in range(8)]
+    with serving(lambda *_: said("I like turtles")) as service, pytest.raises(UserError, match=r"'judge'.*no verdict.*turtles"):
+        ask(judging(service), *calls)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"score_prompt": "How good is it?"}, r"nowhere says \$response"),
+        ({"score_prompt": "$response $reponse"}, r"\$reponse is nothing"),
+        ({"pair_prompt": "$a or what?"}, r"nowhere says \$b"),
+        ({"lowest": 5.0, "highest": 5.0}, "highest is 5 and lowest is 5"),
+    ],
+)
+def test_a_prompt_that_shows_nothing_is_refused(keys, words):
+    with pytest.raises(ValidationError, match=words):
+        JudgeConfig(service=ChatServiceConfig(url="http://x", model="m"), **keys)

@@ -1,0 +1,119 @@
+"""Parts of a sum that another model gives, asked over HTTP from a service on this machine."""
+
+import asyncio
+import math
+
+import pytest
+from scorers.chat_service import Answer, said, serving
+from trajectories import TASK, trajectory
+
+from strop.config import validate
+from strop.errors import ConfigError, UserError
+from strop.rewards import SumReward, SumRewardConfig
+from strop.rewards.text import final_summary
+from strop.types import StopReason
+
+
+def reward(**parts):
+    return validate(SumRewardConfig, {"kind": "sum", "parts": parts}, place="reward")
+
+
+def judged(config, *trajectories):
+    async def run():
+        judge = SumReward(config)
+        try:
+            return await asyncio.gather(*(judge(TASK, each) for each in trajectories))
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
+def scorer(service, **keys):
+    return {"kind": "scorer", "scorer": {"kind": "http", "url": service.url, "backoff_s": 0.01, "retries": 1}} | keys
+
+
+def lengths(asked, _):
+    return Answer(body={"scores": [len(each["response"]) for each in asked.body["exchanges"]]})
+
+
+THOUGHT = trajectory("<think>so and so</think>\nfour")
+
+
+def test_the_summary_alone_is_judged_or_the_whole_response():
+    with serving(lengths) as service:
+        config = reward(helpful=scorer(service, scale="raw"), safe=scorer(service, scale="raw", judged_on="response"))
+        assert judged(config, THOUGHT) == [{"helpful": 4.0, "safe": 29.0}]
+    shown = sorted(
+        (each for asked in service.asked for each in asked.body["exchanges"]), key=lambda each: len(each["response"])
+    )
+    assert shown[0] == {"prompt": "What is 8*9?", "response": "four"}
+
+
+def test_rollouts_of_a_group_are_judged_in_one_request():
+    with serving(lengths) as service:
+        parts = judged(reward(helpful=scorer(service, scale="raw")), *(trajectory("x" * n) for n in range(1, 9)))
+    assert [each["helpful"] for each in parts] == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert len(service.asked) == 1
+
+
+def test_a_score_lies_between_0_and_1_unless_it_is_wanted_raw():
+    with serving(lambda *_: Answer(body={"scores": [-800.0]})) as service:
+        assert judged(reward(helpful=scorer(service)), THOUGHT) == [{"helpful": 0.0}]
+    with serving(lambda *_: Answer(body={"scores": [math.log(3)]})) as service:
+        assert judged(reward(helpful=scorer(service)), THOUGHT)[0]["helpful"] == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        trajectory("<think>never done"),
+        trajectory("<think>done</think>  "),
+        trajectory("four", stop_reason=StopReason.LENGTH),
+        trajectory(),
+    ],
+)
+def test_without_a_summary_nobody_is_asked(without):
+    with serving(lengths) as service:
+        assert judged(reward(helpful=scorer(service, missing=-1.0)), without) == [{"helpful": -1.0}]
+    assert service.asked == []
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("<think>a</think>b", "b"),
+        ("a</think>b", "b"),  # the prompt held the opening tag
+        ("<think>a</think>b<think>c</think>d", "d"),
+        ("<think>a</think>b<think>c", None),
+        ("plain", "plain"),
+    ],
+)
+def test_the_summary_stands_behind_the_last_thought(text, summary):
+    assert final_summary(text) == summary
+
+
+def test_a_judge_gives_a_share_of_its_range_and_excludes_what_it_cannot_judge():
+    def answer(asked, _):
+        return said("what?" if "zzz" in asked.body["messages"][0]["content"] else "[[7]]")
+
+    with serving(answer) as service:
+        judge = {"service": {"url": service.url, "model": "m"}, "lowest": 1.0, "highest": 10.0}
+        config = reward(helpful={"kind": "judge", "judge": judge})
+        found = judged(config, trajectory("four"), trajectory("zzz"))
+    assert found == [{"helpful": pytest.approx(6 / 9)}, {"excluded": 1.0}]
+
+
+def test_a_scorer_that_talks_nonsense_stops_the_run_with_one_message():
+    with serving(lambda *_: Answer(body={"answer": 42})) as service, pytest.raises(UserError, match="no list of scores"):
+        judged(reward(helpful=scorer(service)), THOUGHT, THOUGHT)
+
+
+def test_a_scorer_of_no_known_kind_is_refused():
+    with pytest.raises(ConfigError, match=r"scorer.kind: 'embeded' is not one of.*Did you mean 'embedded'"):
+        reward(helpful={"kind": "scorer", "scorer": {"kind": "embeded"}})
+
+
+def test_an_embedded_scorer_says_where_its_model_is():
+    with pytest.raises(ConfigError, match="give either path"):
+        reward(helpful={"kind": "scorer", "scorer": {"kind": "embedded"}})

@@ -1,0 +1,82 @@
+"""`strop data pairs`, with a judge that is a real server on this machine."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from rewards.scorers.chat_service import said, serving
+from strop.cli import app
+from strop.errors import ConfigError, TaskError
+from strop.training.preferences import Pair, read_preferences
+
+ROWS = [
+    {"prompt": "q", "first": "GOOD", "second": "POOR"},
+    {"prompt": "r", "first": "POOR", "second": "GOOD"},
+    {"prompt": "dull", "first": "GOOD", "second": "POOR"},
+]
+
+
+def judged(asked, _):
+    text = asked.body["messages"][0]["content"]
+    strength = ">" if "dull" in text else ">>"
+    return said(f"[[A{strength}B]]" if text.index("GOOD") < text.index("POOR") else f"[[B{strength}A]]")
+
+
+def pairs(directory, service, rows=ROWS, *options):
+    (directory / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cache = directory / "replies"
+    (directory / "judge.toml").write_text(f'service = {{ url = "{service.url}", model = "m", cache = "{cache}" }}\n')
+    words = [directory / "candidates.jsonl", directory / "pairs.jsonl", "--judge", directory / "judge.toml", *options]
+    result = CliRunner().invoke(app, ["data", "pairs", *map(str, words)])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_it_writes_what_a_reward_model_reads_and_says_what_is_left_out(tmp_path):
+    with serving(judged) as service:
+        told = pairs(tmp_path, service)
+    assert "2 pairs; left out: 0 without a verdict, 1 not clear, 0 for equal lengths" in told
+    assert read_preferences(tmp_path / "pairs.jsonl") == [
+        Pair(prompt="q", chosen="GOOD", rejected="POOR"),
+        Pair(prompt="r", chosen="GOOD", rejected="POOR"),
+    ]
+    assert len(service.asked) <= 3 * 4
+
+
+def test_a_second_call_asks_the_judge_for_nothing_and_writes_the_same(tmp_path):
+    with serving(judged) as service:
+        pairs(tmp_path, service)
+        first = (tmp_path / "pairs.jsonl").read_bytes()
+        num_asked = len(service.asked)
+        pairs(tmp_path, service)
+    assert len(service.asked) == num_asked
+    assert (tmp_path / "pairs.jsonl").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt": "q", "first": "GOOD"}], r"candidates\.jsonl:1: second is no text"),
+        ([["GOOD", "POOR"]], r"candidates\.jsonl:1: prompt is no text"),
+        ([], "no rows, so there is nothing to judge"),
+        ([ROWS[2]], r"0 pairs; left out: .* 1 not clear.*Lower the threshold"),
+    ],
+)
+def test_candidates_of_which_no_pair_can_come_are_an_error_and_no_file(tmp_path, rows, message):
+    with serving(judged) as service, pytest.raises(TaskError, match=message):
+        pairs(tmp_path, service, rows)
+    assert not (tmp_path / "pairs.jsonl").exists()
+
+
+def test_a_lower_threshold_keeps_more(tmp_path):
+    with serving(judged) as service:
+        assert "3 pairs" in pairs(tmp_path, service, ROWS, "--threshold", "0.5")
+
+
+def test_a_file_that_describes_no_judge_is_named(tmp_path):
+    (tmp_path / "judge.toml").write_text("tries = 2\n")
+    words = [str(tmp_path / "c.jsonl"), str(tmp_path / "p.jsonl"), "--judge", str(tmp_path / "judge.toml")]
+    with pytest.raises(ConfigError, match=r"judge\.toml: .*service"):
+        raise CliRunner().invoke(app, ["data", "pairs", *words]).exception
