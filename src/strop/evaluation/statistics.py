@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+_EXACT_FLIPS = 13  # problems that differ, up to which every one of the 2^n signs is tried
 _BLOCK = 4_000_000  # draws held in memory at once: 32 MB
 _STUDENT_975 = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)  # of 1, 2, ... 10 degrees
 
@@ -50,6 +51,72 @@ def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float =
         return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
     low, high = np.quantile(_resampled_means(means, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(mean=mean, low=float(low), high=float(high))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairedDifference:
+    """How far two conditions lie apart on the same tasks: the mean of (second - first), its interval, and the chance of it."""
+
+    difference: Estimate
+    p_value: float
+    num_better: int  # tasks where the second is higher
+    num_worse: int
+
+
+def paired_difference(
+    first: Sequence[float],
+    second: Sequence[float],
+    *,
+    seed: int,
+    level: float = 0.95,
+    num_resamples: int = 10_000,
+    is_share: bool = True,
+) -> PairedDifference:
+    """Compare two conditions task by task: the difficulty of a task is in both, and leaves the difference.
+
+    The interval is that of a bootstrap over tasks. The p-value is two-sided, of the permutation test that swaps the two
+    conditions within tasks (for 0 or 1 a task it is the exact McNemar test): over all swaps where at most 13 tasks differ, else
+    over `num_resamples` random ones and the one observed, so that it is never 0.
+
+    Args:
+        first, second: the mean of each task, in the same order.
+        seed: of resampling and swaps.
+        is_share: the values lie between 0 and 1. Where no task differs, the interval is then the exact binomial bound on the
+            share of tasks that would; of other values it is a point.
+
+    Raises:
+        ValueError: there is no task, or the two have different numbers of them.
+    """
+    if not first:
+        raise ValueError("the difference over no tasks is undefined")
+    differences = np.subtract(np.asarray(second, dtype=np.float64), np.asarray(first, dtype=np.float64))
+    mean = float(differences.mean())
+    if not differences.any():
+        reach = 1 - ((1 - level) / 2) ** (1 / len(differences)) if is_share else 0.0
+        return PairedDifference(difference=Estimate(mean=0.0, low=-reach, high=reach), p_value=1.0, num_better=0, num_worse=0)
+    low, high = np.quantile(_resampled_means(differences, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
+    return PairedDifference(
+        difference=Estimate(mean=mean, low=float(low), high=float(high)),
+        p_value=_swap_test(differences[differences != 0], seed, num_resamples),
+        num_better=int((differences > 0).sum()),
+        num_worse=int((differences < 0).sum()),
+    )
+
+
+def _swap_test(differences: np.ndarray, seed: int, num_resamples: int) -> float:
+    """The share of swaps whose sum is as far from 0 as the one observed; `differences` are those that are not 0."""
+    observed = abs(float(differences.sum())) * (1 - 1e-12)  # a swap that gives the same sum must not miss it by rounding
+    num = len(differences)
+    if num <= _EXACT_FLIPS:
+        signs = 1 - 2 * ((np.arange(2**num)[:, None] >> np.arange(num)) & 1)
+        return float((np.abs(signs @ differences) >= observed).mean())
+    generator = np.random.default_rng(seed)
+    rows = max(1, _BLOCK // num)
+    num_as_far = 0
+    for start in range(0, num_resamples, rows):
+        signs = generator.integers(0, 2, size=(min(rows, num_resamples - start), num), dtype=np.int8) * 2 - 1
+        num_as_far += int((np.abs(signs @ differences) >= observed).sum())
+    return (num_as_far + 1) / (num_resamples + 1)
 
 
 def mean_of_seeds(values: Sequence[float]) -> Estimate:

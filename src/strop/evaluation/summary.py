@@ -56,7 +56,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         if _num_calls(of):
             metrics[name] = tool_error_rate(of)
     for part in sorted({name for each in scored for name in each.reward_parts}):
-        metrics[f"reward/{part}_mean"] = sum(each.reward_parts.get(part, 0.0) for each in scored) / num
+        of_part = [each.reward_parts[part] for each in scored if part in each.reward_parts]  # a part may be for some rows alone
+        metrics[f"reward/{part}_mean"] = sum(of_part) / len(of_part)
     return metrics
 
 

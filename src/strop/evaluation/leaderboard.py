@@ -1,0 +1,87 @@
+"""Gathers the results of evaluations, wherever they lie, and ranks them within their benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import RunError
+from strop.evaluation.results import find_results
+from strop.runs import read_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One evaluation. `result` is its result.json."""
+
+    benchmark: str
+    name: str  # of the run; its directory's where it does not say
+    place: Path
+    result: Mapping[str, Any]
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.result["accuracy"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaderboard:
+    """Benchmarks by name, each with the best entry first; and the files that could not be read, with the reason."""
+
+    benchmarks: Mapping[str, Sequence[Entry]]
+    left_out: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "benchmarks": {
+                name: [{"name": each.name, "place": str(each.place), **each.result} for each in entries]
+                for name, entries in self.benchmarks.items()
+            },
+            "left_out": list(self.left_out),
+        }
+
+
+def gather(directories: Sequence[Path]) -> Leaderboard:
+    """Every finished evaluation below `directories`. A damaged file is told, and keeps nobody else out.
+
+    Raises:
+        RunError: a directory is not there, or none holds an evaluation.
+    """
+    for directory in directories:
+        if not directory.exists():
+            raise RunError(f"{directory}: there is no such directory. Give directories that hold runs.")
+    paths = dict.fromkeys(path.resolve() for directory in directories for path in find_results(directory))
+    entries, left_out = [], []
+    for path in paths:
+        try:
+            entries.append(_entry(path))
+        except RunError as error:
+            left_out.append(str(error))
+    if not entries:
+        told = "; ".join(left_out) or "no eval/result.json lies there"
+        raise RunError(f"{', '.join(map(str, directories))}: no evaluation to show: {told}. `strop eval` makes one.")
+    entries.sort(key=lambda each: (each.benchmark, -each.accuracy, each.name, str(each.place)))
+    names = dict.fromkeys(each.benchmark for each in entries)
+    return Leaderboard(
+        benchmarks={name: [each for each in entries if each.benchmark == name] for name in names}, left_out=left_out
+    )
+
+
+def _entry(path: Path) -> Entry:
+    result = read_json(path)
+    if not isinstance(result, dict) or not isinstance(result.get("accuracy"), int | float):
+        raise RunError(f"{path}: no result of an evaluation (no 'accuracy')")
+    place = path.parent.parent if path.parent.name == "eval" else path.parent
+    return Entry(
+        benchmark=str(result.get("benchmark") or result.get("stage") or "unnamed"),
+        name=str(result.get("run") or _run_of(place).name),
+        place=place,
+        result=result,
+    )
+
+
+def _run_of(place: Path) -> Path:
+    """The run that a stage's directory lies in."""
+    return place.parent.parent if place.parent.name == "stages" else place

@@ -1,0 +1,78 @@
+"""How well scores tell good responses from bad ones, and how far they only tell long ones from short ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceQuality:
+    """Of a reward model on held-out preferences. What cannot be said (one class alone, equal lengths) is None."""
+
+    num: int  # pairs, or single responses
+    accuracy: float  # of pairs in the right order, a tie a half; of single responses on the right side of 0
+    auc: float | None  # how often any good response is scored above any bad one, of all prompts; a tie a half
+    length_correlation: float | None  # Pearson's, of score and length in tokens
+    length_correlation_in_pairs: float | None  # of their differences within a pair, where the prompt cannot matter
+
+    def as_json(self) -> dict[str, int | float | None]:
+        return asdict(self)
+
+
+def pair_quality(
+    chosen: Sequence[float], rejected: Sequence[float], chosen_lengths: Sequence[int], rejected_lengths: Sequence[int]
+) -> PreferenceQuality:
+    """Of pairs; one number of each for every pair."""
+    margins = np.array(chosen) - np.array(rejected)
+    lengths = np.array(chosen_lengths) - np.array(rejected_lengths)
+    # Both directions of a difference: how pairs were written down must not count.
+    both_margins, both_lengths = np.concatenate([margins, -margins]), np.concatenate([lengths, -lengths])
+    return PreferenceQuality(
+        num=len(margins),
+        accuracy=float(np.mean((margins > 0) + 0.5 * (margins == 0))),
+        auc=area_under_curve(chosen, rejected),
+        length_correlation=correlation([*chosen, *rejected], [*chosen_lengths, *rejected_lengths]),
+        length_correlation_in_pairs=correlation(both_margins.tolist(), both_lengths.tolist()),
+    )
+
+
+def label_quality(scores: Sequence[float], is_good: Sequence[bool], lengths: Sequence[int]) -> PreferenceQuality:
+    """Of single responses."""
+    good = [score for score, label in zip(scores, is_good, strict=True) if label]
+    bad = [score for score, label in zip(scores, is_good, strict=True) if not label]
+    right = [0.5 if score == 0 else float((score > 0) == label) for score, label in zip(scores, is_good, strict=True)]
+    return PreferenceQuality(
+        num=len(scores),
+        accuracy=float(np.mean(right)),
+        auc=area_under_curve(good, bad),
+        length_correlation=correlation(scores, lengths),
+        length_correlation_in_pairs=None,
+    )
+
+
+def area_under_curve(good: Sequence[float], bad: Sequence[float]) -> float | None:
+    """The share of all (good, bad) in which the good one is larger, ties a half; None without one of them."""
+    if not good or not bad:
+        return None
+    ordered = np.sort(np.array(bad))
+    below, up_to = np.searchsorted(ordered, good, side="left"), np.searchsorted(ordered, good, side="right")
+    return float((below + up_to).sum() / (2 * len(good) * len(bad)))
+
+
+def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Pearson's; None where one of them never changes."""
+    if any(min(values, default=0.0) == max(values, default=0.0) for values in (one, other)):
+        return None  # by their values: equal ones less their mean may leave 1e-17, of which a correlation could be made
+    left, right = _centred(one), _centred(other)
+    norm = float(np.sqrt((left**2).sum() * (right**2).sum()))
+    return float((left * right).sum() / norm) if norm > 0 else None
+
+
+def _centred(values: Sequence[float]) -> NDArray[np.float64]:
+    array = np.array(values, dtype=np.float64)
+    centred: NDArray[np.float64] = array - array.mean()
+    return centred

@@ -1,0 +1,140 @@
+"""An evaluation's two files: `result.json` with its figures, `problems.jsonl` with what each attempt made of every problem.
+
+Comparisons and the leaderboard read them, whoever wrote them: an evaluation of ours, or an adapter of another harness.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from strop.errors import RunError
+from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
+from strop.evaluation.summary import is_correct, rollout_metrics
+from strop.runs import read_json, read_lines, write_json, write_text
+from strop.types import Group, ToolOutcome
+
+RESULT, PROBLEMS = "result.json", "problems.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalFiles:
+    """What lies in one evaluation's directory. `problems` is empty where the evaluation keeps none (an older one, BFCL)."""
+
+    directory: Path
+    result: Mapping[str, Any]
+    problems: Sequence[Mapping[str, Any]]
+
+
+def figures_of(groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None) -> dict[str, Any]:
+    """The figures of groups that were judged; a task all of whose rollouts were void is left out and counted.
+
+    Args:
+        votes: per group and attempt the answer, equal ones spelt alike; without them there is no maj@k.
+
+    Raises:
+        ValueError: every rollout is void.
+    """
+    played = [group for group in groups if group.trajectories]
+    verdicts = [[is_correct(scored) for scored in group.trajectories] for group in played]
+    accuracy = average_at_k([[float(each) for each in attempts] for attempts in verdicts], seed=seed)
+    k = min(map(len, verdicts))
+    figures: dict[str, Any] = {
+        "num_tasks": len(played),
+        "num_tasks_void": len(groups) - len(played),
+        "accuracy": accuracy.mean,
+        "accuracy_low": accuracy.low,
+        "accuracy_high": accuracy.high,
+        "pass_at_k": pass_at_k(verdicts, k=k),
+        "pass_at": {str(each): pass_at_k(verdicts, k=each) for each in _powers_of_two(k)},
+    }
+    if votes is not None:
+        cast = [each for each, group in zip(votes, groups, strict=True) if group.trajectories]
+        figures["maj_at_k"] = majority_at_k(cast, verdicts)
+    figures |= {
+        name.removeprefix("rollout/"): value
+        for name, value in rollout_metrics(groups).items()
+        if name.startswith("rollout/") and name != "rollout/accuracy"
+    }
+    figures["tool_outcomes"] = _tool_outcomes(groups)
+    figures["parts"] = _parts(played, seed=seed)
+    return figures
+
+
+def problem_of(group: Group, votes: Sequence[str] | None) -> dict[str, Any]:
+    """One line of `problems.jsonl`; lists have an entry for each attempt."""
+    scored = group.trajectories
+    lists: dict[str, list[Any]] = {
+        "correct": [int(is_correct(each)) for each in scored],
+        "length_tokens": [each.trajectory.num_response_tokens for each in scored],
+        "tool_calls": [sum(call.outcome is not ToolOutcome.NOT_RUN for call in each.trajectory.calls) for each in scored],
+        "tool_errors": [each.trajectory.num_errors for each in scored],
+        "truncated": [int(each.trajectory.is_truncated) for each in scored],
+    }
+    names = sorted({name for each in scored for name in each.reward_parts})
+    return {
+        "id": group.task.id,
+        "question": group.task.question,
+        "answer": group.task.answer,
+        **lists,
+        "parts": {name: [each.reward_parts.get(name, 0.0) for each in scored] for name in names},
+        **({} if votes is None else {"answers": list(votes)}),
+        "num_void": group.num_void,
+    }
+
+
+def write_eval(directory: Path, result: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> None:
+    """The result comes last: while it is missing the evaluation is not finished."""
+    write_text(directory / PROBLEMS, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in problems))
+    write_json(directory / RESULT, result)
+
+
+def read_eval(path: Path) -> EvalFiles:
+    """The one evaluation at `path`: its result.json, the directory of it, a stage of a run, or a run with one evaluation.
+
+    Raises:
+        RunError: there is none, or more than one.
+    """
+    found = [path] if path.is_file() else find_results(path)
+    if not found:
+        hint = "" if path.exists() else " There is no such directory."
+        raise RunError(f"{path}: no evaluation lies there (no eval/{RESULT}).{hint} Give a run of `strop eval`, or its stage.")
+    if len(found) > 1:
+        names = "\n".join(f"  {each.parent}" for each in found[:8])
+        raise RunError(f"{path}: holds {len(found)} evaluations. Give one of them:\n{names}")
+    result = read_json(found[0])
+    if not isinstance(result, dict) or "accuracy" not in result:
+        raise RunError(f"{found[0]}: no result of an evaluation (no 'accuracy'). Give a run of `strop eval`, or its stage.")
+    return EvalFiles(directory=found[0].parent, result=result, problems=read_lines(found[0].parent / PROBLEMS))
+
+
+def find_results(path: Path) -> list[Path]:
+    """Every `result.json` of an evaluation below `path`, in the order of their places."""
+    if (path / RESULT).is_file():
+        return [path / RESULT]
+    return sorted(each for each in path.rglob(f"eval/{RESULT}") if each.is_file())
+
+
+def _powers_of_two(k: int) -> list[int]:
+    """1, 2, 4, ... and `k` itself."""
+    return sorted({k, *(2**power for power in range(k.bit_length()))})
+
+
+def _tool_outcomes(groups: Sequence[Group]) -> dict[str, int]:
+    calls = (call for group in groups for scored in group.trajectories for call in scored.trajectory.calls)
+    return dict(sorted(Counter(call.outcome.value for call in calls).items()))
+
+
+def _parts(groups: Sequence[Group], *, seed: int) -> dict[str, dict[str, float]]:
+    """Each part of the reward, as accuracy is counted: mean over the tasks that it is for, with its interval."""
+    names = sorted({name for group in groups for scored in group.trajectories for name in scored.reward_parts})
+    found = {}
+    for name in names:
+        judged = [[each.reward_parts[name] for each in group.trajectories if name in each.reward_parts] for group in groups]
+        each = average_at_k([of_task for of_task in judged if of_task], seed=seed)
+        found[name] = {"mean": each.mean, "low": each.low, "high": each.high}
+    return found

@@ -1,0 +1,58 @@
+"""The words of `strop eval`: an evaluation without `run`, comparisons and the leaderboard."""
+
+import json
+
+from typer.testing import CliRunner
+
+from strop.cli import app
+from strop.evaluation.results import write_eval
+
+
+def put(directory, correct):
+    problems = [{"question": str(at), "answer": "2", "correct": [each], "parts": {}} for at, each in enumerate(correct)]
+    write_eval(directory / "stages" / "test" / "eval", {"accuracy": sum(correct) / len(correct), "benchmark": "sums"}, problems)
+
+
+def invoke(*words):
+    return CliRunner().invoke(app, ["eval", *map(str, words)])
+
+
+def test_a_recipe_stands_where_a_command_could_with_its_options_before_or_behind_it():
+    for words in (("nowhere.toml", "--model", "m"), ("--model", "m", "nowhere.toml"), ("run", "nowhere.toml", "--model", "m")):
+        assert "nowhere.toml: no such recipe" in str(invoke(*words).exception)
+
+
+def test_compare_prints_a_table_and_json_on_request(tmp_path):
+    put(tmp_path / "a", [0, 0, 0, 1])
+    put(tmp_path / "b", [1, 1, 1, 1])
+    told = invoke("compare", tmp_path / "a", tmp_path / "b").output
+    assert "sums: 4 problems in both" in told
+    assert "+75.0%" in told
+    [accuracy] = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)["metrics"]
+    assert (accuracy["paired"]["num_better"], accuracy["paired"]["p_value"]) == (3, 0.25)
+
+
+def test_the_leaderboard_is_a_table_a_page_and_a_file(tmp_path):
+    put(tmp_path / "a", [0, 1])
+    told = invoke("leaderboard", tmp_path).output
+    assert "50.0%" in told
+    assert "50.0%" in (tmp_path / "leaderboard.html").read_text()
+    [entry] = json.loads((tmp_path / "leaderboard.json").read_text())["benchmarks"]["sums"]
+    assert entry["accuracy"] == 0.5
+    assert invoke("leaderboard", tmp_path, "--out", tmp_path / "board.html").exit_code == 0
+    assert (tmp_path / "board.html").exists()
+
+
+def test_other_harnesses_are_printed_as_commands_and_their_results_taken_in(tmp_path):
+    words = ("harness", "bfcl-eval", "--address", "http://127.0.0.1:8000", "--model", "m", "--tasks", "live", "--out", tmp_path)
+    generate, judge = invoke(*words, "--tokenizer", "my model").output.splitlines()
+    assert "LOCAL_SERVER_PORT=8000" in generate
+    assert "my model'" in generate  # one word for a shell
+    assert judge.startswith("bfcl evaluate ")
+    assert "give --tokenizer" in str(invoke(*words).exception)
+    score = tmp_path / "score" / "m" / "BFCL_v3_simple_score.json"
+    score.parent.mkdir(parents=True)
+    score.write_text('{"accuracy": 0.5, "correct_count": 2, "total_count": 4}\n')
+    told = invoke("import", "bfcl-eval", tmp_path / "score", "--runs", tmp_path / "runs").output
+    assert told.startswith("bfcl/simple: 0.500 of 4")
+    assert "bfcl/simple" in invoke("leaderboard", tmp_path / "runs").output

@@ -1,0 +1,66 @@
+"""The presets of recipes/eval: each loads, asks what the paper asks, and judges real rows as it says."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from strop.pipelines.eval_stage import benchmark_of, tasks_of
+from strop.pipelines.load import load_recipe
+from strop.pipelines.recipe import EvalStage
+
+PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))
+DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+
+
+def evaluations(path, *overrides):
+    recipe = load_recipe(path, overrides)
+    return recipe, {name: stage for name, stage in recipe.stages.items() if isinstance(stage, EvalStage)}
+
+
+def preset(name):
+    [path] = [path for path in PRESETS if path.stem == name]
+    return path
+
+
+def test_the_issues_benchmarks_are_there():
+    names = [name for path in PRESETS for name in evaluations(path)[1]]
+    assert sorted(names) == sorted(
+        ["aime24", "aime25", "hmmt25", "amc23", "math500", "gsm8k", "hotpotqa", "2wiki", "musique", "bamboogle", "gpqa-diamond"]
+    )
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_every_preset_asks_on_the_papers_terms(path):
+    recipe, stages = evaluations(path)
+    for stage in stages.values():
+        assert (stage.sampling.max_tokens, stage.sampling.temperature) == (30 * 1024, 0.6)
+        assert (stage.limits.max_turns, stage.k) == (30, 16)
+        assert recipe.engine.max_length > stage.sampling.max_tokens
+
+
+def test_benchmarks_are_called_by_their_data_set_or_where_many_share_one_by_the_subset():
+    _, math = evaluations(preset("math"))
+    assert benchmark_of(math["aime24"]) == "aime24"
+    _, qa = evaluations(preset("qa"))
+    assert benchmark_of(qa["2wiki"]) == "2wikimultihopqa"
+
+
+def test_files_take_the_place_of_the_hub(tmp_path):
+    rows = tmp_path / "hotpotqa.jsonl"
+    rows.write_text(json.dumps({"question": "Who?", "answer": ["Frank Lowy", "Lowy"]}) + "\n")
+    where = f'stages.hotpotqa.tasks={{kind="jsonl", path="{rows}", test_path="{rows}", dataset="arpo-eval"}}'
+    recipe, stages = evaluations(preset("qa"), where)
+    [(_, task)] = tasks_of(recipe, stages["hotpotqa"])
+    assert (task.answer, json.loads(task.facts["references"])) == ("Frank Lowy", ["Frank Lowy", "Lowy"])
+
+
+@pytest.mark.skipif(not (DATA / "aime24" / "test.jsonl").exists(), reason="needs the real samples")
+def test_real_aime_is_read_from_a_file():
+    rows = DATA / "aime24" / "test.jsonl"
+    where = f'stages.aime24.tasks={{kind="jsonl", path="{rows}", test_path="{rows}", dataset="aime24"}}'
+    recipe, stages = evaluations(preset("math"), where)
+    tasks = tasks_of(recipe, stages["aime24"])
+    assert len(tasks) == 30
+    assert all(task.answer.isdigit() for _, task in tasks)

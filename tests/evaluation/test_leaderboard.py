@@ -1,0 +1,58 @@
+import json
+
+import pytest
+
+from strop.errors import RunError
+from strop.evaluation.leaderboard import gather
+from strop.evaluation.results import write_eval
+from strop.reports.evaluations import leaderboard_page, leaderboard_table
+
+
+def put(directory, accuracy, benchmark="gsm8k", **about):
+    about = {"accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1, "run": directory.name} | about
+    write_eval(directory / "stages" / "test" / "eval", {"accuracy": accuracy, "benchmark": benchmark, **about}, [])
+
+
+def test_the_best_of_a_benchmark_comes_first_and_benchmarks_are_apart(tmp_path):
+    for name, accuracy in (("worse", 0.2), ("best", 0.8), ("middle", 0.5)):
+        put(tmp_path / name, accuracy)
+    put(tmp_path / "other", 0.9, benchmark="aime24")
+    board = gather([tmp_path])
+    assert {name: [each.name for each in entries] for name, entries in board.benchmarks.items()} == {
+        "aime24": ["other"],
+        "gsm8k": ["best", "middle", "worse"],
+    }
+
+
+def test_a_directory_given_twice_is_shown_once(tmp_path):
+    put(tmp_path / "run", 0.5)
+    assert len(gather([tmp_path, tmp_path / "run"]).benchmarks["gsm8k"]) == 1
+
+
+def test_a_damaged_result_is_told_and_keeps_nobody_out(tmp_path):
+    put(tmp_path / "good", 0.5)
+    put(tmp_path / "cut", 0.5)
+    (tmp_path / "cut" / "stages" / "test" / "eval" / "result.json").write_text('{"accuracy": 0.')
+    board = gather([tmp_path])
+    assert [each.name for each in board.benchmarks["gsm8k"]] == ["good"]
+    assert "not valid JSON" in board.left_out[0]
+    assert "not valid JSON" in leaderboard_page(board)
+
+
+def test_where_nothing_lies_it_says_so(tmp_path):
+    with pytest.raises(RunError, match=r"no evaluation to show: no eval/result.json lies there"):
+        gather([tmp_path])
+    with pytest.raises(RunError, match="absent: there is no such directory"):
+        gather([tmp_path / "absent"])
+
+
+def test_the_table_and_the_page_show_what_was_found_and_escape_what_they_show(tmp_path):
+    put(tmp_path / "run", 0.5, k=4, num_tasks=30, maj_at_k=0.6, temperature=0.6, prompt="rstar2", run="<b>run</b>")
+    board = gather([tmp_path])
+    [row] = leaderboard_table(list(board.benchmarks["gsm8k"])).rows
+    assert row[:6] == ("<b>run</b>", "50.0%", "40.0% – 60.0%", "–", "60.0%", "30 × 4")
+    assert row[-1] == "rstar2, t 0.6"
+    page = leaderboard_page(board)
+    assert "&lt;b&gt;run&lt;/b&gt;" in page
+    assert "<b>run</b>" not in page
+    json.dumps(board.as_json(), allow_nan=False)
