@@ -138,9 +138,20 @@ class ScriptedRun:
 
 
 def run_recipe(
-    directory, recipe=None, *, say=sometimes_right, progress=None, engine_options=None, runner=None, make_engine=RecordingEngine
+    directory,
+    recipe=None,
+    *,
+    say=sometimes_right,
+    progress=None,
+    engine_options=None,
+    runner=None,
+    make_engine=RecordingEngine,
+    **words,
 ):
-    """Run `recipe` in `directory`; `say` is (conversation as text, draws of the request's seed) -> what the policy says."""
+    """Run `recipe` in `directory`; `say` is (conversation as text, draws of the request's seed) -> what the policy says.
+
+    `words` are further ones for `train`: until, start.
+    """
     engines = []
     progress = progress or Watching()
 
@@ -164,6 +175,7 @@ def run_recipe(
                 command="strop train scripted.toml",
                 runner=runner or ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01),
                 open_engines=open_engines,
+                **words,
             )
         )
     finally:
@@ -172,9 +184,11 @@ def run_recipe(
 
 
 def untimed(line):
-    """A line of metrics.jsonl, or an evaluation's figures, without what a clock said."""
+    """A line of metrics.jsonl, or an evaluation's figures, without what a clock said and what an earlier try had finished."""
     return {
         key: value
         for key, value in line.items()
-        if not key.startswith(("time/", "scheduler/", "machine/")) and not key.endswith("_per_s") and key != "time_s"
+        if not key.startswith(("time/", "scheduler/", "machine/"))
+        and not key.endswith("_per_s")
+        and key not in ("time_s", "num_taken_over")
     }

@@ -12,8 +12,10 @@ from typing import Annotated
 
 import typer
 
+from strop.analysis.cli import analyze
 from strop.curation.cli import app as data_app
 from strop.errors import StropError, UserError
+from strop.pipelines.eval_cli import app as eval_app
 from strop.reports.simulate import simulate
 from strop.sandbox.cli import app as sandbox_app
 from strop.tools.search.cli import app as search_app
@@ -47,8 +49,10 @@ app.add_typer(model_app, name="model")
 
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(data_app, name="data")
+app.add_typer(eval_app, name="eval")
 app.add_typer(search_app, name="search")
 
+app.command()(analyze)
 app.command()(simulate)
 
 RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)]
@@ -67,6 +71,13 @@ def train(
     name: Name = None,
     runs: Runs = Path("runs"),
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its estimates; run nothing.")] = False,
+    until: Annotated[
+        str | None, typer.Option("--until", help="The last stage to run.", metavar="STAGE", show_default=False)
+    ] = None,
+    start: Annotated[
+        str | None,
+        typer.Option("--from", help="Make this stage anew, and all that stands on it.", metavar="STAGE", show_default=False),
+    ] = None,
 ) -> None:
     """Start a run, or resume it. The same command goes on from where the last one was stopped, killed or cut off."""
     from strop.pipelines.load import load_recipe
@@ -80,7 +91,7 @@ def train(
         return
     command = shlex.join(["strop", *sys.argv[1:]])
     with ConsoleProgress() as progress:
-        asyncio.run(run_recipe(loaded, runs / loaded.name, progress=progress, command=command))
+        asyncio.run(run_recipe(loaded, runs / loaded.name, progress=progress, command=command, until=until, start=start))
 
 
 @app.command()
@@ -110,29 +121,6 @@ def sweep(
         log = run_sweep(loaded, directory, jobs=jobs, progress=progress, command=command)
     if log.failures:
         raise typer.Exit(1)
-
-
-@app.command(name="eval")
-def evaluate(
-    recipe: RecipePath,
-    model: Annotated[Path, typer.Option("--model", help="The model directory to evaluate.", show_default=False)],
-    overrides: Set = None,
-    stage: Annotated[str | None, typer.Option("--stage", help="Which evaluation of the recipe; the first by default.")] = None,
-    runs: Runs = Path("runs"),
-    name: Annotated[
-        str | None, typer.Option("--name", help="Name of the result; `eval-<digest of the weights>` by default.")
-    ] = None,
-) -> None:
-    """Evaluate a model directory as one of the recipe's evaluations would: avg@k with its interval, tool errors, length."""
-    from strop.pipelines.evaluate import evaluate_model
-    from strop.pipelines.load import load_recipe
-    from strop.pipelines.model_stage import find_model
-    from strop.pipelines.stage import weights_digest
-    from strop.reports.console import ConsoleProgress
-
-    loaded = load_recipe(recipe, overrides or [], name=name or f"eval-{weights_digest(find_model(str(model)))[:12]}")
-    with ConsoleProgress() as progress:
-        asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=progress))
 
 
 @app.command()

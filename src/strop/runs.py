@@ -242,6 +242,16 @@ class StageDirectory:
         return self.path / "done.json"
 
     @property
+    def lineage(self) -> Path:
+        """What the stage stands on, by content."""
+        return self.path / "lineage.json"
+
+    @property
+    def stale(self) -> Path:
+        """Why what the stage made is not what the run's recipe and data would make now; missing where it is."""
+        return self.path / "stale.json"
+
+    @property
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 

@@ -17,9 +17,9 @@ TINY = HERE / "tiny.toml"
 LIMIT_S = 60
 
 
-def finish(run, recipe=TINY):
-    with started(run, recipe) as process:
-        assert process.wait(timeout=LIMIT_S) == 0, complaint(run)
+def finish(run, recipe=TINY, *words, limit_s=LIMIT_S):
+    with started(run, recipe, *words) as process:
+        assert process.wait(timeout=limit_s) == 0, complaint(run)
 
 
 @contextmanager
@@ -48,13 +48,13 @@ def complaint(run):
     return complaint_path(run).read_text()[-3000:]
 
 
-def kill_when(run, is_time, *words, recipe=TINY):
+def kill_when(run, is_time, *words, recipe=TINY, limit_s=LIMIT_S):
     """Start the run, stop it dead when `is_time()`, and see that nothing of it is left.
 
     The processes are halted before the last look, so that what is seen is what the kill finds.
     """
     with started(run, recipe, *words) as process:
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + limit_s
         while True:
             assert process.poll() is None, f"the run ended before it was time to kill it\n{complaint(run)}"
             assert time.monotonic() < deadline, "it never was time to kill the run"

@@ -1,6 +1,6 @@
-"""`python late_driver.py RECIPE RUN [hold]`: train with a real sandbox whose answers come late, in no foreseeable order.
+"""`python late_driver.py RECIPE RUN [hold] [A.B=C ...]`: train with a real sandbox whose answers come late, in no order.
 
-With `hold`, the first checkpoint of the second RL step stops half written and never ends.
+With `hold`, the first checkpoint of the second RL step stops half written and never ends. `A.B=C` is what `--set` takes.
 """
 
 import asyncio
@@ -30,6 +30,9 @@ class LateSandbox:
         await asyncio.sleep(self.draw.uniform(0, MAX_LATENCY_S))
         return result
 
+    def verify(self, request):
+        return self.sandbox.verify(request)
+
 
 def write_half(snapshot, directory):
     if "/rl/" not in str(directory) or "step-000002" not in directory.name:
@@ -42,12 +45,14 @@ def write_half(snapshot, directory):
 write_whole = Snapshot.write
 
 
-async def main(recipe, run):
+async def main(recipe, run, overrides):
     async with LocalSandbox() as sandbox:
-        await train(load_recipe(recipe), run, progress=Silent(), runner=LateSandbox(sandbox))
+        await train(load_recipe(recipe, overrides), run, progress=Silent(), runner=LateSandbox(sandbox))
 
 
 if __name__ == "__main__":
-    if sys.argv[3:] == ["hold"]:
+    words = sys.argv[3:]
+    if words[:1] == ["hold"]:
         Snapshot.write = write_half
-    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2])))
+        del words[0]
+    asyncio.run(main(Path(sys.argv[1]), Path(sys.argv[2]), words))

@@ -64,6 +64,7 @@ ROLLOUT_KEYS = {
     "time/tool_calls_within_1s",
     "time/tool_calls_within_10s",
     "time/step_s",
+    "time/elapsed_s",
 }
 
 
@@ -96,11 +97,11 @@ def test_the_manifest_says_what_was_run_and_is_enough_to_run_it_again(scripted_r
     assert set(manifest["versions"]) == {"strop", "python", "torch", "transformers", "machine", "threads"}
     assert manifest["versions"]["threads"] == "1"
     assert manifest["stages"] == {
-        "base": {"kind": "model"},
-        "sft": {"kind": "sft", "init": "base"},
-        "before": {"kind": "eval", "init": "sft"},
-        "rl": {"kind": "rl", "init": "sft"},
-        "after": {"kind": "eval", "init": "rl"},
+        "base": {"kind": "model", "inputs": {}},
+        "sft": {"kind": "sft", "init": "base", "inputs": {"init": ["base"]}},
+        "before": {"kind": "eval", "init": "sft", "inputs": {"init": ["sft"]}},
+        "rl": {"kind": "rl", "init": "sft", "inputs": {"init": ["sft"]}},
+        "after": {"kind": "eval", "init": "rl", "inputs": {"init": ["rl"]}},
     }
     assert recipe_of(scripted_run.run) == make_recipe()
 

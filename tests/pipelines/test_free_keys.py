@@ -33,6 +33,31 @@ def test_what_only_waits_or_gives_up_may_differ_in_a_trainer(key):
     assert differences({"stages": {"rl": {"trainer": {key: 1}}}}, {"stages": {"rl": {"trainer": {key: 2}}}}) == []
 
 
+SERVICE = ("url", "key_env", "timeout_s", "retries", "backoff_s", "rate_per_s", "max_running", "cache")
+
+
+@pytest.mark.parametrize("key", SERVICE)
+@pytest.mark.parametrize("of", ["scorer", "judge.service"])
+def test_how_a_service_is_reached_and_how_patiently_may_differ_and_the_page_says_so(of, key):
+    def tree(value):
+        for name in reversed(f"stages.rl.reward.parts.helpful.{of}.{key}".split(".")):
+            value = {name: value}
+        return value
+
+    assert differences(tree(1), tree(2)) == []
+    assert f"`{key}`" in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+
+
+@pytest.mark.parametrize("place", ["scorer.model", "judge.service.model", "judge.score_prompt", "judge.tries", "weight"])
+def test_what_a_service_is_asked_may_not_differ(place):
+    def tree(value):
+        for name in reversed(f"stages.rl.reward.parts.helpful.{place}".split(".")):
+            value = {name: value}
+        return value
+
+    assert len(differences(tree(1), tree(2))) == 1
+
+
 def test_servers_that_strop_started_may_be_given_by_address_in_the_next_try():
     started = {"engine": {"python": "/a/bin/python", "addresses": [], "replicas": 2}}
     given = {"engine": {"python": None, "addresses": ["http://127.0.0.1:8000"], "replicas": 1}}

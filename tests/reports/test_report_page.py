@@ -126,6 +126,26 @@ def test_a_run_that_called_no_tool_has_no_plot_of_calls(run, is_count_logged):
         assert absent not in page
 
 
+def test_held_out_accuracy_is_drawn_against_the_time_that_was_trained_where_a_run_says_it(run):
+    lines = read_lines(run.metrics)
+    of_rl = [line for line in lines if line["stage"] == "rl"]
+    for line in of_rl:
+        line |= {"time/elapsed_s": 60.0 * line["step"], "budget/left_s": 200.0 - 60 * line["step"], "budget/is_spent": 0.0}
+    for line in of_rl[::2]:
+        line["validation/accuracy"] = line["step"] / 10
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    learning = next(section for section in sections(read_run(run)) if section.title == "Learning")
+    plots = {drawing.plot.title: drawing.plot for drawing in learning.drawings}
+    by_time = plots["Accuracy on held-out tasks by time"]
+    assert by_time.series[0].points == ((60.0, 0.1), (180.0, 0.3))
+    assert (by_time.x_label, by_time.x_low, by_time.x_high) == ("seconds", 0.0, 180.0)
+    page = _page(run)
+    assert "Left of the budget" in page
+    assert "budget/is_spent" not in page
+    _drop_metric(run, "time/elapsed_s")
+    assert "held-out tasks by time" not in _page(run)
+
+
 def test_a_step_without_calls_is_a_zero_of_calls_and_has_no_latency(run):
     lines = read_lines(run.metrics)
     quiet = next(line for line in lines if line["stage"] == "rl" and line["step"] == 3)

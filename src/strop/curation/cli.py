@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ Turn published data sets into problems and conversations that are worth training
 - `strop data list` names the data sets whose columns are known.
 - `strop data curate FILE --out DIR` passes problems through the rules of a file, and tells what each rule dropped and why.
 - `strop data convert toolace data.json sft.jsonl` turns demonstrations into one form, with JSON tool calls.
+- `strop data pairs candidates.jsonl pairs.jsonl --judge judge.toml` lets a judge make preference pairs for a reward model.
 """,
 )
 
@@ -66,6 +68,31 @@ def convert(
 
     result = convert_file(dataset, source, out, split=split)
     typer.echo(f"{result.num_converted:,} conversations in {out}; {result.num_dropped:,} dropped, in {result.dropped_path}")
+
+
+@app.command()
+def pairs(
+    candidates: Annotated[
+        Path, typer.Argument(help="A .jsonl: prompt, first and second on each line.", metavar="CANDIDATES", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT", show_default=False)],
+    judge: Annotated[
+        Path, typer.Option("--judge", help="A TOML file with the keys of a judge.", metavar="FILE", show_default=False)
+    ],
+    num_judgements: Annotated[int, typer.Option("--judgements", min=1, help="Of each pair, in an order drawn for each.")] = 4,
+    threshold: Annotated[
+        float, typer.Option("--threshold", min=0.0, max=2.0, help="Keep what differs by more, on the scale -2 to 2.")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option("--seed", help="Of what is left out so that neither side is the longer one.")] = 0,
+) -> None:
+    """Make preference pairs for a reward model: several judgements each, clear ones alone, lengths balanced."""
+    from strop.config import load_toml, validate
+    from strop.rewards.scorers.judge import JudgeConfig
+    from strop.training.pair_making import make_pairs_file
+
+    config = validate(JudgeConfig, load_toml(judge), place=str(judge))
+    making = make_pairs_file(candidates, out, config, num_judgements=num_judgements, threshold=threshold, seed=seed)
+    typer.echo(f"{out}: {asyncio.run(making).summary}")
 
 
 @app.command(name="list")

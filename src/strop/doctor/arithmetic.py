@@ -25,7 +25,7 @@ async def check_arithmetic(examination: Examination) -> Finding:
     told: list[str] = []
     for name, stage in parts.recipe.stages.items():
         match stage:
-            case SftStage():
+            case SftStage() if stage.num_demonstrations is not None:
                 epochs = stage.steps * stage.batch_size / stage.num_demonstrations
                 told.append(f"{name}: {stage.steps} steps x {stage.batch_size} demonstrations, {epochs:.1f} epochs")
             case RlStage():

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Self
 
 from strop.errors import RunError
-from strop.pipelines.recipe import RolloutStage, SftStage
+from strop.pipelines.recipe import RewardModelStage, RolloutStage, SftStage
 from strop.pipelines.stage import StageContext
 from strop.runs import StageDirectory, read_json, write_directory, write_json
-from strop.training.protocol import Trainer, WriteCheckpoint
+from strop.training.protocol import Checkpointed, WriteCheckpoint
 
 _NAME = re.compile(r"^step-(\d+)$")
 _CHECKSUMS = "checksums.json"  # sha256 of every other file, by its path within the checkpoint
@@ -30,7 +30,7 @@ def latest_step(directory: StageDirectory) -> int:
     return max(_steps(directory), default=0)
 
 
-async def resume(context: StageContext, trainer: Trainer) -> int:
+async def resume(context: StageContext, trainer: Checkpointed) -> int:
     """Load the last checkpoint that is as it was written into `trainer`; returns its step, 0 when there is none.
 
     One that is not is set aside under another name, and told.
@@ -48,7 +48,9 @@ async def resume(context: StageContext, trainer: Trainer) -> int:
     return 0
 
 
-def open_writer(context: StageContext, trainer: Trainer, stage: SftStage | RolloutStage) -> CheckpointWriter:
+def open_writer(
+    context: StageContext, trainer: Checkpointed, stage: SftStage | RolloutStage | RewardModelStage
+) -> CheckpointWriter:
     """What writes the checkpoints of a stage, as the stage asks; to be left with `async with`."""
     return CheckpointWriter(context, trainer, keep=stage.keep_checkpoints, in_background=stage.trainer.background_checkpoints)
 
@@ -60,7 +62,7 @@ class CheckpointWriter:
     waits until it is written. The writer's error is raised by the next call. `async with` leaves no checkpoint unfinished.
     """
 
-    def __init__(self, context: StageContext, trainer: Trainer, *, keep: int, in_background: bool) -> None:
+    def __init__(self, context: StageContext, trainer: Checkpointed, *, keep: int, in_background: bool) -> None:
         self.context = context
         self._trainer, self._keep, self._in_background = trainer, keep, in_background
         self._writing: asyncio.Task[None] | None = None
@@ -123,7 +125,7 @@ class CheckpointWriter:
             await asyncio.to_thread(shutil.rmtree, directory.checkpoint(old))
 
 
-def _writes_at_once(trainer: Trainer) -> WriteCheckpoint:
+def _writes_at_once(trainer: Checkpointed) -> WriteCheckpoint:
     """Writes what the trainer holds, which must not change meanwhile."""
     loop = asyncio.get_running_loop()
     return lambda directory: asyncio.run_coroutine_threadsafe(trainer.save(directory), loop).result()

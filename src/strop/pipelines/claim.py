@@ -15,7 +15,7 @@ import torch
 
 import strop
 from strop.errors import RunError
-from strop.pipelines.recipe import ModelStage, Recipe
+from strop.pipelines.recipe import Recipe, init_of
 from strop.runs import FORMAT_VERSION, RunDirectory, read_json, write_json
 
 # What costs time or memory, says where something runs, or ends a run early; not what rounds a sum another way (dtypes, threads,
@@ -26,7 +26,10 @@ _FREE_KEYS = re.compile(
     r"kv_mib|memory_fraction)|"
     r"sandbox\.(max_running|max_alive|zygotes|warm|recycle_after|url|token_env)|"
     r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints|"
-    r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates))"
+    r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates)|"
+    # How a service is reached, and how patiently: not what it says. Another model or prompt of it is another recipe.
+    r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."
+    r"(url|key_env|timeout_s|retries|backoff_s|rate_per_s|max_running|cache|max_wait_s|max_batch))"
 )
 
 
@@ -69,14 +72,30 @@ def claim(run: RunDirectory, recipe: Recipe, command: str) -> None:
                 "command": command,
                 "recipe": resolved,
                 "versions": versions(),
-                "stages": {
-                    name: {"kind": stage.kind} | ({} if isinstance(stage, ModelStage) else {"init": stage.init})
-                    for name, stage in recipe.stages.items()
-                },
+                "stages": _graph(recipe),
             },
         )
         return
     check_recipe(run, resolved)
+
+
+def reclaim(run: RunDirectory, recipe: Recipe, command: str) -> None:
+    """The run is of `recipe` from now on. Whoever calls has seen to what was made by another."""
+    manifest = read_json(run.manifest)
+    resolved = recipe.model_dump(mode="json")
+    write_json(run.manifest, manifest | {"command": command, "recipe": resolved, "stages": _graph(recipe)})
+
+
+def _graph(recipe: Recipe) -> dict[str, dict[str, Any]]:
+    """The stages in the order in which they run, each with what it stands on."""
+    graph: dict[str, dict[str, Any]] = {}
+    for name, stage in recipe.stages.items():
+        inputs: dict[str, list[str]] = {}
+        for each in stage.inputs():
+            inputs.setdefault(each.key, []).append(each.stage)
+        init = init_of(stage)
+        graph[name] = {"kind": stage.kind, **({"init": init} if init else {}), "inputs": inputs}
+    return graph
 
 
 def check_recipe(run: RunDirectory, resolved: Mapping[str, Any]) -> None:
@@ -85,18 +104,24 @@ def check_recipe(run: RunDirectory, resolved: Mapping[str, Any]) -> None:
     Raises:
         RunError: naming the first keys that differ.
     """
+    differing = differences(recorded_recipe(run), resolved)
+    if differing:
+        raise RunError(
+            f"{run.path} holds a run of another recipe:\n{shown(differing)}\nGive this one a name of its own with --name, make"
+            " the stages that this concerns anew with --from STAGE, or remove that directory."
+        )
+
+
+def recorded_recipe(run: RunDirectory) -> Mapping[str, Any]:
+    """The recipe in the manifest, as JSON. Raises `RunError` where another format is written there."""
     manifest = read_json(run.manifest)
     if manifest.get("format") != FORMAT_VERSION:
         raise RunError(
             f"{run.manifest}: run directory format {manifest.get('format')}, but this strop writes format {FORMAT_VERSION}."
             " Start a run under another name with --name."
         )
-    differing = differences(manifest["recipe"], resolved)
-    if differing:
-        raise RunError(
-            f"{run.path} holds a run of another recipe:\n{shown(differing)}\nGive this one a name of its own with --name, or"
-            " remove that directory."
-        )
+    recipe: Mapping[str, Any] = manifest["recipe"]
+    return recipe
 
 
 Difference: TypeAlias = tuple[str, Any, Any]
@@ -106,6 +131,16 @@ Difference: TypeAlias = tuple[str, Any, Any]
 def differences(there: Any, here: Any) -> list[Difference]:
     """Where two recipes as JSON differ, without the keys that change no result."""
     return [each for each in _all_differences(there, here, "") if not _FREE_KEYS.fullmatch(each[0])]
+
+
+def without_free_keys(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A recipe as JSON, or some of its tables, without the keys that change no result."""
+    kept: dict[str, Any] = {}
+    for key, value in tree.items():
+        place = f"{path}.{key}" if path else str(key)
+        if not _FREE_KEYS.fullmatch(place):
+            kept[key] = without_free_keys(value, place) if isinstance(value, Mapping) else value
+    return kept
 
 
 def shown(differing: Sequence[Difference]) -> str:

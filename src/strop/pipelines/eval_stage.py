@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,34 +13,36 @@ from typing import Any
 
 from strop.errors import MachineError
 from strop.evaluation.controls import AbsentTool, NoisyTool
-from strop.evaluation.statistics import average_at_k, pass_at_k
-from strop.evaluation.summary import is_correct, num_sampled_tokens, rollout_metrics
+from strop.evaluation.results import figures_of, problem_of, write_eval
+from strop.evaluation.summary import num_sampled_tokens
+from strop.evaluation.votes import Voting
 from strop.pipelines.engines import open_fleet, write_timeline
 from strop.pipelines.ledger import StepLedger
-from strop.pipelines.recipe import EvalStage
+from strop.pipelines.recipe import EvalStage, Recipe
 from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of, weights_digest
 from strop.rewards import judge_group, make_reward
 from strop.rollout.play import play
-from strop.runs import write_json
+from strop.runs import StageDirectory, read_json, read_lines, write_json
 from strop.seeds import derive_seed
 from strop.tasks import make_tasks
+from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, PythonTasksConfig
 from strop.tools.protocol import Tool
-from strop.types import Group
+from strop.types import Group, RolloutKey, ScoredTrajectory, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
-    """What an evaluation found; `figures` is what `result.json` holds."""
+    """What an evaluation found: what `result.json` holds, and the lines of `problems.jsonl`."""
 
     figures: dict[str, Any]
-    groups: tuple[Group, ...]
+    problems: tuple[dict[str, Any], ...]
 
 
 async def run_eval_stage(context: StageContext, stage: EvalStage) -> str:
-    """Evaluate, write `eval/result.json`, and return one sentence about it."""
+    """Evaluate, write `eval/`, and return one sentence about it."""
     result = await evaluate(context, stage, model_of(context.run, stage.init))
-    write_json(context.directory.evaluation, result.figures)
+    write_eval(context.directory.evaluation.parent, result.figures, result.problems)
     figures = result.figures
     errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
     return (
@@ -48,23 +52,27 @@ async def run_eval_stage(context: StageContext, stage: EvalStage) -> str:
 
 
 async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> EvalResult:
-    """Play `num_tasks` x `k` rollouts of the model in `model`.
+    """Play `num_tasks` x `k` rollouts of the model in `model`; those that an interrupted try finished are taken over.
 
     Tasks and seeds do not depend on the stage's name, so that two evaluations of one recipe compare the same problems.
+
+    Raises:
+        MachineError: every rollout is void.
     """
     chat = load_chat(model)
-    source = make_tasks(stage.tasks, seed=derive_seed("eval", context.recipe.seed), split=stage.split)
-    num_tasks = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks, source.num_tasks)
-    tasks = [(index, source.task(index)) for index in range(num_tasks)]
-    context.progress.stage_started(context.name, stage.kind, num_tasks, 0)
+    tasks = tasks_of(context.recipe, stage)
+    context.progress.stage_started(context.name, stage.kind, len(tasks), 0)
     fleet = await open_fleet(context, model, chat)
     reward = make_reward(stage.reward, context.runner)
+    voting = Voting(stage.reward, context.runner)
     groups: list[Group] = []
     started = time.perf_counter()
+    weights = weights_digest(model)
     try:
         check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
         path = context.directory.rollouts(0)
-        with closing(StepLedger(path, weights=weights_digest(model), policy_version=fleet.policy_version)) as ledger:
+        with closing(StepLedger(path, weights=weights, policy_version=fleet.policy_version)) as ledger:
+            finished = _still_asked(context.directory, tasks, ledger.finished_before)
             tools = _under_condition(context.tools(), stage.tools)
             playing = play(
                 tasks,
@@ -72,47 +80,113 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
                 num_rollouts=stage.k,
                 seed=derive_seed("eval", context.recipe.seed, "rollouts"),
                 observer=ledger,
-                finished=ledger.finished_before,
+                finished=finished,
             )
             async for group in playing:
                 groups.append(judge_group(reward, group))
                 context.progress.step({}, len(groups))
         write_timeline(context, 0, fleet.last_batch)
+        groups.sort(key=lambda group: group.task_index)
+        _tell_of_void(context, path.with_suffix(".ledger.jsonl"), groups)
+        votes = await voting.votes(groups)
     finally:
         await fleet.close()
         await reward.close()
-    groups.sort(key=lambda group: group.task_index)
-    figures = summarise(stage, groups, seed=context.recipe.seed) | {"stage": context.name}
-    figures |= {"time_s": time.perf_counter() - started, "tokens": num_sampled_tokens(groups)}
-    return EvalResult(figures=figures, groups=tuple(groups))
+        await voting.close()
+    figures = summarise(stage, groups, seed=context.recipe.seed, votes=votes) | {"stage": context.name}
+    figures |= {"time_s": time.perf_counter() - started, "tokens": num_sampled_tokens(groups), "num_taken_over": len(finished)}
+    figures |= _identity(context, stage, weights)
+    lines = [problem_of(group, None if votes is None else votes[at]) for at, group in enumerate(groups)]
+    return EvalResult(figures=figures, problems=tuple(lines))
 
 
-def summarise(stage: EvalStage, groups: Sequence[Group], *, seed: int) -> dict[str, Any]:
-    """The figures of an evaluation; a task all of whose rollouts were void is left out and counted."""
-    judged = [[float(is_correct(scored)) for scored in group.trajectories] for group in groups if group.trajectories]
-    if not judged:
-        raise MachineError(
-            f"every rollout of {len(groups)} tasks is void: engine, tools or judge fail. The ledger beside the rollouts"
-            " says how."
-        )
-    accuracy = average_at_k(judged, seed=seed)
-    metrics = rollout_metrics(groups)
+def tasks_of(recipe: Recipe, stage: EvalStage) -> list[tuple[int, Task]]:
+    """The evaluation's problems with their indices. Raises `TaskError` where they cannot be had, or have no answers."""
+    source = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split)
+    num_tasks = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks, source.num_tasks)
+    return [(index, source.task(index)) for index in range(num_tasks)]
+
+
+def changed_tasks(directory: StageDirectory, tasks: Sequence[tuple[int, Task]]) -> set[int]:
+    """Indices of tasks that are not what they were when the evaluation in `directory` began; empty where none did."""
+    path = _tasks_record(directory)
+    before: dict[str, str] = read_json(path) if path.exists() else {}
+    return {index for index, task in tasks if before.get(str(index), _digest(task)) != _digest(task)}
+
+
+def summarise(
+    stage: EvalStage, groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None
+) -> dict[str, Any]:
+    """The figures of an evaluation, with what it was asked for."""
+    figures = figures_of(groups, seed=seed, votes=votes)
+    return {"k": stage.k, "tools": stage.tools, "temperature": stage.sampling.temperature, **figures}
+
+
+def benchmark_of(stage: EvalStage) -> str:
+    """What the problems are called in tables: a subset, the published data set, the file with its folder, or the generator."""
+    tasks = stage.tasks
+    if isinstance(tasks, HubConfig) and tasks.subset is not None and tasks.dataset is not None:
+        return tasks.subset
+    if isinstance(tasks, Columns) and tasks.dataset is not None:
+        return tasks.dataset
+    match tasks:
+        case JsonlConfig() | ParquetConfig():
+            path = tasks.path if stage.split == "train" or tasks.test_path is None else tasks.test_path
+            return "/".join(path.with_suffix("").parts[-2:])
+        case PythonTasksConfig():
+            return tasks.source
+        case _:
+            return str(getattr(tasks, "name", None) or tasks.kind)
+
+
+def _identity(context: StageContext, stage: EvalStage, weights: str) -> dict[str, Any]:
+    """What was evaluated on what, for comparisons and tables."""
+    engine = context.recipe.engine
     return {
-        "num_tasks": len(judged),
-        "num_tasks_void": len(groups) - len(judged),
-        "k": stage.k,
-        "tools": stage.tools,
-        "temperature": stage.sampling.temperature,
-        "accuracy": accuracy.mean,
-        "accuracy_low": accuracy.low,
-        "accuracy_high": accuracy.high,
-        "pass_at_k": pass_at_k([[score > 0 for score in scores] for scores in judged], k=min(map(len, judged))),
-        **{
-            name.removeprefix("rollout/"): value
-            for name, value in metrics.items()
-            if name.startswith("rollout/") and name != "rollout/accuracy"
-        },
+        "benchmark": benchmark_of(stage),
+        "model": weights,
+        "run": context.recipe.name,
+        "engine": engine.kind,
+        "dtype": engine.dtype,
+        "prompt": stage.prompt,
+        "max_tokens": stage.sampling.max_tokens,
+        "max_turns": stage.limits.max_turns,
+        "reward": stage.reward.model_dump(mode="json"),
     }
+
+
+def _still_asked(
+    directory: StageDirectory, tasks: Sequence[tuple[int, Task]], finished: dict[RolloutKey, ScoredTrajectory]
+) -> dict[RolloutKey, ScoredTrajectory]:
+    """Finished rollouts whose tasks are the same as then. Writes down what the tasks are now."""
+    changed = changed_tasks(directory, tasks)
+    kept = {key: scored for key, scored in finished.items() if key.task_index not in changed}
+    write_json(_tasks_record(directory), {str(index): _digest(task) for index, task in tasks})
+    return kept
+
+
+def _tasks_record(directory: StageDirectory) -> Path:
+    return directory.evaluation.with_name("tasks.json")
+
+
+def _digest(task: Task) -> str:
+    said = "\0".join([task.question, task.answer, *(f"{name}={value}" for name, value in sorted(task.facts.items()))])
+    return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+
+
+def _tell_of_void(context: StageContext, ledger: Path, groups: Sequence[Group]) -> None:
+    """Warn of what no one could judge, with the reason met most often. Raises `MachineError` where that is everything."""
+    num_void, num_judged = sum(group.num_void for group in groups), sum(len(group.trajectories) for group in groups)
+    if not num_void:
+        return
+    reasons = Counter(str(line["reason"]) for line in read_lines(ledger) if line["event"] == "voided").most_common(1)
+    why = reasons[0][0] if reasons else "the reward could not judge them"
+    if not num_judged:
+        raise MachineError(
+            f"stages.{context.name}: every rollout of {len(groups)} tasks is void, so nothing is known of the model. The reason"
+            f" met most often: {why.rstrip('.')}. All reasons are in {ledger}."
+        )
+    context.warn(f"{num_void} rollouts are void and count in no figure. The reason met most often: {why.rstrip('.')}.")
 
 
 def _under_condition(tools: Sequence[Tool], condition: str) -> list[Tool]:

@@ -10,7 +10,7 @@ import torch
 from strop.engine.config import EngineConfig
 from strop.engine.servers.remedies import check_interpreter
 from strop.errors import UserError
-from strop.pipelines.recipe import PlayedStage, Recipe, SftStage, SteppedStage
+from strop.pipelines.recipe import PlayedStage, Recipe, RewardModelStage, SftStage, SteppedStage
 from strop.training.config import TrainerConfig
 
 
@@ -27,7 +27,7 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = ()) -> None:
         else:
             check_interpreter(recipe.engine)
     for name, stage in stages.items():
-        if isinstance(stage, SftStage | SteppedStage):
+        if isinstance(stage, SftStage | SteppedStage | RewardModelStage):
             _check_trainer_device(stage.trainer, f"stages.{name}.trainer")
 
 

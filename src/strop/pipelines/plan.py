@@ -10,17 +10,23 @@ from pathlib import Path
 import torch
 import transformers
 
-from strop.errors import ModelError
 from strop.pipelines.machine import check_machine
 from strop.pipelines.recipe import (
+    DemonstrationsStage,
     EvalStage,
     ExpertIterationStage,
+    ExportStage,
+    FilterStage,
+    MixStage,
     ModelStage,
     Recipe,
+    RejectionSamplingStage,
+    RewardModelStage,
     RlStage,
     RolloutStage,
     SftStage,
     StageConfig,
+    init_of,
 )
 from strop.pipelines.schedule import Done
 from strop.pipelines.tiny_model import tiny_llama_config
@@ -43,7 +49,7 @@ class PlannedStage:
     init: str
     arithmetic: str
     tokens: int
-    memory_mib: float
+    memory_mib: float  # 0, as the time: the model is not here, so nothing is known
     time_s: float
     schedule: tuple[str, ...] = ()  # what changes on the way, a line each
 
@@ -56,12 +62,14 @@ class ModelSize:
     kv_bytes_per_token: int  # in float32
 
 
+_NO_MODEL = ModelSize(num_parameters=0, kv_bytes_per_token=0)
+
+
 def plan(recipe: Recipe) -> list[PlannedStage]:
     """Every stage of `recipe`, with rough estimates for this machine.
 
     Raises:
-        ModelError: a stage's model directory is missing.
-        UserError: this machine lacks something else that a stage will open.
+        UserError: this machine lacks something that a stage will open.
     """
     check_machine(recipe)
     rate = _matmul_flops()
@@ -70,9 +78,9 @@ def plan(recipe: Recipe) -> list[PlannedStage]:
     for name, stage in recipe.stages.items():
         if isinstance(stage, ModelStage):
             sizes[name] = _size_of(stage)
-        else:
-            sizes[name] = sizes[stage.init]
-        stages.append(_planned(name, stage, recipe, sizes[name], rate))
+        elif origin := init_of(stage):
+            sizes[name] = sizes[origin]
+        stages.append(_planned(name, stage, recipe, sizes.get(name, _NO_MODEL), rate))
     return stages
 
 
@@ -82,18 +90,38 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
     kv_mib = recipe.engine.slots * recipe.engine.max_length * size.kv_bytes_per_token * engine_width / 4 / _MIB
     engine_mib = recipe.engine.num_engines * (size.num_parameters * engine_width / _MIB + kv_mib)
     tokens, memory, flops = 0, _IDLE_MIB + weights_mib, 0.0
-    init = "" if isinstance(stage, ModelStage) else stage.init
+    init = ", ".join(each.stage for each in stage.inputs())
     match stage:
         case ModelStage():
-            arithmetic = stage.path or f"a new model of {size.num_parameters / 1e6:.2f} M parameters"
+            arithmetic = _origin_in_words(stage, size)
         case SftStage():
             tokens = stage.steps * stage.batch_size * stage.sampling.max_tokens
             flops = 6 * size.num_parameters * tokens / _TRAIN_SHARE
             memory += 3 * weights_mib + _activations_mib(stage, size)
-            epochs = stage.steps * stage.batch_size / stage.num_demonstrations
-            arithmetic = (
-                f"{stage.steps} steps x {stage.batch_size} of {stage.num_demonstrations} demonstrations = {epochs:.1f} epochs"
-            )
+            if stage.num_demonstrations is None:
+                arithmetic = f"{stage.steps} steps x {stage.batch_size} of the conversations of {', '.join(stage.data)}"
+            else:
+                epochs = stage.steps * stage.batch_size / stage.num_demonstrations
+                arithmetic = (
+                    f"{stage.steps} steps x {stage.batch_size} of {stage.num_demonstrations} demonstrations ="
+                    f" {epochs:.1f} epochs"
+                )
+        case RewardModelStage():
+            memory += 3 * weights_mib
+            arithmetic = f"{stage.epochs} epochs over {stage.path} in batches of {stage.batch_size}"
+        case FilterStage() | RejectionSamplingStage():
+            arithmetic = f"{stage.num_tasks or 'all'} tasks x {stage.k} rollouts"
+            tokens = (stage.num_tasks or 0) * stage.k * stage.sampling.max_tokens
+            flops = 2 * size.num_parameters * tokens / _DECODE_SHARE
+            memory += engine_mib
+        case DemonstrationsStage():
+            arithmetic = f"{stage.num_demonstrations} demonstrations"
+        case MixStage():
+            told = stage.counts or stage.shares or dict.fromkeys(stage.data, "all")
+            arithmetic = ", ".join(f"{name} {share}" for name, share in told.items())
+            arithmetic += f" of {stage.total} rows" if stage.total else ""
+        case ExportStage():
+            arithmetic = "a model directory with card and lineage"
         case EvalStage():
             tokens = stage.num_tasks * stage.k * stage.sampling.max_tokens
             flops = 2 * size.num_parameters * tokens / _DECODE_SHARE
@@ -129,14 +157,20 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
                 f" that are right are imitated for {stage.epochs} epochs in batches of up to {stage.batch_size}: up to"
                 f" {updates} updates a step"
             )
+    time_s = _TOKEN_SHARE * flops / rate
+    if isinstance(stage, RolloutStage) and stage.budget_s is not None:
+        time_s = min(time_s, stage.budget_s)
+        arithmetic += f"; fewer where {stage.budget_s:g} s are over before"
+    if isinstance(stage, RolloutStage) and stage.end_when:
+        arithmetic += f"; fewer where before that {' or '.join(rule.what for rule in stage.end_when)}"
     return PlannedStage(
         name=name,
         kind=stage.kind,
         init=init,
         arithmetic=arithmetic,
         tokens=tokens,
-        memory_mib=memory,
-        time_s=_TOKEN_SHARE * flops / rate,
+        memory_mib=memory if size.num_parameters else 0.0,
+        time_s=time_s,
         schedule=tuple(_lines_of_schedule(stage)) if isinstance(stage, RolloutStage) else (),
     )
 
@@ -164,16 +198,24 @@ def _activations_mib(stage: SftStage | RlStage | ExpertIterationStage, size: Mod
 
 
 def _size_of(stage: ModelStage) -> ModelSize:
+    """Of a model that is not here, nothing is known: 0 parameters."""
     if stage.tiny is not None:
         return _count(tiny_llama_config(stage.tiny, vocab_size=stage.tiny.vocab_size, eos_token_id=2))
     assert stage.path is not None  # the config's validator saw to it
     try:
         return _count(transformers.AutoConfig.from_pretrained(stage.path, local_files_only=Path(stage.path).is_dir()))
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{stage.path}: no model config there, so nothing can be planned: {str(error).splitlines()[0]} `strop model import`"
-            " makes a model directory; a hub id needs a connection."
-        ) from error
+    except (OSError, ValueError):
+        return ModelSize(num_parameters=0, kv_bytes_per_token=0)
+
+
+def _origin_in_words(stage: ModelStage, size: ModelSize) -> str:
+    if stage.path is None:
+        return f"a new model of {size.num_parameters / 1e6:.2f} M parameters"
+    if size.num_parameters:
+        return stage.path
+    return (
+        f"{stage.path}: NOT FOUND, so memory and time are not estimated. Make it first, name another, or, for a hub id, connect"
+    )
 
 
 def _count(config: transformers.PretrainedConfig) -> ModelSize:

@@ -1,315 +1,89 @@
-"""The root of every recipe: what is shared, and the named stages of a run with what each starts from."""
+"""The root of every recipe: what is shared, and the named stages of a run with what each stands on."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from strop.algorithms.config import MethodConfig
-from strop.algorithms.policy_loss import Loss
-from strop.algorithms.protocol import Column
+from strop.algorithms.mismatch import Mismatch
 from strop.config import Config
 from strop.engine.config import EngineChoice, EngineConfig
-from strop.pipelines.held_out import ValidationConfig
-from strop.pipelines.schedule import Done, ScheduleEntry, problem_with, switched
-from strop.rewards.config import AnyRewardConfig, FunctionRewardConfig, RewardConfig
-from strop.rewards.sum_config import SumRewardConfig
-from strop.rollout.branching import BranchingConfig
-from strop.rollout.environment import RolloutLimits
-from strop.rollout.play import SamplingConfig
+from strop.pipelines.data_config import (
+    DemonstrationsStage,
+    ExportStage,
+    FilterStage,
+    MixStage,
+    RejectionSamplingStage,
+    SampledStage,
+)
+from strop.pipelines.graph import Node, in_order
+from strop.pipelines.reward_model_config import RewardModelStage
+from strop.pipelines.stage_config import (
+    EvalStage,
+    ExpertIterationStage,
+    ModelStage,
+    RlStage,
+    RolloutStage,
+    SftStage,
+    Stage,
+    TinyModel,
+    TrainingStage,
+)
 from strop.rollout.scheduling import SchedulerConfig
 from strop.sandbox.config import SandboxConfig
-from strop.tasks.config import Split, TaskConfig
-from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tools.python import PythonToolConfig
 from strop.tools.toolbox import TOOL_KINDS, ToolConfig
-from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
+
+__all__ = [
+    "DemonstrationsStage",
+    "EvalStage",
+    "ExpertIterationStage",
+    "ExportStage",
+    "FilterStage",
+    "MixStage",
+    "ModelStage",
+    "PlayedStage",
+    "Recipe",
+    "RejectionSamplingStage",
+    "RewardModelStage",
+    "RlStage",
+    "RolloutStage",
+    "SampledStage",
+    "SftStage",
+    "Stage",
+    "StageConfig",
+    "SteppedStage",
+    "TinyModel",
+    "TrainingStage",
+    "init_of",
+    "relative_to",
+    "resolve",
+]
 
 SHARED_TABLES = ("tasks", "prompt", "sampling", "limits", "reward", "trainer")
 """Tables of the recipe's root that are defaults of every stage; a stage's own keys are put over them."""
-
-
-class TinyModel(Config):
-    """A new Llama-architecture model with random weights and a byte-level BPE tokenizer trained on the demonstrations."""
-
-    vocab_size: int = Field(default=448, ge=300)
-    hidden_size: int = Field(default=128, ge=8)
-    intermediate_size: int = Field(default=384, ge=8)
-    num_layers: int = Field(default=4, ge=1)
-    num_heads: int = Field(default=4, ge=1)
-    max_length: int = Field(default=512, ge=64)
-    # At width 128 the usual 0.02 delays the copying of digits by over a thousand updates; 0.08 is about 1/sqrt(width).
-    initializer_range: float = Field(default=0.08, gt=0)
-    num_texts: int = Field(default=1000, ge=10)  # demonstrations that the tokenizer is trained on
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.hidden_size % (2 * self.num_heads):
-            raise ValueError(
-                f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width. Make it a"
-                f" multiple of {2 * self.num_heads}."
-            )
-        return self
-
-
-class Stage(Config):
-    """What every stage may say: where tasks come from, how they are posed, played and judged, how a model is trained."""
-
-    tasks: TaskConfig
-    prompt: str = "rstar2"
-    sampling: SamplingConfig = SamplingConfig()
-    limits: RolloutLimits = RolloutLimits()
-    reward: AnyRewardConfig = RewardConfig()
-    trainer: TrainerConfig = TrainerConfig()
-
-
-def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "trainer.optimizer") -> None:
-    """Raises `ValueError` when a cosine over `num_updates` would end before its warm-up does."""
-    if optimizer.schedule is Schedule.COSINE and optimizer.warmup_updates >= num_updates:
-        raise ValueError(
-            f"{key}.warmup_updates is {optimizer.warmup_updates}, but the stage has {num_updates} updates in all:"
-            " nothing is left for the cosine. Lower warmup_updates, raise steps, or set schedule = 'constant'."
-        )
-
-
-class ModelStage(Stage):
-    """Where the weights come from: a directory or hub id that `transformers` loads, or a tiny model made here."""
-
-    kind: Literal["model"]
-    path: str | None = None
-    tiny: TinyModel | None = None
-    demonstrator: DemonstratorConfig | None = None  # whose texts the tiny model's tokenizer is trained on
-
-    @model_validator(mode="after")
-    def _has_one_origin(self) -> Self:
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give either path (a model directory or hub id) or tiny (a table of sizes), and not both.")
-        if self.tiny is not None and self.demonstrator is None:
-            raise ValueError("a tiny model's tokenizer is trained on demonstrations: give demonstrator too.")
-        return self
-
-
-class TrainingStage(Stage):
-    """What every stage that trains may say."""
-
-    validation: ValidationConfig | None = None  # measure the policy on held-out tasks now and then
-
-    @property
-    def longest_response(self) -> int:
-        """The largest `sampling.max_tokens` that it ever has."""
-        return self.sampling.max_tokens
-
-
-class SftStage(TrainingStage):
-    """Supervised fine-tuning on demonstrations that are played in the real environment."""
-
-    kind: Literal["sft"]
-    init: str
-    demonstrator: DemonstratorConfig
-    num_demonstrations: int = Field(ge=1)
-    steps: int = Field(ge=1)  # one update each
-    batch_size: int = Field(default=32, ge=1)  # demonstrations of one update
-    checkpoint_every: int = Field(default=100, ge=1)  # steps
-    keep_checkpoints: int = Field(default=2, ge=1)
-
-    @model_validator(mode="after")
-    def _fills_a_batch(self) -> Self:
-        if self.batch_size > self.num_demonstrations:
-            raise ValueError(
-                f"batch_size is {self.batch_size}, but there are {self.num_demonstrations} demonstrations: an epoch would not"
-                " fill one batch. Lower batch_size, or raise num_demonstrations."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_ends_after_its_warmup(self) -> Self:
-        check_schedule(self.trainer.optimizer, self.steps)
-        return self
-
-
-class EvalStage(Stage):
-    """avg@k on held-out tasks, played like training's rollouts."""
-
-    kind: Literal["eval"]
-    init: str
-    split: Split = "test"
-    num_tasks: int = Field(default=100, ge=1)
-    k: int = Field(default=4, ge=1)  # rollouts of each task
-    tools: Literal["real", "noise", "none"] = "real"  # controls: results with their digits drawn anew, or no tool at all
-
-
-class RolloutStage(TrainingStage):
-    """What every stage may say that learns from its own rollouts: each step one rollout batch, updates, one publication."""
-
-    init: str
-    steps: int = Field(ge=1)  # of expert iteration 5 in CS336 assignment 5, section 5
-    tasks_per_step: int = Field(ge=1)
-    group_size: int = Field(ge=1)  # G, the rollouts of a task; of RL those that are learnt from
-    epochs: int = Field(default=1, ge=1)  # passes over what a step has to learn from
-    schedule: tuple[ScheduleEntry, ...] = ()  # what changes on the way
-    checkpoint_every: int = Field(default=1, ge=1)  # steps
-    keep_checkpoints: int = Field(default=2, ge=1)
-    give_up_after: int = Field(default=3, ge=1)  # steps in a row that cannot learn, before the run stops (law 11)
-
-    def at(self, done: Done) -> Self:
-        """The stage as it is for a step that begins with so much done."""
-        return switched(self, [entry for entry in self.schedule if entry.is_reached(done)])
-
-    @property
-    def longest_response(self) -> int:
-        return max(self.sampling.max_tokens, *(entry.sampling.max_tokens or 0 for entry in self.schedule), 0)
-
-    @model_validator(mode="after")
-    def _schedule_holds(self) -> Self:
-        for number, entry in enumerate(self.schedule):
-            if problem := self._schedule_problem(entry) or problem_with(self, self.schedule[: number + 1]):
-                raise ValueError(f"schedule entry {number + 1} ({entry.when}, {entry.what}): {problem}")
-        return self
-
-    def _schedule_problem(self, entry: ScheduleEntry) -> str:
-        """Why an entry cannot be what is meant; empty where it can."""
-        limit = max(entry.at_step or 0, (entry.every_steps or 0) + 1)
-        if limit > self.steps:
-            return f"the stage has {self.steps} steps, so this never changes a thing. Make it earlier, or raise steps."
-        if entry.reset_optimizer and self.trainer.optimizer.schedule is Schedule.COSINE:
-            return (
-                "trainer.optimizer.schedule is 'cosine' over all updates of the stage, and would begin again without an end."
-                " Set schedule = 'constant', or make two stages."
-            )
-        if entry.reward is not None and isinstance(self.reward, FunctionRewardConfig):
-            return "reward.kind = 'function' has one part alone, and no weights. Leave reward out."
-        if entry.reward is not None and isinstance(self.reward, SumRewardConfig):
-            unknown = [name for name in entry.reward.weights if name not in self.reward.parts]
-            if unknown:
-                return f"reward has no part {unknown[0]!r}. The parts are {', '.join(self.reward.parts)}."
-        return ""
-
-
-class RlStage(RolloutStage):
-    """Reinforcement learning by a method."""
-
-    kind: Literal["rl"]
-    method: MethodConfig
-    updates_per_step: int = Field(default=1, ge=1)  # mini-batches, split by task
-    branching: BranchingConfig | None = None  # ARPO: some of a task's rollouts begin at the prompt, the others branch off them
-
-    @model_validator(mode="after")
-    def _divides(self) -> Self:
-        if self.tasks_per_step % self.updates_per_step:
-            valid = [n for n in range(1, self.tasks_per_step + 1) if self.tasks_per_step % n == 0]
-            nearest = min(valid, key=lambda n: abs(n - self.updates_per_step))
-            raise ValueError(
-                f"tasks_per_step is {self.tasks_per_step}, which does not split into updates_per_step ="
-                f" {self.updates_per_step} equal mini-batches. Nearest that does: updates_per_step = {nearest}."
-            )
-        self.method.num_rollouts(self.group_size)
-        if self.method.loss is Loss.POLICY_GRADIENT and self.updates_per_step * self.epochs > 1:
-            raise ValueError(
-                f"method.loss is 'policy_gradient', which is right for one update after sampling, but a step makes"
-                f" {self.updates_per_step * self.epochs}: updates_per_step = {self.updates_per_step}, epochs = {self.epochs}."
-                ' Set both to 1, or loss = "no_clip".'
-            )
-        if self.sampling.temperature == 0:
-            raise ValueError("sampling.temperature is 0: every rollout of a task would be the same. Raise it; 1.0 is usual.")
-        if self.sampling.min_tokens > 0:
-            raise ValueError(
-                f"sampling.min_tokens is {self.sampling.min_tokens}: the trainer does not score under the sampler's ban on"
-                " early stop ids, so their log-probs would differ. Set it to 0 here; evaluations may use it."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _branches_within_its_rollouts(self) -> Self:
-        if self.branching is not None and self.branching.initial_rollouts > self.rollouts_per_task:
-            raise ValueError(
-                f"branching.initial_rollouts is {self.branching.initial_rollouts}, but a task has {self.rollouts_per_task}"
-                " rollouts in all. Lower it (ARPO begins half of them at the prompt), or raise group_size."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _leaves_steps_to_the_policy(self) -> Self:
-        if self.steps_of_critic_alone >= self.steps:
-            raise ValueError(
-                f"trainer.critic.alone_steps is {self.trainer.critic.alone_steps}, but the stage has {self.steps} steps: none"
-                " is left for the policy. Lower alone_steps, or raise steps."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_ends_after_its_warmup(self) -> Self:
-        check_schedule(self.trainer.optimizer, self.num_updates)
-        if self.method.critic is not None:
-            check_schedule(self.trainer.critic.optimizer, self.num_critic_updates, key="trainer.critic.optimizer")
-        return self
-
-    def _schedule_problem(self, entry: ScheduleEntry) -> str:
-        limit = max(entry.at_update or 0, entry.every_updates or 0)
-        if limit >= self.num_updates:
-            return f"the stage has {self.num_updates} updates, so this never changes a thing. Make it earlier, or raise steps."
-        if entry.refresh_reference and Column.REFERENCE_LOGPROBS not in self.method.needs:
-            return "there is no reference, since method.kl_coefficient is 0. Raise it, or leave refresh_reference out."
-        return super()._schedule_problem(entry)
-
-    @property
-    def rollouts_per_task(self) -> int:
-        return self.method.num_rollouts(self.group_size)
-
-    @property
-    def steps_of_critic_alone(self) -> int:
-        """First steps in which the policy is not updated; 0 for a method without a critic."""
-        return 0 if self.method.critic is None else self.trainer.critic.alone_steps
-
-    @property
-    def num_updates(self) -> int:
-        """Of the policy, where every step is full."""
-        return (self.steps - self.steps_of_critic_alone) * self.updates_per_step * self.epochs
-
-    @property
-    def num_critic_updates(self) -> int:
-        """Of the critic, if there is one."""
-        return self.steps * self.updates_per_step * self.epochs
-
-
-class ExpertIterationStage(RolloutStage):
-    """Expert iteration: SFT on the rollouts of a step that are right."""
-
-    kind: Literal["expert_iteration"]
-    batch_size: int = Field(default=32, ge=1)  # rollouts of one update, at most
-    drop_repeats: bool = False  # of right rollouts of a task with the same tokens, imitate the first only
-
-    @model_validator(mode="after")
-    def _adds_up(self) -> Self:
-        if self.sampling.temperature == 0 and self.group_size > 1:
-            raise ValueError(
-                f"sampling.temperature is 0: all {self.group_size} rollouts of a task would be the same. Raise it; 1.0 is"
-                " usual. Or set group_size = 1."
-            )
-        if self.trainer.optimizer.schedule is Schedule.COSINE:
-            raise ValueError(
-                "trainer.optimizer.schedule is 'cosine', which needs to know how many updates there will be; here that hangs"
-                " on how many rollouts are right. Set schedule = 'constant'."
-            )
-        return self
-
-    def _schedule_problem(self, entry: ScheduleEntry) -> str:
-        if entry.refresh_reference:
-            return "expert iteration has no reference. Leave refresh_reference out."
-        return super()._schedule_problem(entry)
-
-    @property
-    def rollouts_per_task(self) -> int:
-        return self.group_size
-
+SERVERS = ("vllm", "sglang")
+"""Kinds of engine that compute in a process and with kernels of their own."""
 
 StageConfig: TypeAlias = Annotated[
-    ModelStage | SftStage | EvalStage | RlStage | ExpertIterationStage, Field(discriminator="kind")
+    ModelStage
+    | DemonstrationsStage
+    | SftStage
+    | EvalStage
+    | RlStage
+    | ExpertIterationStage
+    | FilterStage
+    | RejectionSamplingStage
+    | MixStage
+    | RewardModelStage
+    | ExportStage,
+    Field(discriminator="kind"),
 ]
-PlayedStage: TypeAlias = EvalStage | RlStage | ExpertIterationStage
+"""Every kind of stage. What runs each is in the table of train.py."""
+PlayedStage: TypeAlias = EvalStage | RlStage | ExpertIterationStage | FilterStage | RejectionSamplingStage
 """Its tasks are played on engines."""
 SteppedStage: TypeAlias = RlStage | ExpertIterationStage
 """It learns from its own rollouts, step by step."""
@@ -320,7 +94,7 @@ def _python_alone() -> dict[str, ToolConfig]:
 
 
 class Recipe(Config):
-    """A whole program as one value. Stages run in the order in which they are written."""
+    """A whole program as one value. Its stages are a graph; `stages` holds them in the order in which they run."""
 
     name: str = Field(min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     description: str = ""
@@ -333,21 +107,12 @@ class Recipe(Config):
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
     stages: dict[str, StageConfig] = Field(min_length=1)
 
-    @model_validator(mode="after")
-    def _stages_stand_on_earlier_ones(self) -> Self:
-        models: list[str] = []
-        for name, stage in self.stages.items():
-            if not isinstance(stage, ModelStage) and stage.init not in models:
-                nearest = difflib.get_close_matches(stage.init, models, n=1)
-                hint = (
-                    f" Did you mean {nearest[0]!r}?"
-                    if nearest
-                    else f" Earlier stages with a model: {', '.join(models) or 'none'}."
-                )
-                raise ValueError(f"stages.{name}.init is {stage.init!r}, which is no earlier stage that makes a model.{hint}")
-            if not isinstance(stage, EvalStage):
-                models.append(name)
-        return self
+    @field_validator("stages", mode="after")
+    @classmethod
+    def _stages_stand_on_each_other(cls, stages: dict[str, StageConfig]) -> dict[str, StageConfig]:
+        """In the order in which they run: as they are written, but each behind those that it stands on."""
+        nodes = {name: Node(makes=stage.makes, inputs=stage.inputs()) for name, stage in stages.items()}
+        return {name: stages[name] for name in in_order(nodes)}
 
     @model_validator(mode="after")
     def _can_branch(self) -> Self:
@@ -381,11 +146,17 @@ class Recipe(Config):
         return self
 
 
+def init_of(stage: Stage) -> str:
+    """The stage whose model it begins with; empty where it begins with none."""
+    return next((each.stage for each in stage.inputs() if each.key == "init"), "")
+
+
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     """`tree` with the shared tables of its root put under every stage, and taken from the root.
 
     A stage's key beats the shared one; a table that changes its `kind` replaces the shared table whole. A table of `tools`
-    that is called as a kind of tool is of that kind.
+    that is called as a kind of tool is of that kind. RL on what a server engine sampled corrects for its probabilities, unless
+    the method says otherwise: a server computes with kernels of its own, and the gap is no mere rounding.
     """
     shared = {key: tree[key] for key in SHARED_TABLES if key in tree}
     resolved = {key: value for key, value in tree.items() if key not in shared}
@@ -394,10 +165,24 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
         resolved["stages"] = {
             name: _merge(shared, stage) if isinstance(stage, Mapping) else stage for name, stage in stages.items()
         }
+    engine = resolved.get("engine")
+    if isinstance(engine, Mapping) and engine.get("kind") in SERVERS and isinstance(resolved.get("stages"), Mapping):
+        resolved["stages"] = {name: _with_correction(stage) for name, stage in resolved["stages"].items()}
     tools = resolved.get("tools")
     if isinstance(tools, Mapping):
         resolved["tools"] = {name: _with_kind(name, table) for name, table in tools.items()}
     return resolved
+
+
+def _with_correction(stage: Any) -> Any:
+    """An RL stage whose method says nothing of the mismatch between sampler and trainer truncates its weights."""
+    if not isinstance(stage, Mapping) or stage.get("kind") != "rl" or "method" not in stage:
+        return stage
+    method = stage["method"]
+    method = {"name": method} if isinstance(method, str) else method
+    if not isinstance(method, Mapping):
+        return stage  # the config says what is wrong with it
+    return {**stage, "method": {"mismatch": Mismatch.TRUNCATE_TOKEN.value, **method}}
 
 
 def _with_kind(name: str, tool: Any) -> Any:

@@ -43,9 +43,9 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         )
         opened.push_async_callback(trainer.close)
         rollouts = await opened.enter_async_context(open_rollouts(context, stage, init))
-        await take_steps(context, stage, trainer, rollouts, _Loop(context, stage, trainer, rollouts).step)
+        taken = await take_steps(context, stage, trainer, rollouts, _Loop(context, stage, trainer, rollouts).step)
         product = await write_product(context, trainer, stage)
-        return product, f"{stage.steps} steps of {stage.method.name}, {trainer.num_updates} updates"
+        return product, f"{taken.steps} steps of {stage.method.name}, {trainer.num_updates} updates{taken.note}"
 
 
 class _Loop:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from strop.engine.config import EngineConfig, VllmConfig
 from strop.errors import ConfigError
-from strop.pipelines.recipe import EvalStage, ModelStage, PlayedStage, Recipe, Stage, TrainingStage
+from strop.pipelines.recipe import EvalStage, ModelStage, PlayedStage, Recipe, SampledStage, Stage, TrainingStage, init_of
 from strop.rollout.chat import ChatFormat
 from strop.rollout.fleet import Fleet
 from strop.rollout.prompt import load_prompt
 from strop.seeds import derive_seed
-from strop.tasks import make_tasks
+from strop.tasks import TaskSource, make_tasks
 from strop.tools.protocol import Tool
 from strop.types import Task
 
@@ -27,18 +27,31 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
     """
     _refuse_idle_oversubscription(recipe)
     for name, stage in recipe.stages.items():
-        if isinstance(stage, PlayedStage) and _origin_of(recipe, stage) == origin:
+        is_known = isinstance(stage, EvalStage) or not stage.data if isinstance(stage, PlayedStage) else False
+        if isinstance(stage, PlayedStage) and is_known and _origin_of(recipe, stage) == origin:
             longest, held = _longest_prompt(recipe, name, stage, chat, tools), recipe.engine.max_length
             _refuse_if_too_long(name, stage, longest, held, f"engine.max_length = {held}")
 
 
-def check_engines(recipe: Recipe, name: str, stage: PlayedStage, chat: ChatFormat, tools: Sequence[Tool], fleet: Fleet) -> None:
+def check_engines(
+    recipe: Recipe,
+    name: str,
+    stage: PlayedStage,
+    chat: ChatFormat,
+    tools: Sequence[Tool],
+    fleet: Fleet,
+    *,
+    source: TaskSource | None = None,
+) -> None:
     """Hold a stage against the engines that were opened for it, whose memory is known only now.
+
+    Args:
+        source: the tasks that it plays; those that `tasks` describes where there is none.
 
     Raises:
         ConfigError: no engine could ever hold a rollout of its first tasks, or of any of an evaluation; with the arithmetic.
     """
-    longest = _longest_prompt(recipe, name, stage, chat, tools)
+    longest = _longest_prompt(recipe, name, stage, chat, tools, source)
     held = fleet.max_request_tokens
     _refuse_if_too_long(name, stage, longest, held, f"{held}, which is what the KV memory of the largest engine holds")
 
@@ -50,13 +63,16 @@ def prompt_lengths(stage: Stage, tasks: Sequence[Task], chat: ChatFormat, tools:
     return [len(prompt.ids(chat, task.question, specs)) for task in tasks]
 
 
-def _longest_prompt(recipe: Recipe, name: str, stage: PlayedStage, chat: ChatFormat, tools: Sequence[Tool]) -> tuple[str, int]:
+def _longest_prompt(
+    recipe: Recipe, name: str, stage: PlayedStage, chat: ChatFormat, tools: Sequence[Tool], source: TaskSource | None = None
+) -> tuple[str, int]:
     """Of the tasks that the stage begins with, or all of an evaluation, the one with the longest prompt, and its tokens."""
     if isinstance(stage, EvalStage):
         source, num = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split), stage.num_tasks
     else:
-        seed, num = derive_seed("run", recipe.seed, name, "tasks"), min(stage.tasks_per_step, _NUM_TASKS)
-        source = make_tasks(stage.tasks, seed=seed, split="train")
+        wanted = stage.num_tasks or _NUM_TASKS if isinstance(stage, SampledStage) else stage.tasks_per_step
+        seed, num = derive_seed("run", recipe.seed, name, "tasks"), min(wanted, _NUM_TASKS)
+        source = source or make_tasks(stage.tasks, seed=seed, split="train")
     num = num if source.num_tasks is None else min(num, source.num_tasks)
     tasks = [source.task(index) for index in range(num)]
     lengths = prompt_lengths(stage, tasks, chat, tools)
@@ -67,7 +83,7 @@ def _origin_of(recipe: Recipe, stage: PlayedStage) -> str:
     """The stage that says which model it all began with."""
     name = stage.init
     while not isinstance(before := recipe.stages[name], ModelStage):
-        name = before.init
+        name = init_of(before)
     return name
 
 

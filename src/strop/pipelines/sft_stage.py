@@ -9,10 +9,12 @@ from pathlib import Path
 
 from strop.errors import CannotLearnError, TaskError
 from strop.pipelines import checkpoints
+from strop.pipelines.conversations import as_demonstrations
 from strop.pipelines.demonstrations import batch_at, load_or_play
 from strop.pipelines.recipe import SftStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
+from strop.pipelines.stage_data import rows_of
 from strop.pipelines.step_figures import cost_metrics
 from strop.pipelines.validation import FineTuningValidator, open_fine_tuning_validator, write_product
 from strop.training.opening import open_trainer
@@ -23,11 +25,15 @@ from strop.training.sft import Demonstration, pack_demonstrations, sft_token_los
 async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, str]:
     """Train from the last checkpoint to the last step; returns the model directory and one sentence about it."""
     init = model_of(context.run, stage.init)
-    demonstrations = await load_or_play(context, stage, stage.demonstrator, load_chat(init), num=stage.num_demonstrations)
+    demonstrations = await _demonstrations(context, stage, init)
     if len(demonstrations) < stage.batch_size:
+        there, remedy = (
+            (f"{', '.join(stage.data)} made {len(demonstrations)} conversations", "let those stages make more")
+            if stage.data
+            else (f"{len(demonstrations)} demonstrations could be played", "give it more tasks that the demonstrator can do")
+        )
         raise TaskError(
-            f"stages.{context.name}: {len(demonstrations)} demonstrations could be played, fewer than batch_size ="
-            f" {stage.batch_size}. Lower batch_size, or give it more tasks that the demonstrator can do."
+            f"stages.{context.name}: {there}, fewer than batch_size = {stage.batch_size}. Lower batch_size, or {remedy}."
         )
     async with AsyncExitStack() as opened:
         trainer = open_trainer(init, stage.trainer, total_updates=stage.steps)
@@ -36,6 +42,17 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
         loss = await _imitate(context, stage, trainer, demonstrations, validator)
         product = await write_product(context, trainer, stage)
         return product, f"{stage.steps} updates on {len(demonstrations)} demonstrations, last loss {loss:.3f}"
+
+
+async def _demonstrations(context: StageContext, stage: SftStage, init: Path) -> Sequence[Demonstration]:
+    """What the stage imitates: conversations of other stages, or demonstrations played now."""
+    chat = load_chat(init)
+    if stage.data:
+        rows = [row for name in stage.data for row in rows_of(context.run, name)]
+        return as_demonstrations(rows, chat, context.tools())
+    assert stage.demonstrator is not None  # the config's validator saw to it
+    assert stage.num_demonstrations is not None
+    return await load_or_play(context, stage, stage.demonstrator, chat, num=stage.num_demonstrations)
 
 
 async def _imitate(

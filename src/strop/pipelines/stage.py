@@ -92,14 +92,16 @@ class StageMetrics:
         kept = [line for line in lines if line["stage"] != context.name or line["step"] <= done_steps]
         if len(kept) < len(lines):
             write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
-        own = (line for line in reversed(kept) if line["stage"] == context.name)
-        self.last: Mapping[str, Any] = next(own, {})
+        self.steps: list[Mapping[str, Any]] = [line for line in kept if line["stage"] == context.name]
+        """What each step got, those of earlier tries too."""
+        self.last: Mapping[str, Any] = self.steps[-1] if self.steps else {}
         """What the last step before this try got; empty when there was none."""
         self._context = context
         self._writer = LineWriter(path)
 
     def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._writer.append({"stage": self._context.name, "step": step, **metrics})
+        self.steps.append({"stage": self._context.name, "step": step, **metrics})
+        self._writer.append(self.steps[-1])
         for tracker in self._context.trackers:
             tracker.log(metrics, step=step, stage=self._context.name)
         self._context.progress.step(metrics, step)

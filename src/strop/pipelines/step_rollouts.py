@@ -18,6 +18,7 @@ from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import SteppedStage
 from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, branching_of, load_chat, make_player
+from strop.pipelines.stage_data import tasks_to_play
 from strop.pipelines.validation import Validator
 from strop.rewards import AnyRewardConfig, judge_group, make_reward
 from strop.rollout.branch_metrics import branch_metrics, why_a_coin
@@ -26,7 +27,6 @@ from strop.rollout.fleet import Fleet
 from strop.rollout.fleet.figures import BatchReport
 from strop.rollout.play import play
 from strop.runs import write_json
-from strop.tasks import make_tasks
 from strop.tasks.protocol import TaskSource
 from strop.training.protocol import Trainer
 from strop.types import Group
@@ -37,22 +37,23 @@ class StepRollouts:
 
     def __init__(self, context: StageContext, stage: SteppedStage, fleet: Fleet, chat: ChatFormat) -> None:
         self._context, self._stage, self._fleet, self._chat = context, stage, fleet, chat
+        self._tasks: TaskSource = tasks_to_play(context, stage)
+        check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet, source=self._tasks)
         self._judged_by = stage.reward
         self._reward = make_reward(stage.reward, context.runner)
         self._validator = (
             None if stage.validation is None else Validator(context, stage, init=stage.init, fleet=fleet, chat=chat)
         )
-        self._tasks: TaskSource = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
 
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
         return await self._fleet.publish(partial(trainer.publish, version=version), version=version)
 
-    async def validate(self, trainer: Trainer, step: int, stage: SteppedStage, weights: str) -> dict[str, float]:
+    async def validate(self, trainer: Trainer, step: int, stage: SteppedStage, weights: str, *, last: int) -> dict[str, float]:
         """As `Validator.validate`, of the policy that was published last; {} where the stage has no validation."""
         if self._validator is None:
             return {}
-        return await self._validator.validate(trainer, step, stage, self._reward, weights=weights, last=self._stage.steps)
+        return await self._validator.validate(trainer, step, stage, self._reward, weights=weights, last=last)
 
     async def _judge_by(self, config: AnyRewardConfig) -> None:
         """Judge from now on as `config` says, which a schedule may have changed."""
@@ -138,7 +139,6 @@ async def open_rollouts(context: StageContext, stage: SteppedStage, model: Path)
     chat = load_chat(model)
     fleet = await open_fleet(context, model, chat)
     try:
-        check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
         rollouts = StepRollouts(context, stage, fleet, chat)
         try:
             yield rollouts

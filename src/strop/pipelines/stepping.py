@@ -8,9 +8,11 @@ from typing import TypeAlias, TypeVar
 
 from strop.errors import CannotLearnError
 from strop.pipelines import checkpoints
+from strop.pipelines.budget import StageClock
+from strop.pipelines.endings import why_over
 from strop.pipelines.recipe import ExpertIterationStage, RlStage, RolloutStage
 from strop.pipelines.schedule import Done, due
-from strop.pipelines.stage import StageContext
+from strop.pipelines.stage import StageContext, StageMetrics
 from strop.pipelines.step_rollouts import StepRollouts
 from strop.training.protocol import Trainer
 
@@ -24,6 +26,19 @@ class StepResult:
     problems: Sequence[str]  # why it could not learn, in words; empty when it did
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """How a stage came to its end: fewer steps than it may have where its budget or a rule of `end_when` ended it."""
+
+    steps: int
+    why_over: str  # what rule held, in words; empty where none ended it
+
+    @property
+    def note(self) -> str:
+        """For the stage's summary."""
+        return f"; ended early: {self.why_over}" if self.why_over else ""
+
+
 StageT = TypeVar("StageT", RlStage, ExpertIterationStage)
 Step: TypeAlias = Callable[[int, StageT, str], Awaitable[StepResult]]
 """(number from 1, the stage as its schedule has it now, checksum of the policy to sample from) -> what is left of the step."""
@@ -31,7 +46,7 @@ Step: TypeAlias = Callable[[int, StageT, str], Awaitable[StepResult]]
 
 async def take_steps(
     context: StageContext, stage: StageT, trainer: Trainer, rollouts: StepRollouts, take: Step[StageT]
-) -> None:
+) -> Taken:
     """Every step that is not behind the last checkpoint, with its line of metrics, its warnings and its checkpoint.
 
     Raises:
@@ -40,11 +55,14 @@ async def take_steps(
     async with checkpoints.open_writer(context, trainer, stage) as writer:
         done = await checkpoints.resume(context, trainer)
         context.progress.stage_started(context.name, stage.kind, stage.steps, done)
-        metrics = context.metrics(done_steps=done)
+        metrics: StageMetrics = context.metrics(done_steps=done)
         weights = await rollouts.publish(trainer, version=done)
         before = Done(steps=done, updates=trainer.num_updates)
         num_stuck = int(metrics.last.get("update/stuck_steps", 0))
-        for step in range(done + 1, stage.steps + 1):
+        clock = StageClock(stage.budget_s, metrics.last)
+        over: str = why_over(stage.end_when, metrics.steps) if before.steps < stage.steps else ""
+        while before.steps < stage.steps and not clock.is_spent and not over:
+            step = before.steps + 1
             await writer.check()
             now = stage.at(before)
             try:
@@ -54,18 +72,27 @@ async def take_steps(
                     await writer.save_if_missing(step - 1)
                 raise
             after = Done(steps=step, updates=trainer.num_updates)
-            if step < stage.steps:
+            due_anyway = stage.validation is not None and stage.validation.is_due(step, last=stage.steps)
+            clock.step_finished(is_validated=due_anyway)
+            is_last = clock.is_spent or bool(why_over(stage.end_when, [*metrics.steps, {"step": step, **result.figures}]))
+            last = step if is_last else stage.steps
+            if step < last:
                 await _follow_schedule(context, stage, trainer, before, after)
             before = after
             weights = result.weights
-            found = await rollouts.validate(trainer, step, now, weights)
+            found = await rollouts.validate(trainer, step, now, weights, last=last)
+            clock.validated(found)
             num_stuck = num_stuck + 1 if result.problems else 0
             # Before the checkpoint that makes it count.
-            metrics.append(step, {**result.figures, **found, "update/stuck_steps": num_stuck})
+            metrics.append(step, {**result.figures, **found, **clock.metrics, "update/stuck_steps": num_stuck})
+            _tell_of_budget(context, stage, clock, step)
+            if step < stage.steps and (over := why_over(stage.end_when, metrics.steps)):
+                context.event("ended_early", step=step, because=over)
             for problem in result.problems:
                 context.warn(f"step {step} cannot learn: {problem}")
             is_hopeless = num_stuck >= stage.give_up_after
-            if is_hopeless or (step % stage.checkpoint_every == 0 and step < stage.steps):
+            # A step that was made the last is saved: a try that resumes behind it must not find time, or a reason, for another.
+            if is_hopeless or clock.is_spent or over or (step % stage.checkpoint_every == 0 and step < stage.steps):
                 await writer.save(step)
             if is_hopeless:
                 raise CannotLearnError(
@@ -74,6 +101,19 @@ async def take_steps(
                     " tasks, a better starting point (SFT), more rollouts per task, or raise give_up_after to go on."
                 )
         metrics.close()
+        return Taken(steps=before.steps, why_over=over)
+
+
+def _tell_of_budget(context: StageContext, stage: RolloutStage, clock: StageClock, step: int) -> None:
+    """Say that no time is left, if that is so; warn where the step, longer than the one before, ended too late."""
+    if stage.budget_s is None or not clock.is_spent:
+        return
+    left_s = clock.metrics["budget/left_s"]
+    context.event("budget_spent", step=step, budget_s=stage.budget_s, left_s=left_s)
+    if left_s < 0:
+        context.warn(
+            f"step {step} ended {-left_s:.1f} s past budget_s = {stage.budget_s:g}: it was not foreseen to take so long."
+        )
 
 
 async def _follow_schedule(context: StageContext, stage: RolloutStage, trainer: Trainer, before: Done, after: Done) -> None:

@@ -1,25 +1,50 @@
-"""Runs a recipe's stages in order, each from where it stands; the one call behind `strop train`."""
+"""Runs a recipe's stages in the order of its graph, each from where it stands; the one call behind `strop train`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from strop.engine.opening import open_engines
-from strop.pipelines.claim import alone_in, claim
+from strop.pipelines.claim import alone_in
+from strop.pipelines.conversations import run_demonstrations_stage
 from strop.pipelines.eval_stage import run_eval_stage
 from strop.pipelines.expert_iteration_stage import run_expert_iteration_stage
+from strop.pipelines.export_stage import run_export_stage
+from strop.pipelines.filter_stage import run_filter_stage
+from strop.pipelines.graph import Product
+from strop.pipelines.lineage import Lineage, write_lineage
 from strop.pipelines.machine import check_machine
+from strop.pipelines.mix_stage import run_mix_stage
 from strop.pipelines.model_stage import run_model_stage
-from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, SftStage, StageConfig
+from strop.pipelines.recipe import (
+    DemonstrationsStage,
+    EvalStage,
+    ExpertIterationStage,
+    ExportStage,
+    FilterStage,
+    MixStage,
+    ModelStage,
+    Recipe,
+    RejectionSamplingStage,
+    RewardModelStage,
+    RlStage,
+    SftStage,
+    Stage,
+    StageConfig,
+)
+from strop.pipelines.rejection_stage import run_rejection_stage
+from strop.pipelines.reward_model_stage import run_reward_model_stage
+from strop.pipelines.reward_models import with_reward_models
 from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.room import check_room
+from strop.pipelines.selection import finished, select, stages_until
 from strop.pipelines.sft_stage import run_sft_stage
 from strop.pipelines.stage import EngineFactory, StageContext, load_chat, model_of
 from strop.reports.page import write_report
@@ -45,6 +70,8 @@ async def train(
     *,
     progress: Progress,
     command: str = "",
+    until: str | None = None,
+    start: str | None = None,
     runner: RunService | None = None,
     open_engines: EngineFactory = open_engines,
 ) -> TrainResult:
@@ -52,31 +79,38 @@ async def train(
 
     Args:
         command: how the user asked for it; kept in the manifest.
+        until: the last stage to run, in the order of the graph; all when None.
+        start: make this stage anew, and all that stands on it; what they made is put aside.
         runner: where programs run and answers are compared; a sandbox on this machine when there is none.
         open_engines: makes the engines of a stage; those that the recipe asks for by default.
 
     Raises:
-        RunError: the directory holds a run of another recipe.
+        RunError: the directory holds a run of another recipe, or stages of it are stale.
         UserError: this machine lacks what a stage that is not done will open; nothing was written.
     """
     run = RunDirectory(directory)
-    check_machine(recipe, done=[name for name in recipe.stages if run.stage(name).done.exists()])
+    wanted = stages_until(recipe, until, start)
+    is_done_before = {name for name in recipe.stages if run.stage(name).done.exists() and start is None}
+    check_machine(recipe, done=[name for name in recipe.stages if name in is_done_before or name not in wanted])
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if recipe.threads is not None:
         torch.set_num_threads(recipe.threads)  # starts none yet; the manifest says how many there will be
     async with AsyncExitStack() as opened:
         opened.enter_context(alone_in(run))
-        claim(run, recipe, command)
+        selected = select(run, recipe, command, until=until, start=start)
         if runner is None:
             runner = await opened.enter_async_context(open_service(recipe.sandbox))  # before torch has threads (law 7)
-        is_done = all(run.stage(name).done.exists() for name in recipe.stages)
+        is_done = all(run.stage(name).done.exists() for name in selected.stages)
         toolbox = await opened.enter_async_context(open_tools({} if is_done else recipe.tools, runner))
         events = opened.enter_context(closing(LineWriter(run.events)))
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
         for tracker in trackers:
             opened.callback(tracker.close)
-        for name, stage in recipe.stages.items():
+        for name, why in selected.left_stale.items():
+            progress.warning(f"{name} is stale: {why}. --from {name} makes it anew.")
+        for name in selected.stages:
+            stage = recipe.stages[name]
             context = StageContext(
                 name=name,
                 recipe=recipe,
@@ -88,42 +122,64 @@ async def train(
                 trackers=trackers,
                 events=events,
             )
-            await _run_stage(context, stage)
+            await _run_stage(context, stage, selected.lineages[name])
             if isinstance(stage, ModelStage):
                 check_room(recipe, name, load_chat(model_of(run, name)), context.tools())
+        finished(run)
     evaluations = evaluations_of(run, recipe)
     progress.finished(evaluations, write_report(run))
     return TrainResult(run=run, evaluations=evaluations)
 
 
 def evaluations_of(run: RunDirectory, recipe: Recipe) -> tuple[Mapping[str, Any], ...]:
-    """The results of the recipe's evaluations, in order."""
-    names = [name for name, stage in recipe.stages.items() if isinstance(stage, EvalStage)]
+    """The results of the recipe's evaluations that are done, in order."""
+    stages = recipe.stages.items()
+    names = [name for name, stage in stages if isinstance(stage, EvalStage) and run.stage(name).done.exists()]
     return tuple(read_json(run.stage(name).evaluation) for name in names)
 
 
-async def _run_stage(context: StageContext, stage: StageConfig) -> None:
+Runner: TypeAlias = Callable[[StageContext, Any], Awaitable[tuple[Path | None, str]]]
+"""Runs a stage of one kind from where it stands; returns what it made, if that is a file or a directory, and one sentence."""
+
+
+async def _model(context: StageContext, stage: ModelStage) -> tuple[Path | None, str]:
+    context.progress.stage_started(context.name, stage.kind, 1, 0)
+    return await run_model_stage(context, stage)
+
+
+async def _evaluation(context: StageContext, stage: EvalStage) -> tuple[Path | None, str]:
+    return None, await run_eval_stage(context, stage)
+
+
+RUNNERS: Mapping[type[Stage], Runner] = {
+    ModelStage: _model,
+    DemonstrationsStage: run_demonstrations_stage,
+    SftStage: run_sft_stage,
+    RlStage: run_rl_stage,
+    ExpertIterationStage: run_expert_iteration_stage,
+    EvalStage: _evaluation,
+    FilterStage: run_filter_stage,
+    RejectionSamplingStage: run_rejection_stage,
+    MixStage: run_mix_stage,
+    RewardModelStage: run_reward_model_stage,
+    ExportStage: run_export_stage,
+}
+"""By kind of stage. A new kind is a config in recipe.py's `StageConfig` and a line here."""
+
+
+async def _run_stage(context: StageContext, stage: StageConfig, lineage: Lineage) -> None:
     done = context.directory.done
     if done.exists():
         context.progress.stage_finished(context.name, f"{read_json(done)['summary']} (done before)")
         return
     started = time.perf_counter()
     context.event("stage_started")
-    model: Path | None = None
-    match stage:
-        case ModelStage():
-            context.progress.stage_started(context.name, stage.kind, 1, 0)
-            model, summary = await run_model_stage(context, stage)
-        case SftStage():
-            model, summary = await run_sft_stage(context, stage)
-        case RlStage():
-            model, summary = await run_rl_stage(context, stage)
-        case ExpertIterationStage():
-            model, summary = await run_expert_iteration_stage(context, stage)
-        case EvalStage():
-            summary = await run_eval_stage(context, stage)
+    write_lineage(context.run, context.name, lineage)
+    made, summary = await RUNNERS[type(stage)](context, with_reward_models(stage, context.run))
     elapsed = time.perf_counter() - started
-    product = {} if model is None else {"model": _as_seen_from(context.run.path, model)}
+    key = "model" if stage.makes in (Product.MODEL, Product.REWARD_MODEL) else "data"
+    product = {} if made is None else {key: _as_seen_from(context.run.path, made)}
+    write_lineage(context.run, context.name, lineage, product=made)
     write_json(done, {"summary": summary, "time_s": elapsed, **product})
     context.event("stage_finished")
     context.progress.stage_finished(context.name, f"{summary} ({elapsed:.0f} s)")

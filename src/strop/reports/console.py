@@ -164,12 +164,13 @@ def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, c
             stage.init or "–",
             "\n".join((stage.arithmetic, *stage.schedule)),
             f"≤ {stage.tokens:,}" if stage.tokens else "–",
-            f"{stage.memory_mib:,.0f} MiB",
+            f"{stage.memory_mib:,.0f} MiB" if stage.memory_mib else "–",
             duration(stage.time_s) if stage.time_s else "–",
         )
     console.print(table, markup=False)
-    total = duration(sum(stage.time_s for stage in stages))
-    console.print(f"about {total} in all: rough, measured on this machine just now. Nothing was run.", highlight=False)
+    total_s = sum(stage.time_s for stage in stages)
+    estimate = f"about {duration(total_s)} in all: rough, measured on this machine just now. " if total_s else ""
+    console.print(f"{estimate}Nothing was run.", highlight=False)
 
 
 def _result_table(results: Sequence[Mapping[str, Any]]) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strop.reports.plots import Look
 from strop.reports.scales import Unit
@@ -21,6 +21,7 @@ class Panel:
     look: Look = Look.LINE
     y_low: float | None = 0.0
     y_high: float | None = None
+    is_by_time: bool = False  # against the seconds that a stage has trained, and only where a stage says them
 
 
 _INTERVAL = {"validation/accuracy_low": "95% interval, low", "validation/accuracy_high": "high"}
@@ -31,6 +32,12 @@ VALIDATION = Panel(
     unit=Unit.PERCENT,
     optional=frozenset({"validation/accuracy", *_INTERVAL}),
     y_high=1.0,
+)
+VALIDATION_BY_TIME = replace(
+    VALIDATION,
+    title="Accuracy on held-out tasks by time",
+    note="Against seconds of training: of each point, when its policy was there. Validations count, but its own.",
+    is_by_time=True,
 )
 
 LEARNING = (
@@ -48,6 +55,7 @@ LEARNING = (
         y_high=1.0,
     ),
     VALIDATION,
+    VALIDATION_BY_TIME,
     Panel(
         title="Tool errors",
         metrics={
@@ -196,6 +204,14 @@ TIME = (
         metrics={"time/step_s": "step"},
         note="From the first rollout to the published weights.",
         unit=Unit.SECONDS,
+    ),
+    Panel(
+        title="Left of the budget",
+        metrics={"budget/left_s": "left"},
+        note="Of the wall-clock time that the stage may train.",
+        unit=Unit.SECONDS,
+        optional=frozenset({"budget/left_s"}),
+        y_low=None,
     ),
     *MACHINE,
 )

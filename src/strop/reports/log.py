@@ -9,7 +9,8 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, TypeAlias
 
 from strop.runs import RunDirectory, read_json, read_lines
@@ -17,6 +18,15 @@ from strop.runs import RunDirectory, read_json, read_lines
 Metrics: TypeAlias = Mapping[str, float]
 STEPPED = ("rl", "expert_iteration")
 """Kinds of stages whose steps are a batch of rollouts to learn from."""
+
+
+class StageState(StrEnum):
+    """How far a stage has come, in words for a reader."""
+
+    DONE = "done"
+    STALE = "stale"
+    BEGUN = "not finished"
+    TO_COME = "to come"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +38,17 @@ class StageLog:
     init: str  # the stage, or the place, that its model came from; "" likewise
     is_done: bool
     steps: Mapping[int, Metrics]  # in order of step; of a step that ran twice, what it logged last
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the stages that it stands on, by key
+    is_begun: bool = False
+    why_stale: str = ""  # why what it made is not what the recipe would make now; "" where it is
+
+    @property
+    def state(self) -> StageState:
+        if self.why_stale:
+            return StageState.STALE
+        if self.is_done:
+            return StageState.DONE
+        return StageState.BEGUN if self.is_begun or self.steps else StageState.TO_COME
 
     @property
     def is_stepped(self) -> bool:
@@ -103,16 +124,7 @@ def read_run(run: RunDirectory) -> RunLog:
         seed=str(manifest.get("seed", "")),
         versions={str(key): str(value) for key, value in (manifest.get("versions") or {}).items()},
         recipe=_flat(recipe),
-        stages=tuple(
-            StageLog(
-                name=name,
-                kind=str(named.get(name, {}).get("kind", "")),
-                init=str(named.get(name, {}).get("init", "")),
-                is_done=run.stage(name).done.exists(),
-                steps=_steps(rows, name),
-            )
-            for name in names
-        ),
+        stages=tuple(_stage(run, name, named.get(name, {}), rows) for name in names),
         evaluations=tuple(
             _evaluation(name, read_json(path), (recipe.get("stages") or {}).get(name) or {})
             for name in names
@@ -131,6 +143,20 @@ def finite(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
+def _stage(run: RunDirectory, name: str, said: Mapping[str, Any], rows: list[dict[str, Any]]) -> StageLog:
+    directory = run.stage(name)
+    return StageLog(
+        name=name,
+        kind=str(said.get("kind", "")),
+        init=str(said.get("init", "")),
+        is_done=directory.done.exists(),
+        steps=_steps(rows, name),
+        inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
+        is_begun=directory.path.exists(),
+        why_stale=str(read_json(directory.stale).get("because", "")) if directory.stale.exists() else "",
+    )
+
+
 def _steps(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
     steps = {
         int(row["step"]): {key: value for key, value in finite(row).items() if key != "step"}
@@ -141,18 +167,23 @@ def _steps(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
 
 
 def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
-    """The stages as they ran, then those that did not begin yet, each after the stage whose model it needs.
+    """The stages as they ran, then those that did not begin yet, each after the stages that it needs.
 
-    The manifest's keys are sorted by name, so the order of the program is not in it.
+    The manifest's keys may be sorted by name, so the order of the program is not in it.
     """
     ran = [str(line["stage"]) for line in [*events, *rows] if "stage" in line]
     names = list(dict.fromkeys(ran))
     waiting = [name for name in named if name not in names]
     while waiting:
-        ready = [name for name in waiting if named[name].get("init") not in waiting] or waiting
+        ready = [name for name in waiting if _needs(named[name]).isdisjoint(waiting)] or waiting
         names += ready
         waiting = [name for name in waiting if name not in ready]
     return names
+
+
+def _needs(stage: Mapping[str, Any]) -> set[str]:
+    inputs = [name for names in (stage.get("inputs") or {}).values() for name in names]
+    return {str(name) for name in [stage.get("init"), *inputs] if name}
 
 
 def _evaluation(stage: str, result: Mapping[str, Any], recipe: Mapping[str, Any]) -> Evaluation:

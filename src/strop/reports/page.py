@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.reports.across import draw as draw_across
 from strop.reports.html import render
 from strop.reports.log import Evaluation, RunLog, read_run
 from strop.reports.panels import sections
 from strop.reports.rollouts import RolloutTable, read_rollouts
 from strop.reports.scales import Unit, figure
+from strop.reports.stage_graph import draw as draw_graph
 from strop.reports.timelines import Timeline, read_timelines
 from strop.reports.timelines import draw as draw_timelines
 from strop.runs import RunDirectory, write_text
@@ -61,6 +63,8 @@ def report_page(log: RunLog, rollouts: RolloutTable, timelines: Sequence[Timelin
             "verdict": verdict(log),
             "pair": pair,
             "cards": cards(*pair) if pair else (),
+            "graph": draw_graph(log.stages),
+            "across": draw_across(log),
             "sections": sections(log),
             "timelines": draw_timelines(timelines) if timelines else "",
             "table": rollouts,

@@ -39,6 +39,7 @@ class Section:
     is_open: bool = True
 
 
+ELAPSED = "time/elapsed_s"
 _ALL = (*LEARNING, *OPTIMISATION, *RATIOS, *IMITATION, *TIME, *TOOL_CALLS, *BRANCHING, *ENGINES, *FINE_TUNING)
 
 
@@ -70,7 +71,7 @@ def sections(log: RunLog) -> list[Section]:
         found.append(_section("Supervised fine-tuning", FINE_TUNING, tuned, is_open=not trained))
     drawn = {key for panel in _ALL for key in panel.metrics}
     logged = {key for stage in log.stages for key in stage.metrics if not key.startswith(BY_ENGINE)}
-    others = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns"})
+    others = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns", ELAPSED, "budget/is_spent"})
     if others:
         panels = [Panel(title=key, metrics={key: key}, note="", y_low=None) for key in others]
         found.append(_section("Everything else in the log", panels, [*tuned, *trained], is_open=False))
@@ -97,14 +98,18 @@ def _called_tools(stages: Sequence[StageLog]) -> bool:
 def _section(title: str, panels: Sequence[Panel], stages: Sequence[StageLog], *, is_open: bool) -> Section:
     logged = {key for stage in stages for key in stage.metrics}
     owed = [panel for panel in panels if not panel.optional.issuperset(panel.metrics) or logged & panel.metrics.keys()]
+    owed = [panel for panel in owed if not panel.is_by_time or ELAPSED in logged]
     drawings = tuple(Drawing(plot=_plot(panel, stages), note=panel.note) for panel in owed)
     return Section(title=title, drawings=drawings, is_open=is_open)
 
 
 def _plot(panel: Panel, stages: Sequence[StageLog]) -> Plot:
-    offsets = _offsets(stages)
+    offsets = _offsets_by_time(stages) if panel.is_by_time else offsets_of(stages)
     steps = [
-        (offset + step, metrics) for stage, offset in zip(stages, offsets, strict=True) for step, metrics in stage.steps.items()
+        (offset + (metrics[ELAPSED] if panel.is_by_time else step), metrics)
+        for stage, offset in zip(stages, offsets, strict=True)
+        for step, metrics in stage.steps.items()
+        if not panel.is_by_time or ELAPSED in metrics
     ]
     logged = {key for _, metrics in steps for key in metrics}
     series: list[Series] = []
@@ -115,16 +120,18 @@ def _plot(panel: Panel, stages: Sequence[StageLog]) -> Plot:
         title=panel.title,
         series=tuple(series),
         unit=panel.unit,
-        boundaries=_boundaries(stages, offsets),
+        x_label="seconds" if panel.is_by_time else "step",
+        boundaries=() if panel.is_by_time else _boundaries(stages, offsets),
         missing=tuple(key for key in panel.metrics if key not in logged and key not in panel.optional),
-        x_low=min((x for x, _ in steps), default=None),  # every plot of a section has the same steps, whatever each logged
+        # Every plot of a section has the same steps, whatever each logged.
+        x_low=0.0 if panel.is_by_time else min((x for x, _ in steps), default=None),
         x_high=max((x for x, _ in steps), default=None),
         y_low=panel.y_low,
         y_high=panel.y_high,
     )
 
 
-def _points(panel: Panel, key: str, steps: Sequence[tuple[int, Metrics]]) -> tuple[Point, ...]:
+def _points(panel: Panel, key: str, steps: Sequence[tuple[float, Metrics]]) -> tuple[Point, ...]:
     """Where `key` was logged. In a stack, a phase that a step did not have took no time there."""
     if panel.look is Look.AREA:
         return tuple((x, metrics.get(key, 0.0)) for x, metrics in steps if not panel.metrics.keys().isdisjoint(metrics))
@@ -142,7 +149,7 @@ def _lines(panel: Panel, label: str, points: tuple[Point, ...], colour: int) -> 
     ]
 
 
-def _offsets(stages: Sequence[StageLog]) -> list[int]:
+def offsets_of(stages: Sequence[StageLog]) -> list[int]:
     """Where each stage begins on the common axis: right after the last step of the one before."""
     offsets: list[int] = []
     last: int | None = None
@@ -153,7 +160,13 @@ def _offsets(stages: Sequence[StageLog]) -> list[int]:
     return offsets
 
 
-def _boundaries(stages: Sequence[StageLog], offsets: Sequence[int]) -> tuple[Boundary, ...]:
+def _offsets_by_time(stages: Sequence[StageLog]) -> list[float]:
+    """When each stage begins on the common axis: as the one before ends."""
+    lengths = [max((metrics.get(ELAPSED, 0.0) for metrics in stage.steps.values()), default=0.0) for stage in stages]
+    return [sum(lengths[:index]) for index in range(len(stages))]
+
+
+def _boundaries(stages: Sequence[StageLog], offsets: Sequence[float]) -> tuple[Boundary, ...]:
     if len(stages) < 2:
         return ()
     return tuple(

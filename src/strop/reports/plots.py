@@ -130,7 +130,7 @@ def draw(plot: Plot, *, is_standalone: bool = False) -> Markup:
 
     The element carries `data-readout`, what a pointer over it may show: the figures at each x.
     """
-    series = [_thinned(each) for each in plot.series if each.points]
+    series = [thinned(each) for each in plot.series if each.points]
     top = _TOP + (20.0 if is_standalone else 0.0)
     body = _figures(plot, series, top) if series else _placeholder(plot.missing, top)
     legend, height = _legend(series, plot.missing if series else (), body)
@@ -350,7 +350,8 @@ def _stack_bases(series: Sequence[Series]) -> list[list[float]]:
     return bases
 
 
-def _thinned(series: Series) -> Series:
+def thinned(series: Series) -> Series:
+    """A line of at most `MAX_POINTS`: a longer one as means of equal spans, with their range as its band."""
     if len(series.points) <= MAX_POINTS:
         return series
     span = math.ceil(len(series.points) / MAX_POINTS)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
-from strop.reports.log import RunLog, StageLog, finite
+from strop.reports.log import RunLog, finite
 from strop.reports.scales import duration, figure
+from strop.reports.tokens import find_tokenizer, token_texts
 from strop.runs import RunDirectory, read_json, read_lines
 from strop.types import RolloutKey, ScoredTrajectory, Task, Turn
 
@@ -122,7 +122,7 @@ def read_rollouts(run: RunDirectory, log: RunLog) -> RolloutTable:
     steps = []
     has_tokens = True
     for stage, step in chosen:
-        tokenizer = _tokenizer(run, log, stage)
+        tokenizer = find_tokenizer(run, log, stage)
         has_tokens = has_tokens and tokenizer is not None
         press = _Press(tokenizer, strips, TEXT_BUDGET // num_rollouts, TOKEN_BUDGET // num_rollouts)
         steps.append(_step(run, stage.name, step, press))
@@ -164,7 +164,7 @@ class _Press:
         if self._tokenizer is not None and ids:
             head, tail = _ends(len(ids), max(8, limit))
             places = [*range(head), *range(tail, len(ids))]
-            pieces = _pieces(self._tokenizer, ids)
+            pieces = token_texts(self._tokenizer, ids)
             strip = len(self._strips)
             self._strips.append(
                 {"t": [pieces[place] for place in places], "i": [ids[place] for place in places]}
@@ -288,42 +288,6 @@ def _some_of_both(
     num_dropped = min(len(dropped), max(ROLLOUTS_PER_GROUP // 2, ROLLOUTS_PER_GROUP - len(kept)))
     shown = kept[: ROLLOUTS_PER_GROUP - num_dropped] + dropped[:num_dropped]
     return sorted(shown, key=lambda each: each[1].trajectory.key)
-
-
-def _tokenizer(run: RunDirectory, log: RunLog, stage: StageLog) -> Tokenizer | None:
-    """The stage's own, that of the model it began with, or that of an earlier stage; None where no file of one is found."""
-    names = [each.name for each in log.stages]
-    earlier = names[: names.index(stage.name)]
-    files = (
-        place / "tokenizer.json"
-        for name in [stage.name, *([stage.init] if stage.init else []), *reversed(earlier)]
-        for place in _models(run, name)
-    )
-    return next((Tokenizer.from_file(str(file)) for file in files if file.is_file()), None)
-
-
-def _models(run: RunDirectory, stage: str) -> list[Path]:
-    """Where the model of `stage` may lie: in the stage, or, where it only named one, where it says."""
-    directory = run.stage(stage)
-    elsewhere = read_json(directory.done).get("model") if directory.done.exists() else None
-    return [directory.model, *([Path(elsewhere)] if elsewhere else [])]
-
-
-def _pieces(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each id. Of a character that several ids share, the first has it all and the others are empty."""
-    pieces: list[str] = []
-    while len(pieces) < len(ids):
-        start = len(pieces)
-        for width in (1, 2, 3, 4):
-            text = tokenizer.decode(list(ids[start : start + width]), skip_special_tokens=False)
-            if "\ufffd" not in text:
-                break
-        else:
-            text, width = tokenizer.decode([ids[start]], skip_special_tokens=False), 1
-        if (tokenizer.id_to_token(ids[start]) or "").startswith("▁") and not text.startswith(" "):
-            text = " " + text  # SentencePiece takes the space off a text's first word
-        pieces += [text, *[""] * (min(width, len(ids) - start) - 1)]
-    return pieces
 
 
 def _ends(length: int, limit: int) -> tuple[int, int]:

@@ -1,0 +1,209 @@
+"""A run directory -> the marked rollouts of one stage, counted step by step.
+
+It may be read while the run goes on: a step counts with what has finished of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter, ValidationError
+from tokenizers import Tokenizer
+
+from strop.analysis.rollout import MarkedRollout, Position, has_entropies, mark
+from strop.analysis.statistics import Figures, count
+from strop.errors import RunError, UserError
+from strop.reports.log import RunLog, StageLog, read_run
+from strop.reports.tokens import find_tokenizer, token_texts
+from strop.runs import RunDirectory, read_lines
+from strop.types import RolloutKey, ScoredTrajectory
+
+_SHOWN_OF_A_KIND = 2
+_MAX_KNOWN = 4096  # turns whose texts are remembered
+_SCORED = TypeAdapter(ScoredTrajectory)
+_FILE = re.compile(r"step-(\d+)\.jsonl")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """One rollout that the page shows."""
+
+    step: int
+    scored: ScoredTrajectory
+    marked: MarkedRollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """One stage of a run, step by step."""
+
+    run: str
+    stage: str
+    steps: Mapping[int, Figures]
+    num_without_entropies: int  # rollouts that were passed over
+    shown: tuple[Shown, ...]
+
+    @property
+    def total(self) -> Figures:
+        return sum(self.steps.values(), Figures())
+
+
+def parse_steps(text: str) -> list[range]:
+    """`1-10,25` -> the steps 1 to 10, and 25.
+
+    Raises:
+        UserError: it is not written so.
+    """
+    ranges = []
+    for word in text.split(","):
+        match = _RANGE.fullmatch(word.strip())
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise UserError(f"--steps {text}: {word.strip()!r} is no step and no range of steps. Write it as in 1-10,25.")
+        ranges.append(range(first, last + 1))
+    return ranges
+
+
+def read_analysis(
+    run: RunDirectory,
+    *,
+    stage: str | None = None,
+    steps: Sequence[range] | None = None,
+) -> Analysis:
+    """The rollouts of `stage` in `steps`, all of them by default, with a few of the first and of the last step to be shown.
+
+    Without `stage` it is the last one that learned from rollouts, or else the last one that played any.
+
+    Raises:
+        RunError: there is no such stage or step, it has no rollouts, they hold no entropies, or a file is damaged.
+    """
+    log = read_run(run)
+    chosen = _stage(run, log, stage)
+    tokenizer = find_tokenizer(run, log, chosen)
+    if tokenizer is None:
+        raise RunError(
+            f"{run.path}: no tokenizer.json of stage {chosen.name!r} or of one before it, so its tokens have no text. Put the"
+            f" tokenizer.json of the model that the run began with into {run.stage(chosen.name).model}."
+        )
+    by_id = _Texts(tokenizer)
+    figures: dict[int, Figures] = {}
+    shown: list[Shown] = []
+    num_without = 0
+    wanted = _steps(run, chosen.name, steps)
+    for step in wanted:
+        played = list(_played(run, chosen.name, step))
+        told = [scored for scored in played if has_entropies(scored.trajectory)]
+        num_without += len(played) - len(told)
+        rollouts = [Shown(step=step, scored=each, marked=mark(each.trajectory, by_id.of(each))) for each in told]
+        figures[step] = count(each.marked for each in rollouts)
+        shown += some_of_each(rollouts) if step in (wanted[0], wanted[-1]) else []
+    if not sum(each.num_rollouts for each in figures.values()):
+        raise RunError(_nothing_to_count(run, chosen.name, num_without))
+    return Analysis(run=log.name, stage=chosen.name, steps=figures, num_without_entropies=num_without, shown=tuple(shown))
+
+
+def _nothing_to_count(run: RunDirectory, stage: str, num_without: int) -> str:
+    place = f"{run.stage(stage).path / 'rollouts'}"
+    if num_without:
+        return (
+            f"{place}: the engine recorded no entropies: engines that are servers (vLLM, SGLang) do not tell the entropy of"
+            " what they sampled. Evaluate the model with `strop eval` and engine.kind = 'torch', and analyse that run."
+        )
+    return f"{place}: no rollout has finished yet. Try again when one has."
+
+
+class _Texts:
+    """Texts of ids; what a turn's ids spell is looked up where the same turn came before."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[tuple[int, ...], list[str]] = {}
+
+    def of(self, scored: ScoredTrajectory) -> list[list[str]]:
+        return [self._texts(turn.completion.ids) for turn in scored.trajectory.turns]
+
+    def _texts(self, ids: tuple[int, ...]) -> list[str]:
+        if ids not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            self._known[ids] = token_texts(self._tokenizer, ids)
+        return self._known[ids]
+
+
+def some_of_each(rollouts: Sequence[Shown]) -> list[Shown]:
+    """A few with an error, a few with calls that went right, a few without any: of different tasks, the most uncertain first.
+
+    Uncertain is where behind an observation many tokens stand out, for it is these that the papers speak of.
+    """
+    kinds: dict[Position, list[Shown]] = {Position.ERROR: [], Position.SUCCESS: [], Position.START: []}
+    for each in rollouts:
+        positions = {turn.position for turn in each.marked.turns}
+        kind = next((kind for kind in (Position.ERROR, Position.SUCCESS) if kind in positions), Position.START)
+        kinds[kind].append(each)
+    chosen: list[Shown] = []
+    for of_a_kind in kinds.values():
+        by_task: dict[str, Shown] = {}
+        for each in sorted(of_a_kind, key=_num_forking_behind_observations, reverse=True):
+            by_task.setdefault(each.scored.trajectory.task_id, each)
+        chosen += list(by_task.values())[:_SHOWN_OF_A_KIND]
+    return chosen
+
+
+def _num_forking_behind_observations(shown: Shown) -> int:
+    turns = [turn for turn in shown.marked.turns if turn.position is not Position.START]
+    return sum(token.is_forking for turn in turns for token in turn.sampled)
+
+
+def _stage(run: RunDirectory, log: RunLog, name: str | None) -> StageLog:
+    with_rollouts = [stage for stage in log.stages if _recorded(run, stage.name)]
+    if not with_rollouts:
+        raise RunError(
+            f"{run.path}: no rollouts to analyse: no stage has a rollouts/step-<k>.jsonl. Stages that play tasks (rl, eval and"
+            " their like) write them, once their first rollout has finished."
+        )
+    if name is None:
+        return next((stage for stage in reversed(with_rollouts) if stage.is_stepped), with_rollouts[-1])
+    found = next((stage for stage in with_rollouts if stage.name == name), None)
+    if found is None:
+        known = any(stage.name == name for stage in log.stages)
+        problem = "the stage has no rollouts" if known else "the run has no such stage"
+        names = ", ".join(stage.name for stage in with_rollouts)
+        raise RunError(f"--stage {name}: {problem} in {run.path}. Stages with rollouts: {names}.")
+    return found
+
+
+def _recorded(run: RunDirectory, stage: str) -> list[int]:
+    directory = run.stage(stage).rollouts(0).parent
+    found = (_FILE.fullmatch(path.name) for path in directory.glob("step-*.jsonl"))
+    return sorted(int(match[1]) for match in found if match)
+
+
+def _steps(run: RunDirectory, stage: str, wanted: Sequence[range] | None) -> list[int]:
+    recorded = _recorded(run, stage)
+    if wanted is None:
+        return recorded
+    steps = [step for step in recorded if any(step in each for each in wanted)]
+    if not steps:
+        span = str(recorded[0]) if len(recorded) == 1 else f"{recorded[0]} to {recorded[-1]}"
+        raise RunError(f"--steps: stage {stage!r} of {run.path} has rollouts of none of these. It has step {span}.")
+    return steps
+
+
+def _played(run: RunDirectory, stage: str, step: int) -> Iterator[ScoredTrajectory]:
+    """In canonical order. Of a rollout that was played again after a kill, the last: the one that was learned from."""
+    path = run.stage(stage).rollouts(step)
+    played: dict[RolloutKey, ScoredTrajectory] = {}
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            scored = _SCORED.validate_python(line.get("rollout"))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(str(part) for part in first["loc"])
+            raise RunError(
+                f"{path}:{number}: not a rollout: {field or 'rollout'}: {first['msg']}. Remove that line."
+            ) from error
+        played[scored.trajectory.key] = scored
+    return iter(played[key] for key in sorted(played))

@@ -1,0 +1,196 @@
+"""Marked rollouts -> figures: sums and counts, which add up over rollouts and steps; means are taken last.
+
+Entropies are in nats. Only sampled tokens count, each once: those that a branch shares with its parent count with the parent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+from strop.analysis.parts import Part
+from strop.analysis.rollout import MarkedRollout, MarkedTurn, Position
+
+LAST_OFFSET = 50
+"""ARPO (arXiv 2507.19849), section 1.2: entropy rises in the first 10 to 50 tokens after a tool's result."""
+
+
+def ratio(numerator: float, denominator: float) -> float | None:
+    """None where there is nothing to divide by: no tokens are not the same as no entropy."""
+    return numerator / denominator if denominator else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Some tokens."""
+
+    num_tokens: int = 0
+    entropy_sum: float = 0.0
+    num_high: int = 0
+    high_entropy_sum: float = 0.0
+    num_reflection: int = 0
+    num_high_reflection: int = 0
+
+    def __add__(self, other: Self) -> Tally:
+        return Tally(
+            num_tokens=self.num_tokens + other.num_tokens,
+            entropy_sum=self.entropy_sum + other.entropy_sum,
+            num_high=self.num_high + other.num_high,
+            high_entropy_sum=self.high_entropy_sum + other.high_entropy_sum,
+            num_reflection=self.num_reflection + other.num_reflection,
+            num_high_reflection=self.num_high_reflection + other.num_high_reflection,
+        )
+
+    @property
+    def entropy(self) -> float | None:
+        return ratio(self.entropy_sum, self.num_tokens)
+
+    @property
+    def high_share(self) -> float | None:
+        return ratio(self.num_high, self.num_tokens)
+
+    @property
+    def high_entropy(self) -> float | None:
+        """Mean entropy of the marked tokens alone."""
+        return ratio(self.high_entropy_sum, self.num_high)
+
+    @property
+    def reflection_share(self) -> float | None:
+        return ratio(self.num_reflection, self.num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offsets:
+    """Sums over completions by offset: the number of sampled tokens between the observation, or the prompt, and the token."""
+
+    entropy_sums: tuple[float, ...] = (0.0,) * (LAST_OFFSET + 1)
+    num_tokens: tuple[int, ...] = (0,) * (LAST_OFFSET + 1)
+
+    def __add__(self, other: Self) -> Offsets:
+        return Offsets(
+            entropy_sums=tuple(a + b for a, b in zip(self.entropy_sums, other.entropy_sums, strict=True)),
+            num_tokens=tuple(a + b for a, b in zip(self.num_tokens, other.num_tokens, strict=True)),
+        )
+
+    @property
+    def entropies(self) -> list[float | None]:
+        """The mean at each offset, over the completions that are long enough."""
+        return [ratio(total, count) for total, count in zip(self.entropy_sums, self.num_tokens, strict=True)]
+
+    @property
+    def entropy(self) -> float | None:
+        """The mean over all tokens at offsets 0 to 50."""
+        return ratio(sum(self.entropy_sums), sum(self.num_tokens))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """Everything that is counted, of one step or of several."""
+
+    num_rollouts: int = 0
+    turns: Mapping[Position, int] = field(default_factory=dict)
+    parts: Mapping[tuple[Position, Part], Tally] = field(default_factory=dict)
+    offsets: Mapping[Position, Offsets] = field(default_factory=dict)
+    words: Mapping[Position, Counter[str]] = field(default_factory=dict)
+    forking: Mapping[str, Tally] = field(default_factory=dict)  # by text
+
+    def __add__(self, other: Self) -> Figures:
+        return Figures(
+            num_rollouts=self.num_rollouts + other.num_rollouts,
+            turns=_added(self.turns, other.turns),
+            parts=_added(self.parts, other.parts),
+            offsets=_added(self.offsets, other.offsets),
+            words=_added(self.words, other.words),
+            forking=_added(self.forking, other.forking),
+        )
+
+    def part(self, part: Part) -> Tally:
+        """Of one part, wherever it stands."""
+        return sum((tally for (_, each), tally in self.parts.items() if each is part), Tally())
+
+    def reasoning(self, position: Position) -> Tally:
+        """Of the reasoning of completions at one position: its `num_high` are the forking tokens there."""
+        return self.parts.get((position, Part.REASONING), Tally())
+
+    def window(self, *positions: Position) -> Offsets:
+        """Of completions at any of `positions`, by offset."""
+        return sum((self.offsets.get(position, Offsets()) for position in positions), Offsets())
+
+    @property
+    def all_tokens(self) -> Tally:
+        return sum(self.parts.values(), Tally())
+
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value", int, Tally, Offsets, Counter[str])
+
+
+def _added(ours: Mapping[_Key, _Value], theirs: Mapping[_Key, _Value]) -> dict[_Key, _Value]:
+    both = dict(ours)
+    _add_to(both, theirs)
+    return both
+
+
+def _add_to(sums: dict[_Key, _Value], more: Mapping[_Key, _Value]) -> None:
+    for key, value in more.items():
+        sums[key] = sums[key] + value if key in sums else value
+
+
+def count(rollouts: Iterable[MarkedRollout]) -> Figures:
+    """The figures of some rollouts."""
+    num_rollouts = 0
+    turns: dict[Position, int] = {}
+    parts: dict[tuple[Position, Part], Tally] = {}
+    offsets: dict[Position, Offsets] = {}
+    words: dict[Position, Counter[str]] = {}
+    forking: dict[str, Tally] = {}
+    for rollout in rollouts:
+        num_rollouts += 1
+        for turn in rollout.own_turns:
+            _add_to(turns, {turn.position: 1})
+            _add_to(parts, tally_turn(turn))
+            _add_to(offsets, {turn.position: offsets_of(turn)})
+            words.setdefault(turn.position, Counter()).update(turn.words)
+            _add_to(forking, _forking(turn))
+    return Figures(num_rollouts=num_rollouts, turns=turns, parts=parts, offsets=offsets, words=words, forking=forking)
+
+
+def tally_turn(turn: MarkedTurn) -> dict[tuple[Position, Part], Tally]:
+    """The sampled tokens of one completion, by the parts that it has."""
+    found: dict[tuple[Position, Part], Tally] = {}
+    for part in Part:
+        tokens = [token for token in turn.sampled if token.part is part]
+        if tokens:
+            high = [token.entropy for token in tokens if token.is_high]
+            found[turn.position, part] = Tally(
+                num_tokens=len(tokens),
+                entropy_sum=sum(token.entropy for token in tokens),
+                num_high=len(high),
+                high_entropy_sum=sum(high),
+                num_reflection=sum(token.is_reflection for token in tokens),
+                num_high_reflection=sum(token.is_high and token.is_reflection for token in tokens),
+            )
+    return found
+
+
+def offsets_of(turn: MarkedTurn) -> Offsets:
+    """The first sampled tokens of one completion."""
+    first = [token.entropy for token in turn.sampled[: LAST_OFFSET + 1]]
+    spare = LAST_OFFSET + 1 - len(first)
+    return Offsets(entropy_sums=(*first, *[0.0] * spare), num_tokens=(*[1] * len(first), *[0] * spare))
+
+
+def most_frequent(forking: Mapping[str, Tally], limit: int) -> Sequence[tuple[str, Tally]]:
+    """The texts that are forking tokens most often; of equal ones in alphabetical order."""
+    return sorted(forking.items(), key=lambda item: (-item[1].num_tokens, item[0]))[:limit]
+
+
+def _forking(turn: MarkedTurn) -> dict[str, Tally]:
+    found: dict[str, Tally] = {}
+    for token in turn.sampled:
+        if token.is_forking:
+            one = Tally(num_tokens=1, entropy_sum=token.entropy, num_high=1, high_entropy_sum=token.entropy)
+            found[token.text] = found.get(token.text, Tally()) + one
+    return found

@@ -1,0 +1,170 @@
+"""`strop eval ...`: words typed by a person -> a config -> one call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class EvalGroup(TyperGroup):
+    """`strop eval RECIPE ...` is `strop eval run RECIPE ...`: what is no command's name is the recipe of an evaluation."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=EvalGroup,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""
+Evaluate models, compare evaluations problem by problem, and keep a leaderboard.
+
+- `strop eval recipes/eval/math.toml --stage aime24 --model DIR` evaluates a model directory; `run` may be left out.
+- `strop eval compare runs/a runs/b` tests the difference on the problems that both have.
+- `strop eval leaderboard runs` ranks every evaluation below a directory, on a page.
+""",
+)
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)],
+    model: Annotated[Path, typer.Option("--model", help="The model directory to evaluate.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a key, as in stages.rl.steps=10. May be given often.", metavar="A.B=C"),
+    ] = None,
+    stage: Annotated[str | None, typer.Option("--stage", help="Which evaluation of the recipe; the first by default.")] = None,
+    runs: Annotated[Path, typer.Option("--runs", help="Where run directories lie.")] = Path("runs"),
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the result; `eval-<stage>-<digest of the weights>` by default.")
+    ] = None,
+) -> None:
+    """Evaluate a model directory as one of the recipe's evaluations would: pass@1 with its interval, pass@k, maj@k, lengths."""
+    from strop.pipelines.evaluate import evaluate_model, first_evaluation
+    from strop.pipelines.load import load_recipe
+    from strop.pipelines.model_stage import find_model
+    from strop.pipelines.stage import weights_digest
+    from strop.reports.console import ConsoleProgress
+
+    loaded = load_recipe(recipe, overrides or [], name=name)
+    if name is None:
+        digest = weights_digest(find_model(str(model)))[:12]
+        loaded = loaded.model_copy(update={"name": f"eval-{stage or first_evaluation(loaded)}-{digest}"})
+    with ConsoleProgress() as progress:
+        asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=progress))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="An evaluation: its run, stage, or result.json.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Another one of the same problems.", metavar="B")],
+    as_json: Json = False,
+) -> None:
+    """Compare two evaluations on the problems that both have: paired differences with intervals and permutation tests."""
+    from strop.evaluation.compare import compare as compare_files
+    from strop.evaluation.results import read_eval
+    from strop.reports.evaluations import comparison_lines, comparison_table
+
+    found = compare_files(read_eval(first), read_eval(second))
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        return
+    for line in comparison_lines(found):
+        typer.echo(line)
+    _print_table(comparison_table(found))
+
+
+@app.command()
+def leaderboard(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="Directories that hold runs; `runs` by default.", metavar="DIR...")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="The page to write; leaderboard.html in the first directory by default.", show_default=False
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank every evaluation below some directories within its benchmark: tables, and a page with a JSON file beside it."""
+    from strop.evaluation.leaderboard import gather
+    from strop.reports.evaluations import leaderboard_page, leaderboard_table
+    from strop.runs import write_json, write_text
+
+    places = directories or [Path("runs")]
+    board = gather(places)
+    page = out or places[0] / "leaderboard.html"
+    write_text(page, leaderboard_page(board))
+    write_json(page.with_suffix(".json"), board.as_json())
+    if as_json:
+        typer.echo(json.dumps(board.as_json(), indent=2))
+        return
+    for benchmark, entries in board.benchmarks.items():
+        typer.echo(f"\n{benchmark}")
+        _print_table(leaderboard_table(list(entries)))
+    for reason in board.left_out:
+        typer.echo(f"left out: {reason}", err=True)
+    typer.echo(f"\n{page}")
+
+
+@app.command()
+def harness(
+    name: Annotated[Literal["bfcl-eval", "lm-eval"], typer.Argument(help="bfcl-eval or lm-eval.", metavar="HARNESS")],
+    address: Annotated[str, typer.Option("--address", help="http://host:port of an OpenAI-compatible server.")],
+    model: Annotated[str, typer.Option("--model", help="What the server (lm-eval) or the harness (bfcl-eval) calls it.")],
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks or categories, separated by commas.")],
+    out: Annotated[Path, typer.Option("--out", help="Where the harness writes.")],
+    tokenizer: Annotated[
+        Path | None, typer.Option("--tokenizer", help="bfcl-eval: the model directory.", show_default=False)
+    ] = None,
+) -> None:
+    """Print the commands that run another harness against a served model, for a shell of its own environment. Unproven."""
+    from strop.errors import ConfigError
+    from strop.evaluation.harnesses import bfcl_commands, lm_eval_command
+
+    if name == "lm-eval":
+        commands = [lm_eval_command(address, model=model, tasks=tasks.split(","), out=out)]
+    elif tokenizer is None:
+        raise ConfigError("bfcl-eval renders prompts itself: give --tokenizer, the model directory.")
+    else:
+        commands = bfcl_commands(address, model=model, tokenizer=tokenizer, categories=tasks.split(","), out=out)
+    for command in commands:
+        variables = [f"{key}={shlex.quote(value)}" for key, value in command.environment.items()]
+        typer.echo(" ".join([*variables, shlex.join(command.words)]))
+
+
+@app.command(name="import")
+def import_results(
+    name: Annotated[Literal["bfcl-eval", "lm-eval"], typer.Argument(help="bfcl-eval or lm-eval.", metavar="HARNESS")],
+    directory: Annotated[Path, typer.Argument(help="What the harness wrote.", metavar="DIR")],
+    runs: Annotated[Path, typer.Option("--runs", help="Where results are put, one directory each.")] = Path("runs"),
+) -> None:
+    """Read another harness's result files into ours, for comparisons and the leaderboard."""
+    from strop.evaluation.harnesses import read_bfcl, read_lm_eval
+    from strop.evaluation.results import write_eval
+
+    for found in read_bfcl(directory) if name == "bfcl-eval" else read_lm_eval(directory):
+        place = runs / f"{name}-{found.name}"
+        write_eval(place / "eval", found.result, found.problems)
+        typer.echo(f"{found.result['benchmark']}: {found.result['accuracy']:.3f} of {found.result['num_tasks']} -> {place}")
+
+
+def _print_table(table: Any) -> None:
+    from rich.console import Console
+
+    from strop.reports.sweep_console import as_rich
+
+    Console().print(as_rich(table), markup=False)

@@ -1,0 +1,111 @@
+"""Rejection sampling: sample a policy, keep what is right and reads well, write conversations for supervised fine-tuning."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from strop.errors import TaskError
+from strop.evaluation.summary import is_correct
+from strop.pipelines.recipe import RejectionSamplingStage
+from strop.pipelines.sampled import play_sampled
+from strop.pipelines.stage import StageContext, load_chat, model_of
+from strop.pipelines.stage_data import as_conversation, dropped_path, kept_path, tokenizer_digest, write_rows
+from strop.rewards.language import SCRIPTS
+from strop.rewards.text import prose, words, written
+from strop.rollout.prompt import load_prompt
+from strop.types import Group, ScoredTrajectory
+
+_CALLS = re.compile(r"<(tool_call|python)>.*?(?:</\1>|\Z)", re.DOTALL)
+_WRITING = {
+    **{name: re.compile(pattern) for name, pattern in SCRIPTS.items() if name not in ("han", "kana")},
+    "East Asian": re.compile(f"(?:{SCRIPTS['han']}|{SCRIPTS['kana']})+"),  # Japanese writes with both
+}
+
+
+async def run_rejection_stage(context: StageContext, stage: RejectionSamplingStage) -> tuple[Path, str]:
+    """Sample, judge and write; returns the file of conversations and one sentence about it.
+
+    Raises:
+        TaskError: nothing is kept.
+    """
+    chat = load_chat(model_of(context.run, stage.init))
+    prompt = load_prompt(stage.prompt)
+    facts = {"prompt": stage.prompt, "tokenizer": tokenizer_digest(chat)}
+    specs = [tool.spec for tool in context.tools()]
+    kept: list[tuple[Any, dict[str, Any]]] = []
+    dropped: list[tuple[Any, dict[str, Any]]] = []
+    num_tasks = 0
+    async for group in play_sampled(context, stage):
+        num_tasks += 1
+        asked = [{"role": each.role, "content": each.text} for each in prompt.fill(group.task.question, specs)]
+        for scored, reason in zip(group.trajectories, reasons(group, stage), strict=True):
+            row = as_conversation(group.task, scored.trajectory, question=asked, prefill=prompt.prefill, facts=facts)
+            key = scored.trajectory.key
+            if reason:
+                told = {name: row[name] for name in ("id", "source", "messages")}
+                dropped.append((key, told | {"reason": reason, "answer": group.task.answer}))
+            else:
+                kept.append((key, row))
+    for path, rows in ((dropped_path(context.directory), dropped), (kept_path(context.directory), kept)):
+        write_rows(path, (row for _, row in sorted(rows, key=lambda each: each[0])))
+    why = Counter(row["reason"].partition(":")[0] for _, row in dropped)
+    if not kept:
+        found = "; ".join(f"{reason} ({num})" for reason, num in why.most_common(3)) or "every rollout is void"
+        raise TaskError(
+            f"stages.{context.name}: no rollout of {num_tasks} tasks is kept: {found}. Sample more (k), give it easier tasks,"
+            f" or loosen its rules. All reasons are in {dropped_path(context.directory)}."
+        )
+    found = "".join(f", {num} {reason}" for reason, num in why.most_common())
+    return kept_path(context.directory), f"{len(kept)} conversations of {num_tasks} tasks kept; dropped{found or ' none'}"
+
+
+def reasons(group: Group, stage: RejectionSamplingStage) -> list[str]:
+    """Why each rollout of a group is dropped, in order; empty for one that is kept."""
+    found = []
+    said: set[tuple[tuple[int, ...], ...]] = set()
+    num_kept = 0
+    for scored in group.trajectories:
+        ids = tuple(turn.completion.ids for turn in scored.trajectory.turns)
+        reason = why_rejected(scored, stage)
+        if not reason and stage.drop_repeats and ids in said:
+            reason = "repeated: the same as one that is kept"
+        if not reason and stage.max_per_task is not None and num_kept >= stage.max_per_task:
+            reason = f"enough: max_per_task = {stage.max_per_task} of its task are kept"
+        if not reason:
+            said.add(ids)
+            num_kept += 1
+        found.append(reason)
+    return found
+
+
+def why_rejected(scored: ScoredTrajectory, stage: RejectionSamplingStage) -> str:
+    """What is wrong with a rollout by itself; empty where nothing is."""
+    if not is_correct(scored):
+        return "wrong: its answer is not right"
+    if scored.trajectory.is_truncated:
+        return "truncated: it ran out of tokens"
+    text = _CALLS.sub(" ", written(scored.trajectory))
+    if not stage.allow_code_blocks and "```" in text:
+        return "code block: it has one outside of a tool call"
+    longest = max((len(each.strip()) for each in re.split(r"\n\s*\n", text)), default=0)
+    if stage.max_paragraph_chars is not None and longest > stage.max_paragraph_chars:
+        return f"long paragraph: of {longest} characters"
+    if stage.max_foreign_share is not None and (share := foreign_share(text)) > stage.max_foreign_share:
+        return f"mixed languages: {share:.1%} of its words are in another script than most"
+    return ""
+
+
+def foreign_share(text: str) -> float:
+    """Words in another script than most words of `text`, as a share of all of a known script.
+
+    Code, mathematics and single Latin letters, which name variables, count nowhere.
+    """
+    scripts: Counter[str] = Counter()
+    for word in words(prose(text)):
+        if not re.fullmatch("[A-Za-z]", word):
+            scripts.update([name for name, pattern in _WRITING.items() if pattern.fullmatch(word)][:1])
+    total = scripts.total()
+    return 1 - max(scripts.values()) / total if total else 0.0

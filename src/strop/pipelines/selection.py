@@ -1,0 +1,132 @@
+"""Which stages of a run are made now: how far it goes, what is made anew, and what of it is stale."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from strop.errors import ConfigError, RunError
+from strop.pipelines.claim import claim, differences, reclaim, recorded_recipe, shown
+from strop.pipelines.graph import Node, standing_on
+from strop.pipelines.lineage import Lineage, lineages, why_stale
+from strop.pipelines.recipe import Recipe
+from strop.runs import RunDirectory, read_json, write_json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """The stages that this try makes sure of, in order, with what each stands on; and those that it leaves stale, with why."""
+
+    stages: tuple[str, ...]
+    lineages: Mapping[str, Lineage]
+    left_stale: Mapping[str, str]
+
+
+def stages_until(recipe: Recipe, until: str | None, start: str | None) -> tuple[str, ...]:
+    """The stages up to `until`, in the order in which they run. Raises `ConfigError` for a stage that is not there."""
+    names = list(recipe.stages)
+    for option, name in (("--until", until), ("--from", start)):
+        if name is not None and name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"{option} {name}: no such stage.{hint} The stages of {recipe.name!r}: {', '.join(names)}.")
+    selected = tuple(names if until is None else names[: names.index(until) + 1])
+    if start is not None and start not in selected:
+        raise ConfigError(
+            f"--from {start} comes after --until {until}: nothing would be made. Exchange them, or leave one out."
+        )
+    return selected
+
+
+def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: str | None) -> Selected:
+    """Take the run directory for `recipe`, and put aside what `start` makes anew; what is left is there to go on from.
+
+    The same command after a kill puts nothing aside a second time.
+
+    Raises:
+        RunError: the run is of another recipe, or stages of it are stale, and `start` does not make them anew.
+    """
+    stages = stages_until(recipe, until, start)
+    if start is None:
+        claim(run, recipe, command)
+        anew: set[str] = set()
+    else:
+        anew = _anew(recipe, start) & set(stages)
+        if not run.manifest.exists():
+            claim(run, recipe, command)
+        else:
+            _refuse_other_changes(run, recipe, anew | (_anew(recipe, start) - set(stages)), start)
+    now = lineages(recipe, run)
+    stale = why_stale(run, recipe, now)
+    if hindering := {name: why for name, why in stale.items() if name in stages and name not in anew}:
+        first = next(iter(hindering))
+        told = "\n".join(f"  {name}: {why}" for name, why in hindering.items())
+        raise RunError(
+            f"{run.path}: what these stages made is stale:\n{told}\nMake them anew with --from {first} (what they made is moved"
+            f" to {run.path / 'stale'}), restore what has changed, or give this run a name of its own with --name."
+        )
+    if start is not None:
+        reclaim(run, recipe, command)
+        _put_aside(run, [name for name in stages if name in anew], start, now)
+        now = lineages(recipe, run)  # of the code as it is now, where they begin again
+        stale = why_stale(run, recipe, now)
+    left = {name: why for name, why in stale.items() if name not in stages}
+    for name, why in left.items():
+        write_json(run.stage(name).stale, {"because": why})
+    return Selected(stages=stages, lineages=now, left_stale=left)
+
+
+def finished(run: RunDirectory) -> None:
+    """Everything that was to be made anew is made."""
+    _record(run).unlink(missing_ok=True)
+
+
+def _anew(recipe: Recipe, start: str) -> set[str]:
+    nodes = {name: Node(makes=stage.makes, inputs=stage.inputs()) for name, stage in recipe.stages.items()}
+    return standing_on({start}, nodes)
+
+
+def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection[str], start: str) -> None:
+    """Raises `RunError` where the recipe differs from the run's in more than stages that `start` leads to."""
+    there, here = recorded_recipe(run), recipe.model_dump(mode="json")
+    begun = [name for name in there["stages"] if run.stage(name).path.exists()]
+    others = [name for name in begun if name not in allowed and name in here["stages"]]
+    gone = [name for name in begun if name not in here["stages"]]
+    roots = [{key: value for key, value in each.items() if key != "stages"} for each in (there, here)]
+    parts = [{"stages": {name: each["stages"][name] for name in others}} for each in (there, here)]
+    if differing := [*differences(*roots), *differences(*parts)]:
+        raise RunError(
+            f"{run.path} holds a run of another recipe, in more than --from {start} makes anew:\n{shown(differing)}\nGive this"
+            " one a name of its own with --name, or make an earlier stage anew."
+        )
+    if gone:
+        raise RunError(
+            f"{run.path} has stages that the recipe has no more: {', '.join(gone)}. Give this run a name of its own with"
+            " --name."
+        )
+
+
+def _put_aside(run: RunDirectory, names: list[str], start: str, now: Mapping[str, Lineage]) -> None:
+    """Move what the stages made so far, unless a try of the same command did."""
+    wanted = {"from": start, "stages": {name: {"recipe": now[name]["recipe"], "data": now[name]["data"]} for name in names}}
+    if _record(run).exists() and read_json(_record(run)) == wanted:
+        return
+    for name in names:
+        if run.stage(name).path.exists():
+            shutil.move(run.stage(name).path, _free_place(run.path / "stale", name))
+    write_json(_record(run), wanted)
+
+
+def _free_place(directory: Path, name: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    number = 1
+    while (place := directory / f"{name}-{number}").exists():
+        number += 1
+    return place
+
+
+def _record(run: RunDirectory) -> Path:
+    return run.path / "anew.json"

@@ -1,0 +1,110 @@
+"""The data that stages hand to each other: rows of tasks or of conversations, one file a stage, and what was dropped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic import TypeAdapter, ValidationError
+
+from strop.errors import RunError, TaskError
+from strop.pipelines.recipe import RolloutStage, SampledStage
+from strop.pipelines.stage import StageContext
+from strop.rollout.chat import ChatFormat
+from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, write_text
+from strop.tasks import RowTasks, TaskSource, make_tasks
+from strop.types import Task, Trajectory
+
+Row: TypeAlias = Mapping[str, Any]
+TASK = TypeAdapter(Task)
+TRAJECTORY = TypeAdapter(Trajectory)
+
+
+def kept_path(directory: StageDirectory) -> Path:
+    """What a data stage hands on."""
+    return directory.path / "data" / "kept.jsonl"
+
+
+def dropped_path(directory: StageDirectory) -> Path:
+    """What it does not, with reasons."""
+    return directory.path / "data" / "dropped.jsonl"
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    write_text(path, "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows))
+
+
+def rows_of(run: RunDirectory, stage: str) -> list[dict[str, Any]]:
+    """The rows that `stage` made. Raises `RunError` when it is not done, or its file is gone."""
+    path = run.path / str(read_json(run.stage(stage).done)["data"])
+    if not path.exists():
+        raise RunError(
+            f"{path}: missing, though stage {stage!r} is done. Restore it, or run that stage anew with --from {stage}."
+        )
+    return read_lines(path)
+
+
+def tasks_to_play(context: StageContext, stage: RolloutStage | SampledStage) -> TaskSource:
+    """The tasks of the stages in `data`, one set after the other; without any, the training tasks of `tasks`.
+
+    Raises:
+        TaskError: there are none, or a row of them is no task.
+    """
+    if not stage.data:
+        return make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+    tasks = []
+    for name in stage.data:
+        for number, row in enumerate(rows_of(context.run, name), start=1):
+            try:
+                tasks.append(TASK.validate_python(row))
+            except ValidationError as error:
+                wrong = ".".join(map(str, error.errors()[0]["loc"]))
+                raise TaskError(
+                    f"row {number} of what stage {name!r} made is no task ({wrong}: {error.errors()[0]['msg']}). Restore its"
+                    f" file, or run it anew with --from {name}."
+                ) from error
+    if not tasks:
+        raise TaskError(
+            f"stages.{context.name}.data: {', '.join(stage.data)} kept no task, so there is nothing to roll out. Loosen what"
+            " they keep (a filter's min_right and max_right), or leave data out."
+        )
+    return RowTasks(tasks, seed=context.seed("tasks"))
+
+
+def tokenizer_digest(chat: ChatFormat) -> str:
+    """Equal for two models that write every conversation with the same ids: one vocabulary and one template."""
+    vocabulary = sorted(chat.tokenizer.get_vocab().items())
+    said = json.dumps([vocabulary, chat.tokenizer.chat_template], ensure_ascii=False)
+    return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def as_conversation(task: Task, trajectory: Trajectory, *, question: Sequence[Row], prefill: str, facts: Row) -> dict[str, Any]:
+    """A rollout as a row of conversations: messages for whoever reads such, and the rollout itself, ids and all.
+
+    Args:
+        question: the messages before the first turn.
+        prefill: what was put into the policy's mouth; it belongs to the first turn's text.
+        facts: which tokenizer and prompt the ids are of.
+    """
+    messages = [dict(each) for each in question]
+    for number, turn in enumerate(trajectory.turns):
+        messages.append({"role": "assistant", "content": (prefill if number == 0 else "") + turn.completion_text})
+        messages += [{"role": "tool", "content": call.text} for call in turn.calls if turn.observation_ids]
+    key = trajectory.key
+    rollout = TRAJECTORY.dump_python(trajectory, mode="json")
+    for said in rollout["turns"]:  # what a clock or the load of an engine said is in rollouts/; these rows repeat (law 8)
+        said["completion"]["cached_tokens"] = 0
+        for call in said["calls"]:
+            call["duration_s"] = 0.0
+    return {
+        "id": f"{task.id}#{key.attempt}" + (f".{key.branch}" if key.branch else ""),
+        "source": task.source,
+        "messages": messages,
+        "facts": dict(task.facts),
+        "task": TASK.dump_python(task, mode="json"),
+        "trajectory": rollout,
+        **facts,
+    }

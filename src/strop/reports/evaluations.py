@@ -1,0 +1,123 @@
+"""Shows evaluations beside each other: a paired comparison, and the standing leaderboard as tables and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from strop.evaluation.compare import Comparison, MetricComparison
+from strop.evaluation.leaderboard import Entry, Leaderboard
+from strop.reports.compare import Table
+from strop.reports.html import render
+from strop.reports.scales import Unit, figure
+
+_NONE = "–"
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """One row a figure: both values, the difference, its interval and p-value, on how many problems the second is higher."""
+    return Table(
+        columns=("figure", "first", "second", "difference", "95% interval", "p", "higher", "lower"),
+        rows=tuple(_comparison_row(each) for each in comparison.metrics),
+    )
+
+
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """What is compared, before the table."""
+    alone = comparison.num_only_first + comparison.num_only_second
+    lines = [f"{comparison.benchmark}: {comparison.num_shared} problems in both" + (f", {alone} left out" if alone else "")]
+    lines += [f"{key}: {_told(first)} and {_told(second)}" for key, (first, second) in comparison.settings.items()]
+    return lines
+
+
+def leaderboard_table(entries: tuple[Entry, ...] | list[Entry]) -> Table:
+    """The entries of one benchmark, as they are ranked."""
+    return Table(
+        columns=("run", "pass@1", "95% interval", "pass@k", "maj@k", "tasks × k", "length", "truncated", "tool errors", "how"),
+        rows=tuple(_entry_row(each) for each in entries),
+    )
+
+
+def leaderboard_page(board: Leaderboard) -> str:
+    """A page that needs no other file."""
+    sections = [
+        {
+            "name": name,
+            "table": leaderboard_table(list(entries)),
+            "intervals": [
+                {
+                    "name": each.name,
+                    "mean": each.accuracy,
+                    "low": float(each.result.get("accuracy_low", each.accuracy)),
+                    "high": float(each.result.get("accuracy_high", each.accuracy)),
+                }
+                for each in entries
+            ],
+        }
+        for name, entries in board.benchmarks.items()
+    ]
+    num = sum(len(entries) for entries in board.benchmarks.values())
+    return render("leaderboard.html.j2", {"sections": sections, "num": num, "left_out": board.left_out})
+
+
+def _comparison_row(metric: MetricComparison) -> tuple[str, ...]:
+    unit = Unit.PERCENT if metric.is_share else Unit.PLAIN
+    difference = metric.paired.difference
+    return (
+        metric.metric,
+        figure(metric.first, unit),
+        figure(metric.second, unit),
+        _signed(difference.mean, unit),
+        f"{_signed(difference.low, unit)} to {_signed(difference.high, unit)}",
+        "< 0.001" if metric.paired.p_value < 0.001 else f"{metric.paired.p_value:.3f}",
+        str(metric.paired.num_better),
+        str(metric.paired.num_worse),
+    )
+
+
+def _signed(value: float, unit: Unit) -> str:
+    text = figure(value, unit)
+    return f"+{text}" if value > 0 and text.strip("0.%") else text
+
+
+def _entry_row(entry: Entry) -> tuple[str, ...]:
+    result = entry.result
+    interval = (
+        f"{figure(result['accuracy_low'], Unit.PERCENT)} – {figure(result['accuracy_high'], Unit.PERCENT)}"
+        if "accuracy_low" in result and "accuracy_high" in result
+        else _NONE
+    )
+    return (
+        entry.name,
+        figure(entry.accuracy, Unit.PERCENT),
+        interval,
+        _share(result, "pass_at_k"),
+        _share(result, "maj_at_k"),
+        f"{result.get('num_tasks', '?')} × {result.get('k', '?')}",
+        figure(result["length_tokens_mean"]) if "length_tokens_mean" in result else _NONE,
+        _share(result, "truncated_fraction"),
+        _share(result, "tool_error_rate"),
+        _how(result),
+    )
+
+
+def _how(result: Mapping[str, Any]) -> str:
+    """What two entries of one benchmark may differ in."""
+    if "harness" in result:
+        return str(result["harness"])
+    told = [
+        f"{result['prompt']}" if "prompt" in result else "",
+        f"t {result['temperature']:g}" if "temperature" in result else "",
+        f"{result['max_tokens']:,} tokens" if "max_tokens" in result else "",
+        f"{result['engine']} {result.get('dtype', '')}".strip() if "engine" in result else "",
+        f"tools: {result['tools']}" if result.get("tools", "real") != "real" else "",
+    ]
+    return ", ".join(each for each in told if each)
+
+
+def _share(result: Mapping[str, Any], key: str) -> str:
+    return figure(result[key], Unit.PERCENT) if key in result else _NONE
+
+
+def _told(value: Any) -> str:
+    return "not told" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

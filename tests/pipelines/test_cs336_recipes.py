@@ -1,0 +1,62 @@
+"""The recipes of CS336's leaderboard and of its layout with a server, held without a GPU and without vLLM."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from strop.cli import app
+from strop.config import validate
+from strop.pipelines.load import load_recipe
+from strop.pipelines.recipe import Recipe, resolve
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+
+@pytest.fixture(scope="module")
+def of_the_handout():
+    """What stands in comments behind the marker in the leaderboard's recipe, as somebody who uncomments it gets it."""
+    _, marker, text = (RECIPES / "cs336-leaderboard.toml").read_text(encoding="utf-8").partition("# ---- The hand-out's sizes")
+    assert marker
+    lines = [line.removeprefix("# ") if line != "#" else "" for line in text.splitlines()[1:]]
+    return validate(Recipe, resolve(tomllib.loads("\n".join(lines))), place="the comment")
+
+
+def test_the_leaderboard_trains_against_the_clock_and_is_judged_on_its_last_policy():
+    recipe = load_recipe(RECIPES / "cs336-leaderboard.toml")
+    stage, after = recipe.stages["rl"], recipe.stages["after"]
+    assert stage.budget_s == 90
+    assert stage.validation.product == "last"
+    assert (after.init, after.split, after.sampling.temperature) == ("rl", "test", 1.0)
+    assert stage.sampling.temperature == 1.0
+    assert stage.validation.temperature is None  # as the stage samples
+
+
+def test_the_leaderboard_keeps_the_handouts_rules_where_it_has_its_sizes(of_the_handout):
+    stage, after = of_the_handout.stages["rl"], of_the_handout.stages["after"]
+    assert stage.budget_s == 4 * 3600
+    assert set(of_the_handout.stages) == {"base", "rl", "after"}  # no demonstrations of anybody
+    for judged in (stage, after):
+        assert judged.prompt == "r1_zero"
+        assert judged.reward.parts["accuracy"].kind == "r1_zero"
+        assert (judged.sampling.max_tokens, judged.sampling.temperature) == (1024, 1.0)
+    assert (after.num_tasks, after.split) == (5000, "test")
+    assert stage.trainer.device == "cuda:0"
+    assert of_the_handout.engine.devices == (1,)
+
+
+@pytest.mark.parametrize("name", ["cs336-leaderboard", "cs336-server"])
+def test_what_would_be_done_is_told_before_it_is(name):
+    words = ["train", str(RECIPES / f"{name}.toml"), "--dry-run"]
+    words += ["--set", f'engine.python="{sys.executable}"'] if name == "cs336-server" else []
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert "rollouts = 64 a step" in " ".join(result.output.split())
+
+
+def test_the_server_layout_is_corrected_for_what_a_server_rounds_otherwise():
+    recipe = load_recipe(RECIPES / "cs336-server.toml")
+    assert recipe.engine.kind == "vllm"
+    assert recipe.stages["rl"].method.mismatch == "truncate_token"

@@ -1,0 +1,244 @@
+"""Stages that make data: what they keep, what they drop and why, and what is trained on it."""
+
+import json
+import shutil
+
+import pytest
+
+from scripted_runs import RECIPE, run_recipe
+from strop.errors import RunError
+from strop.pipelines.filter_stage import why_dropped
+from strop.pipelines.mix_stage import counts_of
+from strop.pipelines.recipe import FilterStage, MixStage, Recipe, RejectionSamplingStage, resolve
+from strop.pipelines.rejection_stage import foreign_share, reasons
+from strop.runs import RunDirectory, read_json, read_lines
+from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
+
+TASK = Task(id="t", question="1+1", answer="2", source="by hand")
+SHARED = {"tasks": {"kind": "arithmetic"}, "init": "sft", "num_tasks": 1}
+
+
+def rollout(text, *, right=True, attempt=0, stop=StopReason.ANSWERED):
+    ids = tuple(text.encode())
+    said = Completion(
+        ids=ids,
+        logprobs=(0.0,) * len(ids),
+        entropies=(),
+        is_forced=(False,) * len(ids),
+        policy_version=0,
+        finish_reason=FinishReason.STOP,
+        cached_tokens=0,
+    )
+    turn = Turn(completion=said, calls=(), observation_ids=(), completion_text=text, observation_text="")
+    key = RolloutKey(task_index=0, attempt=attempt)
+    trajectory = Trajectory(key=key, task_id="t", prompt_ids=(1,), turns=(turn,), stop_reason=stop)
+    return ScoredTrajectory(trajectory=trajectory, reward=float(right), reward_parts={})
+
+
+def group(*rollouts):
+    return Group(task=TASK, task_index=0, trajectories=rollouts)
+
+
+def stage_of(config, **keys):
+    return config.model_validate_json(json.dumps(SHARED | keys))
+
+
+@pytest.mark.parametrize(
+    ("num_right", "num_judged", "keys", "is_kept"),
+    [
+        (8, 8, {}, False),  # 8 of 8
+        (7, 8, {}, True),
+        (0, 8, {}, True),  # the paper's filter drops the easy ones alone
+        (7, 7, {}, True),  # the one that is void might have been wrong
+        (1, 8, {"min_right": 2}, False),
+        (1, 7, {"min_right": 2}, True),  # the one that is void might have been right
+        (8, 8, {"min_right": 2, "max_right": 8}, True),
+    ],
+)
+def test_a_filter_keeps_by_how_many_of_k_are_right_and_void_ones_speak_for_neither_side(num_right, num_judged, keys, is_kept):
+    stage = stage_of(FilterStage, kind="filter", k=8, **keys)
+    played = group(*(rollout("x", right=n < num_right, attempt=n) for n in range(num_judged)))
+    assert (why_dropped(played, stage) == "") is is_kept
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("The sum is two.", ""),
+        ("The sum 是二 obviously.", "mixed languages"),
+        ("和是二。", ""),  # one language, if another
+        ("x" * 2001, "long paragraph"),
+        (("word " * 150 + "\n\n") * 4, ""),  # long, but in paragraphs
+        ("See\n```python\nprint(2)\n```", "code block"),
+        ('<tool_call>{"name": "python", "arguments": {"code": "```"}}</tool_call> two', ""),  # a call is no code block
+    ],
+)
+def test_rejection_sampling_drops_what_does_not_read_well(text, reason):
+    stage = stage_of(RejectionSamplingStage, kind="rejection_sampling")
+    [found] = reasons(group(rollout(text)), stage)
+    assert found.partition(":")[0] == reason
+
+
+def test_rejection_sampling_keeps_right_whole_and_different_rollouts_up_to_a_number():
+    stage = stage_of(RejectionSamplingStage, kind="rejection_sampling", max_per_task=2)
+    found = reasons(
+        group(
+            rollout("one", right=False),
+            rollout("two", stop=StopReason.LENGTH),
+            rollout("three"),
+            rollout("three"),
+            rollout("four"),
+            rollout("five"),
+        ),
+        stage,
+    )
+    assert [reason.partition(":")[0] for reason in found] == ["wrong", "truncated", "", "repeated", "", "enough"]
+
+
+def test_the_share_of_foreign_words_leaves_out_code_mathematics_and_variables():
+    assert foreign_share("два x y z три `print(two)` $alpha$") == 0
+    assert foreign_share("one two 三 four") == pytest.approx(1 / 4)
+
+
+def test_shares_of_a_total_add_up_to_it():
+    stage = MixStage.model_validate_json(
+        json.dumps(
+            {"kind": "mix", "tasks": {"kind": "arithmetic"}, "data": ["a", "b", "c"], "total": 10}
+            | {"shares": {"a": 0.55, "b": 0.25, "c": 0.2}}
+        )
+    )
+    assert counts_of(stage, {}) == {"a": 6, "b": 2, "c": 2}  # 5.5, 2.5, 2: one is left, and of equals the first by name gets it
+
+
+STUDENT = RECIPE["stages"]["base"]
+PIPELINE = {name: RECIPE["stages"][name] for name in ("base", "sft")} | {
+    "hard": {"kind": "filter", "init": "sft", "num_tasks": 12, "k": 4, "max_right": 2},
+    "rl": RECIPE["stages"]["rl"] | {"data": ["hard"]},
+    "good": {"kind": "rejection_sampling", "init": "rl", "num_tasks": 8, "k": 4},
+    "general": {
+        "kind": "demonstrations",
+        "init": "base",
+        "demonstrator": {"kind": "arithmetic"},
+        "num_demonstrations": 6,
+    },
+    "mixed": {"kind": "mix", "data": ["good", "general"], "counts": {"good": 5, "general": 3}},
+    "again": {"kind": "sft", "init": "base", "data": ["mixed"], "steps": 2, "batch_size": 4},
+    "small": STUDENT | {"tiny": STUDENT["tiny"] | {"vocab_size": 310}},
+    "student": {"kind": "sft", "init": "small", "data": ["good"], "steps": 1, "batch_size": 4},
+    "after": {"kind": "eval", "init": "again", "num_tasks": 2, "k": 2},
+    "release": {"kind": "export", "init": "again", "results": ["after"]},
+}
+
+
+def make(**changes):
+    stages = {name: stage | changes.get(name, {}) for name, stage in PIPELINE.items()}
+    return Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run_recipe(tmp_path_factory.mktemp("pipeline") / "run", make())
+
+
+def kept(run, stage):
+    return read_lines(run.stage(stage).path / "data" / "kept.jsonl")
+
+
+def test_a_filter_writes_every_task_once_kept_or_dropped_with_its_reason(whole):
+    tasks, dropped = kept(whole.run, "hard"), read_lines(whole.run.stage("hard").path / "data" / "dropped.jsonl")
+    assert len(tasks) + len(dropped) == 12
+    assert tasks
+    assert dropped
+    assert all(row["num_right"] > 2 and "too easy" in row["reason"] for row in dropped)
+
+
+def test_rl_trains_on_the_tasks_that_the_filter_kept_and_on_no_other(whole):
+    wanted = {row["question"] for row in kept(whole.run, "hard")}
+    for step in (1, 2):
+        played = {each["task"]["question"] for each in read_json(whole.run.stage("rl").selection(step))["groups"]}
+        assert played <= wanted
+
+
+def test_rejected_samples_are_right_and_carry_the_ids_that_were_sampled(whole):
+    rows = kept(whole.run, "good")
+    assert rows
+    for row in rows:
+        assert row["messages"][-1]["content"].endswith(f"\\boxed{{{row['task']['answer']}}}</answer>")
+        roles = [message["role"] for message in row["messages"]]
+        assert roles[-1] == "assistant"
+        assert roles.count("assistant") == len(row["trajectory"]["turns"])
+
+
+def test_a_mix_has_so_many_of_each_and_none_twice(whole):
+    rows = kept(whole.run, "mixed")
+    assert len(rows) == 8
+    said = [json.dumps(row["trajectory"]) for row in rows]
+    assert len(set(said)) == 8
+    good = {json.dumps(row["trajectory"]) for row in kept(whole.run, "good")}
+    assert sum(each in good for each in said) == 5
+
+
+def test_an_export_is_a_model_with_a_card_and_the_lineage_of_what_it_stands_on(whole):
+    directory = whole.run.stage("release").model
+    weights = (directory / "model.safetensors").read_bytes()
+    assert weights == (whole.run.stage("again").model / "model.safetensors").read_bytes()
+    lineage = read_json(directory / "lineage.json")
+    assert set(lineage) == {"base", "sft", "hard", "rl", "good", "general", "mixed", "again"}
+    card = (directory / "README.md").read_text()
+    assert "| mixed | mix | good (data), general (data) |" in card
+    assert "| after | again |" in card
+
+
+def test_a_lineage_names_parents_by_their_digests(whole):
+    lineage = {name: read_json(whole.run.stage(name).lineage) for name in PIPELINE}
+    assert lineage["rl"]["parents"] == {"init.sft": lineage["sft"]["digest"], "data.hard": lineage["hard"]["digest"]}
+    assert len({each["digest"] for each in lineage.values()}) == len(PIPELINE)
+    assert all("product" in each for name, each in lineage.items() if name != "after")
+
+
+@pytest.mark.slow
+def test_until_ends_the_run_there_and_a_later_try_goes_on_to_the_same_end(whole, tmp_path):
+    part = run_recipe(tmp_path / "run", make(), until="good")
+    assert part.run.stage("good").done.exists()
+    assert not part.run.stage("mixed").path.exists()
+    run_recipe(tmp_path / "run", make())
+    for name in PIPELINE:
+        mine, theirs = (read_json(run.stage(name).lineage) for run in (part.run, whole.run))
+        assert [mine["digest"], mine.get("product")] == [theirs["digest"], theirs.get("product")], name
+
+
+def test_a_changed_stage_is_named_with_all_that_stand_on_it_and_made_anew_on_request_alone(whole, tmp_path):
+    run = RunDirectory(shutil.copytree(whole.run.path, tmp_path / "run"))
+    before = {name: read_json(run.stage(name).lineage) for name in PIPELINE}
+    changed = make(mixed={"counts": {"good": 4, "general": 4}})
+    with pytest.raises(RunError, match=r"another recipe:\n  stages\.mixed\.counts\.general: 3 there, 4 asked for"):
+        run_recipe(run.path, changed)
+    with pytest.raises(RunError, match="in more than --from student makes anew"):
+        run_recipe(run.path, changed, start="student")
+
+    only = run_recipe(run.path, changed, start="mixed", until="mixed")
+    assert any("again is stale: mixed was made anew" in text for text in only.progress.warnings)
+    assert read_json(run.stage("again").stale) == {"because": "mixed was made anew"}
+    with pytest.raises(RunError, match=r"stale:\n  again: mixed was made anew\n  after: again is stale") as caught:
+        run_recipe(run.path, changed)
+    assert "student" not in str(caught.value)
+    assert "--from again" in str(caught.value)
+
+    run_recipe(run.path, changed, start="again")
+    after = {name: read_json(run.stage(name).lineage) for name in PIPELINE}
+    anew = {name for name in PIPELINE if before[name]["digest"] != after[name]["digest"]}
+    assert anew == {"mixed", "again", "after", "release"}
+    assert not run.stage("again").stale.exists()
+    assert {path.name for path in (run.path / "stale").iterdir()} == {"mixed-1", "again-1", "after-1", "release-1"}
+
+
+def test_a_file_of_tasks_whose_contents_change_makes_stale_what_was_made_of_it(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(4)))
+    recipe = make(hard={"tasks": {"kind": "jsonl", "path": str(rows)}})
+    run = run_recipe(tmp_path / "run", recipe, until="rl").run
+    assert not run.stage("good").path.exists()
+    assert str(rows) in json.dumps(read_json(run.stage("hard").lineage)["data"])
+    rows.write_text(rows.read_text() + json.dumps({"question": "9+1", "answer": "10"}) + "\n")
+    with pytest.raises(RunError, match=r"hard: .*rows\.jsonl .* has other contents\n  rl: hard is stale"):
+        run_recipe(tmp_path / "run", recipe, until="rl")

@@ -1,0 +1,180 @@
+"""`strop eval` as one call: what a kill leaves is taken over, what is finished is not played again."""
+
+import asyncio
+import json
+import random
+
+import pytest
+
+from scripted_runs import RecordingEngine, answer, make_recipe, run_recipe, sums_and_errors
+from strop.errors import EngineLost, MachineError, RunError, TaskError
+from strop.evaluation.results import read_eval
+from strop.pipelines.evaluate import evaluate_model
+from strop.pipelines.recipe import Recipe, resolve
+from strop.pipelines.stage import load_chat
+from strop.reports.progress import Silent
+from strop.sandbox.scripted import ScriptedSandbox
+from strop.tasks import RowTasks
+from strop.types import Task
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny model; what it says is scripted anyway."""
+    recipe = make_recipe()
+    base = recipe.model_copy(update={"stages": {"base": recipe.stages["base"]}})
+    return run_recipe(tmp_path_factory.mktemp("model") / "run", base).run.stage("base").model
+
+
+def write_rows(path, *rows):
+    path.write_text("".join(json.dumps({"question": question, "answer": right}) + "\n" for question, right in rows))
+
+
+def evaluation(rows, **stage):
+    tree = {
+        "name": "evaluation",
+        "threads": 1,
+        "tasks": {"kind": "jsonl", "path": str(rows), "test_path": str(rows)},
+        "prompt": "plain",
+        "tools": {"python": {"name": "python"}},
+        "engine": {"max_length": 256},
+        "sampling": {"max_tokens": 200},
+        "stages": {
+            "model": {"kind": "model", "path": "somewhere"},
+            "sums": {"kind": "eval", "init": "model", "num_tasks": 4, "k": 3, **stage},
+        },
+    }
+    return Recipe.model_validate_json(json.dumps(resolve(tree)))
+
+
+def evaluate(directory, model, recipe, *, say=None, lost_after=None, monkeypatch):
+    """The figures, and the engine with what it was asked. It says "2", or a number by chance; it is lost on request."""
+    engines = []
+
+    class Engine(RecordingEngine):
+        async def complete(self, request):
+            completion = await super().complete(request)
+            if lost_after is not None and sum(len(each.answers) for each in engines) > lost_after:
+                raise EngineLost("scripted: the engine is gone")
+            return completion
+
+    async def open_engines(model, config, *, detokenize, logs, names):
+        chat = load_chat(model)
+        said = say or (lambda draw: answer(draw.choice([2, 2, 3])))
+        engines.append(Engine(lambda request: chat.completion_ids(said(random.Random(request.seed)))))
+        return [engines[-1]]
+
+    monkeypatch.setattr("strop.pipelines.evaluate.train", _with_doubles(open_engines))
+    figures = asyncio.run(evaluate_model(recipe, model, directory, stage=None, progress=Silent()))
+    return figures, engines
+
+
+def _with_doubles(open_engines):
+    from strop.pipelines.train import train
+
+    async def run(recipe, directory, *, progress):
+        runner = ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01)
+        return await train(recipe, directory, progress=progress, runner=runner, open_engines=open_engines)
+
+    return run
+
+
+SUMS = [("1+1", "2"), ("0+2", "2"), ("3-1", "2"), ("2+2", "4")]
+
+
+def test_a_kill_in_the_middle_loses_only_what_was_in_flight_and_a_third_call_does_nothing(tmp_path, model, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", *SUMS)
+    recipe = evaluation(tmp_path / "rows.jsonl")
+    whole, _ = evaluate(tmp_path / "whole", model, recipe, monkeypatch=monkeypatch)
+    with pytest.raises(EngineLost):
+        evaluate(tmp_path / "run", model, recipe, lost_after=5, monkeypatch=monkeypatch)
+    resumed, [engine] = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+    assert resumed["num_taken_over"] >= 5
+    assert len(engine.answers) == 4 * 3 - resumed["num_taken_over"]
+    untold = ("time_s", "num_taken_over", "run")
+    assert {k: v for k, v in resumed.items() if k not in untold} == {k: v for k, v in whole.items() if k not in untold}
+    assert read_eval(tmp_path / "run").problems == read_eval(tmp_path / "whole").problems
+    again, engines = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+    assert (again, engines) == (resumed, [])
+
+
+def test_a_result_says_what_was_evaluated_and_its_problems_who_was_right(tmp_path, model, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", *SUMS)
+    figures, _ = evaluate(tmp_path / "run", model, evaluation(tmp_path / "rows.jsonl"), monkeypatch=monkeypatch)
+    assert figures["benchmark"].endswith("/rows")
+    assert set(figures["pass_at"]) == {"1", "2", "3"}
+    assert figures["pass_at"]["1"] == pytest.approx(figures["accuracy"])
+    problems = read_eval(tmp_path / "run").problems
+    assert [line["question"] for line in problems] == [question for question, _ in SUMS]
+    assert [line["correct"] for line in problems[:3]] == [
+        [int(said == "2") for said in line["answers"]] for line in problems[:3]
+    ]
+    assert problems[3]["correct"] == [0, 0, 0]
+    # Twice of three it says 2: a majority of three is right about as often, and never on the last.
+    assert figures["maj_at_k"] == sum(line["answers"].count("2") >= 2 for line in problems[:3]) / 4
+
+
+PUBLISHED = list(SUMS)
+"""What a source that is no file holds today: a hub data set, for one."""
+
+
+def published(*, seed, split):
+    tasks = [Task(id=str(at), question=question, answer=right, source="hub") for at, (question, right) in enumerate(PUBLISHED)]
+    return RowTasks(tasks, seed=seed, is_shuffled=False)
+
+
+def test_a_problem_that_changed_meanwhile_is_played_again_and_a_finished_evaluation_says_so(tmp_path, model, monkeypatch):
+    recipe = evaluation(tmp_path / "no file", tasks={"kind": "python", "source": "test_evaluate:published"})
+    with pytest.raises(EngineLost):
+        evaluate(tmp_path / "run", model, recipe, lost_after=11, monkeypatch=monkeypatch)
+    monkeypatch.setattr("test_evaluate.PUBLISHED", [*SUMS[:3], ("1+2", "3")])
+    _, [engine] = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+    assert 3 <= len(engine.answers) <= 4  # the changed problem's three, and the one that was not finished
+    monkeypatch.setattr("test_evaluate.PUBLISHED", SUMS)
+    with pytest.raises(RunError, match=r"finished, but 1 of its problems are no longer .* first is number 3.* --name"):
+        evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+
+
+def test_a_file_that_changed_under_a_finished_evaluation_is_refused(tmp_path, model, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, *SUMS)
+    evaluate(tmp_path / "run", model, evaluation(rows), monkeypatch=monkeypatch)
+    write_rows(rows, *SUMS[:3], ("1+2", "3"))
+    with pytest.raises(RunError, match="1 of its problems are no longer"):
+        evaluate(tmp_path / "run", model, evaluation(rows), monkeypatch=monkeypatch)
+
+
+def test_a_benchmark_without_answers_is_one_message_before_anything_is_played(tmp_path, model, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    write_rows(rows, ("1+1", ""))
+    with pytest.raises(TaskError, match=r"rows.jsonl:1: a row without an answer"):
+        evaluate(tmp_path / "run", model, evaluation(rows), monkeypatch=monkeypatch)
+
+
+def slow_judge(task: Task, trajectory) -> float:
+    raise MachineError("the judge at http://judge timed out after 30 s")
+
+
+def judge_lost_on_one(task: Task, trajectory) -> float:
+    if task.question == "1+1":
+        raise MachineError("the judge at http://judge timed out after 30 s")
+    return 1.0
+
+
+def test_a_judge_that_times_out_on_everything_is_named_with_its_reason(tmp_path, model, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", *SUMS)
+    recipe = evaluation(tmp_path / "rows.jsonl", reward={"kind": "function", "function": "test_evaluate:slow_judge"})
+    with pytest.raises(
+        MachineError, match=r"every rollout of 4 tasks is void.* http://judge timed out after 30 s\. All reasons"
+    ):
+        evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+
+
+def test_a_judge_that_times_out_on_one_problem_costs_that_problem_alone(tmp_path, model, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", *SUMS)
+    recipe = evaluation(tmp_path / "rows.jsonl", reward={"kind": "function", "function": "test_evaluate:judge_lost_on_one"})
+    figures, _ = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+    assert (figures["num_tasks"], figures["num_tasks_void"], figures["accuracy"]) == (3, 1, 1.0)
+    assert "maj_at_k" not in figures  # a function of one's own: nobody knows which answers are the same
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert any("void" in event.get("text", "") and "timed out" in event["text"] for event in events)

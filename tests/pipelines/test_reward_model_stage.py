@@ -1,0 +1,140 @@
+"""A reward model that is trained in a recipe, measured, resumed, and asked by the stages after it."""
+
+import json
+import random
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from scripted_runs import RECIPE, Watching, run_recipe
+from strop.config import validate
+from strop.errors import ConfigError, TaskError
+from strop.pipelines.recipe import Recipe, resolve
+from strop.runs import read_json, read_lines
+
+WORDS = ["red", "blue", "tall", "cold", "sweet", "loud"]
+
+
+def write_pairs(path, num=24):
+    """The chosen one says "please"."""
+    draw = random.Random(0)
+    rows = []
+    for number in range(num):
+        word = draw.choice(WORDS)
+        rows.append({"prompt": f"{number} {word}?", "chosen": f"please {word}", "rejected": f"really {word}"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recipe(path, *, later=None, **keys):
+    stages = {
+        "base": RECIPE["stages"]["base"],
+        "helpful": {
+            "kind": "reward_model",
+            "init": "base",
+            "path": str(path),
+            "batch_size": 8,
+            "epochs": 2,
+            "trainer": {"optimizer": {"lr": 0.01}},
+            "checkpoint_every": 1,
+        }
+        | keys,
+    } | (later or {})
+    return validate(Recipe, resolve(RECIPE | {"stages": stages}), place="recipe")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("reward")
+    return run_recipe(directory / "run", recipe(write_pairs(directory / "pairs.jsonl")))
+
+
+def test_it_makes_a_directory_that_transformers_loads(trained):
+    model = AutoModelForSequenceClassification.from_pretrained(trained.run.stage("helpful").model)
+    assert model.config.num_labels == 1
+    assert model.score.weight.abs().max() > 0
+
+
+def test_it_measures_itself_on_prompts_that_it_has_not_seen(trained):
+    quality = read_json(trained.run.stage("helpful").path / "quality.json")
+    assert quality["num"] == 2  # a tenth of 24 prompts
+    assert quality["num_left_out"] == 0
+    assert set(quality) >= {"accuracy", "auc", "length_correlation", "length_correlation_in_pairs"}
+
+
+def test_each_step_has_its_loss_and_the_last_batch_of_an_epoch_is_what_is_left(trained):
+    lines = [line for line in read_lines(trained.run.metrics) if line["stage"] == "helpful"]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]  # 22 pairs in batches of 8: 3 an epoch
+    assert lines[0]["reward_model/loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert lines[-1]["reward_model/loss"] < lines[0]["reward_model/loss"]
+
+
+class Impatient(Watching):
+    """Ends the program after a step."""
+
+    def step(self, metrics, step):
+        if step == 4 and "reward_model/loss" in metrics:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_is_stopped_ends_with_the_same_model(trained, tmp_path):
+    pairs = write_pairs(tmp_path / "pairs.jsonl")
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(tmp_path / "run", recipe(pairs), progress=Impatient())
+    resumed = run_recipe(tmp_path / "run", recipe(pairs))
+    events = [line["event"] for line in read_lines(resumed.run.events)]
+    assert "resumed" in events
+    mine, theirs = (each.run.stage("helpful").model / "model.safetensors" for each in (resumed, trained))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
+def test_a_later_stage_is_judged_by_it(tmp_path):
+    reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": "helpful"}}}}
+    later = {"judged": {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward}}
+    made = run_recipe(tmp_path / "run", recipe(write_pairs(tmp_path / "pairs.jsonl"), later=later, epochs=1))
+    helpful = read_json(made.run.stage("judged").evaluation)["parts"]["helpful"]["mean"]
+    assert 0 < helpful < 1
+    assert read_json(made.run.stage("judged").evaluation)["reward_mean"] == pytest.approx(helpful, abs=1e-12)
+
+
+def test_a_stage_that_is_judged_comes_behind_the_reward_model_however_they_are_written(tmp_path):
+    reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": "helpful"}}}}
+    stages = recipe(tmp_path / "pairs.jsonl").model_dump(mode="json")["stages"]
+    judged = {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward}
+    written = {"judged": judged, "helpful": stages["helpful"], "base": stages["base"]}
+    assert list(validate(Recipe, resolve(RECIPE | {"stages": written}), place="r").stages) == ["base", "helpful", "judged"]
+
+
+@pytest.mark.parametrize("stage", ["base", "helpfull"])
+def test_a_scorer_that_names_another_stage_is_told(tmp_path, stage):
+    reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": stage}}}}
+    later = {"judged": {"kind": "eval", "init": "base", "reward": reward}}
+    with pytest.raises(ConfigError, match=rf"reward\.parts\.helpful\.scorer\.stage names '{stage}'"):
+        recipe(tmp_path / "pairs.jsonl", later=later)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"trainer": {"lora": {}}}, "trains all of its weights"),
+        ({"trainer": {"workers": 2}}, "trains in one process"),
+    ],
+)
+def test_what_a_reward_model_cannot_do_is_refused(tmp_path, keys, words):
+    with pytest.raises(ConfigError, match=words):
+        recipe(tmp_path / "pairs.jsonl", **keys)
+
+
+def test_long_pairs_are_left_out_and_told(tmp_path):
+    path = write_pairs(tmp_path / "pairs.jsonl")
+    row = {"prompt": "long?", "chosen": "a" * 3000, "rejected": "b"}
+    path.write_text(path.read_text() + json.dumps(row) + "\n")
+    watching = Watching()
+    made = run_recipe(tmp_path / "run", recipe(path, epochs=1, max_length=200), progress=watching)
+    assert any("1 of 25 preferences are left out" in warning for warning in watching.warnings)
+    assert read_json(made.run.stage("helpful").path / "quality.json")["num_left_out"] == 1
+
+
+def test_a_file_of_which_nothing_is_left_is_named(tmp_path):
+    with pytest.raises(TaskError, match=r"stages\.helpful: 0 preferences are left"):
+        run_recipe(tmp_path / "run", recipe(write_pairs(tmp_path / "pairs.jsonl"), max_length=2))

@@ -1,0 +1,132 @@
+"""The papers' pipelines end to end on a tiny model: killed at ten random points, they end where an undisturbed run ends.
+
+Real processes, the embedded engine, a real sandbox whose answers come after random times. Only sizes differ from the recipes,
+and what the demonstrator shows: so small a model learns nothing from one that guesses.
+"""
+
+import random
+import time
+
+import pytest
+from killing import HERE, complaint, events, finish, kill_when
+
+from scripted_runs import untimed
+from strop.pipelines.load import load_recipe
+from strop.runs import RunDirectory, read_json, read_lines
+
+RECIPES = HERE.parents[1] / "recipes"
+LIMIT_S = 600
+NUM_KILLS = 10
+
+COMMON = """
+threads=1 tasks.num_terms=2 tasks.max_digits=1 engine.slots=24 engine.max_length=256
+limits.max_turns=3 limits.max_response_tokens=48 sampling.max_tokens=128 trainer.optimizer.warmup_updates=1
+stages.base.tiny={hidden_size=64,num_layers=2,num_heads=2,intermediate_size=128,vocab_size=384,max_length=256,num_texts=64}
+"""
+COLD_START = """
+stages.{0}.num_demonstrations=192 stages.{0}.steps=200 stages.{0}.batch_size=16 stages.{0}.trainer.optimizer.warmup_updates=5
+stages.{0}.demonstrator.guess_fraction=0.0 stages.{0}.demonstrator.error_fraction=0.3
+"""
+RL = "stages.{0}.steps=2 stages.{0}.tasks_per_step=4 stages.{0}.group_size=4 "
+EVAL = "stages.{0}.num_tasks=4 stages.{0}.k=2 "
+
+SIZES = {
+    "rstar2-pipeline": COMMON
+    + COLD_START.format("sft")
+    + "".join(RL.format(name) for name in ("stage1", "stage2", "stage3"))
+    + "".join(EVAL.format(name) for name in ("after-sft", "after-stage1", "after-stage2", "after-stage3"))
+    + "".join(
+        f"stages.{name}.sampling.max_tokens=160 " for name in ("stage2", "hard", "stage3", "after-stage2", "after-stage3")
+    )
+    + "stages.stage3.limits.max_turns=4 stages.after-stage3.limits.max_turns=4 stages.hard.num_tasks=12",
+    "r1-pipeline": COMMON
+    + COLD_START.format("cold-start")
+    + "".join(RL.format(name) for name in ("rl1", "rl2"))
+    + "".join(EVAL.format(name) for name in ("after-rl1", "after-rl2", "after-student"))
+    + """
+    stages.rejection.num_tasks=48 stages.teacher.num_tasks=48 stages.mixed.total=64
+    stages.general.num_demonstrations=24 stages.general.tasks.max_digits=1
+    stages.sft2.steps=250 stages.sft2.batch_size=16 stages.sft2.trainer.optimizer.warmup_updates=5
+    stages.student.steps=10 stages.student.batch_size=4 stages.student.trainer.optimizer.warmup_updates=2
+    stages.small.tiny={hidden_size=32,num_layers=2,num_heads=2,intermediate_size=64,vocab_size=320,max_length=256,num_texts=64}
+    """,
+}
+
+
+def test_the_recipes_at_these_sizes_differ_from_the_papers_in_no_stage_and_no_edge():
+    for name, sizes in SIZES.items():
+        small, whole = (load_recipe(RECIPES / f"{name}.toml", words) for words in (sizes.split(), ()))
+        assert {key: (stage.kind, stage.inputs()) for key, stage in small.stages.items()} == {
+            key: (stage.kind, stage.inputs()) for key, stage in whole.stages.items()
+        }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_pipeline_that_is_killed_at_ten_random_points_ends_with_the_same_lineage_and_weights(name, tmp_path):
+    path, words = RECIPES / f"{name}.toml", SIZES[name].split()
+    stages = load_recipe(path, words).stages
+    undisturbed, run = (RunDirectory(tmp_path / word / "run") for word in ("undisturbed", "killed"))
+    for each in (undisturbed, run):
+        each.path.parent.mkdir()
+    finish(undisturbed, path, *words, limit_s=LIMIT_S)
+    assert_nothing_is_vacuous(undisturbed, stages)
+
+    told = kill_in_ten_stages(run, undisturbed, stages, path, words)
+    finish(run, path, *words, limit_s=LIMIT_S)
+    for stage, config in stages.items():
+        mine, theirs = run.stage(stage), undisturbed.stage(stage)
+        assert read_json(mine.lineage) == read_json(theirs.lineage), (stage, told)
+        if config.kind == "eval":
+            assert untimed(read_json(mine.evaluation)) == untimed(read_json(theirs.evaluation)), (stage, told)
+        elif "model" in read_json(theirs.done):
+            weights = [each.model / "model.safetensors" for each in (mine, theirs)]
+            assert weights[0].read_bytes() == weights[1].read_bytes(), (stage, told)
+    assert lines(run) == lines(undisturbed), told
+    assert not list(run.path.rglob(".*.tmp")), told
+
+
+def kill_in_ten_stages(run, undisturbed, stages, path, words):
+    """Kill the run in ten stages, each after a random share of the time that it took undisturbed; returns the moments.
+
+    A stage may be over before the kill: what follows it is killed then, which is as good, and not a second time.
+    """
+    draw = random.SystemRandom()
+    able = [name for name, stage in stages.items() if stage.kind != "export"]  # behind it there is nothing to kill
+    told = {}
+    for name in sorted(draw.sample(able, NUM_KILLS), key=list(stages).index):
+        if run.stage(name).done.exists():
+            continue
+        told[name] = read_json(undisturbed.stage(name).done)["time_s"] * draw.uniform(0, 0.8)
+        kill_when(run, moment(run, name, told[name]), *words, recipe=path, limit_s=LIMIT_S)
+    assert len(told) >= NUM_KILLS // 2, f"too few kills to prove anything: {told}"
+    return told
+
+
+def moment(run, stage, delay_s):
+    """Whether this try began `stage` so long ago, or finished it: how long it takes hangs on the machine's load."""
+    tries = len(events(run, "stage_started", stage))
+    began = []
+
+    def is_time():
+        if not began and len(events(run, "stage_started", stage)) > tries:
+            began.append(time.monotonic())
+        return bool(began) and (time.monotonic() - began[0] >= delay_s or run.stage(stage).done.exists())
+
+    return is_time
+
+
+def assert_nothing_is_vacuous(run, stages):
+    """Rejection keeps rows, and every RL stage has rollouts that are right and some that call a tool."""
+    by_stage = {name: [line for line in read_lines(run.metrics) if line["stage"] == name] for name in stages}
+    for name, stage in stages.items():
+        if stage.kind in ("filter", "rejection_sampling", "mix"):
+            assert read_lines(run.stage(name).path / "data" / "kept.jsonl"), name
+        if stage.kind == "rl":
+            assert max(line["rollout/accuracy"] for line in by_stage[name]) > 0, (name, complaint(run))
+            assert max(line["rollout/tool_calls_mean"] for line in by_stage[name]) > 0, name
+
+
+def lines(run):
+    return [untimed(line) for line in read_lines(run.metrics)]

@@ -1,0 +1,191 @@
+"""The graph of stages and the drawing across RL stages: what lies where, and what each says of a run."""
+
+import re
+
+import pytest
+
+from strop.reports.across import draw as draw_across
+from strop.reports.log import Evaluation, RunLog, StageLog, StageState, read_run
+from strop.reports.page import write_report
+from strop.reports.stage_graph import draw
+from strop.runs import LineWriter, RunDirectory, write_json
+
+PROGRAM = {
+    "base": ("model", {}),
+    "cold": ("sft", {"init": ["base"]}),
+    "rl1": ("rl", {"init": ["cold"]}),
+    "good": ("rejection_sampling", {"init": ["rl1"]}),
+    "general": ("demonstrations", {"init": ["base"]}),
+    "mixed": ("mix", {"data": ["good", "general"]}),
+    "sft2": ("sft", {"init": ["base"], "data": ["mixed"]}),
+    "rl2": ("rl", {"init": ["sft2"]}),
+    "after-rl1": ("eval", {"init": ["rl1"]}),
+    "after-rl2": ("eval", {"init": ["rl2"]}),
+    "release": ("export", {"init": ["rl2"], "results": ["after-rl1", "after-rl2"]}),
+}
+
+
+def stage(name, **keys):
+    kind, inputs = PROGRAM[name]
+    found = {key: tuple(names) for key, names in inputs.items()}
+    init = (*found.get("init", ()), "")[0]
+    return StageLog(**{"name": name, "kind": kind, "init": init, "is_done": True, "steps": {}, "inputs": found} | keys)
+
+
+def program(**changes):
+    return [stage(name, **changes.get(name, {})) for name in PROGRAM]
+
+
+def boxes(svg):
+    """Left, top, width and height of each stage's box, by name."""
+    found = re.findall(
+        r'<rect class="box" x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)".*?class="name"[^>]*>\W*([\w-]+)<', svg
+    )
+    return {name: tuple(map(float, numbers)) for *numbers, name in found}
+
+
+def passes_through(path, box):
+    """Whether the level parts of a line cross a box."""
+    left, top, width, height = box
+    x = y = 0.0
+    for command, numbers in re.findall(r"([MCH])([\d. -]+)", path):
+        values = [float(each) for each in numbers.split()]
+        if command == "H":
+            if top < y < top + height and not (values[0] <= left or x >= left + width):
+                return True
+            x = values[0]
+        else:
+            x, y = values[-2:]
+    return False
+
+
+def test_every_stage_lies_behind_all_that_it_stands_on_and_no_two_overlap():
+    places = boxes(str(draw(program())))
+    assert set(places) == set(PROGRAM)
+    for name, (_, inputs) in PROGRAM.items():
+        for source in (each for names in inputs.values() for each in names):
+            assert places[source][0] + places[source][2] < places[name][0], (source, name)
+    for name, (left, top, width, height) in places.items():
+        for other, (x, y, w, h) in places.items():
+            assert name == other or left + width < x or x + w < left or top + height < y or y + h < top, (name, other)
+
+
+def test_a_line_passes_no_stage_that_it_does_not_lead_to():
+    svg = str(draw(program()))
+    places = boxes(svg)
+    lines = re.findall(r'<path class="edge [\w.]+" d="([^"]+)"><title>([\w-]+) → ([\w-]+)', svg)
+    assert len(lines) == sum(len(names) for _, inputs in PROGRAM.values() for names in inputs.values())
+    for path, source, target in lines:
+        for name, box in places.items():
+            assert name in (source, target) or not passes_through(path, box), (source, target, name)
+
+
+def test_a_stage_that_is_stale_or_not_there_yet_says_so():
+    changes = {
+        "mixed": {"why_stale": "good was made anew"},
+        "sft2": {"is_done": False, "is_begun": True},
+        "rl2": {"is_done": False},
+    }
+    stages = program(**changes)
+    states = {each.name: each.state for each in stages}
+    assert [states[name] for name in ("rl1", *changes)] == [
+        StageState.DONE,
+        StageState.STALE,
+        StageState.BEGUN,
+        StageState.TO_COME,
+    ]
+    svg = str(draw(stages))
+    assert "mixed: stale (good was made anew)" in svg
+    for text in ("mix, stale", "sft, not finished", "rl, to come"):
+        assert f">{text}<" in svg
+
+
+def test_stages_that_do_not_say_what_they_stand_on_have_no_graph():
+    assert draw([stage("base"), stage("general", inputs={})]) == ""
+
+
+def log_of(stages, evaluations=(), recipe=None):
+    return RunLog(
+        name="x",
+        command="",
+        seed="0",
+        versions={},
+        recipe=recipe or {},
+        stages=tuple(stages),
+        evaluations=tuple(evaluations),
+        warnings=(),
+    )
+
+
+def steps(*accuracies):
+    return {
+        step: {"rollout/accuracy": accuracy, "rollout/length_tokens_mean": 100.0 * step, "rollout/truncated_fraction": 0.1}
+        for step, accuracy in enumerate(accuracies, start=1)
+    }
+
+
+def evaluation(name, accuracy, condition=""):
+    figures = {"accuracy": accuracy, "accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1}
+    return Evaluation(stage=name, condition=condition, terms="", figures=figures)
+
+
+def dots(svg):
+    return re.findall(r'<circle class="f2" cx="([\d.]+)" cy="[\d.]+" r="4.5"><title>([\w-]+): ([\d.%]+)<', svg)
+
+
+def test_stages_of_rl_follow_each_other_on_one_axis_with_a_boundary_and_their_limits():
+    stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5, 0.6)})
+    svg = str(draw_across(log_of(stages, recipe={"stages.rl1.sampling.max_tokens": "8192"})))
+    assert svg.count('class="boundary"') == 1
+    assert ">rl1, 8192 tokens<" in svg
+    assert ">rl2<" in svg
+    assert svg.count('class="line s0"') == 6  # three figures, and each line breaks where the stage does
+    assert "accuracy from 10.0% to 60.0%" in svg
+
+
+def test_an_evaluation_stands_at_the_last_step_of_what_it_measured_and_a_control_nowhere():
+    stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5, 0.6)})
+    found = [evaluation("after-rl1", 0.35), evaluation("after-rl2", 0.65), evaluation("after-rl2", 0.05, "tools: none")]
+    drawn = dots(str(draw_across(log_of(stages, found))))
+    assert [(name, value) for _, name, value in drawn] == [("after-rl1", "35.0%"), ("after-rl2", "65.0%")]
+    first, last = (float(x) for x, *_ in drawn)
+    assert first < last
+
+
+def test_a_figure_that_no_step_logged_is_named():
+    stages = program(
+        **{name: {"steps": {1: {"rollout/accuracy": 0.5, "rollout/length_tokens_mean": 9.0}}} for name in ("rl1", "rl2")}
+    )
+    assert "missing: rollout/truncated_fraction" in str(draw_across(log_of(stages)))
+
+
+def test_one_stage_of_rl_has_no_drawing_across():
+    assert draw_across(log_of(program(rl1={"steps": steps(0.1, 0.3)}))) == ""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that came to its second SFT and has a stale mix."""
+    run = RunDirectory(tmp_path / "run")
+    stages = {name: {"kind": kind, "inputs": inputs} for name, (kind, inputs) in PROGRAM.items()}
+    write_json(run.manifest, {"format": 1, "name": "run", "stages": stages, "recipe": {}})
+    for name in ("base", "cold", "rl1", "good", "general", "mixed"):
+        write_json(run.stage(name).done, {})
+    write_json(run.stage("mixed").stale, {"because": "good was made anew"})
+    events = LineWriter(run.events)
+    for name in ("base", "cold", "rl1"):
+        events.append({"event": "stage_started", "stage": name})
+    events.close()
+    return run
+
+
+def test_a_page_shows_the_graph_of_a_run_as_its_directory_has_it(run):
+    log = read_run(run)
+    states = {each.name: each.state for each in log.stages}
+    assert (states["good"], states["mixed"], states["sft2"]) == (StageState.DONE, StageState.STALE, StageState.TO_COME)
+    names = [each.name for each in log.stages]
+    for name, (_, inputs) in PROGRAM.items():
+        assert all(names.index(source) < names.index(name) for each in inputs.values() for source in each), name
+    page = write_report(run).read_text(encoding="utf-8")
+    assert 'class="plot graph"' in page
+    assert "mixed: stale (good was made anew)" in page
