@@ -1,0 +1,145 @@
+"""Every preset runs from first stage to last on a tiny model, with nothing changed but model, data, sizes and lengths."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+import torch
+from presets import NAMES, parsed, preset_path
+
+from strop.pipelines.load import load_recipe
+from strop.pipelines.recipe import TinyModel
+from strop.pipelines.tiny_model import make_tiny_model
+from strop.pipelines.train import train
+from strop.reports.progress import Silent
+from strop.rollout.prompt import load_prompt
+from strop.runs import read_lines
+
+ALLOWED = re.compile(
+    r"threads"
+    r"|stages\.\w+\.path"  # the model
+    r"|(stages\.\w+\.)?tasks|tools\.search\.backend"  # the data
+    r"|engine\.slots|stages\.\w+\.(steps|tasks_per_step|group_size|updates_per_step|num_demonstrations|batch_size|num_tasks|k)"
+    r"|stages\.\w+\.validation\.(num_tasks|every_steps)|stages\.\w+\.branching\.initial_rollouts"
+    r"|engine\.max_length|(stages\.\w+\.)?sampling\.max_tokens|(stages\.\w+\.)?reward\.parts\.\w+\.(max|cache)_tokens"
+    r"|stages\.\w+\.schedule|stages\.\w+\.trainer\.optimizer\.warmup_updates"  # lengths in steps and updates
+)
+_ROLLOUTS = {"rl": {"steps": 1, "tasks_per_step": 2, "group_size": 4}, "expert_iteration": {"steps": 1, "tasks_per_step": 2}}
+
+
+def scaled_down(name: str, *, model: str, rows: str, results: str) -> dict[str, object]:
+    """Keys and values for `--set`, by the stages that the preset has."""
+    tree = parsed(name)
+    data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response"]}
+    sets: dict[str, object] = {"threads": 1, "tasks": data, "engine.slots": 8, "engine.max_length": 2048}
+    sets["sampling.max_tokens"] = 32
+    if "search" in tree.get("tools", {}):
+        sets["tools.search.backend"] = {"kind": "kept", "path": results}
+    if "overlong" in tree.get("reward", {}).get("parts", {}):
+        sets |= {"reward.parts.overlong.max_tokens": 32, "reward.parts.overlong.cache_tokens": 8}
+    for stage_name, stage in tree["stages"].items():
+        sizes: dict[str, object] = dict(_ROLLOUTS.get(stage["kind"], {}))
+        match stage["kind"]:
+            case "model":
+                sizes = {"path": model}
+            case "eval":
+                sizes = {"num_tasks": 2, "k": 2}
+            case "sft":
+                sizes = {"steps": 2, "num_demonstrations": 4, "batch_size": 2}
+                if "warmup_updates" in stage["trainer"]["optimizer"]:
+                    sizes["trainer.optimizer.warmup_updates"] = 1
+        if "updates_per_step" in stage:
+            sizes["updates_per_step"] = min(2, stage["updates_per_step"])
+        if "branching" in stage:
+            sizes["branching.initial_rollouts"] = 2
+        if "validation" in stage:
+            sizes |= {"validation.num_tasks": 2, "validation.every_steps": 1}
+        if "schedule" in stage:
+            sizes |= {"steps": 2, "schedule": [sooner(entry) for entry in stage["schedule"]]}
+        if "tasks" in stage:
+            sizes["tasks"] = data
+        if "max_tokens" in stage.get("sampling", {}):
+            sizes["sampling.max_tokens"] = 32
+        sets |= {f"stages.{stage_name}.{key}": value for key, value in sizes.items()}
+    return sets
+
+
+def sooner(entry):
+    """The same change, in time for a stage of two steps."""
+    sizes = {"at_step": 2, "at_update": 2, "every_updates": 2}
+    changed = {key: sizes.get(key, value) for key, value in entry.items()}
+    if "sampling" in entry:
+        changed["sampling"] = {"max_tokens": 48}
+    return changed
+
+
+def as_override(key: str, value: object) -> str:
+    assert ALLOWED.fullmatch(key), f"{key} is neither model nor data, size nor length: a preset runs as it is, or not at all"
+    return f"{key}={as_toml(value)}"
+
+
+def as_toml(value: object) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {as_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(as_toml(each) for each in value) + "]"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["stages.rl.method.clip_high", "stages.rl.trainer.optimizer.lr", "sampling.temperature", "reward.kind", "limits.max_turns"],
+)
+def test_what_makes_a_method_may_not_be_changed_to_make_a_preset_run(key):
+    with pytest.raises(AssertionError, match="neither model nor data"):
+        as_override(key, 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_smaller_schedule_changes_the_same_keys(name):
+    sets = scaled_down(name, model="m", rows="r", results="s")
+    for stage_name, stage in parsed(name)["stages"].items():
+        for before, after in zip(stage.get("schedule", []), sets.get(f"stages.{stage_name}.schedule", []), strict=True):
+            assert list(before) == list(after)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A random model whose tokenizer knows the prompts, rows to train on, and results of a search."""
+    directory = tmp_path_factory.mktemp("small")
+    texts = [
+        message.text for prompt in ("rstar2", "arpo", "r1_zero", "qwen_math") for message in load_prompt(prompt).fill("1+1", [])
+    ]
+    sizes = TinyModel(
+        vocab_size=1024, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, max_length=4096, num_texts=10
+    )
+    make_tiny_model(sizes, texts, directory / "model", seed=0)
+    rows = [
+        {"question": f"What is {n}+1?", "prompt": f"What is {n}+1?", "answer": str(n + 1), "response": f"It is {n + 1}."}
+        for n in range(8)
+    ]
+    (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (directory / "results.json").write_text(json.dumps({"one": "1"}))
+    return {
+        "model": str(directory / "model"),
+        "rows": str(directory / "rows.jsonl"),
+        "results": str(directory / "results.json"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_runs_from_its_first_stage_to_its_last(name, small, tmp_path):
+    torch.set_num_threads(1)
+    overrides = [as_override(key, value) for key, value in scaled_down(name, **small).items()]
+    recipe = load_recipe(preset_path(name), overrides)
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test"))
+    for stage_name, stage in recipe.stages.items():
+        assert (tmp_path / "run" / "stages" / stage_name / "done.json").exists(), stage_name
+        if stage.kind in ("rl", "expert_iteration", "sft"):
+            steps = [line for line in read_lines(result.run.metrics) if line["stage"] == stage_name]
+            assert len(steps) == stage.steps, stage_name
