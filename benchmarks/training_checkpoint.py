@@ -1,27 +1,30 @@
 """How long a run waits for a checkpoint: written at once, and from a copy while training goes on.
 
-    python benchmarks/training_checkpoint.py
+    make bench-training-checkpoint
 
 Trains a random Llama, saves it again and again in both ways, and prints the time that the caller waits, the time until the
-checkpoint is whole, and what an update takes while one is written. Writes results/training_checkpoint.json.
+checkpoint is whole, and what an update takes while one is written, beside the limit: the same bytes written to one file.
+Writes results/training_checkpoint.{json,txt}.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
+import os
 import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.runs import write_directory, write_json
+from strop.runs import write_directory, write_json, write_text
 from strop.training import (
     Demonstration,
     LocalTrainer,
@@ -46,14 +49,14 @@ SHAPE = {
 NUM_ROWS, ROW_TOKENS = 8, 128
 
 
-async def measure(directory: Path, repeats: int) -> dict[str, object]:
+async def measure(directory: Path, repeats: int) -> dict[str, Any]:
     model = directory / "model"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(model)
     trainer = LocalTrainer.from_directory(model, TrainerConfig(optimizer=OptimizerConfig(lr=1e-5)))
     try:
         await update(trainer)  # so that there are moments
-        alone, beside, at_once, copying, in_background = [], [], [], [], []
+        alone, beside, at_once, copying, in_background, bare = [], [], [], [], [], []
         for _ in range(repeats):
             alone.append(await timed(update(trainer)))
             at_once.append(await timed(write(directory / "at-once", at_once_writer(trainer))))
@@ -64,6 +67,7 @@ async def measure(directory: Path, repeats: int) -> dict[str, object]:
             beside.append(await timed(update(trainer)))
             await writing
             in_background.append(time.perf_counter() - started)
+            bare.append(bare_write_s(directory / "bare", size_mib(directory / "background")))
         num_parameters = sum(parameter.numel() for parameter in trainer.learner.model.parameters())
     finally:
         await trainer.close()
@@ -75,6 +79,12 @@ async def measure(directory: Path, repeats: int) -> dict[str, object]:
         "waits_for": waits | {"ratio": waits["at_once_s"] / waits["background_s"]},
         "whole_after": {"at_once_s": statistics.median(at_once), "background_s": statistics.median(in_background)},
         "update": {"alone_s": statistics.median(alone), "beside_the_writer_s": statistics.median(beside)},
+        "bare_write_s": statistics.median(bare),
+        "spread": {  # the quickest and the slowest of the repeats
+            "at_once_s": [min(at_once), max(at_once)],
+            "background_s": [min(copying), max(copying)],
+            "bare_write_s": [min(bare), max(bare)],
+        },
         "machine": {"platform": platform.platform(), "cores": psutil.cpu_count(), "torch": torch.__version__},
     }
 
@@ -101,6 +111,40 @@ async def timed(work) -> float:
     return time.perf_counter() - started
 
 
+def bare_write_s(path: Path, num_mib: float) -> float:
+    """As many bytes into one file, on disk at the end: what no checkpoint can be quicker than."""
+    piece = os.urandom(2**20)
+    started = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(round(num_mib)):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - started
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """What a reader wants to see first."""
+    waits, whole, update, bare_s = found["waits_for"], found["whole_after"], found["update"], found["bare_write_s"]
+    machine = found["machine"]
+    rows = [
+        f"{found['parameters'] / 1e6:.1f} M parameters, {found['checkpoint_mib']:.0f} MiB a checkpoint,"
+        f" median of {found['repeats']}; {machine['cores']} cores, torch {machine['torch']}",
+        f"{'':<16} {'the run waits, s':>17} {'whole after, s':>15} {'of a bare write':>16} {'an update, s':>13}",
+    ]
+    for name, key, update_key in (
+        ("at once", "at_once_s", "alone_s"),
+        ("in background", "background_s", "beside_the_writer_s"),
+    ):
+        rows.append(
+            f"{name:<16} {waits[key]:>17.3f} {whole[key]:>15.3f} {whole[key] / bare_s:>15.1f}x {update[update_key]:>13.3f}"
+        )
+    rows.append(
+        f"a bare write of as many bytes takes {bare_s:.3f} s; the run waits {waits['ratio']:.1f} times less in background"
+    )
+    return "\n".join(rows)
+
+
 def size_mib(directory: Path) -> float:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file()) / 2**20
 
@@ -114,7 +158,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
         found = asyncio.run(measure(Path(directory), arguments.repeats))
     write_json(arguments.results, found)
-    print(json.dumps(found, indent=2))
+    write_text(arguments.results.with_suffix(".txt"), table(found) + "\n")
+    print(table(found))
 
 
 if __name__ == "__main__":

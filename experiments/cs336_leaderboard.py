@@ -1,0 +1,98 @@
+"""The leaderboard of CS336 assignment 5 (section 9) on a tiny model: held-out accuracy in a budget of wall-clock time.
+
+    make experiments-cs336-leaderboard
+
+Runs recipes/cs336-leaderboard.toml (a second call goes on where the first ended) and writes what is asked for there: accuracy
+of the last policy, and held-out accuracy against seconds up to the budget, to results/cs336-leaderboard.{json,txt} and
+results/cs336/leaderboard.svg. Seconds are of this machine, so nothing else should run on it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.pipelines.load import recipe_of
+from strop.pipelines.recipe import RlStage
+from strop.reports.compare import compare_plots
+from strop.reports.log import read_run
+from strop.reports.plots import draw
+from strop.reports.scales import Unit
+from strop.runs import RunDirectory, read_json, write_json, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "recipes" / "cs336-leaderboard.toml"
+COMMAND = "make experiments-cs336-leaderboard"
+STAGE = "rl"
+_CURVE = {"seconds": "time/elapsed_s", "accuracy": "validation/accuracy"}
+_CURVE |= {"low": "validation/accuracy_low", "high": "validation/accuracy_high"}
+
+
+def summarise(run: RunDirectory) -> dict[str, Any]:
+    """The figures of a finished run."""
+    recipe, log = recipe_of(run), read_run(run)
+    stage = recipe.stages[STAGE]
+    assert isinstance(stage, RlStage)
+    steps = next(each for each in log.stages if each.name == STAGE).steps
+    evaluations = {name: read_json(run.stage(name).evaluation) for name in ("before", "after")}
+    return {
+        "command": COMMAND,
+        "machine": log.versions,
+        "budget_s": stage.budget_s,
+        "steps": len(steps),
+        "left_s": steps[max(steps)].get("budget/left_s"),
+        "curve": [
+            {"step": step} | {name: round(metrics[key], 4) for name, key in _CURVE.items()}
+            for step, metrics in steps.items()
+            if "validation/accuracy" in metrics
+        ],
+        "held_out": {
+            name: {key: found[key] for key in ("num_tasks", "k", "accuracy", "accuracy_low", "accuracy_high")}
+            for name, found in evaluations.items()
+        },
+    }
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """What a reader wants to see first."""
+    last = results["held_out"]["after"]
+    rows = [f"{'step':>6} {'seconds':>8} {'accuracy':>9}  95% interval"]
+    rows += [
+        f"{point['step']:>6} {point['seconds']:>8.1f} {point['accuracy']:>9.3f}  {point['low']:.3f} to {point['high']:.3f}"
+        for point in results["curve"]
+    ]
+    rows.append(
+        f"{results['steps']} steps in a budget of {results['budget_s']:g} s, {results['left_s']:.1f} s left. All"
+        f" {last['num_tasks']} held-out problems: {results['held_out']['before']['accuracy']:.3f} before,"
+        f" {last['accuracy']:.3f} [{last['accuracy_low']:.3f}, {last['accuracy_high']:.3f}] after."
+    )
+    return "\n".join(rows)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="holds the run's directory")
+    parser.add_argument("--results", type=Path, default=ROOT / "experiments" / "results")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of the recipe")
+    options = parser.parse_args(arguments)
+    words = [sys.executable, "-m", "strop.cli", "train", str(RECIPE), "--runs", str(options.runs), "--name", RECIPE.stem]
+    words += [word for setting in options.set for word in ("--set", setting)]
+    if status := subprocess.run(words, check=False).returncode:
+        return status
+    results = summarise(RunDirectory(options.runs / RECIPE.stem))
+    write_json(options.results / f"{RECIPE.stem}.json", results)
+    write_text(options.results / f"{RECIPE.stem}.txt", table(results) + "\n")
+    title = "held-out accuracy"
+    curve = [(point["seconds"], point["accuracy"]) for point in results["curve"]]
+    (plot,) = compare_plots({title: {"GRPO": [curve]}}, units={title: Unit.PERCENT}, x_label="seconds").values()
+    write_text(options.results / "cs336" / "leaderboard.svg", str(draw(plot, is_standalone=True)) + "\n")
+    print(table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
