@@ -27,7 +27,7 @@ def test_every_key_is_listed_with_its_default():
 
 
 def test_every_sweep_that_comes_along_is_listed():
-    listed = re.findall(r"^\| `(cs336-[\w-]+)` \|", PAGE, re.MULTILINE)
+    listed = re.findall(r"^\| `((?:cs336|ppo)-[\w-]+)` \|", PAGE, re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in (ROOT / "recipes" / "sweeps").glob("*.toml"))
 
 
