@@ -4,13 +4,15 @@ import json
 import random
 
 import pytest
+import torch
 from transformers import AutoModelForSequenceClassification
 
 from scripted_runs import RECIPE, Watching, run_recipe
 from strop.config import validate
-from strop.errors import ConfigError, TaskError
+from strop.errors import CannotLearnError, ConfigError, TaskError
+from strop.pipelines import checkpoints
 from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import read_json, read_lines
+from strop.runs import RunDirectory, read_json, read_lines
 
 WORDS = ["red", "blue", "tall", "cold", "sweet", "loud"]
 
@@ -67,6 +69,22 @@ def test_each_step_has_its_loss_and_the_last_batch_of_an_epoch_is_what_is_left(t
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]  # 22 pairs in batches of 8: 3 an epoch
     assert lines[0]["reward_model/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert lines[-1]["reward_model/loss"] < lines[0]["reward_model/loss"]
+
+
+def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_them_is_saved(tmp_path):
+    broken = recipe(write_pairs(tmp_path / "pairs.jsonl"), trainer={"optimizer": {"lr": 1e38}}, checkpoint_every=9)
+    watching = Watching()
+    with pytest.raises(CannotLearnError, match="3 updates in a row were skipped"):
+        run_recipe(tmp_path / "run", broken, progress=watching)
+    stage = RunDirectory(tmp_path / "run").stage("helpful")
+    assert checkpoints.latest_step(stage) == 3  # after the update that made the weights infinite, and two that were skipped
+    kept = sorted(stage.skipped.glob("*.pt"))
+    assert [path.name for path in kept] == ["step-000002-1.pt", "step-000003-2.pt", "step-000004-3.pt"]
+    assert all(any(str(path) in warning for warning in watching.warnings) for path in kept)
+    batch = torch.load(kept[0], weights_only=True)
+    assert len(batch["ids"]) == 2 * 8
+    assert batch["advantages"].sum(1).tolist() == [1.0, -1.0] * 8  # a chosen response before each rejected one
+    assert batch["loss_mask"].sum(1).tolist() == [1] * 16
 
 
 class Impatient(Watching):

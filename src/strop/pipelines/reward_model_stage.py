@@ -13,13 +13,14 @@ from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.evaluation.preferences import PreferenceQuality, label_quality, pair_quality
 from strop.pipelines import checkpoints
 from strop.pipelines.reward_model_config import RewardModelStage
+from strop.pipelines.skipped import keep_skipped
 from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.stage_config import check_schedule
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.runs import write_directory, write_json
 from strop.seeds import derive_seed
 from strop.training.preferences import Preference, PreferenceRows, as_rows, read_preferences
-from strop.training.reward_model import RewardTrainer
+from strop.training.reward_model import RewardTrainer, pack_preferences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +72,13 @@ async def _learn(
         for step in range(done + 1, steps + 1):
             await writer.check()
             started = time.perf_counter()
+            batch = _batch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
             try:
-                report = await trainer.update(_batch(train, step - 1, size=stage.batch_size, seed=context.seed("batches")))
+                report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
             except CannotLearnError:
                 await writer.save_if_missing(step - 1)
                 raise
-            if report.is_skipped:
-                context.warn(f"step {step}: an update was skipped: {report.skip_reason}")
-            else:
+            if not report.is_skipped:
                 metrics.append(
                     step,
                     {

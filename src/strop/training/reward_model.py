@@ -94,7 +94,9 @@ class RewardTrainer:
         Raises:
             CannotLearnError: too many updates in a row were skipped.
         """
-        return await self._run(lambda: self._optimization.update(_packed(preferences), lambda: self._backward(preferences)))
+        return await self._run(
+            lambda: self._optimization.update(pack_preferences(preferences), lambda: self._backward(preferences))
+        )
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The reward of each conversation, in order."""
@@ -168,6 +170,26 @@ class RewardTrainer:
         return await asyncio.get_running_loop().run_in_executor(self._worker, compute)
 
 
+def pack_preferences(preferences: Sequence[PreferenceRows]) -> TokenBatch:
+    """The rows of one update as the optimizer counts them, and as they are kept if it is skipped.
+
+    One row a response, chosen before rejected. Each learns by its last token: alone in the mask, with advantage 1 where the
+    response is the chosen one or good, -1 where it is not.
+    """
+    rows = [
+        Row(
+            ids=row,
+            loss_mask=[False] * (len(row) - 1) + [True],
+            advantages=torch.full((len(row),), 1.0 if each.is_good and place == 0 else -1.0),
+            sampled_logprobs=[0.0] * len(row),
+            group=index,
+        )
+        for index, each in enumerate(preferences)
+        for place, row in enumerate(each.rows)
+    ]
+    return pack_rows(rows, aggregation=Aggregation.TOKEN_MEAN, temperature=1.0)
+
+
 def _losses(part: Sequence[PreferenceRows], scores: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of each preference, and its figures."""
     found = scores.detach()
@@ -190,22 +212,6 @@ def _microbatches(preferences: Sequence[PreferenceRows], max_tokens: int) -> Ite
     lengths = [len(each.rows) * max(map(len, each.rows)) for each in preferences]  # with padding
     for batch in cut_by_tokens(lengths, max_tokens):
         yield [preferences[index] for index in batch]
-
-
-def _packed(preferences: Sequence[PreferenceRows]) -> TokenBatch:
-    """What the optimizer asks about an update: how many rows it has to learn from, each by its last token."""
-    rows = [
-        Row(
-            ids=row,
-            loss_mask=[False] * (len(row) - 1) + [True],
-            advantages=torch.zeros(len(row)),
-            sampled_logprobs=[0.0] * len(row),
-            group=index,
-        )
-        for index, each in enumerate(preferences)
-        for row in each.rows
-    ]
-    return pack_rows(rows, aggregation=Aggregation.TOKEN_MEAN, temperature=1.0)
 
 
 def _write(directory: Path, state: dict[str, Tensor], counters: dict[str, int | bool]) -> None:
