@@ -24,6 +24,7 @@ Parsed = TypeVar("Parsed")
 _AGAIN = frozenset({408, 425, 429})  # and every 5xx
 _OF_THE_KEY = frozenset({401, 402, 403})
 _OF_THE_ADDRESS = frozenset({404, 405, 410})  # and every 3xx: redirections are not followed
+_OF_WHAT_WAS_ASKED = frozenset({400, 413, 422})
 
 
 class ServiceRefused(UserError):  # noqa: N818 - named for what happened
@@ -35,6 +36,11 @@ class ServiceRefused(UserError):  # noqa: N818 - named for what happened
         """Of an answer that another try would not change; None where no try gave one."""
         self.said = said
         """What such an answer says, in short."""
+
+    @property
+    def is_of_what_was_asked(self) -> bool:
+        """Whether another request may fare better: this one is too long for the service, or has something it will not take."""
+        return self.status in _OF_WHAT_WAS_ASKED
 
 
 class ServiceLimits(Protocol):

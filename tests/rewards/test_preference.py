@@ -93,6 +93,44 @@ def test_the_summary_stands_behind_the_last_thought(text, summary):
     assert final_summary(text) == summary
 
 
+@pytest.mark.parametrize(
+    ("texts", "is_asked"),
+    [
+        (("so and so",), False),  # all of it is the thought that the prompt began
+        (("so and so</think>\nfour",), True),
+        (("so</think> <python>", "four"), True),  # the thought ended in an earlier turn
+        (("so <python>", "four"), False),
+    ],
+)
+def test_a_thought_that_the_prompt_began_is_no_summary(texts, is_asked):
+    with serving(lengths) as service:
+        found = judged(reward(helpful=scorer(service, scale="raw", missing=-1.0, is_prefilled=True)), trajectory(*texts))
+    assert found == [{"helpful": 4.0 if is_asked else -1.0}]
+    assert len(service.asked) == is_asked
+
+
+def refuses_long_ones(asked, _):
+    scores = [len(each["response"]) for each in asked.body["exchanges"]]
+    return Answer(body={"error": "too long"}, status=400) if max(scores) > 100 else Answer(body={"scores": scores})
+
+
+def test_a_response_that_the_scorer_refuses_is_excluded_and_the_others_of_its_batch_are_judged(caplog):
+    texts = ["a", "b" * 2, "c" * 101, "d" * 4, "e" * 200, "f" * 6]
+    with serving(refuses_long_ones) as service:
+        found = judged(reward(helpful=scorer(service, scale="raw")), *map(trajectory, texts))
+    excluded = {"excluded": 1.0}
+    assert found == [{"helpful": 1.0}, {"helpful": 2.0}, excluded, {"helpful": 4.0}, excluded, {"helpful": 6.0}]
+    assert "2 so far not judged" in caplog.text
+
+
+def test_a_scorer_that_refuses_everything_stops_the_run():
+    with (
+        serving(lambda *_: Answer(body={"error": "no such key"}, status=400)) as service,
+        pytest.raises(UserError, match=r"answered 400.*no such key"),
+    ):
+        judged(reward(helpful=scorer(service)), *(trajectory("x" * n) for n in range(1, 20)))
+
+
 def test_a_judge_gives_a_share_of_its_range_and_excludes_what_it_cannot_judge():
     def answer(asked, _):
         return said("what?" if "zzz" in asked.body["messages"][0]["content"] else "[[7]]")

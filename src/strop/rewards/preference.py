@@ -15,14 +15,14 @@ PreferenceScorer = Callable[[Task, Trajectory], Awaitable[float | None]]
 
 
 def scorer_part(part: ScorerPart, scorer: Scorer) -> PreferenceScorer:
-    """The score of a rollout by `scorer`, as `part` wants it."""
+    """The score of a rollout by `scorer`, as `part` wants it; None, so excluded, where `scorer` will not judge it."""
 
-    async def score(task: Task, trajectory: Trajectory) -> float:
+    async def score(task: Task, trajectory: Trajectory) -> float | None:
         judged = judged_text(part, trajectory)
         if judged is None:
             return part.missing
         [value] = await scorer.score([Exchange(prompt=task.question, response=judged)])
-        return _sigmoid(value) if part.scale == "sigmoid" else value
+        return value if value is None or part.scale == "raw" else _sigmoid(value)
 
     return score
 
@@ -46,6 +46,8 @@ def judged_text(part: PreferencePart, trajectory: Trajectory) -> str | None:
         return written(trajectory) or None
     if not trajectory.turns or trajectory.is_truncated:
         return None
+    if part.is_prefilled and f"</{part.think_tag}>" not in written(trajectory):
+        return None  # the prompt began a thought, and nothing that was written ends it
     return final_summary(trajectory.turns[-1].completion_text, think_tag=part.think_tag)
 
 

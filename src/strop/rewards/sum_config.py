@@ -144,6 +144,7 @@ class PreferencePart(Part):
 
     judged_on: Literal["summary", "response"] = "summary"  # behind the last thought of the last turn, or all that was written
     think_tag: str = Field(default="think", pattern=r"^\w+$")
+    is_prefilled: bool = False  # the opening tag belongs to the prompt, so a response without a closing one is all thought
     missing: float = 0.0  # where there is no summary: a thought that does not end, or nothing behind it
 
 

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from strop.errors import UserError
 from strop.rewards.scorers import ChatServiceConfig, Exchange, JudgeConfig, ModelJudge
 
-from .chat_service import said, serving
+from .chat_service import Answer, said, serving
 
 GOOD, BAD = "It is 4, for 2 and 2 make 4.", "It is 5."
 
@@ -102,3 +102,26 @@ def test_a_judge_that_talks_nonsense_from_the_start_is_told_of():
 def test_a_prompt_that_shows_nothing_is_refused(keys, words):
     with pytest.raises(ValidationError, match=words):
         JudgeConfig(service=ChatServiceConfig(url="http://x", model="m"), **keys)
+
+
+def test_a_response_that_the_service_refuses_to_look_at_has_no_score_and_the_others_have(caplog):
+    def answer(asked, _):
+        is_long = "zzz" in asked.body["messages"][0]["content"]
+        return Answer(body={"error": "maximum context length"}, status=400) if is_long else said("[[5]]")
+
+    calls = [lambda judge, r=r: judge.score(Exchange(prompt="2+2?", response=r)) for r in ["a", *["zzz"] * 20, "b"]]
+    with serving(answer) as service:
+        assert ask(judging(service), *calls) == [5.0, *[None] * 20, 5.0]
+    assert len(service.asked) == 22  # what is refused is not asked for again
+    assert "16 so far not judged" in caplog.text
+
+
+def test_a_service_that_refuses_every_judgement_is_told_of():
+    calls = [lambda judge, n=n: judge.score(Exchange(prompt="2+2?", response=str(n))) for n in range(9)]
+    refused = Answer(body={"error": "seed is no key"}, status=400)
+    with (
+        serving(lambda *_: refused) as service,
+        pytest.raises(UserError, match=r"answered 400.*no key.*seeded = false"),
+    ):
+        ask(judging(service), *calls)
+    assert len(service.asked) == 8

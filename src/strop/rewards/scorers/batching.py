@@ -19,12 +19,12 @@ class BatchingScorer:
 
     def __init__(self, scorer: Scorer, *, max_wait_s: float, max_batch: int) -> None:
         self._scorer, self._max_wait_s, self._max_batch = scorer, max_wait_s, max_batch
-        self._waiting: list[tuple[Exchange, asyncio.Future[float]]] = []
+        self._waiting: list[tuple[Exchange, asyncio.Future[float | None]]] = []
         self._is_full = asyncio.Event()
         self._flushing: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
 
-    async def score(self, exchanges: Sequence[Exchange]) -> list[float]:
+    async def score(self, exchanges: Sequence[Exchange]) -> list[float | None]:
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in exchanges]
         self._waiting += zip(exchanges, futures, strict=True)
@@ -58,7 +58,7 @@ class BatchingScorer:
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _score(self, batch: Sequence[tuple[Exchange, asyncio.Future[float]]]) -> None:
+    async def _score(self, batch: Sequence[tuple[Exchange, asyncio.Future[float | None]]]) -> None:
         try:
             scores = await self._scorer.score([exchange for exchange, _ in batch])
         except BaseException as error:

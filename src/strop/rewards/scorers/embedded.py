@@ -27,9 +27,9 @@ class EmbeddedScorer:
         self._config, self._directory = config, Path(config.path)
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-scorer")
 
-    async def score(self, exchanges: Sequence[Exchange]) -> list[float]:
+    async def score(self, exchanges: Sequence[Exchange]) -> list[float | None]:
         """Raises `ModelError` when there is no reward model."""
-        return await asyncio.get_running_loop().run_in_executor(self._worker, self._score, list(exchanges))
+        return [*await asyncio.get_running_loop().run_in_executor(self._worker, self._score, list(exchanges))]
 
     async def close(self) -> None:
         await asyncio.to_thread(self._worker.shutdown)

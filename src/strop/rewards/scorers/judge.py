@@ -2,7 +2,8 @@
 
 A pair is shown in random order and judged by five verdicts, as in Arena-Hard and in the preference data of DeepSeek-R1
 (arXiv 2501.12948, section 3.1); a single response gets a number. A reply without a verdict is asked for again; one that never
-gives any is None, which is no score at all, and a judge that gives nothing but that is told of.
+gives any is None, which is no score at all, as is one that the service refuses to look at (too long, say). A judge that gives
+nothing but that is told of.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from strop.config import Config
 from strop.rewards.scorers.chat_client import ChatClient, ChatServiceConfig
 from strop.rewards.scorers.protocol import Exchange
+from strop.rewards.scorers.refusals import MOST_AT_THE_START, Refusals
 from strop.seeds import derive_seed
 from strop.web import ServiceRefused
 
@@ -71,7 +73,6 @@ _VERDICTS = {"A>>B": 2.0, "A>B": 1.0, "A=B": 0.0, "B>A": -1.0, "B>>A": -2.0} | {
 }
 _VERDICT = re.compile(r"\[\[\s*([AB])\s*(>>|>|=|<<|<)\s*([AB])\s*\]\]")
 _SCORE = re.compile(r"\[\[\s*(-?\d+(?:\.\d+)?)\s*(?:/\s*\d+)?\s*\]\]")
-_MOST_UNCLEAR = 8  # judgements in a row without a verdict, from the first on
 
 
 class JudgeConfig(Config):
@@ -110,6 +111,7 @@ class ModelJudge:
         self.config = config
         self.client = ChatClient(config.service) if client is None else client
         self._num_clear = self._num_unclear = 0
+        self._refusals = Refusals()
 
     async def compare(self, prompt: str, first: str, second: str, *, judgement: int = 0) -> float | None:
         """How much better `first` is than `second`, from -2 to 2; None where no reply holds a verdict.
@@ -122,9 +124,13 @@ class ModelJudge:
         """
         is_swapped = random.Random(derive_seed("judge", prompt, first, second, judgement)).random() < 0.5
         a, b = (second, first) if is_swapped else (first, second)
-        asked = Template(self.config.pair_prompt or PAIR_PROMPT).substitute(prompt=prompt, a=a, b=b)
-        found = await self._ask(asked, _verdict, judgement=judgement)
+        found = await self.compare_as_shown(prompt, a, b, judgement=judgement)
         return -found if found is not None and is_swapped else found
+
+    async def compare_as_shown(self, prompt: str, a: str, b: str, *, judgement: int = 0) -> float | None:
+        """How much better `a` is than `b`, with `a` shown first: for whoever has both orders judged. As `compare` otherwise."""
+        asked = Template(self.config.pair_prompt or PAIR_PROMPT).substitute(prompt=prompt, a=a, b=b)
+        return await self._ask(asked, _verdict, judgement=judgement)
 
     async def score(self, exchange: Exchange, *, judgement: int = 0) -> float | None:
         """From `lowest` to `highest`; None where no reply holds a number between them. Raises as `compare`."""
@@ -147,13 +153,20 @@ class ModelJudge:
     async def _ask(self, asked: str, parse: Parse, *, judgement: int) -> float | None:
         text = ""
         for number in range(self.config.tries):
-            reply = await self.client.reply([{"role": "user", "content": asked}], draw=judgement * self.config.tries + number)
+            try:
+                reply = await self.client.reply(
+                    [{"role": "user", "content": asked}], draw=judgement * self.config.tries + number
+                )
+            except ServiceRefused as refused:
+                self._refusals.add(refused)
+                return None
+            self._refusals.judged()
             text = reply.text
             if (found := parse(text)) is not None:
                 self._num_clear += 1
                 return found
         self._num_unclear += 1
-        if not self._num_clear and self._num_unclear >= _MOST_UNCLEAR:
+        if not self._num_clear and self._num_unclear >= MOST_AT_THE_START:
             raise ServiceRefused(
                 f"the judge {self.config.service.model!r} at {self.config.service.url} gave no verdict in its first"
                 f" {self._num_unclear} judgements of {self.config.tries} replies each; the last reply ends with"

@@ -21,8 +21,8 @@ class Exchange:
 class Scorer(Protocol):
     """Gives responses numbers; larger is better, and the scale is the model's own."""
 
-    async def score(self, exchanges: Sequence[Exchange]) -> list[float]:
-        """One finite number each, in order.
+    async def score(self, exchanges: Sequence[Exchange]) -> list[float | None]:
+        """One finite number each, in order; None for one that the scorer will not judge, such as an over-long one.
 
         Raises:
             UserError: the scorer cannot be had, or answers what are no scores, after every try. The run stops; what was

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from strop.rewards.scorers.config import HttpScorerConfig, VllmScorerConfig
 from strop.rewards.scorers.protocol import Exchange, checked_scores
+from strop.rewards.scorers.refusals import Refusals
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.rewards.scorers.web import JsonService
 from strop.web import ServiceRefused
@@ -20,8 +21,12 @@ class HttpScorer:
     def __init__(self, config: HttpScorerConfig) -> None:
         self._config = config
         self._service = JsonService(config)
+        self._refusals = Refusals()
 
-    async def score(self, exchanges: Sequence[Exchange]) -> list[float]:
+    async def score(self, exchanges: Sequence[Exchange]) -> list[float | None]:
+        return await _score_each(exchanges, self._score, self._refusals)
+
+    async def _score(self, exchanges: Sequence[Exchange]) -> list[float]:
         asked = {"exchanges": [{"prompt": each.prompt, "response": each.response} for each in exchanges]}
 
         def parse(answer: Any) -> list[float]:
@@ -40,9 +45,13 @@ class VllmScorer:
     def __init__(self, config: VllmScorerConfig) -> None:
         self._config = config
         self._service = JsonService(config)
+        self._refusals = Refusals()
 
-    async def score(self, exchanges: Sequence[Exchange]) -> list[float]:
+    async def score(self, exchanges: Sequence[Exchange]) -> list[float | None]:
         """Raises `ModelError` when there is no tokenizer at `path`."""
+        return await _score_each(exchanges, self._score, self._refusals)
+
+    async def _score(self, exchanges: Sequence[Exchange]) -> list[float]:
         asked = {
             "model": self._config.model,
             "input": [list(self._format.ids(exchange)) for exchange in exchanges],
@@ -70,6 +79,25 @@ class VllmScorer:
     @cached_property
     def _format(self) -> ExchangeFormat:
         return ExchangeFormat(Path(self._config.path))
+
+
+async def _score_each(
+    exchanges: Sequence[Exchange], score: Callable[[Sequence[Exchange]], Awaitable[list[float]]], refusals: Refusals
+) -> list[float | None]:
+    """The scores of a batch. One that is refused is asked for in halves, until what alone is refused is found: that is None."""
+    try:
+        scores: list[float | None] = [*await score(exchanges)]
+    except ServiceRefused as refused:
+        if not refused.is_of_what_was_asked:
+            raise
+        if len(exchanges) == 1:
+            refusals.add(refused)
+            return [None]
+        middle = len(exchanges) // 2
+        halves = [await _score_each(half, score, refusals) for half in (exchanges[:middle], exchanges[middle:])]
+        return [each for half in halves for each in half]
+    refusals.judged()
+    return scores
 
 
 def _only(values: list[Any]) -> Any:
