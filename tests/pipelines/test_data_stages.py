@@ -2,15 +2,18 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
+from pydantic import ValidationError
 
 from scripted_runs import RECIPE, run_recipe
 from strop.errors import RunError
 from strop.pipelines.filter_stage import why_dropped
 from strop.pipelines.mix_stage import counts_of
-from strop.pipelines.recipe import FilterStage, MixStage, Recipe, RejectionSamplingStage, resolve
+from strop.pipelines.recipe import EvalStage, FilterStage, MixStage, Recipe, RejectionSamplingStage, resolve
 from strop.pipelines.rejection_stage import foreign_share, reasons
+from strop.pipelines.stage_data import RowsWriter
 from strop.runs import RunDirectory, read_json, read_lines
 from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
 
@@ -32,7 +35,8 @@ def rollout(text, *, right=True, attempt=0, stop=StopReason.ANSWERED):
     turn = Turn(completion=said, calls=(), observation_ids=(), completion_text=text, observation_text="")
     key = RolloutKey(task_index=0, attempt=attempt)
     trajectory = Trajectory(key=key, task_id="t", prompt_ids=(1,), turns=(turn,), stop_reason=stop)
-    return ScoredTrajectory(trajectory=trajectory, reward=float(right), reward_parts={})
+    parts = {"language": 1.0} if right is None else {"accuracy": float(right)}
+    return ScoredTrajectory(trajectory=trajectory, reward=float(right or 0.0), reward_parts=parts)
 
 
 def group(*rollouts):
@@ -61,6 +65,70 @@ def test_a_filter_keeps_by_how_many_of_k_are_right_and_void_ones_speak_for_neith
     assert (why_dropped(played, stage) == "") is is_kept
 
 
+def test_a_task_of_which_nothing_says_what_is_right_stays_as_one_whose_rollouts_are_void_does():
+    stage = stage_of(FilterStage, kind="filter", k=4, min_right=2)
+    assert why_dropped(group(*(rollout("x", right=None, attempt=n) for n in range(4))), stage) == ""
+    assert why_dropped(group(*(rollout("x", right=False, attempt=n) for n in range(4))), stage) != ""
+
+
+def test_rows_are_written_as_they_come_and_the_file_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "data" / "kept.jsonl"
+    with RowsWriter(path) as file:
+        for number in range(3):
+            file.add({"n": number})
+        assert not path.exists()
+    assert read_lines(path) == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+    def break_off():
+        with RowsWriter(path) as file:
+            file.add({"n": 7})
+            raise RunError("broken")
+
+    with pytest.raises(RunError, match="broken"):
+        break_off()
+    assert read_lines(path) == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert [each.name for each in path.parent.iterdir()] == ["kept.jsonl"]
+
+
+def test_groups_of_a_fixed_set_come_in_its_order_and_in_parts_with_a_ledger_each(monkeypatch, tmp_path):
+    """So that what is kept can be written as it comes, and no more is held, or read again, than one part."""
+    stages = {name: PIPELINE[name] for name in ("base", "sft")} | {"good": PIPELINE["good"] | {"num_tasks": 7, "init": "sft"}}
+    recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+    at_once = run_recipe(tmp_path / "at-once", recipe).run.stage("good")
+    monkeypatch.setattr("strop.pipelines.sampled._TASKS_AT_ONCE", 3)
+    in_parts = run_recipe(tmp_path / "in-parts", recipe).run.stage("good")
+    found = [[read_lines(each.path / "data" / f"{name}.jsonl") for name in ("kept", "dropped")] for each in (at_once, in_parts)]
+    assert found[0] == found[1]
+    attempts = [row["trajectory"]["key"] for row in found[1][0]]
+    assert attempts == sorted(attempts, key=lambda key: (key["task_index"], key["attempt"]))
+    per_part = [
+        {line["rollout"]["trajectory"]["key"]["task_index"] for line in read_lines(in_parts.rollouts(n))} for n in range(3)
+    ]
+    assert per_part == [{0, 1, 2}, {3, 4, 5}, {6}]
+
+
+@pytest.mark.parametrize(
+    ("config", "keys"), [(FilterStage, {"kind": "filter"}), (RejectionSamplingStage, {"kind": "rejection_sampling"})]
+)
+@pytest.mark.parametrize("tasks", [{"kind": "arithmetic"}, {"kind": "countdown"}, {"kind": "lookup", "path": "corpus.jsonl"}])
+def test_a_set_without_end_is_refused_as_the_recipe_is_read(config, keys, tasks):
+    with pytest.raises(ValidationError, match="makes tasks without end"):
+        stage_of(config, num_tasks=None, tasks=tasks, **keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"k": 4}, "all 4 attempts at a task would be the same"),
+        ({"k": 1}, ""),
+    ],
+)
+def test_an_evaluation_at_temperature_0_makes_one_attempt(keys, message):
+    told = {"kind": "eval", "init": "sft", "tasks": {"kind": "arithmetic"}, "sampling": {"temperature": 0.0}} | keys
+    with pytest.raises(ValidationError, match=message) if message else nullcontext():
+        EvalStage.model_validate_json(json.dumps(told))
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -84,6 +152,7 @@ def test_rejection_sampling_keeps_right_whole_and_different_rollouts_up_to_a_num
     found = reasons(
         group(
             rollout("one", right=False),
+            rollout("one", right=None),
             rollout("two", stop=StopReason.LENGTH),
             rollout("three"),
             rollout("three"),
@@ -92,7 +161,7 @@ def test_rejection_sampling_keeps_right_whole_and_different_rollouts_up_to_a_num
         ),
         stage,
     )
-    assert [reason.partition(":")[0] for reason in found] == ["wrong", "truncated", "", "repeated", "", "enough"]
+    assert [reason.partition(":")[0] for reason in found] == ["wrong", "no verdict", "truncated", "", "repeated", "", "enough"]
 
 
 def test_the_share_of_foreign_words_leaves_out_code_mathematics_and_variables():

@@ -102,7 +102,7 @@ def _by_question(files: EvalFiles) -> Problems:
     for problem in files.problems:
         key = str(problem["question"]), seen[problem["question"]]
         seen[problem["question"]] += 1
-        if problem["correct"]:
+        if problem["correct"] or problem.get("length_tokens"):
             found[key] = problem
     return found
 
@@ -140,14 +140,13 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str,
 
 
 def _metric_names(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
-    """Those that every problem has in both."""
-    parts = [name for name in pairs[0][0].get("parts", {}) if name != "accuracy"]
-    lists = [*_LISTS, *_AMOUNTS, *parts]
-    return [name for name in lists if all(_values(problem, name) for pair in pairs for problem in pair)]
+    """Those that some problem has in both: a part of the reward, and so a verdict, may be for some problems alone."""
+    parts = dict.fromkeys(name for first, _ in pairs for name in first.get("parts", {}) if name != "accuracy")
+    return [name for name in (*_LISTS, *_AMOUNTS, *parts) if _having(pairs, name)]
 
 
 def _metric(name: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], seed: int) -> MetricComparison:
-    first, second = ([_mean(_values(pair[at], name)) for pair in pairs] for at in (0, 1))
+    first, second = ([_mean(_values(pair[at], name)) for pair in _having(pairs, name)] for at in (0, 1))
     is_share = name not in _AMOUNTS and all(0 <= value <= 1 for value in (*first, *second))
     return MetricComparison(
         metric=name,
@@ -156,6 +155,12 @@ def _metric(name: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any
         is_share=is_share,
         paired=paired_difference(first, second, seed=seed, is_share=is_share),
     )
+
+
+def _having(
+    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], name: str
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    return [pair for pair in pairs if all(_values(problem, name) for problem in pair)]
 
 
 def _values(problem: Mapping[str, Any], name: str) -> Sequence[float]:

@@ -72,7 +72,7 @@ def gather(directories: Sequence[Path]) -> Leaderboard:
 def _entry(path: Path) -> Entry:
     result = read_json(path)
     if not isinstance(result, dict) or not isinstance(result.get("accuracy"), int | float):
-        raise RunError(f"{path}: no result of an evaluation (no 'accuracy')")
+        raise RunError(f"{path}: no result of an evaluation that can be ranked (no 'accuracy': nothing said what is right)")
     place = path.parent.parent if path.parent.name == "eval" else path.parent
     return Entry(
         benchmark=str(result.get("benchmark") or result.get("stage") or "unnamed"),

@@ -14,7 +14,8 @@ from typing import Any
 
 from strop.errors import RunError
 from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
-from strop.evaluation.summary import is_correct, rollout_metrics
+from strop.evaluation.summary import rollout_metrics
+from strop.evaluation.verdict import USUAL, Verdict
 from strop.runs import read_json, read_lines, write_json, write_text
 from strop.types import Group, ToolOutcome
 
@@ -30,8 +31,12 @@ class EvalFiles:
     problems: Sequence[Mapping[str, Any]]
 
 
-def figures_of(groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None) -> dict[str, Any]:
+def figures_of(
+    groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None, verdict: Verdict = USUAL
+) -> dict[str, Any]:
     """The figures of groups that were judged; a task all of whose rollouts were void is left out and counted.
+
+    Accuracy, pass@k and maj@k are of the tasks of which `verdict` says what is right; without any they are left out.
 
     Args:
         votes: per group and attempt the answer, equal ones spelt alike; without them there is no maj@k.
@@ -40,24 +45,31 @@ def figures_of(groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[s
         ValueError: every rollout is void.
     """
     played = [group for group in groups if group.trajectories]
-    verdicts = [[is_correct(scored) for scored in group.trajectories] for group in played]
-    accuracy = average_at_k([[float(each) for each in attempts] for attempts in verdicts], seed=seed)
-    k = min(map(len, verdicts))
+    if not played:
+        raise ValueError("every rollout is void, so there are no figures")
+    verdicts = [_verdicts(group, verdict) for group in groups]
+    judged = [each for each in verdicts if each]
     figures: dict[str, Any] = {
         "num_tasks": len(played),
         "num_tasks_void": len(groups) - len(played),
-        "accuracy": accuracy.mean,
-        "accuracy_low": accuracy.low,
-        "accuracy_high": accuracy.high,
-        "pass_at_k": pass_at_k(verdicts, k=k),
-        "pass_at": {str(each): pass_at_k(verdicts, k=each) for each in _powers_of_two(k)},
+        "num_tasks_without_verdict": len(played) - len(judged),
     }
-    if votes is not None:
-        cast = [each for each, group in zip(votes, groups, strict=True) if group.trajectories]
-        figures["maj_at_k"] = majority_at_k(cast, verdicts)
+    if judged:
+        accuracy = average_at_k([[float(each) for each in attempts] for attempts in judged], seed=seed)
+        k = min(map(len, judged))
+        figures |= {
+            "accuracy": accuracy.mean,
+            "accuracy_low": accuracy.low,
+            "accuracy_high": accuracy.high,
+            "pass_at_k": pass_at_k(judged, k=k),
+            "pass_at": {str(each): pass_at_k(judged, k=each) for each in _powers_of_two(k)},
+        }
+        if votes is not None:
+            cast = [each for each, of_task in zip(votes, verdicts, strict=True) if of_task]
+            figures["maj_at_k"] = majority_at_k(cast, judged)
     figures |= {
         name.removeprefix("rollout/"): value
-        for name, value in rollout_metrics(groups).items()
+        for name, value in rollout_metrics(groups, verdict).items()
         if name.startswith("rollout/") and name != "rollout/accuracy"
     }
     figures["tool_outcomes"] = _tool_outcomes(groups)
@@ -65,11 +77,11 @@ def figures_of(groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[s
     return figures
 
 
-def problem_of(group: Group, votes: Sequence[str] | None) -> dict[str, Any]:
-    """One line of `problems.jsonl`; lists have an entry for each attempt."""
+def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USUAL) -> dict[str, Any]:
+    """One line of `problems.jsonl`; lists have an entry for each attempt, `correct` none where nothing says what is right."""
     scored = group.trajectories
     lists: dict[str, list[Any]] = {
-        "correct": [int(is_correct(each)) for each in scored],
+        "correct": [int(each) for each in _verdicts(group, verdict)],
         "length_tokens": [each.trajectory.num_response_tokens for each in scored],
         "tool_calls": [sum(call.outcome is not ToolOutcome.NOT_RUN for call in each.trajectory.calls) for each in scored],
         "tool_errors": [each.trajectory.num_errors for each in scored],
@@ -107,8 +119,10 @@ def read_eval(path: Path) -> EvalFiles:
         names = "\n".join(f"  {each.parent}" for each in found[:8])
         raise RunError(f"{path}: holds {len(found)} evaluations. Give one of them:\n{names}")
     result = read_json(found[0])
-    if not isinstance(result, dict) or "accuracy" not in result:
-        raise RunError(f"{found[0]}: no result of an evaluation (no 'accuracy'). Give a run of `strop eval`, or its stage.")
+    if not isinstance(result, dict) or not {"accuracy", "num_tasks"} & result.keys():
+        raise RunError(
+            f"{found[0]}: no result of an evaluation (neither 'accuracy' nor 'num_tasks'). Give a run of `strop eval`, or its stage."
+        )
     return EvalFiles(directory=found[0].parent, result=result, problems=read_lines(found[0].parent / PROBLEMS))
 
 
@@ -117,6 +131,12 @@ def find_results(path: Path) -> list[Path]:
     if (path / RESULT).is_file():
         return [path / RESULT]
     return sorted(each for each in path.rglob(f"eval/{RESULT}") if each.is_file())
+
+
+def _verdicts(group: Group, verdict: Verdict) -> list[bool]:
+    """One for each attempt; [] where nothing says whether they are right."""
+    found = [verdict(scored) for scored in group.trajectories]
+    return [bool(each) for each in found] if None not in found else []
 
 
 def _powers_of_two(k: int) -> list[int]:

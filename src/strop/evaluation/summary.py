@@ -9,12 +9,8 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from strop.evaluation.verdict import USUAL, Verdict
 from strop.types import Group, ScoredTrajectory, ToolOutcome
-
-
-def is_correct(scored: ScoredTrajectory) -> bool:
-    """By the reward's accuracy part where it has one, else by a reward above 0."""
-    return scored.reward_parts.get("accuracy", scored.reward) > 0
 
 
 def tool_error_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
@@ -22,33 +18,34 @@ def tool_error_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
     return sum(scored.trajectory.num_errors for scored in trajectories) / _num_calls(trajectories)
 
 
-def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[Group], verdict: Verdict = USUAL) -> dict[str, float]:
     """Metrics `rollout/*` and `groups/*` over all rollouts of a batch, before any selection.
 
     A tool-error rate is left out where there was no call to go wrong: no calls is not the same as no errors. Likewise the
-    length of correct rollouts where none is, and of wrong ones.
+    length of correct rollouts where none is, and of wrong ones. Accuracy is that of the rollouts of which `verdict` says
+    whether they are right, and left out where there are none.
     """
     scored = [each for group in groups for each in group.trajectories]
     num_void = sum(group.num_void for group in groups)
-    right = [is_correct(group.trajectories[0]) for group in groups if group.trajectories and group.is_tied]
+    tied = [verdict(group.trajectories[0]) for group in groups if group.trajectories and group.is_tied]
     metrics: dict[str, float] = {
         "rollout/void_fraction": num_void / max(1, num_void + len(scored)),
-        "groups/all_right": float(sum(right)),
-        "groups/all_wrong": float(len(right) - sum(right)),
+        "groups/all_right": float(tied.count(True)),
+        "groups/all_wrong": float(tied.count(False)),
     }
     if not scored:
         return metrics  # nothing to take a mean of: what is void never enters one as zero (law 3)
     num = len(scored)
-    correct = [each for each in scored if is_correct(each)]
+    correct = [each for each in scored if verdict(each)]
+    wrong = [each for each in scored if verdict(each) is False]
     metrics |= {
         "rollout/reward_mean": sum(each.reward for each in scored) / num,
-        "rollout/accuracy": len(correct) / num,
+        **({"rollout/accuracy": len(correct) / (len(correct) + len(wrong))} if correct or wrong else {}),
         "rollout/tool_calls_mean": _num_calls(scored) / num,
         "rollout/length_tokens_mean": sum(each.trajectory.num_response_tokens for each in scored) / num,
         "rollout/turns_mean": sum(len(each.trajectory.turns) for each in scored) / num,
         "rollout/truncated_fraction": sum(each.trajectory.is_truncated for each in scored) / num,
     }
-    wrong = [each for each in scored if not is_correct(each)]
     for name, of in (("rollout/length_tokens_mean_correct", correct), ("rollout/length_tokens_mean_wrong", wrong)):
         if of:
             metrics[name] = sum(each.trajectory.num_response_tokens for each in of) / len(of)

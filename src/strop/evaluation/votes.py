@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from strop.evaluation.multiple_choice import read_letter
 from strop.evaluation.question_answering import read_answer
-from strop.evaluation.summary import is_correct
+from strop.evaluation.verdict import Verdict, verdict_of
 from strop.rewards import AnyRewardConfig, CountdownRewardConfig, MathVerifier, RewardConfig, SumRewardConfig
 from strop.rewards.answers import extract_answer, final_text
 from strop.rewards.service import AnswerService
@@ -41,6 +41,7 @@ class Voting:
 
     def __init__(self, reward: AnyRewardConfig, service: AnswerService | None = None) -> None:
         self._verifier: MathVerifier | None = None
+        self._verdict = verdict_of(reward)
         self._service = service
         self._rule = self._rule_of(reward)
 
@@ -53,7 +54,9 @@ class Voting:
             MachineError: what compares answers was lost.
         """
         rule = self._rule
-        return None if rule is None else list(await asyncio.gather(*(_votes_of(group, rule) for group in groups)))
+        return (
+            None if rule is None else list(await asyncio.gather(*(_votes_of(group, rule, self._verdict) for group in groups)))
+        )
 
     async def close(self) -> None:
         if self._verifier is not None:
@@ -91,7 +94,7 @@ class Voting:
         return is_same
 
 
-async def _votes_of(group: Group, rule: AnswerRule) -> list[str]:
+async def _votes_of(group: Group, rule: AnswerRule, verdict: Verdict) -> list[str]:
     """What was judged right is one answer; a wrong one is compared with the wrong ones before it that are spelt otherwise."""
     right = ""
     first_spelling: dict[str, str] = {}  # of a wrong answer: that of the first which is the same
@@ -100,7 +103,7 @@ async def _votes_of(group: Group, rule: AnswerRule) -> list[str]:
         answer = rule.read(scored.trajectory)
         if not answer:
             votes.append("")
-        elif is_correct(scored):
+        elif verdict(scored):
             right = right or answer
             votes.append(right)
         else:

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from strop.pipelines.graph import Input, Product
 from strop.pipelines.reward_inputs import inputs_of_reward
 from strop.pipelines.stage_config import Stage
-from strop.tasks.config import ArithmeticConfig, CountdownConfig
+from strop.tasks.config import ArithmeticConfig, CountdownConfig, LookupConfig
 from strop.tasks.demonstrators import DemonstratorConfig
 
 
@@ -30,7 +30,8 @@ class SampledStage(Stage):
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Self:
-        if self.num_tasks is None and not self.data and isinstance(self.tasks, ArithmeticConfig | CountdownConfig):
+        is_endless = isinstance(self.tasks, ArithmeticConfig | CountdownConfig | LookupConfig)
+        if self.num_tasks is None and not self.data and is_endless:
             raise ValueError(f"tasks.kind = {self.tasks.kind!r} makes tasks without end. Set num_tasks, or data.")
         return self
 

@@ -15,6 +15,7 @@ from strop.errors import MachineError
 from strop.evaluation.controls import AbsentTool, NoisyTool
 from strop.evaluation.results import figures_of, problem_of, write_eval
 from strop.evaluation.summary import num_sampled_tokens
+from strop.evaluation.verdict import verdict_of
 from strop.evaluation.votes import Voting
 from strop.pipelines.engines import open_fleet, write_timeline
 from strop.pipelines.ledger import StepLedger
@@ -45,9 +46,14 @@ async def run_eval_stage(context: StageContext, stage: EvalStage) -> str:
     write_eval(context.directory.evaluation.parent, result.figures, result.problems)
     figures = result.figures
     errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
+    of = f"(avg@{figures['k']} of {figures['num_tasks']} tasks)"
+    if "accuracy" not in figures:
+        return f"reward {figures['reward_mean']:.3f} {of}{errors}; no part of the reward says what is right"
+    unjudged = figures["num_tasks_without_verdict"]
+    without = f", {unjudged} of them without a verdict" if unjudged else ""
     return (
         f"accuracy {figures['accuracy']:.3f} [{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
-        f" (avg@{figures['k']} of {figures['num_tasks']} tasks){errors}"
+        f" {of}{without}{errors}"
     )
 
 
@@ -96,7 +102,8 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     figures = summarise(stage, groups, seed=context.recipe.seed, votes=votes) | {"stage": context.name}
     figures |= {"time_s": time.perf_counter() - started, "tokens": num_sampled_tokens(groups), "num_taken_over": len(finished)}
     figures |= _identity(context, stage, weights)
-    lines = [problem_of(group, None if votes is None else votes[at]) for at, group in enumerate(groups)]
+    verdict = verdict_of(stage.reward)
+    lines = [problem_of(group, None if votes is None else votes[at], verdict) for at, group in enumerate(groups)]
     return EvalResult(figures=figures, problems=tuple(lines))
 
 
@@ -118,7 +125,7 @@ def summarise(
     stage: EvalStage, groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None
 ) -> dict[str, Any]:
     """The figures of an evaluation, with what it was asked for."""
-    figures = figures_of(groups, seed=seed, votes=votes)
+    figures = figures_of(groups, seed=seed, votes=votes, verdict=verdict_of(stage.reward))
     return {"k": stage.k, "tools": stage.tools, "temperature": stage.sampling.temperature, **figures}
 
 

@@ -13,7 +13,8 @@ import torch
 
 from strop.algorithms.expert_iteration import epoch_batches, select_right
 from strop.algorithms.protocol import Selection
-from strop.evaluation.summary import entropy_metrics, is_correct, num_sampled_tokens, rollout_metrics, tool_call_metrics
+from strop.evaluation.summary import entropy_metrics, num_sampled_tokens, rollout_metrics, tool_call_metrics
+from strop.evaluation.verdict import verdict_of
 from strop.pipelines.demonstrations import as_demonstration
 from strop.pipelines.recipe import ExpertIterationStage
 from strop.pipelines.skipped import update_or_keep
@@ -51,7 +52,10 @@ class _Loop:
         clock = Clock()
         groups, played = await self.rollouts.play(step, stage, weights)
         rollout_s = clock.lap()
-        selections = [select_right(group, is_right=is_correct, drops_repeats=self.stage.drop_repeats) for group in groups]
+        verdict, drops_repeats = verdict_of(stage.reward), stage.drop_repeats
+        selections = [
+            select_right(group, is_right=lambda each: verdict(each) is True, drops_repeats=drops_repeats) for group in groups
+        ]
         reports = await self._imitate(step, selections)
         update_s = clock.lap()
         # Imitation is a policy gradient whose advantage is 1 wherever something was kept.
@@ -59,7 +63,7 @@ class _Loop:
         write_selection(self.context, step, selections, imitated)
         weights = await self.rollouts.publish(self.trainer, version=step)
         figures = (
-            rollout_metrics(groups)
+            rollout_metrics(groups, verdict)
             | entropy_metrics(groups)
             | played.as_metrics()
             | tool_call_metrics(groups)

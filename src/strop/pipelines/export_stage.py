@@ -58,9 +58,10 @@ def model_card(context: StageContext, stage: ExportStage, chain: list[str]) -> s
         for name in stage.results:
             figures = read_json(context.run.stage(name).evaluation)
             [of] = [one.stage for one in recipe.stages[name].inputs() if one.key == "init"]
-            interval = f"{figures['accuracy_low']:.3f} to {figures['accuracy_high']:.3f}"
-            lines.append(
-                f"| {name} | {of} | {figures['accuracy']:.3f} | {interval} | {figures['num_tasks']} | {figures['k']} |"
-            )
+            accuracy, interval = "–", "–"
+            if "accuracy" in figures:
+                accuracy = f"{figures['accuracy']:.3f}"
+                interval = f"{figures['accuracy_low']:.3f} to {figures['accuracy_high']:.3f}"
+            lines.append(f"| {name} | {of} | {accuracy} | {interval} | {figures['num_tasks']} | {figures['k']} |")
         lines.append("")
     return "\n".join(lines)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 from strop.errors import TaskError
-from strop.evaluation.summary import is_correct
+from strop.evaluation.verdict import verdict_of
 from strop.pipelines.recipe import RejectionSamplingStage
 from strop.pipelines.sampled import play_sampled
 from strop.pipelines.stage import StageContext, load_chat, model_of
-from strop.pipelines.stage_data import as_conversation, dropped_path, kept_path, tokenizer_digest, write_rows
+from strop.pipelines.stage_data import RowsWriter, as_conversation, dropped_path, kept_path, tokenizer_digest
 from strop.rewards.language import SCRIPTS
 from strop.rewards.text import prose, words, written
 from strop.rollout.prompt import load_prompt
@@ -35,31 +34,29 @@ async def run_rejection_stage(context: StageContext, stage: RejectionSamplingSta
     prompt = load_prompt(stage.prompt)
     facts = {"prompt": stage.prompt, "tokenizer": tokenizer_digest(chat)}
     specs = [tool.spec for tool in context.tools()]
-    kept: list[tuple[Any, dict[str, Any]]] = []
-    dropped: list[tuple[Any, dict[str, Any]]] = []
-    num_tasks = 0
-    async for group in play_sampled(context, stage):
-        num_tasks += 1
-        asked = [{"role": each.role, "content": each.text} for each in prompt.fill(group.task.question, specs)]
-        for scored, reason in zip(group.trajectories, reasons(group, stage), strict=True):
-            row = as_conversation(group.task, scored.trajectory, question=asked, prefill=prompt.prefill, facts=facts)
-            key = scored.trajectory.key
-            if reason:
-                told = {name: row[name] for name in ("id", "source", "messages")}
-                dropped.append((key, told | {"reason": reason, "answer": group.task.answer}))
-            else:
-                kept.append((key, row))
-    for path, rows in ((dropped_path(context.directory), dropped), (kept_path(context.directory), kept)):
-        write_rows(path, (row for _, row in sorted(rows, key=lambda each: each[0])))
-    why = Counter(row["reason"].partition(":")[0] for _, row in dropped)
-    if not kept:
+    why: Counter[str] = Counter()
+    num_tasks = num_kept = 0
+    with RowsWriter(dropped_path(context.directory)) as dropped, RowsWriter(kept_path(context.directory)) as kept:
+        async for group in play_sampled(context, stage):
+            num_tasks += 1
+            asked = [{"role": each.role, "content": each.text} for each in prompt.fill(group.task.question, specs)]
+            for scored, reason in zip(group.trajectories, reasons(group, stage), strict=True):
+                row = as_conversation(group.task, scored.trajectory, question=asked, prefill=prompt.prefill, facts=facts)
+                if reason:
+                    told = {name: row[name] for name in ("id", "source", "messages")}
+                    dropped.add(told | {"reason": reason, "answer": group.task.answer})
+                    why[reason.partition(":")[0]] += 1
+                else:
+                    kept.add(row)
+                    num_kept += 1
+    if not num_kept:
         found = "; ".join(f"{reason} ({num})" for reason, num in why.most_common(3)) or "every rollout is void"
         raise TaskError(
             f"stages.{context.name}: no rollout of {num_tasks} tasks is kept: {found}. Sample more (k), give it easier tasks,"
             f" or loosen its rules. All reasons are in {dropped_path(context.directory)}."
         )
     found = "".join(f", {num} {reason}" for reason, num in why.most_common())
-    return kept_path(context.directory), f"{len(kept)} conversations of {num_tasks} tasks kept; dropped{found or ' none'}"
+    return kept_path(context.directory), f"{num_kept} conversations of {num_tasks} tasks kept; dropped{found or ' none'}"
 
 
 def reasons(group: Group, stage: RejectionSamplingStage) -> list[str]:
@@ -83,7 +80,10 @@ def reasons(group: Group, stage: RejectionSamplingStage) -> list[str]:
 
 def why_rejected(scored: ScoredTrajectory, stage: RejectionSamplingStage) -> str:
     """What is wrong with a rollout by itself; empty where nothing is."""
-    if not is_correct(scored):
+    is_right = verdict_of(stage.reward)(scored)
+    if is_right is None:
+        return "no verdict: no part of the reward says whether it is right"
+    if not is_right:
         return "wrong: its answer is not right"
     if scored.trajectory.is_truncated:
         return "truncated: it ran out of tokens"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strop.algorithms.protocol import Column, Selection
 from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
+from strop.evaluation.verdict import verdict_of
 from strop.pipelines.critic import critic_metrics, judge, update_critic_or_keep
 from strop.pipelines.recipe import RlStage
 from strop.pipelines.skipped import update_or_keep
@@ -73,7 +74,7 @@ class _Loop:
         write_selection(self.context, step, selections, advantages)
         weights = await self.rollouts.publish(self.trainer, version=step)
         figures = (
-            rollout_metrics(groups)
+            rollout_metrics(groups, verdict_of(stage.reward))
             | played.as_metrics()
             | tool_call_metrics(groups)
             | selection_metrics(selections)

@@ -20,9 +20,9 @@ _TASKS_AT_ONCE = 256  # their rollouts are held in memory until their groups are
 
 
 async def play_sampled(context: StageContext, stage: FilterStage | RejectionSamplingStage) -> AsyncIterator[Group]:
-    """A group of `k` rollouts for each of the stage's tasks, as they close.
+    """A group of `k` rollouts for each of the stage's tasks, in their order.
 
-    What an interrupted try finished is not played again (law 9).
+    What an interrupted try finished is not played again (law 9). No more groups are held than are played at once.
 
     Raises:
         UserError: there are no tasks, or an engine could never hold a rollout of them.
@@ -39,11 +39,13 @@ async def play_sampled(context: StageContext, stage: FilterStage | RejectionSamp
     num_closed = 0
     try:
         check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet, source=source)
-        path = context.directory.rollouts(0)
-        with closing(StepLedger(path, weights=weights_digest(model), policy_version=fleet.policy_version)) as ledger:
-            player = make_player(stage, engine=fleet, chat=chat, tools=context.tools(), reward=reward, observe=ledger)
-            for start in range(0, num, _TASKS_AT_ONCE):
-                indices = range(start, min(start + _TASKS_AT_ONCE, num))
+        weights = weights_digest(model)
+        for number, start in enumerate(range(0, num, _TASKS_AT_ONCE)):
+            indices = range(start, min(start + _TASKS_AT_ONCE, num))
+            # A ledger for each part: one that is resumed is read whole, and all rollouts may be more than fit into memory.
+            ledger = StepLedger(context.directory.rollouts(number), weights=weights, policy_version=fleet.policy_version)
+            with closing(ledger):
+                player = make_player(stage, engine=fleet, chat=chat, tools=context.tools(), reward=reward, observe=ledger)
                 playing = play(
                     [(index, source.task(index)) for index in indices],
                     player,
@@ -52,11 +54,16 @@ async def play_sampled(context: StageContext, stage: FilterStage | RejectionSamp
                     observer=ledger,
                     finished=ledger.finished_before,
                 )
+                waiting: dict[int, Group] = {}  # closed before one that comes before it
+                next_index = start
                 async for group in playing:
+                    waiting[group.task_index] = judge_group(reward, group)
                     num_closed += 1
-                    yield judge_group(reward, group)
+                    while next_index in waiting:
+                        yield waiting.pop(next_index)
+                        next_index += 1
                     context.progress.step({}, num_closed)
-        write_timeline(context, 0, fleet.last_batch)
+            write_timeline(context, number, fleet.last_batch)
     finally:
         await fleet.close()
         await reward.close()

@@ -102,6 +102,18 @@ class TrainingStage(Stage):
     def inputs(self) -> tuple[Input, ...]:
         return Input.each("init", (self.init,), Product.MODEL)
 
+    @model_validator(mode="after")
+    def _validated_attempts_can_differ(self) -> Self:
+        if self.validation is None or self.validation.k == 1:
+            return self
+        temperature = self.validation.temperature
+        if (self.sampling.temperature if temperature is None else temperature) == 0:
+            raise ValueError(
+                f"validation plays at temperature 0: all {self.validation.k} rollouts of a task would be the same. Set"
+                " validation.k = 1, or raise validation.temperature."
+            )
+        return self
+
     @property
     def longest_response(self) -> int:
         """The largest `sampling.max_tokens` that it ever has."""
@@ -161,6 +173,15 @@ class EvalStage(Stage):
 
     def inputs(self) -> tuple[Input, ...]:
         return (*Input.each("init", (self.init,), Product.MODEL), *inputs_of_reward(self.reward))
+
+    @model_validator(mode="after")
+    def _attempts_can_differ(self) -> Self:
+        if self.sampling.temperature == 0 and self.k > 1:
+            raise ValueError(
+                f"sampling.temperature is 0: all {self.k} attempts at a task would be the same, and their mean, pass@k and"
+                " interval would say what one attempt says. Set k = 1, or raise the temperature."
+            )
+        return self
 
 
 class RolloutStage(TrainingStage):

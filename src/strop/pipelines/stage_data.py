@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from types import TracebackType
+from typing import Any, Self, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,7 +16,7 @@ from strop.errors import RunError, TaskError
 from strop.pipelines.recipe import RolloutStage, SampledStage
 from strop.pipelines.stage import StageContext
 from strop.rollout.chat import ChatFormat
-from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, write_text
+from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, writing_to
 from strop.tasks import RowTasks, TaskSource, make_tasks
 from strop.types import Task, Trajectory
 
@@ -34,7 +36,40 @@ def dropped_path(directory: StageDirectory) -> Path:
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
-    write_text(path, "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows))
+    with RowsWriter(path) as file:
+        for row in rows:
+            file.add(row)
+
+
+class RowsWriter:
+    """Writes rows as they come, so that no more of them than one are in memory; the file is there whole, or not at all.
+
+    A context: left by an exception, it leaves no file, and one that was there before stays.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._temporary = path, path.with_name(f".{path.name}.tmp")
+
+    def __enter__(self) -> Self:
+        with writing_to(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._temporary.open("w", encoding="utf-8")
+        return self
+
+    def add(self, row: Row) -> None:
+        with writing_to(self._path):
+            self._file.write(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        try:
+            with writing_to(self._path), self._file:
+                if kind is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                self._temporary.replace(self._path)
+        finally:
+            self._temporary.unlink(missing_ok=True)
 
 
 def rows_of(run: RunDirectory, stage: str) -> list[dict[str, Any]]:

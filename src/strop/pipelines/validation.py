@@ -75,7 +75,7 @@ class Validator:
             self._context.warn(f"step {step}: every rollout of the validation is void, so nothing is known of the policy.")
             return {}
         found = summarise(self._as_evaluation(stage), groups, seed=self._context.recipe.seed)
-        if self.config.keep_best and is_better(self._context.directory.best, found["accuracy"]):
+        if self.config.keep_best and "accuracy" in found and is_better(self._context.directory.best, found["accuracy"]):
             await self._keep(trainer, step, found)
         metrics = {f"validation/{name}": float(found[name]) for name in _FIGURES if name in found}
         return metrics | {"time/validation_s": time.perf_counter() - started}
