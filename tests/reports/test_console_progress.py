@@ -79,6 +79,22 @@ def test_the_end_shows_before_and_after_and_what_is_missing():
     assert last.split()[:6] == ["after", "84.2%", "78.7%", "–", "89.3%", "6.2%"]
 
 
+def test_the_end_fits_into_80_columns_without_breaking_a_figure_and_breaks_names_at_hyphens():
+    shown = io.StringIO()
+    progress = ConsoleProgress(Console(file=shown, width=80, color_system=None), clock=lambda: 0.0)
+    figures = {"accuracy": 0.842, "accuracy_low": 0.787, "accuracy_high": 0.893, "tool_error_rate_correct": 0.062}
+    figures |= {"length_tokens_mean": 1234.5, "truncated_fraction": 1.0}
+    names = ["after-student", "after-the-second-stage-of-reinforcement"]
+    progress.finished([{"stage": name, **figures} for name in names], Path("report.html"))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    [first] = [line for line in lines if line.startswith("after-student")]
+    assert first.split() == ["after-student", "84.2%", "78.7%", "–", "89.3%", "missing", "6.2%", "1,234", "100.0%"]
+    rows = [line.split()[0] for line in lines[lines.index(first) + 1 :] if line.strip() and not line.startswith("report")]
+    assert "".join(rows) == "after-the-second-stage-of-reinforcement"
+    assert all(row.endswith("-") for row in rows[:-1])
+
+
 def test_a_plan_is_shown_with_its_estimates():
     shown = io.StringIO()
     stage = SimpleNamespace(

@@ -1,6 +1,7 @@
 import html
 import json
 import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -230,8 +231,9 @@ def _evaluation(stage: str, accuracy: float, reach: float = 0.02, *, terms: str 
     return Evaluation(stage=stage, condition=condition, terms=terms, figures=figures)
 
 
-def _log(*evaluations: Evaluation) -> RunLog:
-    return RunLog(name="x", command="", seed="", versions={}, recipe={}, stages=(), evaluations=evaluations, warnings=())
+def _log(*evaluations: Evaluation, inits: Mapping[str, str] | None = None) -> RunLog:
+    stages = tuple(StageLog(name=name, kind="", init=init, is_done=True, steps={}) for name, init in (inits or {}).items())
+    return RunLog(name="x", command="", seed="", versions={}, recipe={}, stages=stages, evaluations=evaluations, warnings=())
 
 
 @pytest.mark.parametrize(
@@ -246,6 +248,25 @@ def test_before_and_after_speak_of_the_same_tasks():
     log = _log(_evaluation("easy", 0.9, terms="easy"), _evaluation("before", 0.1), _evaluation("after", 0.5))
     assert [each.stage for each in log.before_and_after] == ["before", "after"]
     assert _log(_evaluation("easy", 0.9, terms="easy"), _evaluation("hard", 0.1)).before_and_after is None
+
+
+STUDENT = {"base": "", "sft": "base", "rl": "sft", "small": "", "student": "small"}
+OF = {"after-sft": "sft", "after-rl": "rl", "after-student": "student"}
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "compared"),
+    [
+        (["after-sft", "after-rl", "after-student"], ["after-sft", "after-rl"]),  # a student descends from no teacher
+        (["after-sft", "after-student"], None),
+        (["after-rl", "after-sft"], None),  # what came before is none of what came after
+    ],
+)
+def test_before_and_after_are_of_one_line_of_descent(evaluated, compared):
+    log = _log(*(_evaluation(name, 0.1 * at) for at, name in enumerate(evaluated)), inits=STUDENT | OF)
+    pair = log.before_and_after
+    assert (pair and [each.stage for each in pair]) == compared
+    assert compared or "a model that it was trained from" in verdict(log).support
 
 
 def test_controls_with_broken_tools_are_not_the_after():

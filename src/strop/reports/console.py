@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _SHOWN = {  # metric -> how it is called in a line, and its unit
     "rollout/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
     "sft/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
 }
+_FIGURES_WIDTH = 64  # of all columns of the final table but the first, with what stands between them
 _LINES_PER_STAGE = 20  # of a stage whose steps are too quick to be read one by one
 
 
@@ -108,7 +110,7 @@ class ConsoleProgress:
         self.close()
         self._console.print()
         if results:
-            self._console.print(_result_table(results), markup=False)
+            self._console.print(_result_table(results, width=self._console.width), markup=False)
         self._say(f"report: {report}", style="bold")
 
     def _say(self, text: str, style: str | None = None) -> None:
@@ -173,13 +175,15 @@ def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, c
     console.print(f"{estimate}Nothing was run.", highlight=False)
 
 
-def _result_table(results: Sequence[Mapping[str, Any]]) -> Table:
-    table = _table("stage", "accuracy", "95% interval", "tool errors", "when right", "tokens", "truncated")
+def _result_table(results: Sequence[Mapping[str, Any]], *, width: int) -> Table:
+    """Figures are never broken; a name too long for what they leave of `width` is, behind a hyphen where it has one."""
+    table = _table("stage", "accuracy", "95% interval", "tool\nerrors", "when\nright", "tokens", "truncated")
     for column in table.columns[1:]:
-        column.justify = "right"
+        column.justify, column.no_wrap = "right", True
+    room = max(12, width - _FIGURES_WIDTH)
     for result in results:
         table.add_row(
-            str(result.get("stage", "")),
+            "\n".join(textwrap.wrap(str(result.get("stage", "")), room)),
             _shown(result, "accuracy"),
             f"{_shown(result, 'accuracy_low')} – {_shown(result, 'accuracy_high')}",
             _shown(result, "tool_error_rate"),

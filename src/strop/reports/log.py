@@ -96,15 +96,32 @@ class RunLog:
     def before_and_after(self) -> tuple[Evaluation, Evaluation] | None:
         """The last evaluation that an earlier one can be compared with, and the first of those; None where there is none.
 
-        Evaluations with their tools taken away or made noisy are controls: they are compared only where nothing else is.
+        Both are of one line of descent: what the later one evaluated was trained from what the earlier one did. A student and
+        its teacher are not, nor two models that began alike. Evaluations with their tools taken away or made noisy are
+        controls: they are compared only where nothing else is.
         """
         for is_control in (False, True):
             candidates = [each for each in self.evaluations if bool(each.condition) is is_control]
             for last in reversed(candidates):
-                first = next(each for each in candidates if each.terms == last.terms)
+                line = self._line_of(last)
+                first = next(each for each in candidates if each.terms == last.terms and self._init_of(each) in line)
                 if first is not last:
                     return first, last
         return None
+
+    def _init_of(self, evaluation: Evaluation) -> str:
+        """What it evaluated; "" where the manifest does not say, which is one model for all that do not."""
+        return next((stage.init for stage in self.stages if stage.name == evaluation.stage), "")
+
+    def _line_of(self, evaluation: Evaluation) -> set[str]:
+        """The model that it evaluated, and those that this one was trained from, by the stages that made them."""
+        inits = {stage.name: stage.init for stage in self.stages}
+        line: set[str] = set()
+        name = self._init_of(evaluation)
+        while name not in line:
+            line.add(name)
+            name = inits.get(name) or name
+        return line
 
 
 def read_run(run: RunDirectory) -> RunLog:

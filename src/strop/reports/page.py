@@ -115,7 +115,7 @@ def _verdict_without_pair(log: RunLog) -> Verdict:
     shown = "accuracy is missing" if accuracy is None else f"accuracy {figure(accuracy, Unit.PERCENT)}"
     return Verdict(
         text=f"After stage {last.stage}: {shown}.",
-        support="Missing: an evaluation of the same tasks before it, to compare with.",
+        support="Missing: an evaluation of the same tasks of a model that it was trained from, to compare with.",
         tone="flat",
     )
 
