@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.config import load_toml, validate
+from strop.pipelines.answers import check_answers
 from strop.pipelines.recipe import Recipe, relative_to, resolve
 from strop.runs import RunDirectory, read_json
 
@@ -17,12 +18,14 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
     """The recipe in `path`. Relative paths in it are looked for beside it first, then in the working directory.
 
     Raises:
-        ConfigError: naming each mistake and its place.
+        ConfigError: naming each mistake and its place; or a prompt and a reward that do not fit.
     """
     tree = load_toml(path, overrides)
     if name is not None:
         tree["name"] = name
-    return validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path))
+    recipe = validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path))
+    check_answers(recipe, place=str(path))
+    return recipe
 
 
 def recipe_of(run: RunDirectory) -> Recipe:

@@ -14,6 +14,7 @@ from pydantic import model_validator
 
 from strop.config import Config, load_toml, validate
 from strop.errors import ConfigError
+from strop.rollout.answer_forms import AnswerForm
 from strop.rollout.call_format import Calls
 from strop.rollout.chat import ChatFormat, Message, Span
 from strop.tools.protocol import ToolSpec
@@ -41,7 +42,7 @@ class Prompt(Config):
     prefill: str = ""
     calls: Calls = Calls.JSON
     stop: tuple[str, ...] = ()  # strings
-    graders: tuple[str, ...] = ()  # kinds of a reward, or of parts of one; empty: nothing is asked of the form
+    graders: tuple[AnswerForm, ...] = ()  # that find answers in the form that it asks for; empty: it asks for none
 
     @model_validator(mode="after")
     def _asks_the_question_once(self) -> Self:
