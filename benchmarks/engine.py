@@ -36,9 +36,10 @@ from engine_workload import (
 from rich.console import Console
 from rich.table import Table
 
-from strop.engine.decoder import Decoder, Rows, StepShape
+from strop.engine.decoder import Decoder
 from strop.engine.publication import PublishedWeights
 from strop.engine.sampling import draw
+from strop.engine.steps import Rows, StepShape
 from strop.runs import write_json, write_text
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.engine.config import EngineConfig
 from strop.engine.conversations import Conversation, ConversationTable, Share
-from strop.engine.decoder import CHUNK_MAX, Chunk, Decoder, Rows
+from strop.engine.decoder import Decoder
 from strop.engine.graphs import StaticRow, open_static_steps
 from strop.engine.invariance import CHUNK_BUDGET, StepSizes, all_sizes
 from strop.engine.kv_cache import Prefix
@@ -22,6 +22,7 @@ from strop.engine.protocol import CompletionRequest
 from strop.engine.publication import PublishedWeights
 from strop.engine.requests import check_prefix
 from strop.engine.sampling import Draw, DrawnRows, draw
+from strop.engine.steps import CHUNK_MAX, Chunk, Rows
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason
 

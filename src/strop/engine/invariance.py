@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from strop.engine.decoder import Decoder, Rows, StepShape
+from strop.engine.decoder import Decoder
 from strop.engine.kv_cache import KV_STEP
+from strop.engine.steps import Rows, StepShape
 
 _log = logging.getLogger(__name__)
 _MAX_COLUMN_SIZES = 20
