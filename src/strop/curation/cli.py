@@ -17,6 +17,7 @@ Turn published data sets into problems and conversations that are worth training
 - `strop data list` names the data sets whose columns are known.
 - `strop data curate FILE --out DIR` passes problems through the rules of a file, and tells what each rule dropped and why.
 - `strop data convert toolace data.json sft.jsonl` turns demonstrations into one form, with JSON tool calls.
+- `strop data rewrite rows.jsonl better.jsonl --with rewrite.toml` lets a model rewrite what an assistant said.
 - `strop data pairs candidates.jsonl pairs.jsonl --judge judge.toml` lets a judge make preference pairs for a reward model.
 """,
 )
@@ -93,6 +94,24 @@ def pairs(
     config = validate(JudgeConfig, load_toml(judge), place=str(judge))
     making = make_pairs_file(candidates, out, config, num_judgements=num_judgements, threshold=threshold, seed=seed)
     typer.echo(f"{out}: {asyncio.run(making).summary}")
+
+
+@app.command()
+def rewrite(
+    source: Annotated[
+        Path, typer.Argument(help="Conversations, or rows with a column of text.", metavar="SOURCE", show_default=False)
+    ],
+    out: Annotated[Path, typer.Argument(help="The JSONL file to write.", metavar="OUT", show_default=False)],
+    file: Annotated[
+        Path, typer.Option("--with", help="A TOML file: service, prompt, column.", metavar="FILE", show_default=False)
+    ],
+) -> None:
+    """Let a model rewrite responses; those that it could not go to OUT.failed.jsonl, with the reason. Goes on after a kill."""
+    from strop.config import load_toml, validate
+    from strop.curation.rewrite import RewriteConfig, rewrite_file
+
+    config = validate(RewriteConfig, load_toml(file), place=str(file))
+    typer.echo(f"{out}: {asyncio.run(rewrite_file(config, source, out)).summary}")
 
 
 @app.command(name="list")

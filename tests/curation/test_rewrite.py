@@ -1,0 +1,155 @@
+"""Rewriting by a model that a server on this machine stands for."""
+
+import asyncio
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from rewards.scorers.chat_service import Answer, said, serving
+from strop.curation.rewrite import RewriteConfig, rewrite_file
+from strop.errors import TaskError, UserError
+from strop.runs import read_lines
+
+
+def config(service, **keys):
+    told = {"service": {"url": service.url, "model": "writer", "backoff_s": 0.01, "retries": 1, "max_running": 4}} | keys
+    return RewriteConfig.model_validate_json(json.dumps(told))
+
+
+def conversations(path, *responses):
+    rows = [
+        {
+            "id": str(number),
+            "messages": [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": response}],
+            "trajectory": {"ids": [1, 2]},
+            "tokenizer": "c0ffee",
+        }
+        for number, response in enumerate(responses)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def shown(asked):
+    text = asked.body["messages"][0]["content"]
+    return text[text.index("<response>\n") + 11 : text.index("\n</response>")]
+
+
+def politely(asked, _):
+    return said(f"I think: {shown(asked)}")
+
+
+def test_the_last_message_is_rewritten_in_order_and_its_old_ids_go(tmp_path):
+    source = conversations(tmp_path / "rows.jsonl", *(f"it is \\boxed{{{number}}}" for number in range(20)))
+    with serving(politely) as service:
+        made = asyncio.run(rewrite_file(config(service), source, tmp_path / "out.jsonl"))
+    rows = read_lines(tmp_path / "out.jsonl")
+    assert [row["messages"][-1]["content"] for row in rows] == [f"I think: it is \\boxed{{{n}}}" for n in range(20)]
+    assert rows[3] == {
+        "id": "3",
+        "messages": [
+            {"role": "user", "content": "question 3"},
+            {"role": "assistant", "content": "I think: it is \\boxed{3}"},
+        ],
+        "rewritten_by": "writer",
+        "rewritten_from": "it is \\boxed{3}",
+    }
+    assert any("question 3" in asked.body["messages"][0]["content"] for asked in service.asked)
+    assert service.most_at_once <= 4
+    assert (made.num_rewritten, made.failures) == (20, {})
+
+
+def test_what_cannot_be_rewritten_is_counted_shown_and_written_with_its_reason(tmp_path):
+    def answer(asked, _):
+        replies = {
+            "cut": said("so far", finish_reason="length"),
+            "silent": said("  "),
+            "long": Answer(body={"error": "maximum context length"}, status=400),
+            "is \\boxed{4}": said("is \\boxed{5}"),
+        }
+        return replies.get(shown(asked)) or politely(asked, _)
+
+    source = conversations(tmp_path / "rows.jsonl", "fine", "cut", "silent", "long", "is \\boxed{4}", "fine too")
+    out = tmp_path / "out.jsonl"
+    with serving(answer) as service:
+        made = asyncio.run(rewrite_file(config(service), source, out))
+    assert [row["id"] for row in read_lines(out)] == ["0", "5"]
+    failed = read_lines(made.failed_path)
+    assert [(each["row"]["id"], each["reason"].partition(":")[0]) for each in failed] == [
+        ("1", "cut off"),
+        ("2", "empty"),
+        ("3", "refused"),
+        ("4", "answer changed"),
+    ]
+    assert failed[0]["place"].endswith("rows.jsonl:2")
+    assert "from '4' to '5'" in failed[3]["reason"]
+    assert "2 rewritten, 4 not (1 cut off, 1 empty, 1 refused, 1 answer changed)" in made.summary
+    tried = [shown(asked) for asked in service.asked]
+    assert (tried.count("cut"), tried.count("long")) == (2, 1)  # another draw may help the first, and not the second
+
+
+def test_a_call_that_was_cut_short_asks_only_for_the_rest(tmp_path):
+    source = conversations(tmp_path / "rows.jsonl", *map(str, range(12)))
+    out = tmp_path / "out.jsonl"
+
+    def fails_at_the_seventh(asked, _):
+        return Answer(body={"error": "bad key"}, status=401) if int(shown(asked)) >= 7 else politely(asked, _)
+
+    with serving(fails_at_the_seventh) as service, pytest.raises(UserError, match="answered 401"):
+        asyncio.run(rewrite_file(config(service), source, out))
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["rows.jsonl"]  # nothing half done
+    with serving(politely) as service:
+        asyncio.run(rewrite_file(config(service), source, out))
+    assert {shown(asked) for asked in service.asked} >= {str(number) for number in range(7, 12)}
+    assert not {shown(asked) for asked in service.asked} & {"0", "1", "2"}
+    assert len(read_lines(out)) == 12
+
+
+def test_a_column_of_plain_rows_is_rewritten_with_its_question(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps({"question": "2+2?", "response": "four", "answer": "4"}) + "\n")
+    with serving(politely) as service:
+        asyncio.run(rewrite_file(config(service, column="response"), source, tmp_path / "out.jsonl"))
+    [row] = read_lines(tmp_path / "out.jsonl")
+    assert (row["response"], row["answer"], row["rewritten_from"]) == ("I think: four", "4", "four")
+    assert "2+2?" in service.asked[0].body["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"question": "?"}, {}, r"rows.jsonl:1: no messages that end with an assistant's"),
+        ({"messages": [{"role": "user", "content": "?"}]}, {}, "no messages that end with an assistant's"),
+        ({"question": "?"}, {"column": "response"}, "its column 'response' is no text. It has question"),
+    ],
+)
+def test_a_row_without_a_response_is_named(row, keys, message, tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps(row) + "\n")
+    with serving(politely) as service, pytest.raises(TaskError, match=message):
+        asyncio.run(rewrite_file(config(service, **keys), source, tmp_path / "out.jsonl"))
+    assert not service.asked
+
+
+def test_a_service_that_refuses_everything_is_told_of_and_writes_nothing(tmp_path):
+    source = conversations(tmp_path / "rows.jsonl", *map(str, range(40)))
+    refused = Answer(body={"error": "no key called seed"}, status=400)
+    with serving(lambda *_: refused) as service, pytest.raises(UserError, match=r"no key called seed.*seeded = false"):
+        asyncio.run(rewrite_file(config(service), source, tmp_path / "out.jsonl"))
+    assert not (tmp_path / "out.jsonl").exists()
+    assert len(service.asked) < 40
+
+
+def test_where_nothing_could_be_rewritten_there_is_one_message(tmp_path):
+    source = conversations(tmp_path / "rows.jsonl", "a", "b")
+    with serving(lambda *_: said("")) as service, pytest.raises(TaskError, match=r"none of its rows.*rows.jsonl:1: empty"):
+        asyncio.run(rewrite_file(config(service), source, tmp_path / "out.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"), [("Do it", r"nowhere says \$response"), ("$response $text", r"\$text is nothing")]
+)
+def test_a_prompt_that_shows_nothing_to_rewrite_is_refused(prompt, words):
+    with pytest.raises(ValidationError, match=words):
+        RewriteConfig.model_validate_json(json.dumps({"service": {"url": "http://x", "model": "m"}, "prompt": prompt}))
