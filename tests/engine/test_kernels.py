@@ -53,6 +53,11 @@ def scene(head_dim, num_heads, num_kv_heads, lengths, seed=0):
     return qkv.bfloat16(), keys, values, slots, torch.tensor(lengths)
 
 
+def attend(kernels, qkv, keys, values, slots, lengths, num_heads=6):
+    """Every token reads in its own slot."""
+    return kernels.attend(qkv, keys, values, slots, lengths, slots, torch.zeros_like(slots), num_heads=num_heads)
+
+
 def columns(cache, slot, length):
     """(kv_heads, length, head_dim), float32."""
     return cache[:, slot].transpose(0, 1).flatten(1, 2)[:, :length].float()
@@ -74,7 +79,7 @@ def attended_in_float32(qkv, keys, values, slots, lengths, num_heads):
 )
 def test_attention_is_that_of_float32_up_to_rounding(kernels, head_dim, num_heads, num_kv_heads):
     given = scene(head_dim, num_heads, num_kv_heads, [1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 300])
-    found = kernels.attend(*given, num_heads=num_heads).float()
+    found = attend(kernels, *given, num_heads).float()
     expected = attended_in_float32(*given, num_heads)
     assert (found - expected).abs().max() < 0.02
     assert (found - expected).abs().mean() < 0.002
@@ -84,29 +89,51 @@ def test_a_tokens_bits_depend_neither_on_company_nor_on_threads(kernels):
     draw = random.Random(1)
     lengths = [draw.randint(1, NUM_COLUMNS) for _ in range(40)]
     qkv, keys, values, slots, lengths = scene(64, 6, 2, lengths)
-    together = kernels.attend(qkv, keys, values, slots, lengths, num_heads=6)
+    together = attend(kernels, qkv, keys, values, slots, lengths)
     torch.set_num_threads(3)  # the fixture of all engine tests puts it back
-    assert torch.equal(kernels.attend(qkv, keys, values, slots, lengths, num_heads=6), together)
+    assert torch.equal(attend(kernels, qkv, keys, values, slots, lengths), together)
     for token in range(40):
         one = slice(token, token + 1)
-        assert torch.equal(kernels.attend(qkv[one].clone(), keys, values, slots[one], lengths[one], num_heads=6), together[one])
+        assert torch.equal(attend(kernels, qkv[one].clone(), keys, values, slots[one], lengths[one]), together[one])
     keys[:, :, :, 60:], values[:, :, :, 60:] = 1e30, -1e30  # what lies behind a token's columns does not matter
     short = lengths < 61
     assert short.any()
-    assert torch.equal(kernels.attend(qkv, keys, values, slots, lengths, num_heads=6)[short], together[short])
+    assert torch.equal(attend(kernels, qkv, keys, values, slots, lengths)[short], together[short])
+
+
+def test_columns_read_in_another_slot_give_the_same_bits(kernels):
+    lengths = [300, 299, 250, 140, 129, 128, 127, 40]
+    qkv, keys, values, slots, lengths = scene(64, 6, 2, lengths)
+    for cache in (keys, values):  # slot 3 holds the first 200 columns of every slot
+        by_slot = cache.transpose(0, 1)
+        by_slot[:, 0], by_slot[:, 1, :, :72] = by_slot[3, 0].clone(), by_slot[3, 1, :, :72].clone()
+    expected = attend(kernels, qkv, keys, values, slots, lengths)
+    for num_lent in (0, 1, 15, 16, 100, 127, 128, 129, 200):
+        lent = lengths.clamp_max(num_lent)
+        spoiled = keys.clone(), values.clone()
+        for cache in spoiled:  # what is read elsewhere is not read here
+            for slot in (0, 1, 2, 4):
+                whole = num_lent // 16 * 16
+                cache[0, slot, :, : min(whole, 128)] = torch.nan
+                cache[1, slot, :, : max(0, whole - 128)] = torch.nan
+        is_short = lengths < num_lent  # of these, the last columns are still their own
+        found = kernels.attend(qkv, *spoiled, slots, lengths, torch.full_like(slots, 3), lent, num_heads=6)
+        assert torch.equal(found[~is_short], expected[~is_short]), num_lent
+        found = kernels.attend(qkv, keys, values, slots, lengths, torch.full_like(slots, 3), lent, num_heads=6)
+        assert torch.equal(found, expected), num_lent
 
 
 def test_large_scores_neither_overflow_nor_lose_the_largest(kernels):
     qkv, keys, values, slots, lengths = scene(64, 6, 2, [300] * 5)
     qkv, keys = qkv * 40, keys * 40
     given = (qkv, keys, values, slots, lengths)
-    assert (kernels.attend(*given, num_heads=6).float() - attended_in_float32(*given, 6)).abs().max() < 0.05
+    assert (attend(kernels, *given).float() - attended_in_float32(*given, 6)).abs().max() < 0.05
 
 
 def test_what_is_broken_stays_visible(kernels):
     qkv, keys, values, slots, lengths = scene(64, 6, 2, [200, 200])
     keys[1, 0, 1, 10, 3] = torch.nan  # slot 0, second key head, column 138
-    found = kernels.attend(qkv, keys, values, slots, lengths, num_heads=6).view(2, 6, 64)
+    found = attend(kernels, qkv, keys, values, slots, lengths).view(2, 6, 64)
     assert found[0, 3:].isnan().all()
     assert found[0, :3].isfinite().all()
     assert found[1].isfinite().all()
@@ -114,7 +141,7 @@ def test_what_is_broken_stays_visible(kernels):
 
 def test_padding_gives_zeros(kernels):
     qkv, keys, values, slots, lengths = scene(64, 6, 2, [20, 30, 40, 50])
-    found = kernels.attend(qkv, keys, values, slots[:2], lengths[:2], num_heads=6)
+    found = attend(kernels, qkv, keys, values, slots[:2], lengths[:2])
     assert found[:2].any(1).all()
     assert not found[2:].any()
 

@@ -31,6 +31,8 @@ class Tokens:
 
     positions: Tensor  # (N,) int64
     slots: Tensor  # (N,) int64
+    lenders: Tensor  # (N,) int64: slots that hold the same first columns as each token's own
+    lent: Tensor  # (N,) int64: how many
     num_rows: int
     num_real: int  # the rest is padding, of which nothing is kept
 
@@ -81,6 +83,8 @@ class KernelPlan:
     slots: Tensor  # (real tokens,) int64
     positions: Tensor  # (real tokens,) int64
     lengths: Tensor  # (real tokens,) int64: columns that each reads, its own included
+    lenders: Tensor  # (real tokens,) int64: where the first of them may be read
+    lent: Tensor  # (real tokens,) int64: how many
     num_rows: int
 
 
@@ -95,14 +99,12 @@ class KernelAttention:
         return self._kernels.norm(hidden, weight, self._architecture.norm_eps)
 
     def plan(self, tokens: Tokens, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> KernelPlan:
-        positions = tokens.positions[: tokens.num_real]
-        slots = tokens.slots[: tokens.num_real]
-        return KernelPlan(slots=slots, positions=positions, lengths=positions + 1, num_rows=tokens.num_rows)
+        real = slice(tokens.num_real)
+        return self._planned(tokens, tokens.positions[real] + 1, real)
 
     def plan_slots(self, tokens: Tokens, num_columns: int) -> KernelPlan:
         # A slot without a token writes to the last column of all, and reads no more than the others.
-        lengths = (tokens.positions + 1).clamp_max(num_columns)
-        return KernelPlan(slots=tokens.slots, positions=tokens.positions, lengths=lengths, num_rows=tokens.num_rows)
+        return self._planned(tokens, (tokens.positions + 1).clamp_max(num_columns), slice(None))
 
     def read(self, layer: LayerWeights, index: int, qkv: Tensor, plan: KernelPlan, *, with_chunks: bool) -> Tensor:
         shape, keys, values = self._architecture, self._cache.keys[index], self._cache.values[index]
@@ -124,7 +126,19 @@ class KernelAttention:
             values,
             plan.slots[:num_wanted],
             plan.lengths[:num_wanted],
+            plan.lenders[:num_wanted],
+            plan.lent[:num_wanted],
             num_heads=shape.num_heads,
+        )
+
+    def _planned(self, tokens: Tokens, lengths: Tensor, real: slice) -> KernelPlan:
+        return KernelPlan(
+            slots=tokens.slots[real],
+            positions=tokens.positions[real],
+            lengths=lengths,
+            lenders=tokens.lenders[real],
+            lent=torch.minimum(tokens.lent[real], lengths),
+            num_rows=tokens.num_rows,
         )
 
 

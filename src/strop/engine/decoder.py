@@ -61,7 +61,14 @@ class Decoder:
         """
         num_slots = len(ids)
         slots = torch.arange(num_slots, device=self.device)
-        tokens = Tokens(positions=positions, slots=slots, num_rows=num_slots, num_real=num_slots)
+        tokens = Tokens(
+            positions=positions,
+            slots=slots,
+            lenders=slots,
+            lent=torch.zeros_like(slots),
+            num_rows=num_slots,
+            num_real=num_slots,
+        )
         return self._forward(ids, self._attention.plan_slots(tokens, num_columns), num_slots, None)
 
     def addresses(self) -> tuple[int, ...]:
@@ -89,11 +96,21 @@ class Decoder:
             ids += chunk.ids
             positions += range(chunk.start, chunk.start + len(chunk.ids))
             slots += [chunk.slot] * len(chunk.ids)
+        for slot, position in zip(slots, positions, strict=True):
+            self.cache.note_write(slot, position)
+        lenders, lent = zip(*map(self.cache.loan, slots), strict=True) if slots else ((), ())
         num_real = len(ids)
-        for column in (ids, positions, slots):
-            column += [0] * (shape.num_tokens - num_real)
-        all_ids, all_positions, all_slots = torch.tensor((ids, positions, slots), device=self.device)
-        return all_ids, Tokens(positions=all_positions, slots=all_slots, num_rows=len(rows.slots), num_real=num_real)
+        padding = [0] * (shape.num_tokens - num_real)
+        columns = [[*column, *padding] for column in (ids, positions, slots, lenders, lent)]
+        all_ids, all_positions, all_slots, all_lenders, all_lent = torch.tensor(columns, device=self.device)
+        return all_ids, Tokens(
+            positions=all_positions,
+            slots=all_slots,
+            lenders=all_lenders,
+            lent=all_lent,
+            num_rows=len(rows.slots),
+            num_real=num_real,
+        )
 
     def _finish_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
         """The rest of a layer, after attention."""

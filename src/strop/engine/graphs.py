@@ -165,6 +165,8 @@ class StaticSteps:
         # A slot without a token feeds 0 into the cache's last column, which no request reaches: its last id is never fed.
         table[0], table[1] = 0, self._decoder.num_columns - 1
         numbers[0], numbers[1] = 0.0, 1.0
+        for row in rows:
+            self._decoder.cache.note_write(row.slot, row.position)
         slots = [row.slot for row in rows]
         table[0, slots] = [row.id for row in rows]
         table[1, slots] = [row.position for row in rows]

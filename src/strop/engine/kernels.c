@@ -56,11 +56,13 @@ INLINE __m512 exponential(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-/* scores[c] = scale * query . keys[c] of `width` columns, -inf up to the next 16. */
-INLINE void score(int dim, const bf16 *query, const bf16 *keys, int width, float scale, float *scores) {
+/* scores[c] = scale * query . keys[c] of `width` columns, the first `cut` of them (a multiple of 16) of `lent`; -inf up to the
+   next 16. */
+INLINE void score(int dim, const bf16 *query, const bf16 *lent, const bf16 *own, int cut, int width, float scale, float *scores) {
     __m512bh q[MAX_DIM / PAIRED];
     for (int i = 0; i < dim / PAIRED; i++) q[i] = load_pairs(query + i * PAIRED);
     for (int column = 0; column < width; column += LANES) {
+        const bf16 *keys = column < cut ? lent : own;
         __m512 quads[4];
 #pragma GCC unroll 4
         for (int j = 0; j < 4; j++) {
@@ -81,28 +83,45 @@ INLINE void score(int dim, const bf16 *query, const bf16 *keys, int width, float
     }
 }
 
+/* low, high += weights[h] . values of the columns `from` to `to`, both even, of `count` heads and 32 dimensions. */
+INLINE void add_columns(int dim, int count, uint32_t (*weights)[TILE / 2], const bf16 *values, int from, int to, __m512 *low,
+                        __m512 *high) {
+    for (int column = from; column < to; column += 2) {
+        const bf16 *value = values + column * dim;
+        __m512i a = _mm512_loadu_si512(value), b = _mm512_loadu_si512(value + dim);
+        __m512bh first = (__m512bh)_mm512_unpacklo_epi16(a, b), second = (__m512bh)_mm512_unpackhi_epi16(a, b);
+        for (int h = 0; h < count; h++) {
+            __m512bh weight = (__m512bh)_mm512_set1_epi32((int)weights[h][column / 2]);
+            low[h] = _mm512_dpbf16_ps(low[h], first, weight);
+            high[h] = _mm512_dpbf16_ps(high[h], second, weight);
+        }
+    }
+}
+
 /* sums[h] += weights[h] . values of `width` columns, of `count` heads; weights are bfloat16, two columns to a word. */
-INLINE void weigh(int dim, int count, uint32_t (*weights)[TILE / 2], const bf16 *values, int width, float (*sums)[MAX_DIM]) {
+INLINE void weigh(int dim, int count, uint32_t (*weights)[TILE / 2], const bf16 *lent, const bf16 *own, int cut, int width,
+                  float (*sums)[MAX_DIM]) {
     for (int i = 0; i < dim; i += PAIRED) {
         __m512 low[HEADS_AT_ONCE], high[HEADS_AT_ONCE];
         for (int h = 0; h < count; h++) low[h] = _mm512_load_ps(sums[h] + i), high[h] = _mm512_load_ps(sums[h] + i + LANES);
-        for (int column = 0; column < width; column += 2) {
-            const bf16 *value = values + column * dim + i;
-            __m512i a = _mm512_loadu_si512(value), b = _mm512_loadu_si512(value + dim);
-            __m512bh first = (__m512bh)_mm512_unpacklo_epi16(a, b), second = (__m512bh)_mm512_unpackhi_epi16(a, b);
-            for (int h = 0; h < count; h++) {
-                __m512bh weight = (__m512bh)_mm512_set1_epi32((int)weights[h][column / 2]);
-                low[h] = _mm512_dpbf16_ps(low[h], first, weight);
-                high[h] = _mm512_dpbf16_ps(high[h], second, weight);
-            }
-        }
+        add_columns(dim, count, weights, lent + i, 0, cut, low, high);
+        add_columns(dim, count, weights, own + i, cut, width, low, high);
         for (int h = 0; h < count; h++) _mm512_store_ps(sums[h] + i, low[h]), _mm512_store_ps(sums[h] + i + LANES, high[h]);
     }
 }
 
-/* One token and the query heads that share one key head: softmax(scale * query keys^T) values, tile by tile. */
-INLINE void attend_one(int dim, int group, const bf16 *query, const bf16 *keys, const bf16 *values, int64_t block,
-                       int64_t block_stride, int64_t length, float scale, bf16 *out) {
+/* One key head of one layer's cache, and how to walk over it. */
+typedef struct {
+    const bf16 *keys, *values;           /* of the token's own slot */
+    const bf16 *lent_keys, *lent_values; /* of the slot that holds the same first columns */
+    int64_t lent;                        /* how many of them, a multiple of 16 */
+    int64_t length;                      /* of all columns */
+    int64_t block, block_stride;
+} Columns;
+
+/* One token and the query heads that share one key head: softmax(scale * query keys^T) values, tile by tile. Where columns are
+   read from changes no bit. */
+INLINE void attend_one(int dim, int group, const bf16 *query, Columns of, float scale, bf16 *out) {
     float scores[TILE] __attribute__((aligned(64)));
     uint32_t weights[MAX_GROUP][TILE / 2] __attribute__((aligned(64)));
     float sums[MAX_GROUP][MAX_DIM] __attribute__((aligned(64)));
@@ -111,11 +130,14 @@ INLINE void attend_one(int dim, int group, const bf16 *query, const bf16 *keys, 
         top[h] = -INFINITY, total[h] = 0.0f;
         for (int i = 0; i < dim; i += LANES) _mm512_store_ps(sums[h] + i, _mm512_setzero_ps());
     }
-    for (int64_t start = 0; start < length; start += TILE) {
-        const int64_t offset = start / block * block_stride + start % block * dim;
-        const int width = length - start < TILE ? (int)(length - start) : TILE;
+    for (int64_t start = 0; start < of.length; start += TILE) {
+        const int64_t offset = start / of.block * of.block_stride + start % of.block * dim;
+        const int width = of.length - start < TILE ? (int)(of.length - start) : TILE;
+        const int cut = of.lent <= start ? 0 : of.lent - start < width ? (int)(of.lent - start) : width & ~(LANES - 1);
+        const bf16 *keys = of.keys + offset, *values = of.values + offset;
+        const bf16 *lent_keys = of.lent_keys + offset, *lent_values = of.lent_values + offset;
         for (int h = 0; h < group; h++) {
-            score(dim, query + h * dim, keys + offset, width, scale, scores);
+            score(dim, query + h * dim, lent_keys, keys, cut, width, scale, scores);
             __m512 largest = _mm512_set1_ps(top[h]);
             for (int c = 0; c < width; c += LANES) largest = _mm512_max_ps(largest, _mm512_load_ps(scores + c));
             const float now = _mm512_reduce_max_ps(largest);
@@ -135,9 +157,10 @@ INLINE void attend_one(int dim, int group, const bf16 *query, const bf16 *keys, 
                     _mm512_store_ps(sums[h] + i, _mm512_mul_ps(_mm512_load_ps(sums[h] + i), _mm512_set1_ps(kept)));
         }
         int h = 0;
-        for (; h + HEADS_AT_ONCE <= group; h += HEADS_AT_ONCE) weigh(dim, HEADS_AT_ONCE, weights + h, values + offset, width, sums + h);
-        if (group - h == 2) weigh(dim, 2, weights + h, values + offset, width, sums + h);
-        if (group - h == 1) weigh(dim, 1, weights + h, values + offset, width, sums + h);
+        for (; h + HEADS_AT_ONCE <= group; h += HEADS_AT_ONCE)
+            weigh(dim, HEADS_AT_ONCE, weights + h, lent_values, values, cut, width, sums + h);
+        if (group - h == 2) weigh(dim, 2, weights + h, lent_values, values, cut, width, sums + h);
+        if (group - h == 1) weigh(dim, 1, weights + h, lent_values, values, cut, width, sums + h);
     }
     /* The sums are in the order in which two columns interleave: each half of a register's quarters lies apart. */
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -153,27 +176,33 @@ INLINE void attend_one(int dim, int group, const bf16 *query, const bf16 *keys, 
     }
 }
 
-/* out (tokens, heads * dim) = what each token's queries read of the first `lengths[t]` columns of its slot.
+/* out (tokens, heads * dim) = what each token's queries read of the first `lengths[t]` columns of slot `slots[t]`, of which the
+   first `lent[t]` are read in slot `lenders[t]`, where they are the same.
 
    queries: (tokens, query_stride), the query heads first. keys, values: the cache of one layer, (blocks, slots, kv_heads,
    block, dim). dim: 64, 128 or another multiple of 32, at most 256; block: a multiple of 128. */
 void strop_attend(int64_t num_threads, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t block,
                   int64_t block_stride, int64_t query_stride, const bf16 *queries, const bf16 *keys, const bf16 *values,
-                  const int64_t *slots, const int64_t *lengths, float scale, bf16 *out) {
+                  const int64_t *slots, const int64_t *lengths, const int64_t *lenders, const int64_t *lent, float scale,
+                  bf16 *out) {
     const int group = (int)(num_heads / num_kv_heads);
-    /* Tokens of one slot stand together, and read the same columns: heads are the outer loop, so that the cache is warm. */
+    /* Neighbours read the same columns, tokens of a chunk and rollouts of a prompt: with heads as the outer loop they find them
+       in the processor's cache. */
 #pragma omp parallel for schedule(dynamic, 8) num_threads(num_threads)
     for (int64_t item = 0; item < num_tokens * num_kv_heads; item++) {
         const int64_t token = item % num_tokens, head = item / num_tokens;
-        const int64_t place = (slots[token] * num_kv_heads + head) * block * dim;
+        const int64_t own = (slots[token] * num_kv_heads + head) * block * dim;
+        const int64_t lender = (lenders[token] * num_kv_heads + head) * block * dim;
+        const Columns of = {keys + own,    values + own, keys + lender, values + lender, lent[token] & ~(int64_t)(LANES - 1),
+                            lengths[token], block,        block_stride};
         const bf16 *query = queries + token * query_stride + head * group * dim;
         bf16 *target = out + (token * num_heads + head * group) * dim;
         if (dim == 64)
-            attend_one(64, group, query, keys + place, values + place, block, block_stride, lengths[token], scale, target);
+            attend_one(64, group, query, of, scale, target);
         else if (dim == 128)
-            attend_one(128, group, query, keys + place, values + place, block, block_stride, lengths[token], scale, target);
+            attend_one(128, group, query, of, scale, target);
         else
-            attend_one((int)dim, group, query, keys + place, values + place, block, block_stride, lengths[token], scale, target);
+            attend_one((int)dim, group, query, of, scale, target);
     }
 }
 

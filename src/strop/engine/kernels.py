@@ -37,19 +37,31 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._norm, self._place = library.strop_attend, library.strop_norm, library.strop_place
-        self._attend.argtypes = [_INT] * 8 + [_PLACE] * 5 + [_FLOAT, _PLACE]
+        self._attend.argtypes = [_INT] * 8 + [_PLACE] * 7 + [_FLOAT, _PLACE]
         self._norm.argtypes = [_INT] * 3 + [_PLACE] * 2 + [_FLOAT, _PLACE]
         self._place.argtypes = [_INT] * 7 + [_PLACE] * 5 + [_FLOAT] + [_PLACE] * 4
         for function in (self._attend, self._norm, self._place):
             function.restype = None
 
-    def attend(self, qkv: Tensor, keys: Tensor, values: Tensor, slots: Tensor, lengths: Tensor, *, num_heads: int) -> Tensor:
+    def attend(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        lenders: Tensor,
+        lent: Tensor,
+        *,
+        num_heads: int,
+    ) -> Tensor:
         """What the queries of each token read: softmax(query keysᵀ / sqrt(head_dim)) values, the softmax in float32.
 
         Args:
             qkv: (N, (heads + 2 kv_heads) * head_dim), the queries first.
             keys, values: the cache of one layer, (blocks, slots, kv_heads, columns of a block, head_dim).
             slots, lengths: (n,) of the first n <= N tokens: which slot a token reads, and how many of its columns.
+            lenders, lent: (n,): a slot whose first so many columns are the same, and are read there; it changes no bit.
 
         Returns:
             (N, heads * head_dim); zeros beyond n.
@@ -73,6 +85,8 @@ class Kernels:
             values.data_ptr(),
             slots.data_ptr(),
             lengths.data_ptr(),
+            lenders.data_ptr(),
+            lent.data_ptr(),
             head_dim**-0.5,
             out.data_ptr(),
         )
@@ -228,7 +242,10 @@ def _is_proven(kernels: Kernels) -> bool:
     slots, lengths = torch.tensor([0, 2, 2]), torch.tensor([1, KV_STEP + 17, 30])
     heads = qkv[:3].view(3, -1, dim).float()
     kernels.place(qkv, keys, values, slots, lengths - 1, num_heads=num_heads, tables=tables, norms=(q_norm, k_norm), eps=eps)
-    attended = kernels.attend(qkv, keys, values, slots, lengths, num_heads=num_heads).view(4, num_heads, dim)
+    keys[:, 1, :, :32], values[:, 1, :, :32] = keys[:, 2, :, :32], values[:, 2, :, :32]  # where slot 2 may read, too
+    lent = torch.tensor([0, 32, 17])
+    attended = kernels.attend(qkv, keys, values, slots, lengths, torch.ones_like(slots), lent, num_heads=num_heads)
+    attended = attended.view(4, num_heads, dim)
     num_turned = num_heads + num_kv_heads
     weights = torch.cat((q_norm.expand(num_heads, dim), k_norm.expand(num_kv_heads, dim))).float()
     normed = torch.nn.functional.rms_norm(heads[:, :num_turned], (dim,), eps=eps) * weights

@@ -37,6 +37,20 @@ class KvCache:
         shape = (architecture.num_layers, self.num_columns // self.block, num_slots, architecture.num_kv_heads)
         self.keys = torch.zeros(*shape, self.block, architecture.head_dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
+        self._forget_loans()
+
+    def loan(self, slot: int) -> tuple[int, int]:
+        """A slot whose first columns are the same as those of `slot`, and how many: rollouts of a prompt may read it there."""
+        return self._lender[slot], self._borrowed[slot]
+
+    def note_write(self, slot: int, column: int) -> None:
+        """Column `column` of `slot` is about to change: from there on nobody reads it for another's, nor another's for it."""
+        self._borrowed[slot] = min(self._borrowed[slot], column)
+        if column < self._lent[slot]:
+            self._lent[slot] = column
+            for other, lender in enumerate(self._lender):
+                if lender == slot:
+                    self._borrowed[other] = min(self._borrowed[other], column)
 
     def place(self, slots: Tensor, columns: Tensor) -> tuple[Tensor | slice, ...]:
         """Where column `columns[n]` of slot `slots[n]` is, in the cache of one layer; both (N,) int64."""
@@ -60,6 +74,7 @@ class KvCache:
 
     def copy_in(self, slot: int, prefix: Prefix, length: int) -> None:
         """Fill the first `length` columns of `slot` from `prefix`; what comes after them in their blocks is lost."""
+        self.note_write(slot, 0)
         place = self._blocks(slot, length)
         _, num_blocks, _, width, _ = self.keys[place].shape
         self.keys[place] = prefix.keys[:, :num_blocks, :, :width]
@@ -67,19 +82,30 @@ class KvCache:
 
     def copy_across(self, source: int, target: int, length: int) -> None:
         """Fill the first `length` columns of slot `target` from slot `source`, as `copy_in` does."""
+        self.note_write(target, 0)
         for cache in (self.keys, self.values):
             cache[self._blocks(target, length)] = cache[self._blocks(source, length)]
+        lender = self._lender[source] if self._borrowed[source] >= length else source
+        self._lender[target], self._borrowed[target] = lender, length
+        self._lent[lender] = max(self._lent[lender], length)
 
     def clear(self) -> None:
         """Zero the cache: what broken weights left behind (nan) would spoil masked columns."""
         self.keys.zero_()
         self.values.zero_()
+        self._forget_loans()
 
     def fill(self, generator: torch.Generator) -> None:
         """Give every slot the same random content, to measure with."""
         for cache in (self.keys, self.values):
             pattern = torch.randn(cache[:, :, :1].shape, generator=generator, dtype=torch.float32)
             cache.copy_(pattern.to(cache.device).expand_as(cache))
+        self._forget_loans()
+
+    def _forget_loans(self) -> None:
+        self._lender = list(range(self.num_slots))  # of each slot: who has the same first columns
+        self._borrowed = [0] * self.num_slots  # how many
+        self._lent = [0] * self.num_slots  # the most that anybody has of a slot
 
     def _blocks(self, slot: int, length: int) -> tuple[slice, slice, int, slice, slice]:
         """Where the blocks of the first `length` columns of `slot` are; of a single block, only those columns."""
