@@ -1,4 +1,5 @@
 import asyncio
+import json
 
 import pytest
 from test_environment import CHAT, PLENTY, TASK, completion, cut_off, outcomes
@@ -124,3 +125,28 @@ def test_budgets_hold_for_tags_as_for_json():
     assert (over.stop_reason, over.ids) == (StopReason.OVERFLOW, ())
     assert step([completion("<answer>5</answer>")])[0].stop_reason is StopReason.ANSWERED
     assert step([cut_off("<python>print(")])[0].stop_reason is StopReason.LENGTH
+
+
+@pytest.mark.parametrize("code", ["print(1)", "for i in range(3):\n    print(i)", "a < b"])
+def test_a_call_that_is_written_is_read_again(code):
+    (call,) = CALLS.parse("I compute. " + CALLS.write("python", {"code": code, "input": ""}), max_calls=1)
+    assert call == ParsedCall(
+        name="python", arguments={"code": code, "input": ""}, arguments_text=json.dumps({"code": code, "input": ""})
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("python", {"code": "print(1)", "input": "2"}),  # two texts
+        ("python", {"code": "", "input": "2"}),  # not the first argument
+        ("python", {"code": " "}),
+        ("python", {"code": "print('</python>')"}),  # would end there
+        ("python", {"code": 1}),
+        ("weather", {"city": "Rome"}),  # nobody reads such a tag
+        ("python", {}),
+    ],
+)
+def test_what_a_tag_cannot_hold_is_refused(name, arguments):
+    with pytest.raises(ValueError, match=f"a call of '{name}' cannot be written as a tag"):
+        CALLS.write(name, arguments)

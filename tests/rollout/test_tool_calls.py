@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from strop.rollout.call_format import JsonCalls, NoCalls
 from strop.rollout.tool_calls import FailedCall, ParsedCall, has_closed_call, parse_tool_calls
 from strop.types import ToolOutcome
 
@@ -84,3 +85,20 @@ def test_a_block_is_closed_only_behind_its_opening():
 def test_any_text_is_read_without_raising_and_an_opening_tag_is_never_passed_over(pieces):
     text = "".join(pieces)
     assert bool(parse_tool_calls(text, max_calls=100)) == ("<tool_call>" in text)
+
+
+@given(st.dictionaries(st.text(max_size=8), st.text() | st.integers() | st.lists(st.booleans()), max_size=4))
+def test_a_call_that_is_written_is_read_again(arguments):
+    try:
+        written = JsonCalls().write("add", arguments)
+        written.encode()
+    except UnicodeEncodeError:
+        return  # no text
+    (call,) = parse_tool_calls(f"I add. {written} Done.", max_calls=1)
+    assert isinstance(call, ParsedCall)
+    assert (call.name, call.arguments) == ("add", arguments)
+
+
+def test_a_prompt_without_tools_has_no_way_to_write_a_call():
+    with pytest.raises(ValueError, match="tells the policy of no tools"):
+        NoCalls().write("add", {"a": 1})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Protocol
 
 from strop.rollout.tag_calls import TagCalls
-from strop.rollout.tool_calls import Call, has_closed_call, parse_tool_calls
+from strop.rollout.tool_calls import CLOSING, OPENING, Call, has_closed_call, parse_tool_calls
 from strop.tools.protocol import ToolSpec
 
 
@@ -41,6 +42,13 @@ class CallFormat(Protocol):
     def has_closed_call(self, text: str) -> bool:
         """Whether `text` holds a call that is closed, be it right or wrong."""
 
+    def write(self, name: str, arguments: Mapping[str, object]) -> str:
+        """A call as a policy writes it, from its opening tag to its closing one: `parse` reads the same call again.
+
+        Raises:
+            ValueError: this format cannot write it.
+        """
+
     def empty_text(self, name: str) -> str:
         """What the policy is shown of a call without output."""
 
@@ -58,6 +66,10 @@ class JsonCalls:
     def has_closed_call(self, text: str) -> bool:
         return has_closed_call(text)
 
+    def write(self, name: str, arguments: Mapping[str, object]) -> str:
+        call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
+        return f"{OPENING}\n{call}\n{CLOSING}"
+
     def empty_text(self, name: str) -> str:
         return ""
 
@@ -70,6 +82,9 @@ class NoCalls(JsonCalls):
 
     def has_closed_call(self, text: str) -> bool:
         return False
+
+    def write(self, name: str, arguments: Mapping[str, object]) -> str:
+        raise ValueError(f"a call of {name!r} cannot be written: the prompt tells the policy of no tools")
 
 
 def make_call_format(calls: Calls, tools: Sequence[ToolSpec]) -> CallFormat:

@@ -61,6 +61,17 @@ class TagCalls:
     def has_closed_call(self, text: str) -> bool:
         return any(tag.group(1) for tag in self._tag.finditer(text))
 
+    def write(self, name: str, arguments: Mapping[str, object]) -> str:
+        """The tag's text is the tool's first argument; others must be empty texts, as `parse` makes them."""
+        written = "".join(str(value) for value in arguments.values() if isinstance(value, str))
+        is_one_text = sum(value != "" for value in arguments.values()) == 1 and bool(written.strip())
+        is_first = name not in self._specs or arguments.get(next(iter(self._arguments(name, "")))) == written
+        if name not in self._names or not is_one_text or not is_first or self._tag.search(written):
+            raise ValueError(
+                f"a call of {name!r} cannot be written as a tag, which holds one text and no tag of a tool: {dict(arguments)}"
+            )
+        return f"<{name}>{written}</{name}>"
+
     def empty_text(self, name: str) -> str:
         return f"Tool({name}) returned empty output."  # the released code's words
 
