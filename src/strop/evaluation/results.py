@@ -121,7 +121,8 @@ def read_eval(path: Path) -> EvalFiles:
     result = read_json(found[0])
     if not isinstance(result, dict) or not {"accuracy", "num_tasks"} & result.keys():
         raise RunError(
-            f"{found[0]}: no result of an evaluation (neither 'accuracy' nor 'num_tasks'). Give a run of `strop eval`, or its stage."
+            f"{found[0]}: no result of an evaluation (neither 'accuracy' nor 'num_tasks'). Give a run of `strop eval`, or its"
+            " stage."
         )
     return EvalFiles(directory=found[0].parent, result=result, problems=read_lines(found[0].parent / PROBLEMS))
 
