@@ -1,6 +1,7 @@
 """One trainer of ours for `training.py`: an update of the given rollouts for each line on standard input.
 
-Arguments: the model directory, the rollouts (JSON), the most tokens of a micro-batch. Prints one JSON object a line.
+Arguments: the model directory, the rollouts (JSON), the most tokens of a micro-batch, and "again" where activations are
+computed again in the backward pass. Prints one JSON object a line.
 """
 
 from __future__ import annotations
@@ -34,10 +35,14 @@ def batch_of(path: Path) -> TokenBatch:
 
 async def main() -> None:
     model, rollouts, max_tokens = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    computes_again = sys.argv[4:] == ["again"]
     torch.set_num_threads(2)
     memory = Memory()
     config = TrainerConfig(
-        precision="bfloat16", max_tokens_per_microbatch=max_tokens, optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0)
+        precision="bfloat16",
+        max_tokens_per_microbatch=max_tokens,
+        activation_checkpointing=computes_again,
+        optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
     )
     trainer, method, batch = LocalTrainer.from_directory(model, config), GRPO(), batch_of(rollouts)
     loop = asyncio.get_running_loop()
