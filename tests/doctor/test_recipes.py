@@ -1,5 +1,7 @@
 """What the doctor says of healthy recipes, and of recipes whose mistake is in the file."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -27,6 +29,41 @@ def test_a_healthy_recipe_has_every_check_made_and_no_problem(examine_with, reci
     assert not diagnosis.problems
     assert {piece.origin for piece in diagnosis.rollout if piece.is_trained} == {"sampled"}
     assert {piece.origin for piece in diagnosis.rollout} == {"prompt", "forced", "sampled", "observation"}
+
+
+def own_prompt(tmp_path, **keys):
+    path = tmp_path / "mine.toml"
+    said = "".join(f"{key} = {value!r}\n" for key, value in {"source": "me", **keys}.items())
+    path.write_text(said + 'messages = [{role = "user", content = "{question}"}]\n')
+    return f"stages.rl.prompt={path}"
+
+
+@pytest.mark.parametrize(
+    ("calls", "written"),
+    [
+        ("json", '<tool_call>\n{"name": "python", "arguments": {"code": "print(6*7)", "input": ""}}\n</tool_call>'),
+        ("tags", "<python>print(6*7)</python>"),
+    ],
+)
+def test_the_call_is_written_as_the_prompt_has_calls_written(examine_with, load, tmp_path, calls, written):
+    diagnosis = examine_with(of=load(own_prompt(tmp_path, calls=calls)))
+    assert [problem.detail for problem in diagnosis.problems] == []
+    assert [piece.text for piece in diagnosis.rollout if piece.origin == "forced"] == [written]
+    assert any("42" in piece.text for piece in diagnosis.rollout if piece.origin == "observation")
+
+
+def test_a_prompt_without_tools_has_no_call_tried(examine_with, load, tmp_path):
+    diagnosis = examine_with(of=load(own_prompt(tmp_path, calls="none")))
+    assert [problem.detail for problem in diagnosis.problems] == []
+    assert {piece.origin for piece in diagnosis.rollout} == {"prompt", "sampled"}
+    (finding,) = [finding for finding in diagnosis.findings if finding.check == "tool round trip"]
+    assert finding.detail.startswith("not made: the prompt tells of no tools")
+
+
+def test_where_no_tool_runs_python_none_is_called(examine_with):
+    diagnosis = examine_with(lambda parts: replace(parts, tools=()))
+    assert [problem.detail for problem in diagnosis.problems] == []
+    assert {piece.origin for piece in diagnosis.rollout} == {"prompt", "sampled"}
 
 
 @pytest.mark.parametrize(

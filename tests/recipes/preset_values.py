@@ -49,7 +49,7 @@ _R1_REFRESH = {"every_updates": 400, "refresh_reference": True}
 # CS336 assignment 5.
 _CS336_RL = {
     **_under("stages.rl.", steps=200, tasks_per_step=32, group_size=8, epochs=1, prompt="r1_zero"),
-    **_under("stages.rl.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 1024}),
+    **_under("stages.rl.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 1024, "sampling.min_tokens": 4}),
     **_under(_ADAMW, betas=[0.9, 0.95], weight_decay=0.0, grad_clip=1.0, schedule="constant"),
     **_under(_METHOD, name="grpo", kl_coefficient=0.0, drop_tied=False),
     "stages.rl.validation.num_tasks": 1024,
@@ -83,8 +83,13 @@ def _sft_sizes() -> Values:
 
 PUBLISHED: dict[str, Values] = {
     "rstar2-sft": {
-        **_under("stages.sft.", batch_size=128, num_demonstrations=165_000 + 30_000 + 27_000, steps=-(-3 * 222_000 // 128) - 1),
+        **_under("stages.sft.", batch_size=128, steps=-(-3 * (165_000 + 30_000 + 27_000) // 128) - 1),
+        **{f"stages.{name}.limit": num for name, num in (("magicoder", 48_000), ("tulu3", 30_000), ("nemotron", 27_000))},
         **_under("stages.sft.trainer.optimizer.", lr=5e-6, schedule="cosine", warmup_updates=round(0.04 * 5203)),
+    },
+    "arpo-sft": {
+        **_under("stages.sft.", batch_size=16, steps=3 * 54_000 // 16, prompt="arpo"),
+        **_under("stages.sft.trainer.optimizer.", lr=7e-6, schedule="cosine", warmup_updates=3 * 54_000 // 16 // 10),
     },
     "rstar2-stage1": {**_RSTAR2, **_ROC, **_STAGE_1, "stages.rl.steps": 300, "stages.rl.schedule": []},
     "rstar2-paper": {
@@ -157,9 +162,15 @@ PUBLISHED: dict[str, Values] = {
     },
     "r1-rl2": {
         **_R1,
-        "stages.rl.steps": -(-1700 // 16),
+        **{path.replace("stages.rl.", "stages.general."): value for path, value in _R1.items()},
+        "stages.rl.steps": -(-1300 // 16),
+        "stages.general.steps": 400 // 16,
         "stages.rl.sampling.temperature": 0.7,
+        "stages.general.sampling.temperature": 0.7,
         "stages.rl.reward.parts.language.weight": 1.0,
+        "stages.rl.reward.parts.helpful": None,
+        **_under("stages.general.reward.parts.", **{"language.weight": 1.0, "helpful.weight": 1.0, "safety.weight": 1.0}),
+        **_under("stages.general.reward.parts.", **{"helpful.judged_on": "summary", "safety.judged_on": "response"}),
         **_under("stages.rl.schedule[0].", **_R1_REFRESH),
     },
     "cs336-zero-shot": {

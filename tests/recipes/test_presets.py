@@ -15,6 +15,7 @@ from strop.rollout.prompt import load_prompt
 
 SOURCE = re.compile(r"^(paper|code|hand-out|ruling|ours)\b")
 LISTED = [
+    "arpo-sft",
     *("rstar2-sft", "rstar2-stage1", "rstar2-paper", "rstar2-stage3", "rstar2-qwen2.5-32b", "rstar2-grpo-tool"),
     *("rstar2-released", "arpo-reasoning", "arpo-deepsearch-8b", "arpo-deepsearch-14b", "r1-zero", "r1-rl1", "r1-rl2"),
     *("cs336-zero-shot", "cs336-sft", "cs336-expert-iteration", "cs336-grpo", "cs336-grpo-off-policy", "cs336-leaderboard"),

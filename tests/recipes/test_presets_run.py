@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from presets import NAMES, parsed, preset_path
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from strop.pipelines.load import load_recipe
 from strop.pipelines.recipe import TinyModel
@@ -17,10 +18,11 @@ from strop.pipelines.train import train
 from strop.reports.progress import Silent
 from strop.rollout.prompt import load_prompt
 from strop.runs import read_lines
+from strop.tasks.conversations import call_text
 
 ALLOWED = re.compile(
     r"threads"
-    r"|stages\.\w+\.path"  # the model
+    r"|stages\.\w+\.path|stages\.\w+\.reward\.parts\.\w+\.scorer\.path"  # the model, or the conversations
     r"|(stages\.\w+\.)?tasks|tools\.search\.backend"  # the data
     r"|engine\.slots|stages\.\w+\.(steps|tasks_per_step|group_size|updates_per_step|num_demonstrations|batch_size|num_tasks|k)"
     r"|stages\.\w+\.validation\.(num_tasks|every_steps)|stages\.\w+\.branching\.initial_rollouts"
@@ -30,10 +32,10 @@ ALLOWED = re.compile(
 _ROLLOUTS = {"rl": {"steps": 1, "tasks_per_step": 2, "group_size": 4}, "expert_iteration": {"steps": 1, "tasks_per_step": 2}}
 
 
-def scaled_down(name: str, *, model: str, rows: str, results: str) -> dict[str, object]:
+def scaled_down(name: str, *, model: str, scorer: str, rows: str, said: str, results: str) -> dict[str, object]:
     """Keys and values for `--set`, by the stages that the preset has."""
     tree = parsed(name)
-    data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response"]}
+    data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response", "kind"]}
     sets: dict[str, object] = {"threads": 1, "tasks": data, "engine.slots": 8, "engine.max_length": 2048}
     sets["sampling.max_tokens"] = 32
     if "search" in tree.get("tools", {}):
@@ -46,9 +48,11 @@ def scaled_down(name: str, *, model: str, rows: str, results: str) -> dict[str, 
             case "model":
                 sizes = {"path": model}
             case "eval":
-                sizes = {"num_tasks": 2, "k": 2}
+                sizes = {"num_tasks": 2, "k": min(2, stage["k"])}
+            case "conversations":
+                sizes = {"path": said}
             case "sft":
-                sizes = {"steps": 2, "num_demonstrations": 4, "batch_size": 2}
+                sizes = {"steps": 2, "batch_size": 2} | ({} if "data" in stage else {"num_demonstrations": 4})
                 if "warmup_updates" in stage["trainer"]["optimizer"]:
                     sizes["trainer.optimizer.warmup_updates"] = 1
         if "updates_per_step" in stage:
@@ -61,6 +65,9 @@ def scaled_down(name: str, *, model: str, rows: str, results: str) -> dict[str, 
             sizes |= {"steps": 2, "schedule": [sooner(entry) for entry in stage["schedule"]]}
         if "tasks" in stage:
             sizes["tasks"] = data
+        for part, keys in stage.get("reward", {}).get("parts", {}).items():
+            if "scorer" in keys:
+                sizes[f"reward.parts.{part}.scorer.path"] = scorer
         if "max_tokens" in stage.get("sampling", {}):
             sizes["sampling.max_tokens"] = 32
         sets |= {f"stages.{stage_name}.{key}": value for key, value in sizes.items()}
@@ -100,7 +107,7 @@ def test_what_makes_a_method_may_not_be_changed_to_make_a_preset_run(key):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_smaller_schedule_changes_the_same_keys(name):
-    sets = scaled_down(name, model="m", rows="r", results="s")
+    sets = scaled_down(name, model="m", scorer="q", rows="r", said="c", results="s")
     for stage_name, stage in parsed(name)["stages"].items():
         for before, after in zip(stage.get("schedule", []), sets.get(f"stages.{stage_name}.schedule", []), strict=True):
             assert list(before) == list(after)
@@ -118,13 +125,28 @@ def small(tmp_path_factory):
     )
     make_tiny_model(sizes, texts, directory / "model", seed=0)
     rows = [
-        {"question": f"What is {n}+1?", "prompt": f"What is {n}+1?", "answer": str(n + 1), "response": f"It is {n + 1}."}
+        {
+            "question": f"What is {n}+1?",
+            "prompt": f"What is {n}+1?",
+            "answer": str(n + 1),
+            "response": f"It is {n + 1}.",
+            "kind": ("reasoning", "helpful", "safety")[n % 3],
+        }
         for n in range(8)
     ]
+    call = call_text("python", {"code": "print(1+1)", "input": ""})
+    turns = [("user", "1+1?"), ("assistant", call), ("tool", "2"), ("assistant", "So 2.")]
+    said = [{"messages": [{"role": role, "content": text} for role, text in turns]}] * 4
+    (directory / "said.jsonl").write_text("".join(json.dumps(row) + "\n" for row in said))
+    scorer = AutoModelForSequenceClassification.from_pretrained(directory / "model", num_labels=1, pad_token_id=0)
+    scorer.save_pretrained(directory / "scorer")
+    AutoTokenizer.from_pretrained(directory / "model").save_pretrained(directory / "scorer")
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "results.json").write_text(json.dumps({"one": "1"}))
     return {
         "model": str(directory / "model"),
+        "scorer": str(directory / "scorer"),
+        "said": str(directory / "said.jsonl"),
         "rows": str(directory / "rows.jsonl"),
         "results": str(directory / "results.json"),
     }

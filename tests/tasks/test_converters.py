@@ -67,6 +67,16 @@ NEMOTRON = {
     "category": "chat",
 }
 
+TOOL_STAR = {
+    "instruction": "You are a helpful assistant that can solve the given question step by step.",
+    "input": "How tall is the tower, doubled?",
+    "output": (
+        "<think>I look.</think><search>height of the tower</search><result>\n330 m\n</result>"
+        "<think>Double it.</think>\n<python>\nprint(330 * 2)\n</python><result>\n660\n</result>"
+        "<think>So it is.</think><answer>\\boxed{660}</answer>"
+    ),
+}
+
 # data set, row, roles, the call that the first assistant makes
 CASES = [
     ("toolace", TOOLACE, "system user assistant tool assistant", ("Get Weather", {"city": "Rome, Italy"})),
@@ -81,6 +91,12 @@ CASES = [
     ),
     ("tulu3-if", TULU, "user assistant", None),
     ("llama-nemotron-chat", NEMOTRON, "system user assistant", None),
+    (
+        "tool-star",
+        TOOL_STAR,
+        "system user assistant tool assistant tool assistant",
+        ("search", {"query": "height of the tower"}),
+    ),
 ]
 
 
@@ -115,6 +131,24 @@ def test_the_policy_of_a_system_message_stays_before_its_tools():
 
 def test_a_thought_before_the_code_stays_before_the_call():
     assert convert("magicoder", MAGICODER).messages[-1].content.startswith("I multiply.\n<tool_call>")
+
+
+def test_results_within_a_text_of_tool_star_become_messages_of_their_own():
+    messages = convert("tool-star", TOOL_STAR).messages
+    assert [each.content for each in messages if each.role == "tool"] == ["330 m", "660"]
+    assert not any("<result>" in each.content or "<python>" in each.content for each in messages)
+    assert messages[4].content.startswith("<think>Double it.</think>\n<tool_call>")
+    assert json.dumps("\nprint(330 * 2)\n") in messages[4].content  # to the letter, its line breaks too
+    assert messages[-1].content == "<think>So it is.</think><answer>\\boxed{660}</answer>"
+
+
+@pytest.mark.parametrize(
+    "output",
+    ["I know. <result>1</result> So 1.", "<search>a</search><result> </result>1", "<search>a</search><result>1</result>"],
+)
+def test_a_text_of_tool_star_that_was_not_played_to_its_end_is_refused(output):
+    with pytest.raises(Unreadable):
+        convert("tool-star", {**TOOL_STAR, "output": output})
 
 
 @pytest.mark.parametrize(

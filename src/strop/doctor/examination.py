@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,10 +17,10 @@ from strop.doctor.finding import Origin, Piece
 from strop.doctor.parts import ROOM, Parts
 from strop.engine.protocol import CompletionRequest
 from strop.errors import MachineError, UserError
+from strop.rollout.call_format import Calls
 from strop.rollout.chat import message
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
-from strop.rollout.tool_calls import CLOSING, OPENING
 from strop.seeds import derive_seed
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.training.batch import TokenBatch
@@ -55,9 +54,10 @@ class SampledRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """A rollout whose first turn begins with a tool call put into the policy's mouth; all else is sampled or observed."""
+    """A rollout in whose first turn a tool call is put into the policy's mouth; all else is sampled or observed."""
 
     trajectory: Trajectory
+    call: str  # as the prompt has calls written; empty where it knows none, or no tool of the recipe runs Python
     tool_fault: str  # why the tool could not run at all; empty when it ran
 
     @property
@@ -161,6 +161,8 @@ def batch_of(rows: Sequence[SampledRow], temperature: float) -> TokenBatch:
         sampled_logprobs=logprobs,
         columns={},
         temperature=temperature,
+        is_banned=torch.zeros_like(mask),
+        banned_ids=(),
     )
 
 
@@ -217,25 +219,26 @@ def _packed(parts: Parts, conversations: Sequence[Conversation]) -> TokenBatch:
 
 async def _converse(parts: Parts, index: int) -> Conversation:
     chat, task = parts.chat, parts.tasks[index]
-    witness = _Witness(parts.tools[0])
+    prompt_file = load_prompt(parts.stage.prompt)
+    witness = _witness(parts.tools)
     limits = parts.stage.limits.model_copy(
         update={"max_turns": 2, "max_calls": None, "deadline_s": max(parts.stage.limits.deadline_s, 2 * _TOOL_DEADLINE_S)}
     )
-    environment = ToolEnvironments(chat, load_prompt(parts.stage.prompt), [witness], limits)(task, seed=index)
+    environments = ToolEnvironments(chat, prompt_file, [] if witness is None else [witness], limits)
+    call = ""
+    if witness is not None and prompt_file.calls is not Calls.NONE:
+        call = environments.format.write(witness.spec.name, {"code": CODE, "input": ""})
+    environment = environments(task, seed=index)
     try:
         prompt = (await environment.start()).ids
-        words = json.dumps({"name": witness.spec.name, "arguments": {"code": CODE, "input": ""}})
-        forced = chat.completion_ids(f"{OPENING}{words}{CLOSING}")[:-1]
-        name = f"conversation-{index}"
-        tail = await _sample(parts, prompt + forced, num=8 + 4 * index, name=f"{name}-first", stop_ids=chat.stop_ids)
-        called = replace(
-            tail,
-            ids=forced + tail.ids,
-            logprobs=(0.0,) * len(forced) + tail.logprobs,
-            entropies=(),
-            is_forced=(True,) * len(forced) + tail.is_forced,
-            finish_reason=FinishReason.STOP,
-        )
+        name, num = f"conversation-{index}", 8 + 4 * index
+        forced = chat.completion_ids(call)[:-1]
+        if environments.format.continues_turn:  # sampling stops at the call
+            head = await _sample(parts, prompt, num=num, name=f"{name}-first")
+            called = _joined(head, forced=forced)
+        else:
+            tail = await _sample(parts, prompt + forced, num=num, name=f"{name}-first", stop_ids=chat.stop_ids)
+            called = _joined(tail, before=forced)
         observation = await environment.step(called, num_tokens_left=ROOM)
         context = prompt + called.ids + observation.ids
         answer = await _sample(parts, context, num=16 + 4 * index, name=f"{name}-second", stop_ids=chat.stop_ids)
@@ -264,7 +267,19 @@ async def _converse(parts: Parts, index: int) -> Conversation:
         turns=turns,
         stop_reason=StopReason.ANSWERED,
     )
-    return Conversation(trajectory=trajectory, tool_fault=witness.fault)
+    return Conversation(trajectory=trajectory, call=call, tool_fault="" if witness is None else witness.fault)
+
+
+def _joined(sampled: Completion, *, before: tuple[int, ...] = (), forced: tuple[int, ...] = ()) -> Completion:
+    """What was sampled, with ids that were forced on the policy before it, or behind it."""
+    return replace(
+        sampled,
+        ids=before + sampled.ids + forced,
+        logprobs=(0.0,) * len(before) + sampled.logprobs + (0.0,) * len(forced),
+        entropies=(),
+        is_forced=(True,) * len(before) + sampled.is_forced + (True,) * len(forced),
+        finish_reason=FinishReason.STOP,
+    )
 
 
 async def _sample(
@@ -282,6 +297,12 @@ async def _sample(
         return await parts.engine.complete(request)
     finally:
         await parts.engine.release(request.id)
+
+
+def _witness(tools: Sequence[Tool]) -> _Witness | None:
+    """Of the first tool that runs Python; None where there is none."""
+    python = (tool for tool in tools if {"code", "input"} <= tool.spec.parameters.get("properties", {}).keys())
+    return next((_Witness(tool) for tool in python), None)
 
 
 class _Witness(Tool):

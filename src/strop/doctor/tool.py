@@ -13,6 +13,8 @@ NAME = "tool round trip"
 async def check_tool(examination: Examination) -> Finding:
     """Follow one call from the policy's text through parser, tool and sandbox, back into the ids that the policy reads."""
     conversation = examination.conversations[0]
+    if not conversation.call:
+        return Finding.fine(NAME, "not made: the prompt tells of no tools, or none of the recipe's runs Python")
     turn = conversation.trajectory.turns[0]
     if conversation.tool_fault:
         return Finding(
@@ -23,8 +25,8 @@ async def check_tool(examination: Examination) -> Finding:
     if not turn.calls:
         return Finding(
             check=NAME,
-            detail=f"a written call of {CODE} was not seen in the policy's text {turn.completion_text!r:.200}.",
-            remedy="Make the tokenizer keep the text of <tool_call> tags: encoding and decoding it must give the same text.",
+            detail=f"the call {conversation.call!r} was not seen in the policy's text {turn.completion_text!r:.200}.",
+            remedy="Make the tokenizer keep the text of a call's tags: encoding and decoding it must give the same text.",
         )
     call = turn.calls[0]
     if call.outcome is not ToolOutcome.STDOUT or call.text.strip() != PRINTED:

@@ -1,4 +1,7 @@
-"""Rows of conversations as demonstrations: exactly as they were sampled for a model of the same tokenizer, else told anew."""
+"""Rows of conversations as demonstrations: exactly as they were sampled for a model of the same tokenizer, else told anew.
+
+What was never sampled, but written down, is another module's: written.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from strop.pipelines.demonstrations import as_demonstration, play_demonstrations
 from strop.pipelines.recipe import DemonstrationsStage
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.stage_data import TASK, TRAJECTORY, as_conversation, kept_path, tokenizer_digest, write_rows
+from strop.pipelines.written import as_written_demonstration
 from strop.rollout.call_format import make_call_format
 from strop.rollout.chat import ChatFormat
 from strop.rollout.prompt import load_prompt
@@ -42,9 +46,13 @@ def as_demonstrations(rows: Sequence[Mapping[str, Any]], chat: ChatFormat, tools
     Ids are the truth (law 1) for the tokenizer that they are of. A student with another one cannot be trained on them: it
     gets the same words under its own template, each text encoded once, as a demonstrator's are.
     """
-    own = tokenizer_digest(chat)
+    own, specs = tokenizer_digest(chat), [tool.spec for tool in tools]
     demonstrations = []
     for row in rows:
+        if "trajectory" not in row:
+            calls = make_call_format(load_prompt(str(row["prompt"])).calls, specs)
+            demonstrations.append(as_written_demonstration(row, chat, calls))
+            continue
         trajectory = TRAJECTORY.validate_python(row["trajectory"])
         if row["tokenizer"] == own:
             demonstrations.append(as_demonstration(trajectory))

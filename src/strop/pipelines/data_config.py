@@ -127,6 +127,15 @@ class DemonstrationsStage(Stage):
         return Input.each("init", (self.init,), Product.MODEL)
 
 
+class ConversationsStage(Stage):
+    """Conversations that others wrote down, of several turns with calls and results, for stages that imitate or mix them."""
+
+    makes: ClassVar[Product] = Product.CONVERSATIONS
+    kind: Literal["conversations"]
+    path: str  # a .jsonl (or .json, .parquet) of rows with `messages`, as `strop data convert` writes them
+    limit: int | None = Field(default=None, ge=1)  # the first of them; all when not set
+
+
 class ExportStage(Stage):
     """A model directory to give away, with a model card and the lineage of everything that it stands on."""
 

@@ -12,6 +12,7 @@ import transformers
 
 from strop.pipelines.machine import check_machine
 from strop.pipelines.recipe import (
+    ConversationsStage,
     DemonstrationsStage,
     EvalStage,
     ExpertIterationStage,
@@ -116,6 +117,8 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             memory += engine_mib
         case DemonstrationsStage():
             arithmetic = f"{stage.num_demonstrations} demonstrations"
+        case ConversationsStage():
+            arithmetic = f"{'all' if stage.limit is None else f'the first {stage.limit}'} conversations of {stage.path}"
         case MixStage():
             told = stage.counts or stage.shares or dict.fromkeys(stage.data, "all")
             arithmetic = ", ".join(f"{name} {share}" for name, share in told.items())

@@ -12,6 +12,7 @@ from strop.algorithms.mismatch import Mismatch
 from strop.config import Config
 from strop.engine.config import EngineChoice, EngineConfig
 from strop.pipelines.data_config import (
+    ConversationsStage,
     DemonstrationsStage,
     ExportStage,
     FilterStage,
@@ -38,6 +39,7 @@ from strop.tools.python import PythonToolConfig
 from strop.tools.toolbox import TOOL_KINDS, ToolConfig
 
 __all__ = [
+    "ConversationsStage",
     "DemonstrationsStage",
     "EvalStage",
     "ExpertIterationStage",
@@ -71,6 +73,7 @@ SERVERS = ("vllm", "sglang")
 StageConfig: TypeAlias = Annotated[
     ModelStage
     | DemonstrationsStage
+    | ConversationsStage
     | SftStage
     | EvalStage
     | RlStage

@@ -24,7 +24,7 @@ from strop.pipelines.step_figures import Clock, cost_metrics, selection_metrics,
 from strop.pipelines.step_rollouts import StepRollouts, open_rollouts, write_selection
 from strop.pipelines.stepping import StepResult, take_steps
 from strop.pipelines.validation import write_product
-from strop.training.batch import TokenBatch, pack, split_by_group
+from strop.training.batch import Ban, TokenBatch, pack, split_by_group
 from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer, UpdateReport
 from strop.types import Group
@@ -144,6 +144,7 @@ class _Loop:
                 aggregation=method.aggregation,
                 temperature=stage.sampling.temperature,
                 constant=method.constant,
+                ban=Ban(ids=self.rollouts.stop_ids, num_tokens=stage.sampling.min_tokens),
             )
             for column in sorted(columns):
                 batch = await self.trainer.score(batch, column)

@@ -275,11 +275,6 @@ class RlStage(RolloutStage):
             )
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0: every rollout of a task would be the same. Raise it; 1.0 is usual.")
-        if self.sampling.min_tokens > 0:
-            raise ValueError(
-                f"sampling.min_tokens is {self.sampling.min_tokens}: the trainer does not score under the sampler's ban on"
-                " early stop ids, so their log-probs would differ. Set it to 0 here; evaluations may use it."
-            )
         return self
 
     @model_validator(mode="after")

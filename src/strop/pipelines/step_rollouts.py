@@ -45,6 +45,11 @@ class StepRollouts:
             None if stage.validation is None else Validator(context, stage, init=stage.init, fleet=fleet, chat=chat)
         )
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a turn; banned before `sampling.min_tokens`."""
+        return self._chat.stop_ids
+
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
         return await self._fleet.publish(partial(trainer.publish, version=version), version=version)

@@ -24,6 +24,7 @@ from strop.pipelines.machine import check_machine
 from strop.pipelines.mix_stage import run_mix_stage
 from strop.pipelines.model_stage import run_model_stage
 from strop.pipelines.recipe import (
+    ConversationsStage,
     DemonstrationsStage,
     EvalStage,
     ExpertIterationStage,
@@ -47,6 +48,7 @@ from strop.pipelines.room import check_room
 from strop.pipelines.selection import finished, select, stages_until
 from strop.pipelines.sft_stage import run_sft_stage
 from strop.pipelines.stage import EngineFactory, StageContext, load_chat, model_of
+from strop.pipelines.written import run_conversations_stage
 from strop.reports.page import write_report
 from strop.reports.progress import Progress
 from strop.reports.trackers import make_trackers
@@ -154,6 +156,7 @@ async def _evaluation(context: StageContext, stage: EvalStage) -> tuple[Path | N
 RUNNERS: Mapping[type[Stage], Runner] = {
     ModelStage: _model,
     DemonstrationsStage: run_demonstrations_stage,
+    ConversationsStage: run_conversations_stage,
     SftStage: run_sft_stage,
     RlStage: run_rl_stage,
     ExpertIterationStage: run_expert_iteration_stage,

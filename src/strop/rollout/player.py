@@ -43,7 +43,7 @@ class SamplingConfig(Config):
 
     temperature: Temperature = 1.0
     max_tokens: int = Field(default=512, ge=1)  # of a whole response: every completion and observation after the prompt
-    min_tokens: int = Field(default=0, ge=0)  # of each completion; CS336 uses 4
+    min_tokens: int = Field(default=0, ge=0)  # of each completion: stop ids are banned before it; CS336 uses 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Published demonstrations -> conversations: one small function a data set, its schema as the cited card publishes it.
 
-These are the sets of rStar2-Agent's cold start (arXiv 2508.20722, section 4.1). A row that cannot be converted faithfully is
+These are the sets of rStar2-Agent's cold start (arXiv 2508.20722, section 4.1), and Tool-Star's, which is ARPO's (arXiv
+2507.19849, section 4.1). A row that cannot be converted faithfully is
 refused with its reason; nothing is guessed.
 """
 
@@ -34,6 +35,8 @@ _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_CALL = re.compile(r"<functioncall>(.*)", re.DOTALL)
 _GLAIVE_ARGUMENTS = re.compile(r"(\"arguments\"\s*:\s*)'(.*)'(\s*\}\s*)$", re.DOTALL)
 _CODE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_TAG_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
+_TAG_CALL = re.compile(r"<(?P<name>search|python)>(?P<content>(?:(?!<(?:search|python)>).)*)</(?P=name)>$", re.DOTALL)
 _SHAREGPT: Mapping[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
 
@@ -154,6 +157,36 @@ def _nemotron(row: Row) -> list[Message]:
     return _messages({"messages": [*before, answer]})
 
 
+def _tool_star(row: Row) -> list[Message]:
+    """`output` is one text in which calls stand in tags, each with its result in <result> tags behind it.
+
+    `instruction` is the system message where `input` holds the question, as in the prompts of the same authors' RL data.
+    """
+    instruction, question = str(row.get("instruction") or "").strip(), str(row.get("input") or "").strip()
+    asked = [Message(role="system", content=instruction)] if instruction and question else []
+    asked.append(Message(role="user", content=question or instruction))
+    pieces = _TAG_RESULT.split(as_text(find(row, "output"), "output").strip())
+    said = []
+    for place, piece in enumerate(pieces):
+        if place % 2:
+            said.append(Message(role="tool", content=piece.strip()))
+        elif place < len(pieces) - 1:
+            said.append(Message(role="assistant", content=_tag_call(piece)))
+        elif piece.strip():
+            said.append(Message(role="assistant", content=piece.strip()))
+    return [*asked, *said]
+
+
+def _tag_call(text: str) -> str:
+    """Thoughts with a call in a tag at their end, which becomes JSON. Raises `Unreadable` where there is none."""
+    called = _TAG_CALL.search(text.rstrip())
+    if called is None:
+        raise Unreadable(f"a result answers no call: {text[-80:]!r}")
+    name, content = called["name"], called["content"]
+    arguments = {"query": content} if name == "search" else {"code": content, "input": ""}
+    return text[: called.start()].lstrip() + call_text(name, arguments)
+
+
 CONVERTERS: Mapping[str, Converter] = {
     "toolace": Converter(
         hub="Team-ACE/ToolACE",
@@ -191,6 +224,11 @@ CONVERTERS: Mapping[str, Converter] = {
         split="chat",
         messages=_nemotron,
         source="Bercovich et al., 2025 (Llama-Nemotron, arXiv:2505.00949); input, output, reasoning, system_prompt, ...",
+    ),
+    "tool-star": Converter(
+        hub="dongguanting/Tool-Star-SFT-54K",
+        messages=_tool_star,
+        source="Dong et al., 2025 (Tool-Star, arXiv:2505.16410); columns instruction, input, output",
     ),
 }
 """By the name that `strop data convert` takes."""

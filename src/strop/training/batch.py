@@ -16,7 +16,18 @@ from strop.algorithms.aggregation import Aggregation, token_weights
 from strop.algorithms.protocol import Column, Selection
 from strop.training.attention import shared_lengths
 from strop.training.world import World
-from strop.types import ScoredTrajectory
+from strop.types import ScoredTrajectory, Trajectory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ban:
+    """Ids that could not be drawn at the first tokens of each completion: stop ids, before `sampling.min_tokens`."""
+
+    ids: frozenset[int]
+    num_tokens: int
+
+
+NO_BAN = Ban(ids=frozenset(), num_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +42,8 @@ class TokenBatch:
     sampled_logprobs: Tensor  # float32, nats, 0 where nothing was sampled
     columns: Mapping[Column, Tensor]  # float32; those that were asked for
     temperature: float  # at which the tokens were sampled, and are scored (law 5)
+    is_banned: Tensor  # bool, True on tokens in whose place none of `banned_ids` could be drawn: scored likewise
+    banned_ids: tuple[int, ...]
 
     @property
     def num_loss_tokens(self) -> int:
@@ -47,6 +60,8 @@ class TokenBatch:
             sampled_logprobs=self.sampled_logprobs.to(device),
             columns={column: values.to(device) for column, values in self.columns.items()},
             temperature=self.temperature,
+            is_banned=self.is_banned.to(device),
+            banned_ids=self.banned_ids,
         )
 
 
@@ -59,6 +74,7 @@ class Row:
     advantages: Tensor  # float32 (len(ids),)
     sampled_logprobs: Sequence[float]
     group: int  # equal for rows that are compared with each other
+    is_banned: Sequence[bool] = ()  # empty: nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +92,7 @@ def pack(
     aggregation: Aggregation,
     temperature: float,
     constant: int | None = None,
+    ban: Ban = NO_BAN,
 ) -> TokenBatch:
     """The kept trajectories of one update as a batch, in canonical order (law 4); of no rows if none was kept.
 
@@ -87,6 +104,7 @@ def pack(
         advantages: `method.advantages(selections)`: per selection and kept trajectory a tensor (len(trajectory.ids),).
         aggregation, constant: the method's.
         temperature: at which the tokens were sampled.
+        ban: under which they were sampled.
 
     Raises:
         ValueError: advantages do not match the trajectories.
@@ -101,10 +119,22 @@ def pack(
                 advantages=of_tokens,
                 sampled_logprobs=trajectory.sampled_logprobs,
                 group=group,
+                is_banned=_is_banned(trajectory, ban),
             )
             keyed.append((trajectory.key, row))
     keyed.sort(key=lambda pair: pair[0])
-    return pack_rows([row for _, row in keyed], aggregation=aggregation, temperature=temperature, constant=constant)
+    rows = [row for _, row in keyed]
+    return pack_rows(
+        rows, aggregation=aggregation, temperature=temperature, constant=constant, banned_ids=tuple(sorted(ban.ids))
+    )
+
+
+def _is_banned(trajectory: Trajectory, ban: Ban) -> list[bool]:
+    found = [False] * len(trajectory.prompt_ids)
+    for turn in trajectory.turns:
+        found += [position < ban.num_tokens for position in range(len(turn.completion.ids))]
+        found += [False] * len(turn.observation_ids)
+    return found
 
 
 def in_canonical_order(selections: Sequence[Selection]) -> list[ScoredTrajectory]:
@@ -113,7 +143,14 @@ def in_canonical_order(selections: Sequence[Selection]) -> list[ScoredTrajectory
     return sorted(kept, key=lambda scored: scored.trajectory.key)
 
 
-def pack_rows(rows: Sequence[Row], *, aggregation: Aggregation, temperature: float, constant: int | None = None) -> TokenBatch:
+def pack_rows(
+    rows: Sequence[Row],
+    *,
+    aggregation: Aggregation,
+    temperature: float,
+    constant: int | None = None,
+    banned_ids: tuple[int, ...] = (),
+) -> TokenBatch:
     """`rows` of one update in the order given, padded on the right to the longest of them.
 
     Raises:
@@ -125,6 +162,7 @@ def pack_rows(rows: Sequence[Row], *, aggregation: Aggregation, temperature: flo
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     advantages = torch.zeros(shape)
     sampled_logprobs = torch.zeros(shape)
+    is_banned = torch.zeros(shape, dtype=torch.bool)
     for index, row in enumerate(rows):
         length = len(row.ids)
         if not length == len(row.loss_mask) == len(row.sampled_logprobs) == row.advantages.numel():
@@ -136,6 +174,7 @@ def pack_rows(rows: Sequence[Row], *, aggregation: Aggregation, temperature: flo
         loss_mask[index, :length] = torch.tensor(row.loss_mask)
         advantages[index, :length] = row.advantages
         sampled_logprobs[index, :length] = torch.tensor(row.sampled_logprobs)
+        is_banned[index, : len(row.is_banned)] = torch.tensor(row.is_banned, dtype=torch.bool)
     loss_mask[:, 0] = False  # nothing comes before it, so nothing predicts it
     groups = torch.tensor([row.group for row in rows], dtype=torch.int64)
     return TokenBatch(
@@ -147,6 +186,8 @@ def pack_rows(rows: Sequence[Row], *, aggregation: Aggregation, temperature: flo
         sampled_logprobs=sampled_logprobs,
         columns={},
         temperature=temperature,
+        is_banned=is_banned & loss_mask,
+        banned_ids=banned_ids,
     )
 
 
@@ -252,5 +293,7 @@ def _take(batch: TokenBatch, index: Tensor, num_columns: int) -> Microbatch:
         sampled_logprobs=cut(batch.sampled_logprobs),
         columns={column: cut(values) for column, values in batch.columns.items()},
         temperature=batch.temperature,
+        is_banned=cut(batch.is_banned),
+        banned_ids=batch.banned_ids,
     )
     return Microbatch(rows=index, batch=taken)

@@ -100,7 +100,7 @@ class Learner:
                 raise ValueError(f"this trainer has no model that can fill {column.value!r}: it was built without one")
 
         def logprobs(rows: TokenBatch) -> Tensor:
-            of_rows: Tensor = scorer(rows.ids, rows.loss_mask, rows.temperature)[0]
+            of_rows: Tensor = scorer(rows.ids, rows.loss_mask, rows.temperature, rows.is_banned, rows.banned_ids)[0]
             return of_rows
 
         scores = score_rows(batch, self.config, self.world, logprobs)
@@ -139,7 +139,7 @@ class Learner:
         figures = TokenFigures()
         for part in shares(batch, self.config.max_tokens_per_microbatch, self.config.packing, self.world):
             rows = part.batch.to(self._device)
-            logprobs, entropies = self.policy(rows.ids, rows.loss_mask, rows.temperature)
+            logprobs, entropies = self.policy(rows.ids, rows.loss_mask, rows.temperature, rows.is_banned, rows.banned_ids)
             inputs = LossInputs(
                 loss_mask=rows.loss_mask,
                 advantages=rows.advantages,

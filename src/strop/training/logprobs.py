@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from strop.training.attention import lay_out
 
 _HEAD_ROWS_AT_ONCE = 8_192  # of the head's gradient, while it is added up
+_BANNED = -1e30  # a logit without probability; finite, so that probability * log-prob is 0 and not nan
 
 
 class LogprobModule(nn.Module):
@@ -22,9 +24,18 @@ class LogprobModule(nn.Module):
         self.model = model
         self._max_logits, self._is_packed = max_logits, is_packed
 
-    def forward(self, ids: Tensor, where: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, ids: Tensor, where: Tensor, temperature: float, is_banned: Tensor, banned_ids: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
         return token_logprobs(
-            self.model, ids, where, temperature=temperature, max_logits=self._max_logits, is_packed=self._is_packed
+            self.model,
+            ids,
+            where,
+            temperature=temperature,
+            max_logits=self._max_logits,
+            is_packed=self._is_packed,
+            is_banned=is_banned,
+            banned_ids=banned_ids,
         )
 
 
@@ -36,6 +47,8 @@ def token_logprobs(
     temperature: float,
     max_logits: int = 2**24,
     is_packed: bool = False,
+    is_banned: Tensor | None = None,
+    banned_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """log π(ids[:, t] | ids[:, :t]) and the entropy of that distribution, after temperature, over the full vocabulary (law 5).
 
@@ -54,6 +67,7 @@ def token_logprobs(
         max_logits: of float32 logits held at once, and as many again of their gradient; 2**24 are 64 MiB.
         is_packed: lay the rows end to end, which wants a model with `use_row_attention`: no padding is computed, and what a
             row shares with the row before it is computed once.
+        is_banned: bool (n, T), True where the distribution is that without `banned_ids`; None: nowhere.
 
     Returns:
         Two float32 tensors (n, T), in nats, 0 where `where` is False; gradients flow through both.
@@ -61,8 +75,18 @@ def token_logprobs(
     selected, predicted = hidden_before(model.base_model, ids, where, is_packed=is_packed)
     targets = ids[:, 1:].reshape(-1).index_select(0, predicted)
     head = model.get_output_embeddings()
+    banned = None
+    if is_banned is not None and banned_ids:
+        banned = is_banned[:, 1:].reshape(-1).index_select(0, predicted)
     logprobs, entropies = head_logprobs(
-        selected, head.weight, head.bias, targets, temperature=temperature, max_logits=max_logits
+        selected,
+        head.weight,
+        head.bias,
+        targets,
+        temperature=temperature,
+        max_logits=max_logits,
+        banned=banned,
+        banned_ids=banned_ids,
     )
     return spread(logprobs, predicted, where), spread(entropies, predicted, where)
 
@@ -86,7 +110,15 @@ def hidden_before(decoder: PreTrainedModel, ids: Tensor, where: Tensor, *, is_pa
 
 
 def head_logprobs(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *, temperature: float, max_logits: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float,
+    max_logits: int,
+    banned: Tensor | None = None,
+    banned_ids: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each target and entropy of each position, both float32 (m,), in nats, both with gradient.
 
@@ -96,12 +128,16 @@ def head_logprobs(
         targets: int64 (m,).
         temperature: divides the logits.
         max_logits: of float32 logits held at once.
+        banned: bool (m,), True where `banned_ids` have no probability; None: nowhere.
     """
     kind = hidden.device.type
     # As a linear layer under autocast would; autocast does not reach into a function of our own.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     chunk = max(1, max_logits // weight.shape[0])
-    logprobs, entropies = _HeadLogprobs.apply(hidden, weight, bias, targets, temperature, chunk, dtype)  # type: ignore[no-untyped-call]
+    of_ban = None if banned is None else torch.tensor(banned_ids, device=hidden.device)
+    logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, chunk, dtype, banned, of_ban
+    )
     return logprobs, entropies
 
 
@@ -118,16 +154,18 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         dtype: torch.dtype,
+        banned: Tensor | None,
+        banned_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies = torch.empty_like(logprobs)
         matrix = weight.to(dtype)
         for start in range(0, len(targets), chunk):
             part = slice(start, start + chunk)
-            log_p = _log_softmax(hidden[part], matrix, bias, temperature)
+            log_p = _log_softmax(hidden[part], matrix, bias, temperature, None if banned is None else banned[part], banned_ids)
             logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
             entropies[part] = -_dots(log_p.exp(), log_p)
         ctx.entropies = entropies
@@ -135,7 +173,7 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, to_logprobs: Tensor | None, to_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, targets, banned, banned_ids = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         matrix = weight.to(ctx.dtype)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -143,7 +181,8 @@ class _HeadLogprobs(torch.autograd.Function):
         of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p = _log_softmax(hidden[part], matrix, bias, ctx.temperature)
+            of_part = None if banned is None else banned[part]
+            log_p = _log_softmax(hidden[part], matrix, bias, ctx.temperature, of_part, banned_ids)
             of_logits = log_p.exp()
             if to_entropies is not None:
                 log_p.add_(ctx.entropies[part, None]).mul_(to_entropies[part, None])
@@ -166,14 +205,20 @@ class _HeadLogprobs(torch.autograd.Function):
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 6,
         )
 
 
-def _log_softmax(hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
+def _log_softmax(
+    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: float, banned: Tensor | None, banned_ids: Tensor | None
+) -> Tensor:
     """(m, H) -> float32 (m, V)."""
     logits = F.linear(hidden.to(matrix.dtype), matrix, None if bias is None else bias.to(matrix.dtype)).float()
-    return (logits if temperature == 1.0 else logits.div_(temperature)).log_softmax(-1)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    if banned is not None and banned_ids is not None:
+        logits[banned.nonzero(), banned_ids] = _BANNED
+    return logits.log_softmax(-1)
 
 
 def _dots(left: Tensor, right: Tensor) -> Tensor:
