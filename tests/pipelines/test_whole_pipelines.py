@@ -46,6 +46,8 @@ SIZES = {
     + """
     stages.rejection.num_tasks=48 stages.teacher.num_tasks=48 stages.mixed.total=64
     stages.general.num_demonstrations=24 stages.general.tasks.max_digits=1
+    stages.helpful.batch_size=16 stages.helpful.epochs=1
+    stages.rl2.schedule=[{at_step=2,reward={weights={accuracy=1.0,language=0.1,helpful=0.1}}}]
     stages.sft2.steps=250 stages.sft2.batch_size=16 stages.sft2.trainer.optimizer.warmup_updates=5
     stages.student.steps=10 stages.student.batch_size=4 stages.student.trainer.optimizer.warmup_updates=2
     stages.small.tiny={hidden_size=32,num_layers=2,num_heads=2,intermediate_size=64,vocab_size=320,max_length=256,num_texts=64}
@@ -118,7 +120,7 @@ def moment(run, stage, delay_s):
 
 
 def assert_nothing_is_vacuous(run, stages):
-    """Rejection keeps rows, and every RL stage has rollouts that are right and some that call a tool."""
+    """Rejection keeps rows, every RL stage has rollouts that are right and some that call a tool, weights change on time."""
     by_stage = {name: [line for line in read_lines(run.metrics) if line["stage"] == name] for name in stages}
     for name, stage in stages.items():
         if stage.kind in ("filter", "rejection_sampling", "mix"):
@@ -126,6 +128,22 @@ def assert_nothing_is_vacuous(run, stages):
         if stage.kind == "rl":
             assert max(line["rollout/accuracy"] for line in by_stage[name]) > 0, (name, complaint(run))
             assert max(line["rollout/tool_calls_mean"] for line in by_stage[name]) > 0, name
+        if stage.kind == "rl" and stage.schedule:
+            assert_the_preference_counts_from_its_step_on(by_stage[name], stage)
+
+
+def assert_the_preference_counts_from_its_step_on(steps, stage):
+    """DeepSeek-R1's late preference reward: until then it is measured, and moves nothing."""
+    [entry] = stage.schedule
+    assert stage.reward.weights["helpful"] == 0
+    assert entry.reward.weights["helpful"] > 0
+    for line in steps:
+        weights = entry.reward.weights if line["step"] >= entry.at_step else stage.reward.weights
+        assert line["reward/helpful_mean"] > 0
+        assert line["rollout/reward_mean"] == pytest.approx(
+            sum(weight * line[f"reward/{name}_mean"] for name, weight in weights.items())
+        )
+    assert {line["step"] >= entry.at_step for line in steps} == {False, True}
 
 
 def lines(run):

@@ -30,8 +30,8 @@ from strop.web import ServiceRefused
 
 PROMPT = """\
 Rewrite the response below so that it reads well: one language, that of the request; plain and connected sentences in the first
-person; no repetition and no abandoned attempts, but every step that the result needs. Change nothing of what it concludes: a result
-in \\boxed{} and everything between tags stay as they are. Answer with the rewritten response alone.
+person; no repetition and no abandoned attempts, but every step that the result needs. Change nothing of what it concludes: a
+result in \\boxed{} and everything between tags stay as they are. Answer with the rewritten response alone.
 
 <request>
 $question

@@ -32,6 +32,7 @@ Evaluate models, compare evaluations problem by problem, and keep a leaderboard.
 
 - `strop eval recipes/eval/math.toml --stage aime24 --model DIR` evaluates a model directory; `run` may be left out.
 - `strop eval compare runs/a runs/b` tests the difference on the problems that both have.
+- `strop eval arena-hard question.jsonl ...` has a judge compare answers with a baseline's.
 - `strop eval leaderboard runs` ranks every evaluation below a directory, on a page.
 """,
 )
@@ -160,6 +161,72 @@ def import_results(
         place = runs / f"{name}-{found.name}"
         write_eval(place / "eval", found.result, found.problems)
         typer.echo(f"{found.result['benchmark']}: {found.result['accuracy']:.3f} of {found.result['num_tasks']} -> {place}")
+
+
+@app.command(name="arena-hard")
+def arena_hard(
+    questions: Annotated[
+        Path, typer.Argument(help="Arena-Hard's question.jsonl, v0.1 or v2.0.", metavar="QUESTIONS", show_default=False)
+    ],
+    baseline: Annotated[Path, typer.Option("--baseline", help="The baseline's model_answer file.", show_default=False)],
+    judge: Annotated[Path, typer.Option("--judge", help="A TOML file with the keys of a judge.", show_default=False)],
+    answers: Annotated[
+        Path | None, typer.Option("--answers", help="The model's model_answer file.", show_default=False)
+    ] = None,
+    service: Annotated[
+        Path | None, typer.Option("--service", help="Or a TOML file: where the model is served.", show_default=False)
+    ] = None,
+    think_tag: Annotated[
+        str | None, typer.Option("--think-tag", help="Show the judge what stands behind thoughts alone.", show_default=False)
+    ] = None,
+    runs: Annotated[Path, typer.Option("--runs", help="Where results are put, one directory each.")] = Path("runs"),
+    name: Annotated[str | None, typer.Option("--name", help="Of the result; `<questions>-<model>` by default.")] = None,
+) -> None:
+    """Arena-Hard: how often a judge prefers a model's answers to a baseline's, in both orders. Goes on after a kill."""
+    from strop.config import load_toml, validate
+    from strop.errors import ConfigError
+    from strop.evaluation import arena_hard as arena
+    from strop.evaluation.results import write_eval
+    from strop.rewards.scorers.chat_client import ChatServiceConfig
+    from strop.rewards.scorers.judge import JudgeConfig
+
+    if (answers is None) == (service is None):
+        raise ConfigError("give either --answers (a file of the model's answers) or --service (where it is served), not both.")
+    asked, config = arena.read_questions(questions), validate(JudgeConfig, load_toml(judge), place=str(judge))
+    other = arena.read_answers(baseline)
+    model = None if service is None else validate(ChatServiceConfig, load_toml(service), place=str(service))
+    given = None if answers is None else arena.read_answers(answers)
+    said_by = given.model if given else model.model if model else ""
+    place = runs / (name or f"{questions.resolve().parent.name}-{said_by.replace('/', '__')}")
+
+    async def judged() -> arena.ArenaResult:
+        said = given
+        if said is None:
+            assert model is not None
+            kept = model if model.cache else model.model_copy(update={"cache": str(place / "replies")})
+            said = await arena.ask_for_answers(asked, kept, place / "answers.jsonl")
+        chat = config.service
+        kept_judge = chat if chat.cache else chat.model_copy(update={"cache": str(place / "judgements")})
+        patient = config.model_copy(update={"service": kept_judge})
+        found = await arena.judge_answers(asked, said, other, patient, think_tag=think_tag)
+        return arena.result_of(
+            found,
+            benchmark=questions.resolve().parent.name,
+            answers=said,
+            baseline=other,
+            config=patient,
+            num_questions=len(asked),
+            think_tag=think_tag,
+        )
+
+    result = asyncio.run(judged())
+    write_eval(place / "eval", result.figures, result.problems)
+    of = result.figures
+    typer.echo(
+        f"{of['run']}: preferred in {of['accuracy']:.1%} [{of['accuracy_low']:.1%}, {of['accuracy_high']:.1%}] of"
+        f" {of['num_tasks']} questions; {of['num_without_answer']} without an answer, {of['num_without_verdict']} without a"
+        f" verdict -> {place}"
+    )
 
 
 def _print_table(table: Any) -> None:
