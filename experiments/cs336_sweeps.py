@@ -1,34 +1,40 @@
-"""The curves behind docs/guides/cs336-answers.md: the learning rates and the ablations of CS336 assignment 5, section 8.
+"""The curves behind docs/guides/cs336-answers.md: CS336 assignment 5's SFT, expert iteration and ablations (sections 4, 5, 8).
 
     make experiments-cs336-sweeps
 
-Runs recipes/sweeps/cs336-learning-rate.toml and cs336-ablations.toml as `strop sweep` does (a second call goes on where the
-first ended), and writes of each question the results of its arms, their differences from the first by seed, and their curves:
-results/cs336-sweeps.{json,txt} and results/cs336/<question>.svg.
+Runs cs336-ablations, cs336-sft-size and cs336-expert-iteration of recipes/sweeps as `strop sweep` does (a second call goes on
+where the first ended), and writes of each question the results of its arms, their differences from the first by seed, and their
+curves, to results/cs336-sweeps.{json,txt} and results/cs336/<question>.svg. `--only` runs one of them; `--draw` runs nothing.
+Either way what is there of all is written, with the runs that are missing.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.evaluation.statistics import mean_of_seeds
 from strop.pipelines.sweep import run_sweep
 from strop.pipelines.sweep_file import load_sweep
 from strop.reports.compare import compare_plots
 from strop.reports.plots import draw
 from strop.reports.scales import Unit
 from strop.reports.sweep_console import SweepConsole
+from strop.reports.sweep_log import unit_of
 from strop.runs import read_json, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 COMMAND = "make experiments-cs336-sweeps"
-LEARNING_RATE, ABLATIONS = "cs336-learning-rate", "cs336-ablations"
+ABLATIONS, SFT, EXPERT = "cs336-ablations", "cs336-sft-size", "cs336-expert-iteration"
+SWEEPS = (ABLATIONS, SFT, EXPERT)
 QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is what the others are compared with
-    "learning-rate": (LEARNING_RATE, ()),  # all of them
+    "sft-size": (SFT, ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered_2048")),
+    "expert-iteration": (EXPERT, ("defaults", "group_2", "group_8", "epochs_1", "epochs_4", "batch_32", "batch_128")),
+    "learning-rate": (ABLATIONS, ("defaults", "learning_rate_1e-4", "learning_rate_1e-3", "learning_rate_3e-3")),
     "baselines": (ABLATIONS, ("defaults", "no_baseline")),
     "length-normalisation": (ABLATIONS, ("defaults", "masked_normalize")),
     "std-normalisation": (ABLATIONS, ("defaults", "no_std")),
@@ -43,19 +49,30 @@ CURVES = (
     "update/grad_norm",
     "policy/clip_fraction_low",
     "policy/clip_fraction_high",
+    "validation/accuracy",
+    "rollout/kept_fraction",
+    "rollout/entropy_nats",
 )
+_DRAWN = {  # of each sweep: the curves that are drawn, by what they are called in a title
+    ABLATIONS: {"rollout/accuracy": "accuracy of rollouts"},
+    SFT: {"validation/accuracy": "held-out accuracy"},
+    EXPERT: {"rollout/kept_fraction": "right rollouts", "rollout/entropy_nats": "entropy of responses, nats"},
+}
 _DIGITS = 4
 
 
 def summarise(sweeps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The answers to every question whose sweep is there, from the `sweep.json` of each."""
+    """The answers to every question whose sweep was begun, from the `sweep.json` of each, and which runs they lack."""
     return {
         "command": COMMAND,
         "recipes": {name: sweep["recipe"].rpartition("/")[2] for name, sweep in sweeps.items()},
+        "jobs": {name: sweep["jobs"] for name, sweep in sweeps.items()},
+        "missing": {
+            name: [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done"]
+            for name, sweep in sweeps.items()
+        },
         "questions": {
-            question: _answer(sweeps[sweep], arms or tuple(sweeps[sweep]["arms"]))
-            for question, (sweep, arms) in QUESTIONS.items()
-            if sweep in sweeps
+            question: _answer(sweeps[sweep], arms) for question, (sweep, arms) in QUESTIONS.items() if sweep in sweeps
         },
     }
 
@@ -65,10 +82,12 @@ def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     first = runs[arms[0]]
     answer: dict[str, Any] = {"result": sweep["result"], "stage": sweep["stage"], "arms": {}, "curves": {}}
     for arm, by_seed in runs.items():
+        above = {seed: run["result"] - first[seed]["result"] for seed, run in by_seed.items() if seed in first}
         answer["arms"][arm] = {
             "changes": sweep["arms"][arm]["changes"],
             "results": {str(seed): round(run["result"], _DIGITS) for seed, run in by_seed.items()},
-            "above": {str(seed): round(run["result"] - first[seed]["result"], _DIGITS) for seed, run in by_seed.items()},
+            "above": {str(seed): round(difference, _DIGITS) for seed, difference in above.items()},
+            "above_interval": _interval(above.values()) if arm != arms[0] else None,
             "time_s": {str(seed): round(run["time_s"], 1) for seed, run in by_seed.items()},
         }
     for metric in CURVES:
@@ -77,6 +96,7 @@ def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
             arm: {
                 seed: [[step, round(seconds, 1), round(value, _DIGITS)] for step, seconds, value in curve]
                 for seed, curve in drawn[arm].items()
+                if seed in answer["arms"][arm]["results"]
             }
             for arm in arms
             if drawn.get(arm)
@@ -85,27 +105,43 @@ def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     return answer
 
 
+def _interval(differences: Iterable[float]) -> list[float] | None:
+    """Mean, low and high of Student's 95 % interval over seeds; None of fewer than two."""
+    known = list(differences)
+    if len(known) < 2:
+        return None
+    over_seeds = mean_of_seeds(known)
+    return [round(value, _DIGITS) for value in (over_seeds.mean, over_seeds.low, over_seeds.high)]
+
+
 def table(results: Mapping[str, Any]) -> str:
     """One row an arm: the result by seed, the difference from the first arm by seed, and how curves end."""
-    rows = []
+    arms = [arm for answer in results["questions"].values() for arm in answer["arms"].values()]
+    seeds = sorted({seed for arm in arms for seed in arm["results"]})
+    rows = [f"seeds {', '.join(seeds)}; differences from the first arm by seed, and Student's 95 % interval of their mean", ""]
     for question, answer in results["questions"].items():
+        if sum(bool(arm["results"]) for arm in answer["arms"].values()) < 2:
+            rows += [f"{question}: not run yet", ""]
+            continue
         rows += [
             f"{question}: {answer['result']}",
-            f"  {'arm':<24} {'by seed':<24} {'above the first':<24} {'s':>5}  last steps",
+            f"  {'arm':<24} {'by seed':<20} {'above the first':<22} {'mean, 95 %':<24} {'s':>5}  last five steps",
         ]
         for name, arm in answer["arms"].items():
             ends = [
                 f"{metric.rpartition('/')[2]} {_end(answer, metric, name)}" for metric in _ENDS if metric in answer["curves"]
             ]
             rows.append(
-                f"  {name:<24} {_list(arm['results'], '.3f'):<24} {_list(arm['above'], '+.3f'):<24}"
-                f" {_mean(arm['time_s'].values()):>5.0f}  {', '.join(ends)}"
+                f"  {name:<24} {_list(arm['results'], '.3f', seeds):<20} {_list(arm['above'], '+.3f', seeds):<22}"
+                f" {_shown(arm['above_interval']):<24} {_mean(arm['time_s'].values()):>5.0f}  {', '.join(ends)}"
             )
         rows.append("")
+    rows += [f"{name}: not run, or not to the end: {', '.join(runs)}" for name, runs in results["missing"].items() if runs]
     return "\n".join(rows).rstrip()
 
 
-_ENDS = ("rollout/accuracy", "policy/entropy_nats", "update/grad_norm", "rollout/length_tokens_mean")
+_ENDS = ("rollout/accuracy", "rollout/kept_fraction", "policy/entropy_nats", "rollout/entropy_nats")
+_ENDS += ("update/grad_norm", "rollout/length_tokens_mean")
 
 
 def _end(answer: Mapping[str, Any], metric: str, arm: str) -> str:
@@ -114,8 +150,12 @@ def _end(answer: Mapping[str, Any], metric: str, arm: str) -> str:
     return f"{_mean(values):.3g}" if values else "–"
 
 
-def _list(values: Mapping[str, float], spec: str) -> str:
-    return " ".join(format(value, spec) for value in values.values())
+def _list(values: Mapping[str, float], spec: str, seeds: Sequence[str]) -> str:
+    return " ".join(format(values[seed], spec) if seed in values else "–" for seed in seeds)
+
+
+def _shown(interval: Sequence[float] | None) -> str:
+    return "–" if interval is None else "{:+.3f} [{:+.3f}, {:+.3f}]".format(*interval)
 
 
 def _mean(values: Any) -> float:
@@ -124,21 +164,27 @@ def _mean(values: Any) -> float:
 
 
 def write_plots(results: Mapping[str, Any]) -> None:
-    """Of each question the accuracy of training rollouts by step; of off-policy by seconds too."""
+    """Of each question its curves by step; of off-policy by seconds too."""
     for question, answer in results["questions"].items():
-        arms = answer["curves"]["rollout/accuracy"]
-        by_step, by_time = (
-            {arm: [[(point[x], point[2]) for point in curve] for curve in seeds.values()] for arm, seeds in arms.items()}
-            for x in (0, 1)
-        )
-        _write(question, f"{question}: accuracy of rollouts", by_step, "step")
-        if question == "off-policy":
-            first = {arm: curves[:1] for arm, curves in by_time.items()}
-            _write(f"{question}-time", f"{question}: accuracy of rollouts, the first seed", first, "seconds")
+        for metric, title in _DRAWN[QUESTIONS[question][0]].items():
+            arms = answer["curves"].get(metric, {})
+            by_step, by_time = (
+                {arm: [[(point[x], point[2]) for point in curve] for curve in seeds.values()] for arm, seeds in arms.items()}
+                for x in (0, 1)
+            )
+            if sum(bool(curves) for curves in by_step.values()) < 2:  # nothing to compare yet
+                continue
+            name = f"{question}-entropy" if metric == "rollout/entropy_nats" else question
+            _write(name, f"{question}: {title}", by_step, "step", unit_of(metric))
+            if question == "off-policy":
+                first = {arm: curves[:1] for arm, curves in by_time.items()}
+                _write(f"{name}-time", f"{question}: {title}, the first seed", first, "seconds", unit_of(metric))
 
 
-def _write(name: str, title: str, arms: Mapping[str, Sequence[Sequence[tuple[float, float]]]], x_label: str) -> None:
-    (plot,) = compare_plots({title: arms}, units={title: Unit.PERCENT}, x_label=x_label).values()
+def _write(
+    name: str, title: str, arms: Mapping[str, Sequence[Sequence[tuple[float, float]]]], x_label: str, unit: Unit
+) -> None:
+    (plot,) = compare_plots({title: arms}, units={title: unit}, x_label=x_label).values()
     write_text(RESULTS / "cs336" / f"{name}.svg", str(draw(plot, is_standalone=True)) + "\n")
 
 
@@ -146,20 +192,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="holds a directory for each sweep")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
+    parser.add_argument("--only", choices=SWEEPS, help="run this sweep alone")
+    parser.add_argument("--draw", action="store_true", help="run nothing: write what earlier calls left")
     options = parser.parse_args(arguments)
-    sweeps, has_failed = {}, False
-    for name in (LEARNING_RATE, ABLATIONS):
+    has_failed = False
+    for name in () if options.draw else (options.only,) if options.only else SWEEPS:
         sweep = load_sweep(ROOT / "recipes" / "sweeps" / f"{name}.toml")
         with SweepConsole() as progress:
             log = run_sweep(sweep, options.runs / name, jobs=options.jobs, progress=progress, command=COMMAND)
         has_failed = has_failed or bool(log.failures)
-        sweeps[name] = read_json(options.runs / name / "sweep.json")
-        results = summarise(sweeps)
-        write_json(RESULTS / "cs336-sweeps.json", results)
-        write_text(RESULTS / "cs336-sweeps.txt", table(results) + "\n")
-        write_plots(results)
-    print(table(results))
+        write_results(options.runs)
+    print(write_results(options.runs))
     return 1 if has_failed else 0
+
+
+def write_results(runs: Path) -> str:
+    """What the sweeps in `runs` came to, so far, as files and as the table of them."""
+    files = {name: runs / name / "sweep.json" for name in SWEEPS}
+    results = summarise({name: read_json(path) for name, path in files.items() if path.exists()})
+    write_json(RESULTS / "cs336-sweeps.json", results)
+    text = table(results)
+    write_text(RESULTS / "cs336-sweeps.txt", text + "\n")
+    write_plots(results)
+    return text
 
 
 if __name__ == "__main__":

