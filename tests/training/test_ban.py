@@ -93,7 +93,7 @@ def test_logprobs_entropies_and_gradients_are_those_of_the_vocabulary_without_th
 
 
 def test_law_5_the_trainer_scores_what_the_engine_sampled_under_min_tokens(model_directory, tmp_path):
-    config = EngineConfig(device="cpu", slots=8, max_length=64)
+    config = EngineConfig(device="cpu", slots=24, max_length=64)
     requests = [
         CompletionRequest(
             id=f"r{seed}",
