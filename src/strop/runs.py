@@ -1,6 +1,6 @@
 """The run directory: where everything of a run lies, and how it is written so that a kill at any moment loses nothing.
 
-    runs/<name>/  manifest.json  metrics.jsonl  events.jsonl  report.html
+    runs/<name>/  manifest.json  metrics.jsonl  updates.jsonl  events.jsonl  report.html
                   stages/<stage>/{rollouts/step-<k>.jsonl, checkpoints/step-<k>/, model/, eval/, done.json}
 
 Files are replaced whole (temporary name, fsync, rename) or appended to by whole lines. A last line without its end is what a
@@ -207,6 +207,11 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def updates(self) -> Path:
+        """Of stages whose steps may have several updates, a line for each; of others a step's line is its update's."""
+        return self.path / "updates.jsonl"
 
     @property
     def events(self) -> Path:

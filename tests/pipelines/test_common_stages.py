@@ -40,7 +40,13 @@ def test_a_run_that_takes_its_cold_start_over_ends_as_one_that_made_it(source, t
         mine, theirs = (each.stage(stage).model / "model.safetensors" for each in (run, alone))
         assert mine.read_bytes() == theirs.read_bytes(), stage
     assert [untimed(line) for line in read_lines(run.metrics)] == [untimed(line) for line in read_lines(alone.metrics)]
+    assert [untimed(row) for row in read_lines(run.updates)] == [untimed(row) for row in read_lines(alone.updates)]
     assert untimed(read_json(run.stage("after").evaluation)) == untimed(read_json(alone.stage("after").evaluation))
+
+
+def test_a_stage_that_is_taken_over_brings_the_rows_of_its_updates_along(source, tmp_path):
+    run = taken_over(tmp_path / "run", make_recipe(), source)
+    assert read_lines(run.updates) == read_lines(source.updates) != []
 
 
 def test_files_are_shared_and_the_source_stays_as_it_was(source, tmp_path):

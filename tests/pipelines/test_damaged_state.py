@@ -94,6 +94,9 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_p
     with pytest.raises(CannotLearnError, match="3 updates in a row were skipped"):
         run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))), progress=progress)
     stage = RunDirectory(tmp_path / "run").stage("sft")
+    lines = [line for line in read_lines(RunDirectory(tmp_path / "run").metrics) if line["stage"] == "sft"]
+    assert [(line["step"], line["update/skipped"]) for line in lines] == [(1, 0.0), (2, 1.0), (3, 1.0)]
+    assert ["sft/loss" in line for line in lines] == [True, False, False]
     assert checkpoints.latest_step(stage) == 3  # after one update that went wrong and two that were skipped
     kept = sorted(stage.skipped.glob("*.pt"))
     assert len(kept) == 3

@@ -50,6 +50,17 @@ def test_the_critic_has_the_first_steps_to_itself(whole):
     assert [(each["num_updates"], each["critic"]["num_updates"]) for each in counted] == [(0, 2), (2, 4)]
 
 
+def test_each_update_of_the_critic_has_a_row_of_its_own(whole):
+    rows = [row for row in read_lines(whole.updates) if row["role"] == "critic"]
+    assert [(row["step"], row["place"], row["update"]) for row in rows] == [
+        (step, place, 2 * (step - 1) + place) for step in (1, 2, 3) for place in (1, 2)
+    ]
+    assert not [row for row in read_lines(whole.updates) if row["role"] == "policy" and row["step"] == 1]
+    for line in lines_of(whole):
+        mine = [row["critic/loss"] for row in rows if row["step"] == line["step"]]
+        assert sum(mine) / 2 == pytest.approx(line["critic/loss"])
+
+
 def test_rollouts_are_shown_with_the_advantages_that_the_critic_left(whole):
     groups = read_json(whole.stage("rl").selection(3))["groups"]
     advantages = [rollout["advantage"] for group in groups for rollout in group["rollouts"]]
@@ -74,6 +85,7 @@ def test_law_9_a_run_with_a_critic_resumes_bit_for_bit(whole, tmp_path, monkeypa
     monkeypatch.undo()
     again = run_recipe(tmp_path / "run", make_recipe(**RECIPE)).run
     assert [untimed(line) for line in lines_of(again)] == [untimed(line) for line in lines_of(whole)]
+    assert [untimed(row) for row in read_lines(again.updates)] == [untimed(row) for row in read_lines(whole.updates)]
     first, second = (run.stage("rl").model / "model.safetensors" for run in (again, whole))
     assert first.read_bytes() == second.read_bytes()
     assert read_json(again.stage("rl").selection(3)) == read_json(whole.stage("rl").selection(3))

@@ -40,6 +40,7 @@ def is_in_checkpoint(run):
 def assert_equal_runs(run, other):
     """Equal in all that no clock said."""
     assert [untimed(line) for line in read_lines(run.metrics)] == [untimed(line) for line in read_lines(other.metrics)]
+    assert [untimed(row) for row in read_lines(run.updates)] == [untimed(row) for row in read_lines(other.updates)]
     for stage in ("before", "after"):
         assert untimed(read_json(run.stage(stage).evaluation)) == untimed(read_json(other.stage(stage).evaluation))
     for stage in ("base", "sft", "rl"):

@@ -78,6 +78,8 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_th
         run_recipe(tmp_path / "run", broken, progress=watching)
     stage = RunDirectory(tmp_path / "run").stage("helpful")
     assert checkpoints.latest_step(stage) == 3  # after the update that made the weights infinite, and two that were skipped
+    lines = read_lines(RunDirectory(tmp_path / "run").metrics)
+    assert [(line["step"], line["update/skipped"]) for line in lines] == [(1, 0.0), (2, 1.0), (3, 1.0)]
     kept = sorted(stage.skipped.glob("*.pt"))
     assert [path.name for path in kept] == ["step-000002-1.pt", "step-000003-2.pt", "step-000004-3.pt"]
     assert all(any(str(path) in warning for warning in watching.warnings) for path in kept)

@@ -54,6 +54,8 @@ def take_over(run: RunDirectory, source: RunDirectory, recipe: Resolved, *, num:
     with alone_in(run):
         for name in list(recipe["stages"])[num_done(run, recipe) : num]:
             _take_lines(run.metrics, source.metrics, name)
+            if run.updates.exists() or source.updates.exists():
+                _take_lines(run.updates, source.updates, name)
             _take_lines(run.events, source.events, name)
             write_directory(run.stage(name).path, partial(_link, source.stage(name).path))
 

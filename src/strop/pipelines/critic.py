@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from strop.algorithms.gae import explained_variance
 from strop.algorithms.protocol import Column, CriticMethod, RewardedRows, Selection
 from strop.pipelines.skipped import keep_skipped
 from strop.pipelines.stage import StageContext
-from strop.pipelines.step_figures import update_metrics
+from strop.pipelines.step_figures import update_metrics, update_rows
 from strop.training.batch import TokenBatch, in_canonical_order
 from strop.training.protocol import Trainer, UpdateReport
 
@@ -66,9 +67,19 @@ def critic_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport
     """Means over the critic's updates, and how much of the step's returns it foresaw before them; {} without a critic."""
     if not reports:
         return {}
-    metrics = {f"critic/{name.partition('/')[2]}": figure for name, figure in update_metrics(reports).items()}
+    metrics = _named(update_metrics(reports))
     values, returns = (
         torch.cat([batch.columns[column][batch.loss_mask] for batch in batches]) for column in (Column.VALUES, Column.RETURNS)
     )
     explained = explained_variance(values, returns)
     return metrics if math.isnan(explained) else metrics | {"critic/explained_variance": explained}
+
+
+def critic_rows(reports: Sequence[UpdateReport]) -> list[dict[str, Any]]:
+    """Each update of the critic by itself, as `update_rows` has those of the policy."""
+    return [_named(row) for row in update_rows(reports, role="critic")]
+
+
+def _named(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of updates under the critic's name: `update/loss` and `policy/value` become `critic/loss`, `critic/value`."""
+    return {f"critic/{key.partition('/')[2]}" if "/" in key else key: value for key, value in figures.items()}

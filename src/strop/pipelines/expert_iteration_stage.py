@@ -19,7 +19,15 @@ from strop.pipelines.demonstrations import as_demonstration
 from strop.pipelines.recipe import ExpertIterationStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, model_of
-from strop.pipelines.step_figures import Clock, cost_metrics, selection_metrics, update_metrics, why_no_progress, why_void
+from strop.pipelines.step_figures import (
+    Clock,
+    cost_metrics,
+    selection_metrics,
+    update_metrics,
+    update_rows,
+    why_no_progress,
+    why_void,
+)
 from strop.pipelines.step_rollouts import StepRollouts, open_rollouts, write_selection
 from strop.pipelines.stepping import StepResult, take_steps
 from strop.pipelines.validation import write_product
@@ -80,7 +88,8 @@ class _Loop:
             }
         )
         self.context.event("step_finished", step=step, weights=weights)
-        return StepResult(figures=figures, weights=weights, problems=_why_stuck(groups, selections, reports))
+        problems = _why_stuck(groups, selections, reports)
+        return StepResult(figures=figures, weights=weights, problems=problems, updates=update_rows(reports))
 
     async def _imitate(self, step: int, selections: Sequence[Selection]) -> list[UpdateReport]:
         """SFT on what was kept, at temperature 1, as on anybody's demonstrations; no update where nothing was."""

@@ -78,17 +78,15 @@ async def _learn(
             except CannotLearnError:
                 await writer.save_if_missing(step - 1)
                 raise
+            figures = {"update/skipped": float(report.is_skipped), "time/step_s": time.perf_counter() - started}
             if not report.is_skipped:
-                metrics.append(
-                    step,
-                    {
-                        "reward_model/loss": report.loss,
-                        **{f"reward_model/{name}": value for name, value in report.statistics.items()},
-                        "update/grad_norm": report.grad_norm,
-                        "update/learning_rate": report.learning_rate,
-                        "time/step_s": time.perf_counter() - started,
-                    },
-                )
+                figures |= {
+                    "reward_model/loss": report.loss,
+                    **{f"reward_model/{name}": value for name, value in report.statistics.items()},
+                    "update/grad_norm": report.grad_norm,
+                    "update/learning_rate": report.learning_rate,
+                }
+            metrics.append(step, figures)
             if step % stage.checkpoint_every == 0 and step < steps:
                 await writer.save(step)
         metrics.close()

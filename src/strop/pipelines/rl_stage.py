@@ -16,11 +16,19 @@ from torch import Tensor
 from strop.algorithms.protocol import Column, Selection
 from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
-from strop.pipelines.critic import critic_metrics, judge, update_critic_or_keep
+from strop.pipelines.critic import critic_metrics, critic_rows, judge, update_critic_or_keep
 from strop.pipelines.recipe import RlStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, model_of
-from strop.pipelines.step_figures import Clock, cost_metrics, selection_metrics, update_metrics, why_no_progress, why_void
+from strop.pipelines.step_figures import (
+    Clock,
+    cost_metrics,
+    selection_metrics,
+    update_metrics,
+    update_rows,
+    why_no_progress,
+    why_void,
+)
 from strop.pipelines.step_rollouts import StepRollouts, open_rollouts, write_selection
 from strop.pipelines.stepping import StepResult, take_steps
 from strop.pipelines.validation import write_product
@@ -98,7 +106,8 @@ class _Loop:
         # What leaves no gradient because most rollouts are right is no reason to give up.
         is_solved = figures.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or figures.get("update/grad_norm", 0.0) == 0)
         problems = [] if is_solved else _why_stuck(groups, selections, tie, reports, critic_reports)
-        return StepResult(figures=figures, weights=weights, problems=problems)
+        updates = [*update_rows(reports), *critic_rows(critic_reports)]
+        return StepResult(figures=figures, weights=weights, problems=problems, updates=updates)
 
     def _select(self, step: int, group: Group) -> Selection:
         seed = self.context.seed("select", step, group.task_index)

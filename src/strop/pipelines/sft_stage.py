@@ -84,6 +84,7 @@ async def _imitate(
                 raise
             elapsed = time.perf_counter() - started
             figures = {} if validator is None else await validator.validate(trainer, step)
+            figures |= {"update/skipped": float(report.is_skipped), "time/step_s": elapsed}
             if not report.is_skipped:
                 loss = report.loss
                 figures |= {
@@ -92,10 +93,8 @@ async def _imitate(
                     "update/grad_norm": report.grad_norm,
                     "update/learning_rate": report.learning_rate,
                     "policy/entropy_nats": report.statistics["entropy_nats"],
-                    "time/step_s": elapsed,
                 } | cost_metrics([report])
-            if figures:
-                metrics.append(step, figures)
+            metrics.append(step, figures)
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await writer.save(step)
         metrics.close()

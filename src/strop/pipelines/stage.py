@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class StageContext:
         self.progress.warning(text)
 
     def metrics(self, *, done_steps: int) -> StageMetrics:
-        """This stage's part of metrics.jsonl, cut back to `done_steps`."""
+        """This stage's part of metrics.jsonl and updates.jsonl, cut back to `done_steps`."""
         return StageMetrics(self, done_steps)
 
     def tools(self) -> list[Tool]:
@@ -87,20 +88,28 @@ class StageMetrics:
     """Appends the metrics of each step, and shows them. Steps after the checkpoint that a run resumes from are cut off."""
 
     def __init__(self, context: StageContext, done_steps: int) -> None:
-        path = context.run.metrics
-        lines = read_lines(path)
-        kept = [line for line in lines if line["stage"] != context.name or line["step"] <= done_steps]
-        if len(kept) < len(lines):
-            write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
-        self.steps: list[Mapping[str, Any]] = [line for line in kept if line["stage"] == context.name]
+        self.steps: list[Mapping[str, Any]] = _cut_back(context.run.metrics, context.name, done_steps)
         """What each step got, those of earlier tries too."""
         self.last: Mapping[str, Any] = self.steps[-1] if self.steps else {}
         """What the last step before this try got; empty when there was none."""
+        _cut_back(context.run.updates, context.name, done_steps)
         self._context = context
-        self._writer = LineWriter(path)
+        self._writer = LineWriter(context.run.metrics)
+        self._updates_writer: LineWriter | None = None  # not every stage has a table of updates
 
-    def append(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.steps.append({"stage": self._context.name, "step": step, **metrics})
+    def append(self, step: int, metrics: Mapping[str, float], updates: Sequence[Mapping[str, Any]] = ()) -> None:
+        """`metrics` of the step as a whole; `updates` of each of its updates, where it may have several.
+
+        Figures that are not finite are left out: JSON has none, and what made them so is told by the updates that it spoilt.
+        """
+        metrics = _finite(metrics)
+        of_step = {"stage": self._context.name, "step": step}
+        if updates and self._updates_writer is None:
+            self._updates_writer = LineWriter(self._context.run.updates)
+        for update in updates:  # first, so that a step that has its line has those of its updates too
+            assert self._updates_writer is not None
+            self._updates_writer.append(of_step | _finite(update))
+        self.steps.append({**of_step, **metrics})
         self._writer.append(self.steps[-1])
         for tracker in self._context.trackers:
             tracker.log(metrics, step=step, stage=self._context.name)
@@ -108,6 +117,21 @@ class StageMetrics:
 
     def close(self) -> None:
         self._writer.close()
+        if self._updates_writer is not None:
+            self._updates_writer.close()
+
+
+def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in figures.items() if not isinstance(value, float) or math.isfinite(value)}
+
+
+def _cut_back(path: Path, stage: str, done_steps: int) -> list[Mapping[str, Any]]:
+    """Take the stage's lines of later steps off `path`; returns those of it that stay."""
+    lines = read_lines(path)
+    kept = [line for line in lines if line["stage"] != stage or line["step"] <= done_steps]
+    if len(kept) < len(lines):
+        write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
+    return [line for line in kept if line["stage"] == stage]
 
 
 def model_of(run: RunDirectory, stage: str) -> Path:

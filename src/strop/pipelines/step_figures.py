@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from strop.algorithms.protocol import Selection
 from strop.training.protocol import UpdateReport
@@ -36,6 +37,15 @@ def update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
         is_maximum = name.endswith("_max")
         metrics[f"policy/{name}"] = max(values) if is_maximum else sum(values) / num
     return metrics
+
+
+def update_rows(reports: Sequence[UpdateReport], *, role: str = "policy") -> list[dict[str, Any]]:
+    """Each update of a step by itself, for updates.jsonl: what `update_metrics` and `cost_metrics` say of it alone."""
+    return [
+        {"role": role, "place": place, "update": report.update, **update_metrics([report]), **cost_metrics([report])}
+        | ({"why_skipped": report.skip_reason} if report.is_skipped else {})
+        for place, report in enumerate(reports, start=1)
+    ]
 
 
 def cost_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from strop.errors import CannotLearnError
 from strop.pipelines import checkpoints
@@ -24,6 +24,7 @@ class StepResult:
     figures: Mapping[str, float]
     weights: str  # checksum of the policy that was published at its end
     problems: Sequence[str]  # why it could not learn, in words; empty when it did
+    updates: Sequence[Mapping[str, Any]]  # a row for each of its updates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,8 @@ async def take_steps(
             clock.validated(found)
             num_stuck = num_stuck + 1 if result.problems else 0
             # Before the checkpoint that makes it count.
-            metrics.append(step, {**result.figures, **found, **clock.metrics, "update/stuck_steps": num_stuck})
+            of_step = {**result.figures, **found, **clock.metrics, "update/stuck_steps": num_stuck}
+            metrics.append(step, of_step, result.updates)
             _tell_of_budget(context, stage, clock, step)
             if step < stage.steps and (over := why_over(stage.end_when, metrics.steps)):
                 context.event("ended_early", step=step, because=over)

@@ -311,6 +311,63 @@ BRANCHING = (  # ARPO (arXiv 2507.19849)
         optional=frozenset({"branching/probability_mean", "branching/wanted_rate", "branching/branch_rate"}),
     ),
 )
+UPDATES = (  # where a step has several: of each by itself what others draw as means of steps
+    Panel(
+        title="Loss of each update",
+        metrics={"update/loss": "policy", "critic/loss": "critic"},
+        note="The last update of a step stands at the step, the others before it.",
+        optional=frozenset({"update/loss", "critic/loss"}),
+        y_low=None,
+    ),
+    Panel(
+        title="Gradient norm of each update",
+        metrics={"update/grad_norm": "policy", "critic/grad_norm": "critic"},
+        note="Before clipping. It grows within a step as the policy leaves its rollouts.",
+        optional=frozenset({"update/grad_norm", "critic/grad_norm"}),
+    ),
+    Panel(
+        title="Entropy at each update",
+        metrics={"policy/entropy_nats": "entropy"},
+        note="Nats a trained token, before the update.",
+        optional=frozenset({"policy/entropy_nats"}),
+    ),
+    Panel(
+        title="Clip fraction of each update",
+        metrics={"policy/clip_fraction_low": "below", "policy/clip_fraction_high": "above"},
+        note="Share of its trained tokens whose ratio left the clip range: none in a step's first.",
+        unit=Unit.PERCENT,
+        optional=frozenset({"policy/clip_fraction_low", "policy/clip_fraction_high"}),
+    ),
+    Panel(
+        title="Probability ratio at each update",
+        metrics={
+            "policy/ratio": "mean",
+            "policy/ratio_p01": "1% quantile",
+            "policy/ratio_p99": "99% quantile",
+            "policy/ratio_max": "largest",
+        },
+        note="New over old probability of a trained token, before the update.",
+        optional=frozenset({"policy/ratio", "policy/ratio_p01", "policy/ratio_p99", "policy/ratio_max"}),
+        y_low=None,
+    ),
+    Panel(
+        title="Distance at each update",
+        metrics={
+            "policy/old_kl_nats": "from the rollouts' policy",
+            "policy/sampler_kl_nats": "of the sampler from it",
+            "policy/reference_kl_nats": "from the reference",
+        },
+        note="KL in nats a token, before the update.",
+        optional=frozenset({"policy/old_kl_nats", "policy/sampler_kl_nats", "policy/reference_kl_nats"}),
+    ),
+    Panel(
+        title="Updates skipped",
+        metrics={"update/skipped": "policy", "critic/skipped": "critic"},
+        note="1 where an update was not made: its batch is in the stage's skipped/.",
+        optional=frozenset({"update/skipped", "critic/skipped"}),
+    ),
+)
+
 BY_ENGINE = "scheduler/row_share/"  # one metric an engine: the timeline shows more
 
 TOOL_CALLS = (  # rStar2-Agent (arXiv 2508.20722), Figure 6, as two plots: calls and seconds share no axis

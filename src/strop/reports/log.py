@@ -39,6 +39,7 @@ class StageLog:
     is_done: bool
     steps: Mapping[int, Metrics]  # in order of step; of a step that ran twice, what it logged last
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the stages that it stands on, by key
+    updates: tuple[tuple[float, Metrics], ...] = ()  # of steps that may have several: where in its steps each is, what it told
     is_begun: bool = False
     why_stale: str = ""  # why what it made is not what the recipe would make now; "" where it is
 
@@ -54,6 +55,11 @@ class StageLog:
     def is_stepped(self) -> bool:
         """Whether each of its steps is a batch of rollouts to learn from."""
         return self.kind in STEPPED
+
+    @property
+    def has_several_updates(self) -> bool:
+        """Whether any of its steps had more updates than one, so that they say more than their means."""
+        return any(place < math.ceil(place) for place, _ in self.updates)
 
     @property
     def metrics(self) -> set[str]:
@@ -131,7 +137,7 @@ def read_run(run: RunDirectory) -> RunLog:
         RunError: there is no manifest, or a file is damaged.
     """
     manifest: dict[str, Any] = read_json(run.manifest)
-    rows, events = read_lines(run.metrics), read_lines(run.events)
+    rows, updates, events = read_lines(run.metrics), read_lines(run.updates), read_lines(run.events)
     named: dict[str, dict[str, Any]] = {name: stage or {} for name, stage in (manifest.get("stages") or {}).items()}
     names = _in_order(named, events, rows)
     recipe = manifest.get("recipe") or {}
@@ -141,7 +147,7 @@ def read_run(run: RunDirectory) -> RunLog:
         seed=str(manifest.get("seed", "")),
         versions={str(key): str(value) for key, value in (manifest.get("versions") or {}).items()},
         recipe=_flat(recipe),
-        stages=tuple(_stage(run, name, named.get(name, {}), rows) for name in names),
+        stages=tuple(_stage(run, name, named.get(name, {}), rows, updates) for name in names),
         evaluations=tuple(
             _evaluation(name, read_json(path), (recipe.get("stages") or {}).get(name) or {})
             for name in names
@@ -160,7 +166,9 @@ def finite(values: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _stage(run: RunDirectory, name: str, said: Mapping[str, Any], rows: list[dict[str, Any]]) -> StageLog:
+def _stage(
+    run: RunDirectory, name: str, said: Mapping[str, Any], rows: list[dict[str, Any]], updates: list[dict[str, Any]]
+) -> StageLog:
     directory = run.stage(name)
     return StageLog(
         name=name,
@@ -168,6 +176,7 @@ def _stage(run: RunDirectory, name: str, said: Mapping[str, Any], rows: list[dic
         init=str(said.get("init", "")),
         is_done=directory.done.exists(),
         steps=_steps(rows, name),
+        updates=_updates(updates, name),
         inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
         is_begun=directory.path.exists(),
         why_stale=str(read_json(directory.stale).get("because", "")) if directory.stale.exists() else "",
@@ -181,6 +190,19 @@ def _steps(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
         if row.get("stage") == stage and "step" in row
     }
     return dict(sorted(steps.items()))
+
+
+def _updates(rows: list[dict[str, Any]], stage: str) -> tuple[tuple[float, Metrics], ...]:
+    """Of the n updates of step k, the last stands at k and the others evenly before it, after those of step k - 1."""
+    mine = [row for row in rows if row.get("stage") == stage]
+    num_of = Counter((row["step"], row["role"]) for row in mine)
+    return tuple(
+        (
+            row["step"] - 1 + row["place"] / num_of[row["step"], row["role"]],
+            {key: value for key, value in finite(row).items() if "/" in key},
+        )
+        for row in mine
+    )
 
 
 def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:

@@ -16,6 +16,7 @@ from strop.reports.curves import (
     RATIOS,
     TIME,
     TOOL_CALLS,
+    UPDATES,
     Panel,
 )
 from strop.reports.log import Metrics, RunLog, StageLog
@@ -67,6 +68,8 @@ def sections(log: RunLog) -> list[Section]:
         found.append(_section("Branching", BRANCHING, trained, is_open=True))
     if any(key.startswith("scheduler/") for stage in trained for key in stage.metrics):
         found.append(_section("Engines", ENGINES, trained, is_open=False))
+    if several := [stage for stage in trained if stage.has_several_updates]:
+        found.append(_section("Update by update", UPDATES, several, is_open=False, is_by_update=True))
     if tuned:
         found.append(_section("Supervised fine-tuning", FINE_TUNING, tuned, is_open=not trained))
     drawn = {key for panel in _ALL for key in panel.metrics}
@@ -95,27 +98,34 @@ def _called_tools(stages: Sequence[StageLog]) -> bool:
     return any(metrics.get(key, 0.0) > 0 for stage in stages for metrics in stage.steps.values() for key in keys)
 
 
-def _section(title: str, panels: Sequence[Panel], stages: Sequence[StageLog], *, is_open: bool) -> Section:
-    logged = {key for stage in stages for key in stage.metrics}
+def _section(
+    title: str, panels: Sequence[Panel], stages: Sequence[StageLog], *, is_open: bool, is_by_update: bool = False
+) -> Section:
+    logged = {key for stage in stages for _, metrics in _logged(stage, is_by_update=is_by_update) for key in metrics}
     owed = [panel for panel in panels if not panel.optional.issuperset(panel.metrics) or logged & panel.metrics.keys()]
     owed = [panel for panel in owed if not panel.is_by_time or ELAPSED in logged]
-    drawings = tuple(Drawing(plot=_plot(panel, stages), note=panel.note) for panel in owed)
+    drawings = tuple(Drawing(plot=_plot(panel, stages, is_by_update=is_by_update), note=panel.note) for panel in owed)
     return Section(title=title, drawings=drawings, is_open=is_open)
 
 
-def _plot(panel: Panel, stages: Sequence[StageLog]) -> Plot:
+def _logged(stage: StageLog, *, is_by_update: bool) -> Sequence[tuple[float, Metrics]]:
+    """What the stage logged, and at which step: of each update, or of each step."""
+    return stage.updates if is_by_update else tuple(stage.steps.items())
+
+
+def _plot(panel: Panel, stages: Sequence[StageLog], *, is_by_update: bool) -> Plot:
     offsets = _offsets_by_time(stages) if panel.is_by_time else offsets_of(stages)
     steps = [
         (offset + (metrics[ELAPSED] if panel.is_by_time else step), metrics)
         for stage, offset in zip(stages, offsets, strict=True)
-        for step, metrics in stage.steps.items()
+        for step, metrics in _logged(stage, is_by_update=is_by_update)
         if not panel.is_by_time or ELAPSED in metrics
     ]
     logged = {key for _, metrics in steps for key in metrics}
     series: list[Series] = []
     for colour, (key, label) in enumerate(panel.metrics.items()):
         if key in logged:
-            series += _lines(panel, label, _points(panel, key, steps), colour)
+            series += _lines(panel, label, _points(panel, key, steps), colour, of="update" if is_by_update else "step")
     return Plot(
         title=panel.title,
         series=tuple(series),
@@ -138,14 +148,14 @@ def _points(panel: Panel, key: str, steps: Sequence[tuple[float, Metrics]]) -> t
     return tuple((x, metrics[key]) for x, metrics in steps if key in metrics)
 
 
-def _lines(panel: Panel, label: str, points: tuple[Point, ...], colour: int) -> list[Series]:
-    """One line; where there is one metric and enough steps, its trailing mean with the steps themselves faint behind it."""
+def _lines(panel: Panel, label: str, points: tuple[Point, ...], colour: int, *, of: str) -> list[Series]:
+    """One line; where there is one metric and enough points, its trailing mean with the points themselves faint behind it."""
     window = len(points) // 10
     if panel.look is Look.AREA or len(panel.metrics) > 1 or window < 2:
         return [Series(label=label, points=points, colour=colour, look=panel.look)]
     return [
-        Series(label="each step", points=points, colour=colour, look=Look.FAINT),
-        Series(label=f"{label}, mean of {window} steps", points=trailing_mean(points, window), colour=colour),
+        Series(label=f"each {of}", points=points, colour=colour, look=Look.FAINT),
+        Series(label=f"{label}, mean of {window} {of}s", points=trailing_mean(points, window), colour=colour),
     ]
 
 

@@ -1,0 +1,101 @@
+"""updates.jsonl: each update of a step by itself, once, whatever a kill left behind."""
+
+import pytest
+
+from scripted_runs import RECIPE, make_recipe, run_recipe, untimed
+from strop.config import validate
+from strop.pipelines import stage as stage_module
+from strop.pipelines.recipe import Recipe, resolve
+from strop.reports.log import read_run
+from strop.reports.panels import sections
+from strop.runs import LineWriter, RunDirectory, read_lines
+
+SEVERAL = {"steps": 3, "tasks_per_step": 4, "updates_per_step": 2, "epochs": 2, "checkpoint_every": 1}
+MEANS = ("update/loss", "update/grad_norm", "policy/entropy_nats", "policy/ratio", "policy/ratio_p99", "policy/sampler_kl_nats")
+
+
+def rows_of(run, step=None):
+    return [untimed(row) for row in read_lines(run.updates) if step in (None, row["step"])]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run_recipe(tmp_path_factory.mktemp("updates") / "run", make_recipe(**SEVERAL)).run
+
+
+def test_every_update_of_a_step_has_a_row_and_their_means_are_the_steps_metrics(whole):
+    steps = [line for line in read_lines(whole.metrics) if line["stage"] == "rl"]
+    rows = rows_of(whole)
+    assert [(row["stage"], row["role"]) for row in rows] == [("rl", "policy")] * len(rows)
+    assert len(rows) > len(steps)
+    made = [row["update"] for row in rows if row["update/skipped"] == 0]
+    assert made == list(range(1, len(made) + 1))
+    for line in steps:
+        mine = rows_of(whole, line["step"])
+        assert [row["place"] for row in mine] == list(range(1, len(mine) + 1))
+        for key in MEANS:
+            assert sum(row[key] for row in mine) / len(mine) == pytest.approx(line[key]), key
+        assert max(row["policy/ratio_max"] for row in mine) == line["policy/ratio_max"]
+    first, *later = rows_of(whole, 1)
+    assert first["policy/ratio"] == first["policy/ratio_p01"] == first["policy/ratio_max"] == 1.0  # on policy
+    assert any(row["policy/ratio"] != 1.0 for row in later)
+    timed = read_lines(whole.updates)[0]
+    assert {"update/tokens_per_s", "machine/flop_utilisation", "machine/peak_memory_mib"} <= timed.keys()
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 3])
+def test_law_9_a_kill_among_the_rows_of_a_step_neither_loses_nor_doubles_one(whole, tmp_path, monkeypatch, num_rows):
+    class Falling(LineWriter):
+        def append(self, value):
+            if value.get("stage") == "rl" and value.get("step") == 2 and value.get("place", 9) > num_rows:
+                raise KeyboardInterrupt
+            super().append(value)
+
+    monkeypatch.setattr(stage_module, "LineWriter", Falling)
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(run.path, make_recipe(**SEVERAL))
+    assert len(rows_of(run, 2)) == num_rows
+    monkeypatch.undo()
+    run_recipe(run.path, make_recipe(**SEVERAL))
+    assert rows_of(run) == rows_of(whole)
+
+
+def test_an_update_that_was_skipped_has_a_row_with_its_reason(tmp_path):
+    settings = {"optimizer": {"lr": 1e38}, "max_skipped_updates": 9}
+    recipe = make_recipe(steps=2, epochs=2, give_up_after=9, trainer=settings)
+    run = run_recipe(tmp_path / "run", recipe).run
+    first, *others = rows_of(run)
+    assert first["update/skipped"] == 0
+    skipped = [row for row in others if row["update/skipped"] == 1]
+    assert skipped
+    assert all(row["update"] == 1 and "gradient norm is" in row["why_skipped"] for row in skipped)
+    assert all("update/loss" not in row for row in skipped)
+    last = [line for line in read_lines(run.metrics) if line["stage"] == "rl"][-1]
+    assert last["update/skipped"] == 2
+    assert "policy/logprob_gap_mean" not in last  # of weights that are not finite there is none, and the run goes on
+
+
+def test_expert_iteration_has_a_row_for_each_of_its_batches(tmp_path):
+    expert = {"kind": "expert_iteration", "init": "sft", "steps": 1, "tasks_per_step": 4, "group_size": 6, "batch_size": 4}
+    stages = {name: RECIPE["stages"][name] for name in ("base", "sft")} | {"expert": expert | {"epochs": 2}}
+    run = run_recipe(tmp_path / "run", validate(Recipe, resolve(RECIPE | {"stages": stages}), place="recipe")).run
+    [line] = [line for line in read_lines(run.metrics) if line["stage"] == "expert"]
+    rows = rows_of(run)
+    assert len(rows) == 2 * -(-int(line["groups/rollouts_used"]) // 4) > 2
+    assert sum(row["update/loss"] for row in rows) / len(rows) == pytest.approx(line["update/loss"])
+
+
+def test_a_report_draws_each_update_between_the_steps(whole):
+    [section] = [section for section in sections(read_run(whole)) if section.title == "Update by update"]
+    [loss] = [drawing.plot for drawing in section.drawings if drawing.plot.title == "Loss of each update"]
+    rows = rows_of(whole)
+    num = {step: len(rows_of(whole, step)) for step in (1, 2, 3)}
+    places = [row["step"] - 1 + row["place"] / num[row["step"]] for row in rows]
+    assert loss.series[0].points == tuple((place, row["update/loss"]) for place, row in zip(places, rows, strict=True))
+    assert loss.x_high == 3
+
+
+def test_a_run_of_one_update_a_step_has_no_such_section(scripted_run):
+    assert rows_of(scripted_run.run)
+    assert all(section.title != "Update by update" for section in sections(read_run(scripted_run.run)))
