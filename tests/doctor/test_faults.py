@@ -228,5 +228,5 @@ def test_an_indivisible_batch_is_found(recipe_path, run):
     (problem,) = diagnosis.findings
     assert problem.check == "batch arithmetic"
     assert "tasks_per_step is 4, which does not split into updates_per_step = 3" in problem.detail
-    assert problem.remedy == "Nearest that does: updates_per_step = 2."
+    assert problem.remedy == "Nearest that do: updates_per_step = 2 or 4, or tasks_per_step = 3 or 6."
     assert diagnosis.not_made == tuple(name for name in CHECKS if name != "batch arithmetic")

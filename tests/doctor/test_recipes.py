@@ -121,5 +121,5 @@ def test_the_command_ends_with_2_when_there_is_a_problem_and_shows_the_remedy(re
     assert result.exit_code == 2
     shown = " ".join(result.output.split())
     assert "stages.rl: tasks_per_step is 4" in shown
-    assert "Remedy: Nearest that does: updates_per_step = 2." in shown
+    assert "Remedy: Nearest that do: updates_per_step = 2 or 4" in shown
     assert "1 problem found." in shown

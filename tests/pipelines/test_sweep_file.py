@@ -106,7 +106,7 @@ def test_every_arm_that_is_no_recipe_is_named_with_its_key_and_the_nearest_one(l
     assert "arm 'typo': " in said
     assert "stages.rl.grup_size: unknown key. Did you mean 'group_size'?" in said
     assert "arm 'odd': " in said
-    assert "Nearest that does: updates_per_step = 2" in said
+    assert "Nearest that do: updates_per_step = 2" in said
     assert "arm 'right'" not in said
 
 

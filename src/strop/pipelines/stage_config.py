@@ -260,11 +260,9 @@ class RlStage(RolloutStage):
     @model_validator(mode="after")
     def _divides(self) -> Self:
         if self.tasks_per_step % self.updates_per_step:
-            valid = [n for n in range(1, self.tasks_per_step + 1) if self.tasks_per_step % n == 0]
-            nearest = min(valid, key=lambda n: abs(n - self.updates_per_step))
             raise ValueError(
                 f"tasks_per_step is {self.tasks_per_step}, which does not split into updates_per_step ="
-                f" {self.updates_per_step} equal mini-batches. Nearest that does: updates_per_step = {nearest}."
+                f" {self.updates_per_step} equal mini-batches. Nearest that do: {self._nearest_that_divide()}."
             )
         self.method.num_rollouts(self.group_size)
         if self.method.loss is Loss.POLICY_GRADIENT and self.updates_per_step * self.epochs > 1:
@@ -276,6 +274,17 @@ class RlStage(RolloutStage):
         if self.sampling.temperature == 0:
             raise ValueError("sampling.temperature is 0: every rollout of a task would be the same. Raise it; 1.0 is usual.")
         return self
+
+    def _nearest_that_divide(self) -> str:
+        tasks, updates = self.tasks_per_step, self.updates_per_step
+        divisors = [number for number in range(1, tasks + 1) if tasks % number == 0]
+        around = [
+            max(each for each in divisors if each < updates),
+            min((each for each in divisors if each > updates), default=0),
+        ]
+        multiples = [tasks // updates * updates, (tasks // updates + 1) * updates]
+        updates_to_set, tasks_to_set = (" or ".join(str(each) for each in pair if each) for pair in (around, multiples))
+        return f"updates_per_step = {updates_to_set}, or tasks_per_step = {tasks_to_set}"
 
     @model_validator(mode="after")
     def _branches_within_its_rollouts(self) -> Self:
