@@ -111,6 +111,9 @@ def test_the_prompts_are_those_of_the_assignment():
     )
     assert r1_zero.endswith(" </answer>.\nUser: {question}\nAssistant: <think>")
     assert load_prompt("question_only").format(question="What is {6} * 7?") == "What is {6} * 7?"
+    asked = load_prompt("zero_shot_system_prompt").format(instruction="Who?\nAnswer:")
+    assert asked.startswith("# Instruction\nBelow is a list of conversations between a human and an AI assistant (you).\n")
+    assert asked.endswith("controversial topics.\n\n# Query:\n```Who?\nAnswer:```\n\n# Answer:\n```\n")
     assert load_prompt("alpaca_sft").endswith("\n\n### Instruction:\n{instruction}\n\n### Response:\n{response}\n")
     with pytest.raises(ConfigError, match=r"'r1': no such prompt\. Those of the assignment are r1_zero, question_only"):
         load_prompt("r1")

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny import BOS, EOS, PAD, A, B, C, D, log_table, merging_tokenizer, word_tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from strop.cs336 import (
     compute_entropy,
@@ -48,6 +48,35 @@ def test_padding_is_the_padding_token_or_else_eos(pad_token, eos_token, padding)
 def test_an_output_that_ends_with_the_padding_token_is_trained_on_to_its_end():
     tokens = tokenize_prompt_and_output(["a"], ["b </s>"], word_tokenizer(pad_token=None))
     assert (tokens["labels"].tolist(), tokens["response_mask"].tolist()) == ([[A, B, EOS]], [[False, True, True]])
+
+
+def test_law_4_the_tokenizers_padding_side_changes_nothing():
+    left = word_tokenizer()
+    left.padding_side = "left"
+    texts = (["a b", "a"], ["c", "b c d a"])
+    by_side = [tokenize_prompt_and_output(*texts, tokenizer) for tokenizer in (left, word_tokenizer())]
+    assert all(torch.equal(by_side[0][name], by_side[1][name]) for name in by_side[0])
+    assert by_side[0]["labels"][0].tolist()[-2:] == [PAD, PAD]
+
+
+def test_law_4_rows_padded_to_the_longest_give_the_gradient_of_each_row_by_itself():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=8, initializer_range=0.3, **sizes))
+
+    def gradient(prompts, outputs, num_rows):
+        tokens = tokenize_prompt_and_output(prompts, outputs, word_tokenizer())
+        log_probs = get_response_log_probs(model, tokens["input_ids"], tokens["labels"])["log_probs"]
+        sft_microbatch_train_step(log_probs, tokens["response_mask"], num_rows // len(prompts))
+        return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    prompts, outputs = ["a b c d", "d", "b a"], ["c", "b c d a b a", "d </s>"]
+    together = gradient(prompts, outputs, 3)
+    model.zero_grad()
+    for prompt, output in zip(prompts, outputs, strict=True):
+        apart = gradient([prompt], [output], 3)  # adds up in place
+    for name, value in together.items():
+        assert (apart[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
 @pytest.mark.parametrize(("prompts", "outputs"), [(["a"], []), (["a"], ["b", "c"]), ([], [])])

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from strop.algorithms import GRPO, Column
+from strop.algorithms import GRPO, Column, LossInputs
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import LocalTrainer, OptimizerConfig, Schedule, TrainerConfig, pack_demonstrations, sft_token_loss
@@ -125,6 +125,40 @@ def test_law_4_an_episode_split_in_two_rows_gives_the_gradient_of_the_whole(mode
         columns={column: values[twice] for column, values in whole.columns.items()},
     )
     assert_same_gradient(gradients_of(trainer, split)[0], expected, 2e-6)
+
+
+def left_padded(batch):
+    """(moves columns of the batch so that rows end together, the attention mask of that)."""
+    num_columns = batch.ids.shape[1]
+
+    def move(values):
+        return torch.stack([row.roll(num_columns - int(length)) for row, length in zip(values, batch.lengths, strict=True)])
+
+    return move, move(torch.arange(num_columns) < batch.lengths[:, None])
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_law_4_padding_on_the_left_of_a_plain_model_gives_the_gradient_of_the_trainer(model_directory, make_batch, is_packed):
+    trainer = make_trainer(model_directory, packing=is_packed, max_tokens_per_microbatch=30)
+    batch = with_old_logprobs(make_batch(), trainer, noise=0.4)
+    gradients, report = gradients_of(trainer, batch)
+    move, is_token = left_padded(batch)
+    assert not is_token[3, 0]  # a row that is padded
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32, attn_implementation="eager")
+    positions = (is_token.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=move(batch.ids), attention_mask=is_token, position_ids=positions).logits / batch.temperature
+    logprobs = torch.log_softmax(logits[:, :-1], -1).gather(-1, move(batch.ids)[:, 1:, None]).squeeze(-1)
+    inputs = LossInputs(
+        loss_mask=move(batch.loss_mask)[:, 1:],
+        advantages=move(batch.advantages)[:, 1:],
+        sampled_logprobs=move(batch.sampled_logprobs)[:, 1:],
+        entropies=torch.zeros_like(logprobs),
+        columns={column: move(values)[:, 1:] for column, values in batch.columns.items()},
+    )
+    loss = (move(batch.loss_weights)[:, 1:] * METHOD.token_loss(logprobs, inputs)).sum()
+    loss.backward()
+    assert report.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert_same_gradient(gradients, {name: parameter.grad for name, parameter in model.named_parameters()}, 1e-5)
 
 
 def rearranged(batch, order, num_padding):

@@ -10,6 +10,7 @@ SOURCES = {
     "r1_zero": "DeepSeek-R1 (arXiv 2501.12948), Table 1, in the words of CS336 assignment 5, section 3; ends with an open tag.",
     "question_only": "CS336 assignment 5, section 8; Dr. GRPO (arXiv 2503.20783) has it as 'no template'.",
     "alpaca_sft": "Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), as the supplement of CS336 assignment 5 has it.",
+    "zero_shot_system_prompt": "The supplement of CS336 assignment 5, section 2, after URIAL (arXiv 2312.01552).",
 }
 """Every prompt that `load_prompt` knows, and where it is from."""
 

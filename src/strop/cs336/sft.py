@@ -13,7 +13,7 @@ from strop.cs336.masked import masked_mean, masked_normalize
 def tokenize_prompt_and_output(
     prompt_strs: list[str], output_strs: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Tensor]:
-    """Rows of prompt and output, tokenised apart, padded on the right, and the mask of the output.
+    """Rows of prompt and output, tokenised apart, padded on the right whatever the tokenizer's `padding_side`, and their mask.
 
     The prompt begins as the tokenizer begins a text (Llama's with BOS); nothing is added before an output or after it. Padding
     is the tokenizer's padding token, else its EOS; `response_mask` is what tells it from text.
@@ -54,6 +54,9 @@ def get_response_log_probs(
     model: PreTrainedModel, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
 ) -> dict[str, Tensor]:
     """Log-prob of each label given the ids up to its place, Eq. 2; prompt and padding are not masked.
+
+    Padding belongs on the right, where `tokenize_prompt_and_output` puts it and no token of the row can see it. Nothing here
+    says where a row begins, so padding on the left would be read as its first words.
 
     `strop.training.logprobs.token_logprobs` is the same without ever holding all logits; it needs a model of `transformers`.
 
