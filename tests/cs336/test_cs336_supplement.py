@@ -15,6 +15,7 @@ from strop.cs336 import (
     parse_mmlu_response,
 )
 from strop.cs336.supplement import PackedSFTDataset
+from strop.errors import TaskError
 
 HEAD, BETWEEN = load_prompt("alpaca_sft").split("{response}")[0].split("{instruction}")
 
@@ -56,6 +57,32 @@ def test_a_tokenizer_without_bos_begins_documents_without_it(tmp_path):
 @pytest.mark.parametrize(("num_ids", "rows"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2)])
 def test_a_row_needs_a_label_for_its_last_token(num_ids, rows):
     assert len(PackedSFTDataset(torch.arange(num_ids), 4)) == rows
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"prompt": "a"}', "pairs.jsonl:3: not an object with the texts 'prompt' and 'response'"),
+        ('{"prompt": "a", "response": null}', "pairs.jsonl:3: not an object with the texts"),
+        ("[1]", "pairs.jsonl:3: not an object with the texts"),
+        ('{"prompt": "a"', "pairs.jsonl:3: not valid JSON"),
+    ],
+)
+def test_a_line_that_is_no_pair_is_named(tmp_path, line, said):
+    path = write(tmp_path / "pairs.jsonl", ("a", "b"))
+    path.write_text(path.read_text() + "\n" + line + "\n")
+    with pytest.raises(TaskError, match=said):
+        get_packed_sft_dataset(word_tokenizer(), path, 4, shuffle=False)
+
+
+def test_pairs_that_do_not_fill_a_row_are_refused_with_the_numbers(tmp_path):
+    path = write(tmp_path / "pairs.jsonl", ("a", "b"))
+    num = len(in_alpaca("a", "b"))
+    assert len(get_packed_sft_dataset(word_tokenizer(), path, num - 1, shuffle=False)) == 1
+    with pytest.raises(TaskError, match=f"1 pairs make {num} tokens, and a row of seq_length = {num} takes one more"):
+        get_packed_sft_dataset(word_tokenizer(), path, num, shuffle=False)
+    with pytest.raises(ValueError, match="seq_length is 0"):
+        get_packed_sft_dataset(word_tokenizer(), path, 0, shuffle=False)
 
 
 def test_shuffling_reorders_whole_documents(tmp_path):
@@ -134,6 +161,8 @@ VIROLOGY = {"subject": "virology", "question": "How many?", "options": ["100", "
         ("The correct answer is: C", "C"),
         ("B", "B"),
         (" (D) because", "D"),
+        ("The correct answer is `B`.", "B"),
+        ("`C`", "C"),
         ("C. None of the others", "C"),
         ("The answer is Bacteria.", None),
         ("The answer is E.", None),  # there are four options
@@ -155,6 +184,8 @@ def test_the_letter_of_an_mmlu_answer(output, letter):
         ("#### 12,345,678", "12345678"),
         ("It fell to -5", "-5"),
         ("He owes -$12.", "-12"),
+        ("It fell to \u22125 degrees.", "-5"),
+        ("10\u22123", "3"),
         ("10-3", "3"),
         ("(4)-3", "3"),
         ("It is .5", ".5"),

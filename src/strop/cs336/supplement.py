@@ -17,10 +17,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from strop.algorithms.dpo import dpo_loss, implicit_margins
 from strop.cs336.prompts import load_prompt
 from strop.cs336.sft import get_response_log_probs
+from strop.errors import TaskError
 
-_MMLU_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is)\b)?\s*:?\s*(?:(?i:option)\s+)?[(*\"'$]*([A-Z])(?![\w'’])")
-_MMLU_LETTER = re.compile(r"\s*[(*\"']*([A-Z])(?:[).:*\"']+(?:\s|$)|\s*$)")
-_NUMBER = re.compile(r"(?:(?<![\w)])-\s?)?\$?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.?\d+)")
+_MMLU_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is)\b)?\s*:?\s*(?:(?i:option)\s+)?[(*\"'`$]*([A-Z])(?![\w'’])")
+_MMLU_LETTER = re.compile(r"\s*[(*\"'`]*([A-Z])(?:[).:*\"'`]+(?:\s|$)|\s*$)")
+_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\s?)?\$?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.?\d+)")
 
 
 class PackedSFTDataset(Dataset[dict[str, Tensor]]):
@@ -50,17 +51,43 @@ def get_packed_sft_dataset(
         dataset_path: JSON lines with `prompt` and `response`; `.gz` is unpacked.
         seq_length: tokens a row.
         shuffle: order the documents at random, by torch's generator, before they are packed.
+
+    Raises:
+        TaskError: a line is not such an object, or all of them together do not fill a row.
+        ValueError: rows of no tokens are asked for.
     """
+    if seq_length < 1:
+        raise ValueError(f"seq_length is {seq_length}: a row needs at least one token.")
     path = Path(dataset_path)
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    pairs = [json.loads(line) for line in content.splitlines() if line.strip()]
+    pairs = _read_pairs(path)
     order = torch.randperm(len(pairs)).tolist() if shuffle else range(len(pairs))
     ids: list[int] = []
     for index in order:
         text = _in_alpaca(pairs[index]["prompt"], pairs[index]["response"])
         document = [tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         ids += [one for one in document if one is not None]
+    if len(ids) <= seq_length:
+        raise TaskError(
+            f"{path}: {len(pairs)} pairs make {len(ids)} tokens, and a row of seq_length = {seq_length} takes one more than"
+            " that. Lower seq_length, or give more pairs."
+        )
     return PackedSFTDataset(torch.tensor(ids, dtype=torch.int64), seq_length)
+
+
+def _read_pairs(path: Path) -> list[dict[str, str]]:
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    pairs = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            pair = json.loads(line)
+        except ValueError as error:
+            raise TaskError(f"{path}:{number}: not valid JSON ({error}). Mend or remove the line.") from error
+        if not isinstance(pair, dict) or not all(isinstance(pair.get(key), str) for key in ("prompt", "response")):
+            raise TaskError(f"{path}:{number}: not an object with the texts 'prompt' and 'response'. Mend or remove the line.")
+        pairs.append(pair)
+    return pairs
 
 
 def iterate_batches(dataset: Dataset[dict[str, Tensor]], batch_size: int, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
@@ -119,7 +146,7 @@ def parse_gsm8k_response(model_output: str) -> str | None:
     numbers = list(_NUMBER.finditer(model_output))
     if not numbers:
         return None
-    sign = "-" if numbers[-1][0].startswith("-") else ""
+    sign = "-" if numbers[-1][0].startswith(("-", "\u2212")) else ""
     return sign + numbers[-1][1].replace(",", "")
 
 
