@@ -12,7 +12,7 @@ from scripted_runs import RECIPE, Watching, make_recipe, run_recipe, untimed
 from strop.errors import CannotLearnError
 from strop.pipelines import checkpoints
 from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import RunDirectory, read_lines
+from strop.runs import RunDirectory, read_json, read_lines
 
 
 def _flip_a_bit(path):
@@ -85,6 +85,41 @@ def test_an_rl_stage_whose_updates_are_not_finite_stops_with_the_state_of_its_la
     assert checkpoints.latest_step(stage) == 2
     assert len(list(stage.skipped.glob("*.pt"))) == 2
     assert sum("Its batch is in" in warning for warning in progress.warnings) == 2
+
+
+@pytest.mark.parametrize("method", ["grpo", {"name": "ppo", "kl_coefficient": 0.01}])
+def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_that_step_saved(tmp_path, method):
+    settings = {"optimizer": {"lr": 1e38}, "max_skipped_updates": 2}
+    recipe = make_recipe(method=method, steps=3, epochs=3, checkpoint_every=9, trainer=settings)
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
+        run_recipe(run.path, recipe)
+    # The first update was made, the second skipped, the third skipped and one too many.
+    assert checkpoints.latest_step(run.stage("rl")) == 1
+    counters = read_json(run.stage("rl").checkpoint(1) / "trainer.json")
+    assert (counters["num_updates"], counters["num_skipped"]) == (1, 2)
+    assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == [1]
+    assert [row["update/skipped"] for row in read_lines(run.updates) if row["role"] == "policy"] == [0, 1]
+    with pytest.raises(CannotLearnError, match="3 updates in a row were skipped"):
+        run_recipe(run.path, recipe)
+    assert checkpoints.latest_step(run.stage("rl")) == 1  # the second step came to nothing
+    assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == [1]
+
+
+def test_a_critic_that_was_updated_is_not_saved_as_that_of_the_step_before(tmp_path):
+    """Its update is made, then the policy gives up: the state is no longer that of the last step."""
+    critic = {"optimizer": {"lr": 1e-3}}
+    settings = {"optimizer": {"lr": 1e38}, "max_skipped_updates": 1, "critic": critic}
+    recipe = make_recipe(
+        method={"name": "ppo", "kl_coefficient": 0.0}, steps=3, checkpoint_every=9, give_up_after=9, trainer=settings
+    )
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(CannotLearnError, match="1 updates in a row were skipped"):
+        run_recipe(run.path, recipe)
+    stage = run.stage("rl")
+    assert checkpoints.latest_step(stage) == 2
+    counters = read_json(stage.checkpoint(2) / "trainer.json")
+    assert (counters["num_updates"], counters["critic"]["num_updates"]) == (1, 2)
 
 
 def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_path):

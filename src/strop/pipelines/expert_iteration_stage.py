@@ -13,6 +13,7 @@ import torch
 
 from strop.algorithms.expert_iteration import epoch_batches, select_right
 from strop.algorithms.protocol import Selection
+from strop.errors import CannotLearnError
 from strop.evaluation.summary import entropy_metrics, num_sampled_tokens, rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.demonstrations import as_demonstration
@@ -64,7 +65,7 @@ class _Loop:
         selections = [
             select_right(group, is_right=lambda each: verdict(each) is True, drops_repeats=drops_repeats) for group in groups
         ]
-        reports = await self._imitate(step, selections)
+        reports, gave_up = await self._imitate(step, selections)
         update_s = clock.lap()
         # Imitation is a policy gradient whose advantage is 1 wherever something was kept.
         imitated = [[torch.ones(len(each.trajectory.ids)) for each in selection.kept] for selection in selections]
@@ -89,21 +90,30 @@ class _Loop:
         )
         self.context.event("step_finished", step=step, weights=weights)
         problems = _why_stuck(groups, selections, reports)
-        return StepResult(figures=figures, weights=weights, problems=problems, updates=update_rows(reports))
+        return StepResult(figures=figures, weights=weights, problems=problems, updates=update_rows(reports), gave_up=gave_up)
 
-    async def _imitate(self, step: int, selections: Sequence[Selection]) -> list[UpdateReport]:
-        """SFT on what was kept, at temperature 1, as on anybody's demonstrations; no update where nothing was."""
+    async def _imitate(self, step: int, selections: Sequence[Selection]) -> tuple[list[UpdateReport], CannotLearnError | None]:
+        """SFT on what was kept, at temperature 1, as on anybody's demonstrations; no update where nothing was.
+
+        Raises:
+            CannotLearnError: too many were skipped, before any was made; after one it is returned.
+        """
         stage = self.stage
         kept = [as_demonstration(scored.trajectory) for selection in selections for scored in selection.kept]
-        reports = []
-        for epoch in range(stage.epochs):
-            seed = self.context.seed("batches", step)
-            for rows in epoch_batches(kept, batch_size=stage.batch_size, epoch=epoch, seed=seed):
-                batch = pack_demonstrations(rows)
-                reports.append(
-                    await update_or_keep(self.context, self.trainer, batch, sft_token_loss, sft_token_statistics, step=step)
-                )
-        return reports
+        reports: list[UpdateReport] = []
+        try:
+            for epoch in range(stage.epochs):
+                seed = self.context.seed("batches", step)
+                for rows in epoch_batches(kept, batch_size=stage.batch_size, epoch=epoch, seed=seed):
+                    batch = pack_demonstrations(rows)
+                    reports.append(
+                        await update_or_keep(self.context, self.trainer, batch, sft_token_loss, sft_token_statistics, step=step)
+                    )
+        except CannotLearnError as error:
+            if all(report.is_skipped for report in reports):
+                raise
+            return reports, error
+        return reports, None
 
 
 def _kept_metrics(selections: Sequence[Selection]) -> dict[str, float]:

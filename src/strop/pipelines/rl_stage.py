@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from strop.algorithms.protocol import Column, Selection
+from strop.errors import CannotLearnError
 from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.critic import critic_metrics, critic_rows, judge, update_critic_or_keep
@@ -77,7 +78,7 @@ class _Loop:
         if method.critic is not None:
             batches, advantages = judge(method.critic, selections, parts, batches)
         score_s = clock.lap()
-        reports, critic_reports = await self._update(step, batches)
+        reports, critic_reports, gave_up = await self._update(step, batches)
         update_s = clock.lap()
         write_selection(self.context, step, selections, advantages)
         weights = await self.rollouts.publish(self.trainer, version=step)
@@ -107,17 +108,23 @@ class _Loop:
         is_solved = figures.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or figures.get("update/grad_norm", 0.0) == 0)
         problems = [] if is_solved else _why_stuck(groups, selections, tie, reports, critic_reports)
         updates = [*update_rows(reports), *critic_rows(critic_reports)]
-        return StepResult(figures=figures, weights=weights, problems=problems, updates=updates)
+        return StepResult(figures=figures, weights=weights, problems=problems, updates=updates, gave_up=gave_up)
 
     def _select(self, step: int, group: Group) -> Selection:
         seed = self.context.seed("select", step, group.task_index)
         return self.stage.method.select(group, group_size=self.stage.group_size, seed=seed)
 
-    async def _update(self, step: int, batches: Sequence[TokenBatch]) -> tuple[list[UpdateReport], list[UpdateReport]]:
-        """Every update of a step: reports of the policy, and of the critic where there is one."""
+    async def _update(
+        self, step: int, batches: Sequence[TokenBatch]
+    ) -> tuple[list[UpdateReport], list[UpdateReport], CannotLearnError | None]:
+        """Every update of a step: reports of the policy, and of the critic where there is one; and why they ended early.
+
+        Raises:
+            CannotLearnError: too many were skipped, before any was made.
+        """
         method, reports, critic_reports = self.stage.method, [], []
-        for _ in range(self.stage.epochs):
-            for batch in batches:
+        try:
+            for batch in [*batches] * self.stage.epochs:
                 if method.critic is not None:
                     report = await update_critic_or_keep(self.context, self.trainer, batch, method.critic, step=step)
                     critic_reports.append(report)
@@ -126,7 +133,11 @@ class _Loop:
                         self.context, self.trainer, batch, method.token_loss, method.token_statistics, step=step
                     )
                     reports.append(report)
-        return reports, critic_reports
+        except CannotLearnError as error:
+            if all(report.is_skipped for report in [*reports, *critic_reports]):
+                raise
+            return reports, critic_reports, error
+        return reports, critic_reports, None
 
     async def _pack(
         self,

@@ -25,6 +25,7 @@ class StepResult:
     weights: str  # checksum of the policy that was published at its end
     problems: Sequence[str]  # why it could not learn, in words; empty when it did
     updates: Sequence[Mapping[str, Any]]  # a row for each of its updates
+    gave_up: CannotLearnError | None  # after some of its updates, that those which were skipped were too many; None where not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,8 @@ async def take_steps(
     """Every step that is not behind the last checkpoint, with its line of metrics, its warnings and its checkpoint.
 
     Raises:
-        CannotLearnError: `give_up_after` steps in a row could not learn (law 11); the state is saved.
+        CannotLearnError: `give_up_after` steps in a row could not learn (law 11), or too many updates in a row were skipped.
+            The state is saved: of this step if it made any update, else of the one before.
     """
     async with checkpoints.open_writer(context, trainer, stage) as writer:
         done = await checkpoints.resume(context, trainer)
@@ -68,9 +70,8 @@ async def take_steps(
             now = stage.at(before)
             try:
                 result = await take(step, now, weights)
-            except CannotLearnError:
-                if trainer.num_updates == before.updates:  # nothing came of this step, so the state is that of the one before
-                    await writer.save_if_missing(step - 1)
+            except CannotLearnError:  # nothing came of this step, so the state is that of the one before
+                await writer.save_if_missing(step - 1)
                 raise
             after = Done(steps=step, updates=trainer.num_updates)
             due_anyway = stage.validation is not None and stage.validation.is_due(step, last=stage.steps)
@@ -81,7 +82,7 @@ async def take_steps(
                 await _follow_schedule(context, stage, trainer, before, after)
             before = after
             weights = result.weights
-            found = await rollouts.validate(trainer, step, now, weights, last=last)
+            found = {} if result.gave_up else await rollouts.validate(trainer, step, now, weights, last=last)
             clock.validated(found)
             num_stuck = num_stuck + 1 if result.problems else 0
             # Before the checkpoint that makes it count.
@@ -94,8 +95,11 @@ async def take_steps(
                 context.warn(f"step {step} cannot learn: {problem}")
             is_hopeless = num_stuck >= stage.give_up_after
             # A step that was made the last is saved: a try that resumes behind it must not find time, or a reason, for another.
-            if is_hopeless or clock.is_spent or over or (step % stage.checkpoint_every == 0 and step < stage.steps):
+            is_due = step % stage.checkpoint_every == 0 and step < stage.steps
+            if result.gave_up or is_hopeless or clock.is_spent or over or is_due:
                 await writer.save(step)
+            if result.gave_up:
+                raise result.gave_up
             if is_hopeless:
                 raise CannotLearnError(
                     f"stages.{context.name}: {num_stuck} steps in a row could not learn; of step {step}:"
