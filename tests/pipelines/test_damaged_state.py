@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from scripted_runs import RECIPE, Watching, make_recipe, run_recipe, untimed
 from strop.errors import CannotLearnError
@@ -85,6 +86,23 @@ def test_an_rl_stage_whose_updates_are_not_finite_stops_with_the_state_of_its_la
     assert checkpoints.latest_step(stage) == 2
     assert len(list(stage.skipped.glob("*.pt"))) == 2
     assert sum("Its batch is in" in warning for warning in progress.warnings) == 2
+
+
+def test_law_9_a_run_goes_on_with_another_number_of_processes_and_says_so(interrupted, tmp_path):
+    stopped, whole, _ = interrupted
+    shutil.copytree(stopped, tmp_path / "run")
+    progress = Watching()
+    recipe = make_recipe(steps=4, trainer={"optimizer": {"lr": 1e-2}, "workers": 2})
+    again = run_recipe(tmp_path / "run", recipe, progress=progress).run
+    assert progress.warnings[0] == (
+        "stages.rl.trainer.workers is 2, and was 0 when the run began: what follows is equal up to rounding."
+    )
+    assert [line["step"] for line in read_lines(again.events) if line["event"] == "resumed" and line["stage"] == "rl"] == [3]
+    mine, theirs = (load_file(run.stage("rl").model / "model.safetensors") for run in (again, whole))
+    began = load_file(whole.stage("sft").model / "model.safetensors")
+    for name, weights in theirs.items():
+        moved = (weights - began[name]).norm()
+        assert (mine[name] - weights).norm() <= 1e-3 * moved, name
 
 
 @pytest.mark.parametrize("method", ["grpo", {"name": "ppo", "kl_coefficient": 0.01}])

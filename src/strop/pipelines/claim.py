@@ -31,6 +31,8 @@ _FREE_KEYS = re.compile(
     r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."
     r"(url|key_env|timeout_s|retries|backoff_s|rate_per_s|max_running|cache|max_wait_s|max_batch))"
 )
+# Divides a trainer otherwise: what follows is equal up to rounding. Two runs that differ here are two, but one may go on so.
+_LAYOUT = re.compile(r"stages\.[^.]+\.trainer\.workers")
 
 
 @contextmanager
@@ -55,7 +57,7 @@ def alone_in(run: RunDirectory) -> Iterator[None]:
 def claim(run: RunDirectory, recipe: Recipe, command: str) -> None:
     """Write the manifest of a new run, or make sure that the one there is of this recipe.
 
-    Keys that change no result may differ from one try to the next.
+    Keys that change no result may differ from one try to the next, and the number of a trainer's processes.
     """
     resolved = recipe.model_dump(mode="json")
     if not run.manifest.exists():
@@ -104,7 +106,7 @@ def check_recipe(run: RunDirectory, resolved: Mapping[str, Any]) -> None:
     Raises:
         RunError: naming the first keys that differ.
     """
-    differing = differences(recorded_recipe(run), resolved)
+    differing = hindrances(recorded_recipe(run), resolved)
     if differing:
         raise RunError(
             f"{run.path} holds a run of another recipe:\n{shown(differing)}\nGive this one a name of its own with --name, make"
@@ -131,6 +133,17 @@ Difference: TypeAlias = tuple[str, Any, Any]
 def differences(there: Any, here: Any) -> list[Difference]:
     """Where two recipes as JSON differ, without the keys that change no result."""
     return [each for each in _all_differences(there, here, "") if not _FREE_KEYS.fullmatch(each[0])]
+
+
+def hindrances(there: Any, here: Any) -> list[Difference]:
+    """Differences for which a run of the one recipe cannot go on as the other."""
+    return [each for each in differences(there, here) if not _LAYOUT.fullmatch(each[0])]
+
+
+def new_layouts(run: RunDirectory, recipe: Recipe) -> list[Difference]:
+    """Where the run goes on with another number of processes than its manifest has."""
+    found = differences(recorded_recipe(run), recipe.model_dump(mode="json"))
+    return [each for each in found if _LAYOUT.fullmatch(each[0])]
 
 
 def without_free_keys(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:

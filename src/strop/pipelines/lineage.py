@@ -26,14 +26,15 @@ _FILES = ("path", "test_path", "prompt")
 def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
     """What each stage stands on, as recipe and data are now.
 
-    A stage that has begun keeps the version of the code that it began with: a newer strop is no reason to make all anew.
+    A stage that has begun keeps the version of the code and the number of processes that it began with: a newer strop, or
+    another machine, is no reason to make all anew.
     """
     resolved = recipe.model_dump(mode="json")
     root = {key: value for key, value in resolved.items() if key not in ("name", "stages")}
     made: dict[str, Lineage] = {}
     for name, stage in recipe.stages.items():
         recorded = recorded_lineage(run, name)
-        tree = resolved["stages"][name]
+        tree = _divided_as(resolved["stages"][name], recorded.get("recipe", {}).get("stages", {}).get(name, {}))
         cleaned: Mapping[str, Any] = without_free_keys({**root, "stages": {name: tree}})
         lineage: Lineage = {
             "recipe": cleaned,
@@ -44,6 +45,13 @@ def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
         content = lineage | {"data": {key: facts["digest"] for key, facts in lineage["data"].items()}}
         made[name] = {"digest": _digest(json.dumps(content, sort_keys=True).encode()), **lineage}
     return made
+
+
+def _divided_as(stage: dict[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
+    """The resolved `stage` with the number of processes with which it was `begun`."""
+    if not stage.get("trainer") or "workers" not in begun.get("trainer", {}):
+        return stage
+    return {**stage, "trainer": {**stage["trainer"], "workers": begun["trainer"]["workers"]}}
 
 
 def recorded_lineage(run: RunDirectory, stage: str) -> Lineage:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import ConfigError, RunError
-from strop.pipelines.claim import claim, differences, reclaim, recorded_recipe, shown
+from strop.pipelines.claim import claim, hindrances, reclaim, recorded_recipe, shown
 from strop.pipelines.graph import Node, standing_on
 from strop.pipelines.lineage import Lineage, lineages, why_stale
 from strop.pipelines.recipe import Recipe
@@ -97,7 +97,7 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
     gone = [name for name in begun if name not in here["stages"]]
     roots = [{key: value for key, value in each.items() if key != "stages"} for each in (there, here)]
     parts = [{"stages": {name: each["stages"][name] for name in others}} for each in (there, here)]
-    if differing := [*differences(*roots), *differences(*parts)]:
+    if differing := [*hindrances(*roots), *hindrances(*parts)]:
         raise RunError(
             f"{run.path} holds a run of another recipe, in more than --from {start} makes anew:\n{shown(differing)}\nGive this"
             " one a name of its own with --name, or make an earlier stage anew."

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from strop.engine.opening import open_engines
-from strop.pipelines.claim import alone_in
+from strop.pipelines.claim import alone_in, new_layouts
 from strop.pipelines.conversations import run_demonstrations_stage
 from strop.pipelines.eval_stage import run_eval_stage
 from strop.pipelines.expert_iteration_stage import run_expert_iteration_stage
@@ -109,6 +109,8 @@ async def train(
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
         for tracker in trackers:
             opened.callback(tracker.close)
+        for key, there, here in new_layouts(run, recipe):
+            progress.warning(f"{key} is {here}, and was {there} when the run began: what follows is equal up to rounding.")
         for name, why in selected.left_stale.items():
             progress.warning(f"{name} is stale: {why}. --from {name} makes it anew.")
         for name in selected.stages:
