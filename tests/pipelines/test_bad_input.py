@@ -115,7 +115,7 @@ def test_nothing_to_resample_from_is_refused_with_the_remedy(mistake, tmp_path):
         in said
     )
     said = mistake("train", TINY, "--set", "stages.rl.method=grpo_roc", "--set", "stages.rl.group_size=1", "--runs", tmp_path)
-    assert "group_size" in said
+    assert f"{TINY}: stages.rl: group_size is 1: " in said.replace("\n", " ")
 
 
 def test_a_loss_without_a_ratio_is_refused_where_a_step_makes_several_updates(mistake, tmp_path):

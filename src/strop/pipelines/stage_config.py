@@ -10,6 +10,7 @@ from strop.algorithms.config import MethodConfig
 from strop.algorithms.policy_loss import Loss
 from strop.algorithms.protocol import Column
 from strop.config import Config
+from strop.errors import ConfigError
 from strop.pipelines.endings import EndRule, problem_with_ending
 from strop.pipelines.graph import Input, Product
 from strop.pipelines.held_out import ValidationConfig
@@ -264,7 +265,10 @@ class RlStage(RolloutStage):
                 f"tasks_per_step is {self.tasks_per_step}, which does not split into updates_per_step ="
                 f" {self.updates_per_step} equal mini-batches. Nearest that do: {self._nearest_that_divide()}."
             )
-        self.method.num_rollouts(self.group_size)
+        try:
+            self.method.num_rollouts(self.group_size)
+        except ConfigError as error:  # of a method by itself, which does not know where it stands
+            raise ValueError(str(error)) from error
         if self.method.loss is Loss.POLICY_GRADIENT and self.updates_per_step * self.epochs > 1:
             raise ValueError(
                 f"method.loss is 'policy_gradient', which is right for one update after sampling, but a step makes"
