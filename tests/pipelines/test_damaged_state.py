@@ -118,7 +118,7 @@ def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_
     assert (counters["num_updates"], counters["num_skipped"]) == (1, 2)
     assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == [1]
     assert [row["update/skipped"] for row in read_lines(run.updates) if row["role"] == "policy"] == [0, 1]
-    with pytest.raises(CannotLearnError, match="3 updates in a row were skipped"):
+    with pytest.raises(CannotLearnError, match=r"^stages\.rl, step 2: 3 updates in a row were skipped"):
         run_recipe(run.path, recipe)
     assert checkpoints.latest_step(run.stage("rl")) == 1  # the second step came to nothing
     assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == [1]
@@ -144,7 +144,7 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_p
     recipe = json.loads(json.dumps(RECIPE))
     recipe["stages"]["sft"] |= {"steps": 12, "trainer": {"optimizer": {"lr": 1e38}}}
     progress = Watching()
-    with pytest.raises(CannotLearnError, match="3 updates in a row were skipped"):
+    with pytest.raises(CannotLearnError, match=r"^stages\.sft, step 4: 3 updates in a row were skipped"):
         run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))), progress=progress)
     stage = RunDirectory(tmp_path / "run").stage("sft")
     lines = [line for line in read_lines(RunDirectory(tmp_path / "run").metrics) if line["stage"] == "sft"]

@@ -29,12 +29,19 @@ async def update_or_keep(
 async def keep_skipped(
     context: StageContext, batch: TokenBatch, update: Coroutine[Any, Any, UpdateReport], *, step: int
 ) -> UpdateReport:
-    """The report of `update`; if it is skipped, its batch is written to skipped/step-K-N.pt, and the user told where."""
+    """The report of `update`; if it is skipped, its batch is written to skipped/step-K-N.pt, and the user told where.
+
+    Raises:
+        CannotLearnError: too many in a row were skipped; it names stage and step.
+    """
     try:
         report = await update
-    except CannotLearnError:
+    except CannotLearnError as error:
         await _keep(context, batch, step, "too many updates in a row were skipped")
-        raise
+        raise CannotLearnError(
+            f"stages.{context.name}, step {step}: {error} Its state is saved: the same command goes on from there, with another"
+            " trainer.max_skipped_updates if need be, and --from makes the stage anew with other settings."
+        ) from error
     if report.is_skipped:
         await _keep(context, batch, step, f"an update was skipped: {report.skip_reason}")
     return report
