@@ -5,14 +5,14 @@ What was never sampled, but written down, is another module's: written.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.pipelines.demonstrations import as_demonstration, play_demonstrations
 from strop.pipelines.recipe import DemonstrationsStage
 from strop.pipelines.stage import StageContext, load_chat, model_of
-from strop.pipelines.stage_data import TASK, TRAJECTORY, as_conversation, kept_path, tokenizer_digest, write_rows
+from strop.pipelines.stage_data import TASK, TRAJECTORY, RowsWriter, as_conversation, kept_path, tokenizer_digest
 from strop.pipelines.written import as_written_demonstration
 from strop.rollout.call_format import make_call_format
 from strop.rollout.chat import ChatFormat
@@ -27,38 +27,36 @@ async def run_demonstrations_stage(context: StageContext, stage: DemonstrationsS
     """Play and write; returns the file of conversations and one sentence about it."""
     chat = load_chat(model_of(context.run, stage.init))
     context.progress.stage_started(context.name, stage.kind, 1, 0)
-    played = await play_demonstrations(context, stage, stage.demonstrator, chat, num=stage.num_demonstrations)
     source = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
     prompt, specs = load_prompt(stage.prompt), [tool.spec for tool in context.tools()]
     facts = {"prompt": stage.prompt, "tokenizer": tokenizer_digest(chat)}
-    rows = []
-    for each in played:
-        task = source.task(each.key.task_index)
-        asked = [{"role": one.role, "content": one.text} for one in prompt.fill(task.question, specs)]
-        rows.append(as_conversation(task, each, question=asked, prefill=prompt.prefill, facts=facts))
-    write_rows(kept_path(context.directory), rows)
-    return kept_path(context.directory), f"{len(rows)} demonstrations"
+    num = 0
+    with RowsWriter(kept_path(context.directory)) as file:
+        async for each in play_demonstrations(context, stage, stage.demonstrator, chat, num=stage.num_demonstrations):
+            task = source.task(each.key.task_index)
+            asked = [{"role": one.role, "content": one.text} for one in prompt.fill(task.question, specs)]
+            file.add(as_conversation(task, each, question=asked, prefill=prompt.prefill, facts=facts))
+            num += 1
+    return kept_path(context.directory), f"{num} demonstrations"
 
 
-def as_demonstrations(rows: Sequence[Mapping[str, Any]], chat: ChatFormat, tools: Sequence[Tool]) -> list[Demonstration]:
-    """Each row with the provenance of its tokens.
+def as_demonstrations(rows: Iterable[Mapping[str, Any]], chat: ChatFormat, tools: Sequence[Tool]) -> Iterator[Demonstration]:
+    """Each row, as it is asked for, with the provenance of its tokens.
 
     Ids are the truth (law 1) for the tokenizer that they are of. A student with another one cannot be trained on them: it
     gets the same words under its own template, each text encoded once, as a demonstrator's are.
     """
     own, specs = tokenizer_digest(chat), [tool.spec for tool in tools]
-    demonstrations = []
     for row in rows:
         if "trajectory" not in row:
             calls = make_call_format(load_prompt(str(row["prompt"])).calls, specs)
-            demonstrations.append(as_written_demonstration(row, chat, calls))
+            yield as_written_demonstration(row, chat, calls)
             continue
         trajectory = TRAJECTORY.validate_python(row["trajectory"])
         if row["tokenizer"] == own:
-            demonstrations.append(as_demonstration(trajectory))
+            yield as_demonstration(trajectory)
         else:
-            demonstrations.append(told_anew(TASK.validate_python(row["task"]), trajectory, str(row["prompt"]), chat, tools))
-    return demonstrations
+            yield told_anew(TASK.validate_python(row["task"]), trajectory, str(row["prompt"]), chat, tools)
 
 
 def told_anew(task: Task, trajectory: Trajectory, prompt_name: str, chat: ChatFormat, tools: Sequence[Tool]) -> Demonstration:

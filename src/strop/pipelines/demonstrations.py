@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-from collections.abc import Sequence
+from array import array
+from collections.abc import AsyncIterator, Iterator
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import TypeAdapter
 
 from strop.errors import TaskError
 from strop.pipelines.recipe import Stage
+from strop.pipelines.row_files import RowFile
 from strop.pipelines.stage import StageContext
+from strop.pipelines.stage_data import RowsWriter
 from strop.rollout.chat import ChatFormat
 from strop.rollout.demonstrate import demonstrate
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
-from strop.runs import read_lines, write_text
 from strop.seeds import derive_seed
 from strop.tasks import make_tasks
 from strop.tasks.demonstrators import DemonstratorConfig
@@ -27,12 +30,23 @@ from strop.types import RolloutKey, Trajectory
 
 _TRAJECTORY = TypeAdapter(Trajectory)
 _AT_ONCE = 32
+_HELD_AT_ONCE = 1024  # played ones, until they are handed on
+
+
+class Demonstrations(Protocol):
+    """Demonstrations by number, from 0: a list of them, or a file."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> Demonstration: ...
 
 
 async def play_demonstrations(
     context: StageContext, stage: Stage, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
-) -> list[Trajectory]:
+) -> AsyncIterator[Trajectory]:
     """The first `num` training tasks that the demonstrator can do, played with the real tools, in the order of the tasks.
+
+    They come as they are done, and no more than `_HELD_AT_ONCE` are in memory.
 
     Raises:
         TaskError: it can do none of them.
@@ -56,25 +70,38 @@ async def play_demonstrations(
             )
 
     limit = num if tasks.num_tasks is None else min(num, tasks.num_tasks)
-    played = await asyncio.gather(*(play(index) for index in range(limit)))
-    done = [each for each in played if isinstance(each, Trajectory)]
-    if not done:
-        raise TaskError(f"stages.{context.name}.demonstrator: it can do none of {limit} tasks; of the first, {played[0]}")
-    if len(done) < num:
-        context.warn(f"{len(done)} demonstrations where {num} were asked for: the others could not be written")
-    return done
+    num_done, first_fault = 0, ""
+    for start in range(0, limit, _HELD_AT_ONCE):
+        for each in await asyncio.gather(*(play(index) for index in range(start, min(limit, start + _HELD_AT_ONCE)))):
+            if isinstance(each, Trajectory):
+                num_done += 1
+                yield each
+            else:
+                first_fault = first_fault or str(each)
+    if not num_done:
+        raise TaskError(f"stages.{context.name}.demonstrator: it can do none of {limit} tasks; of the first, {first_fault}")
+    if num_done < num:
+        context.warn(f"{num_done} demonstrations where {num} were asked for: the others could not be written")
 
 
 async def load_or_play(
     context: StageContext, stage: Stage, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
-) -> list[Demonstration]:
-    """The stage's demonstrations: from its data directory when an earlier try wrote them, else played and written there."""
+) -> Iterator[Demonstration]:
+    """The stage's demonstrations: from its data directory when an earlier try wrote them, else played and written there.
+
+    They are read one at a time.
+    """
     path: Path = context.directory.path / "data" / "demonstrations.jsonl"
     if not path.exists():
-        played = await play_demonstrations(context, stage, demonstrator, chat, num=num)
-        lines = (json.dumps(_TRAJECTORY.dump_python(each, mode="json"), sort_keys=True) for each in played)
-        write_text(path, "".join(line + "\n" for line in lines))
-    return [as_demonstration(_TRAJECTORY.validate_python(line)) for line in read_lines(path)]
+        with RowsWriter(path) as file:
+            async for played in play_demonstrations(context, stage, demonstrator, chat, num=num):
+                file.add(_TRAJECTORY.dump_python(played, mode="json"))
+    return _read(path)
+
+
+def _read(path: Path) -> Iterator[Demonstration]:
+    with RowFile(path) as rows:
+        yield from (as_demonstration(_TRAJECTORY.validate_python(row)) for row in rows)
 
 
 def as_demonstration(trajectory: Trajectory) -> Demonstration:
@@ -91,13 +118,19 @@ def as_demonstration(trajectory: Trajectory) -> Demonstration:
     return Demonstration(segments=tuple(segment for segment in segments if segment.ids))
 
 
-def batch_at(demonstrations: Sequence[Demonstration], step: int, *, batch_size: int, seed: int) -> list[Demonstration]:
+def batch_at(demonstrations: Demonstrations, step: int, *, batch_size: int, seed: int) -> list[Demonstration]:
     """The batch of a step, a pure function of its arguments: each epoch in another order, its remainder left out.
 
     Rows of all lengths are mixed: batches sorted by length would weigh a token of a short batch more than one of a long batch.
     """
     batches_per_epoch = len(demonstrations) // batch_size
     epoch, position = divmod(step, batches_per_epoch)
-    order = list(range(len(demonstrations)))
-    random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
+    order = _order(len(demonstrations), derive_seed(seed, "epoch", epoch))
     return [demonstrations[index] for index in order[position * batch_size : (position + 1) * batch_size]]
+
+
+@lru_cache(maxsize=1)  # of the epoch that goes on: to shuffle 200 000 anew at each step takes longer than a small step
+def _order(num: int, seed: int) -> array[int]:
+    order = array("Q", range(num))
+    random.Random(seed).shuffle(order)
+    return order

@@ -24,8 +24,8 @@ async def run_model_stage(context: StageContext, stage: ModelStage) -> tuple[Pat
     # The tokenizer learns from whole conversations, tool output included; a tokenizer of single bytes is enough to play them.
     single_bytes = ChatFormat(make_tokenizer([], vocab_size=300))
     roomy = stage.model_copy(update={"sampling": stage.sampling.model_copy(update={"max_tokens": 1_000_000})})
-    played = await play_demonstrations(context, roomy, stage.demonstrator, single_bytes, num=sizes.num_texts)
-    texts = [single_bytes.decode(trajectory.ids) for trajectory in played]
+    played = play_demonstrations(context, roomy, stage.demonstrator, single_bytes, num=sizes.num_texts)
+    texts = [single_bytes.decode(trajectory.ids) async for trajectory in played]
     num_parameters = 0
 
     def fill(directory: Path) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from strop.errors import CannotLearnError, TaskError
 from strop.pipelines import checkpoints
 from strop.pipelines.conversations import as_demonstrations
-from strop.pipelines.demonstrations import batch_at, load_or_play
+from strop.pipelines.demonstration_file import DemonstrationFile
+from strop.pipelines.demonstrations import Demonstrations, batch_at, load_or_play
 from strop.pipelines.recipe import SftStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
@@ -25,7 +26,12 @@ from strop.training.sft import Demonstration, pack_demonstrations, sft_token_los
 async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, str]:
     """Train from the last checkpoint to the last step; returns the model directory and one sentence about it."""
     init = model_of(context.run, stage.init)
-    demonstrations = await _demonstrations(context, stage, init)
+    there = await _demonstrations(context, stage, init)
+    with DemonstrationFile(context.directory.path / "data", there) as demonstrations:
+        return await _train(context, stage, init, demonstrations)
+
+
+async def _train(context: StageContext, stage: SftStage, init: Path, demonstrations: Demonstrations) -> tuple[Path, str]:
     if len(demonstrations) < stage.batch_size:
         there, remedy = (
             (f"{', '.join(stage.data)} made {len(demonstrations)} conversations", "let those stages make more")
@@ -44,11 +50,11 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
         return product, f"{stage.steps} updates on {len(demonstrations)} demonstrations, last loss {loss:.3f}"
 
 
-async def _demonstrations(context: StageContext, stage: SftStage, init: Path) -> Sequence[Demonstration]:
+async def _demonstrations(context: StageContext, stage: SftStage, init: Path) -> Iterator[Demonstration]:
     """What the stage imitates: conversations of other stages, or demonstrations played now."""
     chat = load_chat(init)
     if stage.data:
-        rows = [row for name in stage.data for row in rows_of(context.run, name)]
+        rows = (row for name in stage.data for row in rows_of(context.run, name))
         return as_demonstrations(rows, chat, context.tools())
     assert stage.demonstrator is not None  # the config's validator saw to it
     assert stage.num_demonstrations is not None
@@ -59,7 +65,7 @@ async def _imitate(
     context: StageContext,
     stage: SftStage,
     trainer: Trainer,
-    demonstrations: Sequence[Demonstration],
+    demonstrations: Demonstrations,
     validator: FineTuningValidator | None,
 ) -> float:
     """Every step that is not behind the last checkpoint; returns the last loss.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -14,9 +14,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from strop.errors import RunError, TaskError
 from strop.pipelines.recipe import RolloutStage, SampledStage
+from strop.pipelines.row_files import RowFile
 from strop.pipelines.stage import StageContext
 from strop.rollout.chat import ChatFormat
-from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, writing_to
+from strop.runs import RunDirectory, StageDirectory, read_json, writing_to
 from strop.tasks import RowTasks, TaskSource, make_tasks
 from strop.types import Task, Trajectory
 
@@ -72,14 +73,20 @@ class RowsWriter:
             self._temporary.unlink(missing_ok=True)
 
 
-def rows_of(run: RunDirectory, stage: str) -> list[dict[str, Any]]:
-    """The rows that `stage` made. Raises `RunError` when it is not done, or its file is gone."""
+def rows_of(run: RunDirectory, stage: str) -> Iterator[dict[str, Any]]:
+    """The rows that `stage` made, one at a time. Raises `RunError` as `open_rows` does, when the first is asked for."""
+    with open_rows(run, stage) as rows:
+        yield from rows
+
+
+def open_rows(run: RunDirectory, stage: str) -> RowFile:
+    """The rows that `stage` made, by number. Raises `RunError` when it is not done, or its file is gone."""
     path = run.path / str(read_json(run.stage(stage).done)["data"])
     if not path.exists():
         raise RunError(
             f"{path}: missing, though stage {stage!r} is done. Restore it, or run that stage anew with --from {stage}."
         )
-    return read_lines(path)
+    return RowFile(path)
 
 
 def tasks_to_play(context: StageContext, stage: RolloutStage | SampledStage) -> TaskSource:

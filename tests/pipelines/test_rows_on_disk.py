@@ -1,0 +1,169 @@
+"""Rows and demonstrations stay on disk while they are mixed and imitated, and come out as lists of them would."""
+
+import asyncio
+import json
+import random
+import tracemalloc
+from contextlib import closing
+
+import pytest
+
+from scripted_runs import RECIPE, Watching, run_recipe
+from strop.config import validate
+from strop.errors import RunError, TaskError
+from strop.pipelines.demonstration_file import DemonstrationFile
+from strop.pipelines.demonstrations import batch_at
+from strop.pipelines.mix_stage import run_mix_stage
+from strop.pipelines.recipe import Recipe, resolve
+from strop.pipelines.row_files import RowFile
+from strop.pipelines.stage import StageContext
+from strop.runs import LineWriter, read_lines
+from strop.seeds import derive_seed
+from strop.training.sft import Demonstration, Segment
+
+
+def test_rows_are_read_by_number_and_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows = [{"n": 0}, {"text": "я" * 9}, {"n": 2}]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '{"n": 3')
+    with RowFile(path) as file:
+        assert [file[number] for number in (2, 0, 1)] == [rows[2], rows[0], rows[1]]
+        assert list(file) == rows == read_lines(path)
+        for number in (3, -1):
+            with pytest.raises(IndexError):
+                file[number]
+    assert path.write_text("") == len(list(RowFile(path)))
+
+
+def test_a_row_that_is_no_json_is_named_with_its_place(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"n": 0}\n{"n": \n{"n": 2}\n')
+    with RowFile(path) as file, pytest.raises(RunError, match=r"rows\.jsonl:2: not valid JSON"):
+        file[1]
+
+
+def demonstrations(num, *, seed=0):
+    draw = random.Random(seed)
+    for _ in range(num):
+        lengths = [draw.randrange(1, 9) for _ in range(draw.randrange(4))]  # some have nothing in them
+        yield Demonstration(
+            segments=tuple(
+                Segment(ids=tuple(draw.randrange(2**31) for _ in range(length)), is_demonstrator=draw.random() < 0.5)
+                for length in lengths
+            )
+        )
+
+
+def test_demonstrations_come_back_as_they_were_in_any_order_and_leave_no_file(tmp_path):
+    expected = list(demonstrations(50))
+    with DemonstrationFile(tmp_path / "data", iter(expected)) as file:
+        assert len(file) == 50
+        order = random.Random(1).sample(range(50), 50)
+        assert [file[number] for number in order] == [expected[number] for number in order]
+        for step in range(12):  # several epochs
+            of_file, of_list = (batch_at(each, step, batch_size=8, seed=3) for each in (file, expected))
+            assert of_file == of_list
+        with pytest.raises(IndexError):
+            file[50]
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_the_order_of_an_epoch_is_that_of_a_list_that_is_shuffled():
+    numbers = list(range(20))
+    for epoch in range(3):
+        random.Random(derive_seed(5, "epoch", epoch)).shuffle(order := list(range(20)))
+        found = [each for step in range(5) for each in batch_at(numbers, 5 * epoch + step, batch_size=4, seed=5)]
+        assert found == order
+
+
+def test_a_demonstration_that_cannot_be_made_ends_it_all(tmp_path):
+    def broken():
+        yield from demonstrations(3)
+        raise TaskError("row 4 is none")
+
+    with pytest.raises(TaskError, match="row 4"):
+        DemonstrationFile(tmp_path, broken())
+    assert list(tmp_path.iterdir()) == []
+
+
+NUM_ROWS = {"first": 900, "second": 700}
+MIXES = [  # and the rows of each
+    ({}, NUM_ROWS),
+    ({"counts": {"first": 7, "second": 500}}, {"first": 7, "second": 500}),
+    ({"shares": {"first": 0.25, "second": 0.75}, "total": 101}, {"first": 25, "second": 76}),
+]
+
+
+def conversations(path, name, num):
+    row = {"messages": [{"role": "user", "content": name}, {"role": "assistant", "content": "x" * 2000}]}
+    path.write_text("".join(json.dumps(row | {"id": f"{name}-{number}"}) + "\n" for number in range(num)))
+    return {"kind": "conversations", "path": str(path)}
+
+
+@pytest.fixture(scope="module")
+def two_sets(tmp_path_factory):
+    """Two stages of conversations, 3 MB of them."""
+    directory = tmp_path_factory.mktemp("mixing")
+    return {name: conversations(directory / f"{name}.jsonl", name, num) for name, num in NUM_ROWS.items()}
+
+
+def mixing(stages, mix):
+    mixed = {"mixed": {"kind": "mix", "data": list(stages), **mix}}
+    return validate(Recipe, resolve(RECIPE | {"stages": stages | mixed}), place="recipe")
+
+
+@pytest.mark.parametrize(("mix", "counts"), MIXES)
+def test_a_mix_has_the_rows_that_lists_would_give_in_their_order_and_holds_none_of_them(two_sets, tmp_path, mix, counts):
+    recipe = mixing(two_sets, mix)
+    run = run_recipe(tmp_path / "run", recipe, until="second").run
+    with closing(LineWriter(run.events)) as events:
+        context = StageContext(
+            name="mixed",
+            recipe=recipe,
+            run=run,
+            runner=None,
+            toolbox=(),
+            open_engines=None,
+            progress=Watching(),
+            trackers=(),
+            events=events,
+        )
+        tracemalloc.start()
+        path, _ = asyncio.run(run_mix_stage(context, recipe.stages["mixed"]))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert peak < 0.2 * sum((run.stage(name).path / "data" / "kept.jsonl").stat().st_size for name in two_sets)
+    expected = []
+    for name in two_sets:
+        rows = read_lines(run.stage(name).path / "data" / "kept.jsonl")
+        expected += random.Random(context.seed("draw", name)).sample(rows, counts[name])
+    random.Random(context.seed("order")).shuffle(expected)
+    assert read_lines(path) == expected
+
+
+def test_more_rows_than_there_are_cannot_be_mixed(two_sets, tmp_path):
+    with pytest.raises(TaskError, match=r"stages\.mixed: 901 rows of 'first' are asked for, but it made 900\. Lower the count"):
+        run_recipe(tmp_path / "run", mixing(two_sets, {"counts": {"first": 901, "second": 1}}))
+
+
+def test_demonstrations_that_are_played_in_parts_are_those_that_are_played_at_once(monkeypatch, tmp_path):
+    stages = {name: RECIPE["stages"][name] for name in ("base", "sft")}
+    stages["sft"] = stages["sft"] | {"num_demonstrations": 11}
+    played = {"kind": "demonstrations", "init": "base", "num_demonstrations": 11, "demonstrator": {"kind": "arithmetic"}}
+    recipe = validate(Recipe, resolve(RECIPE | {"stages": stages | {"played": played}}), place="recipe")
+    at_once = run_recipe(tmp_path / "at-once", recipe).run
+    monkeypatch.setattr("strop.pipelines.demonstrations._HELD_AT_ONCE", 3)
+    in_parts = run_recipe(tmp_path / "in-parts", recipe).run
+    for name in ("sft/data/demonstrations.jsonl", "played/data/kept.jsonl"):
+        mine, theirs = (without_times(read_lines(run.path / "stages" / name)) for run in (in_parts, at_once))
+        assert mine == theirs
+        assert len(mine) == 11
+    mine, theirs = (run.stage("sft").model / "model.safetensors" for run in (in_parts, at_once))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
+def without_times(value):
+    """What a clock said, taken out of a rollout."""
+    if isinstance(value, dict):
+        return {key: without_times(each) for key, each in value.items() if key != "duration_s"}
+    return [without_times(each) for each in value] if isinstance(value, list) else value
