@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripted_runs import RECIPE
+from scripted_runs import RECIPE, run_recipe
 from strop import cli
 from strop.errors import UserError
 from strop.pipelines.machine import check_machine
@@ -140,6 +140,62 @@ def test_only_stages_that_will_run_need_their_device(no_devices):
 def test_engines_with_devices_of_their_own_are_not_judged_by_what_the_trainer_may_see(no_devices, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_machine(scripted(engine={"devices": [3]}))
+
+
+def judged_by(path, *, kind="embedded", **stages):
+    """The scripted recipe, whose stages are judged by a reward model in `path`."""
+    served = {"url": "http://127.0.0.1:9", "model": "helpful"} if kind == "vllm" else {}
+    part = {"kind": "scorer", "scorer": {"kind": kind, "path": str(path), **served}}
+    tree = RECIPE | {"reward": {"kind": "sum", "parts": {"accuracy": {"kind": "math"}, "helpful": part}}}
+    return Recipe.model_validate_json(json.dumps(resolve(tree | {"stages": RECIPE["stages"] | stages})))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A language model, and a reward model on its decoder."""
+    directory = tmp_path_factory.mktemp("models")
+    pairs = directory / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps({"prompt": f"{n}?", "chosen": "a b", "rejected": "b"}) + "\n" for n in range(20)))
+    stages = {
+        "base": RECIPE["stages"]["base"],
+        "helpful": {"kind": "reward_model", "init": "base", "path": str(pairs), "batch_size": 9},
+    }
+    made = run_recipe(directory / "run", Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages}))))
+    return made.run.stage("base").model, made.run.stage("helpful").model
+
+
+def test_a_reward_model_that_is_not_there_is_named_with_its_key_before_anything_runs(tmp_path, models):
+    language_model, _ = models
+    faults = {
+        tmp_path / "none": "no model here: config.json is missing. Name a directory that transformers can load.",
+        language_model: "no reward model but a language model: it has no head of one number.",
+    }
+    for path, fault in faults.items():
+        for look in (check_machine, plan):
+            with pytest.raises(UserError) as told:
+                look(judged_by(path))
+            assert str(told.value).startswith(f"stages.before.reward.parts.helpful.scorer.path: {path}: {fault}")
+    with pytest.raises(UserError, match=r"scorer\.path: .*none: no tokenizer that transformers can load"):
+        check_machine(judged_by(tmp_path / "none", kind="vllm"))
+
+
+def test_a_reward_model_that_is_there_passes_and_stages_that_judge_nothing_need_none(tmp_path, models):
+    language_model, reward_model = models
+    check_machine(judged_by(reward_model))
+    check_machine(judged_by(language_model, kind="vllm"))  # of which the tokenizer alone is read here
+    missing = judged_by(tmp_path / "none")
+    check_machine(missing, done=["before", "rl", "after"])
+    validated = judged_by(
+        tmp_path / "none", sft=RECIPE["stages"]["sft"] | {"validation": {"every_steps": 1, "num_tasks": 1, "k": 1}}
+    )
+    with pytest.raises(UserError, match=r"stages\.sft\.reward\.parts\.helpful\.scorer\.path"):
+        check_machine(validated, done=["before", "rl", "after"])
+
+
+def test_a_run_whose_reward_model_is_missing_ends_before_its_directory_is_made(tmp_path):
+    with pytest.raises(UserError, match=r"scorer\.path"):
+        run_recipe(tmp_path / "run", judged_by(tmp_path / "none"))
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])

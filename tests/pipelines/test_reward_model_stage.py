@@ -155,6 +155,20 @@ def test_long_pairs_are_left_out_and_told(tmp_path):
     assert read_json(made.run.stage("helpful").path / "quality.json")["num_left_out"] == 1
 
 
+def test_a_response_that_never_ends_the_thought_that_its_prompt_began_is_left_out_and_not_taken_for_a_summary(tmp_path):
+    path = write_pairs(tmp_path / "pairs.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        row["chosen"], row["rejected"] = (f"so be it</think>{row[name]}" for name in ("chosen", "rejected"))
+    rows[3]["rejected"] = "and on and on"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    left_out = {}
+    for is_prefilled in (False, True):
+        made = run_recipe(tmp_path / f"run-{is_prefilled}", recipe(path, epochs=1, is_prefilled=is_prefilled))
+        left_out[is_prefilled] = read_json(made.run.stage("helpful").path / "quality.json")["num_left_out"]
+    assert left_out == {False: 0, True: 1}
+
+
 def test_a_file_of_which_nothing_is_left_is_named(tmp_path):
     with pytest.raises(TaskError, match=r"stages\.helpful: 0 preferences are left"):
         run_recipe(tmp_path / "run", recipe(write_pairs(tmp_path / "pairs.jsonl"), max_length=2))

@@ -93,6 +93,11 @@ def test_the_summary_stands_behind_the_last_thought(text, summary):
     assert final_summary(text) == summary
 
 
+@pytest.mark.parametrize(("text", "summary"), [("so and so", None), ("a</think>b", "b"), ("a</think>b<think>c", None)])
+def test_a_response_to_a_prompt_that_begins_a_thought_has_a_summary_only_behind_its_end(text, summary):
+    assert final_summary(text, is_prefilled=True) == summary
+
+
 @pytest.mark.parametrize(
     ("texts", "is_asked"),
     [

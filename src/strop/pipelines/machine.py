@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
 
 import torch
 
 from strop.engine.config import EngineConfig
 from strop.engine.servers.remedies import check_interpreter
-from strop.errors import UserError
-from strop.pipelines.recipe import PlayedStage, Recipe, RewardModelStage, SftStage, SteppedStage
+from strop.errors import ModelError, UserError
+from strop.pipelines.recipe import PlayedStage, Recipe, RewardModelStage, SftStage, StageConfig, SteppedStage
+from strop.rewards.scorers.config import EmbeddedScorerConfig, VllmScorerConfig
+from strop.rewards.scorers.reward_model import ExchangeFormat, check_reward_model
+from strop.rewards.sum_config import ScorerPart, SumRewardConfig
 from strop.training.config import TrainerConfig
 
 
@@ -18,7 +22,7 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = ()) -> None:
     """Look for what the stages of `recipe` will open, those that are `done` left aside.
 
     Raises:
-        UserError: `engine.python` cannot be run here, or a CUDA device is not there, and a stage will need it.
+        UserError: `engine.python` cannot be run here, a CUDA device or a reward model is not there, and a stage will need it.
     """
     stages = {name: stage for name, stage in recipe.stages.items() if name not in done}
     if any(isinstance(stage, PlayedStage) for stage in stages.values()):
@@ -29,6 +33,33 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = ()) -> None:
     for name, stage in stages.items():
         if isinstance(stage, SftStage | SteppedStage | RewardModelStage):
             _check_trainer_device(stage.trainer, f"stages.{name}.trainer")
+    _check_scorers({f"stages.{name}.{key}": config for name, stage in stages.items() for key, config in _scorers_of(stage)})
+
+
+def _scorers_of(stage: StageConfig) -> Iterator[tuple[str, EmbeddedScorerConfig | VllmScorerConfig]]:
+    """The scorers with a directory that judge rollouts of the stage, by key."""
+    is_judged = isinstance(stage, PlayedStage) or (isinstance(stage, SftStage) and stage.validation is not None)
+    if not is_judged or not isinstance(stage.reward, SumRewardConfig):
+        return
+    for name, part in stage.reward.parts.items():
+        scorer = part.scorer if isinstance(part, ScorerPart) else None
+        if isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) and scorer.path is not None:
+            yield f"reward.parts.{name}.scorer.path", scorer
+
+
+def _check_scorers(scorers: Mapping[str, EmbeddedScorerConfig | VllmScorerConfig]) -> None:
+    """Each directory is looked at once: a shared reward names it in every stage."""
+    found: set[tuple[str, str | None]] = set()
+    for key, config in scorers.items():
+        if config.path is None or (config.kind, config.path) in found:
+            continue
+        found.add((config.kind, config.path))
+        try:
+            if isinstance(config, EmbeddedScorerConfig):
+                check_reward_model(Path(config.path))
+            ExchangeFormat(Path(config.path))
+        except ModelError as error:
+            raise UserError(f"{key}: {error}") from error
 
 
 def _check_engine_devices(config: EngineConfig) -> None:

@@ -21,6 +21,7 @@ class RewardModelStage(Stage):
     test_share: float = Field(default=0.1, gt=0, lt=1)  # of the prompts of `path`, where there is no test_path
     judged_on: Literal["summary", "response"] = "summary"  # DeepSeek-R1: helpful the summary, safety the response
     think_tag: str = Field(default="think", pattern=r"^\w+$")
+    is_prefilled: bool = False  # the prompts had the opening tag, so a response without a closing one is all thought
     max_length: int = Field(default=8192, ge=2)  # tokens of question and response; longer ones are left out, and counted
     epochs: int = Field(default=1, ge=1)
     batch_size: int = Field(default=256, ge=1)  # pairs, or single responses, of one update

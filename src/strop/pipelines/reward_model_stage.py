@@ -109,7 +109,12 @@ def _read(context: StageContext, stage: RewardModelStage, exchanges: ExchangeFor
         if type(train[0]) is not type(test[0]):
             raise TaskError(f"{stage.test_path}: not of the form of {stage.path}: one has pairs, the other single responses.")
     read = partial(
-        as_rows, exchanges=exchanges, judged_on=stage.judged_on, think_tag=stage.think_tag, max_length=stage.max_length
+        as_rows,
+        exchanges=exchanges,
+        judged_on=stage.judged_on,
+        think_tag=stage.think_tag,
+        is_prefilled=stage.is_prefilled,
+        max_length=stage.max_length,
     )
     kept = [read(train), read(test)]
     fit = [[rows for rows in each if rows is not None] for each in kept]

@@ -22,9 +22,14 @@ def written(trajectory: Trajectory) -> str:
     return "".join(turn.completion_text for turn in trajectory.turns)
 
 
-def final_summary(text: str, *, think_tag: str = "think") -> str | None:
-    """What is said behind the last thought; all of it where nothing was thought; None where a thought does not end."""
+def final_summary(text: str, *, think_tag: str = "think", is_prefilled: bool = False) -> str | None:
+    """What is said behind the last thought; all of it where nothing was thought; None where a thought does not end.
+
+    Args:
+        is_prefilled: the prompt began a thought, its opening tag is not in `text`.
+    """
     opening, closing = f"<{think_tag}>", f"</{think_tag}>"
+    text = opening + text if is_prefilled else text
     behind = text.rpartition(closing)[2]
     return None if opening in behind else behind.strip() or None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -75,18 +76,29 @@ def read_preferences(path: Path) -> list[Preference]:
 
 
 def as_rows(
-    preferences: Sequence[Preference], exchanges: ExchangeFormat, *, judged_on: JudgedOn, think_tag: str, max_length: int
+    preferences: Sequence[Preference],
+    exchanges: ExchangeFormat,
+    *,
+    judged_on: JudgedOn,
+    think_tag: str,
+    is_prefilled: bool = False,
+    max_length: int,
 ) -> list[PreferenceRows | None]:
-    """Each as ids; None for one with a response of more than `max_length` tokens, or without the summary to be judged on."""
-    return [_rows(each, exchanges, judged_on, think_tag, max_length) for each in preferences]
+    """Each as ids; None for one with a response of more than `max_length` tokens, or without the summary to be judged on.
+
+    Args:
+        is_prefilled: every prompt began a thought, so a response that never ends it has no summary.
+    """
+    summary = partial(final_summary, think_tag=think_tag, is_prefilled=is_prefilled) if judged_on == "summary" else None
+    return [_rows(each, exchanges, summary, max_length) for each in preferences]
 
 
 def _rows(
-    preference: Preference, exchanges: ExchangeFormat, judged_on: JudgedOn, think_tag: str, max_length: int
+    preference: Preference, exchanges: ExchangeFormat, summary: Callable[[str], str | None] | None, max_length: int
 ) -> PreferenceRows | None:
     rows = []
     for response in preference.responses:
-        judged = final_summary(response, think_tag=think_tag) if judged_on == "summary" else response
+        judged = response if summary is None else summary(response)
         if judged is None:
             return None
         rows.append(exchanges.ids(Exchange(prompt=preference.prompt, response=judged)))

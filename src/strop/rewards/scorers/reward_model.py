@@ -54,15 +54,21 @@ class ExchangeFormat:
 
 def load_reward_model(directory: Path) -> PreTrainedModel:
     """The reward model in `directory`, in float32. Raises `ModelError` when there is none."""
+    check_reward_model(directory)
     model = _load(directory)
-    if not (directory / "config.json").read_text(encoding="utf-8").count("ForSequenceClassification"):
+    if model.config.num_labels != 1:
+        raise ModelError(f"{directory}: a classifier of {model.config.num_labels} labels; a reward model has one.")
+    return model
+
+
+def check_reward_model(directory: Path) -> None:
+    """Look whether there is one, without its weights. Raises `ModelError` when there is nothing, or a language model."""
+    _check_model(directory)
+    if "ForSequenceClassification" not in (directory / "config.json").read_text(encoding="utf-8"):
         raise ModelError(
             f"{directory}: no reward model but a language model: it has no head of one number. A stage of kind 'reward_model'"
             " makes one."
         )
-    if model.config.num_labels != 1:
-        raise ModelError(f"{directory}: a classifier of {model.config.num_labels} labels; a reward model has one.")
-    return model
 
 
 def begin_reward_model(directory: Path, *, pad_id: int) -> PreTrainedModel:
@@ -120,9 +126,13 @@ def score_rows(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, max_tok
     return scores
 
 
-def _load(directory: Path) -> PreTrainedModel:
+def _check_model(directory: Path) -> None:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
+
+
+def _load(directory: Path) -> PreTrainedModel:
+    _check_model(directory)
     try:
         with _quiet():  # the head of a language model is left away, and one of ours is new
             model = AutoModelForSequenceClassification.from_pretrained(
