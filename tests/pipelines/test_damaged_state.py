@@ -88,6 +88,7 @@ def test_an_rl_stage_whose_updates_are_not_finite_stops_with_the_state_of_its_la
     assert sum("Its batch is in" in warning for warning in progress.warnings) == 2
 
 
+@pytest.mark.slow
 def test_law_9_a_run_goes_on_with_another_number_of_processes_and_says_so(interrupted, tmp_path):
     stopped, whole, _ = interrupted
     shutil.copytree(stopped, tmp_path / "run")
