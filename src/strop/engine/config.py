@@ -42,6 +42,11 @@ class AnyEngine(Config):
     def num_engines(self) -> int:
         return self.replicas
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether it computes in another process than whoever opens it."""
+        return True
+
     def only(self, place: int) -> Self:
         """Of the engine at `place` alone, counted from 0, as it is among the others."""
         width = len(self.devices) // self.num_engines
@@ -58,6 +63,11 @@ class EngineConfig(AnyEngine):
     decode: Literal["auto", "eager", "static"] = "auto"  # static: in few sizes, as CUDA graphs on a GPU; auto: static on CUDA
     cached_prompts: NonNegativeInt = 2  # opening prompts whose KV is kept, so that a group's prompt is computed once
     own_process: bool = False  # so that its end is not ours; always so with several replicas, which also share out the cores
+
+    @property
+    def is_apart(self) -> bool:
+        first = self.only(0)
+        return first.own_process or bool(first.devices)
 
     def only(self, place: int) -> Self:
         one = super().only(place)

@@ -59,7 +59,8 @@ class _Loop:
     async def step(self, step: int, stage: ExpertIterationStage, weights: str) -> StepResult:
         """One step of `stage`, as its schedule has it now, from the policy with checksum `weights`."""
         clock = Clock()
-        groups, played = await self.rollouts.play(step, stage, weights)
+        played = await self.rollouts.play(step, stage, weights)
+        groups = played.groups
         rollout_s = clock.lap()
         verdict, drops_repeats = verdict_of(stage.reward), stage.drop_repeats
         selections = [
@@ -74,7 +75,7 @@ class _Loop:
         figures = (
             rollout_metrics(groups, verdict)
             | entropy_metrics(groups)
-            | played.as_metrics()
+            | dict(played.figures)
             | tool_call_metrics(groups)
             | selection_metrics(selections)
             | _kept_metrics(selections)

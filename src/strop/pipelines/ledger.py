@@ -7,8 +7,8 @@ every finished rollout. A rollout is reused only if it was sampled from the very
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from strop.rollout.environment import ToolObserver
 from strop.runs import LineWriter, read_lines
 from strop.tools.protocol import ToolResult
-from strop.types import RolloutKey, ScoredTrajectory, Task, ToolOutcome
+from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
 
 _SCORED = TypeAdapter(ScoredTrajectory)
 _WALL_CLOCK = (ToolOutcome.TIMEOUT, ToolOutcome.KILLED)
@@ -31,12 +31,46 @@ def read_rollouts(path: Path, *, weights: str | None = None) -> list[ScoredTraje
     ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedGroup:
+    """A group of a step that was played to its end, as each rollout was judged by itself."""
+
+    task_index: int
+    trajectories: tuple[ScoredTrajectory, ...]
+    num_void: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedStep:
+    """A step that was played to its end."""
+
+    groups: tuple[ClosedGroup, ...]
+    figures: Mapping[str, float]
+    time_s: float
+
+
+def read_closed(rollouts: Path) -> ClosedStep | None:
+    """How the step of that rollouts file ended when it was last played; None where it did not, or a rollout is missing."""
+    closed = next((line for line in reversed(read_lines(_ledger_of(rollouts))) if line["event"] == "closed"), None)
+    if closed is None:
+        return None
+    finished = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=closed["weights"])}
+    groups = []
+    for group in closed["groups"]:
+        keys = [RolloutKey(**key) for key in group["keys"]]
+        if any(key not in finished for key in keys):
+            return None
+        trajectories = tuple(finished[key] for key in keys)
+        groups.append(ClosedGroup(task_index=group["task_index"], trajectories=trajectories, num_void=group["num_void"]))
+    return ClosedStep(groups=tuple(groups), figures=closed["figures"], time_s=closed["time_s"])
+
+
 class StepLedger:
     """The two files of one step, open for appending. Implements `PlayObserver` and `ToolObserverFactory`."""
 
     def __init__(self, rollouts: Path, *, weights: str, policy_version: int) -> None:
         """`weights` is the checksum of the policy that this step samples from."""
-        path = rollouts.with_suffix(".ledger.jsonl")
+        path = _ledger_of(rollouts)
         self.finished_before = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=weights)}
         self._recorded = _wall_clock_results(path)
         self._lines = LineWriter(path)
@@ -55,6 +89,20 @@ class StepLedger:
 
     def voided(self, key: RolloutKey, *, reason: str) -> None:
         self._lines.append({"event": "voided", "key": asdict(key), "reason": reason})
+
+    def closed(self, groups: Sequence[Group], *, figures: Mapping[str, float], time_s: float) -> None:
+        """The step is played to its end: which rollouts each group has, and what playing them was like."""
+        members = [
+            {
+                "task_index": group.task_index,
+                "num_void": group.num_void,
+                "keys": [asdict(scored.trajectory.key) for scored in group.trajectories],
+            }
+            for group in groups
+        ]
+        self._lines.append(
+            {"event": "closed", "weights": self._weights, "groups": members, "figures": dict(figures), "time_s": time_s}
+        )
 
     def __call__(self, task: Task, *, seed: int) -> ToolObserver:
         return _RolloutTools(self._lines, self._recorded, seed)
@@ -88,6 +136,10 @@ class _RolloutTools:
 
 
 _CallKey = tuple[int, int, int, str]
+
+
+def _ledger_of(rollouts: Path) -> Path:
+    return rollouts.with_suffix(".ledger.jsonl")
 
 
 def _identify(name: str, arguments: Mapping[str, object]) -> str:

@@ -140,6 +140,8 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             trained = kept * responses * stage.epochs
             flops = size.num_parameters * (2 * tokens / _DECODE_SHARE + 8 * trained / _TRAIN_SHARE)
             memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size)
+            if stage.max_staleness:  # a copy of what was published
+                memory += size.num_parameters * engine_width / _MIB
             if stage.method.critic is not None:  # as large as the policy, and trained as much
                 flops += 8 * size.num_parameters * trained / _TRAIN_SHARE
                 memory += 4 * weights_mib
@@ -149,6 +151,7 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
                 f" {stage.method.name} keeps {stage.group_size} a task = {kept}; {updates} updates a step of"
                 f" {kept // stage.updates_per_step} rollouts = {stage.num_updates} updates"
             )
+            arithmetic += "; each step's rollouts are played while the step before is trained on" if stage.max_staleness else ""
         case ExpertIterationStage():
             rollouts = stage.tasks_per_step * stage.group_size
             updates = stage.epochs * -(-rollouts // stage.batch_size)

@@ -136,6 +136,17 @@ class Recipe(Config):
         return self
 
     @model_validator(mode="after")
+    def _can_play_ahead(self) -> Self:
+        for name, stage in self.stages.items():
+            if isinstance(stage, RlStage) and stage.max_staleness and not self.engine.is_apart:
+                raise ValueError(
+                    f"stages.{name}.max_staleness is {stage.max_staleness}, but the engine computes in the trainer's own"
+                    " process, where they would only take turns. Set engine.own_process = true, use several replicas or a"
+                    " server (engine.kind), or set max_staleness = 0."
+                )
+        return self
+
+    @model_validator(mode="after")
     def _fits_the_engine(self) -> Self:
         for name, stage in self.stages.items():
             is_played = isinstance(stage, PlayedStage) or (isinstance(stage, TrainingStage) and stage.validation is not None)
@@ -159,7 +170,8 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     A stage's key beats the shared one; a table that changes its `kind` replaces the shared table whole. A table of `tools`
     that is called as a kind of tool is of that kind. RL on what a server engine sampled corrects for its probabilities, unless
-    the method says otherwise: a server computes with kernels of its own, and the gap is no mere rounding.
+    the method says otherwise: a server computes with kernels of its own, and the gap is no mere rounding. So does RL on what
+    older weights sampled.
     """
     shared = {key: tree[key] for key in SHARED_TABLES if key in tree}
     resolved = {key: value for key, value in tree.items() if key not in shared}
@@ -169,12 +181,20 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
             name: _merge(shared, stage) if isinstance(stage, Mapping) else stage for name, stage in stages.items()
         }
     engine = resolved.get("engine")
-    if isinstance(engine, Mapping) and engine.get("kind") in SERVERS and isinstance(resolved.get("stages"), Mapping):
-        resolved["stages"] = {name: _with_correction(stage) for name, stage in resolved["stages"].items()}
+    is_server = isinstance(engine, Mapping) and engine.get("kind") in SERVERS
+    if isinstance(resolved.get("stages"), Mapping):
+        resolved["stages"] = {
+            name: _with_correction(stage) if is_server or _is_played_ahead(stage) else stage
+            for name, stage in resolved["stages"].items()
+        }
     tools = resolved.get("tools")
     if isinstance(tools, Mapping):
         resolved["tools"] = {name: _with_kind(name, table) for name, table in tools.items()}
     return resolved
+
+
+def _is_played_ahead(stage: Any) -> bool:
+    return isinstance(stage, Mapping) and bool(stage.get("max_staleness"))
 
 
 def _with_correction(stage: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reinforcement learning: roll out, select, update, publish, write down; one step after the other.
+"""Reinforcement learning: roll out, select, update, publish, write down; one step after the other, or the next roll out beside.
 
 tasks -> play -> scored groups -> select -> advantages + pack -> updates -> publish -> run log
 """
@@ -17,6 +17,7 @@ from strop.algorithms.protocol import Column, Selection
 from strop.errors import CannotLearnError
 from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
+from strop.pipelines.ahead import Ahead, staleness_metrics
 from strop.pipelines.critic import critic_metrics, critic_rows, judge, update_critic_or_keep
 from strop.pipelines.recipe import RlStage
 from strop.pipelines.skipped import update_or_keep
@@ -53,7 +54,9 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         )
         opened.push_async_callback(trainer.close)
         rollouts = await opened.enter_async_context(open_rollouts(context, stage, init))
-        taken = await take_steps(context, stage, trainer, rollouts, _Loop(context, stage, trainer, rollouts).step)
+        loop = _Loop(context, stage, trainer, rollouts)
+        opened.push_async_callback(loop.ahead.close)
+        taken = await take_steps(context, stage, trainer, rollouts, loop.step)
         product = await write_product(context, trainer, stage)
         return product, f"{taken.steps} steps of {stage.method.name}, {trainer.num_updates} updates{taken.note}"
 
@@ -63,14 +66,15 @@ class _Loop:
 
     def __init__(self, context: StageContext, stage: RlStage, trainer: Trainer, rollouts: StepRollouts) -> None:
         self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
+        self.ahead = Ahead(context, stage, rollouts, is_used=lambda step, group: bool(self._select(step, group).kept))
 
     async def step(self, step: int, stage: RlStage, weights: str) -> StepResult:
         """One step of `stage`, as its schedule has it now, from the policy with checksum `weights`."""
         method, clock = stage.method, Clock()
-        groups, played = await self.rollouts.play(
-            step, stage, weights, refill_rounds=method.refill_rounds, is_used=lambda group: bool(self._select(step, group).kept)
-        )
-        rollout_s = clock.lap()
+        played = await self.ahead.take(step, stage, weights)
+        groups, staleness = played.groups, staleness_metrics(played.groups, step) if stage.max_staleness else {}
+        self.ahead.begin(step + 1, weights)
+        clock.lap()
         selections = [self._select(step, group) for group in groups]
         advantages = method.advantages(selections)  # of the whole step: a mini-batch is no baseline
         parts = split_by_group(selections, stage.updates_per_step)
@@ -80,11 +84,14 @@ class _Loop:
         score_s = clock.lap()
         reports, critic_reports, gave_up = await self._update(step, batches)
         update_s = clock.lap()
+        await self.ahead.settle()
+        ahead_wait_s = clock.lap()
         write_selection(self.context, step, selections, advantages)
         weights = await self.rollouts.publish(self.trainer, version=step)
         figures = (
             rollout_metrics(groups, verdict_of(stage.reward))
-            | played.as_metrics()
+            | dict(played.figures)
+            | staleness
             | tool_call_metrics(groups)
             | selection_metrics(selections)
             | ({"groups/refilled": float(len(groups) - stage.tasks_per_step)} if method.refill_rounds else {})
@@ -92,12 +99,13 @@ class _Loop:
             | update_metrics(reports)
             | cost_metrics(reports)
             | critic_metrics(batches, critic_reports)
-            | _gap_metrics(batches, reports)
+            | ({} if staleness.get("rollout/staleness_max") else _gap_metrics(batches, reports))
             | {
-                "rollout/tokens_per_s": num_sampled_tokens(groups) / rollout_s,
-                "time/rollout_s": rollout_s,
+                "rollout/tokens_per_s": num_sampled_tokens(groups) / played.time_s,
+                "time/rollout_s": played.time_s,
                 "time/score_s": score_s,
                 "time/update_s": update_s,
+                **({"time/ahead_wait_s": ahead_wait_s} if stage.max_staleness else {}),
                 "time/publish_s": clock.lap(),
                 "time/step_s": clock.total,
             }
@@ -173,7 +181,10 @@ class _Loop:
 
 
 def _gap_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport]) -> dict[str, float]:
-    """|log-prob of the sampler - log-prob of the trainer's full forward| of the same weights, in nats (law 5)."""
+    """|log-prob of the sampler - log-prob of the trainer's full forward| of the same weights, in nats (law 5).
+
+    It has no meaning where rollouts are of older weights.
+    """
     gaps = [
         (batch.columns[Column.OLD_LOGPROBS] - batch.sampled_logprobs)[batch.loss_mask].abs()
         for batch in batches

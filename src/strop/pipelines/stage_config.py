@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from strop.algorithms.config import MethodConfig
+from strop.algorithms.mismatch import Mismatch
 from strop.algorithms.policy_loss import Loss
 from strop.algorithms.protocol import Column
 from strop.config import Config
@@ -256,6 +257,7 @@ class RlStage(RolloutStage):
     kind: Literal["rl"]
     method: MethodConfig
     updates_per_step: int = Field(default=1, ge=1)  # mini-batches, split by task
+    max_staleness: int = Field(default=0, ge=0)  # publications that rollouts may be behind; 1: step k + 1 rolls while k trains
     branching: BranchingConfig | None = None  # ARPO: some of a task's rollouts begin at the prompt, the others branch off them
 
     @model_validator(mode="after")
@@ -289,6 +291,29 @@ class RlStage(RolloutStage):
         multiples = [tasks // updates * updates, (tasks // updates + 1) * updates]
         updates_to_set, tasks_to_set = (" or ".join(str(each) for each in pair if each) for pair in (around, multiples))
         return f"updates_per_step = {updates_to_set}, or tasks_per_step = {tasks_to_set}"
+
+    @model_validator(mode="after")
+    def _can_be_played_ahead(self) -> Self:
+        if not self.max_staleness:
+            return self
+        if self.max_staleness > 1:
+            raise ValueError(
+                f"max_staleness is {self.max_staleness}, but one step at most is played ahead of the one that is trained on, so"
+                " that rollouts are one publication behind. Set max_staleness = 1."
+            )
+        if self.method.mismatch is Mismatch.OFF:
+            raise ValueError(
+                "max_staleness is 1, so rollouts are sampled from older weights than they train, but method.mismatch is 'off':"
+                " nothing would correct for that. Leave method.mismatch out (it is then 'truncate_token'), or set"
+                " max_staleness = 0."
+            )
+        for number, entry in enumerate(self.schedule, start=1):
+            if entry.at_update is not None and entry.switches:
+                raise ValueError(
+                    f"schedule entry {number} ({entry.when}, {entry.what}) hangs on how many updates were made, which is not"
+                    " known yet when a step is played ahead (max_staleness is 1). Say at_step, or set max_staleness = 0."
+                )
+        return self
 
     @model_validator(mode="after")
     def _branches_within_its_rollouts(self) -> Self:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from strop.algorithms.protocol import Selection
 from strop.pipelines.engines import open_fleet, write_timeline
-from strop.pipelines.ledger import StepLedger
-from strop.pipelines.recipe import SteppedStage
+from strop.pipelines.held_weights import HeldWeights
+from strop.pipelines.ledger import StepLedger, read_closed
+from strop.pipelines.recipe import RlStage, SteppedStage
 from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, branching_of, load_chat, make_player
 from strop.pipelines.stage_data import tasks_to_play
@@ -30,6 +32,15 @@ from strop.runs import write_json
 from strop.tasks.protocol import TaskSource
 from strop.training.protocol import Trainer
 from strop.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedStep:
+    """The rollouts of a step, and what playing them was like."""
+
+    groups: Sequence[Group]  # in canonical order
+    figures: Mapping[str, float]  # metrics of what the engines did
+    time_s: float
 
 
 class StepRollouts:
@@ -52,12 +63,16 @@ class StepRollouts:
 
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
+        stage = self._stage
+        if isinstance(stage, RlStage) and stage.max_staleness:
+            return await self._fleet.publish(HeldWeights(trainer, version=version), version=version)
         return await self._fleet.publish(partial(trainer.publish, version=version), version=version)
 
     async def validate(self, trainer: Trainer, step: int, stage: SteppedStage, weights: str, *, last: int) -> dict[str, float]:
         """As `Validator.validate`, of the policy that was published last; {} where the stage has no validation."""
         if self._validator is None:
             return {}
+        await self._judge_by(stage.reward)  # a step that was played ahead may be judged otherwise
         return await self._validator.validate(trainer, step, stage, self._reward, weights=weights, last=last)
 
     async def _judge_by(self, config: AnyRewardConfig) -> None:
@@ -77,8 +92,9 @@ class StepRollouts:
         *,
         refill_rounds: int = 0,
         is_used: Callable[[Group], bool] = lambda group: True,
-    ) -> tuple[list[Group], BatchReport]:
-        """The step's groups in canonical order, sampled from the policy with checksum `weights`, and what the engines did.
+        is_recorded: bool = False,
+    ) -> PlayedStep:
+        """The step's rollouts, sampled from the policy with checksum `weights`.
 
         `stage` is as its schedule has it now; what tasks there are does not change.
 
@@ -88,8 +104,9 @@ class StepRollouts:
             refill_rounds: how often, at most, further tasks are played in place of groups that are not used: dynamic sampling,
                 DAPO (arXiv:2503.14476) section 3.2. The report of the engines is of the first round.
             is_used: whether anything is learnt from a group.
+            is_recorded: whether it is written down how the step ended, so that `read` finds it.
         """
-        context = self._context
+        context, started = self._context, time.perf_counter()
         await self._judge_by(stage.reward)
         first = (step - 1) * stage.tasks_per_step
         refills = self._refills(step, refill_rounds)
@@ -114,8 +131,35 @@ class StepRollouts:
                 reports.append(self._fleet.last_batch)
                 num_missing = stage.tasks_per_step - sum(map(is_used, groups))
                 indices = list(islice(refills, num_missing)) if len(reports) <= refill_rounds else []
+            groups.sort(key=lambda group: group.task_index)
+            played = PlayedStep(groups=groups, figures=reports[0].as_metrics(), time_s=time.perf_counter() - started)
+            if is_recorded:
+                ledger.closed(groups, figures=played.figures, time_s=played.time_s)
         write_timeline(context, step, reports[0])
-        return sorted(groups, key=lambda group: group.task_index), reports[0]
+        return played
+
+    async def read(self, step: int, stage: SteppedStage) -> PlayedStep | None:
+        """A step that was played and recorded before; None where any of it is not on disk.
+
+        `stage` is as its schedule has it for that step.
+        """
+        closed = read_closed(self._context.directory.rollouts(step))
+        if closed is None:
+            return None
+        await self._judge_by(stage.reward)
+        groups = [
+            judge_group(
+                self._reward,
+                Group(
+                    task=self._tasks.task(group.task_index),
+                    task_index=group.task_index,
+                    trajectories=group.trajectories,
+                    num_void=group.num_void,
+                ),
+            )
+            for group in closed.groups
+        ]
+        return PlayedStep(groups=groups, figures=closed.figures, time_s=closed.time_s)
 
     def _refills(self, step: int, rounds: int) -> Iterator[int]:
         """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step alone."""

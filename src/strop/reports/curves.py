@@ -137,6 +137,12 @@ RATIOS = (  # of policies that are reinforced: imitation has none
         optional=frozenset({"policy/ratio_max"}),
         y_low=None,
     ),
+    Panel(
+        title="Staleness",
+        metrics={"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest"},
+        note="Publications by which the weights that sampled a token are behind; max_staleness bounds it.",
+        optional=frozenset({"rollout/staleness_mean", "rollout/staleness_max"}),
+    ),
 )
 
 IMITATION = (
@@ -188,7 +194,7 @@ TIME = (
             "time/publish_s": "publish",
             "time/checkpoint_s": "checkpoint",
         },
-        note="Of each step, one phase on top of the other.",
+        note="Of each step, one phase on top of the other. With max_staleness, rollouts run beside the step before.",
         unit=Unit.SECONDS,
         optional=frozenset({"time/checkpoint_s", "time/score_s"}),
         look=Look.AREA,

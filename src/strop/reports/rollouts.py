@@ -179,12 +179,16 @@ def _step(run: RunDirectory, stage: str, step: int, press: _Press) -> StepView:
     lines = read_lines(run.stage(stage).rollouts(step))
     played = {scored.trajectory.key: (scored, line) for line in lines for scored in [_SCORED.validate_python(line["rollout"])]}
     mixed_first = sorted(groups, key=lambda group: len({entry.get("reward") for entry in group["rollouts"]}) < 2)
-    views = tuple(_group(group, played, press) for group in mixed_first[:GROUPS_PER_STEP])
+    views = tuple(_group(group, played, press, step=step) for group in mixed_first[:GROUPS_PER_STEP])
     return StepView(stage=stage, step=step, num_groups=len(groups), groups=views)
 
 
 def _group(
-    group: Mapping[str, Any], played: Mapping[RolloutKey, tuple[ScoredTrajectory, Mapping[str, Any]]], press: _Press
+    group: Mapping[str, Any],
+    played: Mapping[RolloutKey, tuple[ScoredTrajectory, Mapping[str, Any]]],
+    press: _Press,
+    *,
+    step: int,
 ) -> GroupView:
     task = _TASK.validate_python(group["task"])
     entries: list[dict[str, Any]] = group["rollouts"]
@@ -199,7 +203,7 @@ def _group(
         num_rollouts=len(entries),
         num_kept=sum(bool(entry["is_kept"]) for entry in entries),
         rollouts=tuple(
-            _rollout(entry, scored, line, largest, press, depth=len(_lineage(scored, played)) - 1)
+            _rollout(entry, scored, line, largest, press, step=step, depth=len(_lineage(scored, played)) - 1)
             for entry, scored, line in found
         ),
     )
@@ -212,6 +216,7 @@ def _rollout(
     largest: float,
     press: _Press,
     *,
+    step: int,
     depth: int,
 ) -> RolloutView:
     trajectory = scored.trajectory
@@ -228,10 +233,18 @@ def _rollout(
         reason=str(entry.get("reason", "")),
         figures=tuple((name, figure(value)) for name, value in finite(entry.get("figures") or {}).items()),
         stop_reason=trajectory.stop_reason.value.replace("_", " "),
-        policy_version=str(line.get("policy_version", "")),
+        policy_version=_version(line, step),
         num_tokens=trajectory.num_response_tokens,
         turns=tuple(_turn(turn, len(trajectory.turns), press) for turn in trajectory.turns),
     )
+
+
+def _version(line: Mapping[str, Any], step: int) -> str:
+    """Of the weights that sampled a rollout, and by how many publications they are older than those of its step."""
+    if "policy_version" not in line:
+        return ""
+    behind = step - 1 - int(line["policy_version"])
+    return f"{line['policy_version']} ({behind} behind)" if behind > 0 else str(line["policy_version"])
 
 
 def _name(key: RolloutKey) -> str:

@@ -1,0 +1,283 @@
+"""Step k + 1 is played while step k is trained on (`max_staleness = 1`): bounded, recorded, refused where it cannot hold.
+
+Scripted engines here; `test_resume_ahead.py` has real ones, and kills them.
+"""
+
+import asyncio
+import json
+import time
+
+import pytest
+
+from scripted_runs import RECIPE, RecordingEngine, make_recipe, run_recipe, untimed
+from strop.config import validate
+from strop.errors import ConfigError, RunError
+from strop.pipelines import checkpoints
+from strop.pipelines.ledger import read_closed, read_rollouts
+from strop.pipelines.plan import plan
+from strop.pipelines.recipe import Recipe, resolve
+from strop.reports.log import read_run
+from strop.reports.rollouts import read_rollouts as read_table
+from strop.runs import read_json, read_lines
+from strop.training import learner
+
+APART = {"engine": {"max_length": 256, "own_process": True}}
+STEPS = 4
+
+
+def make_ahead_recipe(*, max_staleness=1, **rl):
+    rl = RECIPE["stages"]["rl"] | {"steps": STEPS, "max_staleness": max_staleness} | rl
+    tree = RECIPE | APART | {"stages": {name: RECIPE["stages"][name] for name in ("base", "sft")} | {"rl": rl}}
+    return validate(Recipe, resolve(json.loads(json.dumps(tree))), place="here")
+
+
+def lines_of(run):
+    return [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
+
+
+def versions(run, step):
+    """Of the weights that sampled the step's turns."""
+    rollouts = read_rollouts(run.stage("rl").rollouts(step))
+    return {turn.completion.policy_version for scored in rollouts for turn in scored.trajectory.turns}
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory):
+    return run_recipe(tmp_path_factory.mktemp("ahead") / "run", make_ahead_recipe())
+
+
+def test_every_step_but_the_first_is_one_publication_behind_and_says_so(ahead):
+    assert [versions(ahead.run, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}]
+    lines = lines_of(ahead.run)
+    assert [line["rollout/staleness_mean"] for line in lines] == [0.0, 1.0, 1.0, 1.0]
+    assert [line["rollout/staleness_max"] for line in lines] == [0.0, 1.0, 1.0, 1.0]
+    assert not list(ahead.run.stage("rl").path.glob(f"rollouts/step-{STEPS + 1:06d}*")), "no step follows the last"
+
+
+def test_each_version_is_the_policy_that_the_trainer_had_then(ahead):
+    """Rollouts name the checksum of their weights, and a step's event that of the weights which it published."""
+    published = {line["step"]: line["weights"] for line in read_lines(ahead.run.events) if line["event"] == "step_finished"}
+    assert len(set(published.values())) == STEPS, "the policy never changed: the test proves nothing"
+    for step in (3, 4):
+        [weights] = {line["weights"] for line in read_lines(ahead.run.stage("rl").rollouts(step))}
+        assert weights == published[step - 2]
+
+
+def test_the_gap_of_law_5_is_told_of_equal_weights_alone(ahead):
+    assert ["policy/logprob_gap_mean" in line for line in lines_of(ahead.run)] == [True, False, False, False]
+    assert all("policy/sampler_kl_nats" in line for line in lines_of(ahead.run))
+
+
+def test_what_older_weights_sampled_is_corrected_for_by_default(ahead):
+    method = read_json(ahead.run.manifest)["recipe"]["stages"]["rl"]["method"]
+    assert method["mismatch"] == "truncate_token"
+    assert all("policy/mismatch_weight" in line for line in lines_of(ahead.run))
+
+
+def test_the_report_says_how_far_behind_a_rollout_is(ahead):
+    steps = {view.step: view for view in read_table(ahead.run, read_run(ahead.run)).steps if view.stage == "rl"}
+    said = {step: {each.policy_version for group in view.groups for each in group.rollouts} for step, view in steps.items()}
+    assert said[1] == {"0"}
+    assert said[2] == {"0 (1 behind)"}
+    assert said[4] == {"2 (1 behind)"}
+
+
+def test_nothing_is_played_ahead_unless_asked(tmp_path, scripted_run):
+    """The key at 0 leaves a run what it is without it, to the byte."""
+    run = run_recipe(tmp_path / "run", make_recipe(max_staleness=0)).run
+    assert [untimed(line) for line in read_lines(run.metrics)] == [
+        untimed(line) for line in read_lines(scripted_run.run.metrics)
+    ]
+    mine, theirs = (each.stage("rl").model / "model.safetensors" for each in (run, scripted_run.run))
+    assert mine.read_bytes() == theirs.read_bytes()
+    assert [versions(run, step) for step in (1, 2)] == [{0}, {1}]
+    assert not any(
+        line["event"] == "closed" for line in read_lines(run.stage("rl").path / "rollouts" / "step-000002.ledger.jsonl")
+    )
+
+
+class SlowEngine(RecordingEngine):
+    """Samples for a while, without computing."""
+
+    async def complete(self, request):
+        await asyncio.sleep(0.2)
+        return await super().complete(request)
+
+
+def test_rollouts_run_while_the_trainer_computes(tmp_path, monkeypatch):
+    """Engine and trainer both only sleep here, so the time that a step saves is that of the shorter of both."""
+
+    def slow_update(self, *arguments):
+        time.sleep(0.4)
+        return update(self, *arguments)
+
+    update = learner.Learner.update
+    monkeypatch.setattr(learner.Learner, "update", slow_update)
+    lines = lines_of(run_recipe(tmp_path / "run", make_ahead_recipe(), make_engine=SlowEngine).run)
+    for line in lines[1:-1]:
+        assert line["time/rollout_s"] >= 0.4
+        assert line["time/update_s"] >= 0.4
+        assert line["time/step_s"] < line["time/rollout_s"] + line["time/update_s"] - 0.2
+
+
+def test_an_engine_in_the_place_of_a_lost_one_gets_what_was_published_and_not_what_is_trained_meanwhile(tmp_path, monkeypatch):
+    loads, num_updates = [], 0
+
+    def counting_update(self, *arguments):
+        nonlocal num_updates
+        num_updates += 1
+        return update(self, *arguments)
+
+    class Doomed(RecordingEngine):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            engines.append(self)
+
+        async def complete(self, request):
+            if self is engines[0] and self.policy_version == 1:
+                await asyncio.sleep(0.5)  # the trainer is done with step 2 by then
+                await self.kill("it was unplugged.")
+            return await super().complete(request)
+
+        async def load_weights(self, tensors, *, version, checksum):
+            await super().load_weights(tensors, version=version, checksum=checksum)
+            loads.append((engines.index(self), version, checksum, num_updates))
+
+    engines = []
+    update = learner.Learner.update
+    monkeypatch.setattr(learner.Learner, "update", counting_update)
+    run = run_recipe(tmp_path / "run", make_ahead_recipe(), make_engine=Doomed).run
+    published = {line["step"]: line["weights"] for line in read_lines(run.events) if line["event"] == "step_finished"}
+    of_sft = RECIPE["stages"]["sft"]["steps"]
+    assert next(load for load in loads if load[0] == 1) == (1, 1, published[1], of_sft + 2)
+    assert [versions(run, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}]
+
+
+class Fallen(BaseException):
+    """As a kill, for whoever cannot catch it."""
+
+
+FALLS = {
+    "before a checkpoint": ("save", 3),
+    "behind a checkpoint": ("saved", 2),
+    "behind the first checkpoint": ("saved", 1),
+    "in the first updates": ("update", 1),
+    "in later updates": ("update", 3),
+}
+
+
+@pytest.mark.parametrize("fall", FALLS)
+def test_law_9_a_run_that_falls_ends_with_the_same_weights(ahead, tmp_path, monkeypatch, fall):
+    where, when = FALLS[fall]
+    save, update = checkpoints.CheckpointWriter.save, learner.Learner.update
+
+    async def saving(writer, step):
+        is_here = writer.context.name == "rl" and step == when
+        if is_here and where == "save":
+            raise Fallen
+        await save(writer, step)
+        if is_here and where == "saved":
+            await writer.settle()
+            raise Fallen
+
+    def updating(self, batch, *arguments):
+        if where == "update" and self.num_updates == when - 1 and (batch.advantages < 0).any():  # of RL: SFT's are all 1
+            raise Fallen
+        return update(self, batch, *arguments)
+
+    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", saving)
+    monkeypatch.setattr(learner.Learner, "update", updating)
+    with pytest.raises(Fallen):
+        run_recipe(tmp_path / "run", make_ahead_recipe())
+    monkeypatch.undo()
+    run = run_recipe(tmp_path / "run", make_ahead_recipe()).run
+    assert [untimed(line) for line in lines_of(run)] == [untimed(line) for line in lines_of(ahead.run)]
+    for step in range(1, STEPS + 1):
+        assert read_json(run.stage("rl").selection(step)) == read_json(ahead.run.stage("rl").selection(step))
+        rollouts = read_rollouts(run.stage("rl").rollouts(step))
+        assert len({scored.trajectory.key for scored in rollouts}) == len(rollouts), "a rollout was played twice"
+    mine, theirs = (each.stage("rl").model / "model.safetensors" for each in (run, ahead.run))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
+def test_law_9_a_checkpoint_is_there_when_the_next_rollouts_are(tmp_path, monkeypatch):
+    """Or a run that resumes from it would need weights that nobody has."""
+    closed = {}
+
+    async def saving(writer, step):
+        if writer.context.name == "rl":
+            closed[step] = read_closed(writer.context.directory.rollouts(step + 1)) is not None
+        await save(writer, step)
+
+    save = checkpoints.CheckpointWriter.save
+    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", saving)
+    run_recipe(tmp_path / "run", make_ahead_recipe())
+    assert closed == {1: True, 2: True, 3: True}
+
+
+def test_rollouts_that_are_gone_are_not_made_up_for_by_others(tmp_path, monkeypatch):
+    async def saving(writer, step):
+        await save(writer, step)
+        await writer.settle()
+        if writer.context.name == "rl" and step == 2:
+            raise Fallen
+
+    save = checkpoints.CheckpointWriter.save
+    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", saving)
+    with pytest.raises(Fallen):
+        run_recipe(tmp_path / "run", make_ahead_recipe())
+    monkeypatch.undo()
+    path = tmp_path / "run" / "stages" / "rl" / "rollouts" / "step-000003.jsonl"
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]))
+    with pytest.raises(RunError, match=r"step 3 were played ahead of the checkpoint of step 2, but are not all there"):
+        run_recipe(tmp_path / "run", make_ahead_recipe())
+
+
+def test_a_schedule_holds_for_the_step_that_it_names_however_early_it_is_played(tmp_path):
+    schedule = [
+        {"at_step": 3, "sampling": {"temperature": 0.5}, "reward": {"weights": {"accuracy": 1.0, "format": 0.25}}},
+        {"at_update": 1, "reset_optimizer": True},
+    ]
+    done = run_recipe(tmp_path / "run", make_ahead_recipe(schedule=schedule))
+    requests = [request for request, _ in done.engines[0].answers.values()]
+    told = [read_lines(done.run.stage("rl").rollouts(step)) for step in range(1, STEPS + 1)]
+    rewards = [{line["rollout"]["reward"] for line in lines} for lines in told]
+    assert [0.25 in each for each in rewards] == [False, False, True, True]
+    assert {request.temperature for request in requests} == {1.0, 0.5}
+    assert sum(request.temperature == 1.0 for request in requests) == sum(
+        len(line["rollout"]["trajectory"]["turns"]) for lines in told[:2] for line in lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("rl", "engine", "message"),
+    [
+        ({}, {}, "stages.rl.max_staleness is 1, but the engine computes in the trainer's own process"),
+        ({"max_staleness": 2}, APART["engine"], "max_staleness is 2, but one step at most is played ahead"),
+        ({"max_staleness": -1}, APART["engine"], "max_staleness"),
+        ({"method": {"name": "grpo", "mismatch": "off"}}, APART["engine"], "method.mismatch is 'off': nothing would correct"),
+        (
+            {"schedule": [{"at_update": 2, "limits": {"max_turns": 2}}]},
+            APART["engine"],
+            r"schedule entry 1 \(at_update = 2, limits.max_turns = 2\) hangs on how many updates were made",
+        ),
+    ],
+)
+def test_what_cannot_hold_is_refused_before_anything_runs(rl, engine, message):
+    rl = RECIPE["stages"]["rl"] | {"steps": STEPS, "max_staleness": 1} | rl
+    tree = RECIPE | {"engine": {"max_length": 256} | engine, "stages": RECIPE["stages"] | {"rl": rl}}
+    with pytest.raises(ConfigError, match=message):
+        validate(Recipe, resolve(json.loads(json.dumps(tree))), place="here")
+
+
+@pytest.mark.parametrize("engine", [{"replicas": 2}, {"devices": [0]}, {"kind": "vllm", "addresses": ["http://h:1"]}])
+def test_whatever_computes_elsewhere_may_play_ahead(engine):
+    rl = RECIPE["stages"]["rl"] | {"max_staleness": 1}
+    tree = RECIPE | {"engine": {"max_length": 256} | engine, "stages": RECIPE["stages"] | {"rl": rl}}
+    recipe = validate(Recipe, resolve(json.loads(json.dumps(tree))), place="here")
+    assert recipe.stages["rl"].max_staleness == 1
+
+
+def test_the_plan_tells_it():
+    [told] = [stage.arithmetic for stage in plan(make_ahead_recipe()) if stage.name == "rl"]
+    assert told.endswith("each step's rollouts are played while the step before is trained on")

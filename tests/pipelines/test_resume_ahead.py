@@ -1,0 +1,70 @@
+"""`kill -9` while the next step is played ahead, then the same command again: the same weights, bit for bit (laws 8 and 9).
+
+Real processes, an embedded engine in a process of its own, a real sandbox whose answers come after random times.
+"""
+
+import shutil
+
+import pytest
+from killing import TINY, events, finish, kill_when
+from test_resume import LEDGER, assert_equal_runs, is_in_checkpoint
+
+from strop.pipelines.ledger import open_tool_calls, read_rollouts
+from strop.runs import RunDirectory, read_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # whole runs, one after the other
+
+LIMIT_S = 240
+AHEAD = ("engine.own_process=true", "engine.threads=1", "stages.rl.max_staleness=1")
+MOMENTS = {
+    "the second step is played ahead of the first": (1, 2, []),
+    "the third step is played ahead of the second": (2, 3, []),
+    "in the middle of a checkpoint": (0, 0, ["hold"]),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    run = RunDirectory(tmp_path_factory.mktemp("undisturbed") / "run")
+    finish(run, TINY, *AHEAD, limit_s=LIMIT_S)
+    return run
+
+
+def is_played_ahead(run, step, ahead):
+    """Tool calls of step `ahead` are open, a rollout of it has ended, and the checkpoint before `step` is there, if any is."""
+    rollouts, checkpoints = run.stage("rl").path / "rollouts", run.stage("rl").checkpoints
+    if step > 1 and not (checkpoints / f"step-{step - 1:06d}").exists():
+        return False
+    return len(read_lines(run.stage("rl").rollouts(ahead))) >= 1 and open_tool_calls(rollouts / LEDGER.format(ahead)) >= 2
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_law_9_a_kill_while_a_step_is_played_ahead_changes_nothing(undisturbed, tmp_path, moment):
+    step, ahead, words = MOMENTS[moment]
+    run = RunDirectory(shutil.copytree(undisturbed.path, tmp_path / "run"))  # up to its RL, to save time
+    shutil.rmtree(run.stage("rl").path)
+    shutil.rmtree(run.stage("after").path)
+    run.events.unlink()
+    if ahead:
+        kill_when(run, lambda: is_played_ahead(run, step, ahead), *AHEAD, limit_s=LIMIT_S)
+        num_ended = len(read_lines(run.stage("rl").rollouts(ahead)))
+        assert 1 <= num_ended < 24
+    else:
+        kill_when(run, lambda: is_in_checkpoint(run), *words, *AHEAD, limit_s=LIMIT_S)
+    finish(run, TINY, *AHEAD, limit_s=LIMIT_S)
+    assert_equal_runs(run, undisturbed)
+    assert [line["step"] for line in events(run, "resumed", "rl")] == ([1] if step != 1 else [])
+    if ahead:
+        ledger = read_lines(run.stage("rl").path / "rollouts" / LEDGER.format(ahead))
+        assert [line["reused"] for line in ledger if line["event"] == "opened"] == [0, num_ended]
+
+
+def test_real_engines_sample_each_step_from_the_weights_of_the_step_before(undisturbed):
+    for step, version in ((1, 0), (2, 0), (3, 1)):
+        turns = [turn for each in read_rollouts(undisturbed.stage("rl").rollouts(step)) for turn in each.trajectory.turns]
+        assert {turn.completion.policy_version for turn in turns} == {version}
+    published = {line["step"]: line["weights"] for line in events(undisturbed, "step_finished", "rl")}
+    assert {line["weights"] for line in read_lines(undisturbed.stage("rl").rollouts(3))} == {published[1]}
+    first, *later = [line for line in read_lines(undisturbed.metrics) if line["stage"] == "rl"]
+    assert first["policy/logprob_gap_max"] < 1e-3  # of equal weights
+    assert all(line["policy/sampler_gap_nats_max"] > 1e-3 for line in later), "the policy did not move: the test proves nothing"
