@@ -49,11 +49,13 @@ def open_learner(
     check_logprobs(model, is_packed=config.packing)
     adapter = None if config.lora is None else Adapter(model, config.lora)
     if config.activation_checkpointing:
-        checkpoint_activations(model)
+        checkpoint_activations(model, dtype if world is None else None)
     policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
-    weights: Weights = (
-        MasterWeights(model, dtype) if world is None else ShardedWeights(policy, model, dtype, device, num_ranks=world.size)
-    )
+    weights: Weights
+    if world is None:
+        weights = MasterWeights(model, dtype, rounds_layers=not config.activation_checkpointing)
+    else:
+        weights = ShardedWeights(policy, model, dtype, device, num_ranks=world.size)
     measured: Reference | None = None
     if adapter is not None and reference is not None:
         measured = AdapterReference(policy, adapter, weights)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.training.attention import lay_out
+from strop.training.gradients import embed, gradient_sum
 
-_HEAD_ROWS_AT_ONCE = 8_192  # of the head's gradient, while it is added up
+_HEAD_ROWS_AT_ONCE = 2_048  # of the head's gradient, while it is added up
 _BANNED = -1e30  # a logit without probability; finite, so that probability * log-prob is 0 and not nan
 
 
@@ -101,10 +102,13 @@ def hidden_before(decoder: PreTrainedModel, ids: Tensor, where: Tensor, *, is_pa
     if is_packed:
         lengths = (where[:, 1:] * torch.arange(1, where.shape[1], device=where.device)).amax(1).clamp(min=1)
         layout = lay_out(ids[:, :-1], lengths)
-        hidden = decoder(input_ids=layout.ids, position_ids=layout.positions, use_cache=False, layout=layout).last_hidden_state
+        embedded = embed(decoder.get_input_embeddings(), layout.ids)
+        outputs = decoder(inputs_embeds=embedded, position_ids=layout.positions, use_cache=False, layout=layout)
+        hidden = outputs.last_hidden_state
         places = layout.places.reshape(-1).index_select(0, predicted)
     else:
-        hidden = decoder(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+        embedded = embed(decoder.get_input_embeddings(), ids[:, :-1])
+        hidden = decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
         places = predicted
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, places), predicted
 
@@ -177,7 +181,10 @@ class _HeadLogprobs(torch.autograd.Function):
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         matrix = weight.to(ctx.dtype)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        of_weight = gradient_sum(weight) if needs_weight else None
+        is_summed = of_weight is not None
+        if needs_weight and not is_summed:
+            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
         for start in range(0, len(targets), ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -203,7 +210,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 _add_products(of_weight, of_logits, hidden[part].to(ctx.dtype))
         return (
             of_hidden,
-            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_weight is None or is_summed else of_weight.to(weight.dtype),
             None if of_bias is None else of_bias.to(bias.dtype),
             *(None,) * 6,
         )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.utils.checkpoint import checkpoint
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -52,8 +56,13 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
 
 
-def checkpoint_activations(model: PreTrainedModel) -> None:
-    """Keep only what enters each layer, and compute the layer again in the backward pass. Call it after `eval()`.
+def checkpoint_activations(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+    """Keep of each layer what enters it and what its attention gives, and compute the rest again in the backward pass.
+
+    Call it after `eval()`.
+
+    Args:
+        dtype: round weights of a layer to it when the layer computes, and forget them then; None: take them as they are.
 
     Raises:
         ModelError: the model library does not mark the layers of this model.
@@ -66,9 +75,48 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
         )
     for layer in layers:
         layer.gradient_checkpointing = True
-        # There is no dropout, so no state of a random generator has to come back.
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer._gradient_checkpointing_func = partial(_computed_again, layer, dtype)
         layer.training = True  # of the layer alone, which asks for it; what lies within stays as it is, so dropout is off
+
+
+def _computed_again(layer: nn.Module, dtype: torch.dtype | None, function: Callable[..., Any], *inputs: Any) -> Any:
+    def compute(*inputs: Any) -> Any:
+        with _rounded(layer, dtype):
+            return function(*inputs)
+
+    # There is no dropout, so no state of a random generator has to come back.
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_CONTEXTS)
+
+
+@contextmanager
+def _rounded(layer: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """`layer` with weights in `dtype`; gradients of these go to its own."""
+    exact: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in layer.modules() if dtype is not None else ():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dtype != dtype:
+                exact.append((module, name, parameter))
+    try:
+        for module, name, parameter in exact:
+            module._parameters[name] = parameter.to(dtype)  # type: ignore[assignment]
+        yield
+    finally:
+        for module, name, parameter in exact:
+            module._parameters[name] = parameter
+
+
+def _keep_or_compute(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """Keep what attention gives: of all that a layer computes it takes longest for what it holds."""
+    return CheckpointPolicy.MUST_SAVE if operation in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+_CONTEXTS = partial(create_selective_checkpoint_contexts, _keep_or_compute)
 
 
 @torch.no_grad()

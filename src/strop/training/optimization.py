@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from strop.errors import CannotLearnError
 from strop.training.batch import TokenBatch
 from strop.training.config import OptimizerConfig, learning_rate
 from strop.training.figures import TokenFigures
+from strop.training.gradients import zeros_together
 from strop.training.protocol import UpdateReport
 from strop.training.state import moments, prepare_moments
 from strop.training.weights import Weights
@@ -59,6 +61,7 @@ class Optimization:
         if batch.num_loss_tokens == 0:
             return self._skip(0.0, 0.0, rate, f"none of the {len(batch.lengths)} rows has a token to train on")
         self.optimizer.zero_grad(set_to_none=True)
+        self._prepare()
         total_loss, figures = backward()
         norm = nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip or math.inf)
         loss_value, grad_norm = self._world.sum(total_loss).item(), _whole(norm).item()
@@ -82,6 +85,15 @@ class Optimization:
             learning_rate=rate,
             statistics=gathered.summary(batch.num_loss_tokens),
         )
+
+    def _prepare(self) -> None:
+        """Make what lives long, moments and gradients, before what does not; of ranks, each tensor is made as it comes."""
+        if isinstance(self._parameters[0], DTensor):
+            return
+        if not self.optimizer.state:
+            prepare_moments(self.optimizer, self._weights.named())
+        for parameter, gradient in zip(self._parameters, zeros_together(self._parameters), strict=True):
+            parameter.grad = gradient
 
     def reset(self) -> None:
         """Forget the moments and start the schedule again."""
@@ -126,7 +138,7 @@ class Optimization:
 
 def _whole(value: Tensor) -> Tensor:
     """The norm of a gradient that is divided over ranks is itself divided."""
-    return value.full_tensor() if isinstance(value, torch.distributed.tensor.DTensor) else value
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:

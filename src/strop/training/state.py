@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from strop.errors import ModelError, RunError
 from strop.runs import writing_to
+from strop.training.gradients import zeros_together
 from strop.training.models import load_model
 from strop.training.world import World
 
@@ -33,11 +35,17 @@ def moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.Parameter
 
 def prepare_moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     """`moments`, made for an optimizer that has none yet, to be read into."""
-    for parameter in named.values():
+    parameters = list(named.values())
+    is_divided = isinstance(parameters[0], DTensor)
+    first, second = (
+        [torch.zeros_like(each, requires_grad=False) for each in parameters] if is_divided else zeros_together(parameters)
+        for _ in range(2)
+    )
+    for parameter, exp_avg, exp_avg_sq in zip(parameters, first, second, strict=True):
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg": exp_avg,
+            "exp_avg_sq": exp_avg_sq,
         }
     return moments(optimizer, named)
 

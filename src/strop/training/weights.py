@@ -9,6 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from strop.training.gradients import add_up_in
 
 
 class Weights(Protocol):
@@ -43,23 +46,27 @@ class MasterWeights:
     Args:
         model: in float32; it is changed in place.
         dtype: in which it computes. Buffers, such as the frequencies of rotary positions, stay as they are.
+        rounds_layers: False where the layers' weights are rounded when the layers compute (`checkpoint_activations`): their
+            parameters are then the masters themselves.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, rounds_layers: bool = True) -> None:
         self.model = model
         self._masters: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
+        late = set[nn.Parameter]() if rounds_layers else _parameters_of_layers(model)
         for name, parameter in model.named_parameters():  # a tied weight appears once
             if not parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
                 self._frozen[name] = parameter
-            elif dtype is torch.float32:
+            elif dtype is torch.float32 or parameter in late:
                 self._masters[name] = parameter
             else:
                 master = self._masters[name] = nn.Parameter(parameter.data)
                 parameter.data = parameter.data.to(dtype)
                 parameter.register_post_accumulate_grad_hook(partial(_hand_over, master))  # type: ignore[no-untyped-call]
+                add_up_in(parameter, master)
                 self._copies.append((parameter, master))
 
     def named(self) -> Mapping[str, nn.Parameter]:
@@ -94,9 +101,15 @@ def round_weights(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel
     return model
 
 
+def _parameters_of_layers(model: nn.Module) -> set[nn.Parameter]:
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return {parameter for layer in layers for parameter in layer.parameters()}
+
+
 @torch.no_grad()
 def _hand_over(master: nn.Parameter, parameter: Tensor) -> None:
-    assert parameter.grad is not None
+    if parameter.grad is None:  # it was added up where it arose
+        return
     if master.grad is None:
         master.grad = parameter.grad.to(master.dtype)
     else:
