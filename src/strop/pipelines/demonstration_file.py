@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from array import array
 from collections.abc import Iterable
@@ -38,7 +39,8 @@ class DemonstrationFile:
             with writing_to(directory):
                 self._file.flush()
         except BaseException:
-            self._file.close()
+            with contextlib.suppress(OSError):  # what could not be written is tried again as it is closed
+                self._file.close()
             raise
 
     def __len__(self) -> int:

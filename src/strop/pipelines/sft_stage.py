@@ -26,9 +26,9 @@ from strop.training.sft import Demonstration, pack_demonstrations, sft_token_los
 async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, str]:
     """Train from the last checkpoint to the last step; returns the model directory and one sentence about it."""
     init = model_of(context.run, stage.init)
-    there = await _demonstrations(context, stage, init)
-    with DemonstrationFile(context.directory.path / "data", there) as demonstrations:
-        return await _train(context, stage, init, demonstrations)
+    demonstrations = await _demonstrations(context, stage, init)
+    with DemonstrationFile(context.directory.path / "data", demonstrations) as on_disk:
+        return await _train(context, stage, init, on_disk)
 
 
 async def _train(context: StageContext, stage: SftStage, init: Path, demonstrations: Demonstrations) -> tuple[Path, str]:
