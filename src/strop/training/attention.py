@@ -22,6 +22,8 @@ MIN_SHARED = 16  # tokens; below, computing them again costs less than gathering
 # A row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones leave
 # out: 2 h L^2 operations a layer of width h for L own tokens, against 24 h^2 for each shared one. Here h is 1024.
 _MOST_OWN_SQUARED = 12 * 1024
+_UNIT = 16  # tokens
+_LEAST_FILLED = 32  # tokens of a row
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models ask of their attention, and ours would leave out
 
 
@@ -37,7 +39,7 @@ class _Piece:
 class RowLayout:
     """Where the tokens of rows stand when they are laid end to end."""
 
-    ids: Tensor  # int64 (1, total)
+    ids: Tensor  # int64 (1, total), with some at the end that no place points to
     positions: Tensor  # int64 (1, total), of each token in its row
     places: Tensor  # int64 (n, T), where each token of a row stands among `total`; 0 beyond the row
     sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
@@ -69,7 +71,10 @@ def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
 
 
 def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
-    """Args as of `shared_lengths`."""
+    """Args as of `shared_lengths`. The last row is filled up, with tokens nobody reads, to a multiple of `_UNIT` in all.
+
+    For each other number of tokens the products of every layer would compile kernels, and keep them.
+    """
     places = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
     sizes: list[int] = []
     shared: list[tuple[_Piece, ...]] = []
@@ -86,9 +91,12 @@ def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
         start += sizes[-1]
     columns = torch.arange(ids.shape[1], device=ids.device)
     is_own = (columns < lengths[:, None]) & (columns >= (lengths - torch.tensor(sizes, device=ids.device))[:, None])
+    num_more = -start % _UNIT if start >= _UNIT**2 else 0
+    sizes[-1] += num_more
+    more = torch.arange(num_more, device=ids.device)
     return RowLayout(
-        ids=ids[is_own][None],
-        positions=columns.expand(ids.shape)[is_own][None],
+        ids=torch.cat([ids[is_own], torch.zeros_like(more)])[None],
+        positions=torch.cat([columns.expand(ids.shape)[is_own], lengths[-1] + more])[None],
         places=places,
         sizes=tuple(sizes),
         shared=tuple(shared),
@@ -171,22 +179,47 @@ def _behind(pieces: tuple[_Piece, ...], heads: tuple[Tensor, ...], row: int) -> 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Without a mask, causal."""
-    num_queries_a_key = query.shape[1] // key.shape[1]
+    """Without a mask, causal; a mask (`_causal_mask`) may be of more queries and keys than there are."""
+    num_queries_a_key, length = query.shape[1] // key.shape[1], query.shape[2]
+    num_queries, num_keys = mask.shape if mask is not None else (_filled(length, query),) * 2
+    query, key, value = _fill(query, num_queries), _fill(key, num_keys), _fill(value, num_keys)
     if mask is not None and query.is_cuda:  # only its plain kernel, which holds all scores, takes a mask and grouped heads
         key, value = (heads.repeat_interleave(num_queries_a_key, dim=1) for heads in (key, value))
     is_grouped = key.shape[1] != query.shape[1]
-    return F.scaled_dot_product_attention(
+    outputs = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
     )
+    return outputs[:, :, :length]
+
+
+def _filled(length: int, like: Tensor) -> int:
+    """What `length` is filled up to: on a CPU in bfloat16, so that there are eight lengths an octave.
+
+    The backward pass compiles kernels for each number of queries and keys, 2 to 5 MB, and keeps them as long as the process
+    lives: rollouts of a hundred lengths took 0.4 GB.
+    """
+    if like.device.type != "cpu" or like.dtype is torch.float32:
+        return length
+    unit = max(_LEAST_FILLED, 2 ** ((length - 1).bit_length() - 4)) if length else 1
+    return -(-length // unit) * unit
+
+
+def _fill(heads: Tensor, length: int) -> Tensor:
+    """(n, H, T, D) -> (n, H, length, D)."""
+    return heads if heads.shape[2] == length else F.pad(heads, (0, 0, 0, length - heads.shape[2]))
 
 
 def _causal_mask(num_queries: int, num_before: int, like: Tensor, window: int | None) -> Tensor:
-    """To be added to scores (queries, before + queries): queries stand after what is before them, and see up to `window`."""
-    is_seen = torch.ones(num_queries, num_before + num_queries, dtype=torch.bool, device=like.device).tril(num_before)
+    """To be added to scores (queries, before + queries): queries stand after what is before them, and see up to `window`.
+
+    Both are filled up at their ends, where no query looks that is there.
+    """
+    shape = _filled(num_queries, like), _filled(num_before + num_queries, like)
+    is_seen = torch.ones(shape, dtype=torch.bool, device=like.device).tril(num_before)
     if window is not None:
         is_seen = is_seen.triu(num_before - window + 1)
-    return torch.zeros(is_seen.shape, dtype=like.dtype, device=like.device).masked_fill(~is_seen, -torch.inf)
+    is_seen[num_queries:, 0] = True  # so that queries that are not there see something
+    return torch.zeros(shape, dtype=like.dtype, device=like.device).masked_fill(~is_seen, -torch.inf)
 
 
 AttentionInterface.register(ATTENTION, row_attention)
