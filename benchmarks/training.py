@@ -1,9 +1,9 @@
 """Measures an update of 64 rollouts of mixed length with SmolLM2-135M, against TRL's GRPOTrainer at its best micro-batch.
 
 Both trainers live in processes of their own and take turns. TRL has an environment of its own (`make bench-training` makes
-it). Completion tokens are counted; precision is equal on both sides. Of ours, the bars are about the fastest setting that
-computes activations again in the backward pass; the fastest of all is told beside it. Prints tables and writes
-results/training.json.
+it). Completion tokens are counted; precision is equal on both sides. Settings are swept on a quarter of the rollouts, twice;
+the best of each side then take turns on all. Of ours, the bars are about the fastest setting that computes activations again
+in the backward pass; the fastest of all is told beside it. Prints tables and writes results/training.json.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 COMMAND = "make bench-training"
 NUM_GROUPS, GROUP_SIZE, MAX_LENGTH = 8, 8, 512
-ROUNDS = 3
+NUM_SWEPT_GROUPS = 2
+ROUNDS = 2
 OUR_MICRO_BATCHES = (1024, 2048, 4096)  # tokens
-OUR_LEAN_MICRO_BATCHES = (512, 1024)  # tokens, activations computed again
+OUR_LEAN_MICRO_BATCHES = (768, 1024)  # tokens, activations computed again
 THEIR_MICRO_BATCHES = (1, 2, 4, 8)  # rows
 SPEED_BAR, MEMORY_BAR = 2.0, 0.5
 NUM_WEIGHTS_BODY, NUM_WEIGHTS_HEAD = 106_203_456, 28_311_552  # of SmolLM2-135M; the head's are the embedding's too
@@ -125,52 +126,61 @@ def main() -> int:
     console = Console(record=True, width=110)
     rollouts = make_rollouts()
     num_tokens = sum(len(rollout["completion"]) for rollout in rollouts)
+    model = str(chosen.model.resolve())
     num_fed = num_tokens + sum(len(rollout["prompt"]) for rollout in rollouts)
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(rollouts, file)
-        file.flush()
-        given = [str(chosen.model.resolve()), file.name]
+    with tempfile.TemporaryDirectory() as directory:
+        whole, part = Path(directory) / "whole.json", Path(directory) / "part.json"
+        write_json(whole, rollouts)
+        write_json(part, rollouts[: NUM_SWEPT_GROUPS * GROUP_SIZE])
 
-        def ours(tokens: int, *again: str) -> Worker:
+        def ours(of: Path, tokens: int, *again: str) -> Worker:
             name = f"strop, {tokens} tokens" + (", activations again" if again else "")
-            return Worker(name, [sys.executable, "training_strop.py", *given, str(tokens), *again])
+            return Worker(
+                name, [sys.executable, "training_strop.py", str(chosen.model.resolve()), str(of), str(tokens), *again]
+            )
 
-        def theirs(rows: int, weights: str = "float32") -> Worker:
-            python = os.path.abspath(chosen.trl_python)
-            return Worker(f"TRL, {rows} rows, {weights} weights", [python, "training_trl.py", *given, str(rows), weights])
+        def theirs(of: Path, rows: int, weights: str = "float32") -> Worker:
+            command = [os.path.abspath(chosen.trl_python), "training_trl.py", model, str(of), str(rows), weights]
+            return Worker(f"TRL, {rows} rows, {weights} weights", command)
 
-        sweep = {("strop", size): _once(ours(size)) for size in OUR_MICRO_BATCHES}
-        sweep |= {("lean", size): _once(ours(size, "again")) for size in OUR_LEAN_MICRO_BATCHES}
-        sweep |= {("trl", size): _once(theirs(size)) for size in THEIR_MICRO_BATCHES}
+        sweep = {("strop", size): _twice(console, ours(part, size)) for size in OUR_MICRO_BATCHES}
+        sweep |= {("lean", size): _twice(console, ours(part, size, "again")) for size in OUR_LEAN_MICRO_BATCHES}
+        sweep |= {("trl", size): _twice(console, theirs(part, size)) for size in THEIR_MICRO_BATCHES}
         best = {
             side: min((size for each, size in sweep if each == side), key=lambda size: sweep[side, size].median_s)
             for side in ("strop", "lean", "trl")
         }
-        workers = [ours(best["lean"], "again"), theirs(best["trl"])]
+        low = _twice(console, theirs(part, best["trl"], "bfloat16"))
+        workers = [ours(whole, best["lean"], "again"), theirs(whole, best["trl"]), ours(whole, best["strop"])]
         flops = []
-        for _ in range(1 + ROUNDS):
+        for number in range(1 + ROUNDS):
             flops.append(matmul_flops())
             for worker in workers:
-                worker.update()
-        measured = [worker.close() for worker in workers]
-        low = _once(theirs(best["trl"], "bfloat16"))
-    fastest = sweep["strop", best["strop"]]
+                console.print(f"update {number}, {worker.setting}: {worker.update()['update_s']:.1f} s")
+        *measured, fastest = [worker.close() for worker in workers]
     return _report(
-        console, sweep, measured, fastest, low, num_tokens=num_tokens, num_fed=num_fed, flops=statistics.median(flops)
+        console,
+        [*sweep.values(), low],
+        measured,
+        fastest,
+        num_tokens=num_tokens,
+        num_fed=num_fed,
+        flops=statistics.median(flops),
     )
 
 
-def _once(worker: Worker) -> Measured:
+def _twice(console: Console, worker: Worker) -> Measured:
+    """The first update warms up: it makes moments, and compiles kernels for the lengths there are."""
     worker.update()
+    console.print(f"sweep, {worker.setting}: {worker.update()['update_s']:.1f} s")
     return worker.close()
 
 
 def _report(
     console: Console,
-    sweep: dict[tuple[str, int], Measured],
+    sweep: list[Measured],
     measured: list[Measured],
     fastest: Measured,
-    low: Measured,
     *,
     num_tokens: int,
     num_fed: int,
@@ -179,11 +189,15 @@ def _report(
     ours, theirs = measured
     # Forward, and twice that backward; the head on completion tokens alone, and once more in its backward pass.
     limit_s = (6 * NUM_WEIGHTS_BODY * num_fed + 8 * NUM_WEIGHTS_HEAD * num_tokens) / flops
-    table = Table("setting", "s", "tokens/s", "peak above idle, MiB", title=f"An update of {num_tokens} completion tokens")
-    for one in [*sweep.values(), low]:
-        table.add_row(f"{one.setting} (once)", *_figures(one, num_tokens))
-    for one in measured:
-        table.add_row(f"{one.setting} (median of {ROUNDS})", *_figures(one, num_tokens))
+    num_swept = sum(len(rollout["completion"]) for rollout in make_rollouts()[: NUM_SWEPT_GROUPS * GROUP_SIZE])
+    swept = Table("setting", "s", "tokens/s", "peak above idle, MiB", title=f"Sweep: {num_swept} completion tokens, once")
+    for one in sweep:
+        swept.add_row(one.setting, *_figures(one, num_swept))
+    console.print(swept)
+    title = f"An update of {num_tokens} completion tokens, median of {ROUNDS}"
+    table = Table("setting", "s", "tokens/s", "peak above idle, MiB", title=title)
+    for one in [*measured, fastest]:
+        table.add_row(one.setting, *_figures(one, num_tokens))
     table.add_row("products alone", f"{limit_s:.1f}", f"{num_tokens / limit_s:.0f}", "")
     console.print(table)
     share = limit_s / fastest.median_s
@@ -203,14 +217,16 @@ def _report(
         "share_of_matmul_limit": share,
         "fastest_over_trl": theirs.median_s / fastest.median_s,
         "clipped_grad_norm_difference": gap,
-        "settings": {
-            one.setting: {"update_s": one.update_s, "tokens_per_s": num_tokens / one.median_s, "peak_mib": one.peak_mib}
-            for one in [*sweep.values(), low, *measured]
-        },
+        "sweep": {"num_completion_tokens": num_swept, **{one.setting: _all(one, num_swept) for one in sweep}},
+        "settings": {one.setting: _all(one, num_tokens) for one in [*measured, fastest]},
     }
     write_json(RESULTS / "training.json", {"command": COMMAND, "bars": bars, "figures": figures})
     write_text(RESULTS / "training.txt", console.export_text())
     return 0 if all(bar["holds"] for bar in bars.values()) else 1
+
+
+def _all(one: Measured, num_tokens: int) -> dict[str, Any]:
+    return {"update_s": one.update_s, "tokens_per_s": num_tokens / one.median_s, "peak_mib": one.peak_mib}
 
 
 def _figures(one: Measured, num_tokens: int) -> tuple[str, str, str]:
