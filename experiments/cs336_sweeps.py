@@ -68,13 +68,18 @@ def summarise(sweeps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "recipes": {name: sweep["recipe"].rpartition("/")[2] for name, sweep in sweeps.items()},
         "jobs": {name: sweep["jobs"] for name, sweep in sweeps.items()},
         "missing": {
-            name: [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done"]
+            name: [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done" and not _fell(run)]
             for name, sweep in sweeps.items()
         },
         "questions": {
             question: _answer(sweeps[sweep], arms) for question, (sweep, arms) in QUESTIONS.items() if sweep in sweeps
         },
     }
+
+
+def _fell(run: Mapping[str, Any]) -> bool:
+    """Whether it ended because no rollout was rewarded any more: an answer, too, where all else is only missing."""
+    return run["state"] == "failed" and "could not learn" in run["failure"] and "all 64 rewards are 0" in run["failure"]
 
 
 def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
@@ -89,6 +94,7 @@ def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
             "above": {str(seed): round(difference, _DIGITS) for seed, difference in above.items()},
             "above_interval": _interval(above.values()) if arm != arms[0] else None,
             "time_s": {str(seed): round(run["time_s"], 1) for seed, run in by_seed.items()},
+            "fell_at_step": {str(run["seed"]): run["num_steps"] for run in sweep["runs"] if run["arm"] == arm and _fell(run)},
         }
     for metric in CURVES:
         drawn = sweep["curves"].get(metric, {})
@@ -96,7 +102,7 @@ def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
             arm: {
                 seed: [[step, round(seconds, 1), round(value, _DIGITS)] for step, seconds, value in curve]
                 for seed, curve in drawn[arm].items()
-                if seed in answer["arms"][arm]["results"]
+                if seed in answer["arms"][arm]["results"] or seed in answer["arms"][arm]["fell_at_step"]
             }
             for arm in arms
             if drawn.get(arm)
@@ -117,10 +123,14 @@ def _interval(differences: Iterable[float]) -> list[float] | None:
 def table(results: Mapping[str, Any]) -> str:
     """One row an arm: the result by seed, the difference from the first arm by seed, and how curves end."""
     arms = [arm for answer in results["questions"].values() for arm in answer["arms"].values()]
-    seeds = sorted({seed for arm in arms for seed in arm["results"]})
-    rows = [f"seeds {', '.join(seeds)}; differences from the first arm by seed, and Student's 95 % interval of their mean", ""]
+    seeds = sorted({seed for arm in arms for seed in (*arm["results"], *arm["fell_at_step"])})
+    rows = [
+        f"seeds {', '.join(seeds)}; differences from the first arm by seed, and Student's 95 % interval of their mean;",
+        "†k: no rollout was rewarded any more in three steps in a row, the last of them step k, and the run ended",
+        "",
+    ]
     for question, answer in results["questions"].items():
-        if sum(bool(arm["results"]) for arm in answer["arms"].values()) < 2:
+        if sum(bool(arm["results"] or arm["fell_at_step"]) for arm in answer["arms"].values()) < 2:
             rows += [f"{question}: not run yet", ""]
             continue
         rows += [
@@ -131,8 +141,9 @@ def table(results: Mapping[str, Any]) -> str:
             ends = [
                 f"{metric.rpartition('/')[2]} {_end(answer, metric, name)}" for metric in _ENDS if metric in answer["curves"]
             ]
+            by_seed = _list(arm["results"], ".3f", seeds, arm["fell_at_step"])
             rows.append(
-                f"  {name:<24} {_list(arm['results'], '.3f', seeds):<20} {_list(arm['above'], '+.3f', seeds):<22}"
+                f"  {name:<24} {by_seed:<20} {_list(arm['above'], '+.3f', seeds):<22}"
                 f" {_shown(arm['above_interval']):<24} {_mean(arm['time_s'].values()):>5.0f}  {', '.join(ends)}"
             )
         rows.append("")
@@ -140,8 +151,14 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join(rows).rstrip()
 
 
-_ENDS = ("rollout/accuracy", "rollout/kept_fraction", "policy/entropy_nats", "rollout/entropy_nats")
-_ENDS += ("update/grad_norm", "rollout/length_tokens_mean")
+_ENDS = (
+    "rollout/accuracy",
+    "rollout/kept_fraction",
+    "policy/entropy_nats",
+    "rollout/entropy_nats",
+    "update/grad_norm",
+    "rollout/length_tokens_mean",
+)
 
 
 def _end(answer: Mapping[str, Any], metric: str, arm: str) -> str:
@@ -150,8 +167,9 @@ def _end(answer: Mapping[str, Any], metric: str, arm: str) -> str:
     return f"{_mean(values):.3g}" if values else "–"
 
 
-def _list(values: Mapping[str, float], spec: str, seeds: Sequence[str]) -> str:
-    return " ".join(format(values[seed], spec) if seed in values else "–" for seed in seeds)
+def _list(values: Mapping[str, float], spec: str, seeds: Sequence[str], fell: Mapping[str, int] | None = None) -> str:
+    ends = {seed: f"†{step}" for seed, step in (fell or {}).items()} | {seed: format(values[seed], spec) for seed in values}
+    return " ".join(ends.get(seed, "–") for seed in seeds)
 
 
 def _shown(interval: Sequence[float] | None) -> str:

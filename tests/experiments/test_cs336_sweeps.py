@@ -21,8 +21,11 @@ def test_every_question_compares_arms_of_its_sweep_and_every_arm_answers_one(nam
     assert asked == {arm.name for arm in sweep.arms}
 
 
-def run_of(arm, seed, result, *, state="done"):
-    return {"arm": arm, "seed": seed, "state": state, "result": result, "time_s": 10.0}
+TIED = "stages.rl: 3 steps in a row could not learn; of step 12: every group is tied: all 64 rewards are 0."
+
+
+def run_of(arm, seed, result, *, state="done", failure=""):
+    return {"arm": arm, "seed": seed, "state": state, "result": result, "time_s": 10.0, "failure": failure, "num_steps": 12}
 
 
 def sweep_of(*runs):
@@ -68,3 +71,15 @@ def test_a_run_whose_baseline_is_missing_has_no_difference():
     arms = cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep_of(*runs)})["questions"]["clip"]["arms"]
     assert arms[no_clip]["results"] == {"0": 0.6}
     assert (arms[no_clip]["above"], arms[no_clip]["above_interval"]) == ({}, None)
+
+
+def test_a_run_that_nothing_rewards_any_more_is_an_answer_and_another_failure_is_not():
+    clip, no_clip = "off_policy_4x4", "off_policy_4x4_no_clip"
+    runs = [run_of(clip, 0, 0.5), run_of(clip, 1, None, state="failed", failure="the disk is full")]
+    runs += [run_of(no_clip, 1, None, state="failed", failure=TIED)]
+    results = cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep_of(*runs)})
+    assert results["missing"] == {cs336_sweeps.ABLATIONS: [f"{clip}-seed-1"]}
+    arm = results["questions"]["clip"]["arms"][no_clip]
+    assert (arm["results"], arm["fell_at_step"]) == ({}, {"1": 12})
+    assert list(results["questions"]["clip"]["curves"]["rollout/accuracy"][no_clip]) == ["1"]
+    assert "– †12" in cs336_sweeps.table(results)
