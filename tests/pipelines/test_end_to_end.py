@@ -73,6 +73,7 @@ def test_a_run_leaves_a_directory_that_other_programs_can_read(scripted_run):
     assert {entry.name for entry in run.path.iterdir()} == {
         "manifest.json",
         "metrics.jsonl",
+        "updates.jsonl",
         "events.jsonl",
         "report.html",
         "stages",
@@ -116,6 +117,7 @@ def test_every_step_is_one_line_of_metrics(scripted_run):
         "sft/tokens_per_s",
         "update/grad_norm",
         "update/learning_rate",
+        "update/skipped",
         "policy/entropy_nats",
         "time/step_s",
         *COST_KEYS,

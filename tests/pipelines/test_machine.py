@@ -171,12 +171,20 @@ def test_a_reward_model_that_is_not_there_is_named_with_its_key_before_anything_
         language_model: "no reward model but a language model: it has no head of one number.",
     }
     for path, fault in faults.items():
-        for look in (check_machine, plan):
-            with pytest.raises(UserError) as told:
-                look(judged_by(path))
-            assert str(told.value).startswith(f"stages.before.reward.parts.helpful.scorer.path: {path}: {fault}")
+        with pytest.raises(UserError) as told:
+            check_machine(judged_by(path))
+        assert str(told.value).startswith(f"stages.before.reward.parts.helpful.scorer.path: {path}: {fault}")
     with pytest.raises(UserError, match=r"scorer\.path: .*none: no tokenizer that transformers can load"):
         check_machine(judged_by(tmp_path / "none", kind="vllm"))
+
+
+def test_a_plan_tells_a_reward_model_that_is_not_there_yet_and_refuses_one_that_is_none(tmp_path, models):
+    language_model, _ = models
+    told = {stage.name: "\n".join(stage.schedule) for stage in plan(judged_by(tmp_path / "none"))}
+    missing = f"reward.parts.helpful.scorer.path: {tmp_path / 'none'}: NOT FOUND"
+    assert {name for name, lines in told.items() if missing in lines} == {"before", "rl", "after"}
+    with pytest.raises(UserError, match="no reward model but a language model"):
+        plan(judged_by(language_model))
 
 
 def test_a_reward_model_that_is_there_passes_and_stages_that_judge_nothing_need_none(tmp_path, models):

@@ -18,8 +18,11 @@ from strop.rewards.sum_config import ScorerPart, SumRewardConfig
 from strop.training.config import TrainerConfig
 
 
-def check_machine(recipe: Recipe, *, done: Collection[str] = ()) -> None:
+def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool = False) -> None:
     """Look for what the stages of `recipe` will open, those that are `done` left aside.
+
+    Args:
+        is_plan: a reward model may still be made or fetched; one that is there must be one.
 
     Raises:
         UserError: `engine.python` cannot be run here, a CUDA device or a reward model is not there, and a stage will need it.
@@ -33,10 +36,15 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = ()) -> None:
     for name, stage in stages.items():
         if isinstance(stage, SftStage | SteppedStage | RewardModelStage):
             _check_trainer_device(stage.trainer, f"stages.{name}.trainer")
-    _check_scorers({f"stages.{name}.{key}": config for name, stage in stages.items() for key, config in _scorers_of(stage)})
+    scorers = {f"stages.{name}.{key}": config for name, stage in stages.items() for key, config in scorers_of(stage)}
+    _check_scorers({key: config for key, config in scorers.items() if not (is_plan and is_missing(config))})
 
 
-def _scorers_of(stage: StageConfig) -> Iterator[tuple[str, EmbeddedScorerConfig | VllmScorerConfig]]:
+def is_missing(config: EmbeddedScorerConfig | VllmScorerConfig) -> bool:
+    return config.path is not None and not Path(config.path).exists()
+
+
+def scorers_of(stage: StageConfig) -> Iterator[tuple[str, EmbeddedScorerConfig | VllmScorerConfig]]:
     """The scorers with a directory that judge rollouts of the stage, by key."""
     is_judged = isinstance(stage, PlayedStage) or (isinstance(stage, SftStage) and stage.validation is not None)
     if not is_judged or not isinstance(stage.reward, SumRewardConfig):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from strop.pipelines.machine import check_machine
+from strop.pipelines.machine import check_machine, is_missing, scorers_of
 from strop.pipelines.recipe import (
     ConversationsStage,
     DemonstrationsStage,
@@ -52,7 +52,7 @@ class PlannedStage:
     tokens: int
     memory_mib: float  # 0, as the time: the model is not here, so nothing is known
     time_s: float
-    schedule: tuple[str, ...] = ()  # what changes on the way, a line each
+    schedule: tuple[str, ...] = ()  # what changes on the way, and what it still lacks, a line each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def plan(recipe: Recipe) -> list[PlannedStage]:
     Raises:
         UserError: this machine lacks something that a stage will open.
     """
-    check_machine(recipe)
+    check_machine(recipe, is_plan=True)
     rate = _matmul_flops()
     sizes: dict[str, ModelSize] = {}
     stages = []
@@ -177,8 +177,14 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
         tokens=tokens,
         memory_mib=memory if size.num_parameters else 0.0,
         time_s=time_s,
-        schedule=tuple(_lines_of_schedule(stage)) if isinstance(stage, RolloutStage) else (),
+        schedule=(*(_lines_of_schedule(stage) if isinstance(stage, RolloutStage) else ()), *_missing_scorers(stage)),
     )
+
+
+def _missing_scorers(stage: StageConfig) -> Iterator[str]:
+    for key, config in scorers_of(stage):
+        if is_missing(config):
+            yield f"{key}: {config.path}: NOT FOUND. Make it first, or name another."
 
 
 def _tokens_of_responses(stage: RolloutStage, updates_per_step: int) -> int:
