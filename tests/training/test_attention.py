@@ -149,6 +149,20 @@ def test_a_model_that_caps_its_scores_is_refused(model_directory):
         row_attention(LlamaForCausalLM.from_pretrained(model_directory), heads, heads, heads, None, softcap=30.0)
 
 
+def test_many_tokens_are_filled_up_with_some_that_nobody_reads(models):
+    ids, lengths = padded([[1 + (7 * row + place) % 60 for place in range(80)] for row in range(4)])
+    layout = lay_out(ids[:, :79], lengths - 1)
+    assert (layout.ids.shape[1], sum(layout.sizes)) == (320, 320)  # of 316
+    assert sorted(layout.places.flatten().tolist()) == list(range(316))
+    where = torch.ones_like(ids, dtype=torch.bool)
+    where[:, 0] = False
+    alone, packed = (
+        token_logprobs(model, ids, where, temperature=1.0, is_packed=is_packed)[0]
+        for model, is_packed in zip(models, (False, True), strict=True)
+    )
+    torch.testing.assert_close(packed, alone, rtol=0, atol=5e-6)
+
+
 @pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize(("num_own", "num_before"), [(1, 40), (33, 0), (45, 19), (70, 64)])
 def test_heads_that_are_filled_up_give_what_they_gave_and_the_same_gradients(num_own, num_before, window):

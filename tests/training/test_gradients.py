@@ -61,6 +61,23 @@ def test_a_head_s_gradient_is_added_to_what_is_there():
     assert embedding.weight.grad is None
 
 
+def test_positions_that_a_head_is_filled_up_with_change_nothing():
+    generator = torch.Generator().manual_seed(4)
+    hidden, matrix = torch.randn(300, WIDTH, generator=generator), torch.randn(VOCABULARY, WIDTH, generator=generator)
+    targets = torch.randint(0, VOCABULARY, (300,), generator=generator)
+    ours, plain = (hidden.clone().requires_grad_() for _ in range(2))
+    weights = [matrix.clone().requires_grad_() for _ in range(2)]
+    logprobs, entropies = head_logprobs(ours, weights[0], None, targets, temperature=1.0, max_logits=64 * VOCABULARY)
+    expected = (plain @ weights[1].T).log_softmax(-1)
+    assert logprobs.shape == entropies.shape == (300,)
+    torch.testing.assert_close(logprobs, expected.gather(1, targets[:, None]).squeeze(1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropies, -(expected.exp() * expected).sum(1), rtol=0, atol=1e-5)
+    (logprobs + entropies).sum().backward()
+    (expected.gather(1, targets[:, None]).sum() - (expected.exp() * expected).sum()).backward()
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=0, atol=1e-5)
+    torch.testing.assert_close(weights[0].grad, weights[1].grad, rtol=1e-5, atol=1e-4)
+
+
 def test_a_frozen_or_plain_embedding_is_left_to_autograd():
     embedding, master = table()
     embedding.weight.requires_grad_(False)

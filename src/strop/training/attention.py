@@ -22,7 +22,7 @@ MIN_SHARED = 16  # tokens; below, computing them again costs less than gathering
 # A row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones leave
 # out: 2 h L^2 operations a layer of width h for L own tokens, against 24 h^2 for each shared one. Here h is 1024.
 _MOST_OWN_SQUARED = 12 * 1024
-_UNIT = 16  # tokens
+UNIT = 16  # tokens; for each number of rows that is no multiple of it, products compile kernels, and keep them
 _LEAST_FILLED = 32  # tokens of a row
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models ask of their attention, and ours would leave out
 
@@ -71,7 +71,7 @@ def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
 
 
 def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
-    """Args as of `shared_lengths`. The last row is filled up, with tokens nobody reads, to a multiple of `_UNIT` in all.
+    """Args as of `shared_lengths`. The last row is filled up, with tokens nobody reads, to a multiple of `UNIT` in all.
 
     For each other number of tokens the products of every layer would compile kernels, and keep them.
     """
@@ -91,7 +91,7 @@ def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
         start += sizes[-1]
     columns = torch.arange(ids.shape[1], device=ids.device)
     is_own = (columns < lengths[:, None]) & (columns >= (lengths - torch.tensor(sizes, device=ids.device))[:, None])
-    num_more = -start % _UNIT if start >= _UNIT**2 else 0
+    num_more = -start % UNIT if start >= UNIT**2 else 0
     sizes[-1] += num_more
     more = torch.arange(num_more, device=ids.device)
     return RowLayout(

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from strop.training.attention import lay_out
+from strop.training.attention import UNIT, lay_out
 from strop.training.gradients import embed, gradient_sum
 
 _HEAD_ROWS_AT_ONCE = 2_048  # of the head's gradient, while it is added up
-_UNIT = 16  # positions; for each number that is no multiple of it, products compile kernels, and keep them
 _BANNED = -1e30  # a logit without probability; finite, so that probability * log-prob is 0 and not nan
 
 
@@ -139,11 +138,11 @@ def head_logprobs(
     # As a linear layer under autocast would; autocast does not reach into a function of our own.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
     chunk = max_logits // weight.shape[0]
-    chunk = max(1, chunk // _UNIT * _UNIT or chunk)
+    chunk = max(1, chunk // UNIT * UNIT or chunk)
     of_ban = None if banned is None else torch.tensor(banned_ids, device=hidden.device)
     num_given = len(targets)
-    if num_given >= _UNIT**2:
-        num_more = -num_given % _UNIT
+    if num_given >= UNIT**2:
+        num_more = -num_given % UNIT
         hidden, targets = F.pad(hidden, (0, 0, 0, num_more)), F.pad(targets, (0, num_more))
         banned = None if banned is None else F.pad(banned, (0, num_more))
     logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
