@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column, LossInputs
+from strop.engine import EngineConfig, TorchEngine
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import LocalTrainer, OptimizerConfig, Schedule, TrainerConfig, pack_demonstrations, sft_token_loss
@@ -364,6 +365,25 @@ def test_law_6_what_is_published_matches_its_checksum_in_the_engines_dtype(model
     asyncio.run(trainer.update(batch, METHOD.token_loss, METHOD.token_statistics))
     assert weights_checksum(engine.received.items()) == checksum  # an engine that keeps them is not changed by an update
     assert asyncio.run(trainer.publish(engine, version=4)) != checksum
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5000])
+def test_a_publication_in_pieces_holds_every_tensor_once(model_directory, monkeypatch, num_bytes):
+    """Pieces of one tensor and of a few: the trainer copies them, the engine takes them."""
+    monkeypatch.setattr("strop.training.trainer.COPIED_AT_ONCE", num_bytes)
+    monkeypatch.setattr("strop.engine.torch_engine.COPIED_AT_ONCE", num_bytes)
+
+    async def publish():
+        trainer, recording = make_trainer(model_directory), RecordingEngine(torch.float32)
+        engine = TorchEngine.from_directory(model_directory, EngineConfig(slots=2, max_length=32, dtype="float32"))
+        try:
+            assert await trainer.publish(recording, version=1) == await trainer.publish(engine, version=1)
+        finally:
+            await engine.close()
+            await trainer.close()
+        return recording.received
+
+    assert set(asyncio.run(publish())) == set(dict(load_model(model_directory).named_parameters()))
 
 
 def poisoned(batch):

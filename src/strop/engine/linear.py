@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import cast
 
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _PART_ROWS = 8192  # of a shared weight that are multiplied at once
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 _TYPICAL_ROWS = 64  # for which the packed layout is chosen; any other number may be multiplied with it
 
 
@@ -98,24 +96,6 @@ class Matrix:
     def _combined(self, inputs: Tensor, other: Tensor, bias: Tensor | None, operation: str) -> Tensor:
         combined: Tensor = torch.ops.mkldnn._linear_pointwise.binary(inputs, other, self._packed, bias, operation)
         return combined
-
-
-def give_back_freed_memory() -> None:
-    """Return to the system what glibc keeps of freed tensors: those that one thread made and another freed it never uses."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def keep_little_freed_memory() -> None:
-    """For a process that does nothing but infer: have glibc return large freed blocks at once, not keep up to 32 MiB of them.
-
-    A trainer in the same process would pay for it: each of its large tensors would be new pages.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 16 << 20)
 
 
 @cache

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from strop.config import Config
 from strop.engine.config import EngineConfig
-from strop.engine.linear import keep_little_freed_memory
+from strop.engine.memory import keep_little_freed_memory
 from strop.engine.model_directory import config_of
 from strop.engine.processes.messages import (
     FROM_CHILD,

@@ -11,6 +11,7 @@ import torch
 from strop.types import Completion
 
 NamedTensor: TypeAlias = tuple[str, torch.Tensor]
+COPIED_AT_ONCE = 2**24  # bytes of a publication in one process: each turn of a thread ends a team of helpers (`teams`)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ from strop.engine.batch import Detokenizer
 from strop.engine.config import EngineConfig
 from strop.engine.decoder import Decoder
 from strop.engine.model_directory import config_of
-from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor
+from strop.engine.protocol import COPIED_AT_ONCE, Capabilities, Capacity, CompletionRequest, NamedTensor
 from strop.engine.publication import PublishedWeights
 from strop.engine.requests import check_request, check_vocabulary
 from strop.engine.teams import end_team
@@ -143,12 +143,24 @@ class TorchEngine:
         loader = object()
         try:
             await asyncio.wrap_future(self._worker.begin_load(loader))
-            async for name, tensor in tensors:
-                await asyncio.wrap_future(self._worker.call(partial(self._weights.copy, name, tensor)))
+            some: list[NamedTensor] = []
+            async for named in tensors:
+                some.append(named)
+                if sum(tensor.nbytes for _, tensor in some) >= COPIED_AT_ONCE:
+                    await self._copy(some)
+                    some = []
+            await self._copy(some)
             await asyncio.wrap_future(self._worker.prove(partial(self._weights.prove, version, checksum)))
         finally:
             self._worker.end_load(loader)
             end_team()  # of the event loop's thread, which may have computed since the last publication
+
+    async def _copy(self, tensors: list[NamedTensor]) -> None:
+        def copy() -> None:
+            for name, tensor in tensors:
+                self._weights.copy(name, tensor)
+
+        await asyncio.wrap_future(self._worker.call(copy))
 
     async def close(self) -> None:
         """End the worker; whatever is outstanding fails with `EngineLost`. Safe to call twice."""

@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from strop.engine.linear import Matrix, give_back_freed_memory
+from strop.engine.linear import Matrix
+from strop.engine.memory import give_back_freed_memory
 from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.errors import ModelError, WeightsNotProven
 

@@ -15,7 +15,7 @@ from strop.engine.batch import Batch, Detokenizer, Job, ResultT, fail, resolve
 from strop.engine.config import EngineConfig
 from strop.engine.decoder import Decoder
 from strop.engine.invariance import invariant_sizes
-from strop.engine.linear import give_back_freed_memory
+from strop.engine.memory import give_back_freed_memory
 from strop.engine.protocol import CompletionRequest
 from strop.engine.publication import PublishedWeights
 from strop.engine.sampling import uniforms

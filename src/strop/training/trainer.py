@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from strop.algorithms.protocol import Column
-from strop.engine.protocol import NamedTensor, TakesWeights
+from strop.engine.protocol import COPIED_AT_ONCE, NamedTensor, TakesWeights
 from strop.engine.teams import end_team
 from strop.errors import ConfigError
 from strop.training.assembly import open_learner
@@ -89,9 +89,22 @@ class LocalTrainer:
         dtype = engine.capabilities.dtype
         checksum = await self._run(lambda: self.learner.checksum(dtype))
 
+        names = iter(self.learner.names())
+
+        def copy_some() -> list[NamedTensor]:
+            copies: list[NamedTensor] = []
+            num_bytes = 0
+            for name in names:
+                copies.append((name, self.learner.tensor(name).to(dtype, copy=True)))
+                num_bytes += copies[-1][1].nbytes
+                if num_bytes >= COPIED_AT_ONCE:
+                    break
+            return copies
+
         async def stream() -> AsyncIterator[NamedTensor]:
-            for name in self.learner.names():
-                yield name, await self._run(lambda name=name: self.learner.tensor(name).to(dtype, copy=True))  # type: ignore[misc]
+            while copies := await self._run(copy_some):
+                for copy in copies:
+                    yield copy
 
         await engine.load_weights(stream(), version=version, checksum=checksum)
         return checksum
