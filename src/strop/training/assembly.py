@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from strop.engine.memory import keep_freed_memory
 from strop.errors import ModelError
 from strop.training.adapter import Adapter
 from strop.training.attention import use_row_attention
@@ -15,6 +16,7 @@ from strop.training.critic import Critic, ValueModule
 from strop.training.learner import Learner
 from strop.training.logprobs import LogprobModule
 from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
+from strop.training.norms import use_lean_norms
 from strop.training.reference import AdapterReference, FrozenReference, Reference
 from strop.training.sharded import ShardedWeights, divide
 from strop.training.weights import MasterWeights, Weights, round_weights
@@ -42,6 +44,8 @@ def open_learner(
             " other reference out, or train all weights."
         )
     dtype = getattr(torch, config.precision)
+    if not config.gives_back_memory:
+        keep_freed_memory()
     device = torch.device(config.device)
     model = load_model(directory).eval().requires_grad_(True)
     if world is None:
@@ -85,6 +89,7 @@ def open_learner(
 def _open_critic(directory: Path, config: TrainerConfig, world: World | None, total_updates: int | None) -> Critic:
     dtype, device = getattr(torch, config.precision), torch.device(config.device)
     decoder = load_model(directory).base_model.eval().requires_grad_(True)
+    use_lean_norms(decoder)
     if config.packing:
         use_row_attention(decoder)
     if config.activation_checkpointing:

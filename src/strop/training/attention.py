@@ -1,4 +1,4 @@
-"""Rows of tokens laid end to end, without padding, what a row shares with the one before it only once; and their attention.
+"""Attention over rows of tokens that are laid end to end.
 
 The layers of a model treat every token by itself, but for attention; so they may run over all tokens of a micro-batch as one
 long row. Attention then takes each row apart: its queries are its own tokens, its keys also those it shares with rows before.
@@ -7,7 +7,8 @@ So no product is spent on padding, on tokens of other rows, or a second time on 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,103 +17,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from strop.errors import ModelError
+from strop.training.packing import Piece, Read, RowLayout
 
 ATTENTION = "strop_rows"  # its name in the model library
-MIN_SHARED = 16  # tokens; below, computing them again costs less than gathering their keys and values for each row
-# A row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones leave
-# out: 2 h L^2 operations a layer of width h for L own tokens, against 24 h^2 for each shared one. Here h is 1024.
-_MOST_OWN_SQUARED = 12 * 1024
-UNIT = 16  # tokens; for each number of rows that is no multiple of it, products compile kernels, and keep them
-_LEAST_FILLED = 32  # tokens of a row
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models ask of their attention, and ours would leave out
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """The first `length` tokens of what `row` has for itself."""
-
-    row: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """Where the tokens of rows stand when they are laid end to end."""
-
-    ids: Tensor  # int64 (1, total), with some at the end that no place points to
-    positions: Tensor  # int64 (1, total), of each token in its row
-    places: Tensor  # int64 (n, T), where each token of a row stands among `total`; 0 beyond the row
-    sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
-    shared: tuple[tuple[_Piece, ...], ...]  # of each row, what comes before its own tokens
-    masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)  # made once for all layers
-
-    def mask(self, row: int, like: Tensor, window: int | None) -> Tensor:
-        key = (row, like.dtype, window)
-        if key not in self.masks:
-            num_shared = sum(piece.length for piece in self.shared[row])
-            self.masks[key] = _causal_mask(self.sizes[row], num_shared, like, window)
-        return self.masks[key]
-
-
-def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
-    """How many of its first tokens each row shares with the row before it; 0 where sharing them would cost more than it saves.
-
-    Args:
-        ids: int64 (n, T).
-        lengths: int64 (n,), of each row.
-    """
-    if len(ids) < 2:
-        return [0] * len(ids)
-    both = torch.minimum(lengths[1:], lengths[:-1])
-    is_same = (ids[1:] == ids[:-1]) & (torch.arange(ids.shape[1], device=ids.device) < both[:, None])
-    counts = is_same.cumprod(1, dtype=torch.int8).sum(1)
-    is_worth_it = (counts >= MIN_SHARED) & ((lengths[1:] - counts) ** 2 <= _MOST_OWN_SQUARED * counts)
-    return [0, *(counts * is_worth_it).tolist()]
-
-
-def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
-    """Args as of `shared_lengths`. The last row is filled up, with tokens nobody reads, to a multiple of `UNIT` in all.
-
-    For each other number of tokens the products of every layer would compile kernels, and keep them.
-    """
-    places = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
-    sizes: list[int] = []
-    shared: list[tuple[_Piece, ...]] = []
-    start = 0
-    of_rows = zip(lengths.tolist(), shared_lengths(ids, lengths), strict=True)
-    for row, (length, num_shared) in enumerate(of_rows):
-        if num_shared:
-            places[row, :num_shared] = places[row - 1, :num_shared]
-            shared.append(_first(num_shared, (*shared[-1], _Piece(row - 1, sizes[-1]))))
-        else:
-            shared.append(())
-        sizes.append(length - num_shared)
-        places[row, num_shared:length] = torch.arange(start, start + sizes[-1], device=ids.device)
-        start += sizes[-1]
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    is_own = (columns < lengths[:, None]) & (columns >= (lengths - torch.tensor(sizes, device=ids.device))[:, None])
-    num_more = -start % UNIT if start >= UNIT**2 else 0
-    sizes[-1] += num_more
-    more = torch.arange(num_more, device=ids.device)
-    return RowLayout(
-        ids=torch.cat([ids[is_own], torch.zeros_like(more)])[None],
-        positions=torch.cat([columns.expand(ids.shape)[is_own], lengths[-1] + more])[None],
-        places=places,
-        sizes=tuple(sizes),
-        shared=tuple(shared),
-    )
-
-
-def _first(length: int, pieces: tuple[_Piece, ...]) -> tuple[_Piece, ...]:
-    """The first `length` tokens of `pieces`."""
-    taken = []
-    for piece in pieces:
-        if length <= 0:
-            break
-        if piece.length:
-            taken.append(_Piece(piece.row, min(piece.length, length)))
-            length -= piece.length
-    return tuple(taken)
 
 
 def use_row_attention(model: PreTrainedModel) -> None:
@@ -141,6 +49,9 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """What the model library calls in each layer: heads (n, H, T, D) -> (n, T, H, D).
 
+    On a CPU in float32 throughout: its kernels are faster there than in bfloat16, backward most of all, and those in bfloat16
+    are compiled for each number of queries and keys, and kept as long as the process lives.
+
     Args:
         layout: of the tokens, all in one row (n = 1); without it rows are padded on the right, and every row is its own.
         options: of the model library; attention has no dropout here, as the trainer has none.
@@ -152,26 +63,151 @@ def row_attention(
     if layout is None:
         mask = None if sliding_window is None else _causal_mask(query.shape[2], 0, query, sliding_window)
         return _attend(query, key, value, mask, scaling).transpose(1, 2), None
+    is_within = sliding_window is None or layout.longest <= sliding_window
+    if query.device.type == "cpu" and is_within and query.shape[-1] == value.shape[-1]:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        attended: Tensor = _Reads.apply(query, key, value, layout.reads, scale)  # type: ignore[no-untyped-call]
+        return attended, None
+    return _attend_rows(query, key, value, layout, scaling, sliding_window).transpose(1, 2), None
+
+
+def keep_attention() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """For a layer that is computed again in the backward pass: what its attention gave is kept on a CPU, not computed again.
+
+    Of all that a layer computes, it takes longest for what it holds.
+
+    Returns:
+        What the first computation runs in, and what the second does (`context_fn` of `torch.utils.checkpoint`).
+    """
+    kept: list[tuple[Tensor, Tensor]] = []
+    return _Kept(kept, is_again=False), _Kept(kept, is_again=True)
+
+
+class _Kept(AbstractContextManager[None]):
+    """Outputs of attention and its log-normalizers, in the order in which they are computed while this is entered."""
+
+    def __init__(self, kept: list[tuple[Tensor, Tensor]], *, is_again: bool) -> None:
+        self._kept, self._is_again, self._num_read = kept, is_again, 0
+
+    def __enter__(self) -> None:
+        self._num_read = 0
+        self._token = _CURRENT.set(self)
+
+    def __exit__(self, *_: object) -> None:
+        _CURRENT.reset(self._token)
+
+    def next(self) -> tuple[Tensor, Tensor] | None:
+        """What the first computation gave at this place; None while this is the first."""
+        if not self._is_again:
+            return None
+        self._num_read += 1
+        return self._kept[self._num_read - 1]
+
+    def add(self, outputs: Tensor, normalizers: Tensor) -> None:
+        self._kept.append((outputs, normalizers))
+
+
+_CURRENT: ContextVar[_Kept | None] = ContextVar("kept attention", default=None)
+
+
+class _Reads(torch.autograd.Function):
+    """Every token attends in each of its reads by itself, and what they give is put together.
+
+    With the log-normalizer n_i of each read i, that of all is n = log sum_i exp(n_i), and the output sum_i exp(n_i - n) o_i.
+    Backward, kernels take n and the whole output and then give each read's share of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reads: tuple[Read, ...], scale: float) -> Tensor:
+        kept = _CURRENT.get()
+        before = None if kept is None else kept.next()
+        outputs, normalizers = _read_all(query, key, value, reads, scale) if before is None else before
+        if kept is not None and before is None:
+            kept.add(outputs, normalizers)
+        ctx.save_for_backward(query, key, value, outputs, normalizers)
+        ctx.reads, ctx.scale = reads, scale
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, to_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, outputs, normalizers = ctx.saved_tensors
+        dtype = query.dtype
+        query, key, value = query.float(), key.float(), value.float()
+        outputs, to_outputs = outputs.transpose(1, 2).float(), to_outputs.transpose(1, 2).float()
+        of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        for read in ctx.reads:
+            of_queries, of_keys, of_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                to_outputs[:, :, read.queries],
+                query[:, :, read.queries],
+                key[:, :, read.keys],
+                value[:, :, read.keys],
+                outputs[:, :, read.queries],
+                normalizers[:, :, read.queries],
+                0.0,
+                read.is_own,
+                scale=ctx.scale,
+            )
+            if read.is_own:  # of each token once, and before it is read by others
+                of_query[:, :, read.queries] = of_queries
+                of_key[:, :, read.keys] = of_keys
+                of_value[:, :, read.keys] = of_values
+            else:
+                of_query[:, :, read.queries] += of_queries
+                of_key[:, :, read.keys] += of_keys
+                of_value[:, :, read.keys] += of_values
+        return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None, None
+
+
+def _read_all(query: Tensor, key: Tensor, value: Tensor, reads: tuple[Read, ...], scale: float) -> tuple[Tensor, Tensor]:
+    """Outputs (1, T, H, D) in the precision of `query`, and log-normalizers, float32 (1, H, T)."""
+    dtype = query.dtype
+    query, key, value = query.float(), key.float(), value.float()
+    num_heads, length, width = query.shape[1:]
+    outputs = query.new_empty(1, length, num_heads, width)
+    normalizers = query.new_empty(1, num_heads, length)
+    for read in reads:
+        of_read, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[:, :, read.queries], key[:, :, read.keys], value[:, :, read.keys], 0.0, read.is_own, scale=scale
+        )
+        here, of_here = outputs[:, read.queries], normalizers[:, :, read.queries]
+        of_read = of_read.transpose(1, 2)
+        if read.is_own:
+            here.copy_(of_read)
+            of_here.copy_(normalizer)
+        else:
+            both = torch.logaddexp(of_here, normalizer)
+            here.mul_(_weights(of_here - both)).addcmul_(of_read, _weights(normalizer - both))
+            of_here.copy_(both)
+    return outputs.to(dtype), normalizers
+
+
+def _weights(log_weights: Tensor) -> Tensor:
+    """(1, H, T) -> (1, T, H, 1)."""
+    return log_weights.exp().transpose(1, 2)[..., None]
+
+
+def _attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scaling: float | None, window: int | None
+) -> Tensor:
+    """Row by row, those behind a shared beginning with a mask: any device, any window."""
     sizes = list(layout.sizes)
     queries, keys, values = (torch.split(heads, sizes, dim=2) for heads in (query, key, value))
     outputs = []
     for row, pieces in enumerate(layout.shared):
         if not sizes[row]:
             continue
-        needs_mask = pieces or (sliding_window is not None and sizes[row] > sliding_window)
-        outputs.append(
-            _attend(
-                queries[row],
-                _behind(pieces, keys, row),
-                _behind(pieces, values, row),
-                layout.mask(row, query, sliding_window) if needs_mask else None,
-                scaling,
-            )
-        )
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+        needs_mask = pieces or (window is not None and sizes[row] > window)
+        num_shared = sum(piece.length for piece in pieces)
+        mask_of = (row, query.dtype, window)
+        if needs_mask and mask_of not in layout.masks:
+            layout.masks[mask_of] = _causal_mask(sizes[row], num_shared, query, window)
+        mask = layout.masks[mask_of] if needs_mask else None
+        own_keys, own_values = _behind(pieces, keys, row), _behind(pieces, values, row)
+        outputs.append(_attend(queries[row], own_keys, own_values, mask, scaling))
+    return torch.cat(outputs, dim=2)
 
 
-def _behind(pieces: tuple[_Piece, ...], heads: tuple[Tensor, ...], row: int) -> Tensor:
+def _behind(pieces: tuple[Piece, ...], heads: tuple[Tensor, ...], row: int) -> Tensor:
     """The heads of a row's own tokens behind those of what it shares."""
     if not pieces:
         return heads[row]
@@ -179,47 +215,26 @@ def _behind(pieces: tuple[_Piece, ...], heads: tuple[Tensor, ...], row: int) -> 
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """Without a mask, causal; a mask (`_causal_mask`) may be of more queries and keys than there are."""
-    num_queries_a_key, length = query.shape[1] // key.shape[1], query.shape[2]
-    num_queries, num_keys = mask.shape if mask is not None else (_filled(length, query),) * 2
-    query, key, value = _fill(query, num_queries), _fill(key, num_keys), _fill(value, num_keys)
+    """Without a mask, causal."""
+    dtype = query.dtype
+    if query.device.type == "cpu":
+        query, key, value = query.float(), key.float(), value.float()
+    num_queries_a_key = query.shape[1] // key.shape[1]
     if mask is not None and query.is_cuda:  # only its plain kernel, which holds all scores, takes a mask and grouped heads
         key, value = (heads.repeat_interleave(num_queries_a_key, dim=1) for heads in (key, value))
     is_grouped = key.shape[1] != query.shape[1]
-    outputs = F.scaled_dot_product_attention(
+    return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_grouped
-    )
-    return outputs[:, :, :length]
-
-
-def _filled(length: int, like: Tensor) -> int:
-    """What `length` is filled up to: on a CPU in bfloat16, so that there are eight lengths an octave.
-
-    The backward pass compiles kernels for each number of queries and keys, 2 to 5 MB, and keeps them as long as the process
-    lives: rollouts of a hundred lengths took 0.4 GB.
-    """
-    if like.device.type != "cpu" or like.dtype is torch.float32:
-        return length
-    unit = max(_LEAST_FILLED, 2 ** ((length - 1).bit_length() - 4)) if length else 1
-    return -(-length // unit) * unit
-
-
-def _fill(heads: Tensor, length: int) -> Tensor:
-    """(n, H, T, D) -> (n, H, length, D)."""
-    return heads if heads.shape[2] == length else F.pad(heads, (0, 0, 0, length - heads.shape[2]))
+    ).to(dtype)
 
 
 def _causal_mask(num_queries: int, num_before: int, like: Tensor, window: int | None) -> Tensor:
-    """To be added to scores (queries, before + queries): queries stand after what is before them, and see up to `window`.
-
-    Both are filled up at their ends, where no query looks that is there.
-    """
-    shape = _filled(num_queries, like), _filled(num_before + num_queries, like)
-    is_seen = torch.ones(shape, dtype=torch.bool, device=like.device).tril(num_before)
+    """To be added to scores (queries, before + queries): queries stand after what is before them, and see up to `window`."""
+    dtype = torch.float32 if like.device.type == "cpu" else like.dtype
+    is_seen = torch.ones(num_queries, num_before + num_queries, dtype=torch.bool, device=like.device).tril(num_before)
     if window is not None:
         is_seen = is_seen.triu(num_before - window + 1)
-    is_seen[num_queries:, 0] = True  # so that queries that are not there see something
-    return torch.zeros(shape, dtype=like.dtype, device=like.device).masked_fill(~is_seen, -torch.inf)
+    return torch.zeros(is_seen.shape, dtype=dtype, device=like.device).masked_fill(~is_seen, -torch.inf)
 
 
 AttentionInterface.register(ATTENTION, row_attention)

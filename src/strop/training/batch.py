@@ -14,7 +14,7 @@ from torch import Tensor
 
 from strop.algorithms.aggregation import Aggregation, token_weights
 from strop.algorithms.protocol import Column, Selection
-from strop.training.attention import shared_lengths
+from strop.training.packing import shared_lengths
 from strop.training.world import World
 from strop.types import ScoredTrajectory, Trajectory
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from strop.training.attention import shared_lengths
 from strop.training.batch import TokenBatch, microbatches
+from strop.training.packing import shared_lengths
 
 _MIB = 2**20
 _PROBE = {"cpu": 1024, "cuda": 8192}  # width of the products that the machine is measured by

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from strop.algorithms.protocol import Column, LossInputs
+from strop.engine.memory import give_back_freed_memory
 from strop.engine.protocol import weights_checksum
 from strop.errors import ModelError
 from strop.runs import read_json
@@ -149,6 +150,8 @@ class Learner:
             )
             part_loss = (rows.loss_weights * loss(logprobs, inputs)).sum()
             part_loss.backward()  # type: ignore[no-untyped-call]
+            if self.config.gives_back_memory:
+                give_back_freed_memory()
             total_loss += part_loss.detach()
             figures.add(rows.loss_mask, {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)})
         return total_loss, figures

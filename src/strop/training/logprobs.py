@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from strop.training.attention import UNIT, lay_out
-from strop.training.gradients import embed, gradient_sum
-
-_HEAD_ROWS_AT_ONCE = 2_048  # of the head's gradient, while it is added up
-_BANNED = -1e30  # a logit without probability; finite, so that probability * log-prob is 0 and not nan
+from strop.training.gradients import embed
+from strop.training.head import head_logprobs
+from strop.training.packing import lay_out
 
 
 class LogprobModule(nn.Module):
@@ -46,7 +42,7 @@ def token_logprobs(
     where: Tensor,
     *,
     temperature: float,
-    max_logits: int = 2**24,
+    max_logits: int = 2**25,
     is_packed: bool = False,
     is_banned: Tensor | None = None,
     banned_ids: Sequence[int] = (),
@@ -65,7 +61,7 @@ def token_logprobs(
         ids: int64 (n, T).
         where: bool (n, T), False in column 0.
         temperature: divides the logits.
-        max_logits: of float32 logits held at once, and as many again of their gradient; 2**24 are 64 MiB.
+        max_logits: held at once, in the precision of the products.
         is_packed: lay the rows end to end, which wants a model with `use_row_attention`: no padding is computed, and what a
             row shares with the row before it is computed once.
         is_banned: bool (n, T), True where the distribution is that without `banned_ids`; None: nowhere.
@@ -111,142 +107,6 @@ def hidden_before(decoder: PreTrainedModel, ids: Tensor, where: Tensor, *, is_pa
         hidden = decoder(inputs_embeds=embedded, use_cache=False).last_hidden_state
         places = predicted
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, places), predicted
-
-
-def head_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    *,
-    temperature: float,
-    max_logits: int,
-    banned: Tensor | None = None,
-    banned_ids: Sequence[int] = (),
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each position, both float32 (m,), in nats, both with gradient.
-
-    Args:
-        hidden: (m, H), what the decoder gives for the positions that predict the targets.
-        weight, bias: of the head, (V, H) and (V,).
-        targets: int64 (m,).
-        temperature: divides the logits.
-        max_logits: of float32 logits held at once.
-        banned: bool (m,), True where `banned_ids` have no probability; None: nowhere.
-    """
-    kind = hidden.device.type
-    # As a linear layer under autocast would; autocast does not reach into a function of our own.
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    chunk = max_logits // weight.shape[0]
-    chunk = max(1, chunk // UNIT * UNIT or chunk)
-    of_ban = None if banned is None else torch.tensor(banned_ids, device=hidden.device)
-    num_given = len(targets)
-    if num_given >= UNIT**2:
-        num_more = -num_given % UNIT
-        hidden, targets = F.pad(hidden, (0, 0, 0, num_more)), F.pad(targets, (0, num_more))
-        banned = None if banned is None else F.pad(banned, (0, num_more))
-    logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, chunk, dtype, banned, of_ban
-    )
-    return logprobs[:num_given], entropies[:num_given]
-
-
-class _HeadLogprobs(torch.autograd.Function):
-    """With p = softmax(z / T) and H its entropy: d log p_y / dz = (1_y - p) / T and dH / dz = -p (log p + H) / T."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        chunk: int,
-        dtype: torch.dtype,
-        banned: Tensor | None,
-        banned_ids: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids)
-        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
-        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropies = torch.empty_like(logprobs)
-        matrix = weight.to(dtype)
-        for start in range(0, len(targets), chunk):
-            part = slice(start, start + chunk)
-            log_p = _log_softmax(hidden[part], matrix, bias, temperature, None if banned is None else banned[part], banned_ids)
-            logprobs[part] = log_p.gather(1, targets[part, None]).squeeze(1)
-            entropies[part] = -_dots(log_p.exp(), log_p)
-        ctx.entropies = entropies
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, banned, banned_ids = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        matrix = weight.to(ctx.dtype)
-        of_hidden = torch.empty_like(hidden) if needs_hidden else None
-        of_weight = gradient_sum(weight) if needs_weight else None
-        is_summed = of_weight is not None
-        if needs_weight and not is_summed:
-            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
-        of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
-        for start in range(0, len(targets), ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            of_part = None if banned is None else banned[part]
-            log_p = _log_softmax(hidden[part], matrix, bias, ctx.temperature, of_part, banned_ids)
-            of_logits = log_p.exp()
-            if to_entropies is not None:
-                log_p.add_(ctx.entropies[part, None]).mul_(to_entropies[part, None])
-                if to_logprobs is not None:
-                    log_p.add_(to_logprobs[part, None])
-                of_logits.mul_(log_p)
-            elif to_logprobs is not None:
-                of_logits.mul_(to_logprobs[part, None])
-            if to_logprobs is not None:
-                of_logits.scatter_add_(1, targets[part, None], -to_logprobs[part, None])
-            of_logits = of_logits.mul_(-1.0 / ctx.temperature)
-            if of_bias is not None:
-                of_bias += of_logits.sum(0)
-            of_logits = of_logits.to(ctx.dtype)
-            if of_hidden is not None:
-                of_hidden[part] = of_logits @ matrix
-            if of_weight is not None:
-                _add_products(of_weight, of_logits, hidden[part].to(ctx.dtype))
-        return (
-            of_hidden,
-            None if of_weight is None or is_summed else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            *(None,) * 6,
-        )
-
-
-def _log_softmax(
-    hidden: Tensor, matrix: Tensor, bias: Tensor | None, temperature: float, banned: Tensor | None, banned_ids: Tensor | None
-) -> Tensor:
-    """(m, H) -> float32 (m, V)."""
-    logits = F.linear(hidden.to(matrix.dtype), matrix, None if bias is None else bias.to(matrix.dtype)).float()
-    if temperature != 1.0:
-        logits.div_(temperature)
-    if banned is not None and banned_ids is not None:
-        logits[banned.nonzero(), banned_ids] = _BANNED
-    return logits.log_softmax(-1)
-
-
-def _dots(left: Tensor, right: Tensor) -> Tensor:
-    """The dot product of each row of `left` with that of `right`, without their elementwise product: twice (m, V) -> (m,)."""
-    return torch.bmm(left[:, None, :], right[:, :, None]).flatten()
-
-
-def _add_products(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
-    """Add of_logits^T @ hidden to the float32 `total` (V, H), a few of its rows at a time."""
-    if total.dtype == hidden.dtype:
-        total.addmm_(of_logits.T, hidden)
-        return
-    for rows in range(0, len(total), _HEAD_ROWS_AT_ONCE):
-        block = slice(rows, rows + _HEAD_ROWS_AT_ONCE)
-        total[block] += of_logits[:, block].T @ hidden
 
 
 def spread(values: Tensor, predicted: Tensor, where: Tensor) -> Tensor:

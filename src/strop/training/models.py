@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.errors import ModelError
-from strop.training.attention import MIN_SHARED, use_row_attention
+from strop.training.attention import keep_attention, use_row_attention
 from strop.training.logprobs import token_logprobs
+from strop.training.norms import use_lean_norms
+from strop.training.packing import MIN_SHARED
 
 # What makes up a tokenizer on disk. Carried from the first model to every saved one, byte for byte.
 TOKENIZER_FILES = (
@@ -57,7 +59,7 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def checkpoint_activations(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Keep of each layer what enters it and what its attention gives, and compute the rest again in the backward pass.
+    """Keep of each layer what enters it, and on a CPU what its attention gives; compute the rest again in the backward pass.
 
     Call it after `eval()`.
 
@@ -85,7 +87,7 @@ def _computed_again(layer: nn.Module, dtype: torch.dtype | None, function: Calla
             return function(*inputs)
 
     # There is no dropout, so no state of a random generator has to come back.
-    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_CONTEXTS)
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=keep_attention)
 
 
 @contextmanager
@@ -105,25 +107,11 @@ def _rounded(layer: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def _keep_or_compute(context: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    """Keep what attention gives: of all that a layer computes it takes longest for what it holds."""
-    return CheckpointPolicy.MUST_SAVE if operation in _ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-_ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-}
-_CONTEXTS = partial(create_selective_checkpoint_contexts, _keep_or_compute)
-
-
 @torch.no_grad()
 def check_logprobs(model: PreTrainedModel, *, is_packed: bool) -> None:
     """Hold the trainer's log-probs against those of the model's own full forward, before anything is trained (law 5).
 
-    Call it before `use_row_attention`; with `is_packed` the model has row attention afterwards.
+    Call it first of all; afterwards the model has `use_lean_norms` and, with `is_packed`, `use_row_attention`.
 
     Raises:
         ModelError: they differ, as in models that scale or cap their logits, or attend in another way.
@@ -135,6 +123,7 @@ def check_logprobs(model: PreTrainedModel, *, is_packed: bool) -> None:
     full = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
+    use_lean_norms(model)
     if is_packed:
         use_row_attention(model)
     try:

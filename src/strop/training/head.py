@@ -1,0 +1,187 @@
+"""The head of a language model: log-probs and entropies straight from hidden states, a few logits at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from strop.training.gradients import gradient_sum
+from strop.training.packing import UNIT
+
+_LOGITS_IN_CACHE = 3 * 2**19  # float32, 6 MiB: what is done to them one after the other then stays in a CPU's cache
+_GRADIENT_ROWS_AT_ONCE = 2_048  # of the head's, while it is added up
+_BANNED = -1e30  # a logit without probability; finite, so that probability * log-prob is 0 and not nan
+
+
+def head_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    temperature: float,
+    max_logits: int,
+    banned: Tensor | None = None,
+    banned_ids: Sequence[int] = (),
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target and entropy of each position, both float32 (m,), in nats, both with gradient.
+
+    Args:
+        hidden: (m, H), what the decoder gives for the positions that predict the targets.
+        weight, bias: of the head, (V, H) and (V,).
+        targets: int64 (m,).
+        temperature: divides the logits.
+        max_logits: held at once, in the precision of the products.
+        banned: bool (m,), True where `banned_ids` have no probability; None: nowhere.
+    """
+    kind = hidden.device.type
+    # As a linear layer under autocast would; autocast does not reach into a function of our own.
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    chunk = max_logits // weight.shape[0]
+    chunk = max(1, chunk // UNIT * UNIT or chunk)
+    of_ban = None if banned is None else torch.tensor(banned_ids, device=hidden.device)
+    num_given = len(targets)
+    if num_given >= UNIT**2:
+        num_more = -num_given % UNIT
+        hidden, targets = F.pad(hidden, (0, 0, 0, num_more)), F.pad(targets, (0, num_more))
+        banned = None if banned is None else F.pad(banned, (0, num_more))
+    logprobs, entropies = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, temperature, chunk, dtype, banned, of_ban
+    )
+    return logprobs[:num_given], entropies[:num_given]
+
+
+class _HeadLogprobs(torch.autograd.Function):
+    """With p = softmax(z / T) and H its entropy: d log p_y / dz = (1_y - p) / T and dH / dz = -p (log p + H) / T."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk: int,
+        dtype: torch.dtype,
+        banned: Tensor | None,
+        banned_ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
+        entropies, normalizers = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        logits = _Logits(weight.to(dtype), bias, temperature, chunk, banned, banned_ids)
+        for part, of_part in logits.chunks(hidden):
+            for rows, _, scaled, spare in logits.blocks(part.start, of_part):
+                p = torch.softmax(scaled, -1, out=spare)
+                # The largest logit, and its probability e^(z - n): they give n without another sum of exponentials.
+                normalizers[rows] = scaled.amax(-1) - p.amax(-1).log_()
+                log_p = scaled.sub_(normalizers[rows, None])
+                logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
+                entropies[rows] = -_dots(p, log_p)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids)
+        ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
+        ctx.normalizers, ctx.entropies = normalizers, entropies
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, to_logprobs: Tensor | None, to_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, banned, banned_ids = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        matrix = weight.to(ctx.dtype)
+        of_hidden = torch.empty_like(hidden) if needs_hidden else None
+        of_weight = gradient_sum(weight) if needs_weight else None
+        is_summed = of_weight is not None
+        if needs_weight and not is_summed:
+            of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
+        of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
+        to_logprobs, to_entropies = (_column(each, -1 / ctx.temperature) for each in (to_logprobs, to_entropies))
+        logits = _Logits(matrix, bias, ctx.temperature, ctx.chunk, banned, banned_ids)
+        for part, of_part in logits.chunks(hidden):
+            for rows, own, scaled, spare in logits.blocks(part.start, of_part):
+                log_p = scaled.sub_(ctx.normalizers[rows, None])
+                p = log_p.exp_() if to_entropies is None else torch.exp(log_p, out=spare)
+                if to_entropies is not None:
+                    factors = log_p.add_(ctx.entropies[rows, None]).mul_(to_entropies[rows])
+                    of_logits = p.mul_(factors if to_logprobs is None else factors.add_(to_logprobs[rows]))
+                elif to_logprobs is not None:
+                    of_logits = p.mul_(to_logprobs[rows])
+                if to_logprobs is not None:
+                    of_logits.scatter_add_(1, targets[rows, None], -to_logprobs[rows])
+                if of_bias is not None:
+                    of_bias += of_logits.sum(0)
+                own.copy_(of_logits)
+            if of_hidden is not None:
+                of_hidden[part] = of_part @ matrix
+            if of_weight is not None:
+                _add_products(of_weight, of_part, hidden[part].to(ctx.dtype))
+        return (
+            of_hidden,
+            None if of_weight is None or is_summed else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *(None,) * 6,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Logits:
+    """Logits of many positions, in room for a few that is used again and again: fresh room costs a CPU more than it does."""
+
+    matrix: Tensor  # (V, H), in the precision of the products
+    bias: Tensor | None
+    temperature: float
+    chunk: int  # positions
+    banned: Tensor | None
+    banned_ids: Tensor | None
+
+    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Of each `chunk` positions, which they are and their logits, overwritten by the next ones'."""
+        room = self.matrix.new_empty(min(self.chunk, len(hidden)), len(self.matrix))
+        for start in range(0, len(hidden), self.chunk):
+            part = hidden[start : start + self.chunk].to(self.matrix.dtype)
+            logits = torch.mm(part, self.matrix.T, out=room[: len(part)])
+            if self.bias is not None:
+                logits += self.bias
+            yield slice(start, start + len(part)), logits
+
+    def blocks(self, start: int, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+        """Of each few positions, the first one `start`: which they are, their logits, and these in float32 after temperature
+        and ban, with as much room beside them; both are overwritten by the next ones'."""
+        num_logits = len(self.matrix)
+        size = max(1, _LOGITS_IN_CACHE // num_logits) if logits.device.type == "cpu" else self.chunk
+        room = torch.empty(2, min(size, len(logits)), num_logits, dtype=torch.float32, device=logits.device)
+        for first in range(0, len(logits), size):
+            own = logits[first : first + size]
+            rows = slice(start + first, start + first + len(own))
+            scaled, spare = room[:, : len(own)]
+            scaled.copy_(own)
+            if self.temperature != 1.0:
+                scaled.div_(self.temperature)
+            if self.banned is not None and self.banned_ids is not None:
+                scaled[self.banned[rows].nonzero(), self.banned_ids] = _BANNED
+            yield rows, own, scaled, spare
+
+
+def _column(gradient: Tensor | None, factor: float) -> Tensor | None:
+    """(m,) -> (m, 1)."""
+    return None if gradient is None else (gradient * factor)[:, None]
+
+
+def _dots(left: Tensor, right: Tensor) -> Tensor:
+    """The dot product of each row of `left` with that of `right`, without their elementwise product: twice (m, V) -> (m,)."""
+    return torch.bmm(left[:, None, :], right[:, :, None]).flatten()
+
+
+def _add_products(total: Tensor, of_logits: Tensor, hidden: Tensor) -> None:
+    """Add of_logits^T @ hidden to the float32 `total` (V, H), a few of its rows at a time."""
+    if total.dtype == hidden.dtype:
+        total.addmm_(of_logits.T, hidden)
+        return
+    for rows in range(0, len(total), _GRADIENT_ROWS_AT_ONCE):
+        block = slice(rows, rows + _GRADIENT_ROWS_AT_ONCE)
+        total[block] += of_logits[:, block].T @ hidden
