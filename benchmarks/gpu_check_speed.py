@@ -33,7 +33,7 @@ class Work:
     num_rows: int  # of an update
     row_length: int
     microbatches: tuple[int, ...]  # tokens, to choose the best of
-    max_logits: int  # the default is a CPU's: of a vocabulary of 150 000 it makes products of a hundred tokens
+    max_logits: int  # the default is a CPU's: of a vocabulary of 150 000 it makes products of two hundred tokens
     prompt: int  # of the conversations that decode
     completion: int
 

@@ -42,7 +42,7 @@ async def main() -> None:
         precision="bfloat16",
         max_tokens_per_microbatch=max_tokens,
         activation_checkpointing=computes_again,
-        max_logits=2**22 if computes_again else 2**24,
+        max_logits=2**22 if computes_again else 2**25,
         optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
     )
     trainer, method, batch = LocalTrainer.from_directory(model, config), GRPO(), batch_of(rollouts)
