@@ -1,14 +1,17 @@
 """Rows laid end to end: the same log-probs and gradients as rows that stand alone."""
 
 import ctypes
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from strop.errors import ModelError
@@ -190,6 +193,52 @@ def test_rows_that_share_a_beginning_read_it_together():
     assert reads == [*zip(own, own, strict=True), (slice(22, 43), slice(0, 20)), (slice(42, 43), slice(23, 41))]
     assert [read.is_own for read in layout.reads] == [True] * 5 + [False] * 2
     assert layout.longest == 39
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [7, 24, 41, 200])
+def test_a_window_holds_forward_and_backward(window, dtype):
+    """The longest row has 41 tokens, and 23 more that fill the micro-batch up come after the last one."""
+    layout = lay_out(*padded([[*A, 50, 51], [*A, *B, 53], *([row, *A[1:]] for row in range(60, 75))]))
+    assert (layout.longest, layout.ids.shape[1]) == (41, 352)
+    heads = [torch.randn(1, 352, num, 16).to(dtype) for num in (4, 2, 2)]
+    to_outputs = torch.randn(1, 352, 4, 16).to(dtype)
+    places = [layout.places[row, :length].tolist() for row, length in enumerate([22, 41, *[20] * 15])]
+    is_seen = torch.zeros(352, 352, dtype=torch.bool)
+    for of_row in places:
+        for position, place in enumerate(of_row):
+            is_seen[place, of_row[max(0, position - window + 1) : position + 1]] = True
+    read = sorted({place for of_row in places for place in of_row})
+    results = []
+    for is_dense in (False, True):
+        leaves = [each.detach().clone().to(torch.float32 if is_dense else dtype).requires_grad_() for each in heads]
+        query, key, value = (leaf.transpose(1, 2) for leaf in leaves)
+        if is_dense:
+            scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) * 0.25
+            weights = scores.masked_fill(~is_seen, -1e9).softmax(-1)
+            outputs = (weights @ value.repeat_interleave(2, 1)).transpose(1, 2)
+        else:
+            outputs, _ = row_attention(None, query, key, value, None, scaling=0.25, sliding_window=window, layout=layout)
+        (outputs[:, read] * to_outputs[:, read]).sum().backward()
+        results.append([outputs[:, read].detach().float(), *(leaf.grad[:, read].float() for leaf in leaves)])
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    for ours, dense in zip(*results, strict=True):
+        assert (ours - dense).norm() <= tolerance * dense.norm()
+
+
+def test_a_graph_that_no_backward_pass_goes_through_is_let_go():
+    layout = lay_out(*padded([A, B]))
+    heads = [torch.randn(1, num, 40, 16, requires_grad=True) for num in (4, 2, 2)]
+
+    def attend(*heads):
+        return _Reads.apply(*heads, layout.reads, 0.25)
+
+    scaled = heads[0] * 1.0
+    gone = weakref.ref(scaled)
+    outputs = checkpoint(attend, scaled, *heads[1:], use_reentrant=False, context_fn=keep_attention)
+    del scaled, outputs
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_layer_that_is_computed_again_takes_the_attention_that_was_kept():

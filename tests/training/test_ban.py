@@ -57,10 +57,12 @@ def test_the_ban_goes_with_its_rows_into_microbatches_and_to_workers(make_batch,
     assert there.banned_ids == (3, 4)
 
 
+@pytest.mark.parametrize("in_cache", [61 * 3, 2**26])
 @pytest.mark.parametrize("max_logits", [61 * 4, 2**26])
 def test_logprobs_entropies_and_gradients_are_those_of_the_vocabulary_without_the_banned_ids(
-    model_directory, make_batch, max_logits
+    model_directory, make_batch, monkeypatch, max_logits, in_cache
 ):
+    monkeypatch.setattr("strop.training.head._LOGITS_IN_CACHE", in_cache)
     model, batch = load_model(model_directory).eval(), make_batch()
     is_banned = batch.loss_mask & (batch.ids >= len(STOPS))  # a banned id cannot have been drawn
     assert is_banned.any()

@@ -27,9 +27,13 @@ def lengths_of(where):
     return (where * torch.arange(1, where.shape[1] + 1)).amax(1)
 
 
+@pytest.mark.parametrize("in_cache", [61 * 3, 2**26])  # blocks of three positions, the last of a chunk smaller; of all
 @pytest.mark.parametrize("max_logits", [61 * 4, 2**26])  # chunks of four positions; a single chunk
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_law_5_chunked_logprobs_entropies_and_gradients_equal_the_full_forward(model, make_batch, max_logits, temperature):
+def test_law_5_chunked_logprobs_entropies_and_gradients_equal_the_full_forward(
+    model, make_batch, monkeypatch, max_logits, in_cache, temperature
+):
+    monkeypatch.setattr("strop.training.head._LOGITS_IN_CACHE", in_cache)
     batch = make_batch()
     factors = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(1))
     logprobs, entropies = token_logprobs(model, batch.ids, batch.loss_mask, temperature=temperature, max_logits=max_logits)

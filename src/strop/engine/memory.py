@@ -18,15 +18,16 @@ def give_back_freed_memory() -> None:
         trim(0)
 
 
-def keep_freed_memory() -> None:
-    """For a process whose next update uses again what the last one freed.
+def keep_freed_memory(is_kept: bool) -> None:
+    """Whether the trainer of this process uses again, in its next update, what the last one freed.
 
-    Given back at each publication, every page of it has to be fetched anew: 5 to 8 s of an update of 38 s. And from now on new
-    threads share one heap, or what one of them frees another would not use; threads that have one keep it.
+    Given back at each publication, every page of it has to be fetched anew: 5 to 8 s of an update of 38 s. Threads that begin
+    later share what heaps there are, or what one of them frees another would not use.
     """
     global _is_kept
-    _is_kept = True
-    _set(_M_ARENA_MAX, 1)
+    _is_kept = is_kept
+    if is_kept:
+        _set(_M_ARENA_MAX, 1)
 
 
 def keep_little_freed_memory() -> None:

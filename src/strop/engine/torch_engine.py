@@ -144,11 +144,13 @@ class TorchEngine:
         try:
             await asyncio.wrap_future(self._worker.begin_load(loader))
             some: list[NamedTensor] = []
+            num_bytes = 0
             async for named in tensors:
                 some.append(named)
-                if sum(tensor.nbytes for _, tensor in some) >= COPIED_AT_ONCE:
+                num_bytes += named[1].nbytes
+                if num_bytes >= COPIED_AT_ONCE:
                     await self._copy(some)
-                    some = []
+                    some, num_bytes = [], 0
             await self._copy(some)
             await asyncio.wrap_future(self._worker.prove(partial(self._weights.prove, version, checksum)))
         finally:

@@ -176,7 +176,7 @@ class DecoderWeights:
         """Pack the matrices where this machine gains by it: until `unseal` nobody can write to them."""
         for index, matrix in enumerate(self._matrices):
             matrix.seal()
-            if index % 16 == 15:  # so that not all are there twice
+            if index % 16 == 15:  # so that not all are there twice, where no trainer keeps them
                 give_back_freed_memory()
         give_back_freed_memory()
 

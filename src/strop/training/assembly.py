@@ -44,8 +44,7 @@ def open_learner(
             " other reference out, or train all weights."
         )
     dtype = getattr(torch, config.precision)
-    if not config.gives_back_memory:
-        keep_freed_memory()
+    keep_freed_memory(config.device == "cpu" and not config.gives_back_memory)
     device = torch.device(config.device)
     model = load_model(directory).eval().requires_grad_(True)
     if world is None:
@@ -67,6 +66,7 @@ def open_learner(
         frozen = load_model(reference).eval().requires_grad_(False)
         if config.packing:
             use_row_attention(frozen)
+        use_lean_norms(frozen)  # as the policy has, or their log-probs would differ by rounding
         scorer = LogprobModule(round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing)
         if world is None:
             scorer.to(device)

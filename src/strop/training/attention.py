@@ -1,7 +1,7 @@
 """Attention over rows of tokens that are laid end to end.
 
 The layers of a model treat every token by itself, but for attention; so they may run over all tokens of a micro-batch as one
-long row. Attention then takes each row apart: its queries are its own tokens, its keys also those it shares with rows before.
+long row. Attention then takes each row apart: its tokens attend to each other, and to those that it shares with rows before.
 So no product is spent on padding, on tokens of other rows, or a second time on the prompt of a group.
 """
 
@@ -101,10 +101,11 @@ class _Kept(AbstractContextManager[None]):
         if not self._is_again:
             return None
         self._num_read += 1
-        return self._kept[self._num_read - 1]
+        outputs, normalizers = self._kept[self._num_read - 1]
+        return outputs.detach(), normalizers
 
     def add(self, outputs: Tensor, normalizers: Tensor) -> None:
-        self._kept.append((outputs, normalizers))
+        self._kept.append((outputs.detach(), normalizers))  # or a graph would hold itself through what it gave
 
 
 _CURRENT: ContextVar[_Kept | None] = ContextVar("kept attention", default=None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from strop.algorithms.protocol import Column, ValueInputs
+from strop.engine.memory import give_back_freed_memory
 from strop.training.batch import TokenBatch, shares
 from strop.training.config import TrainerConfig
 from strop.training.figures import TokenFigures
@@ -100,6 +101,8 @@ class Critic:
             )
             part_loss = (rows.loss_weights * loss(values, inputs)).sum()
             part_loss.backward()  # type: ignore[no-untyped-call]
+            if self.config.gives_back_memory:
+                give_back_freed_memory()
             total_loss += part_loss.detach()
             figures.add(rows.loss_mask, statistics(values.detach(), inputs))
         return total_loss, figures

@@ -14,6 +14,7 @@ from strop.training.gradients import gradient_sum
 from strop.training.packing import UNIT
 
 _LOGITS_IN_CACHE = 3 * 2**19  # float32, 6 MiB: what is done to them one after the other then stays in a CPU's cache
+_LOGITS_ON_DEVICE = 2**26  # float32, 256 MiB, and as much room beside them
 _GRADIENT_ROWS_AT_ONCE = 2_048  # of the head's, while it is added up
 _BANNED = -1e30  # a logit without probability; finite, so that probability * log-prob is 0 and not nan
 
@@ -91,6 +92,8 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, to_logprobs: Tensor | None, to_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
+        if to_logprobs is None and to_entropies is None:
+            return (None,) * 9
         hidden, weight, bias, targets, banned, banned_ids = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         matrix = weight.to(ctx.dtype)
@@ -153,7 +156,7 @@ class _Logits:
         """Of each few positions, the first one `start`: which they are, their logits, and these in float32 after temperature
         and ban, with as much room beside them; both are overwritten by the next ones'."""
         num_logits = len(self.matrix)
-        size = max(1, _LOGITS_IN_CACHE // num_logits) if logits.device.type == "cpu" else self.chunk
+        size = max(1, (_LOGITS_IN_CACHE if logits.device.type == "cpu" else _LOGITS_ON_DEVICE) // num_logits)
         room = torch.empty(2, min(size, len(logits)), num_logits, dtype=torch.float32, device=logits.device)
         for first in range(0, len(logits), size):
             own = logits[first : first + size]

@@ -59,7 +59,7 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
 
 
 def checkpoint_activations(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Keep of each layer what enters it, and on a CPU what its attention gives; compute the rest again in the backward pass.
+    """Keep of each layer what enters it, of packed rows on a CPU what attention gives; compute the rest again going backward.
 
     Call it after `eval()`.
 

@@ -9,9 +9,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-MIN_SHARED = 16  # tokens; below, computing them again costs less than gathering their keys and values for each row
+MIN_SHARED = 16  # tokens; below, computing them again costs less than attending to them apart
 # On CUDA a row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones
 # leave out: 2 h L^2 operations a layer of width h for L own tokens, against 24 h^2 for each shared one. Here h is 1024.
+# One rule for all devices: micro-batches are a function of the batch alone.
 _MOST_OWN_SQUARED = 12 * 1024
 UNIT = 16  # tokens; for each number of rows that is no multiple of it, products compile kernels, and keep them
 

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.algorithms.aggregation import Aggregation
+from strop.engine.memory import give_back_freed_memory
 from strop.engine.teams import end_team
 from strop.errors import RunError
 from strop.rewards.scorers.reward_model import (
@@ -155,6 +156,8 @@ class RewardTrainer:
             losses, statistics = _losses(part, scores)
             loss = losses.sum() / len(preferences)
             loss.backward()  # type: ignore[no-untyped-call]
+            if self._config.gives_back_memory:
+                give_back_freed_memory()
             total += loss.detach()
             per_row = 2 if part[0].is_pair else 1  # figures are divided by rows
             figures.add(torch.ones_like(losses, dtype=torch.bool), {name: per_row * each for name, each in statistics.items()})
