@@ -10,6 +10,7 @@ from strop.rollout.branching import Branching, BranchingConfig
 from strop.rollout.fleet import Fleet
 from strop.rollout.play import Judge, Player, SamplingConfig, play
 from strop.rollout.protocol import Observation
+from strop.rollout.tree import _ForkedEnvironment
 from strop.types import StopReason, Task
 
 PROMPT, OBSERVATION, CALL, STOP = (1, 2, 3), (5, 6), 8, 9
@@ -242,3 +243,23 @@ def test_a_branch_that_finds_no_room_beside_its_parent_is_counted_and_waits_its_
 def test_an_environment_that_cannot_be_forked_is_named():
     with pytest.raises(UserError, match="Unforkable cannot be forked, but the stage branches"):
         play_group(world=lambda task, *, seed: Unforkable(World(), steps=()))
+
+
+def test_an_environment_that_comes_after_its_branch_was_cancelled_is_closed():
+    class Environment:
+        is_closed = False
+
+        async def close(self):
+            self.is_closed = True
+
+    async def scenario():
+        forked, late = _ForkedEnvironment(), Environment()
+        waiting = asyncio.create_task(forked.start())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await forked.come(late)
+        forked.fail(ToolBroken("too late, too"))
+        return late.is_closed
+
+    assert asyncio.run(scenario())

@@ -225,14 +225,19 @@ class _ForkedEnvironment:
         self._coming: asyncio.Future[Environment] = asyncio.get_running_loop().create_future()
 
     async def come(self, environment: Environment) -> None:
-        if self.is_closed:
+        if self._is_unwanted:
             await environment.close()
         else:
             self._coming.set_result(environment)
 
     def fail(self, error: MachineError) -> None:
-        if not self.is_closed:
+        if not self._is_unwanted:
             self._coming.set_exception(error)
+
+    @property
+    def _is_unwanted(self) -> bool:
+        """The branch was closed, or it was cancelled while it waited."""
+        return self.is_closed or self._coming.cancelled()
 
     async def start(self) -> Observation:
         return await (await self._coming).start()
