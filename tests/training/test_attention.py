@@ -198,7 +198,7 @@ def test_rows_that_share_a_beginning_read_it_together():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [7, 24, 41, 200])
 def test_a_window_holds_forward_and_backward(window, dtype):
-    """The longest row has 41 tokens, and 23 more that fill the micro-batch up come after the last one."""
+    """The longest row has 41 tokens, and 9 more that fill the micro-batch up come after the last one."""
     layout = lay_out(*padded([[*A, 50, 51], [*A, *B, 53], *([row, *A[1:]] for row in range(60, 75))]))
     assert (layout.longest, layout.ids.shape[1]) == (41, 352)
     heads = [torch.randn(1, 352, num, 16).to(dtype) for num in (4, 2, 2)]

@@ -1,7 +1,6 @@
 """Root-mean-square norms on a CPU, with a backward pass of their own.
 
-Left to autograd, those of the model library keep five copies' worth of what enters them, three of them in float32, and go
-through them eleven times: of SmolLM2-135M that is a twentieth of an update and an eighth of its memory.
+Left to autograd, those of the model library keep float32 copies of what enters them; these keep what enters and a scale.
 """
 
 from __future__ import annotations
