@@ -23,7 +23,7 @@ FAULTS = {1: signal.SIGKILL, 2: signal.SIGSTOP, 3: signal.SIGKILL}  # by step
 
 
 class Disturber:
-    """Opens real engines, and does to one of those of RL what `FAULTS` says, once rollouts of the step have ended."""
+    """Opens real engines, and does to the last of those that serve RL what `FAULTS` says, once rollouts of the step have ended."""
 
     def __init__(self, run):
         self.run = run
@@ -42,7 +42,9 @@ class Disturber:
         for step, fault in FAULTS.items():
             while len(read_lines(self.run.stage("rl").rollouts(step))) < 2:  # noqa: ASYNC110 - of a file
                 await asyncio.sleep(0.002)  # a file tells nobody that it grew
-            victim = next(engine for engine in reversed(self._opened) if engine.is_alive)
+            joined = {line["engine"] for line in read_lines(self.run.events) if line["event"] == "engine_joined"}
+            serving = self._opened[:2] + [engine for engine in self._opened[2:] if engine.name in joined]
+            victim = next(engine for engine in reversed(serving) if engine.is_alive)
             os.kill(victim.pid, fault)
             self.done.append((step, fault))
 
