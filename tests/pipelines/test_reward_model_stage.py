@@ -12,6 +12,8 @@ from strop.config import validate
 from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.pipelines import checkpoints
 from strop.pipelines.recipe import Recipe, resolve
+from strop.reports.log import read_run
+from strop.reports.panels import sections
 from strop.runs import RunDirectory, read_json, read_lines
 
 WORDS = ["red", "blue", "tall", "cold", "sweet", "loud"]
@@ -69,6 +71,15 @@ def test_each_step_has_its_loss_and_the_last_batch_of_an_epoch_is_what_is_left(t
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]  # 22 pairs in batches of 8: 3 an epoch
     assert lines[0]["reward_model/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert lines[-1]["reward_model/loss"] < lines[0]["reward_model/loss"]
+    assert all(line["update/tokens_per_s"] > 0 and 0 < line["machine/flop_utilisation"] < 1 for line in lines)
+
+
+def test_the_report_draws_it_under_its_own_name_and_owes_no_curve_of_a_policy(trained):
+    section, *rest = sections(read_run(trained.run))
+    assert section.title == "Reward model"
+    assert [each.title for each in rest] == ["Everything else in the log"]
+    assert section.is_open
+    assert all(drawing.plot.series and not drawing.plot.missing for drawing in section.drawings)
 
 
 def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_them_is_saved(tmp_path):

@@ -79,6 +79,15 @@ def test_the_first_loss_is_that_of_a_head_at_zero(language_model):
     assert report.statistics == pytest.approx({"accuracy": 0.5, "margin": 0.0, "score": 0.0})
 
 
+def test_an_update_tells_what_it_cost(language_model):
+    _, [report] = trained(language_model, PAIRS[:2], updates=1)
+    assert report.cost.tokens == 9 + 4 + 5 + 12
+    layers = 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)  # q and o, k and v, the MLP; twice
+    pairs = 45 + 10 + 15 + 78  # tokens that see each other
+    assert report.cost.flops == 2 * 3 * (30 * layers + 4 * 32 + 2 * 2 * 32 * pairs)
+    assert report.cost.time_s > 0
+
+
 @pytest.mark.parametrize("preferences", [PAIRS, [rows_of(9), rows_of(4, is_good=False), rows_of(12, is_good=False)]])
 def test_the_update_does_not_depend_on_how_it_is_cut(language_model, preferences):
     whole, reports = trained(language_model, preferences)

@@ -16,6 +16,7 @@ from strop.pipelines.reward_model_config import RewardModelStage
 from strop.pipelines.skipped import keep_skipped
 from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.stage_config import check_schedule
+from strop.pipelines.step_figures import cost_metrics
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.runs import write_directory, write_json
 from strop.seeds import derive_seed
@@ -85,7 +86,7 @@ async def _learn(
                     **{f"reward_model/{name}": value for name, value in report.statistics.items()},
                     "update/grad_norm": report.grad_norm,
                     "update/learning_rate": report.learning_rate,
-                }
+                } | cost_metrics([report])
             metrics.append(step, figures)
             if step % stage.checkpoint_every == 0 and step < steps:
                 await writer.save(step)

@@ -403,3 +403,29 @@ FINE_TUNING = (
     *MACHINE,
     Panel(title="Time", metrics={"time/step_s": "step"}, note="Seconds of each step.", unit=Unit.SECONDS),
 )
+
+REWARD_MODEL = (
+    Panel(
+        title="Loss of the reward model",
+        metrics={"reward_model/loss": "loss"},
+        note="Nats a preference, before each update; ln 2 = 0.693 knows nothing.",
+    ),
+    Panel(
+        title="Its accuracy",
+        metrics={"reward_model/accuracy": "in the right order"},
+        note="Of the step's preferences, before each update; a tie counts half.",
+        unit=Unit.PERCENT,
+        y_high=1.0,
+    ),
+    Panel(
+        title="Its scores",
+        metrics={"reward_model/margin": "margin", "reward_model/score": "mean"},
+        note="By how much the better response is ahead, and the mean of all.",
+        y_low=None,
+    ),
+    Panel(title="Gradient norm", metrics={"update/grad_norm": "gradient norm"}, note="Before clipping."),
+    Panel(title="Learning rate", metrics={"update/learning_rate": "learning rate"}, note="Of each update."),
+    Panel(title="Throughput", metrics={"update/tokens_per_s": "tokens per second"}, note="Tokens trained on per second."),
+    *MACHINE,
+    Panel(title="Time", metrics={"time/step_s": "step"}, note="Seconds of each step.", unit=Unit.SECONDS),
+)

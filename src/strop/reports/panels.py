@@ -14,6 +14,7 @@ from strop.reports.curves import (
     LEARNING,
     OPTIMISATION,
     RATIOS,
+    REWARD_MODEL,
     TIME,
     TOOL_CALLS,
     UPDATES,
@@ -41,16 +42,29 @@ class Section:
 
 
 ELAPSED = "time/elapsed_s"
-_ALL = (*LEARNING, *OPTIMISATION, *RATIOS, *IMITATION, *TIME, *TOOL_CALLS, *BRANCHING, *ENGINES, *FINE_TUNING)
+_ALL = (
+    *LEARNING,
+    *OPTIMISATION,
+    *RATIOS,
+    *IMITATION,
+    *TIME,
+    *TOOL_CALLS,
+    *BRANCHING,
+    *ENGINES,
+    *FINE_TUNING,
+    *REWARD_MODEL,
+)
 
 
 def sections(log: RunLog) -> list[Section]:
     """Every metric that the run logged, and every one that it should have, under headings; what matters most first.
 
-    Tool calls and expert iteration have a section only where there were some.
+    Tool calls, expert iteration and reward models have a section only where there were some.
     """
     tuned = [stage for stage in log.stages if _is_fine_tuning(stage)]
-    trained = [stage for stage in log.stages if stage not in tuned and (stage.steps or stage.is_stepped)]
+    rewarding = [stage for stage in log.stages if stage.kind == "reward_model"]
+    others = [stage for stage in log.stages if stage not in tuned and stage not in rewarding]
+    trained = [stage for stage in others if stage.steps or stage.is_stepped]
     imitating = [stage for stage in trained if stage.kind == "expert_iteration"]
     is_imitation = bool(imitating) and len(imitating) == len(trained)
     found: list[Section] = []
@@ -72,12 +86,14 @@ def sections(log: RunLog) -> list[Section]:
         found.append(_section("Update by update", UPDATES, several, is_open=False, is_by_update=True))
     if tuned:
         found.append(_section("Supervised fine-tuning", FINE_TUNING, tuned, is_open=not trained))
+    if rewarding:
+        found.append(_section("Reward model", REWARD_MODEL, rewarding, is_open=not trained))
     drawn = {key for panel in _ALL for key in panel.metrics}
     logged = {key for stage in log.stages for key in stage.metrics if not key.startswith(BY_ENGINE)}
-    others = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns", ELAPSED, "budget/is_spent"})
-    if others:
-        panels = [Panel(title=key, metrics={key: key}, note="", y_low=None) for key in others]
-        found.append(_section("Everything else in the log", panels, [*tuned, *trained], is_open=False))
+    undrawn = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns", ELAPSED, "budget/is_spent"})
+    if undrawn:
+        panels = [Panel(title=key, metrics={key: key}, note="", y_low=None) for key in undrawn]
+        found.append(_section("Everything else in the log", panels, [*tuned, *rewarding, *trained], is_open=False))
     return found
 
 

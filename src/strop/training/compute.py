@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from strop.training.batch import TokenBatch, microbatches
 from strop.training.packing import shared_lengths
+from strop.training.world import World
 
 _MIB = 2**20
 _PROBE = {"cpu": 1024, "cuda": 8192}  # width of the products that the machine is measured by
@@ -41,8 +42,9 @@ class ModelProducts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelProducts:
-        """Of a decoder with a head; where only an adapter is trained, frozen matrices have no gradients of their own."""
-        head = model.get_output_embeddings()
+        """Of a decoder with a head, of logits or of one reward; where only an adapter is trained, frozen matrices have no
+        gradients of their own."""
+        head = model.get_output_embeddings() or model.get_submodule("score")
         linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
         config = model.config
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -80,6 +82,20 @@ def _tokens_of(batch: TokenBatch, *, is_packed: bool) -> tuple[list[int], list[i
     rows = lengths.nonzero().squeeze(1)
     shared = shared_lengths(batch.ids[rows], lengths[rows]) if is_packed else [0] * len(rows)
     return lengths[rows].tolist(), [int(each) for each in shared]
+
+
+def update_cost(*, tokens: int, flops: float, started: float, device: torch.device, precision: str, world: World) -> UpdateCost:
+    """Of an update that began at `started`, a time of `time.perf_counter`, and is over when everything asked of `device` is."""
+    wait(device)
+    time_s = time.perf_counter() - started
+    of_ranks = world.gather((measured_flops_per_s(device, getattr(torch, precision)), peak_memory_mib(device)))
+    return UpdateCost(
+        tokens=tokens,
+        flops=flops,
+        time_s=time_s,
+        peak_flops_per_s=sum(rate for rate, _ in of_ranks),
+        peak_memory_mib=max(memory for _, memory in of_ranks),
+    )
 
 
 def peak_memory_mib(device: torch.device) -> float:

@@ -19,7 +19,7 @@ from strop.errors import ModelError
 from strop.runs import read_json
 from strop.training.adapter import Adapter
 from strop.training.batch import TokenBatch, shares
-from strop.training.compute import ModelProducts, UpdateCost, measured_flops_per_s, peak_memory_mib, update_flops, wait
+from strop.training.compute import ModelProducts, UpdateCost, update_cost, update_flops
 from strop.training.config import TrainerConfig
 from strop.training.critic import Critic
 from strop.training.figures import TokenFigures
@@ -114,19 +114,17 @@ class Learner:
         return report if report.is_skipped else replace(report, cost=self._cost(batch, started))
 
     def _cost(self, batch: TokenBatch, started: float) -> UpdateCost:
-        wait(self._device)
-        time_s, config = time.perf_counter() - started, self.config
+        config = self.config
         num_tokens, flops = update_flops(
             self._products, batch, max_tokens=config.max_tokens_per_microbatch, is_packed=config.packing
         )
-        peak_flops_per_s = measured_flops_per_s(self._device, getattr(torch, config.precision))
-        of_ranks = self.world.gather((peak_flops_per_s, peak_memory_mib(self._device)))
-        return UpdateCost(
+        return update_cost(
             tokens=num_tokens,
             flops=flops,
-            time_s=time_s,
-            peak_flops_per_s=sum(rate for rate, _ in of_ranks),
-            peak_memory_mib=max(memory for _, memory in of_ranks),
+            started=started,
+            device=self._device,
+            precision=config.precision,
+            world=self.world,
         )
 
     def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:

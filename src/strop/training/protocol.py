@@ -35,7 +35,7 @@ class UpdateReport:
     grad_norm: float  # before clipping
     learning_rate: float
     statistics: Mapping[str, float]  # of unmasked tokens: entropy_nats and the method's own; empty when skipped
-    cost: UpdateCost | None = field(default=None, compare=False)  # of the policy's updates that were made; hangs on a clock
+    cost: UpdateCost | None = field(default=None, compare=False)  # of updates that were made, but a critic's; hangs on a clock
     skip_reason: str = ""  # nothing to learn from, or a loss or gradient that is not finite
 
     @property

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +32,7 @@ from strop.rewards.scorers.reward_model import (
 )
 from strop.runs import read_json, write_text
 from strop.training.batch import Row, TokenBatch, pack_rows
+from strop.training.compute import ModelProducts, UpdateCost, update_cost
 from strop.training.config import TrainerConfig
 from strop.training.figures import TokenFigures
 from strop.training.models import checkpoint_activations
@@ -78,6 +81,7 @@ class RewardTrainer:
         self._model.to(torch.device(config.device))
         if config.activation_checkpointing:
             checkpoint_activations(self._model)
+        self._products = ModelProducts.of(self._model)
         self._weights = MasterWeights(self._model, _PRECISIONS[config.precision])
         self._optimization = Optimization(
             self._weights,
@@ -95,9 +99,13 @@ class RewardTrainer:
         Raises:
             CannotLearnError: too many updates in a row were skipped.
         """
-        return await self._run(
-            lambda: self._optimization.update(pack_preferences(preferences), lambda: self._backward(preferences))
-        )
+
+        def update() -> UpdateReport:
+            started = time.perf_counter()
+            report = self._optimization.update(pack_preferences(preferences), lambda: self._backward(preferences))
+            return report if report.is_skipped else replace(report, cost=self._cost(preferences, started))
+
+        return await self._run(update)
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The reward of each conversation, in order."""
@@ -162,6 +170,17 @@ class RewardTrainer:
             per_row = 2 if part[0].is_pair else 1  # figures are divided by rows
             figures.add(torch.ones_like(losses, dtype=torch.bool), {name: per_row * each for name, each in statistics.items()})
         return total, figures
+
+    def _cost(self, preferences: Sequence[PreferenceRows], started: float) -> UpdateCost:
+        lengths = [len(row) for each in preferences for row in each.rows]
+        return update_cost(
+            tokens=sum(lengths),
+            flops=self._products.flops(lengths, [0] * len(lengths), len(lengths)),
+            started=started,
+            device=self._model.device,
+            precision=self._config.precision,
+            world=self._world,
+        )
 
     async def _run(self, work: Callable[[], Result]) -> Result:
         def compute() -> Result:
