@@ -23,7 +23,7 @@ FAULTS = {1: signal.SIGKILL, 2: signal.SIGSTOP, 3: signal.SIGKILL}  # by step
 
 
 class Disturber:
-    """Opens real engines, and does to the last of those that serve RL what `FAULTS` says, once rollouts of the step have ended."""
+    """Opens real engines, and does to the last that serves RL what `FAULTS` says, once rollouts of the step have ended."""
 
     def __init__(self, run):
         self.run = run
