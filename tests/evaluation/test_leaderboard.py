@@ -6,6 +6,7 @@ from strop.errors import RunError
 from strop.evaluation.leaderboard import gather
 from strop.evaluation.results import write_eval
 from strop.reports.evaluations import leaderboard_page, leaderboard_table
+from strop.runs import write_json
 
 
 def put(directory, accuracy, benchmark="gsm8k", **about):
@@ -37,6 +38,29 @@ def test_a_damaged_result_is_told_and_keeps_nobody_out(tmp_path):
     assert [each.name for each in board.benchmarks["gsm8k"]] == ["good"]
     assert "not valid JSON" in board.left_out[0]
     assert "not valid JSON" in leaderboard_page(board)
+
+
+def test_what_a_run_has_put_aside_is_not_ranked(tmp_path):
+    """`--from` moves what it makes anew to the run's `stale/`; a run that is called so itself is one like any other."""
+    run = tmp_path / "run"
+    put(run, 0.9)
+    (run / "stale").mkdir()
+    (run / "stages" / "test").rename(run / "stale" / "test-1")
+    put(run, 0.5)
+    put(tmp_path / "stale", 0.4)
+    board = gather([tmp_path])
+    assert [(each.name, each.accuracy) for each in board.benchmarks["gsm8k"]] == [("run", 0.5), ("stale", 0.4)]
+    assert board.left_out == []
+
+
+def test_a_stage_that_is_marked_stale_is_told_and_not_ranked(tmp_path):
+    put(tmp_path / "run", 0.5)
+    put(tmp_path / "changed", 0.9)
+    write_json(tmp_path / "changed" / "stages" / "test" / "stale.json", {"because": "rl was made anew"})
+    board = gather([tmp_path])
+    assert [each.name for each in board.benchmarks["gsm8k"]] == ["run"]
+    [told] = board.left_out
+    assert "changed/stages/test/eval/result.json: stale, so it is not ranked: rl was made anew" in told
 
 
 def test_where_nothing_lies_it_says_so(tmp_path):

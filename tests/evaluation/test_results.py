@@ -99,6 +99,18 @@ def test_an_evaluation_is_found_from_its_file_its_stage_and_its_run(tmp_path):
     assert find_results(tmp_path) == [directory / "result.json"]
 
 
+def test_an_evaluation_that_was_made_anew_is_the_only_one_of_its_run(tmp_path):
+    stage = tmp_path / "run" / "stages" / "after"
+    write_eval(stage / "eval", {"accuracy": 0.1}, [])
+    aside = tmp_path / "run" / "stale" / "after-1"
+    aside.parent.mkdir()
+    stage.rename(aside)
+    write_eval(stage / "eval", {"accuracy": 0.5}, [])
+    assert read_eval(tmp_path / "run").result["accuracy"] == 0.5
+    assert read_eval(aside).result["accuracy"] == 0.1  # asked for by name
+    assert [each.result["accuracy"] for each in map(read_eval, find_results(aside.parent))] == [0.1]
+
+
 def test_what_is_no_single_evaluation_is_refused_with_what_to_give(tmp_path):
     with pytest.raises(RunError, match=r"no evaluation lies there .* There is no such directory"):
         read_eval(tmp_path / "absent")

@@ -9,7 +9,7 @@ from typing import Any
 
 from strop.errors import RunError
 from strop.evaluation.results import find_results
-from strop.runs import read_json
+from strop.runs import StageDirectory, read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaderboard:
-    """Benchmarks by name, each with the best entry first; and the files that could not be read, with the reason."""
+    """Benchmarks by name, each with the best entry first; and what is not ranked (damaged or stale), with the reason."""
 
     benchmarks: Mapping[str, Sequence[Entry]]
     left_out: Sequence[str]
@@ -44,7 +44,7 @@ class Leaderboard:
 
 
 def gather(directories: Sequence[Path]) -> Leaderboard:
-    """Every finished evaluation below `directories`. A damaged file is told, and keeps nobody else out.
+    """Every finished evaluation below `directories`. A damaged or a stale one is told, and keeps nobody else out.
 
     Raises:
         RunError: a directory is not there, or none holds an evaluation.
@@ -74,6 +74,9 @@ def _entry(path: Path) -> Entry:
     if not isinstance(result, dict) or not isinstance(result.get("accuracy"), int | float):
         raise RunError(f"{path}: no result of an evaluation that can be ranked (no 'accuracy': nothing said what is right)")
     place = path.parent.parent if path.parent.name == "eval" else path.parent
+    if (marked := StageDirectory(place).stale).exists():
+        because = read_json(marked).get("because", "what it stands on has changed")
+        raise RunError(f"{path}: stale, so it is not ranked: {because}. `strop train` with --from {place.name} makes it anew")
     return Entry(
         benchmark=str(result.get("benchmark") or result.get("stage") or "unnamed"),
         name=str(result.get("run") or _run_of(place).name),

@@ -16,7 +16,7 @@ from strop.errors import RunError
 from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
 from strop.evaluation.summary import rollout_metrics
 from strop.evaluation.verdict import USUAL, Verdict
-from strop.runs import read_json, read_lines, write_json, write_text
+from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
 from strop.types import Group, ToolOutcome
 
 RESULT, PROBLEMS = "result.json", "problems.jsonl"
@@ -128,10 +128,19 @@ def read_eval(path: Path) -> EvalFiles:
 
 
 def find_results(path: Path) -> list[Path]:
-    """Every `result.json` of an evaluation below `path`, in the order of their places."""
+    """Every `result.json` of an evaluation below `path`, in the order of their places.
+
+    What a run has put aside, to make it anew, is no result of it any more: it is found only where `path` lies in there.
+    """
     if (path / RESULT).is_file():
         return [path / RESULT]
-    return sorted(each for each in path.rglob(f"eval/{RESULT}") if each.is_file())
+    return sorted(each for each in path.rglob(f"eval/{RESULT}") if each.is_file() and not _is_put_aside(each, path))
+
+
+def _is_put_aside(result: Path, below: Path) -> bool:
+    """Whether a run between `below` and `result` has moved it to its `stale/`. A run may itself be called `stale`."""
+    places = [place for place in result.parents if place.name == "stale" and place != below and place.is_relative_to(below)]
+    return any((place.parent / "stages").is_dir() or RunDirectory(place.parent).manifest.exists() for place in places)
 
 
 def _verdicts(group: Group, verdict: Verdict) -> list[bool]:
