@@ -1,8 +1,9 @@
 """One trainer of TRL for `training.py`: an update of the given rollouts for each line on standard input.
 
 Runs in an environment of its own, which has no strop. Arguments: the model directory, the rollouts (JSON), the rows of a
-micro-batch, and "float32" or "bfloat16" for the weights; matrix products are in bfloat16 with both. Prints one JSON object a
-line. Rollouts are given to TRL where it would have sampled them; padding, splitting, loss and optimizer are TRL's own.
+micro-batch, "float32" or "bfloat16" for the weights (matrix products are in bfloat16 with both), and "again" where activations
+are computed again in the backward pass. Prints one JSON object a line. Rollouts are given to TRL where it would have sampled
+them; padding, splitting, loss and optimizer are TRL's own.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def main() -> None:
             epsilon=0.2,
             epsilon_high=0.28,
             bf16=True,
-            gradient_checkpointing=False,
+            gradient_checkpointing=sys.argv[5:] == ["again"],
             use_cpu=True,
             report_to=[],
             save_strategy="no",
