@@ -2,9 +2,9 @@
 
     make experiments-cs336-sweeps
 
-Runs cs336-ablations, cs336-sft-size and cs336-expert-iteration of recipes/sweeps as `strop sweep` does (a second call goes on
-where the first ended), and writes of each question the results of its arms, their differences from the first by seed, and their
-curves, to results/cs336-sweeps.{json,txt} and results/cs336/<question>.svg. `--only` runs one of them; `--draw` runs nothing.
+Runs cs336-ablations, cs336-prompt, cs336-sft-size and cs336-expert-iteration of recipes/sweeps as `strop sweep` does (a second
+call goes on where the first ended), and writes of each question the results of its arms, their differences from the first by
+seed, and their curves, to results/cs336-sweeps.{json,txt} and results/cs336/<question>.svg. `--only` runs one of them; `--draw` runs nothing.
 Either way what is there of all is written, with the runs that are missing.
 """
 
@@ -29,8 +29,8 @@ from strop.runs import read_json, write_json, write_text
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 COMMAND = "make experiments-cs336-sweeps"
-ABLATIONS, SFT, EXPERT = "cs336-ablations", "cs336-sft-size", "cs336-expert-iteration"
-SWEEPS = (ABLATIONS, SFT, EXPERT)
+ABLATIONS, PROMPT, SFT, EXPERT = "cs336-ablations", "cs336-prompt", "cs336-sft-size", "cs336-expert-iteration"
+SWEEPS = (ABLATIONS, PROMPT, SFT, EXPERT)
 QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is what the others are compared with
     "sft-size": (SFT, ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered_2048")),
     "expert-iteration": (EXPERT, ("defaults", "group_2", "group_8", "epochs_1", "epochs_4", "batch_32", "batch_128")),
@@ -40,7 +40,7 @@ QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is wha
     "std-normalisation": (ABLATIONS, ("defaults", "no_std")),
     "off-policy": (ABLATIONS, ("defaults", "off_policy_1x4", "off_policy_4x1", "off_policy_4x4")),
     "clip": (ABLATIONS, ("off_policy_4x4", "off_policy_4x4_no_clip")),
-    "prompt": (ABLATIONS, ("defaults", "short_words", "long_words")),
+    "prompt": (PROMPT, ("question_only", "short_words", "long_words")),
 }
 CURVES = (
     "rollout/accuracy",
@@ -55,6 +55,7 @@ CURVES = (
 )
 _DRAWN = {  # of each sweep: the curves that are drawn, by what they are called in a title
     ABLATIONS: {"rollout/accuracy": "accuracy of rollouts"},
+    PROMPT: {"rollout/accuracy": "accuracy of rollouts"},
     SFT: {"validation/accuracy": "held-out accuracy"},
     EXPERT: {"rollout/kept_fraction": "right rollouts", "rollout/entropy_nats": "entropy of responses, nats"},
 }
