@@ -94,6 +94,16 @@ def test_a_part_is_for_the_rows_that_its_facts_name():
         score(parts, trajectory(RIGHT), a_task(domain="chess"))
 
 
+def test_an_empty_text_among_the_values_stands_for_tasks_without_that_fact():
+    parts = {
+        "accuracy": {"kind": "math", "where": {"kind": ["reasoning", ""]}},
+        "repetition": {"kind": "repetition", "where": {"kind": ["helpful"]}},
+    }
+    for task in (a_task(kind="reasoning"), a_task(domain="math")):
+        assert set(score(parts, trajectory(RIGHT), task).reward_parts) == {"accuracy"}
+    assert set(score(parts, trajectory(RIGHT), a_task(kind="helpful")).reward_parts) == {"repetition"}
+
+
 @pytest.mark.parametrize(
     ("part", "text", "expected"),
     [

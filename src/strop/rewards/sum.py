@@ -177,7 +177,7 @@ def _is_independent(part: AnyPart) -> bool:
 
 
 def _is_for(part: AnyPart, task: Task) -> bool:
-    return all(task.facts.get(fact) in values for fact, values in part.where.items())
+    return all(task.facts.get(fact, "") in values for fact, values in part.where.items())
 
 
 def _of(judge: Callable[[Task, Trajectory], float | None]) -> Scorer:

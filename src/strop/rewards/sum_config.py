@@ -19,7 +19,7 @@ class Part(Config):
     """What every part may say."""
 
     weight: float = 1.0  # 0: reported, and does not count
-    # Facts of a task and the values for which the part applies; elsewhere the sum goes without it.
+    # Facts of a task and the values for which the part applies; elsewhere the sum goes without it. "": no such fact.
     where: dict[str, Words] = Field(default={})
 
 
