@@ -7,24 +7,32 @@ import pytest
 
 from scripted_runs import RECIPE, make_recipe, run_recipe, untimed
 from strop.config import validate
-from strop.errors import ConfigError
-from strop.pipelines import checkpoints
+from strop.errors import ConfigError, TaskError
+from strop.pipelines import checkpoints, load
+from strop.pipelines.lineage import lineages
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
 from strop.pipelines.schedule import Done, ScheduleEntry, due
 from strop.reports.console import print_plan
 from strop.runs import RunDirectory, read_json, read_lines
+from strop.seeds import derive_seed
+from strop.tasks import make_tasks
+from strop.tasks.config import ArithmeticConfig
 
 SWITCHES = [
     {"at_step": 2, "sampling": {"temperature": 0.5}, "limits": {"max_turns": 2}},
     {"at_update": 2, "sampling": {"max_tokens": 150}, "reward": {"weights": {"accuracy": 1.0, "format": 0.25}}},
 ]
+SEED = derive_seed("run", 0, "rl", "tasks")
+TOLD = '{ kind = "arithmetic", num_terms = 2, min_digits = 3, max_digits = 3, operators = ["+"], wording = "{expression}" }'
+LARGER = RECIPE["tasks"] | {"min_digits": 3, "max_digits": 3}
 R1 = {
     "steps": 5,
     "method": {"name": "grpo", "kl_coefficient": 0.01, "drop_tied": False},
     "trainer": {"optimizer": {"lr": 1e-2, "warmup_updates": 4}},
     "schedule": [
         {"every_updates": 2, "refresh_reference": True},
+        {"at_update": 1, "tasks": LARGER},
         {"at_step": 4, "reset_optimizer": True, "sampling": {"temperature": 0.7}},
     ],
 }
@@ -95,13 +103,50 @@ def test_the_reference_is_refreshed_and_the_optimizer_reset_when_they_are_due(wh
     assert rates == pytest.approx([0.25e-2, 0.5e-2, 0.75e-2, 0.25e-2, 0.5e-2])
     told = [(line["step"], line["when"], line["what"]) for line in read_lines(whole.events) if line["event"] == "scheduled"]
     assert told == [
+        (2, "at_update = 1", f"tasks = {TOLD}"),
         (3, "every_updates = 2", "refresh_reference = true"),
         (4, "at_step = 4", "sampling.temperature = 0.7, reset_optimizer = true"),
         (5, "every_updates = 2", "refresh_reference = true"),
     ]
 
 
-@pytest.mark.parametrize("last", [2, 3, 4])
+def test_tasks_are_those_of_the_step_from_the_place_that_the_stage_has_come_to(whole):
+    sources = [
+        make_tasks(validate(ArithmeticConfig, each, place="test"), seed=SEED, split="train")
+        for each in (RECIPE["tasks"], LARGER)
+    ]
+    for step in range(1, 6):
+        source = sources[step > 1]
+        expected = {source.task(index).id for index in range(3 * (step - 1), 3 * step)}
+        lines = read_lines(whole.stage("rl").rollouts(step))
+        assert {line["rollout"]["trajectory"]["task_id"] for line in lines} == expected
+
+
+def test_a_file_of_tasks_to_come_is_found_beside_the_recipe_and_counts_as_data_of_the_stage(tmp_path, monkeypatch):
+    (tmp_path / "later.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
+    rl = RECIPE["stages"]["rl"] | {"schedule": [{"at_step": 2, "tasks": {"kind": "jsonl", "path": "later.jsonl"}}]}
+    (tmp_path / "recipe.json").write_text(json.dumps(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}))
+    monkeypatch.setattr(load, "load_toml", lambda path, overrides: json.loads(path.read_text()))
+    recipe = load.load_recipe(tmp_path / "recipe.json")
+    assert recipe.stages["rl"].schedule[0].tasks.path == tmp_path / "later.jsonl"
+    [(key, facts)] = lineages(recipe, RunDirectory(tmp_path / "run"))["rl"]["data"].items()
+    assert (key, facts["path"]) == ("schedule.0.tasks.path", str(tmp_path / "later.jsonl"))
+
+
+def test_tasks_to_come_that_are_not_there_are_told_before_the_first_step(tmp_path):
+    with pytest.raises(TaskError, match=r"gone\.jsonl"):
+        run_recipe(tmp_path / "run", make_recipe(schedule=[{"at_step": 2, "tasks": {"kind": "jsonl", "path": "gone.jsonl"}}]))
+    assert not lines_of(RunDirectory(tmp_path / "run"))
+
+
+def test_tasks_to_come_that_the_engine_cannot_hold_are_told_before_the_first_step(tmp_path):
+    long = RECIPE["tasks"] | {"wording": "so " * 60 + "{expression}"}
+    with pytest.raises(ConfigError, match="a single rollout cannot fit"):
+        run_recipe(tmp_path / "run", make_recipe(schedule=[{"at_step": 2, "tasks": long}]))
+    assert not lines_of(RunDirectory(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("last", [1, 2, 3, 4])
 def test_law_9_a_run_resumes_exactly_before_and_after_what_its_schedule_does(whole, tmp_path, monkeypatch, last):
     async def fall(writer, step):
         await save(writer, step)
@@ -148,6 +193,11 @@ REFUSED = {
         {"at_step": 2, "reset_optimizer": True},
         {"trainer": {"optimizer": {"schedule": "cosine"}}},
         "would begin again without an end",
+    ),
+    "tasks that are other stages'": (
+        {"at_step": 2, "tasks": {"kind": "jsonl", "path": "more.jsonl"}},
+        {"data": ["hard"]},
+        "data names stages whose tasks are played, so these never are",
     ),
     "a reward without weights": (
         {"at_step": 2, "reward": {"weights": {"reward": 1.0}}},

@@ -98,7 +98,9 @@ def _data(tree: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "") 
     found: dict[str, dict[str, Any]] = {}
     for key, value in sorted(tree.items()):
         place = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, list):  # of entries of a schedule
+            found |= _data({str(number): each for number, each in enumerate(value)}, before, f"{place}.")
+        elif isinstance(value, Mapping):
             found |= _data(value, before, f"{place}.")
         elif key in _FILES and isinstance(value, str) and Path(value).expanduser().exists():
             path = Path(value).expanduser()

@@ -34,6 +34,8 @@ def recipe_of(run: RunDirectory) -> Recipe:
 
 
 def _with_paths(tree: Any, directory: Path) -> Any:
+    if isinstance(tree, list):
+        return [_with_paths(each, directory) for each in tree]
     if not isinstance(tree, dict):
         return tree
     return {

@@ -6,7 +6,17 @@ from collections.abc import Sequence
 
 from strop.engine.config import EngineConfig, VllmConfig
 from strop.errors import ConfigError
-from strop.pipelines.recipe import EvalStage, ModelStage, PlayedStage, Recipe, SampledStage, Stage, TrainingStage, init_of
+from strop.pipelines.recipe import (
+    EvalStage,
+    ModelStage,
+    PlayedStage,
+    Recipe,
+    SampledStage,
+    Stage,
+    SteppedStage,
+    TrainingStage,
+    init_of,
+)
 from strop.rollout.chat import ChatFormat
 from strop.rollout.fleet import Fleet
 from strop.rollout.prompt import load_prompt
@@ -29,8 +39,9 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
     for name, stage in recipe.stages.items():
         is_known = isinstance(stage, EvalStage) or not stage.data if isinstance(stage, PlayedStage) else False
         if isinstance(stage, PlayedStage) and is_known and _origin_of(recipe, stage) == origin:
-            longest, held = _longest_prompt(recipe, name, stage, chat, tools), recipe.engine.max_length
-            _refuse_if_too_long(name, stage, longest, held, f"engine.max_length = {held}")
+            for each in stage.with_each_tasks() if isinstance(stage, SteppedStage) else (stage,):
+                longest, held = _longest_prompt(recipe, name, each, chat, tools), recipe.engine.max_length
+                _refuse_if_too_long(name, each, longest, held, f"engine.max_length = {held}")
 
 
 def check_engines(

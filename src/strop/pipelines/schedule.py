@@ -6,6 +6,7 @@ from how many of both were made, which a checkpoint knows: so a run that resumes
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -15,10 +16,11 @@ from pydantic import Field, ValidationError, model_validator
 from strop.config import Config
 from strop.rewards.sum_config import SumRewardConfig
 from strop.rollout.player import Temperature
+from strop.tasks.config import TaskConfig
 
 _WHEN = ("at_step", "at_update", "every_steps", "every_updates")
 _ACTIONS = ("refresh_reference", "reset_optimizer")
-_SWITCHES = ("sampling", "limits", "reward")
+_SWITCHES = ("sampling", "limits", "reward", "tasks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class ScheduleEntry(Config):
     sampling: SamplingSwitch = SamplingSwitch()
     limits: LimitsSwitch = LimitsSwitch()
     reward: RewardSwitch | None = None
+    tasks: TaskConfig | None = None  # other tasks from then on; R1's second RL stage, in its last 400 updates
     refresh_reference: bool = False  # measure KL against the policy as it is now; R1 every 400 updates
     reset_optimizer: bool = False  # forget the moments, and begin the learning-rate schedule again; rStar2-Agent, stage 3
 
@@ -116,7 +119,11 @@ class ScheduleEntry(Config):
     @property
     def what(self) -> str:
         """As a recipe says it: `sampling.max_tokens = 65536, refresh_reference = true`."""
-        switched = [f"{table}.{key} = {_as_toml(value)}" for table, of in self.switches.items() for key, value in of.items()]
+        tables = {table: of for table, of in self.switches.items() if table != "tasks"}
+        switched = [f"{table}.{key} = {_as_toml(value)}" for table, of in tables.items() for key, value in of.items()]
+        if self.tasks is not None:  # another set, and no change of keys
+            given = {"kind": self.tasks.kind, **self.tasks.model_dump(exclude_defaults=True, mode="json")}
+            switched.append(f"tasks = {_as_toml({key: json.dumps(value) for key, value in given.items()})}")
         return ", ".join([*switched, *(f"{name} = true" for name in self.actions)])
 
 
@@ -131,7 +138,10 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 def switched(stage: ConfigT, entries: Sequence[ScheduleEntry]) -> ConfigT:
     """`stage` with the settings that `entries` switch to, the later ones over the earlier."""
     for entry in entries:
-        tables = {name: _changed(getattr(stage, name), values) for name, values in entry.switches.items()}
+        tables = {
+            name: entry.tasks if name == "tasks" else _changed(getattr(stage, name), values)
+            for name, values in entry.switches.items()
+        }
         stage = stage.model_copy(update=tables)
     return stage
 

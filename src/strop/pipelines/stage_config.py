@@ -208,6 +208,10 @@ class RolloutStage(TrainingStage):
         """The stage as it is for a step that begins with so much done."""
         return switched(self, [entry for entry in self.schedule if entry.is_reached(done)])
 
+    def with_each_tasks(self) -> tuple[Self, ...]:
+        """The stage as it begins, and as it is with each of the other sets of tasks that its schedule has."""
+        return (self, *(switched(self, [entry]) for entry in self.schedule if entry.tasks is not None))
+
     @property
     def longest_response(self) -> int:
         return max(self.sampling.max_tokens, *(entry.sampling.max_tokens or 0 for entry in self.schedule), 0)
@@ -242,6 +246,8 @@ class RolloutStage(TrainingStage):
                 "trainer.optimizer.schedule is 'cosine' over all updates of the stage, and would begin again without an end."
                 " Set schedule = 'constant', or make two stages."
             )
+        if entry.tasks is not None and self.data:
+            return "data names stages whose tasks are played, so these never are. Leave data out, or make two stages."
         if entry.reward is not None and isinstance(self.reward, FunctionRewardConfig):
             return "reward.kind = 'function' has one part alone, and no weights. Leave reward out."
         if entry.reward is not None and isinstance(self.reward, SumRewardConfig):

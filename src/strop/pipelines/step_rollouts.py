@@ -29,6 +29,7 @@ from strop.rollout.fleet import Fleet
 from strop.rollout.fleet.figures import BatchReport
 from strop.rollout.play import play
 from strop.runs import write_json
+from strop.tasks.config import TaskConfig
 from strop.tasks.protocol import TaskSource
 from strop.training.protocol import Trainer
 from strop.types import Group
@@ -48,8 +49,11 @@ class StepRollouts:
 
     def __init__(self, context: StageContext, stage: SteppedStage, fleet: Fleet, chat: ChatFormat) -> None:
         self._context, self._stage, self._fleet, self._chat = context, stage, fleet, chat
-        self._tasks: TaskSource = tasks_to_play(context, stage)
-        check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet, source=self._tasks)
+        self._sources: list[tuple[TaskConfig, TaskSource]] = []
+        for each in stage.with_each_tasks():
+            source = tasks_to_play(context, each)
+            check_engines(context.recipe, context.name, each, chat, context.tools(), fleet, source=source)
+            self._sources.append((each.tasks, source))
         self._judged_by = stage.reward
         self._reward = make_reward(stage.reward, context.runner)
         self._validator = (
@@ -75,6 +79,10 @@ class StepRollouts:
         await self._judge_by(stage.reward)  # a step that was played ahead may be judged otherwise
         return await self._validator.validate(trainer, step, stage, self._reward, weights=weights, last=last)
 
+    def _tasks(self, stage: SteppedStage) -> TaskSource:
+        """The tasks of `stage`, as its schedule has it now."""
+        return next(source for tasks, source in self._sources if tasks == stage.tasks)
+
     async def _judge_by(self, config: AnyRewardConfig) -> None:
         """Judge from now on as `config` says, which a schedule may have changed."""
         if config != self._judged_by:
@@ -96,7 +104,8 @@ class StepRollouts:
     ) -> PlayedStep:
         """The step's rollouts, sampled from the policy with checksum `weights`.
 
-        `stage` is as its schedule has it now; what tasks there are does not change.
+        `stage` is as its schedule has it now. Other tasks are played from the place that it has come to, so that no two groups
+        of a stage have one number.
 
         What an interrupted try of the same policy finished is not played again (law 9).
 
@@ -106,7 +115,7 @@ class StepRollouts:
             is_used: whether anything is learnt from a group.
             is_recorded: whether it is written down how the step ended, so that `read` finds it.
         """
-        context, started = self._context, time.perf_counter()
+        context, tasks, started = self._context, self._tasks(stage), time.perf_counter()
         await self._judge_by(stage.reward)
         first = (step - 1) * stage.tasks_per_step
         refills = self._refills(step, refill_rounds)
@@ -120,7 +129,7 @@ class StepRollouts:
             )
             while indices:
                 playing = play(
-                    [(index, self._tasks.task(index)) for index in indices],
+                    [(index, tasks.task(index)) for index in indices],
                     player,
                     num_rollouts=stage.rollouts_per_task,
                     seed=context.seed("rollouts", step),
@@ -132,7 +141,8 @@ class StepRollouts:
                 num_missing = stage.tasks_per_step - sum(map(is_used, groups))
                 indices = list(islice(refills, num_missing)) if len(reports) <= refill_rounds else []
             groups.sort(key=lambda group: group.task_index)
-            played = PlayedStep(groups=groups, figures=reports[0].as_metrics(), time_s=time.perf_counter() - started)
+            figures = reports[0].as_metrics() | ({} if player.branching is None else ledger.displaced_figures)
+            played = PlayedStep(groups=groups, figures=figures, time_s=time.perf_counter() - started)
             if is_recorded:
                 ledger.closed(groups, figures=played.figures, time_s=played.time_s)
         write_timeline(context, step, reports[0])
@@ -147,11 +157,12 @@ class StepRollouts:
         if closed is None:
             return None
         await self._judge_by(stage.reward)
+        tasks = self._tasks(stage)
         groups = [
             judge_group(
                 self._reward,
                 Group(
-                    task=self._tasks.task(group.task_index),
+                    task=tasks.task(group.task_index),
                     task_index=group.task_index,
                     trajectories=group.trajectories,
                     num_void=group.num_void,
