@@ -105,6 +105,28 @@ SAME = [
 ]
 
 
+TYPESET = [  # what is around an answer and does not belong to it
+    ("18", r"\displaystyle 18"),
+    ("18", r"$\displaystyle 18$"),
+    (r"60^\circ", r"\displaystyle 60^\circ."),
+    (r"\text{Evelyn}", r"\text{Evelyn}."),
+    (r"\text{Evelyn}", r"$\text{Evelyn}$"),
+    (r"\text{Evelyn}", r"\text{Evelyn}\,"),
+    (r"15\mbox{ cm}^2", r"15\mbox{ cm}^2."),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), TYPESET)
+def test_a_style_dollars_and_a_full_stop_around_an_answer_do_not_matter(gold, answer):
+    assert r1_zero_reward_fn(in_format(answer), gold, fast=True) == RIGHT
+    assert question_only_reward_fn(in_box(answer), gold, fast=True) == RIGHT
+
+
+def test_cubic_units_with_a_full_stop_are_no_square_ones():
+    for fast in (True, False):
+        assert r1_zero_reward_fn(in_format(r"15\text{ cm}^3."), r"15\mbox{ cm}^2", fast=fast) == WRONG
+
+
 @pytest.mark.parametrize(("gold", "answer"), SAME)
 def test_spellings_of_one_answer_have_one_normal_form(gold, answer):
     assert equal_by_text(gold, answer) is equal_by_text(answer, gold) is True

@@ -19,6 +19,10 @@ from strop.rewards.spelling import based, cleaned, equal_by_spelling
         (r"\$1,072.00", "1072.00"),
         ("1.25", "1.25"),
         ("and so on...", "and so on..."),
+        (r"$\text{Evelyn}$", r"\text{Evelyn}"),
+        (r"$\displaystyle p - q$.", "p - q"),
+        ("$3$ and $4$", "$3$ and $4$"),
+        ("$", "$"),
         ("", ""),
     ],
 )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from strop.rewards.answers import CLOSING, OPENING
 from strop.rewards.grading import equal_by_text
 from strop.rewards.grading_process import How, grading_process
-from strop.rewards.spelling import same_base_and_power
+from strop.rewards.spelling import cleaned, same_base_and_power
 from strop.tasks.boxes import boxed
 
 LIMIT_S = 1.0  # of each way to compare
@@ -73,6 +73,7 @@ def _is_correct(answer: str, ground_truth: Gold, fast: bool) -> bool:
 
 
 def _is_equal(gold: str, answer: str, fast: bool) -> bool:
+    gold, answer = cleaned(gold), cleaned(answer)
     is_equal = same_base_and_power(gold, answer)
     if is_equal is None:
         is_equal = equal_by_text(gold, answer)

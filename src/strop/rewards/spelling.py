@@ -19,11 +19,11 @@ _FRACTION = re.compile(rf"(-?)\s*\\[dt]?frac\s*{_BRACED}\s*{_BRACED}|(-?\d{{1,10
 
 
 def cleaned(answer: str) -> str:
-    """The answer without the full stop of its sentence; a number that is wrapped in text or dollars as the bare number."""
+    """The answer without the full stop of its sentence, LaTeX's dollars and a style; a number in text as the bare number."""
     answer = answer.strip()
     if len(answer) > MAX_CHARS:
         return answer
-    answer = _without_end(_STYLE.sub("", answer))
+    answer = _without_end(_STYLE.sub("", _without_dollars(_without_end(answer))))
     number = plain_number(answer)
     return answer if number is None else f"{number:f}"
 
@@ -65,6 +65,13 @@ def based(text: str) -> tuple[int, int] | None:
     """Digits and base of a number like 52_8 or 4210_{5}; None for anything else."""
     found = _BASED.fullmatch(text.strip().rstrip(".").strip("$ ")) if len(text) <= MAX_NUMBER_CHARS else None
     return (int(found[1]), int(found[2] or found[3])) if found else None
+
+
+def _without_dollars(answer: str) -> str:
+    """What stands between two dollars that are all there are."""
+    inner = answer[1:-1]
+    is_wrapped = len(answer) > 1 and answer[0] == answer[-1] == "$" and "$" not in inner and not inner.endswith("\\")
+    return inner.strip() if is_wrapped else answer
 
 
 def _without_end(answer: str) -> str:
