@@ -5,9 +5,10 @@ r"""How often are answers misjudged? Every label in several spellings, and thous
 Right answers: each label of GSM8K's and MATH-500's test sets as people and models write it, at least five spellings each. Wrong
 answers: one more, one less, the other sign, two digits swapped, ten times as much, another row's label; and texts in which the
 right answer stands where it must not count: in the reasoning, in what a tool printed, beside another box, in a rollout that
-was cut off. Two graders judge them: `math` (an answer tag, math_verify), and on MATH-500 `r1_zero` (CS336, Dr. GRPO).
+was cut off. Every grader of answers judges all of them, as the shipped recipes configure it, each in the form it reads.
 
-The bars: no false reject of an integer label by `math`, and no false accept by either. What is misjudged is listed.
+The bars: no false reject of an integer label by `math`, and no near miss accepted by any grader, but for the cases that its
+source's rules accept, which are counted by themselves. What is misjudged is told by kind, with examples.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import json
 import random
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,17 +28,67 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from strop.rewards import MathReward, RewardConfig, r1_zero
+from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig, make_reward, r1_zero
+from strop.rewards.sum_config import MathPart, R1ZeroPart
+from strop.rollout.answer_forms import AnswerForm
 from strop.runs import write_json, write_text
 from strop.sandbox.numbers import plain_number
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
-GRADERS = ("math", "r1_zero")
 AT_ONCE = 256
 PATIENCE_S = 60.0  # of a pair: what a busy machine makes of it is no verdict of the grader
+NUM_EXAMPLES = 3  # of each kind of case that is misjudged
 _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(\d))")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grader:
+    """What judges answers, as recipes configure it, and the kinds of near misses that its source's rules call right."""
+
+    reward: AnyRewardConfig  # whose part is called accuracy
+    form: AnswerForm
+    settings: str  # in a recipe
+    used_by: str
+    accepts: frozenset[str] = frozenset()
+
+
+def _r1_zero_grader(part: R1ZeroPart, used_by: str) -> Grader:
+    accepts = {"label last of two boxes"}  # Dr. GRPO's graders take the last box
+    if part.kind == "question_only":
+        accepts.add("label without an answer tag")  # there is no tag: a box anywhere is the answer
+    return Grader(
+        reward=SumRewardConfig(kind="sum", parts={"accuracy": part}),
+        form=AnswerForm.R1_ZERO if part.kind == "r1_zero" else AnswerForm.BOX,
+        settings=f'kind = "{part.kind}", fast = {str(part.fast).lower()}',
+        used_by=used_by,
+        accepts=frozenset(accepts),
+    )
+
+
+def _math_part(part: MathPart, settings: str, used_by: str) -> Grader:
+    form = AnswerForm.BOX_IN_TAG if part.needs_box else AnswerForm.TAG
+    return Grader(reward=SumRewardConfig(kind="sum", parts={"accuracy": part}), form=form, settings=settings, used_by=used_by)
+
+
+GRADERS = {
+    "math": Grader(
+        reward=RewardConfig(verify_deadline_s=PATIENCE_S),
+        form=AnswerForm.BOX_IN_TAG,
+        settings='kind = "math"',
+        used_by="rStar2-Agent",
+    ),
+    "math, no box": _math_part(
+        MathPart(kind="math", needs_box=False, verify_deadline_s=PATIENCE_S), 'kind = "math", needs_box = false', "DeepSeek-R1"
+    ),
+    "math, exact": _math_part(MathPart(kind="math", judge="exact"), 'kind = "math", judge = "exact"', "two-tools"),
+    "r1_zero, fast": _r1_zero_grader(R1ZeroPart(kind="r1_zero", fast=True), "CS336, drgrpo-1.5b"),
+    "r1_zero": _r1_zero_grader(R1ZeroPart(kind="r1_zero", fast=False), "CS336, when asked for"),
+    "question_only, fast": _r1_zero_grader(R1ZeroPart(kind="question_only", fast=True), "DAPO"),
+    "question_only": _r1_zero_grader(R1ZeroPart(kind="question_only", fast=False), "drgrpo-7b"),
+}
+LENIENT = ("math", "math, no box")  # must know every integer again; the others' sources have narrower rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,15 +252,24 @@ def _sized(text: str) -> str:
     return re.sub(r"([)\]])", r"\\right\1", re.sub(r"([(\[])", r"\\left\1", bare))
 
 
-def rollout(case: Case, grader: str) -> Trajectory:
-    """What the policy wrote and the tool said."""
-    said = f"<answer>{case.beside}\\boxed{{{case.answer}}}</answer>" if case.has_answer else "That is all."
-    opening = "</think> " if grader == "r1_zero" else "</reason>"
+def rollout(case: Case, form: AnswerForm) -> Trajectory:
+    """What the policy wrote, in the form in which the grader reads it, and what the tool said."""
     turns = [_turn("Let me see.", case.tool_said)] if case.tool_said else []
-    turns.append(_turn(f"{case.before}{opening}{said}", ""))
+    turns.append(_turn(case.before + _ending(case, form), ""))
     stop_reason = StopReason.LENGTH if case.is_cut_off else StopReason.ANSWERED
     key = RolloutKey(task_index=0, attempt=0)
     return Trajectory(key=key, task_id="", prompt_ids=(), turns=tuple(turns), stop_reason=stop_reason)
+
+
+def _ending(case: Case, form: AnswerForm) -> str:
+    closing = {AnswerForm.R1_ZERO: "</think> ", AnswerForm.BOX: ""}.get(form, "</reason>")
+    if not case.has_answer:
+        return f"{closing}That is all."
+    box = f"{case.beside}\\boxed{{{case.answer}}}"
+    if form is AnswerForm.BOX:
+        return f"It is {box}."
+    is_bare = form in (AnswerForm.TAG, AnswerForm.R1_ZERO) and not case.beside
+    return f"{closing}<answer>{case.answer if is_bare else box}</answer>"
 
 
 def _turn(text: str, observation: str) -> Turn:
@@ -218,21 +279,22 @@ def _turn(text: str, observation: str) -> Turn:
     return Turn(completion=nothing, calls=(), observation_ids=(), completion_text=text, observation_text=observation)
 
 
-async def judge(cases: Sequence[Case], grader: str) -> list[bool]:
+async def judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
     """Whether the grader calls each case right, in their order; rows with one label and one answer are asked once."""
     keys = [replace(case, label=replace(case.label, source="", row=0)) for case in cases]
     different = list(dict.fromkeys(keys))
-    verdicts = await (_by_r1_zero(different) if grader == "r1_zero" else _by_math(different))
-    verdict_of = dict(zip(different, verdicts, strict=True))
+    verdict_of = dict(zip(different, await _judge(different, grader), strict=True))
     return [verdict_of[key] for key in keys]
 
 
-async def _by_math(cases: Sequence[Case]) -> list[bool]:
-    reward = MathReward(RewardConfig(verify_deadline_s=PATIENCE_S))
+async def _judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
+    reward = make_reward(grader.reward)
+    limit_s, r1_zero.LIMIT_S = r1_zero.LIMIT_S, PATIENCE_S
 
     async def one(case: Case) -> bool:
         task = Task(id="", question="", answer=case.label.text, source="")
-        return bool((await reward(task, rollout(case, "math")))["accuracy"])
+        parts = await reward(task, rollout(case, grader.form))
+        return parts.get("accuracy", 0.0) > 0  # a rollout that is excluded is not called right
 
     try:
         verdicts: list[bool] = []
@@ -240,21 +302,8 @@ async def _by_math(cases: Sequence[Case]) -> list[bool]:
             verdicts += await asyncio.gather(*map(one, cases[start : start + AT_ONCE]))
         return verdicts
     finally:
-        await reward.close()
-
-
-async def _by_r1_zero(cases: Sequence[Case]) -> list[bool]:
-    limit_s, r1_zero.LIMIT_S = r1_zero.LIMIT_S, PATIENCE_S
-    try:
-        return [await asyncio.to_thread(_r1_zero, case) for case in cases]
-    finally:
         r1_zero.LIMIT_S = limit_s
-
-
-def _r1_zero(case: Case) -> bool:
-    """Of the last turn, with algebra and math_verify; a rollout that was cut off is not shown to it, as in Dr. GRPO."""
-    text = rollout(case, "r1_zero").turns[-1].completion_text
-    return not case.is_cut_off and bool(r1_zero.r1_zero_reward_fn(text, case.label.text, fast=False)["reward"])
+        await reward.close()
 
 
 def read_labels(data: Path, limit: int | None) -> list[Label]:
@@ -278,45 +327,59 @@ def make_cases(labels: Sequence[Label], seed: int) -> list[Case]:
     return cases
 
 
-def is_counted(case: Case, grader: str) -> bool:
-    """Not by r1_zero: a right last box, which counts there; and GSM8K, whose integers it sees in MATH-500 too, for the time."""
-    return not (grader == "r1_zero" and (case.kind == "label last of two boxes" or case.label.source == "gsm8k"))
-
-
-def summarise(cases: Sequence[Case], verdicts: Sequence[bool]) -> dict[str, Any]:
-    """Counts by source, kind of label and kind of case, and every case that was misjudged."""
+def summarise(cases: Sequence[Case], verdicts: Sequence[bool], accepts: frozenset[str]) -> dict[str, Any]:
+    """Counts by kind of label and of case; near misses that the grader's rules accept are counted by themselves."""
     pairs = list(zip(cases, verdicts, strict=True))
-    misjudged = [(case, verdict) for case, verdict in pairs if verdict != case.is_right]
-
-    def counts(of: Sequence[tuple[Case, bool]], key: Any) -> dict[str, int]:
-        return dict(sorted(Counter(key(case) for case, _ in of).items()))
-
-    def table(is_right: bool) -> dict[str, Any]:
-        of, wrong = ([pair for pair in some if pair[0].is_right == is_right] for some in (pairs, misjudged))
-        keys = {
-            "by_kind": lambda case: case.kind,
-            "by_label": lambda case: f"{case.label.source} {case.label.kind}",
-        }
-        return {"num": len(of), "misjudged": len(wrong)} | {
-            name: {each: [num, counts(wrong, key).get(each, 0)] for each, num in counts(of, key).items()}
-            for name, key in keys.items()
-        }
-
+    right = [pair for pair in pairs if pair[0].is_right]
+    ruled = [pair for pair in pairs if not pair[0].is_right and pair[0].kind in accepts]
+    wrong = [pair for pair in pairs if not pair[0].is_right and pair[0].kind not in accepts]
     return {
-        "right_answers": table(True),
-        "near_misses": table(False),
-        "misjudged": [
-            {
-                "source": case.label.source,
-                "row": case.label.row,
-                "label": case.label.text,
-                "kind": case.kind,
-                "answer": case.answer,
-                "should_be": "right" if case.is_right else "wrong",
-            }
-            for case, _ in misjudged
-        ],
+        "right_answers": _table(right),
+        "near_misses": _table(wrong),
+        "accepted_by_rule": _table(ruled),
+        "misjudged": _examples([*right, *wrong]),
     }
+
+
+def _table(pairs: Sequence[tuple[Case, bool]]) -> dict[str, Any]:
+    """Of all, and by kind, how many there are and how many are misjudged."""
+    misjudged = [case for case, verdict in pairs if verdict != case.is_right]
+    table: dict[str, Any] = {"num": len(pairs), "misjudged": len(misjudged)}
+    for name, key in (("by_label", _label_kind), ("by_kind", _case_kind)):
+        of_all, of_misjudged = Counter(key(case) for case, _ in pairs), Counter(map(key, misjudged))
+        table[name] = {each: [num, of_misjudged[each]] for each, num in sorted(of_all.items())}
+    return table
+
+
+def _examples(pairs: Sequence[tuple[Case, bool]]) -> list[dict[str, Any]]:
+    """Each kind of case of each kind of label that is misjudged: how many of how many, and the first few of them."""
+    of_kind: dict[tuple[str, str], list[tuple[Case, bool]]] = {}
+    for case, verdict in pairs:
+        of_kind.setdefault((_label_kind(case), case.kind), []).append((case, verdict))
+    found = []
+    for (label, kind), some in sorted(of_kind.items()):
+        misjudged = [case for case, verdict in some if verdict != case.is_right]
+        if misjudged:
+            examples = [{"row": case.label.row, "label": case.label.text, "answer": case.answer} for case in misjudged]
+            found.append(
+                {
+                    "label": label,
+                    "kind": kind,
+                    "should_be": "right" if misjudged[0].is_right else "wrong",
+                    "num": len(some),
+                    "misjudged": len(misjudged),
+                    "examples": examples[:NUM_EXAMPLES],
+                }
+            )
+    return found
+
+
+def _label_kind(case: Case) -> str:
+    return f"{case.label.source} {case.label.kind}"
+
+
+def _case_kind(case: Case) -> str:
+    return case.kind
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -335,29 +398,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     labels = read_labels(arguments.data, arguments.limit)
     cases = make_cases(labels, seed=0)
     results: dict[str, Any] = {}
-    for grader in GRADERS:
-        counted = [case for case in cases if is_counted(case, grader)]
-        results[grader] = summarise(counted, asyncio.run(judge(counted, grader)))
+    for name, grader in GRADERS.items():
+        started = time.monotonic()
+        verdicts = asyncio.run(judge(cases, grader))
+        about = {"settings": grader.settings, "used_by": grader.used_by}
+        results[name] = about | summarise(cases, verdicts, grader.accepts)
+        print(f"{name}: {len(cases)} cases in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     write_json(arguments.out / "grader.json", {"num_labels": len(labels), "graders": results})
     text = "\n".join(_lines(len(labels), results)) + "\n"
     write_text(arguments.out / "grader.txt", text)
     print(text, end="")
-    rejected = sum(num for each, (_, num) in results["math"]["right_answers"]["by_label"].items() if each.endswith("integer"))
-    accepted = sum(results[grader]["near_misses"]["misjudged"] for grader in GRADERS)
-    print(f"integers rejected by math: {rejected}; near misses accepted: {accepted}")
-    return int(bool(rejected or accepted))
+    rejected = {name: _integers_rejected(results[name]) for name in LENIENT}
+    accepted = {name: of_grader["near_misses"]["misjudged"] for name, of_grader in results.items()}
+    print(f"integers rejected: {rejected}; near misses accepted: {accepted}")
+    return int(any(rejected.values()) or any(accepted.values()))
+
+
+def _integers_rejected(of_grader: dict[str, Any]) -> int:
+    return sum(num for each, (_, num) in of_grader["right_answers"]["by_label"].items() if each.endswith("integer"))
+
+
+TITLES = {
+    "right_answers": "right answers, rejected",
+    "near_misses": "near misses, accepted",
+    "accepted_by_rule": "near misses that its source's rules accept, accepted",
+}
 
 
 def _lines(num_labels: int, results: dict[str, Any]) -> Iterator[str]:
     yield f"{num_labels} labels"
     for grader, of_grader in results.items():
-        for name, title in (("right_answers", "right answers, rejected"), ("near_misses", "near misses, accepted")):
+        yield f"\n## {grader} ({of_grader['settings']}; {of_grader['used_by']})"
+        for name, title in TITLES.items():
             table = of_grader[name]
+            if not table["num"]:
+                continue
             yield f"\n{grader}: {table['num']} {title}: {table['misjudged']}"
             for by in ("by_label", "by_kind"):
-                for each, (num, wrong) in table[by].items():
-                    yield f"  {each:<34} {num:>6}  {wrong:>5}"
+                for each, (num, misjudged) in table[by].items():
+                    yield f"  {each:<34} {num:>6}  {misjudged:>5}"
+        if of_grader["misjudged"]:
+            yield f"\n{grader}: misjudged, with the first examples"
+        for each in of_grader["misjudged"]:
+            examples = "; ".join(f"{one['answer'].strip()} for {one['label']}" for one in each["examples"])
+            verdict = "rejected" if each["should_be"] == "right" else "accepted"
+            yield f"  {each['label']}, {each['kind']}: {each['misjudged']} of {each['num']} {verdict}: {examples}"
 
 
 if __name__ == "__main__":

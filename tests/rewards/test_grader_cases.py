@@ -4,11 +4,17 @@ import asyncio
 import importlib.util
 import random
 import sys
+import tomllib
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
+from strop.pipelines.load import load_recipe
+from strop.rewards import RewardConfig, SumRewardConfig
+from strop.rewards.sum_config import MathPart, R1ZeroPart
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PATH = Path(__file__).resolve().parents[2] / "experiments" / "grader.py"
 SPEC = importlib.util.spec_from_file_location("grader_experiment", PATH)
 grader = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
@@ -67,13 +73,91 @@ def test_near_misses_are_of_every_kind_and_none_of_them_is_the_label():
     assert not any(case.is_right for case in cases)
 
 
-@pytest.mark.parametrize("which", grader.GRADERS)
-def test_the_graders_misjudge_nothing_of_this(which):
-    cases = [case for case in grader.make_cases(LABELS[:4], seed=0) if grader.is_counted(case, which)]
-    report = grader.summarise(cases, asyncio.run(grader.judge(cases, which)))
+LENIENT_LABELS, PLAIN_LABELS = LABELS[:4], LABELS[:2]
+
+
+@pytest.mark.parametrize("which", grader.LENIENT)
+def test_the_graders_by_math_verify_misjudge_nothing_of_this(which):
+    report = judged(which, LENIENT_LABELS)
     assert report["misjudged"] == []
     assert report["near_misses"]["num"] > 30
     assert report["right_answers"]["num"] > 40
+    assert report["accepted_by_rule"]["num"] == 0
+
+
+@pytest.mark.parametrize(
+    ("which", "by_rule"),
+    [
+        ("math, exact", []),
+        ("r1_zero, fast", ["label last of two boxes"]),
+        ("r1_zero", ["label last of two boxes"]),
+        ("question_only, fast", ["label last of two boxes", "label without an answer tag"]),
+        ("question_only", ["label last of two boxes", "label without an answer tag"]),
+    ],
+)
+def test_the_other_graders_accept_no_near_miss_but_those_of_their_rules(which, by_rule):
+    report = judged(which, LENIENT_LABELS)
+    assert report["near_misses"]["misjudged"] == 0
+    assert report["near_misses"]["num"] > 25
+    assert report["accepted_by_rule"]["by_kind"] == {kind: [4, 4] for kind in by_rule}  # all of them, one of each label
+
+
+@pytest.mark.parametrize(
+    ("which", "rejected"),
+    [
+        ("math, exact", {"unit", "unit in words", "equation", "displaystyle"}),
+        ("r1_zero, fast", set()),
+        ("question_only, fast", set()),
+    ],
+)
+def test_an_integer_as_a_fraction_is_neither_a_plain_number_nor_an_integer_to_the_courses_grader(which, rejected):
+    report = judged(which, PLAIN_LABELS)
+    fractions = {"plain fraction", "not reduced", "dfrac", "spaces in braces"}
+    assert {each["kind"] for each in report["misjudged"]} == fractions | rejected
+    assert report["right_answers"]["by_kind"]["spaced commas"] == [1, 0]
+
+
+def judged(which, labels):
+    cases = grader.make_cases(labels, seed=0)
+    return grader.summarise(cases, asyncio.run(grader.judge(cases, grader.GRADERS[which])), grader.GRADERS[which].accepts)
+
+
+def test_misjudged_cases_are_told_by_kind_with_the_first_of_them():
+    cases = [
+        grader.Case(label=label, kind="as it is", answer=label.text, is_right=True)
+        for label in [grader.Label(source="by hand", row=row, text=str(row)) for row in range(5)]
+    ]
+    (told,) = grader.summarise(cases, [True, False, False, False, False], frozenset())["misjudged"]
+    assert (told["label"], told["kind"], told["should_be"]) == ("by hand integer", "as it is", "right")
+    assert (told["num"], told["misjudged"]) == (5, 4)
+    assert [each["row"] for each in told["examples"]] == [1, 2, 3]
+
+
+def test_every_grader_of_a_shipped_recipe_is_measured():
+    measured = {settings for each in grader.GRADERS.values() for settings in settings_of(each.reward)}
+    used = {}
+    for path in sorted(RECIPES.rglob("*.toml")):
+        if path.parent.name == "sweeps" or "stages" not in tomllib.loads(path.read_text(encoding="utf-8")):
+            continue  # sweeps name a recipe; ladders are read by their experiment
+        for stage in load_recipe(path).stages.values():
+            for settings in settings_of(getattr(stage, "reward", None)):
+                used.setdefault(settings, path.name)
+    assert ("r1_zero", True) in used  # CS336's default
+    assert ("question_only", True) in used  # DAPO
+    assert ("math", "answer_tag", True, "exact") in used  # two-tools
+    assert {settings: path for settings, path in used.items() if settings not in measured} == {}
+
+
+def settings_of(reward):
+    """What decides how a reward compares answers with labels, of each of its parts that does."""
+    parts = reward.parts.values() if isinstance(reward, SumRewardConfig) else [reward]
+    for part in parts:
+        if isinstance(part, RewardConfig):
+            yield ("math", "answer_tag", part.needs_box, "math_verify")
+        elif isinstance(part, MathPart):
+            yield ("math", part.answer_in, part.needs_box, part.judge)
+        elif isinstance(part, R1ZeroPart):
+            yield (part.kind, part.fast)
 
 
 def test_a_missing_data_set_is_named(tmp_path, capsys):
