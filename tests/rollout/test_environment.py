@@ -29,8 +29,10 @@ class Adder(Tool):
         },
     )
 
-    def __init__(self, *, wait_s=0.0):
-        self.wait_s = wait_s
+    longest_call_s = 0.0
+
+    def __init__(self, *, wait_s=0.0, longest_call_s=0.0):
+        self.wait_s, self.longest_call_s = wait_s, longest_call_s
         self.seeds = []
         self.num_running = self.most_running = 0
 
@@ -217,8 +219,18 @@ def test_a_broken_tool_raises_and_ends_the_other_calls():
 
 
 def test_a_tool_that_keeps_silent_is_our_fault_and_is_named():
-    with pytest.raises(DeadlineExceeded, match=r"tool 'add' gave no answer to call 0 of turn 0 of task 't' within 0\.01 s"):
+    told = r"tool 'add' gave no answer to call 0 of turn 0 of task 't' within 0\.01 s \(0 s by its own limits"
+    with pytest.raises(DeadlineExceeded, match=told):
         play(environment(Adder(wait_s=10), deadline_s=0.01), completion(call()))
+
+
+def test_the_deadline_begins_where_the_tools_own_limits_end():
+    tool = Adder(wait_s=0.1, longest_call_s=30.0)
+    (observation,) = play(environment(tool, deadline_s=0.01), completion(call()))
+    assert outcomes(observation) == [ToolOutcome.STDOUT]
+    tool = Adder(wait_s=10, longest_call_s=0.04)
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s \(0\.04 s by its own limits and limits\.deadline_s = 0\.01\)"):
+        play(environment(tool, deadline_s=0.01), completion(call()))
 
 
 def test_a_calls_seed_belongs_to_its_rollout_turn_and_place():

@@ -121,6 +121,63 @@ def test_law_7_a_tool_that_keeps_silent_beyond_the_deadline_voids_the_rollout() 
     assert (group.trajectories, group.num_void) == ((), 2)
 
 
+def test_a_call_that_hangs_to_the_tools_own_limit_is_a_timeout_and_no_fault_of_ours_however_short_the_deadline() -> None:
+    """Else a policy could hang its way out of a penalty: the rollout would be played again, and then be void."""
+
+    async def hang() -> str:
+        """Never answers."""
+        await asyncio.sleep(60)
+        return "late"
+
+    tools = [tool(hang, wall_s=0.3)]
+    group = asyncio.run(play_with(tools, {"name": "hang", "arguments": {}}, num_rollouts=2, deadline_s=0.1))
+    assert [call.outcome for each in group.trajectories for call in each.trajectory.calls] == [ToolOutcome.TIMEOUT] * 2
+    assert group.num_void == 0
+
+
+def test_a_call_that_waits_behind_the_cap_for_longer_than_the_deadline_is_not_voided() -> None:
+    num_begun = 0
+
+    @tool
+    async def work() -> str:
+        """Works."""
+        nonlocal num_begun
+        num_begun += 1
+        await asyncio.sleep(0.05)
+        return "done"
+
+    async def run() -> tuple[Group, float]:
+        began = time.monotonic()
+        tools = capped([work], CallLimits(max_running=1))
+        group = await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=6, num_calls=4, deadline_s=0.6)
+        return group, time.monotonic() - began
+
+    group, took_s = asyncio.run(run())
+    assert outcomes(group) == [(attempt, ["done"] * 4) for attempt in range(6)]
+    assert (group.num_void, num_begun) == (0, 24)  # none was played again
+    assert took_s > 2 * 0.6  # one after the other
+
+
+def test_a_call_that_hangs_behind_the_cap_still_meets_its_deadline_and_lets_the_next_one_in() -> None:
+    num_begun = 0
+
+    @tool
+    async def work() -> str:
+        """Hangs, the first time."""
+        nonlocal num_begun
+        num_begun += 1
+        await asyncio.sleep(60 if num_begun == 1 else 0)
+        return "done"
+
+    async def run() -> Group:
+        tools = capped([work], CallLimits(max_running=1))
+        return await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=3, deadline_s=0.3)
+
+    group = asyncio.run(run())
+    assert outcomes(group) == [(attempt, ["done"]) for attempt in range(3)]
+    assert (group.num_void, num_begun) == (0, 4)  # the one that hung was played again
+
+
 def test_no_more_calls_of_a_tool_run_at_once_than_it_may_over_all_rollouts() -> None:
     running, most = 0, 0
 

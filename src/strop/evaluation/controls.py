@@ -23,6 +23,10 @@ class NoisyTool(Tool):
     def spec(self) -> ToolSpec:
         return self._tool.spec
 
+    @property
+    def longest_call_s(self) -> float:
+        return self._tool.longest_call_s
+
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         result = await self._tool.call(arguments, seed=seed)
         draw = random.Random(seed)

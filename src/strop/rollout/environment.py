@@ -21,6 +21,7 @@ from strop.rollout.prompt import Prompt
 from strop.rollout.protocol import Environment, Observation
 from strop.rollout.tool_calls import Call, FailedCall, ParsedCall
 from strop.seeds import derive_seed
+from strop.tools.deadline import deadline
 from strop.tools.protocol import Tool, ToolResult
 from strop.types import Completion, FinishReason, StopReason, Task, ToolCall, ToolOutcome
 
@@ -32,7 +33,9 @@ class RolloutLimits(Config):
     max_calls_per_turn: int = Field(default=4, ge=1)
     max_calls: int | None = Field(default=None, ge=0)  # calls run in a whole rollout; ARPO's call limit is 3 or 6
     max_response_tokens: int = Field(default=512, ge=16)  # of one tool response; beyond it head and tail are kept
-    deadline_s: float = Field(default=60.0, gt=0)  # of one call: far above the tool's own time limit, for it means our fault
+    deadline_s: float = Field(
+        default=60.0, gt=0
+    )  # of one call, beyond what the tool's own limits allow it: then it is our fault
 
 
 class ToolObserver(Protocol):
@@ -142,7 +145,8 @@ class ToolEnvironment:
         and the rollout overflows. Where not even empty responses would fit, nothing is run.
 
         Raises:
-            DeadlineExceeded: a tool kept silent beyond `deadline_s`. Its own time limit is well below, so this is our fault.
+            DeadlineExceeded: a tool kept silent for `deadline_s` beyond its own limits, so that this is our fault. Waiting
+                behind other calls (`max_running`, the cells of a notebook) is not counted.
         """
         self._num_turns += 1
         text = self._text_of(completion)
@@ -226,16 +230,18 @@ class ToolEnvironment:
         if recorded is not None:
             return recorded
         self._observer.opened(turn=turn, index=index, name=call.name, arguments=call.arguments)
-        deadline = asyncio.timeout(self._limits.deadline_s)
+        within_s = tool.longest_call_s + self._limits.deadline_s
+        timeout: asyncio.Timeout | None = None
         try:
-            async with deadline:
+            async with deadline(within_s) as timeout:
                 result = await tool.call(call.arguments, seed=derive_seed(self._seed, turn, index))
         except TimeoutError as error:
-            if not deadline.expired():
+            if timeout is None or not timeout.expired():
                 raise
+            own = f"{tool.longest_call_s:g} s by its own limits and limits.deadline_s = {self._limits.deadline_s:g}"
             raise DeadlineExceeded(
                 f"tool {call.name!r} gave no answer to call {index} of turn {turn} of task {self._task.id!r} within"
-                f" {self._limits.deadline_s} s."
+                f" {within_s:g} s ({own})."
             ) from error
         text = self._shortened(result.text) or self._format.empty_text(call.name)
         shown = ToolResult(outcome=result.outcome, text=text, duration_s=result.duration_s)

@@ -56,6 +56,10 @@ class FunctionTool(Tool):
     def spec(self) -> ToolSpec:
         return self._spec
 
+    @property
+    def longest_call_s(self) -> float:
+        return self._wall_s or 0.0
+
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run once. `seed` reaches the function only if it has a parameter of that name.
 
@@ -104,7 +108,7 @@ def tool(function: Callable[..., Any], *, name: str | None = None, wall_s: float
 
     Args:
         name: what the policy calls it; the function's own name when None.
-        wall_s: of one call; no limit but the rollout's `limits.deadline_s` when None.
+        wall_s: of one call; when None no limit but the rollout's `limits.deadline_s`, beyond which a call counts as our fault.
 
     Raises:
         UserError: no docstring, a parameter without a type, one that cannot be passed by name, or of a type that JSON lacks.

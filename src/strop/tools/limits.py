@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from strop.config import Config
+from strop.tools.deadline import clock_stopped
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 
 
@@ -20,7 +21,7 @@ class CallLimits(Config):
 class CappedTool(Tool):
     """Another tool, of which so many calls run at once; the others wait in the order in which they came.
 
-    The wait counts against the rollout's `limits.deadline_s` and not against the tool's own limit of a call.
+    The wait counts against no limit of a call: whoever is waited for has a deadline.
     """
 
     def __init__(self, tool: Tool, gate: asyncio.Semaphore) -> None:
@@ -31,9 +32,17 @@ class CappedTool(Tool):
     def spec(self) -> ToolSpec:
         return self._tool.spec
 
+    @property
+    def longest_call_s(self) -> float:
+        return self._tool.longest_call_s
+
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
-        async with self._gate:
+        with clock_stopped():
+            await self._gate.acquire()
+        try:
             return await self._tool.call(arguments, seed=seed)
+        finally:
+            self._gate.release()
 
     async def start(self, *, seed: int) -> Tool:
         return CappedTool(await self._tool.start(seed=seed), self._gate)

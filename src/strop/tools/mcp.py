@@ -61,6 +61,17 @@ class McpToolsConfig(CallLimits):
         return self
 
     @property
+    def longest_call_s(self) -> float:
+        """Every try connects anew, gets no answer, finds no sign of life and takes its leave."""
+        of_a_try_s = self.start_s + self.wall_s + _SIGN_OF_LIFE_S + _FAREWELL_S
+        pauses_s = sum(self.pause_s(num_tries) for num_tries in range(1 + self.retries))
+        return (1 + self.retries) * of_a_try_s + pauses_s
+
+    def pause_s(self, num_tries: int) -> float:
+        """Before another try of a call that was tried so often: the first new connection is made at once."""
+        return 0.0 if num_tries < 2 else min(self.backoff_s * 2 ** (num_tries - 2), _MAX_PAUSE_S)
+
+    @property
     def server(self) -> str:
         """The server in words."""
         return self.url if self.url is not None else " ".join(self.command)
@@ -121,8 +132,7 @@ class McpServer:
         """
         fault: Exception | None = None
         for num_tries in range(1 + self.config.retries):
-            if num_tries > 1:  # the first new connection found nobody: a server that comes back takes a while
-                await asyncio.sleep(min(self.config.backoff_s * 2 ** (num_tries - 2), _MAX_PAUSE_S))
+            await asyncio.sleep(self.config.pause_s(num_tries))  # a server that comes back takes a while
             try:
                 connection = await self._connected()
                 return await self._call_on(connection, name, arguments)
@@ -280,6 +290,10 @@ class McpTool(Tool):
     @property
     def spec(self) -> ToolSpec:
         return self._spec
+
+    @property
+    def longest_call_s(self) -> float:
+        return self._server.config.longest_call_s
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Call it once; again only where the server was lost under the call. Raises `ToolBroken`."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from strop.errors import SessionLost
 from strop.sandbox.protocol import CodeService, RunOutcome, RunRequest, RunResult, SessionLimits
 from strop.sandbox.session import Session
+from strop.tools.deadline import clock_stopped
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.python import PythonTool
 
@@ -35,10 +36,18 @@ class PythonNotebook(Tool):
     def spec(self) -> ToolSpec:
         return self._tool.spec
 
+    @property
+    def longest_call_s(self) -> float:
+        return self._tool.longest_call_s
+
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run one more cell. Raises `ToolBroken` when the session is lost, or cannot be opened."""
-        async with self._turn:
+        with clock_stopped():
+            await self._turn.acquire()
+        try:
             return await self._tool.answer(arguments, self._run, seed=seed)
+        finally:
+            self._turn.release()
 
     async def fork(self) -> Tool:
         """A notebook with the same variables and files. Raises `MachineError` when the sandbox cannot copy the session."""

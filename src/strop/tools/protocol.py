@@ -44,6 +44,15 @@ class Tool(Protocol):
     @property
     def spec(self) -> ToolSpec: ...
 
+    @property
+    def longest_call_s(self) -> float:
+        """Within how many seconds every call has come to an end by the tool's own limits; 0: it sets none.
+
+        A call that is silent for `limits.deadline_s` beyond it is our fault, and the rollout is played again; so a tool whose
+        calls the policy can make slow should end them itself, with a `timeout`.
+        """
+        return 0.0
+
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run once. A wrong call returns a `ToolResult` that the policy can read; raise only when the tool is broken.
 

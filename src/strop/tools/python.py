@@ -81,6 +81,10 @@ class PythonTool(Tool):
         return self._spec
 
     @property
+    def longest_call_s(self) -> float:
+        return (1 + _RETRIES) * self._config.wall_s
+
+    @property
     def config(self) -> PythonToolConfig:
         return self._config
 

@@ -45,6 +45,11 @@ class HttpSearch(Backend):
     ) -> None:
         await self._client.close()
 
+    @property
+    def longest_call_s(self) -> float:
+        """Every try takes its time, and every pause is as long as a service may ask for."""
+        return (1 + self._config.retries) * self._config.timeout_s + self._config.retries * _MAX_PAUSE_S
+
     async def results(self, query: str, *, top_k: int) -> str:
         """From the cache where it is there, else from the service, which is asked again where it fails.
 

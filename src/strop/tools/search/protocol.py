@@ -25,6 +25,11 @@ class Passage:
 class Backend(Protocol):
     """Where results come from. Shared by all rollouts."""
 
+    @property
+    def longest_call_s(self) -> float:
+        """See `Tool.longest_call_s`."""
+        return 0.0
+
     async def results(self, query: str, *, top_k: int) -> str:
         """What the policy reads, best first; empty when nothing was found.
 

@@ -71,6 +71,10 @@ class SearchTool(Tool):
     def spec(self) -> ToolSpec:
         return self._spec
 
+    @property
+    def longest_call_s(self) -> float:
+        return self._backend.longest_call_s
+
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Search once. Raises `ToolBroken` when the backend fails again and again."""
         started_at = time.perf_counter()
