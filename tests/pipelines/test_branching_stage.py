@@ -53,6 +53,21 @@ def test_a_step_has_full_groups_of_trees(finished):
         assert line["branching/branches_per_task"] + line["branching/fresh_per_task"] == pytest.approx(3)
 
 
+def test_a_branch_that_was_given_up_is_in_the_ledger_and_in_the_metrics(finished):
+    for step in (1, 2):
+        (line,) = [line for line in read_lines(finished.run.metrics) if (line["stage"], line["step"]) == ("rl", step)]
+        path = finished.run.stage("rl").rollouts(step)
+        ledger = read_lines(path.with_suffix(".ledger.jsonl"))
+        displaced = [each for each in ledger if each["event"] == "displaced"]
+        assert line["scheduler/branches_displaced"] == len(displaced)
+        assert line["scheduler/displaced_tokens"] == sum(each["generated_tokens"] for each in displaced)
+        assert line["scheduler/displaced_prefilled_tokens"] == sum(each["prefilled_tokens"] for each in displaced)
+        begun = [as_tuple(each["key"]) for each in ledger if each["event"] == "started"]
+        groups = json.loads(finished.run.stage("rl").selection(step).read_text())["groups"]
+        kept = [as_tuple(entry["key"]) for group in groups for entry in group["rollouts"]]
+        assert sorted(begun) == sorted([*kept, *(as_tuple(each["key"]) for each in displaced)])
+
+
 def test_a_run_in_which_entropy_has_no_say_says_so(finished):
     """The scripted engine is certain of every word."""
     told = [text for text in finished.progress.warnings if "entropy has no say in where rollouts branch" in text]
@@ -65,6 +80,10 @@ def test_the_report_shows_the_tree(finished):
     assert "└ attempt" in page
     assert "tokens of attempt" in page
     assert "What entropy adds to the odds of a branch" in page
+
+
+def as_tuple(key):
+    return key["task_index"], key["attempt"], key["branch"]
 
 
 def key_of_key(key):

@@ -9,7 +9,8 @@ from strop.errors import ToolBroken, UserError
 from strop.rollout.branching import Branching, BranchingConfig
 from strop.rollout.fleet import Fleet
 from strop.rollout.play import Judge, Player, SamplingConfig, play
-from strop.rollout.protocol import Observation
+from strop.rollout.player import Past
+from strop.rollout.protocol import Observation, Spent
 from strop.rollout.tree import _ForkedEnvironment
 from strop.types import StopReason, Task
 
@@ -92,7 +93,7 @@ class Jittery(ScriptedEngine):
 
 class Watcher:
     def __init__(self):
-        self.begun, self.ended = [], {}
+        self.begun, self.ended, self.spent = [], {}, {}
 
     def started(self, key, *, seed):
         self.begun.append(key)
@@ -102,6 +103,9 @@ class Watcher:
 
     def voided(self, key, *, reason):
         self.void = (key, reason)
+
+    def displaced(self, key, spent):
+        self.spent[key] = spent
 
 
 async def judge(task, trajectory):
@@ -240,6 +244,51 @@ def test_a_branch_that_finds_no_room_beside_its_parent_is_counted_and_waits_its_
     assert ledger.branches_refused + ledger.branched >= 4
 
 
+class Paced(ScriptedEngine):
+    """Answers each request after the seconds that `waits` gives for its (attempt, branch, turn); at once without them."""
+
+    def __init__(self, policy, *, waits, **options):
+        super().__init__(policy, **options)
+        self.waits = waits
+
+    async def complete(self, request):
+        await asyncio.sleep(self.waits.get(tuple(map(int, request.id.split("/")[2:])), 0))
+        return await super().complete(request)
+
+
+def calls_three_times(request):
+    """Four turns of three tokens each, the last an answer; every observation is worth a branch."""
+    num_turns = request.ids.count(OBSERVATION[0])
+    end = CALL if num_turns < 3 else STOP
+    return Reply(ids=(100 + request.seed % 50, 150, end), logprobs=(-1.0,) * 3, entropies=(float(num_turns),) * 3)
+
+
+@pytest.mark.parametrize(
+    ("never", "spent"),
+    [
+        ((1, 1, 2), Spent(generated_tokens=3, prefilled_tokens=1 + 4, is_sampling=True)),  # 9 ids - 8; 15 ids - 11
+        ((1, 1, 1), Spent(generated_tokens=0, prefilled_tokens=1, is_sampling=True)),
+        (None, Spent(generated_tokens=9, prefilled_tokens=1 + 3 + 3, is_sampling=False)),  # it had finished
+    ],
+)
+def test_what_a_displaced_branch_had_spent_is_told(never, spent):
+    """Attempt 1 is at its observation first, and branches. Attempt 0 stands before it, comes later, and takes the budget."""
+    engine, watcher, world = Paced(calls_three_times, waits={(0, 0, 1): 0.2, never: 25}), Watcher(), World()
+    group = play_group(engine=engine, watcher=watcher, world=world, num_rollouts=3, initial_rollouts=2, base_probability=1.0)
+    assert [(each.key.attempt, each.forked_at) for each in branches(group)] == [(0, 6)]  # 3 sampled, 3 observed
+    (key,) = watcher.spent
+    assert (key.attempt, key.branch) == (1, 1)
+    assert watcher.spent[key] == spent
+    assert (key in watcher.ended) is (never is None)
+    assert world.num_open == 0
+
+
+def test_nothing_is_told_to_be_spent_where_no_branch_is_displaced():
+    watcher = Watcher()
+    assert branches(play_group(watcher=watcher, num_rollouts=12, base_probability=1.0))
+    assert not watcher.spent
+
+
 def test_an_environment_that_cannot_be_forked_is_named():
     with pytest.raises(UserError, match="Unforkable cannot be forked, but the stage branches"):
         play_group(world=lambda task, *, seed: Unforkable(World(), steps=()))
@@ -253,7 +302,7 @@ def test_an_environment_that_comes_after_its_branch_was_cancelled_is_closed():
             self.is_closed = True
 
     async def scenario():
-        forked, late = _ForkedEnvironment(), Environment()
+        forked, late = _ForkedEnvironment(Past(prompt_ids=PROMPT), is_cached=True), Environment()
         waiting = asyncio.create_task(forked.start())
         await asyncio.sleep(0)
         waiting.cancel()

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from strop.rollout.environment import ToolObserver
+from strop.rollout.protocol import Spent
 from strop.runs import LineWriter, read_lines
 from strop.tools.protocol import ToolResult
 from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
@@ -77,6 +78,7 @@ class StepLedger:
         self._rollouts = LineWriter(rollouts)
         self._weights = weights
         self._policy_version = policy_version
+        self._displaced: list[Spent] = []
         self._lines.append({"event": "opened", "weights": weights, "reused": len(self.finished_before)})
 
     def started(self, key: RolloutKey, *, seed: int) -> None:
@@ -89,6 +91,19 @@ class StepLedger:
 
     def voided(self, key: RolloutKey, *, reason: str) -> None:
         self._lines.append({"event": "voided", "key": asdict(key), "reason": reason})
+
+    def displaced(self, key: RolloutKey, spent: Spent) -> None:
+        self._displaced.append(spent)
+        self._lines.append({"event": "displaced", "key": asdict(key), **asdict(spent)})
+
+    @property
+    def displaced_figures(self) -> dict[str, float]:
+        """Metrics of the branches that were given up since the ledger was opened."""
+        return {
+            "scheduler/branches_displaced": float(len(self._displaced)),
+            "scheduler/displaced_tokens": float(sum(spent.generated_tokens for spent in self._displaced)),
+            "scheduler/displaced_prefilled_tokens": float(sum(spent.prefilled_tokens for spent in self._displaced)),
+        }
 
     def closed(self, groups: Sequence[Group], *, figures: Mapping[str, float], time_s: float) -> None:
         """The step is played to its end: which rollouts each group has, and what playing them was like."""

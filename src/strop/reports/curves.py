@@ -300,6 +300,18 @@ BRANCHING = (  # ARPO (arXiv 2507.19849)
         note="Beside those that begin at the prompt at once.",
     ),
     Panel(
+        title="Branches given up for earlier ones",
+        metrics={"scheduler/branches_displaced": "branches"},
+        note="In a step; they stand in no group.",
+        optional=frozenset({"scheduler/branches_displaced"}),
+    ),
+    Panel(
+        title="Tokens of branches given up",
+        metrics={"scheduler/displaced_tokens": "sampled", "scheduler/displaced_prefilled_tokens": "prefilled"},
+        note="What is not sampled twice costs these.",
+        optional=frozenset({"scheduler/displaced_tokens", "scheduler/displaced_prefilled_tokens"}),
+    ),
+    Panel(
         title="What entropy adds to the odds of a branch",
         metrics={"branching/weighted_delta_h_mean": "βΔH, mean", "branching/weighted_delta_h_abs_max": "|βΔH|, largest"},
         note="Where the largest stays below 0.01, a coin decides.",

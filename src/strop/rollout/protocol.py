@@ -65,6 +65,15 @@ class Reward(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What a branch took by itself before it was given up; what it shares with its parent is not in it."""
+
+    generated_tokens: int  # of the completions that it had to the end
+    prefilled_tokens: int  # those that were not found in the cache; of a completion under way, too
+    is_sampling: bool  # one was under way, or waited for its engine: how many tokens it had by then, nobody knows
+
+
 class PlayObserver(Protocol):
     """Follows the rollouts of one batch as they start and end."""
 
@@ -73,6 +82,9 @@ class PlayObserver(Protocol):
     def finished(self, scored: ScoredTrajectory) -> None: ...
 
     def voided(self, key: RolloutKey, *, reason: str) -> None: ...
+
+    def displaced(self, key: RolloutKey, spent: Spent) -> None:
+        """A branch is given up, finished or not, for one that stands before it, or since its parent begins anew."""
 
 
 class Unwatched:
@@ -85,4 +97,7 @@ class Unwatched:
         pass
 
     def voided(self, key: RolloutKey, *, reason: str) -> None:
+        pass
+
+    def displaced(self, key: RolloutKey, spent: Spent) -> None:
         pass

@@ -17,7 +17,7 @@ from strop.errors import MachineError
 from strop.rollout.branching import Branching, Claim, Claims, forks_at
 from strop.rollout.fleet.seat import Seat
 from strop.rollout.player import Forking, Opened, Past, fork
-from strop.rollout.protocol import Environment, Observation
+from strop.rollout.protocol import Environment, Observation, Spent
 from strop.rollout.table import Opening, Outcome, Table, all_of, end
 from strop.types import Completion, RolloutKey, ScoredTrajectory, Task, Trajectory
 
@@ -38,6 +38,7 @@ class Tree:
         self._outcomes: dict[RolloutKey, Outcome] = {}
         self._anew: dict[RolloutKey, Past] = {}  # branches of finished rollouts, which are still to be begun
         self._forked: dict[RolloutKey, tuple[Opened, Seat | None]] = {}  # what each branch was given
+        self._spending: dict[RolloutKey, _Spending] = {}  # of branches, in their first try
         self._given_up: set[asyncio.Task[None]] = set()
 
     async def play(self, keys: Sequence[RolloutKey]) -> list[Outcome]:
@@ -73,12 +74,14 @@ class Tree:
             self._give_up(self.branching.key_of(refused))
         return None if refused == claim else self.branching.key_of(claim)
 
-    def begin(self, key: RolloutKey, opened: Opened, seat: Seat | None) -> None:
+    def begin(self, key: RolloutKey, environment: _ForkedEnvironment, past: Past, seat: Seat | None) -> None:
         """Play a branch that was just forked."""
+        opened = Opened(environment=environment, past=past)
         self.table.started(key)
         self.table.opened.add(opened)
         self._forked[key] = opened, seat
-        self._start(key, opened, seat, past=opened.past, known=self._finished(key, opened.past))
+        self._spending[key] = environment.spending
+        self._start(key, opened, seat, past=past, known=self._finished(key, past))
 
     def take_over(self, key: RolloutKey, past: Past) -> bool:
         """Whether nothing has to be done for the branch `key`: it had finished before the run was interrupted, and still grows
@@ -135,6 +138,8 @@ class Tree:
         logger.debug("branch %s is given up: another comes before it, or its parent begins anew", key)
         self._outcomes.pop(key, None)
         self._anew.pop(key, None)
+        if (spending := self._spending.pop(key, None)) is not None:
+            self.table.observer.displaced(key, spending.so_far)
         playing = self._playing.pop(key, None)
         if playing is None:
             return set()
@@ -172,6 +177,10 @@ class Tree:
 
     async def _play_anew(self, key: RolloutKey, past: Past) -> Outcome:
         opened = await self.table.open(self.task, key, past)
+        if isinstance(opened, Opened):
+            environment = _ForkedEnvironment(past, is_cached=False)
+            await environment.come(opened.environment)
+            opened.environment, self._spending[key] = environment, environment.spending
         return await self.table.play(self.task, key, opened, None, past=past, forked_anew=partial(self._forking, key))
 
 
@@ -193,10 +202,10 @@ class _Forking:
             if key is None or tree.take_over(key, shared):
                 continue
             forked = seat.branch(key, max_tokens=table.player.sampling.max_tokens - past.num_response_tokens)
-            self._due[key] = _ForkedEnvironment()
+            environment = self._due[key] = _ForkedEnvironment(shared, is_cached=forked is not None)
             if forked is not None:
-                self._on_our_engine.append(self._due[key])
-            tree.begin(key, Opened(environment=self._due[key], past=shared), forked)
+                self._on_our_engine.append(environment)
+            tree.begin(key, environment, shared, forked)
 
     async def split(self, environment: Environment) -> None:
         due, self._due = self._due, {}
@@ -216,10 +225,46 @@ class _Forking:
             await each.needed.wait()
 
 
+class _Spending:
+    """Counts what a branch takes by itself."""
+
+    def __init__(self, past: Past, *, is_cached: bool) -> None:
+        """
+        Args:
+            is_cached: it finds `past` in its parent's KV memory, all but the last id, which is fed.
+        """
+        self._num_context = len(past.ids)
+        self._num_cached = self._num_context - 1 if is_cached else 0
+        self._generated = self._prefilled = 0
+        self._is_sampling = True
+
+    def sampled(self, completion: Completion) -> None:
+        self._prefilled += self._num_context - completion.cached_tokens
+        self._generated += len(completion.ids)
+        self._num_context += len(completion.ids)
+        self._num_cached = self._num_context - 1
+        self._is_sampling = False
+
+    def observed(self, observation: Observation) -> None:
+        self._num_context += len(observation.ids)
+        self._is_sampling = observation.stop_reason is None
+
+    def ended(self) -> None:
+        self._is_sampling = False
+
+    @property
+    def so_far(self) -> Spent:
+        under_way = self._num_context - self._num_cached if self._is_sampling else 0
+        return Spent(
+            generated_tokens=self._generated, prefilled_tokens=self._prefilled + under_way, is_sampling=self._is_sampling
+        )
+
+
 class _ForkedEnvironment:
     """The environment of a branch, which samples its first completion while the parent still has to fork it."""
 
-    def __init__(self) -> None:
+    def __init__(self, past: Past, *, is_cached: bool) -> None:
+        self.spending = _Spending(past, is_cached=is_cached)
         self.needed = asyncio.Event()  # for the first time, or never again
         self.is_closed = False
         self._coming: asyncio.Future[Environment] = asyncio.get_running_loop().create_future()
@@ -244,13 +289,17 @@ class _ForkedEnvironment:
 
     async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
         self.needed.set()
-        return await (await self._coming).step(completion, num_tokens_left=num_tokens_left)
+        self.spending.sampled(completion)
+        observation = await (await self._coming).step(completion, num_tokens_left=num_tokens_left)
+        self.spending.observed(observation)
+        return observation
 
     async def fork(self, *, seed: int) -> Environment:
         return await fork(await self._coming, seed=seed)
 
     async def close(self) -> None:
         self.needed.set()
+        self.spending.ended()
         self.is_closed = True
         if self._coming.done() and not self._coming.cancelled() and self._coming.exception() is None:
             await self._coming.result().close()
