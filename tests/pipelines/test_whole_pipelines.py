@@ -75,7 +75,8 @@ def test_a_pipeline_that_is_killed_at_ten_random_points_ends_with_the_same_linea
     finish(undisturbed, path, *words, limit_s=LIMIT_S)
     assert_nothing_is_vacuous(undisturbed, stages)
 
-    told = kill_in_ten_stages(run, undisturbed, stages, path, words)
+    told = kill_ten_times(run, undisturbed, stages, path, words)
+    assert len(told) == NUM_KILLS
     finish(run, path, *words, limit_s=LIMIT_S)
     for stage, config in stages.items():
         mine, theirs = run.stage(stage), undisturbed.stage(stage)
@@ -89,20 +90,23 @@ def test_a_pipeline_that_is_killed_at_ten_random_points_ends_with_the_same_linea
     assert not list(run.path.rglob(".*.tmp")), told
 
 
-def kill_in_ten_stages(run, undisturbed, stages, path, words):
-    """Kill the run in ten stages, each after a random share of the time that it took undisturbed; returns the moments.
+def kill_ten_times(run, undisturbed, stages, path, words):
+    """Kill the run at ten random points, each after a random share of the time that a stage took undisturbed; returns them.
 
-    A stage may be over before the kill: what follows it is killed then, which is as good, and not a second time.
+    Of as many stages drawn as there are kills to come the first is next, so they spread over what is left of the run. A stage
+    may be killed again, at another moment; one that was over before its kill came is not drawn any more.
     """
     draw = random.SystemRandom()
     able = [name for name, stage in stages.items() if stage.kind != "export"]  # behind it there is nothing to kill
-    told = {}
-    for name in sorted(draw.sample(able, NUM_KILLS), key=list(stages).index):
-        if run.stage(name).done.exists():
-            continue
-        told[name] = read_json(undisturbed.stage(name).done)["time_s"] * draw.uniform(0, 0.8)
-        kill_when(run, moment(run, name, told[name]), *words, recipe=path, limit_s=LIMIT_S)
-    assert len(told) >= NUM_KILLS // 2, f"too few kills to prove anything: {told}"
+    told = []
+    while (left := NUM_KILLS - len(told)) > 0:
+        to_come = [name for name in able if not run.stage(name).done.exists()]
+        name = min(draw.choices(to_come, k=left), key=to_come.index)
+        is_last_chance = to_come == [name] and left > 1  # were it to end, nothing would be left for the other kills
+        share = 0.0 if is_last_chance else draw.uniform(0, 0.8)
+        delay_s = read_json(undisturbed.stage(name).done)["time_s"] * share
+        kill_when(run, moment(run, name, delay_s), *words, recipe=path, limit_s=LIMIT_S)  # fails unless a kill ended the run
+        told.append((name, delay_s))
     return told
 
 
