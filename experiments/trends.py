@@ -19,7 +19,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trends_measures import accuracy_by_calls, at, costs_by_step, curve_of, evaluated, mean_up_to, paired
+from trends_measures import (
+    accuracy_by_calls,
+    at,
+    costs_by_step,
+    curve_of,
+    evaluated,
+    mean_up_to,
+    on_common_grid,
+    paired,
+)
 
 from strop.errors import UserError
 from strop.pipelines.sweep import run_sweep
@@ -174,17 +183,20 @@ def table(trend: Trend, results: Mapping[str, Any]) -> str:
     if results["is_pilot"]:
         rows.append(f"A pilot of one seed, which decides nothing. Changed: {', '.join(results['changes']) or 'nothing'}.")
     rows.append("")
-    rows.append(f"{'figure':<36} {'arm':<11} {'mean':>9}  by seed {results['seeds']}")
+    seeds = results["seeds"]
+    rows.append(f"{'figure':<37} {'arm':<11} {'mean':>9}  by seed {' '.join(f'{seed:>9}' for seed in seeds)}")
     for figure, arms in results["figures"].items():
         for arm, by_seed in arms.items():
-            mean = f"{sum(by_seed.values()) / len(by_seed):>9.4g}" if by_seed else f"{'–':>9}"
-            rows.append(f"{figure:<36} {arm:<11} {mean}  {' '.join(f'{value:.4g}' for value in by_seed.values())}")
-    rows += ["", f"{'difference':<58} {'mean':>9}  {'95 %, bootstrap':<22} {'95 %, Student':<22} expected  shown"]
+            mean = f"{sum(by_seed.values()) / len(by_seed):.4g}" if by_seed else "–"
+            values = " ".join(f"{by_seed[seed]:>9.4g}" if seed in by_seed else f"{'–':>9}" for seed in seeds)
+            rows.append(f"{figure:<37} {arm:<11} {mean:>9}          {values}")
+    rows += ["", f"{'difference':<58} {'pairs':>5} {'mean':>9}  {'95 %, bootstrap':<22} {'95 %, Student':<22} expected  shown"]
     for each in results["comparisons"]:
         name = f"{each['figure']}: {each['second']} - {each['first']}"
         mean = f"{each['mean']:>+9.4f}" if "mean" in each else f"{'–':>9}"
         drawn, student = (_interval(each, prefix) for prefix in ("", "student_"))
-        rows.append(f"{name:<58} {mean}  {drawn:<22} {student:<22} {each['expected']:<9} {each['verdict']}")
+        about = f"{name:<58} {each['num_pairs']:>5} {mean}  {drawn:<22} {student:<22}"
+        rows.append(f"{about} {each['expected']:<9} {each['verdict']}")
     return "\n".join(rows)
 
 
@@ -195,14 +207,16 @@ def _interval(figures: Mapping[str, Any], prefix: str) -> str:
 
 
 def write_plots(trend: Trend, results: Mapping[str, Any], directory: Path) -> None:
-    """One plot a curve: the mean of the seeds and their range. Against calls the seeds have no x in common: the first one."""
+    """One plot a curve: the mean of the seeds and their range."""
     for metric, arms in results["curves"].items():
         against_calls = "by tool calls" in metric
-        curves = {arm: list(by_seed.values())[: 1 if against_calls else None] for arm, by_seed in arms.items()}
+        curves = {arm: list(by_seed.values()) for arm, by_seed in arms.items()}
         if not any(curve for seeds in curves.values() for curve in seeds):
             continue
+        if against_calls:  # each seed was validated at other numbers of them
+            curves = {arm: on_common_grid(seeds) for arm, seeds in curves.items()}
         units = {metric: Unit.PERCENT} if any(word in metric for word in _PERCENT) else None
-        x_label = "tool calls of the first seed" if against_calls else "step"
+        x_label = "tool calls" if against_calls else "step"
         for plot in compare_plots({metric: curves}, units=units, x_label=x_label).values():
             name = re.sub(r"\W+", "-", metric.rpartition("/")[2])
             write_text(directory / f"{trend.name}-{name}.svg", str(draw(plot, is_standalone=True)) + "\n")

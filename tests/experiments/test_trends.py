@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripted_runs import make_recipe, run_recipe
 from strop.pipelines.sweep_file import load_sweep
 from strop.runs import RunDirectory, write_json, write_text
 
@@ -20,19 +21,65 @@ def turn(num_sampled, num_observed, *, cached, calls=("stdout",)):
     return {"completion": completion, "calls": [{"outcome": each} for each in calls], "observation_ids": [2] * num_observed}
 
 
+def key(attempt, branch=0):
+    return {"task_index": 0, "attempt": attempt, "branch": branch}
+
+
+TURNS = [turn(10, 5, cached=0), turn(7, 3, cached=15), turn(4, 0, cached=27, calls=())]
+PARENT = {"key": key(0), "prompt_ids": [0] * 6, "turns": TURNS, "forked_at": 0}
+FLAT = {"flat_calls": 2, "flat_generated_tokens": 21, "flat_prefilled_tokens": 6 + (5 + 1) + (3 + 1)}
+"""Of a path: its prompt, then each observation with the id sampled last, which is fed with it."""
+
+
 def test_a_branch_costs_what_its_parent_did_not_pay_and_flat_all_of_it():
-    turns = [turn(10, 5, cached=0), turn(7, 3, cached=16), turn(4, 0, cached=25, calls=())]
-    parent = {"prompt_ids": [0] * 6, "turns": turns, "forked_at": 0}
-    assert measures.cost_of(parent) == measures.Cost(
-        calls=2, generated_tokens=21, prefilled_tokens=6 + 5 + 6, flat_calls=2, flat_generated_tokens=21
-    )  # prompt 6; behind turn 1 21 - 16; behind turn 2 31 - 25
-    branch = measures.cost_of(parent | {"forked_at": 15})
-    assert branch == measures.Cost(calls=1, generated_tokens=11, prefilled_tokens=11, flat_calls=2, flat_generated_tokens=21)
+    parent = measures.cost_of(PARENT, is_in_group=True)
+    assert parent == measures.Cost(generated_tokens=21, prefilled_tokens=6 + 6 + 4, **FLAT)  # 6; 21 - 15; 31 - 27
+    branch = measures.cost_of(PARENT | {"forked_at": 15}, is_in_group=True)
+    assert branch == measures.Cost(generated_tokens=11, prefilled_tokens=6 + 4, **FLAT)
+    displaced = measures.cost_of(PARENT | {"forked_at": 15}, is_in_group=False)
+    assert displaced == measures.Cost(generated_tokens=11, prefilled_tokens=10)  # whoever plays flat never had it
 
 
-def test_a_call_that_was_not_run_costs_nothing():
-    rollout = {"prompt_ids": [0], "turns": [turn(3, 0, cached=0, calls=("not_run", "error"))], "forked_at": 0}
-    assert measures.cost_of(rollout).calls == 1
+def opened(seed, turn, index=0):
+    return {"event": "tool_opened", "seed": seed, "turn": turn, "index": index, "call": "[]"}
+
+
+def displaced(of, *, generated, prefilled, is_sampling):
+    tokens = {"generated_tokens": generated, "prefilled_tokens": prefilled}
+    return {"event": "displaced", "key": of, **tokens, "is_sampling": is_sampling}
+
+
+def test_a_branch_that_was_displaced_while_it_played_costs_its_calls_and_its_tokens():
+    ledger = [
+        *(opened(7, 0), opened(7, 1)),  # the parent's
+        *(opened(8, 1), opened(8, 1, 1), opened(8, 1)),  # the branch's: two, one of which our fault made run again
+        displaced(key(0, 1), generated=9, prefilled=12, is_sampling=True),
+    ]
+    cost = measures.cost_of_step([PARENT], ledger, in_groups=[key(0)])
+    mean = 21 / 3  # of a completion: what the one under way is charged
+    assert cost == measures.Cost(calls=4, generated_tokens=21 + 9 + mean, prefilled_tokens=16 + 12, **FLAT)
+
+
+def test_a_branch_that_was_displaced_when_it_had_finished_costs_once():
+    branch = PARENT | {"key": key(0, 1), "forked_at": 15}
+    ledger = [displaced(key(0, 1), generated=11, prefilled=10, is_sampling=False)]
+    assert measures.cost_of_step([PARENT, branch], ledger, in_groups=[key(0)]) == measures.Cost(
+        generated_tokens=21 + 11, prefilled_tokens=16 + 10, **FLAT
+    )
+
+
+def test_without_branches_the_calls_of_a_real_run_are_those_of_its_rollouts(tmp_path):
+    run = run_recipe(tmp_path / "run", make_recipe(method="grpo")).run
+    costs = measures.costs_by_step(run)
+    assert costs[-1].calls == costs[-1].flat_calls > 0
+    assert costs[-1].generated_tokens == costs[-1].flat_generated_tokens > 0
+    assert costs[-1].flat_prefilled_tokens >= costs[-1].prefilled_tokens > 0  # rollouts of a task share its prompt
+
+
+def test_seeds_are_drawn_over_the_calls_that_all_of_them_made():
+    first, second = measures.on_common_grid([[(0.0, 0.2), (100.0, 0.6)], [(0.0, 0.4), (50.0, 0.5), (80.0, 0.8)]], num_points=3)
+    assert first == [(0.0, pytest.approx(0.2)), (40.0, pytest.approx(0.36)), (80.0, pytest.approx(0.52))]
+    assert second == [(0.0, pytest.approx(0.4)), (40.0, pytest.approx(0.48)), (80.0, pytest.approx(0.8))]
 
 
 def test_the_mean_up_to_a_budget_is_the_area_under_straight_lines():
@@ -45,18 +92,22 @@ def test_the_mean_up_to_a_budget_is_the_area_under_straight_lines():
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
-        ((0.1, 0.2, 0.3), "as expected"),
-        ((-0.1, -0.2, -0.3), "opposite"),
-        ((-0.1, 0.2, -0.1), "not shown"),
-        ((0.4,), "pilot: one seed decides nothing"),
+        ((0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1, 0.2), "as expected"),
+        ((-0.1, -0.2, -0.3, -0.1, -0.2, -0.3, -0.1, -0.2), "opposite"),
+        ((-0.1, 0.2, -0.1, 0.2, -0.1, 0.2, -0.1, -0.1), "not shown"),
+        ((0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1), "not shown: 7 of 8 pairs"),
+        ((0.4,), "not shown: 1 of 8 pairs"),
+        ((), "not shown: 0 of 8 pairs"),
     ],
 )
-def test_a_difference_is_shown_only_where_its_whole_interval_is_on_one_side(differences, verdict):
+def test_a_difference_is_shown_only_by_eight_pairs_whose_whole_interval_is_on_one_side(differences, verdict):
     first = dict.fromkeys(range(len(differences)), 0.5)
     second = {seed: 0.5 + difference for seed, difference in enumerate(differences)}
     assert measures.paired(first, second, is_more_expected=True)["verdict"] == verdict
     answer = measures.paired(first | {9: 0.1}, second, is_more_expected=False)
-    assert answer["mean"] == pytest.approx(sum(differences) / len(differences))  # a seed without a pair is left out
+    assert answer["num_pairs"] == len(differences)  # a seed without a pair is left out
+    if differences:
+        assert answer["mean"] == pytest.approx(sum(differences) / len(differences))
 
 
 @pytest.mark.parametrize("letter", sorted(trends.TRENDS))
@@ -79,8 +130,11 @@ def run_with(path, *, accuracy, num_calls):
     run = RunDirectory(path)
     for stage in ("before", "after"):
         write_json(run.stage(stage).evaluation, {"accuracy": accuracy if stage == "after" else 0.2, "tool_calls_mean": 1.0})
-    rollout = {"prompt_ids": [0], "turns": [turn(3, 1, cached=0)] * num_calls, "forked_at": 0}
-    write_text(run.stage("rl").rollouts(1), json.dumps({"rollout": {"trajectory": rollout}}) + "\n")
+    rollout = {"key": key(0), "prompt_ids": [0], "turns": [turn(3, 1, cached=0)] * num_calls, "forked_at": 0}
+    path = run.stage("rl").rollouts(1)
+    write_text(path, json.dumps({"rollout": {"trajectory": rollout}}) + "\n")
+    write_text(path.with_suffix(".ledger.jsonl"), "".join(json.dumps(opened(1, number)) + "\n" for number in range(num_calls)))
+    write_json(run.stage("rl").selection(1), {"step": 1, "groups": [{"rollouts": [{"key": key(0)}]}]})
     line = {"stage": "rl", "step": 1, "rollout/accuracy": 0.5, "validation/accuracy": accuracy}
     write_text(run.metrics, json.dumps(line) + "\n")
     return run
@@ -96,3 +150,18 @@ def test_arms_are_compared_up_to_the_calls_of_the_one_that_made_fewest(tmp_path)
     assert results["figures"]["generated_tokens at the budget"] == {"grpo": {0: 6}, "arpo": {0: 6}}
     assert results["is_pilot"]
     assert "decides nothing" in trends.table(trends.TRENDS["b"], results | {"changes": []})
+    assert results["figures"]["flat_prefilled_tokens at the budget"] == {"grpo": {0: 3.5}, "arpo": {0: 3}}  # half of 1 + 3 x 2
+
+
+def test_values_stand_under_their_seed_and_the_pairs_are_counted():
+    figures = {"accuracy": {"grpo": {0: 0.25, 1: 0.5, 2: 0.75}, "arpo": {0: 0.5, 2: 1.0}}}
+    comparison = {"figure": "accuracy", "first": "grpo", "second": "arpo", "is_more_expected": True}
+    paired = measures.paired(figures["accuracy"]["grpo"], figures["accuracy"]["arpo"], is_more_expected=True)
+    results = {"is_pilot": False, "seeds": [0, 1, 2], "figures": figures, "comparisons": [comparison | paired]}
+    lines = trends.table(trends.TRENDS["b"], results).splitlines()
+    heading, grpo, arpo = next(lines[n : n + 3] for n, line in enumerate(lines) if line.startswith("figure"))
+    assert heading.split()[-3:] == ["0", "1", "2"]
+    assert grpo.split()[-3:] == ["0.25", "0.5", "0.75"]
+    assert arpo.split()[-3:] == ["0.5", "–", "1"]
+    assert len({len(line) for line in (heading, grpo, arpo)}) == 1
+    assert lines[-1].endswith("not shown: 2 of 8 pairs")
