@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
 from strop.errors import ModelError, RunError
 from strop.training import LocalTrainer, LoraConfig, OptimizerConfig, TrainerConfig
 from strop.training.models import load_model
+from strop.training.originals import Originals
 
 METHOD = GRPO(kl_coefficient=0.1)
 
@@ -51,16 +53,70 @@ def test_only_the_adapter_is_trained_and_what_is_published_is_what_the_library_m
     trainer = make_trainer(model_directory, reference=model_directory, precision=precision)
     asyncio.run(train(trainer, make_batch, range(3)))
     asyncio.run(trainer.save(tmp_path))
-    base = load_model(model_directory)
-    if precision == "bfloat16":
-        base = base.to(torch.bfloat16).float()  # what is frozen is held as it computes
-    merged = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    merged = PeftModel.from_pretrained(load_model(model_directory), tmp_path / "adapter").merge_and_unload()
     tensors, original = published(trainer), dict(load_model(model_directory).named_parameters())
     for name, expected in merged.named_parameters():
         torch.testing.assert_close(tensors[name], expected, rtol=1e-5, atol=1e-6)
     moved = {name for name in tensors if (tensors[name] - original[name]).abs().max() > 1e-2}
     assert moved == {name for name in tensors if "_proj" in name}  # all linear layers, neither norms nor the tied head
+    assert all(torch.equal(tensors[name], original[name]) for name in tensors.keys() - moved)
     assert not (tmp_path / "model").exists()
+
+
+def delta(trainer, name):
+    """What the adapter adds to a weight: (alpha / rank) B A."""
+    layer = name.removesuffix(".weight")
+    a, b = (trainer.learner.weights.whole(f"{layer}.lora_{part}.default.weight").double() for part in "AB")
+    return 8 / 4 * b @ a
+
+
+def test_in_bfloat16_the_product_is_the_float32_base_and_what_the_adapter_adds(model_directory, make_batch, tmp_path):
+    trainer = make_trainer(model_directory, reference=model_directory, precision="bfloat16")
+    asyncio.run(train(trainer, make_batch, range(2)))
+    asyncio.run(trainer.save_model(tmp_path))
+    product = load_file(tmp_path / "model.safetensors")
+    base = dict(load_model(model_directory).named_parameters())
+    assert any(not torch.equal(tensor.bfloat16().float(), tensor) for tensor in base.values()), "rounding would lose nothing"
+    frozen = {name: each for name, each in trainer.learner.model.named_parameters() if not each.requires_grad}
+    assert {each.dtype for each in frozen.values()} == {torch.bfloat16}  # it does compute with rounded ones
+    for name, tensor in product.items():
+        if "_proj" not in name:
+            assert torch.equal(tensor, base[name]), name
+            continue
+        expected = base[name].detach().double() + delta(trainer, name)
+        assert (tensor - expected).abs().max() <= 1e-6 * expected.abs().max(), name  # rounded to bfloat16: 1e-3
+
+
+def test_frozen_weights_that_are_in_no_file_as_they_were_loaded_are_kept(model_directory, tmp_path):
+    """A directory of another format, or of another way to name weights."""
+    load_model(model_directory).save_pretrained(tmp_path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        {"elsewhere." * (each == name) + each: tensor for each, tensor in tensors.items()}, tmp_path / "other.safetensors"
+    )
+    (tmp_path / "model.safetensors").unlink()
+    for originals in (Originals(tmp_path), Originals()):
+        for each, tensor in tensors.items():
+            rounded = tensor.bfloat16()
+            originals.remember(each, tensor, rounded)
+            assert torch.equal(originals.exact(each, rounded), tensor)
+
+
+def test_files_that_change_under_an_adapter_are_named_instead_of_merged(model_directory, tmp_path):
+    load_model(model_directory).save_pretrained(tmp_path)
+    trainer = make_trainer(tmp_path, precision="bfloat16")
+    path = tmp_path / "model.safetensors"
+    content, tensors = path.read_bytes(), load_file(path)
+    save_file({name: 1.1 * tensor for name, tensor in tensors.items()}, path)
+    with pytest.raises(ModelError, match=r"model\.safetensors: .* is no longer there as it was loaded"):
+        published(trainer)
+    path.unlink()
+    with pytest.raises(ModelError, match=r"model\.safetensors: .* is no longer there as it was loaded"):
+        published(trainer)
+    path.write_bytes(content)
+    expected = dict(load_model(model_directory).named_parameters())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in published(trainer).items())
 
 
 def test_a_trainer_with_an_adapter_writes_a_whole_model(model_directory, make_batch, tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
@@ -149,6 +150,31 @@ def test_two_ranks_train_as_one_does_in_bfloat16_and_with_an_adapter(model_direc
     assert later_divided[0].statistics["reference_kl_nats"] == 0.0
     assert first[0].statistics["ratio"] == second[0].statistics["ratio"] == 1.0
     assert_close(found, expected, tolerance)
+
+
+def test_one_rank_and_two_write_the_same_base_beside_an_adapter_in_bfloat16(model_directory, make_batch, tmp_path):
+    settings = {"precision": "bfloat16", "lora": LoraConfig(rank=4)}
+    alone, divided = (open_trainer(model_directory, config_of(workers, **settings)) for workers in (0, 2))
+    products = []
+
+    async def scenario():
+        for name in ("untrained", "trained"):
+            for trainer in (alone, divided):
+                path = tmp_path / f"{name}-{len(products)}"
+                await trainer.save_model(path)
+                products.append(load_file(path / "model.safetensors"))
+                await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
+
+    closing(scenario, alone, divided)
+    base = load_file(model_directory / "model.safetensors")
+    for product in products[:2]:  # B is zero
+        assert product.keys() == base.keys()
+        assert all(torch.equal(product[name], base[name]) for name in base)
+    one, two = products[2:]
+    frozen = {name for name in base if "_proj" not in name}
+    assert all(torch.equal(one[name], base[name]) and torch.equal(two[name], base[name]) for name in frozen)
+    assert_close(two, one, 2e-2)
+    assert not any(torch.equal(one[name], base[name]) for name in base.keys() - frozen)
 
 
 def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(model_directory, make_batch, tmp_path):

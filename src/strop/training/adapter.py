@@ -59,7 +59,7 @@ class Adapter:
 
     def published_names(self, names: Sequence[str]) -> list[str]:
         """What the model without an adapter calls its weights."""
-        return [name.replace(_BASE, "") for name in names if not _is_of_adapter(name)]
+        return [published_name(name) for name in names if not _is_of_adapter(name)]
 
     def merged(self, name: str, whole: Callable[[str], Tensor]) -> Tensor:
         """W + (alpha / rank) B A in float32, for what `published_names` calls `name`; `whole` knows each part."""
@@ -106,6 +106,11 @@ class Adapter:
         }:
             raise ModelError(f"{directory}: not the adapter that is being trained: its matrices have other names or shapes.")
         return {names[name]: tensor for name, tensor in tensors.items()}
+
+
+def published_name(name: str) -> str:
+    """What the model without an adapter calls a weight of its own."""
+    return name.replace(_BASE, "")
 
 
 def _is_of_adapter(name: str) -> bool:

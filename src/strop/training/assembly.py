@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from strop.engine.memory import keep_freed_memory
 from strop.errors import ModelError
-from strop.training.adapter import Adapter
+from strop.training.adapter import Adapter, published_name
 from strop.training.attention import use_row_attention
 from strop.training.config import TrainerConfig
 from strop.training.critic import Critic, ValueModule
@@ -17,6 +17,7 @@ from strop.training.learner import Learner
 from strop.training.logprobs import LogprobModule
 from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
 from strop.training.norms import use_lean_norms
+from strop.training.originals import Originals
 from strop.training.reference import AdapterReference, FrozenReference, Reference
 from strop.training.sharded import ShardedWeights, divide
 from strop.training.weights import MasterWeights, Weights, round_weights
@@ -56,7 +57,8 @@ def open_learner(
     policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
     weights: Weights
     if world is None:
-        weights = MasterWeights(model, dtype, rounds_layers=not config.activation_checkpointing)
+        originals = None if adapter is None else Originals(directory, called=published_name)
+        weights = MasterWeights(model, dtype, rounds_layers=not config.activation_checkpointing, originals=originals)
     else:
         weights = ShardedWeights(policy, model, dtype, device, num_ranks=world.size)
     measured: Reference | None = None

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.training.gradients import add_up_in
+from strop.training.originals import Originals
 
 
 class Weights(Protocol):
@@ -27,7 +28,7 @@ class Weights(Protocol):
         """One of them, not divided over ranks, which all call this; do not write into it."""
 
     def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Overwrite some by whole tensors."""
+        """Overwrite some of those that the optimizer moves by whole tensors."""
 
     def refresh(self) -> None:
         """Tell the model that the optimizer has moved them."""
@@ -41,24 +42,31 @@ class MasterWeights:
 
     In float32 the model's parameters are the masters. In bfloat16 each is a rounded copy of its master, as an engine in
     bfloat16 has it, and its gradient is added to the master's as soon as a backward pass has it: so sums over micro-batches
-    are float32, and of the rounded gradients only one is held at a time. A frozen parameter has no master: it is rounded.
+    are float32, and of the rounded gradients only one is held at a time. A frozen parameter has no master: it is rounded, and
+    what it was is found where `originals` has it.
 
     Args:
         model: in float32; it is changed in place.
         dtype: in which it computes. Buffers, such as the frequencies of rotary positions, stay as they are.
         rounds_layers: False where the layers' weights are rounded when the layers compute (`checkpoint_activations`): their
             parameters are then the masters themselves.
+        originals: of the frozen ones; None: they are kept in memory.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, *, rounds_layers: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype, *, rounds_layers: bool = True, originals: Originals | None = None
+    ) -> None:
         self.model = model
+        self._originals = originals or Originals()
         self._masters: dict[str, nn.Parameter] = {}
         self._frozen: dict[str, nn.Parameter] = {}
         self._copies: list[tuple[nn.Parameter, nn.Parameter]] = []
         late = set[nn.Parameter]() if rounds_layers else _parameters_of_layers(model)
         for name, parameter in model.named_parameters():  # a tied weight appears once
             if not parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
+                exact = parameter.data
+                parameter.data = exact.to(dtype)
+                self._originals.remember(name, exact, parameter.data)
                 self._frozen[name] = parameter
             elif dtype is torch.float32 or parameter in late:
                 self._masters[name] = parameter
@@ -76,12 +84,14 @@ class MasterWeights:
         return [*self._masters, *self._frozen]
 
     def whole(self, name: str) -> Tensor:
-        return (self._masters if name in self._masters else self._frozen)[name].detach().float()
+        if name in self._masters:
+            return self._masters[name].detach()
+        return self._originals.exact(name, self._frozen[name].detach())
 
     @torch.no_grad()
     def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:
-            (self._masters if name in self._masters else self._frozen)[name].copy_(tensor)
+            self._masters[name].copy_(tensor)
         self.refresh()
 
     @torch.no_grad()
