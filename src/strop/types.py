@@ -214,6 +214,12 @@ class Group:
     task_index: int
     trajectories: tuple[ScoredTrajectory, ...]
     num_void: int = 0
+    excluded: tuple[Trajectory, ...] = ()  # of the void ones those that were played to their end, but that no judge could judge
+
+    @property
+    def tree(self) -> list[Trajectory]:
+        """All that was played to its end, compared or not: a branch may hang on its tree by what no judge could judge."""
+        return [*(scored.trajectory for scored in self.trajectories), *self.excluded]
 
     @property
     def rewards(self) -> list[float]:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from strop.algorithms.arpo import hard_advantages
 from strop.config import validate
 from strop.errors import ConfigError
 from strop.training.batch import pack
+from strop.types import StopReason
 
 FORKED = {1: (0, 2), 2: (1, 3)}  # 0: a b c d e; 1: a b F G; 2: a b F H
 
 
-def selected(method, sizes, rewards, parents=FORKED):
-    return method.select(group_of(grow(sizes, parents), rewards), group_size=len(sizes), seed=0)
+def selected(method, sizes, rewards, parents=FORKED, cut_off=()):
+    tree = grow(sizes, parents)
+    for row in cut_off:
+        tree[row] = replace(tree[row], stop_reason=StopReason.LENGTH)
+    return method.select(group_of(tree, rewards), group_size=len(sizes), seed=0)
 
 
 def test_hard_credit_of_a_shared_token_is_the_mean_over_all_who_share_it():
@@ -58,6 +63,35 @@ def test_a_token_that_counts_once_is_trained_on_in_the_first_rollout_that_has_it
     assert [decision.figures["shared_tokens"] for decision in selection.decisions] == [0.0, 2.0, 3.0]
     weights = packed(method, selection).loss_weights
     assert weights[weights > 0].tolist() == pytest.approx([1 / 8] * 8)  # eight tokens were sampled
+
+
+CHAIN = {1: (0, 3), 2: (1, 5)}  # 0: a b c d e f; 1: a b c G H I J; 2: a b c G H K
+
+
+@pytest.mark.parametrize("left_out", ["cut off and filtered", "excluded by its judge"])
+def test_a_branch_and_its_grandparent_share_whatever_became_of_the_parent(left_out):
+    """Rollout 1, through which 2 hangs on 0, is not learnt from: credit and count of a, b and c are those of 0 and 2 both."""
+    method = ARPO(credit="hard", shared_token_weight="once", overlong_filter=True, eps=0.0)
+    tree = grow([6, 4, 1, 2], CHAIN)
+    if left_out == "cut off and filtered":
+        tree[1] = replace(tree[1], stop_reason=StopReason.LENGTH)
+        group = group_of(tree, [1.0, 1.0, 0.0, 0.0])
+    else:
+        group = group_of([tree[0], *tree[2:]], [1.0, 0.0, 0.0], excluded=[tree[1]])
+    selection = method.select(group, group_size=4, seed=0)
+    assert [scored.trajectory.key.attempt for scored in selection.kept] == [0, 2, 3]
+    first, second, third = (tokens.tolist()[2:] for tokens in method.advantages([selection])[0])
+    high, low = 2 / math.sqrt(3), -1 / math.sqrt(3)  # rewards 1, 0, 0: mean 1/3, unbiased std 1/sqrt(3)
+    assert first == pytest.approx([(high + low) / 2] * 3 + [high] * 3)
+    assert second == pytest.approx([(high + low) / 2] * 3 + [low] * 3)
+    assert third == pytest.approx([low] * 2)
+    assert [mask[2:] for mask in selection.loss_masks] == [[True] * 6, [False] * 3 + [True] * 3, [True] * 2]
+
+
+def test_hard_and_soft_credit_are_equal_whoever_of_the_tree_is_filtered():
+    settings = {"overlong_filter": True, "parents": CHAIN, "rewards": (1.0, 1.0, 0.0, 0.5), "sizes": (6, 4, 1, 2)}
+    for row in range(4):
+        assert difference(cut_off=(row,), **settings) < 1e-6
 
 
 def test_what_was_dropped_shares_nothing():
@@ -116,12 +150,12 @@ def gradient(method, selection, *, drift=0.0):
     return torch.cat([each.flatten() for each in torch.autograd.grad(loss, parameters)])
 
 
-def difference(sizes=(5, 2, 4), rewards=(1.0, 0.0, 0.25), *, drift=0.0, parents=FORKED, **settings):
+def difference(sizes=(5, 2, 4), rewards=(1.0, 0.0, 0.25), *, drift=0.0, parents=FORKED, cut_off=(), **settings):
     """Between hard and soft credit, relative to the gradient."""
     of_each = []
     for credit in ("hard", "soft"):
         method = ARPO(credit=credit, **settings)
-        of_each.append(gradient(method, selected(method, sizes, rewards, parents), drift=drift))
+        of_each.append(gradient(method, selected(method, sizes, rewards, parents, cut_off), drift=drift))
     return ((of_each[0] - of_each[1]).norm() / of_each[1].norm()).item()
 
 

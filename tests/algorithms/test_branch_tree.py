@@ -37,6 +37,13 @@ def test_a_shared_token_is_counted_with_the_lowest_key_that_has_it():
     assert repeated_lengths(tree[1:]) == [0, 5, 0]  # the first of those that are left has it
 
 
+def test_a_branch_shares_with_its_grandparent_through_a_parent_that_is_in_the_tree_alone():
+    tree = grow([6, 4, 1], {1: (0, 3), 2: (1, 5)})
+    rest = [tree[0], tree[2]]
+    assert shared_lengths(rest, tree=tree) == [[6, 3], [3, 6]]
+    assert repeated_lengths(rest, tree=tree) == [0, 3]
+
+
 @st.composite
 def trees(draw):
     sizes = draw(st.lists(st.integers(1, 5), min_size=1, max_size=7))
@@ -51,12 +58,13 @@ def trees(draw):
     return grow(sizes, parents)
 
 
-@given(trees())
-def test_what_is_shared_are_the_same_tokens_and_nothing_more(tree):
+@given(trees(), st.data())
+def test_what_is_shared_are_the_same_tokens_and_nothing_more_whoever_is_left_out(tree, data):
     """Every token of `grow` is of one rollout alone, so that equal tokens at one place tell who sampled them."""
-    shared = shared_lengths(tree)
-    for one, other in product(range(len(tree)), repeat=2):
-        same = [a == b for a, b in zip(tree[one].ids[2:], tree[other].ids[2:], strict=False)]
+    rows = data.draw(st.lists(st.sampled_from(tree), unique_by=id), label="learnt from")
+    shared = shared_lengths(rows, tree=tree)
+    for one, other in product(range(len(rows)), repeat=2):
+        same = [a == b for a, b in zip(rows[one].ids[2:], rows[other].ids[2:], strict=False)]
         assert shared[one][other] == (same.index(False) if False in same else len(same))
-    distinct = {(place, token) for each in tree for place, token in enumerate(each.ids[2:])}
-    assert sum(each.num_response_tokens for each in tree) - sum(repeated_lengths(tree)) == len(distinct)
+    distinct = {(place, token) for each in rows for place, token in enumerate(each.ids[2:])}
+    assert sum(each.num_response_tokens for each in rows) - sum(repeated_lengths(rows, tree=tree)) == len(distinct)

@@ -15,12 +15,13 @@ def grow(sizes, parents=(), keys=None):
     return rows
 
 
-def group_of(trajectories, rewards):
+def group_of(trajectories, rewards, excluded=()):
     scored = zip(trajectories, rewards, strict=True)
     return Group(
         task=Task(id="t", question="?", answer="1", source="by hand"),
         task_index=0,
         trajectories=tuple(ScoredTrajectory(trajectory=each, reward=reward, reward_parts={}) for each, reward in scored),
+        excluded=tuple(excluded),
     )
 
 

@@ -176,6 +176,8 @@ def test_what_a_part_cannot_judge_is_excluded_from_the_group_and_counted_as_void
     judged = judge_group(SumReward(settings), group)
     assert [each.reward for each in judged.trajectories] == [1.0, 1.0]
     assert judged.num_void == 2
+    assert judged.excluded == (scored[1].trajectory,)  # branches of it are still in the group's tree
+    assert judge_group(SumReward(settings), judged) == judged  # whoever asks twice
 
 
 def wrong_type(task, judged):

@@ -11,7 +11,7 @@ counted once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -61,22 +61,25 @@ class ARPO(GroupMethod):
             return outcome_advantages(selections, self.advantage, eps=self.eps, allow_group_of_one=False)
         of_groups = scalar_advantages(selections, self.advantage, eps=self.eps, allow_group_of_one=False)
         return [
-            hard_advantages([scored.trajectory for scored in selection.kept], of_group)
+            hard_advantages([scored.trajectory for scored in selection.kept], of_group, tree=selection.group.tree)
             for selection, of_group in zip(selections, of_groups, strict=True)
         ]
 
 
-def hard_advantages(trajectories: Sequence[Trajectory], advantages: Sequence[float]) -> list[Tensor]:
+def hard_advantages(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float], *, tree: Iterable[Trajectory] = ()
+) -> list[Tensor]:
     """Each token gets the mean advantage of the trajectories that share it; ARPO section 2.2.1, "hard" advantage estimation.
 
     Args:
         trajectories: those of one task that are learnt from, in any order.
         advantages: of each trajectory as a whole.
+        tree: the rest of their branch tree. It has no part in the mean, but joins those that are learnt from.
 
     Returns:
         Per trajectory float32 (len(trajectory.ids),). The prompt, which is never trained on, gets the trajectory's own.
     """
-    shared = shared_lengths(trajectories)
+    shared = shared_lengths(trajectories, tree=tree)
     per_token = []
     for trajectory, own, with_others in zip(trajectories, advantages, shared, strict=True):
         tokens = torch.full((len(trajectory.ids),), own, dtype=torch.float32)
@@ -92,7 +95,7 @@ def hard_advantages(trajectories: Sequence[Trajectory], advantages: Sequence[flo
 
 def _told_of_its_tree(selection: Selection, *, counts_once: bool) -> Selection:
     """`selection` with the shared tokens of each kept rollout in its figures, and left out of its loss if they count once."""
-    lengths = iter(repeated_lengths([scored.trajectory for scored in selection.kept]))
+    lengths = iter(repeated_lengths([scored.trajectory for scored in selection.kept], tree=selection.group.tree))
     decisions = []
     for decision in selection.decisions:
         if decision.is_kept:

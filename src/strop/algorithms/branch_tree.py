@@ -5,23 +5,31 @@ Two rollouts that happen to begin alike share nothing; a branch and its parent s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from strop.types import RolloutKey, Trajectory
 
 
-def shared_lengths(trajectories: Sequence[Trajectory]) -> list[list[int]]:
+def shared_lengths(trajectories: Sequence[Trajectory], *, tree: Iterable[Trajectory] = ()) -> list[list[int]]:
     """How many response tokens each two have in common, counted from the prompt; on the diagonal all that one has.
 
-    Symmetric. A parent that is not among them (void, or not kept) still joins its branches with each other.
+    Symmetric. A parent that is nowhere still joins its branches with each other, but not with its own parent.
+
+    Args:
+        trajectories: those that are asked about.
+        tree: whatever else they may have branched off, and that in turn: rollouts that are not learnt from.
     """
-    lines = [_line(trajectory, {each.key: each for each in trajectories}) for trajectory in trajectories]
+    known = {each.key: each for each in [*tree, *trajectories]}
+    lines = [_line(trajectory, known) for trajectory in trajectories]
     return [[_in_common(one, other) for other in lines] for one in lines]
 
 
-def repeated_lengths(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Of each, how many of its first response tokens an earlier one (by key) has too: there they are counted once."""
-    shared = shared_lengths(trajectories)
+def repeated_lengths(trajectories: Sequence[Trajectory], *, tree: Iterable[Trajectory] = ()) -> list[int]:
+    """Of each, how many of its first response tokens an earlier one (by key) has too: there they are counted once.
+
+    Args as of `shared_lengths`.
+    """
+    shared = shared_lengths(trajectories, tree=tree)
     keys = [trajectory.key for trajectory in trajectories]
     return [
         max((shared[row][other] for other, key in enumerate(keys) if key < keys[row]), default=0) for row in range(len(keys))

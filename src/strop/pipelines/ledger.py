@@ -106,12 +106,15 @@ class StepLedger:
         }
 
     def closed(self, groups: Sequence[Group], *, figures: Mapping[str, float], time_s: float) -> None:
-        """The step is played to its end: which rollouts each group has, and what playing them was like."""
+        """The step is played to its end: which rollouts each group has, and what playing them was like.
+
+        Those that no judge could judge are among them: whoever reads them judges the group anew.
+        """
         members = [
             {
                 "task_index": group.task_index,
-                "num_void": group.num_void,
-                "keys": [asdict(scored.trajectory.key) for scored in group.trajectories],
+                "num_void": group.num_void - len(group.excluded),
+                "keys": [asdict(key) for key in sorted(trajectory.key for trajectory in group.tree)],
             }
             for group in groups
         ]

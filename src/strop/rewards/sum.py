@@ -166,8 +166,9 @@ def judge_group(reward: object, group: Group) -> Group:
     For a reward of any kind; rollouts that were judged one by one stay as they are.
     """
     judged = tuple(scored for scored in group.trajectories if EXCLUDED not in scored.reward_parts)
-    num_void = group.num_void + len(group.trajectories) - len(judged)
-    group = replace(group, trajectories=judged, num_void=num_void)
+    excluded = tuple(scored.trajectory for scored in group.trajectories if EXCLUDED in scored.reward_parts)
+    num_void = group.num_void + len(excluded)
+    group = replace(group, trajectories=judged, num_void=num_void, excluded=(*group.excluded, *excluded))
     return reward.with_lengths(group) if isinstance(reward, SumReward) and judged else group
 
 
