@@ -13,6 +13,7 @@ from strop.pipelines.evaluate import evaluate_model
 from strop.pipelines.recipe import Recipe, resolve
 from strop.pipelines.stage import load_chat
 from strop.reports.progress import Silent
+from strop.runs import read_lines, write_text
 from strop.sandbox.scripted import ScriptedSandbox
 from strop.tasks import RowTasks
 from strop.types import Task
@@ -96,6 +97,24 @@ def test_a_kill_in_the_middle_loses_only_what_was_in_flight_and_a_third_call_doe
     assert read_eval(tmp_path / "run").problems == read_eval(tmp_path / "whole").problems
     again, engines = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
     assert (again, engines) == (resumed, [])
+
+
+def test_the_time_of_a_result_is_that_of_all_its_tries_as_its_tokens_are(tmp_path, model, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", *SUMS)
+    recipe = evaluation(tmp_path / "rows.jsonl")
+    with pytest.raises(EngineLost):
+        evaluate(tmp_path / "run", model, recipe, lost_after=5, monkeypatch=monkeypatch)
+    clock = tmp_path / "run" / "stages" / "sums" / "eval" / "clock.jsonl"
+    first_try = read_lines(clock)
+    assert len(first_try) >= 5
+    assert [line["try"] for line in first_try] == [1] * len(first_try)
+    slow = first_try[-1] | {"time_s": 1000.0}
+    of_others = {"try": 2, "weights": "of another model", "time_s": 5000.0}
+    write_text(clock, "".join(json.dumps(line) + "\n" for line in (slow, of_others)))
+    figures, _ = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+    last_try = [line["time_s"] for line in read_lines(clock) if line["try"] == 3]
+    assert len(last_try) == 4 * 3 - figures["num_taken_over"]
+    assert 1000.0 + max(last_try) < figures["time_s"] < 1600.0
 
 
 def test_a_result_says_what_was_evaluated_and_its_problems_who_was_right(tmp_path, model, monkeypatch):

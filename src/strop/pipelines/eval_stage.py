@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of, weights_digest
 from strop.rewards import judge_group, make_reward
 from strop.rollout.play import play
-from strop.runs import StageDirectory, read_json, read_lines, write_json
+from strop.runs import LineWriter, StageDirectory, read_json, read_lines, write_json
 from strop.seeds import derive_seed
 from strop.tasks import make_tasks
 from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, PythonTasksConfig
@@ -77,7 +78,8 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     try:
         check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
         path = context.directory.rollouts(0)
-        with closing(StepLedger(path, weights=weights, policy_version=fleet.policy_version)) as ledger:
+        clock = TriesClock(context.directory.evaluation.with_name("clock.jsonl"), weights=weights, started=started)
+        with closing(clock), closing(_Ledger(path, weights, fleet.policy_version, clock)) as ledger:
             finished = _still_asked(context.directory, tasks, ledger.finished_before)
             tools = _under_condition(context.tools(), stage.tools)
             playing = play(
@@ -100,11 +102,54 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
         await reward.close()
         await voting.close()
     figures = summarise(stage, groups, seed=context.recipe.seed, votes=votes) | {"stage": context.name}
-    figures |= {"time_s": time.perf_counter() - started, "tokens": num_sampled_tokens(groups), "num_taken_over": len(finished)}
+    figures |= {
+        "time_s": clock.before_s + time.perf_counter() - started,
+        "tokens": num_sampled_tokens(groups),
+        "num_taken_over": len(finished),
+    }
     figures |= _identity(context, stage, weights)
     verdict = verdict_of(stage.reward)
     lines = [problem_of(group, None if votes is None else votes[at], verdict) for at, group in enumerate(groups)]
     return EvalResult(figures=figures, problems=tuple(lines))
+
+
+class TriesClock:
+    """How long the tries of an evaluation played whose rollouts it takes over, each up to the last that it finished.
+
+    Tokens are counted over all tries, so the time is, too.
+    """
+
+    def __init__(self, path: Path, *, weights: str, started: float) -> None:
+        """`started` is the moment of this try, as `time.perf_counter` told it."""
+        tries: dict[int, float] = {}
+        lines = read_lines(path)
+        for line in lines:
+            if line["weights"] == weights:  # what was sampled from others is played again
+                tries[line["try"]] = line["time_s"]
+        self.before_s = math.fsum(tries.values())
+        self._number = max((int(line["try"]) for line in lines), default=0) + 1
+        self._weights, self._started = weights, started
+        self._writer = LineWriter(path)
+
+    def tick(self) -> None:
+        """A rollout of this try is finished."""
+        elapsed = time.perf_counter() - self._started
+        self._writer.append({"try": self._number, "weights": self._weights, "time_s": elapsed})
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Ledger(StepLedger):
+    """A ledger with a clock beside it."""
+
+    def __init__(self, path: Path, weights: str, policy_version: int, clock: TriesClock) -> None:
+        super().__init__(path, weights=weights, policy_version=policy_version)
+        self._clock = clock
+
+    def finished(self, scored: ScoredTrajectory) -> None:
+        super().finished(scored)
+        self._clock.tick()
 
 
 def tasks_of(recipe: Recipe, stage: EvalStage) -> list[tuple[int, Task]]:
