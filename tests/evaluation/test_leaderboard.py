@@ -80,3 +80,10 @@ def test_the_table_and_the_page_show_what_was_found_and_escape_what_they_show(tm
     assert "&lt;b&gt;run&lt;/b&gt;" in page
     assert "<b>run</b>" not in page
     json.dumps(board.as_json(), allow_nan=False)
+
+
+def test_the_table_says_how_many_problems_are_not_in_pass_at_k(tmp_path):
+    put(tmp_path / "run", 0.5, k=16, num_tasks=30, num_tasks_below_k=2, pass_at_k=0.75)
+    put(tmp_path / "void", 0.4, k=16, num_tasks=30, num_tasks_below_k=30)
+    rows = leaderboard_table(list(gather([tmp_path]).benchmarks["gsm8k"])).rows
+    assert [row[3] for row in rows] == ["75.0% (without 2)", "– (without 30)"]

@@ -34,6 +34,19 @@ def test_a_void_problem_is_counted_and_enters_no_mean_and_no_vote():
     assert figures["void_fraction"] == 0.5
 
 
+def test_a_problem_with_fewer_attempts_than_k_is_counted_and_in_no_pass_at_k():
+    """One that lost three of four attempts made pass@1 of the pass@4 of all."""
+    groups = [group(RIGHT, WRONG, WRONG, WRONG), group(WRONG, WRONG, WRONG, WRONG), group(WRONG, num_void=7)]
+    figures = figures_of(groups, seed=0, k=4)
+    assert figures["num_tasks_below_k"] == 1
+    assert figures["pass_at"] == {"1": 1 / 8, "2": pytest.approx(1 / 4), "4": 1 / 2}
+    assert figures["pass_at_k"] == 1 / 2
+    assert figures["accuracy"] == pytest.approx(1 / 12)  # of all three
+    none = figures_of(groups[2:], seed=0, k=4)
+    assert none["num_tasks_below_k"] == 1
+    assert not {"pass_at", "pass_at_k"} & none.keys()
+
+
 def test_without_votes_there_is_no_majority():
     assert "maj_at_k" not in figures_of([group(RIGHT)], seed=0)
 

@@ -32,13 +32,20 @@ class EvalFiles:
 
 
 def figures_of(
-    groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None, verdict: Verdict = USUAL
+    groups: Sequence[Group],
+    *,
+    seed: int,
+    k: int | None = None,
+    votes: Sequence[Sequence[str]] | None = None,
+    verdict: Verdict = USUAL,
 ) -> dict[str, Any]:
     """The figures of groups that were judged; a task all of whose rollouts were void is left out and counted.
 
-    Accuracy, pass@k and maj@k are of the tasks of which `verdict` says what is right; without any they are left out.
+    Accuracy, pass@k and maj@k are of the tasks of which `verdict` says what is right; without any they are left out. A task
+    with fewer than k attempts that are not void has no pass@k: it is in none, and counted.
 
     Args:
+        k: the attempts that each task was meant to have; the most that one has by default.
         votes: per group and attempt the answer, equal ones spelt alike; without them there is no maj@k.
 
     Raises:
@@ -56,14 +63,13 @@ def figures_of(
     }
     if judged:
         accuracy = average_at_k([[float(each) for each in attempts] for attempts in judged], seed=seed)
-        k = min(map(len, judged))
-        figures |= {
-            "accuracy": accuracy.mean,
-            "accuracy_low": accuracy.low,
-            "accuracy_high": accuracy.high,
-            "pass_at_k": pass_at_k(judged, k=k),
-            "pass_at": {str(each): pass_at_k(judged, k=each) for each in _powers_of_two(k)},
-        }
+        k = max(map(len, judged)) if k is None else k
+        whole = [attempts for attempts in judged if len(attempts) >= k]
+        figures |= {"accuracy": accuracy.mean, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
+        figures["num_tasks_below_k"] = len(judged) - len(whole)
+        if whole:
+            figures["pass_at_k"] = pass_at_k(whole, k=k)
+            figures["pass_at"] = {str(each): pass_at_k(whole, k=each) for each in _powers_of_two(k)}
         if votes is not None:
             cast = [each for each, of_task in zip(votes, verdicts, strict=True) if of_task]
             figures["maj_at_k"] = majority_at_k(cast, judged)

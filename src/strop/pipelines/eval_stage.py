@@ -52,6 +52,8 @@ async def run_eval_stage(context: StageContext, stage: EvalStage) -> str:
         return f"reward {figures['reward_mean']:.3f} {of}{errors}; no part of the reward says what is right"
     unjudged = figures["num_tasks_without_verdict"]
     without = f", {unjudged} of them without a verdict" if unjudged else ""
+    if below := figures["num_tasks_below_k"]:
+        without += f", {below} with fewer attempts than that and in no pass@k"
     return (
         f"accuracy {figures['accuracy']:.3f} [{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
         f" {of}{without}{errors}"
@@ -170,7 +172,7 @@ def summarise(
     stage: EvalStage, groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None
 ) -> dict[str, Any]:
     """The figures of an evaluation, with what it was asked for."""
-    figures = figures_of(groups, seed=seed, votes=votes, verdict=verdict_of(stage.reward))
+    figures = figures_of(groups, seed=seed, k=stage.k, votes=votes, verdict=verdict_of(stage.reward))
     return {"k": stage.k, "tools": stage.tools, "temperature": stage.sampling.temperature, **figures}
 
 

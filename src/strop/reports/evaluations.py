@@ -91,7 +91,7 @@ def _entry_row(entry: Entry) -> tuple[str, ...]:
         entry.name,
         figure(entry.accuracy, Unit.PERCENT),
         interval,
-        _share(result, "pass_at_k"),
+        _pass_at_k(result),
         _share(result, "maj_at_k"),
         f"{result.get('num_tasks', '?')} × {result.get('k', '?')}",
         figure(result["length_tokens_mean"]) if "length_tokens_mean" in result else _NONE,
@@ -113,6 +113,12 @@ def _how(result: Mapping[str, Any]) -> str:
         f"tools: {result['tools']}" if result.get("tools", "real") != "real" else "",
     ]
     return ", ".join(each for each in told if each)
+
+
+def _pass_at_k(result: Mapping[str, Any]) -> str:
+    """With how many problems lack attempts for it, where some do: they are not in it."""
+    below = int(result.get("num_tasks_below_k", 0))
+    return _share(result, "pass_at_k") + (f" (without {below})" if below else "")
 
 
 def _share(result: Mapping[str, Any], key: str) -> str:
