@@ -1,14 +1,18 @@
 """Lineage by content: what each stage stands on, which stages of a run are stale by that, and why.
 
-A stage's digest covers its own part of the recipe and the recipe's root, the data that they name, the version of the code that
-made it, and the digests of its parents. Keys that change no result count nowhere.
+A stage's digest covers its own part of the recipe and the recipe's root, the data and the user's own modules that they name,
+the code that made it, and the digests of its parents. Keys that change no result count nowhere. What the parents had made when
+the stage began stands beside it: one recipe may make other weights another time.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +25,8 @@ from strop.runs import RunDirectory, read_json, write_json
 Lineage: TypeAlias = dict[str, Any]
 """What `lineage.json` holds."""
 _FILES = ("path", "test_path", "prompt")
+_CODE = ("function", "source")
+"""Keys that hold `module:name`, code of the user's own."""
 
 
 def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
@@ -36,14 +42,16 @@ def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
         recorded = recorded_lineage(run, name)
         tree = _divided_as(resolved["stages"][name], recorded.get("recipe", {}).get("stages", {}).get(name, {}))
         cleaned: Mapping[str, Any] = without_free_keys({**root, "stages": {name: tree}})
+        code = recorded.get("code") or {"strop": strop.__version__, "source": _source_digest()}
         lineage: Lineage = {
             "recipe": cleaned,
-            "data": _data({"tools": root["tools"], **tree}, recorded.get("data", {})),
-            "code": recorded.get("code") or {"strop": strop.__version__},
+            "data": _data({"tools": root["tools"], **tree}, recorded.get("data", {}), is_whole="source" in code),
+            "code": code,
             "parents": {f"{each.key}.{each.stage}": made[each.stage]["digest"] for each in stage.inputs()},
         }
         content = lineage | {"data": {key: facts["digest"] for key, facts in lineage["data"].items()}}
-        made[name] = {"digest": _digest(json.dumps(content, sort_keys=True).encode()), **lineage}
+        digest = _digest(json.dumps(content, sort_keys=True).encode())
+        made[name] = {"digest": digest, **lineage, "stands_on": list(dict.fromkeys(each.stage for each in stage.inputs()))}
     return made
 
 
@@ -65,7 +73,13 @@ def why_stale(run: RunDirectory, recipe: Recipe, now: Mapping[str, Lineage]) -> 
     found: dict[str, str] = {}
     for name, stage in recipe.stages.items():
         recorded = recorded_lineage(run, name)
-        if not recorded or recorded["digest"] == now[name]["digest"]:
+        if not recorded:
+            continue
+        parents = list(dict.fromkeys(each.stage for each in stage.inputs()))
+        stale = [each for each in parents if each in found]
+        other = [each for each in parents if each not in found and _has_other_product(run, recorded, each)]
+        is_changed = recorded["digest"] != now[name]["digest"]
+        if not (is_changed or stale or other):
             continue
         told = [
             f"{key}: {there!r} then, {here!r} now" for key, there, here in differences(recorded["recipe"], now[name]["recipe"])
@@ -76,36 +90,99 @@ def why_stale(run: RunDirectory, recipe: Recipe, now: Mapping[str, Lineage]) -> 
             for key, facts in now[name]["data"].items()
             if before.get(key, {}).get("digest") != facts["digest"]
         ]
-        told += [f"{each.stage} is stale" for each in stage.inputs() if each.stage in found]
-        remade = [each for each in stage.inputs() if each.stage not in found]
-        told += [
-            f"{each.stage} was made anew"
-            for each in remade
-            if recorded["parents"].get(f"{each.key}.{each.stage}") != now[each.stage]["digest"]
+        told += [f"{each} is stale" for each in stale]
+        remade = [
+            each.stage
+            for each in stage.inputs()
+            if each.stage not in found and recorded["parents"].get(f"{each.key}.{each.stage}") != now[each.stage]["digest"]
         ]
+        told += [f"{each} was made anew" for each in parents if each in remade or each in other]
         found[name] = "; ".join(told) or "what it stands on has changed"
     return found
 
 
 def write_lineage(run: RunDirectory, stage: str, lineage: Lineage, *, product: Path | None = None) -> None:
-    """Write down what `stage` stands on; with `product`, what it made of that, by content."""
-    write_json(run.stage(stage).lineage, lineage if product is None else lineage | {"product": _content(product)})
+    """Write down what `stage` stands on; with `product`, what it made of that, by content.
+
+    A product that is not what stages behind it had begun with makes these stale: they are marked, and all that stand on them.
+    """
+    made = {} if product is None else {"product": _content(product)}
+    had = {each: recorded_lineage(run, each).get("product") for each in lineage["stands_on"]}
+    write_json(run.stage(stage).lineage, lineage | {"parent_products": had} | made)
     run.stage(stage).stale.unlink(missing_ok=True)
+    if made:
+        _mark_what_had_another(run, stage)
 
 
-def _data(tree: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, Any]]:
-    """The files and directories that a stage's part of the recipe or a tool names, by key, without those that are not there."""
+def _has_other_product(run: RunDirectory, recorded: Lineage, parent: str) -> bool:
+    """Whether `parent` has made something else than what a stage began with. Not told by an older strop, it is the same."""
+    had, has = recorded.get("parent_products", {}).get(parent), recorded_lineage(run, parent).get("product")
+    return had is not None and has is not None and had != has
+
+
+def _mark_what_had_another(run: RunDirectory, remade: str) -> None:
+    begun = {path.parent.name: read_json(path) for path in sorted(run.path.glob("stages/*/lineage.json"))}
+    because = {name: f"{remade} was made anew" for name, recorded in begun.items() if _has_other_product(run, recorded, remade)}
+    fresh = list(because)
+    while fresh:
+        parent = fresh.pop()
+        behind = [name for name, recorded in begun.items() if parent in recorded.get("stands_on", ()) and name not in because]
+        because |= dict.fromkeys(behind, f"{parent} is stale")
+        fresh += behind
+    for name, why in because.items():
+        if not run.stage(name).stale.exists():
+            write_json(run.stage(name).stale, {"because": why})
+
+
+def _data(tree: Mapping[str, Any], before: Mapping[str, Any], prefix: str = "", *, is_whole: bool) -> dict[str, dict[str, Any]]:
+    """What a stage's part of the recipe or a tool names, by key: files, directories, the user's own modules; without those
+    that are not there.
+
+    Args:
+        before: what is recorded; what has its size and time of last change is not read again.
+        is_whole: with modules and with local directories of data sets, which a stage that an older strop began does not have.
+    """
     found: dict[str, dict[str, Any]] = {}
     for key, value in sorted(tree.items()):
         place = f"{prefix}{key}"
         if isinstance(value, list):  # of entries of a schedule
-            found |= _data({str(number): each for number, each in enumerate(value)}, before, f"{place}.")
+            found |= _data({str(number): each for number, each in enumerate(value)}, before, f"{place}.", is_whole=is_whole)
         elif isinstance(value, Mapping):
-            found |= _data(value, before, f"{place}.")
-        elif key in _FILES and isinstance(value, str) and Path(value).expanduser().exists():
-            path = Path(value).expanduser()
+            found |= _data(value, before, f"{place}.", is_whole=is_whole)
+        elif isinstance(value, str) and (path := _named(tree, key, value, is_whole=is_whole)) is not None and path.exists():
             found[place] = _facts(path, value, before.get(place, {}))
     return found
+
+
+def _named(table: Mapping[str, Any], key: str, value: str, *, is_whole: bool) -> Path | None:
+    """The file or directory that `value` stands for, where it does."""
+    if key in _FILES:
+        return Path(value).expanduser()
+    if is_whole and key == "name" and table.get("kind") == "hub":  # of the hub, or a directory that `datasets` loads
+        return Path(value).expanduser()
+    return _module_file(value) if is_whole and key in _CODE and ":" in value else None
+
+
+def _module_file(path: str) -> Path | None:
+    """Where the module of `module:name` lies; None for one of strop's own, which `code` has, and for one that is not there."""
+    module = path.partition(":")[0]
+    if module.partition(".")[0] == "strop":
+        return None
+    if "" not in sys.path:  # as where it is imported
+        sys.path.insert(0, "")
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, AttributeError, SyntaxError, NameError, ValueError):  # whoever imports it says what is wrong
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin)
+
+
+@cache
+def _source_digest() -> str:
+    """Of this package as it lies here: programs, prompts and templates. Releases have one version, and so has all between."""
+    package = Path(strop.__file__).parent
+    files = [each for each in _files_below(package) if "__pycache__" not in each.parts]
+    return _digest("".join(f"{each.relative_to(package)} {_content(each)}\n" for each in files).encode())
 
 
 def _facts(path: Path, written: str, before: Mapping[str, Any]) -> dict[str, Any]:
