@@ -4,7 +4,7 @@
 
 The limits are 10 minutes and 2 GiB on 2 cores, without the rules that need a model. The problems are sentences that recur with
 other names and numbers; among them are planted: exact copies, near copies (a word changed), problems of a benchmark (some with
-other first and last words), and answers that a rule is there for.
+other first and last words), of which some are short, and answers that a rule is there for.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from strop.curation.load import load_curation
 from strop.curation.run import run_curation
 
 NUM_BENCHMARK = 5000
+NUM_SHORT = 2000  # further benchmark problems, of one sentence
 NUM_OF_EACH = 500  # planted
 LIMIT_S, LIMIT_MIB = 600.0, 2048.0
 RESULTS = Path(__file__).parent / "results"
@@ -106,6 +107,26 @@ def rows(num: int, *, seed: int, source: str) -> list[dict[str, object]]:
     ]
 
 
+def short_rows(num: int, *, seed: int) -> list[dict[str, object]]:
+    """One question of 15 words each, of names that are made up: as those of HotpotQA are."""
+    draw = random.Random(seed)
+
+    def name() -> str:
+        return "".join(draw.choice(["ba", "ke", "li", "mor", "nu", "ra", "sten", "to", "vi"]) for _ in range(3)).title()
+
+    return [
+        {
+            "id": f"short/{number}",
+            "question": f"In which year did {name()} {name()} of {name()} meet the {draw.choice(VERBS)[:-1]}er {name()} at"
+            f" {draw.choice(PLACES)}?",
+            "answer": str(draw.randint(1800, 2020)),
+            "source": "short",
+            "facts": {},
+        }
+        for number in range(num)
+    ]
+
+
 def planted(
     problems: list[dict[str, object]], benchmark: list[dict[str, object]], draw: random.Random
 ) -> dict[str, list[dict[str, object]]]:
@@ -123,7 +144,10 @@ def planted(
     contaminated = copies(benchmark, "decontamination")
     for row in contaminated[: NUM_OF_EACH * 2 // 5]:
         said = str(row["question"]).split()
-        row["question"] = " ".join(["Once", "upon", "a", "time,", *said[4:-4], "Tell", "us,", "please,", "quickly."])
+        k = 4 if len(said) >= 24 else 2
+        row["question"] = " ".join(
+            [*["Once", "upon", "a", "time,"][:k], *said[k:-k], *["Tell", "us,", "please,", "quickly."][:k]]
+        )
     huge = copies(problems, "small_numbers")
     no_integer = copies(problems, "integer_answer")
     for row in huge:
@@ -180,7 +204,7 @@ def main() -> None:
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
-        benchmark = rows(NUM_BENCHMARK, seed=1, source="benchmark")
+        benchmark = [*rows(NUM_BENCHMARK, seed=1, source="benchmark"), *short_rows(NUM_SHORT, seed=3)]
         base = rows(arguments.num - 5 * NUM_OF_EACH, seed=2, source="base")
         extra = planted(base, benchmark, draw)
         later = [row for found in extra.values() for row in found]

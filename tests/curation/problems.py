@@ -54,7 +54,7 @@ def reworded(task: Task, *, num_words: int = 4) -> Task:
     end = ["Tell", "us,", "please,", "quickly."][:num_words]
     return Task(
         id=f"reworded/{task.id}",
-        question=" ".join([*new, *said[num_words:-num_words], *end]),
+        question=" ".join([*new, *said[num_words : len(said) - num_words], *end]),
         answer=task.answer,
         source="planted",
     )

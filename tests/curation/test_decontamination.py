@@ -6,7 +6,7 @@ import pytest
 
 from strop.curation.decontamination import Decontamination
 from strop.tasks import load_rows
-from strop.tasks.config import JsonlConfig
+from strop.tasks.config import JsonlConfig, ParquetConfig
 from strop.types import Task
 
 from .problems import problems, reworded
@@ -35,28 +35,80 @@ def test_a_planted_contamination_is_found_without_one_false_alarm():
     assert {each.id for each in mixed if rule.judge(each)} == contamination
 
 
-def test_a_contamination_of_a_real_benchmark_is_found_and_the_other_alarms_are_its_near_copies():
-    if not (DATA / "gsm8k").is_dir():
-        pytest.skip(f"no GSM8K in {DATA}; set STROP_DATA to a directory that holds gsm8k/train.jsonl")
-    train, test = (
-        load_rows(JsonlConfig(path=DATA / "gsm8k" / f"{split}.jsonl", dataset="gsm8k"), split="train")
-        for split in ("train", "test")
-    )
-    long = [each for each in test if len(each.question.split()) >= 24]
-    mixed, contamination = planted(long, train, seed=3)
-    contamination = {each for each in contamination if each.startswith("reworded")}
-    rule = Decontamination(test)
-    dropped = [each for each in mixed if rule.judge(each)]
-    copied = {each.id for each in dropped if each.source.endswith("test.jsonl")}
-    others = {each.id for each in dropped} - contamination - copied
-    assert (len(copied), contamination <= {each.id for each in dropped}) == (30, True)
-    # Read by a person: "A train travels 360 (270) miles in 3 hours. At the same rate, how many additional hours" is in both.
-    assert others == {"train.jsonl:1315", "train.jsonl:5163"}
+REAL = {
+    "gsm8k": {"dataset": "gsm8k"},
+    "math500": {},
+    "hotpotqa": {"dataset": "arpo-eval"},
+    "bamboogle": {"dataset": "arpo-eval"},
+}
+
+
+def real(name, split="test"):
+    path = DATA / name / f"{split}.jsonl"
+    if not path.exists():
+        pytest.skip(f"no {path}; set STROP_DATA to a directory that holds it")
+    return load_rows(JsonlConfig(path=path, **REAL[name]), split="train")
+
+
+@pytest.fixture(scope="module")
+def benchmarks():
+    return {name: real(name) for name in REAL}
+
+
+@pytest.fixture(scope="module")
+def against_all(benchmarks):
+    return Decontamination([each for found in benchmarks.values() for each in found])
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"),
+    [  # of its problems, as they are, that are found under k = 0, 1, 2 and 4 other words at each end
+        ("gsm8k", (1.0, 1.0, 1.0, 0.997)),
+        ("math500", (1.0, 0.95, 0.88, 0.74)),  # k = 1 is all of "Simplify $\\sqrt{242}$."
+        ("hotpotqa", (1.0, 1.0, 0.96, 0.53)),  # k = 4 is half of the words of half of them
+        ("bamboogle", (1.0, 1.0, 0.84, 0.18)),
+    ],
+)
+def test_reworded_problems_of_real_benchmarks_are_found(benchmarks, against_all, name, shares):
+    found = [
+        sum(against_all.judge(reworded(each, num_words=num_words)) is not None for each in benchmarks[name])
+        for num_words in (0, 1, 2, 4)
+    ]
+    assert [num / len(benchmarks[name]) >= share for num, share in zip(found, shares, strict=True)] == [True] * 4, found
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math500", "hotpotqa"])
+def test_a_contamination_of_a_real_benchmark_is_found_and_the_other_alarms_are_its_near_copies(benchmarks, against_all, name):
+    chosen = random.Random(3).sample(benchmarks[name], 50)
+    contamination = [*chosen[:30], *(reworded(each, num_words=1) for each in chosen[30:])]
+    dropped = {each.id for each in contamination if against_all.judge(each)}
+    # MATH-500 has problems of so few words that none are left between the other ones.
+    gone = {each.id for each in contamination if each.id.startswith("reworded") and len(each.question.split()) < 4}
+    assert {each.id for each in contamination} - dropped <= gone
+
+
+def test_what_else_is_an_alarm_in_real_problems_is_a_copy_or_a_near_copy(benchmarks, against_all):
+    """Read by a person: "A train travels 360 (270) miles in 3 hours. At the same rate, how many additional" is in both."""
+    train = real("gsm8k", "train")
+    assert {each.id for each in train if against_all.judge(each)} == {"train.jsonl:1315", "train.jsonl:5163"}
+    pytest.importorskip("pyarrow", reason="needs the extra strop[data]")
+    mix = DATA / "arpo" / "train_10k.parquet"
+    if not mix.exists():
+        pytest.skip(f"no {mix}")
+    asked = {each.question for found in benchmarks.values() for each in found}
+    found = {
+        each.id.partition("row ")[2]: against_all.judge(each)
+        for each in load_rows(ParquetConfig(path=mix, dataset="arpo-mix", bad_rows="skip"), split="train")
+        if each.question not in asked
+    }
+    # A point drawn from a rectangle of other sides; f(z) = (z + i) / (z - i) iterated, in other words around it.
+    assert {row for row, reason in found.items() if reason} == {"4413", "7373"}
 
 
 def test_the_papers_strict_rule_drops_for_one_shared_8_gram():
     benchmark = task(
-        "The answer is m over n where m and n are relatively prime positive integers, and more of it follows here."
+        "The answer is m over n where m and n are relatively prime positive integers, and more of it follows here, about a"
+        " circle and its chords."
     )
     mine = task("Let x be m over n where m and n are relatively prime positive integers; that is all.")
     assert Decontamination([benchmark]).judge(mine) is None
@@ -73,6 +125,7 @@ def test_a_short_benchmark_problem_is_found_as_a_whole_but_not_as_a_phrase():
     rule = Decontamination([task("Compute $\\sin 60^\\circ$.")])
     assert rule.num_short == 1
     assert rule.judge(task("Compute $\\sin{60}^\\circ$")) is not None
+    assert rule.judge(task("Please compute $\\sin 60^\\circ$ now.")) is not None
     assert rule.judge(task("Compute $\\sin 60^\\circ$ and add to it the number of days of a leap year.")) is None
 
 
@@ -80,3 +133,40 @@ def test_the_reason_names_the_benchmark_problem_of_the_largest_share():
     words = [f"word{number}" for number in range(12)]
     short, long = task(" ".join(words), "short"), task(" ".join([*words, *map(str, range(100))]), "long")
     assert "of short of test" in Decontamination([long, short]).judge(task(" ".join(words)))
+
+
+SHORT = [
+    task("Who is older, Annie Morton or Terry Richardson?", "older"),
+    task("Find the sum of all $x$. Express your answer as a common fraction.", "a"),
+    task("What is the mean of 3 and 4? Express your answer as a common fraction.", "b"),
+    task("Roll two dice. What is the chance of a 7? Express your answer as a common fraction.", "c"),
+]
+
+
+@pytest.mark.parametrize(
+    ("question", "is_copy"),
+    [
+        ("Tell me this: Annie Morton or Terry Richardson, which?", True),
+        (
+            "Of Annie Morton or Terry Richardson one was in a film whose maker came from a town in Ohio: which of the two?",
+            False,
+        ),
+        ("Who is older, Bob or Eve?", False),  # a template that holds nothing of its own
+        ("How long is it? Express your answer as a common fraction.", False),  # what three have is peculiar to none
+        ("Find the mean of 3 and 4, as a decimal.", True),
+        ("Find the mean of 3 - 4, as a decimal.", False),
+    ],
+)
+def test_a_short_problem_is_found_by_a_run_of_words_of_its_own(question, is_copy):
+    assert (Decontamination(SHORT).judge(task(question)) is not None) is is_copy
+
+
+def test_a_run_of_words_is_told_with_the_problem_that_it_is_of():
+    told = Decontamination(SHORT).judge(task("Tell me this: Annie Morton or Terry Richardson, which?"))
+    assert told == 'shares 68% of the short older of test, rare words counting more: "annie morton or terry richardson"'
+
+
+def test_the_share_that_a_run_must_hold_can_be_set():
+    said = task("Tell me this: Annie Morton or Terry Richardson, which?")
+    assert Decontamination(SHORT, short_share=1.0).judge(said) is None
+    assert Decontamination(SHORT, short_share=1.0).judge(SHORT[0]) is not None

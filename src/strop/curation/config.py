@@ -43,12 +43,13 @@ class SmallNumbersRule(Config):
 
 
 class DecontaminationRule(Config):
-    """Drops problems that share n-grams with a benchmark."""
+    """Drops problems that share n-grams with a benchmark, and reworded copies of its short problems."""
 
     kind: Literal["decontamination"] = "decontamination"
     against: tuple[RowsSource, ...] = Field(min_length=1)  # of each the test rows where it names some, else all
     n: int = Field(default=8, ge=2)  # words; rStar2-Agent section 4.2, open-r1
     min_share: float = Field(default=0.5, ge=0, le=1)  # of a benchmark problem's n-grams; 0 is the papers' strict rule
+    short_share: float = Field(default=0.45, gt=0, le=1)  # of one with fewer than 3n words, that one run of words must hold
 
 
 class AgreementRule(Config):

@@ -45,7 +45,7 @@ def make_rule(config: RuleConfig) -> AnyRule:
             return SmallNumbers(max_digits=config.max_digits)
         case DecontaminationRule():
             benchmarks = (task for source in config.against for task in read_benchmark(source))
-            return Decontamination(benchmarks, n=config.n, min_share=config.min_share)
+            return Decontamination(benchmarks, n=config.n, min_share=config.min_share, short_share=config.short_share)
         case AgreementRule():
             return Agreement(outcomes=read_outcomes(config.outcomes), min_right=config.min_right)
         case DifficultyRule():

@@ -4,6 +4,7 @@ rStar2-Agent (arXiv 2508.20722, section 4.2) and open-r1 drop every problem that
 benchmark. That is `min_share = 0`. Measured, it drops 4.6% of the mathematics of ARPO's mix against GSM8K, MATH-500 and AIME
 2024, nearly all for phrases such as "where m and n are relatively prime positive integers"; a problem that is a benchmark's,
 even with its first and last words rewritten, shares most of that benchmark problem's 8-grams, and hardly any other shares half.
+A short benchmark problem (most of HotpotQA, all of Bamboogle) has too few 8-grams left by then: see `reworded`.
 """
 
 from __future__ import annotations
@@ -11,50 +12,55 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from strop.curation.reworded import Reworded
 from strop.curation.text import grams, words
 from strop.types import Task
 
 
 class Decontamination:
-    """Drops problems that share `n` consecutive words with a benchmark problem.
+    """Drops problems that share `n` consecutive words with a benchmark problem, and reworded copies of short ones.
 
-    A benchmark problem of fewer than `n` words is found only where a problem has just its words: as a phrase inside another
-    problem it says nothing. The shared n-grams must make up `min_share` of the benchmark problem's, so that a phrase in common
-    is no alarm; 0 is the papers' strict rule, by which one is enough.
+    The shared n-grams must make up `min_share` of the benchmark problem's, so that a phrase in common is no alarm; 0 is the
+    papers' strict rule, by which one is enough. A benchmark problem of fewer than `n` words has none, and is found where a
+    problem has just its words; as a phrase inside another problem it says nothing. Those of fewer than 3 `n` words are found
+    under other first and last words, too, by a run of words that holds `short_share` of them, rare ones counting more.
     """
 
     name = "decontamination"
 
-    def __init__(self, benchmarks: Iterable[Task], *, n: int = 8, min_share: float = 0.5) -> None:
+    def __init__(self, benchmarks: Iterable[Task], *, n: int = 8, min_share: float = 0.5, short_share: float = 0.45) -> None:
         self.n = n
         self.min_share = min_share
         self._names: list[str] = []
         self._num_grams: list[int] = []
         self._where: dict[str, list[int]] = {}  # n-gram -> benchmark problems
-        self._short: dict[str, int] = {}  # all words of a problem that has fewer than n
+        self._whole: dict[str, int] = {}  # all words of a problem that has fewer than n
+        questions = []
         for task in benchmarks:
-            self._add(task)
+            num_words = self._add(task)
+            questions.append((task.question, num_words < 3 * n))
+        self.num_short = sum(is_short for _, is_short in questions)
+        self._short = Reworded(questions, min_share=short_share)
 
-    @property
-    def num_short(self) -> int:
-        """Benchmark problems that are found only as a whole."""
-        return len(self._short)
-
-    def _add(self, task: Task) -> None:
+    def _add(self, task: Task) -> int:
         index = len(self._names)
         self._names.append(f"{task.id} of {task.source}")
         said = words(task.question)
         own = dict.fromkeys(grams(said, self.n))
         self._num_grams.append(len(own))
         if not own:
-            self._short.setdefault(" ".join(said), index)
+            self._whole.setdefault(" ".join(said), index)
         for gram in own:
             self._where.setdefault(gram, []).append(index)
+        return len(said)
 
     def judge(self, task: Task) -> str | None:
         said = words(task.question)
+        return self._by_grams(said) or self._by_run(task.question)
+
+    def _by_grams(self, said: list[str]) -> str | None:
         if len(said) < self.n:
-            index = self._short.get(" ".join(said))
+            index = self._whole.get(" ".join(said))
             return None if index is None else f"all its words are those of {self._names[index]}"
         shared: Counter[int] = Counter()
         example: dict[int, str] = {}
@@ -69,3 +75,9 @@ class Decontamination:
         if share < self.min_share:
             return None
         return f'shares {share:.0%} of the {self.n}-grams of {self._names[index]}, as in "{example[index]}"'
+
+    def _by_run(self, question: str) -> str | None:
+        run = self._short.find(question)
+        if run is None:
+            return None
+        return f'shares {run.share:.0%} of the short {self._names[run.index]}, rare words counting more: "{run.text}"'

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 _STYLE = re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|[,;:! ])(?![a-zA-Z])|\$|~")
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
-_WORD = re.compile(
-    r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+"
-)  # a word, or one sign of Chinese or Japanese
+_ONE_WORD = r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+"  # or one sign of Chinese or Japanese
+_WORD = re.compile(_ONE_WORD)
+_SIGN_OR_WORD = re.compile(rf"{_ONE_WORD}|[-+*/^=<>!|]")
 
 
 def plain(text: str) -> str:
@@ -23,6 +23,11 @@ def plain(text: str) -> str:
 def words(text: str) -> list[str]:
     r"""Words, numbers and names of LaTeX commands, in order: `Find $\dfrac{1}{2}x$.` is find, frac, 1, 2, x."""
     return _WORD.findall(plain(text))
+
+
+def signs_and_words(text: str) -> list[str]:
+    """`words`, with the operators and relations between them: x+3 and x-3 are two texts."""
+    return _SIGN_OR_WORD.findall(plain(text))
 
 
 def grams(of: Sequence[str], n: int) -> list[str]:
