@@ -59,11 +59,15 @@ def test_law_2_the_mask_is_on_what_was_sampled_and_off_on_prompt_observation_and
 
 @pytest.mark.parametrize(
     ("outcome", "is_error"),
-    [(outcome, outcome not in ("stdout", "echo", "empty", "not_run")) for outcome in ToolOutcome],
+    [(outcome, outcome not in ("stdout", "echo", "empty", "too_many_calls", "not_run")) for outcome in ToolOutcome],
 )
 def test_law_3_an_error_is_the_agents_mistake_and_decided_by_its_outcome(outcome, is_error):
     assert outcome.is_error == is_error
     assert trajectory(turn([3], calls=[call(outcome), call(ToolOutcome.STDOUT)])).num_errors == is_error
+
+
+def test_a_call_that_a_limit_kept_from_being_run_is_none():
+    assert [outcome for outcome in ToolOutcome if not outcome.is_counted] == ["too_many_calls", "not_run"]
 
 
 @pytest.mark.parametrize("stop_reason", StopReason)

@@ -38,13 +38,18 @@ class ToolOutcome(StrEnum):
     UNCLOSED = "unclosed"  # an opening tag without its closing one
     UNKNOWN_TOOL = "unknown_tool"
     WRONG_ARGUMENTS = "wrong_arguments"
-    TOO_MANY_CALLS = "too_many_calls"
+    TOO_MANY_CALLS = "too_many_calls"  # behind the last that a turn may hold
     NOT_RUN = "not_run"  # the rollout ended on this call (turn limit, tool budget)
 
     @property
     def is_error(self) -> bool:
         """True where rStar2-Agent's Eq. 4 counts an error: the agent's mistakes, none of ours."""
         return self in _ERROR_OUTCOMES
+
+    @property
+    def is_counted(self) -> bool:
+        """True for a call of Eq. 4, wrong or not; a call that a limit of ours kept from being read or run is none."""
+        return self not in (ToolOutcome.TOO_MANY_CALLS, ToolOutcome.NOT_RUN)
 
     @property
     def is_dispatched(self) -> bool:
@@ -62,7 +67,6 @@ _ERROR_OUTCOMES = frozenset(
         ToolOutcome.UNCLOSED,
         ToolOutcome.UNKNOWN_TOOL,
         ToolOutcome.WRONG_ARGUMENTS,
-        ToolOutcome.TOO_MANY_CALLS,
     }
 )
 _DISPATCHED_OUTCOMES = frozenset(

@@ -22,6 +22,8 @@ OK, BAD = ToolOutcome.STDOUT, ToolOutcome.ERROR
         ([ToolOutcome.TIMEOUT, ToolOutcome.UNKNOWN_TOOL, OK, ToolOutcome.ECHO], 0.5),
         ([OK, BAD, ToolOutcome.NOT_RUN], 0.5),  # nothing came of the last one
         ([ToolOutcome.NOT_RUN], 0.5),  # as without a call
+        ([OK, *[ToolOutcome.TOO_MANY_CALLS] * 3], 0.0),  # no mistake of Eq. 4
+        ([BAD, *[ToolOutcome.TOO_MANY_CALLS] * 3], 1.0),  # and nothing that thins mistakes out
     ],
 )
 def test_p_err_is_the_share_of_calls_that_went_wrong(make_trajectory, outcomes, expected):

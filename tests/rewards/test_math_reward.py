@@ -22,6 +22,7 @@ def judge(reward, judged):
         (trajectory(WRONG), (0, 1, 0)),
         (trajectory(turn("", called()), RIGHT), (1, 1, 1)),
         (trajectory(turn("", called(ToolOutcome.ERROR)), RIGHT), (1, 1, 0)),
+        (trajectory(turn("", called(ToolOutcome.TOO_MANY_CALLS)), RIGHT), (1, 1, 0)),  # it did not run
         (trajectory(turn("", called(ToolOutcome.ERROR), called(ToolOutcome.ECHO)), WRONG), (0, 1, 1)),
         (trajectory(turn(RIGHT, called(ToolOutcome.NOT_RUN)), stop_reason=StopReason.TURN_LIMIT), (0, 0, 0)),
         (trajectory("72"), (0, 0, 0)),

@@ -29,7 +29,7 @@ from strop.algorithms.selection import (
     num_to_keep,
 )
 from strop.seeds import derive_seed
-from strop.types import Group, RolloutKey, ToolOutcome, Trajectory
+from strop.types import Group, RolloutKey, Trajectory
 
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
@@ -37,9 +37,10 @@ ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 def error_ratio(trajectory: Trajectory) -> float:
     """p_err, rStar2-Agent Eq. 4: the share of tool calls that went wrong; 0.5 without a call, to encourage tool use.
 
-    A call that was not run, because the rollout ended on it, is no call here: nothing came of it.
+    A call that a limit kept from being run is no call here, for nothing came of it: the one on which the rollout ended, and
+    those beyond what a turn may hold, which the authors' released code does not read either.
     """
-    outcomes = [call.outcome for call in trajectory.calls if call.outcome is not ToolOutcome.NOT_RUN]
+    outcomes = [call.outcome for call in trajectory.calls if call.outcome.is_counted]
     if not outcomes:
         return 0.5
     return sum(outcome.is_error for outcome in outcomes) / len(outcomes)

@@ -17,7 +17,7 @@ from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
 from strop.evaluation.summary import rollout_metrics
 from strop.evaluation.verdict import USUAL, Verdict
 from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
-from strop.types import Group, ToolOutcome
+from strop.types import Group
 
 RESULT, PROBLEMS = "result.json", "problems.jsonl"
 
@@ -89,7 +89,7 @@ def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USU
     lists: dict[str, list[Any]] = {
         "correct": [int(each) for each in _verdicts(group, verdict)],
         "length_tokens": [each.trajectory.num_response_tokens for each in scored],
-        "tool_calls": [sum(call.outcome is not ToolOutcome.NOT_RUN for call in each.trajectory.calls) for each in scored],
+        "tool_calls": [sum(call.outcome.is_counted for call in each.trajectory.calls) for each in scored],
         "tool_errors": [each.trajectory.num_errors for each in scored],
         "truncated": [int(each.trajectory.is_truncated) for each in scored],
     }

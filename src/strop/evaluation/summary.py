@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from strop.evaluation.verdict import USUAL, Verdict
-from strop.types import Group, ScoredTrajectory, ToolOutcome
+from strop.types import Group, ScoredTrajectory
 
 
 def tool_error_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
@@ -97,7 +97,7 @@ def num_sampled_tokens(groups: Sequence[Group]) -> int:
 
 
 def _num_calls(trajectories: Sequence[ScoredTrajectory]) -> int:
-    return sum(call.outcome is not ToolOutcome.NOT_RUN for scored in trajectories for call in scored.trajectory.calls)
+    return sum(call.outcome.is_counted for scored in trajectories for call in scored.trajectory.calls)
 
 
 def _percentile(ordered: Sequence[float], percent: int) -> float:

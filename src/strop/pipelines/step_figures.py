@@ -72,7 +72,8 @@ def why_void(groups: Sequence[Group]) -> list[str]:
 
 def why_no_progress(groups: Sequence[Group], reports: Sequence[UpdateReport]) -> list[str]:
     """Why updates that had something to learn from taught nothing, or will soon; empty when all is well."""
-    calls = [call for group in groups for each in group.trajectories for call in each.trajectory.calls]
+    of_each = [each.trajectory.calls for group in groups for each in group.trajectories]
+    calls = [call for calls in of_each for call in calls if call.outcome.is_counted]
     problems = []
     if calls and all(call.outcome.is_error for call in calls):
         problems.append(f"every one of {len(calls)} tool calls failed; the last said {calls[-1].text[:120]!r}.")
