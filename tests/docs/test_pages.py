@@ -212,7 +212,10 @@ def test_the_run_directory_page_names_every_metric_of_rollouts() -> None:
     )
     metrics = rollout_metrics([group]) | tool_call_metrics([group])
     assert {"rollout/tool_error_rate", "time/tool_latency_p95_s"} < metrics.keys()
-    for name in metrics:
+    [histogram] = [name for name in metrics if name.startswith("time/tool_calls/")]
+    assert re.fullmatch(rf"time/tool_calls/{call.name}/[\d.]+-[\d.]+s", histogram)
+    documented = {*metrics, "time/tool_calls/<tool>/<from>-<to>s"} - {histogram}
+    for name in documented:
         assert f"`{name}`" in TEXTS["docs/run-directory.md"], name
 
 

@@ -16,28 +16,28 @@ from strop.types import (
 )
 
 
-def group(*rollouts, num_void=0):
+def group(*rollouts, num_void=0, tool="python"):
     """Rollouts given as turns of (outcome, seconds)."""
     return Group(
         task=Task(id="t", question="?", answer="1", source="by hand"),
         task_index=0,
-        trajectories=tuple(scored(turns, attempt) for attempt, turns in enumerate(rollouts)),
+        trajectories=tuple(scored(turns, attempt, tool) for attempt, turns in enumerate(rollouts)),
         num_void=num_void,
     )
 
 
-def scored(turns, attempt):
+def scored(turns, attempt, tool):
     trajectory = Trajectory(
         key=RolloutKey(task_index=0, attempt=attempt),
         task_id="t",
         prompt_ids=(1,),
-        turns=tuple(turn(calls) for calls in turns),
+        turns=tuple(turn(calls, tool) for calls in turns),
         stop_reason=StopReason.ANSWERED,
     )
     return ScoredTrajectory(trajectory=trajectory, reward=0.0, reward_parts={})
 
 
-def turn(calls):
+def turn(calls, tool):
     return Turn(
         completion=Completion(
             ids=(2,),
@@ -49,7 +49,7 @@ def turn(calls):
             cached_tokens=0,
         ),
         calls=tuple(
-            ToolCall(name="python", arguments="{}", outcome=outcome, text="", duration_s=seconds) for outcome, seconds in calls
+            ToolCall(name=tool, arguments="{}", outcome=outcome, text="", duration_s=seconds) for outcome, seconds in calls
         ),
         observation_ids=(),
         completion_text="",
@@ -65,10 +65,37 @@ def test_calls_and_latencies_are_those_of_all_rollouts_together():
         "time/tool_latency_mean_s": pytest.approx(1.15),  # 4.6 / 4; the mean of the rollouts' means would be (0.1 + 1.5) / 2
         "time/tool_latency_p50_s": 0.2,  # 2 of 4 take no longer
         "time/tool_latency_p95_s": 4.0,  # 3 of 4 are not yet 95 %
-        "time/tool_calls_within_0.1s": 0.25,  # 0.1 itself is within
-        "time/tool_calls_within_1s": 0.75,
-        "time/tool_calls_within_10s": 1.0,
+        "time/tool_calls/python/0.03-0.1s": 1.0,  # 0.1 itself is within
+        "time/tool_calls/python/0.1-0.3s": 2.0,
+        "time/tool_calls/python/3-10s": 1.0,
     }
+
+
+def test_each_tool_has_a_histogram_of_its_own_and_a_thin_tail_shows_in_it():
+    searches = [(ToolOutcome.STDOUT, 0.002)] * 499 + [(ToolOutcome.STDOUT, 120.0)]
+    runs = [(ToolOutcome.STDOUT, 0.0), (ToolOutcome.TIMEOUT, 1000.0), (ToolOutcome.ECHO, 1000.5), (ToolOutcome.MALFORMED, 0.0)]
+    metrics = tool_call_metrics([group([searches], tool="search"), group([runs])])
+    assert histogram_of(metrics) == {
+        "search/0.001-0.003s": 499,
+        "search/100-300s": 1,  # one of 500: no percentile that is told sees it
+        "python/0-0.001s": 1,
+        "python/300-1000s": 1,
+        "python/over-1000s": 1,
+    }
+
+
+@pytest.mark.parametrize("duration_s", [0.0, 0.001, 0.0011, 0.5, 3.0, 119.9, 7200.0])
+def test_a_duration_lies_in_the_bucket_that_its_name_says(duration_s):
+    [(name, count)] = histogram_of(tool_call_metrics([group([[(ToolOutcome.STDOUT, duration_s)]])])).items()
+    bucket = name.removeprefix("python/").removesuffix("s")
+    low, high = (bucket.removeprefix("over-"), "inf") if bucket.startswith("over-") else bucket.split("-")
+    assert float(low) < duration_s <= float(high) or duration_s == float(low) == 0
+    assert count == 1
+
+
+def histogram_of(metrics):
+    prefix = "time/tool_calls/"
+    return {name.removeprefix(prefix): count for name, count in metrics.items() if name.startswith(prefix)}
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,8 @@ def _rl_metrics(progress: float, chance: random.Random) -> dict[str, float]:
         "time/tool_latency_mean_s": latency_s,
         "time/tool_latency_p50_s": 0.7 * latency_s,
         "time/tool_latency_p95_s": latency_s * (2.6 + abs(chance.gauss(0, 0.4))),
+        "time/tool_calls/python/0.03-0.1s": 400,
+        "time/tool_calls/python/0.1-0.3s": 90 + chance.randint(0, 9),
         **_scheduler_metrics(rollout_s, latency_s, chance),
     }
 

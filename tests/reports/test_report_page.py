@@ -101,7 +101,7 @@ def test_a_metric_deleted_from_the_log_is_named_as_missing(run, key):
 
 def test_calls_and_their_latency_are_drawn_for_a_run_that_called_tools(run):
     [section] = [section for section in sections(read_run(run)) if section.title == "Tool calls"]
-    calls, latency = (drawing.plot for drawing in section.drawings)
+    calls, latency, _ = (drawing.plot for drawing in section.drawings)
     logged = [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
     assert calls.series[0].points == tuple((line["step"], line["rollout/tool_calls_dispatched"]) for line in logged)
     assert [series.label for series in latency.series] == ["mean", "95th percentile", "median"]
@@ -110,6 +110,39 @@ def test_calls_and_their_latency_are_drawn_for_a_run_that_called_tools(run):
     assert page.index("<h2>Time</h2>") < page.index("<h2>Tool calls</h2>") < page.index("<h2>Rollouts</h2>")
     assert "<h3>Tool calls per step</h3>" in page
     assert "<h3>Tool latency</h3>" in page
+
+
+def test_each_tool_has_a_histogram_of_durations_whose_legend_counts_one_slow_call(run):
+    lines = read_lines(run.metrics)
+    of_rl = [line for line in lines if line["stage"] == "rl"]
+    of_rl[1]["time/tool_calls/search/100-300s"] = 1.0
+    for line in of_rl:
+        line["time/tool_calls/search/0.001-0.003s"] = 250.0
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    [section] = [section for section in sections(read_run(run)) if section.title == "Tool calls"]
+    python, search = (drawing.plot for drawing in section.drawings[2:])  # the most called first
+    assert (python.title, search.title) == ("Durations of python calls", "Durations of search calls")
+    quick, slow = search.series
+    assert quick.label == f"0.001 to 0.003 s: {250 * len(of_rl):,}"
+    assert slow.label == "100 to 300 s: 1"
+    assert [y for _, y in slow.points] == [float(place == 1) for place in range(len(of_rl))]
+    assert "Everything else in the log" not in [section.title for section in sections(read_run(run))]
+    assert "100 to 300 s: 1" in _page(run)
+
+
+def test_a_server_of_many_tools_leaves_the_page_small(run):
+    lines = read_lines(run.metrics)
+    size = len(_page(run))
+    for line in lines:
+        if line["stage"] == "rl":
+            line |= {f"time/tool_calls/tool_{n}/{bucket}": 2.0 for n in range(40) for bucket in ("0-0.001s", "over-1000s")}
+    write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    [section] = [section for section in sections(read_run(run)) if section.title == "Tool calls"]
+    durations = [drawing for drawing in section.drawings if drawing.plot.title.startswith("Durations")]
+    assert len(durations) == 6
+    assert "35 tools that are called less" in durations[0].note  # 41 with python
+    assert {series.label.split(":")[0] for series in durations[1].plot.series} == {"0 to 0.001 s", "over 1000 s"}
+    assert len(_page(run)) - size < 60_000
 
 
 @pytest.mark.parametrize("is_count_logged", [True, False])
@@ -155,7 +188,7 @@ def test_a_step_without_calls_is_a_zero_of_calls_and_has_no_latency(run):
     quiet["rollout/tool_calls_dispatched"] = 0.0
     write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
     [section] = [section for section in sections(read_run(run)) if section.title == "Tool calls"]
-    calls, latency = (drawing.plot for drawing in section.drawings)
+    calls, latency, _ = (drawing.plot for drawing in section.drawings)
     assert calls.series[0].points[-1] == (3, 0.0)
     assert [[x for x, _ in series.points] for series in latency.series] == [[1, 2]] * 3
     assert (latency.x_low, latency.x_high) == (calls.x_low, calls.x_high) == (1, 3)  # one step lies above the other

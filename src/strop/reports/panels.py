@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from strop.evaluation.summary import DURATIONS
 from strop.reports.curves import (
     BRANCHING,
     BY_ENGINE,
@@ -20,6 +21,7 @@ from strop.reports.curves import (
     UPDATES,
     Panel,
 )
+from strop.reports.durations import duration_panels
 from strop.reports.log import Metrics, RunLog, StageLog
 from strop.reports.plots import Boundary, Look, Plot, Point, Series
 
@@ -77,7 +79,7 @@ def sections(log: RunLog) -> list[Section]:
     if imitating:
         found.append(_section("Expert iteration", IMITATION, imitating, is_open=True))
     if _called_tools(trained):
-        found.append(_section("Tool calls", TOOL_CALLS, trained, is_open=True))
+        found.append(_section("Tool calls", (*TOOL_CALLS, *duration_panels(trained)), trained, is_open=True))
     if any(key.startswith("branching/") for stage in trained for key in stage.metrics):
         found.append(_section("Branching", BRANCHING, trained, is_open=True))
     if any(key.startswith("scheduler/") for stage in trained for key in stage.metrics):
@@ -89,7 +91,7 @@ def sections(log: RunLog) -> list[Section]:
     if rewarding:
         found.append(_section("Reward model", REWARD_MODEL, rewarding, is_open=not trained))
     drawn = {key for panel in _ALL for key in panel.metrics}
-    logged = {key for stage in log.stages for key in stage.metrics if not key.startswith(BY_ENGINE)}
+    logged = {key for stage in log.stages for key in stage.metrics if not key.startswith((BY_ENGINE, DURATIONS))}
     undrawn = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns", ELAPSED, "budget/is_spent"})
     if undrawn:
         panels = [Panel(title=key, metrics={key: key}, note="", y_low=None) for key in undrawn]
