@@ -3,8 +3,9 @@
     make experiments                    all of them
     make experiments-trends ONLY=a      one of them: a, b, c, d or e
 
-Runs the sweeps of experiments/trends/ as `strop sweep` does: arms of a seed share their cold start, and a second call goes on
-where the first ended. What was expected, and what could be seen at all, was written down first: hypotheses/trends.md.
+Runs the sweeps of experiments/trends/ as `strop sweep` does: arms of a seed share their cold start, as do (b) and (c), and (d)
+and (e); a second call goes on where the first ended. What was expected, and what could be seen at all, was written down first:
+hypotheses/trends.md.
 Writes experiments/results/trends/<name>.{json,txt} and <name>-<metric>.svg; with --pilot, of one seed that is not among those
 of the experiment, into pilots/ beside them.
 """
@@ -31,13 +32,16 @@ from trends_measures import (
 )
 
 from strop.errors import UserError
+from strop.pipelines.claim import claim
+from strop.pipelines.common_stages import num_common, num_done, take_over
 from strop.pipelines.sweep import run_sweep
-from strop.pipelines.sweep_file import load_sweep
+from strop.pipelines.sweep_file import Sweep, load_sweep
+from strop.pipelines.sweep_plan import claim_directory, plan_runs
 from strop.reports.compare import compare_plots
 from strop.reports.plots import draw
 from strop.reports.scales import Unit
 from strop.reports.sweep_console import SweepConsole
-from strop.runs import RunDirectory, write_json, write_text
+from strop.runs import RunDirectory, read_json, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = ROOT / "experiments" / "trends"
@@ -68,6 +72,7 @@ class Trend:
     comparisons: tuple[Comparison, ...]
     curves: tuple[str, ...]
     figures: tuple[str, ...] = ()  # of the evaluation `after`
+    begins_as: str = ""  # the trend whose cold starts are its own, too
     further: Callable[[Runs], tuple[Figures, dict[str, Any]]] | None = None  # more figures, and curves by arm and seed
 
 
@@ -117,6 +122,7 @@ TRENDS: Mapping[str, Trend] = {
     ),
     "c": Trend(
         name="c-credit",
+        begins_as="b-arpo",
         comparisons=(Comparison(figure="accuracy", first="hard", second="soft", is_more_expected=True),),
         figures=("accuracy", "tool_calls_mean", "tool_error_rate"),
         curves=("rollout/accuracy", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/entropy_nats"),
@@ -132,6 +138,7 @@ TRENDS: Mapping[str, Trend] = {
     ),
     "e": Trend(
         name="e-overlong",
+        begins_as="d-drgrpo",
         comparisons=(
             Comparison(figure="truncated_fraction", first="filter_off", second="filter_on", is_more_expected=True),
             Comparison(figure="accuracy", first="filter_off", second="filter_on", is_more_expected=False),
@@ -230,6 +237,8 @@ def run_trend(trend: Trend, options: argparse.Namespace) -> bool:
         runs, directory = options.runs / f"{trend.name}-pilot", RESULTS / "pilots"
         path, command = _pilot_of(path, runs), f"python experiments/trends.py --only {trend.name[0]} --pilot"
     sweep = load_sweep(path, options.set)
+    if trend.begins_as and not options.pilot:
+        take_over_starts(sweep, runs, options.runs / trend.begins_as, command=command, jobs=options.jobs)
     with SweepConsole() as progress:
         log = run_sweep(sweep, runs, jobs=options.jobs, progress=progress, command=command)
     if log.failures:
@@ -242,6 +251,23 @@ def run_trend(trend: Trend, options: argparse.Namespace) -> bool:
     write_text(directory / f"{trend.name}.txt", text + "\n")
     print(text + "\n")
     return True
+
+
+def take_over_starts(sweep: Sweep, directory: Path, other: Path, *, command: str, jobs: int) -> None:
+    """Put what the runs below `other` have finished into the runs of `sweep`, as far as their recipes begin alike: a cold start
+    that is made once is the one that would be made again, to the bit."""
+    planned = plan_runs(sweep, directory)
+    claim_directory(sweep, directory, command=command, jobs=jobs)
+    for run in planned:
+        for source in map(RunDirectory, sorted(other.glob(f"*-seed-{run.seed}"))):
+            if not source.manifest.exists():
+                continue
+            recipe = read_json(source.manifest)["recipe"]
+            num = min(num_common(run.resolved, recipe), num_done(source, recipe))
+            if num > run.num_done:
+                run.directory.path.mkdir(parents=True, exist_ok=True)
+                claim(run.directory, run.recipe, run.command)
+                take_over(run.directory, source, run.resolved, num=num)
 
 
 def _pilot_of(path: Path, runs: Path) -> Path:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from scripted_runs import make_recipe, run_recipe
+from strop.pipelines.common_stages import num_common
 from strop.pipelines.sweep_file import load_sweep
-from strop.runs import RunDirectory, write_json, write_text
+from strop.runs import RunDirectory, read_lines, write_json, write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -117,6 +118,38 @@ def test_the_arms_that_are_compared_are_those_of_the_sweep(letter):
     assert {name for each in trend.comparisons for name in (each.first, each.second)} == {arm.name for arm in sweep.arms}
     assert len(sweep.file.seeds) >= 8
     assert trends.PILOT_SEED not in sweep.file.seeds
+
+
+@pytest.mark.parametrize("letter", [letter for letter, trend in sorted(trends.TRENDS.items()) if trend.begins_as])
+def test_trends_that_begin_alike_share_their_cold_start(letter):
+    trend = trends.TRENDS[letter]
+    sweep, other = (load_sweep(trends.SWEEPS / f"{name}.toml") for name in (trend.name, trend.begins_as))
+    assert trend.begins_as < trend.name  # which is run first
+    (one, *_), (before, *_) = sweep.arms, other.arms
+    for seed in sweep.file.seeds:
+        recipe, made = (arm.recipes[seed].model_dump(mode="json") for arm in (one, before))
+        assert list(recipe["stages"])[: num_common(recipe, made)] == ["base", "sft", "before"]
+
+
+def test_a_cold_start_that_is_there_is_taken_over(tmp_path):
+    sweep = load_sweep(trends.SWEEPS / "e-overlong.toml")
+    source = RunDirectory(tmp_path / "d-drgrpo" / "grpo-seed-3")
+    made = load_sweep(trends.SWEEPS / "d-drgrpo.toml").arms[0].recipes[3].model_dump(mode="json")
+    write_json(source.manifest, {"recipe": made})
+    for path in (source.metrics, source.events):
+        write_text(path, '{"stage": "sft", "step": 1}\n{"stage": "rl", "step": 1}\n')
+    for stage in ("base", "sft", "before", "rl"):
+        write_json(source.stage(stage).done, {"summary": f"{stage} of grpo", "time_s": 1.0})
+    trends.take_over_starts(sweep, tmp_path / "e-overlong", tmp_path / "d-drgrpo", command="", jobs=1)
+    for arm in ("filter_off", "filter_on"):
+        run = RunDirectory(tmp_path / "e-overlong" / f"{arm}-seed-3")
+        assert [stage for stage in ("base", "sft", "before", "rl") if run.stage(stage).done.exists()] == [
+            "base",
+            "sft",
+            "before",
+        ]
+        assert [line["stage"] for line in read_lines(run.metrics)] == ["sft"]
+        assert not (tmp_path / "e-overlong" / f"{arm}-seed-4").exists()
 
 
 def test_hard_and_soft_credit_are_compared_with_at_least_four_updates_a_step():
