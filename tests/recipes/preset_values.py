@@ -1,4 +1,8 @@
-"""What the papers, the hand-out and the released code give, by the path of the key: written down from them."""
+"""What the papers, the hand-out and the released code give, by the path of the key: written down from them.
+
+Where these are silent the value is a ruling, which the preset says beside its key; those stand here too, so that neither a
+recipe nor a default changes without this table. `UNPUBLISHED` lists what may stand in a preset and not here, and why.
+"""
 
 from __future__ import annotations
 
@@ -7,62 +11,155 @@ from typing import Any
 Values = dict[str, Any]
 _METHOD, _ADAMW, _BRANCH = "stages.rl.method.", "stages.rl.trainer.optimizer.", "stages.rl.branching."
 
+UNPUBLISHED = {
+    r"name|description": "what the run is called",
+    r"stages\.\w+\.(kind|init|data)": "what stands on what: GRAPHS holds it",
+    r"tools\.search\.backend\.key_env": "the name of a variable on the user's machine",
+    r"limits\.(deadline_s|max_response_tokens)": "ARPO and R1 give no limit of a rollout's time and of an answer's length",
+}
+PLACES = ("data/", "models/", "runs/")
+"""Beginnings of values that are places on the user's disk: a key with such a one may be missing here."""
+
+METHOD_KEYS = (
+    *("loss", "ratio", "dual_clip", "aggregation", "constant", "advantage", "kl_coefficient", "entropy_coefficient"),
+    *("high_entropy_share", "overlong_filter", "drop_tied", "refill_rounds", "mismatch"),
+)
+"""Of `method`, what every RL preset has in this table, though it may leave it to a default. With a clip its ranges as well."""
+
+DEVIATIONS = {
+    ("r1-rl2", "updates"): (1700, 1712, "a rollout is 16 updates, and 1700 is no multiple of 16"),
+    ("r1-rl2", "switch"): (1300, 1312, "nor is 1300; so the last 400 updates are 400"),
+    ("r1-zero", "switch"): (8200, 8208, "nor is 8200"),
+}
+"""What a preset does otherwise than the source although the source gives it: (the source's number, the preset's, why)."""
+UPDATES = {"r1-zero": 10_400, "r1-rl2": 1700}
+"""Of the whole stage, as published; how far a preset may be off says DEVIATIONS."""
+SWITCHES = {"r1-zero": (0, 8200), "r1-rl2": (0, 1300)}
+"""The schedule's entry, and the number of updates that its source gives for it."""
+
 
 def _under(prefix: str, **values: Any) -> Values:
     return {prefix + key: value for key, value in values.items()}
 
 
+def _keys(prefix: str, values: Values) -> Values:
+    return {prefix + key: value for key, value in values.items()}
+
+
+# What a method is that only clips; each takes its own over it.
+_PLAIN = {
+    **_under(_METHOD, name="grpo", loss="clip", ratio="token", dual_clip=None, constant=None, refill_rounds=0, mismatch="off"),
+    **_under(_METHOD, kl_coefficient=0.0, entropy_coefficient=0.0, high_entropy_share=1.0, overlong_filter=False, eps=1e-6),
+}
+_BFLOAT16 = {"engine.dtype": "bfloat16", "stages.rl.trainer.precision": "bfloat16"}
+_VERL = {**_BFLOAT16, **_under(_ADAMW, betas=[0.9, 0.999], weight_decay=0.01, grad_clip=1.0)}  # the defaults of its optimizer
+
+
+def _hub(stage: str, dataset: str) -> Values:
+    return _under(f"stages.{stage}.tasks.", kind="hub", dataset=dataset)
+
+
 # rStar2-Agent (arXiv 2508.20722): 512 questions, 16 of 32 rollouts, lr 1e-6 with a warm-up of 20 steps, clip 0.2 and 0.28,
 # no KL, no entropy, temperature 1.
 _RSTAR2 = {
-    **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=1, prompt="rstar2"),
+    **_PLAIN,
+    **_VERL,
+    **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=1, epochs=1, prompt="rstar2"),
     **_under("stages.rl.", **{"sampling.temperature": 1.0, "reward.kind": "math", "reward.weights": {"accuracy": 1.0}}),
+    "stages.rl.reward.weights.accuracy": 1.0,
     **_under(_ADAMW, lr=1e-6, warmup_updates=20, schedule="constant"),
-    **_under(_METHOD, clip_low=0.2, clip_high=0.28, kl_coefficient=0.0, entropy_coefficient=0.0, dual_clip=None),
-    **_under(_METHOD, drop_tied=True, advantage="group_normalized"),
+    **_under(_METHOD, clip_low=0.2, clip_high=0.28, drop_tied=True, advantage="group_normalized"),
+    **_under("stages.rl.limits.", max_calls=None, max_response_tokens=512),
+    **_under("tools.python.", name="execute_python_code_with_standard_io", wall_s=4.0),
 }
+_RSTAR2_DATA = _under("stages.rl.tasks.", kind="jsonl", dataset="strop", path="data/rstar2-problems/kept.jsonl")
 _ROC = {
-    **_under(_METHOD, name="grpo_roc", oversample=2.0, selection="sampled", min_positives=0, min_negatives=0),
-    **_under(_METHOD, quota_rounding="floor", aggregation="group_token_mean", overlong_filter=False, repetition_weight=0.0),
+    **_under(_METHOD, name="grpo_roc", oversample=2.0, selection="sampled", min_positives=0, min_negatives=0, eps_roc=1e-2),
+    **_under(_METHOD, quota_rounding="floor", aggregation="group_token_mean", repetition_weight=0.0, positive_above=0.0),
 }
-_STAGE_1 = {"stages.rl.sampling.max_tokens": 8192, "stages.rl.limits.max_turns": 10}
+_STAGE_1 = {"stages.rl.sampling.max_tokens": 8192, "stages.rl.limits.max_turns": 10, "engine.max_length": 2048 + 8192}
+_STAGES_1_AND_2 = {**_STAGE_1, "engine.max_length": 2048 + 12288, "stages.rl.schedule[0].sampling.max_tokens": 12288}
 
 # ARPO (arXiv 2507.19849) and its scripts.
 _ARPO = {
+    **_PLAIN,
+    **_VERL,
     **_under(_ADAMW, lr=1e-6, schedule="constant", warmup_updates=0),
-    **_under(_METHOD, name="arpo", credit="soft", clip_low=0.2, clip_high=0.2, kl_coefficient=0.0, aggregation="token_mean"),
-    **_under(_METHOD, drop_tied=False, advantage="group_normalized"),
+    **_under(_METHOD, name="arpo", credit="soft", clip_low=0.2, clip_high=0.2, aggregation="token_mean"),
+    **_under(_METHOD, drop_tied=False, advantage="group_normalized", shared_token_weight="per_descendant"),
     **_under(_BRANCH, beam_size=2, probe_tokens=20, base_probability=0.5, entropy_weight=0.2, scale="sum", rule="coin"),
-    **_under("stages.rl.", prompt="arpo", **{"sampling.temperature": 1.0, "reward.parts.arpo.bonus": 0.1}),
-    **_under("tools.", **{"python.wall_s": 120.0, "python.max_running": 64, "search.backend.retries": 3}),
+    **_under(_BRANCH, probe="after_observation", threshold=None),
+    **_under("stages.rl.", prompt="arpo", epochs=1, **{"sampling.temperature": 1.0, "reward.kind": "sum"}),
+    **_under("stages.rl.reward.parts.arpo.", kind="arpo", weight=1.0, bonus=0.1, multi_tool=["search", "python"]),
+    **_under("stages.rl.limits.", max_turns=16, max_calls_per_turn=1),
+    **_under("tools.python.", kind="python", name="python", wall_s=120.0, max_running=64),
+    **_under("tools.search.", kind="search", top_k=10, **{"backend.kind": "bing", "backend.retries": 3}),
+    **_under("stages.rl.tasks.", kind="hub", dataset="arpo-mix"),
+    "engine.kind": "torch",
 }
 
 # DeepSeek-R1 (arXiv 2501.12948): 8192 outputs a rollout, 16 mini-batches, one inner epoch, a new reference every 400 updates.
 _R1 = {
-    **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16, epochs=1),
-    **_under("stages.rl.", **{"sampling.max_tokens": 32768, "trainer.optimizer.lr": 3e-6}),
+    **_PLAIN,
+    **_BFLOAT16,
+    **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16, epochs=1, prompt="r1_zero"),
+    **_under("stages.rl.", **{"sampling.max_tokens": 32768, "trainer.optimizer.lr": 3e-6, "reward.kind": "sum"}),
     **_under(_METHOD, kl_coefficient=0.001, kl_estimator="k3", advantage="group_normalized", drop_tied=False),
-    **_under("stages.rl.reward.parts.", **{"accuracy.weight": 1.0, "format.weight": 1.0}),
+    **_under(_METHOD, aggregation="sequence_mean"),
+    **_under(_ADAMW, schedule="constant", warmup_updates=0),
+    **_under("stages.rl.reward.parts.accuracy.", kind="math", needs_box=False, weight=1.0),
+    **_under("stages.rl.reward.parts.format.", kind="format", is_prefilled=True, newlines=False, weight=1.0),
+    **_hub("rl", "dapo-math-17k-processed"),
+    "engine.max_length": 2048 + 32768,
 }
+_R1_CLIP = _under(_METHOD, clip_low=10.0, clip_high=10.0)
+_R1_LANGUAGE = _under("stages.rl.reward.parts.language.", kind="language", weight=1.0)
 _R1_REFRESH = {"every_updates": 400, "refresh_reference": True}
 
 # CS336 assignment 5.
-_CS336_RL = {
-    **_under("stages.rl.", steps=200, tasks_per_step=32, group_size=8, epochs=1, prompt="r1_zero"),
-    **_under("stages.rl.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 1024, "sampling.min_tokens": 4}),
-    **_under(_ADAMW, betas=[0.9, 0.95], weight_decay=0.0, grad_clip=1.0, schedule="constant"),
-    **_under(_METHOD, name="grpo", kl_coefficient=0.0, drop_tied=False),
-    "stages.rl.validation.num_tasks": 1024,
-    "stages.after.num_tasks": 5000,
-}
-_CS336_GRPO = {**_under(_METHOD, advantage="group_normalized", eps=1e-6, aggregation="sequence_mean"), _ADAMW + "lr": 1e-5}
+_CS336 = {"engine.dtype": "bfloat16", "engine.max_length": 2048, "stages.base.path": "Qwen/Qwen2.5-Math-1.5B"}
 
-# Dr. GRPO (arXiv 2503.20783): no std, masked sum / 3000, beta 0.
+
+def _cs336_stage(stage: str) -> Values:
+    """What section 3.2 says of sampling and of judging."""
+    return {
+        **_hub(stage, "math"),
+        **_under(f"stages.{stage}.", prompt="r1_zero", **{"sampling.temperature": 1.0, "sampling.max_tokens": 1024}),
+        **_keys(f"stages.{stage}.reward.", {"kind": "sum", "parts.accuracy.kind": "r1_zero", "parts.accuracy.fast": True}),
+        f"stages.{stage}.reward.parts.accuracy.weight": 1.0,
+    }
+
+
+def _cs336_eval(stage: str) -> Values:
+    return {**_cs336_stage(stage), **_under(f"stages.{stage}.", num_tasks=5000, k=1, tools="real", split="test")}
+
+
+_CS336_RL = {
+    **_PLAIN,
+    **_BFLOAT16,
+    **_CS336,
+    **_cs336_stage("rl"),
+    **_cs336_eval("after"),
+    **_under("stages.rl.", steps=200, tasks_per_step=32, group_size=8, epochs=1, **{"sampling.min_tokens": 4}),
+    **_under(_ADAMW, betas=[0.9, 0.95], weight_decay=0.0, grad_clip=1.0, schedule="constant", warmup_updates=0),
+    **_under(_METHOD, drop_tied=False),
+    **_under("stages.rl.validation.", num_tasks=1024, every_steps=10, k=1),
+    "stages.rl.trainer.max_tokens_per_microbatch": 2 * 2048,
+}
+_CS336_GRPO = {**_under(_METHOD, advantage="group_normalized", aggregation="sequence_mean"), _ADAMW + "lr": 1e-5}
+
+# Dr. GRPO (arXiv 2503.20783): no std, masked sum / 3000, beta 0; its framework's AdamW and clip.
 _DRGRPO = {
+    **_PLAIN,
+    **_BFLOAT16,
     **_under("stages.rl.", tasks_per_step=128, group_size=8, epochs=1, updates_per_step=8),
-    **_under("stages.rl.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 3000}),
-    **_under(_METHOD, advantage="mean_centered", aggregation="constant", constant=3000, kl_coefficient=0.0),
-    **_under(_ADAMW, lr=1e-6, schedule="constant"),
+    **_under("stages.rl.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 3000, "sampling.min_tokens": 0}),
+    **_under(_METHOD, advantage="mean_centered", aggregation="constant", constant=3000, clip_low=0.2, clip_high=0.2),
+    **_under(_METHOD, drop_tied=False),
+    **_under(_ADAMW, lr=1e-6, schedule="constant", betas=[0.9, 0.95], weight_decay=0.0, grad_clip=1.0),
+    **_under("stages.rl.tasks.", kind="hub", question="problem", answer="answer"),
+    **_under("stages.rl.reward.", kind="sum", **{"parts.accuracy.weight": 1.0}),
+    "engine.max_length": 1024 + 3000,
 }
 
 
@@ -75,132 +172,221 @@ def _arpo_sizes(*, rollouts: int, initial: int, calls: int, tasks: int, mini: in
     }
 
 
-def _sft_sizes() -> Values:
-    sizes = {"128": 128, "256": 256, "512": 512, "1024": 1024}
-    clips = {f"stages.sft_{size}.trainer.optimizer.grad_clip": 1.0 for size in [*sizes, "full"]}
-    return {**{f"stages.sft_{label}.num_demonstrations": size for label, size in sizes.items()}, **clips}
+def _arpo_data(name: str, *, epochs: int, problems: int, tasks: int) -> Values:
+    return {"stages.rl.tasks.name": f"dongguanting/{name}", "stages.rl.steps": epochs * (problems // tasks)}
 
+
+def _sft_of_size(label: str, num: int) -> Values:
+    """Two epochs in batches of 32."""
+    stage = f"stages.sft_{label}."
+    return {
+        **_under(stage, num_demonstrations=num, steps=-(-2 * num // 32), batch_size=32, prompt="question_only"),
+        **_keys(stage + "demonstrator.", {"kind": "recorded", "response_fact": "response"}),
+        **_keys(stage + "tasks.", {"kind": "jsonl", "question": "prompt", "answer": "response", "facts": ["response"]}),
+        **_keys(stage + "trainer.", {"precision": "bfloat16", "optimizer.lr": 2e-5, "optimizer.schedule": "constant"}),
+        stage + "trainer.optimizer.grad_clip": 1.0,
+        **_cs336_eval(f"after_{label}"),
+    }
+
+
+# Conversations that are there already: nothing plays the tasks, and the length of a response is for estimates.
+_SFT = {**_hub("sft", "math500"), "stages.sft.trainer.precision": "bfloat16"}
+_SFT_SIZES = {"128": 128, "256": 256, "512": 512, "1024": 1024, "full": 7500}
+_SFT_STEPS = -(-3 * (165_000 + 30_000 + 27_000) // 128) - 1
 
 PUBLISHED: dict[str, Values] = {
     "rstar2-sft": {
-        **_under("stages.sft.", batch_size=128, steps=-(-3 * (165_000 + 30_000 + 27_000) // 128) - 1),
+        **_SFT,
+        **_under("stages.sft.", batch_size=128, steps=_SFT_STEPS, prompt="plain", **{"sampling.max_tokens": 16384}),
         **{f"stages.{name}.limit": num for name, num in (("magicoder", 48_000), ("tulu3", 30_000), ("nemotron", 27_000))},
-        **_under("stages.sft.trainer.optimizer.", lr=5e-6, schedule="cosine", warmup_updates=round(0.04 * 5203)),
+        **_under("stages.sft.trainer.optimizer.", lr=5e-6, schedule="cosine", warmup_updates=round(0.04 * _SFT_STEPS)),
+        **_under("tools.python.", name="execute_python_code_with_standard_io"),
+        "stages.base.path": "Qwen/Qwen3-14B-Base",
     },
     "arpo-sft": {
-        **_under("stages.sft.", batch_size=16, steps=3 * 54_000 // 16, prompt="arpo"),
+        **_SFT,
+        **_under("stages.sft.", batch_size=16, steps=3 * 54_000 // 16, prompt="arpo", **{"sampling.max_tokens": 4096}),
         **_under("stages.sft.trainer.optimizer.", lr=7e-6, schedule="cosine", warmup_updates=3 * 54_000 // 16 // 10),
+        **_under("tools.python.", kind="python", name="python"),
+        "stages.base.path": "Qwen/Qwen2.5-7B-Instruct",
     },
-    "rstar2-stage1": {**_RSTAR2, **_ROC, **_STAGE_1, "stages.rl.steps": 300, "stages.rl.schedule": []},
+    "rstar2-stage1": {**_RSTAR2, **_RSTAR2_DATA, **_ROC, **_STAGE_1, "stages.rl.steps": 300, "stages.rl.schedule": []},
     "rstar2-paper": {
         **_RSTAR2,
+        **_RSTAR2_DATA,
         **_ROC,
-        **_STAGE_1,
+        **_STAGES_1_AND_2,
         "stages.rl.steps": 300 + 85,
         "stages.rl.schedule[0].at_step": 301,
-        "stages.rl.schedule[0].sampling.max_tokens": 12288,
         "stages.rl.schedule[0].reset_optimizer": False,
+        "stages.rl.schedule[0].refresh_reference": False,
     },
     "rstar2-stage3": {
         **_RSTAR2,
+        **_RSTAR2_DATA,
         **_ROC,
         **_under("stages.rl.", steps=125, **{"sampling.max_tokens": 12288, "limits.max_turns": 15}),
-        **_under("stages.aime24.", k=16, num_tasks=30, **{"sampling.temperature": 0.6, "limits.max_turns": 30}),
-        "stages.aime24.sampling.max_tokens": 30720,
+        **_under("stages.hard.", k=8, min_right=0, max_right=7, num_tasks=None, prompt="rstar2", **{"limits.max_turns": 10}),
+        **_under("stages.hard.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 12288, "reward.kind": "math"}),
+        **_under("stages.aime24.", k=16, num_tasks=30, prompt="rstar2", tools="real", split="test"),
+        **_under("stages.aime24.", **{"sampling.temperature": 0.6, "sampling.max_tokens": 30720, "limits.max_turns": 30}),
+        **_hub("aime24", "aime24"),
+        "engine.max_length": 2048 + 30720,
     },
     "rstar2-qwen2.5-32b": {
         **_RSTAR2,
+        **_RSTAR2_DATA,
         **_ROC,
-        **_STAGE_1,
+        **_STAGES_1_AND_2,
         "stages.rl.steps": 700,
+        "stages.rl.schedule[0].at_step": round(700 * 300 / 385) + 1,
         "stages.base.path": "Qwen/Qwen2.5-32B-Instruct",
-        "stages.rl.schedule[0].sampling.max_tokens": 12288,
     },
     "rstar2-grpo-tool": {
         **_RSTAR2,
+        **_RSTAR2_DATA,
         **_STAGE_1,
         "stages.rl.steps": 300,
         **_under(_METHOD, name="grpo", aggregation="group_token_mean"),
     },
     "rstar2-released": {
         **_RSTAR2,
+        **_ROC,
+        **_STAGE_1,
+        **_hub("rl", "dapo-math-17k-processed"),
         **_under("stages.rl.", tasks_per_step=128, steps=200),
         **_under("stages.rl.limits.", max_turns=5, max_calls_per_turn=1),
-        **_under(_METHOD, name="grpo_roc", oversample=2.0, selection="greedy", min_positives=2, min_negatives=2),
+        **_under(_METHOD, selection="greedy", min_positives=2, min_negatives=2),
         **_under(_METHOD, dual_clip=3.0, aggregation="token_mean", quota_rounding="half_even"),
-        **_under(_ADAMW, weight_decay=0.01, grad_clip=1.0),
-        **_under("tools.python.", name="python_code_with_standard_io", wall_s=4.0, max_chars=256),
-        "stages.rl.sampling.max_tokens": 8192,
+        **_under("tools.python.", name="python_code_with_standard_io", max_chars=256),
+        "stages.base.path": "Qwen/Qwen3-14B-Base",
     },
     "arpo-reasoning": {
         **_ARPO,
         **_arpo_sizes(rollouts=16, initial=8, calls=3, tasks=128, mini=16, prompt=1536, response=4096),
+        **_arpo_data("ARPO-RL-Reasoning-10K", epochs=2, problems=10_000, tasks=128),
     },
     "arpo-deepsearch-8b": {
         **_ARPO,
         **_arpo_sizes(rollouts=16, initial=8, calls=6, tasks=128, mini=16, prompt=2000, response=10000),
+        **_arpo_data("ARPO-RL-DeepSearch-1K", epochs=5, problems=1000, tasks=128),
     },
     "arpo-deepsearch-14b": {
         **_ARPO,
         **_arpo_sizes(rollouts=12, initial=6, calls=6, tasks=64, mini=8, prompt=2000, response=6192),
+        **_arpo_data("ARPO-RL-DeepSearch-1K", epochs=5, problems=1000, tasks=64),
     },
     "r1-zero": {
         **_R1,
+        **_under(_METHOD, clip_low=0.2, clip_high=0.2),
         "stages.rl.steps": 10_400 // 16,
         "stages.rl.sampling.temperature": 1.0,
         "stages.rl.schedule[0].at_update": 8200,
         "stages.rl.schedule[0].sampling.max_tokens": 65536,
-        **_under("stages.rl.schedule[1].", **_R1_REFRESH),
+        **_keys("stages.rl.schedule[1].", _R1_REFRESH),
         "stages.rl.reward.parts.language": None,
+        "engine.max_length": 2048 + 65536,
+        "stages.base.path": "deepseek-ai/DeepSeek-V3-Base",
     },
     "r1-rl1": {
         **_R1,
-        **_under(_METHOD, clip_low=10.0, clip_high=10.0),
+        **_R1_CLIP,
+        **_R1_LANGUAGE,
+        "stages.rl.steps": 10_400 // 16,
         "stages.rl.sampling.temperature": 1.0,
-        "stages.rl.reward.parts.language.weight": 1.0,
-        **_under("stages.rl.schedule[0].", **_R1_REFRESH),
+        **_keys("stages.rl.schedule[0].", _R1_REFRESH),
     },
     "r1-rl2": {
         **_R1,
-        **{path.replace("stages.rl.", "stages.general."): value for path, value in _R1.items()},
-        "stages.rl.steps": -(-1300 // 16),
-        "stages.general.steps": 400 // 16,
+        **_R1_CLIP,
+        **_R1_LANGUAGE,
+        "stages.rl.steps": -(-1700 // 16),
         "stages.rl.sampling.temperature": 0.7,
-        "stages.general.sampling.temperature": 0.7,
-        "stages.rl.reward.parts.language.weight": 1.0,
-        "stages.rl.reward.parts.helpful": None,
-        **_under("stages.general.reward.parts.", **{"language.weight": 1.0, "helpful.weight": 1.0, "safety.weight": 1.0}),
-        **_under("stages.general.reward.parts.", **{"helpful.judged_on": "summary", "safety.judged_on": "response"}),
-        **_under("stages.rl.schedule[0].", **_R1_REFRESH),
+        "stages.rl.schedule[0].at_update": 1700 - 400,
+        **_under("stages.rl.schedule[0].tasks.", kind="jsonl", dataset="strop"),
+        **_keys("stages.rl.schedule[1].", _R1_REFRESH),
+        **_under("stages.rl.reward.parts.accuracy.where.", kind=["reasoning", ""]),
+        **_under("stages.rl.reward.parts.format.", where={}),
+        **_under("stages.rl.reward.parts.language.", where={}),
+        **_under("stages.rl.reward.parts.helpful.", kind="scorer", weight=1.0, judged_on="summary", is_prefilled=True),
+        **_keys("stages.rl.reward.parts.helpful.", {"where.kind": ["helpful"], "scorer.kind": "embedded"}),
+        **_under("stages.rl.reward.parts.safety.", kind="scorer", weight=1.0, judged_on="response"),
+        **_keys("stages.rl.reward.parts.safety.", {"where.kind": ["safety"], "scorer.kind": "embedded"}),
     },
-    "cs336-zero-shot": {
-        **_under("stages.zero_shot.", num_tasks=5000, k=1, prompt="r1_zero"),
-        **_under("stages.zero_shot.sampling.", temperature=1.0, max_tokens=1024),
-        "stages.base.path": "Qwen/Qwen2.5-Math-1.5B",
-    },
-    "cs336-sft": _sft_sizes(),
+    "cs336-zero-shot": {**_CS336, **_cs336_eval("zero_shot")},
+    "cs336-sft": {**_CS336, **{key: value for each in _SFT_SIZES.items() for key, value in _sft_of_size(*each).items()}},
     "cs336-expert-iteration": {
-        **_under("stages.expert.", steps=5, tasks_per_step=512, drop_repeats=False),
-        **_under("stages.expert.", **{"sampling.min_tokens": 4, "sampling.max_tokens": 1024, "sampling.temperature": 1.0}),
-        "stages.expert.trainer.optimizer.grad_clip": 1.0,
+        **_CS336,
+        **_cs336_stage("expert"),
+        **_cs336_eval("after"),
+        **_under("stages.expert.", steps=5, tasks_per_step=512, drop_repeats=False, group_size=4, epochs=2, batch_size=32),
+        **_keys("stages.expert.", {"sampling.min_tokens": 4, "trainer.precision": "bfloat16"}),
+        **_keys("stages.expert.trainer.optimizer.", {"grad_clip": 1.0, "lr": 2e-5, "schedule": "constant"}),
     },
     "cs336-grpo": {**_CS336_RL, **_CS336_GRPO, "stages.rl.updates_per_step": 1, _METHOD + "loss": "policy_gradient"},
-    "cs336-grpo-off-policy": {**_CS336_RL, **_CS336_GRPO, **_under(_METHOD, loss="clip", clip_low=0.2, clip_high=0.2)},
+    "cs336-grpo-off-policy": {
+        **_CS336_RL,
+        **_CS336_GRPO,
+        **_under(_METHOD, clip_low=0.2, clip_high=0.2),
+        "stages.rl.updates_per_step": 256 // 64,
+    },
     "cs336-leaderboard": {
         **_CS336_RL,
         "stages.rl.steps": 2000,
         "stages.rl.budget_s": 4 * 3600,
-        "stages.after.sampling.max_tokens": 1024,
-        "stages.after.sampling.temperature": 1.0,
+        "stages.rl.updates_per_step": 4,
+        **_under(_METHOD, advantage="mean_centered", aggregation="constant", constant=1024, clip_low=0.2, clip_high=0.28),
+        _ADAMW + "lr": 2e-5,
     },
-    "drgrpo-1.5b": {**_DRGRPO, "stages.base.path": "Qwen/Qwen2.5-Math-1.5B", "stages.rl.prompt": "r1_zero"},
-    "drgrpo-7b": {**_DRGRPO, "stages.base.path": "Qwen/Qwen2.5-Math-7B", "stages.rl.prompt": "qwen_math"},
+    "drgrpo-1.5b": {
+        **_DRGRPO,
+        **_keys("stages.rl.", {"prompt": "r1_zero", "tasks.name": "datasets/train/math_12k", "steps": 20 * 12_000 // 128}),
+        **_under("stages.rl.reward.parts.accuracy.", kind="r1_zero", fast=True),
+        "stages.base.path": "Qwen/Qwen2.5-Math-1.5B",
+    },
+    "drgrpo-7b": {
+        **_DRGRPO,
+        **_keys("stages.rl.", {"prompt": "qwen_math", "tasks.name": "datasets/train/math_lvl3to5_8k"}),
+        **_under("stages.rl.reward.parts.accuracy.", kind="question_only", fast=False),
+        "stages.rl.steps": 20 * 8500 // 128,
+        "stages.base.path": "Qwen/Qwen2.5-Math-7B",
+    },
     "dapo": {  # arXiv 2503.14476
-        **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16),
-        **_under("stages.rl.", **{"sampling.max_tokens": 16384 + 4096, "sampling.temperature": 1.0}),
-        **_under("stages.rl.reward.parts.overlong.", max_tokens=20480, cache_tokens=4096, weight=1.0),
-        **_under(_METHOD, clip_low=0.2, clip_high=0.28, kl_coefficient=0.0, drop_tied=True, aggregation="group_token_mean"),
-        **_under(_ADAMW, lr=1e-6, warmup_updates=20 * 16, schedule="constant"),
-        "stages.aime24.k": 32,
+        **_PLAIN,
+        **_BFLOAT16,
+        **_hub("rl", "dapo-math-17k-processed"),
+        **_hub("aime24", "aime24"),
+        **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16, epochs=1, prompt="question_only"),
+        **_under("stages.rl.", **{"sampling.max_tokens": 16384 + 4096, "sampling.temperature": 1.0, "reward.kind": "sum"}),
+        **_under("stages.rl.reward.parts.accuracy.", kind="question_only", fast=True, weight=2.0),  # 1 and -1
+        **_under("stages.rl.reward.parts.overlong.", kind="soft_overlong", max_tokens=20480, cache_tokens=4096, weight=1.0),
+        **_under(_METHOD, clip_low=0.2, clip_high=0.28, drop_tied=True, aggregation="group_token_mean", refill_rounds=10 - 1),
+        **_under(_METHOD, advantage="group_normalized"),
+        **_under(_ADAMW, lr=1e-6, warmup_updates=20 * 16, schedule="constant", betas=[0.9, 0.999]),
+        **_under(_ADAMW, weight_decay=0.1, grad_clip=1.0),
+        **_under("stages.aime24.", k=32, num_tasks=30, prompt="question_only"),
+        "stages.rl.steps": -(-5000 // 16),
+        "engine.max_length": 2048 + 20480,
+        "stages.base.path": "Qwen/Qwen2.5-32B",
     },
 }
+
+_SETS = ("toolace", "apigen_mt", "glaive", "magicoder", "tulu3", "nemotron")
+_RL = {"base": "model", "rl": "rl(base)"}
+_CS336_GRAPH = {**_RL, "after": "eval(rl)"}
+GRAPHS: dict[str, dict[str, str]] = {
+    **dict.fromkeys(PUBLISHED, _RL),
+    "rstar2-sft": {"base": "model", **dict.fromkeys(_SETS, "conversations"), "sft": f"sft(base, {', '.join(_SETS)})"},
+    "arpo-sft": {"base": "model", "demonstrations": "conversations", "sft": "sft(base, demonstrations)"},
+    "rstar2-stage3": {"base": "model", "hard": "filter(base)", "rl": "rl(base, hard)", "aime24": "eval(rl)"},
+    "cs336-zero-shot": {"base": "model", "zero_shot": "eval(base)"},
+    "cs336-sft": {
+        "base": "model",
+        **{f"sft_{size}": "sft(base)" for size in _SFT_SIZES},
+        **{f"after_{size}": f"eval(sft_{size})" for size in _SFT_SIZES},
+    },
+    "cs336-expert-iteration": {"base": "model", "expert": "expert_iteration(base)", "after": "eval(expert)"},
+    **dict.fromkeys(("cs336-grpo", "cs336-grpo-off-policy", "cs336-leaderboard"), _CS336_GRAPH),
+    "dapo": {**_RL, "aime24": "eval(rl)"},
+}
+"""What stands on what: each stage's kind, and in brackets the stages that it names."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
-from preset_values import PUBLISHED
-from presets import NAMES, ROOT, Leaf, leaves_of, parsed, paths_of, preset_path, resolved, value_at
+from preset_values import DEVIATIONS, GRAPHS, METHOD_KEYS, PUBLISHED, SWITCHES, UNPUBLISHED, UPDATES
+from presets import NAMES, ROOT, Leaf, leaves_of, parsed, paths_of, preset_path, resolved, unlisted, value_at
 from typer.testing import CliRunner
 
+from strop.algorithms.policy_loss import Loss
 from strop.cli import app
 from strop.pipelines import plan as plan_module
+from strop.pipelines.recipe import RlStage
+from strop.pipelines.schedule import Done, due
 from strop.rollout.prompt import load_prompt
 
 SOURCE = re.compile(r"^(paper|code|hand-out|ruling|ours)\b")
@@ -54,6 +58,74 @@ def test_a_preset_resolves_to_the_published_values(name):
         if value_at(found, path) != published
     }
     assert differing == {}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_key_of_a_preset_is_in_the_table_of_published_values_or_says_why_not(name):
+    assert [path for path in unlisted(parsed(name), PUBLISHED[name]) if not re.fullmatch("|".join(UNPUBLISHED), path)] == []
+
+
+def test_a_key_that_is_in_no_table_is_found_wherever_it_stands():
+    tree = {
+        "sampling": {"temperature": 1.0, "max_tokens": 9},
+        "stages": {
+            "rl": {"method": {"loss": "clip", "eps": 1e-6}, "schedule": [{"at_step": 2}], "limits": {"max_turns": 3}},
+            "base": {"path": "models/mine"},
+        },
+    }
+    published = {"stages.rl.sampling.temperature": 1.0, "stages.rl.method.loss": "clip", "stages.rl.limits": {"max_turns": 3}}
+    missing = ["sampling.max_tokens", "stages.rl.method.eps", "stages.rl.schedule[0].at_step", "stages.rl.limits.max_turns"]
+    assert unlisted(tree, published) == missing
+
+
+@pytest.mark.parametrize("pattern", UNPUBLISHED)
+def test_what_may_be_missing_in_the_table_is_missing_somewhere(pattern):
+    assert any(re.fullmatch(pattern, path) for name in NAMES for path in unlisted(parsed(name), PUBLISHED[name]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_makes_a_method_is_in_the_table_even_where_a_preset_leaves_it_to_a_default(name):
+    for stage_name, stage in resolved(name).stages.items():
+        if isinstance(stage, RlStage):
+            clips = ("clip_low", "clip_high") if stage.method.loss is Loss.CLIP else ()
+            wanted = {f"stages.{stage_name}.method.{key}" for key in (*METHOD_KEYS, *clips)}
+            assert wanted - set(PUBLISHED[name]) == set()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stages_of_a_preset_stand_on_each_other_as_its_source_says(name):
+    graph = {}
+    for stage_name, stage in resolved(name).stages.items():
+        inputs = ", ".join(each.stage for each in stage.inputs())
+        graph[stage_name] = stage.kind + (f"({inputs})" if inputs else "")
+    assert graph == GRAPHS[name]
+
+
+def test_updates_are_as_many_as_published_but_for_the_deviations_that_are_named():
+    found = {}
+    for name in NAMES:
+        for stage in resolved(name).stages.values():
+            if isinstance(stage, RlStage) and name in UPDATES:
+                found[name, "updates"] = (UPDATES[name], stage.num_updates)
+                entry, published = SWITCHES[name]
+                assert stage.schedule[entry].at_update == published
+                each = stage.updates_per_step * stage.epochs
+                begun = (Done(steps=step, updates=step * each) for step in range(stage.steps))
+                switched = next(done.updates for done in begun if stage.schedule[entry].is_reached(done))
+                found[name, "switch"] = (published, switched)
+    assert {key: pair for key, pair in found.items() if pair[0] != pair[1]} == {
+        key: (published, ours) for key, (published, ours, _) in DEVIATIONS.items()
+    }
+
+
+def test_the_second_rl_stage_of_r1_keeps_the_last_400_updates_for_general_data_and_each_new_reference():
+    stage = resolved("r1-rl2").stages["rl"]
+    each = stage.updates_per_step
+    moments = [Done(steps=step, updates=step * each) for step in range(stage.steps + 1)]
+    general = [done for done in moments[:-1] if stage.at(done).tasks != stage.tasks]
+    assert len(general) * each == 400
+    refreshed = [after.updates for before, after in pairwise(moments) if due([stage.schedule[1]], before, after)]
+    assert refreshed == [400, 800, 1200, 1600]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -22,7 +22,7 @@ from strop.tasks.conversations import call_text
 
 ALLOWED = re.compile(
     r"threads"
-    r"|stages\.\w+\.path|stages\.\w+\.reward\.parts\.\w+\.scorer\.path"  # the model, or the conversations
+    r"|stages\.\w+\.path|(stages\.\w+\.)?reward\.parts\.\w+\.scorer\.path"  # the model, or the conversations
     r"|(stages\.\w+\.)?tasks|tools\.search\.backend"  # the data
     r"|engine\.slots|stages\.\w+\.(steps|tasks_per_step|group_size|updates_per_step|num_demonstrations|batch_size|num_tasks|k)"
     r"|stages\.\w+\.validation\.(num_tasks|every_steps)|stages\.\w+\.branching\.initial_rollouts"
@@ -35,18 +35,23 @@ _ROLLOUTS = {"rl": {"steps": 1, "tasks_per_step": 2, "group_size": 4}, "expert_i
 def scaled_down(name: str, *, model: str, scorer: str, rows: str, said: str, results: str) -> dict[str, object]:
     """Keys and values for `--set`, by the stages that the preset has."""
     tree = parsed(name)
-    data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response", "kind"]}
+    data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response"]}
     sets: dict[str, object] = {"threads": 1, "tasks": data, "engine.slots": 8, "engine.max_length": 2048}
     sets["sampling.max_tokens"] = 32
     if "search" in tree.get("tools", {}):
         sets["tools.search.backend"] = {"kind": "kept", "path": results}
     if "overlong" in tree.get("reward", {}).get("parts", {}):
         sets |= {"reward.parts.overlong.max_tokens": 32, "reward.parts.overlong.cache_tokens": 8}
+    for part, keys in tree.get("reward", {}).get("parts", {}).items():
+        if "scorer" in keys:
+            sets[f"reward.parts.{part}.scorer.path"] = scorer
     for stage_name, stage in tree["stages"].items():
         sizes: dict[str, object] = dict(_ROLLOUTS.get(stage["kind"], {}))
         match stage["kind"]:
             case "model":
                 sizes = {"path": model}
+            case "filter":
+                sizes = {"num_tasks": 2}
             case "eval":
                 sizes = {"num_tasks": 2, "k": min(2, stage["k"])}
             case "conversations":
@@ -62,24 +67,23 @@ def scaled_down(name: str, *, model: str, scorer: str, rows: str, said: str, res
         if "validation" in stage:
             sizes |= {"validation.num_tasks": 2, "validation.every_steps": 1}
         if "schedule" in stage:
-            sizes |= {"steps": 2, "schedule": [sooner(entry) for entry in stage["schedule"]]}
+            sizes |= {"steps": 2, "schedule": [sooner(entry, data) for entry in stage["schedule"]]}
         if "tasks" in stage:
             sizes["tasks"] = data
-        for part, keys in stage.get("reward", {}).get("parts", {}).items():
-            if "scorer" in keys:
-                sizes[f"reward.parts.{part}.scorer.path"] = scorer
         if "max_tokens" in stage.get("sampling", {}):
             sizes["sampling.max_tokens"] = 32
         sets |= {f"stages.{stage_name}.{key}": value for key, value in sizes.items()}
     return sets
 
 
-def sooner(entry):
-    """The same change, in time for a stage of two steps."""
+def sooner(entry, data):
+    """The same change, in time for a stage of two steps; other tasks are the same ones, of several kinds."""
     sizes = {"at_step": 2, "at_update": 2, "every_updates": 2}
     changed = {key: sizes.get(key, value) for key, value in entry.items()}
     if "sampling" in entry:
         changed["sampling"] = {"max_tokens": 48}
+    if "tasks" in entry:
+        changed["tasks"] = data | {"facts": [*data["facts"], "kind"]}
     return changed
 
 
