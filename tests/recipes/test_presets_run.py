@@ -156,9 +156,12 @@ def small(tmp_path_factory):
     }
 
 
-@pytest.mark.slow
+# Two are quick and reach most of what presets have: a filter, RoC, calls and an evaluation; a schedule, KL and scorers.
+QUICK = ("rstar2-stage3", "r1-rl2")
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in NAMES if each not in QUICK)])
 def test_a_preset_runs_from_its_first_stage_to_its_last(name, small, tmp_path):
     torch.set_num_threads(1)
     overrides = [as_override(key, value) for key, value in scaled_down(name, **small).items()]
