@@ -85,6 +85,11 @@ bench-training-checkpoint: setup
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py
 
+# Recall of BM25 search over 14 000 generated passages, and over the pages of ARPO's queries; needs DATA, a directory with arpo/search_cache.json; writes benchmarks/results/search_recall.{json,txt}.
+.PHONY: bench-search
+bench-search: setup
+	$(BIN)/python benchmarks/search_recall.py --data $(DATA)
+
 # 100 000 generated problems through every rule that needs no model; writes benchmarks/results/curation.{json,txt}.
 bench-curation: setup
 	$(BIN)/python benchmarks/curation.py

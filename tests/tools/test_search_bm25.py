@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import bm25s
 import pytest
-from search_corpora import facts, write_corpus, write_questions
 from typer.testing import CliRunner
 
 from strop.cli import app
@@ -19,6 +19,11 @@ from strop.tools.search.bm25 import Bm25Config, Bm25Index
 from strop.tools.search.corpus import read_corpus
 from strop.tools.search.protocol import Passage
 from strop.tools.search.recall import Question, measure_recall, read_questions
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import search_recall
+from search_corpora import facts, write_corpus, write_questions
 
 ARPO_RESULTS = Path(__file__).resolve().parents[3] / "shared" / "data" / "arpo" / "search_cache.json"
 
@@ -141,6 +146,21 @@ def test_a_corpus_that_cannot_be_read_is_refused_with_its_place(tmp_path: Path, 
 def questions(path: Path, *rows: dict[str, object]) -> list[Question]:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return read_questions(path)
+
+
+def test_the_benchmark_of_recall_writes_what_it_found_and_names_data_that_are_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(search_recall, "NUM_TOWNS", 300)
+    assert search_recall.main(["--generated", "--results", str(tmp_path)]) == 0
+    results = json.loads((tmp_path / "search_recall.json").read_text())["corpora"]
+    assert list(results) == ["generated"]
+    assert results["generated"]["num_passages"] == 2100
+    at = {k: of_k["recall"] for k, of_k in results["generated"]["recall_at"].items()}
+    assert at["1"] < 0.8 < 0.99 <= at["5"] <= at["20"]  # other facts of the same town come first
+    assert (tmp_path / "search_recall.txt").read_text() in capsys.readouterr().out
+    assert search_recall.main(["--data", str(tmp_path), "--results", str(tmp_path)]) == 2
+    assert "arpo/search_cache.json is not there" in capsys.readouterr().err
 
 
 def test_recall_counts_the_share_of_named_passages_or_whether_an_answer_is_there(tmp_path: Path) -> None:
