@@ -99,6 +99,35 @@ def test_a_kill_in_the_middle_loses_only_what_was_in_flight_and_a_third_call_doe
     assert (again, engines) == (resumed, [])
 
 
+@pytest.mark.parametrize("is_finished", [True, False])
+def test_more_problems_and_more_attempts_are_played_beside_those_that_are_there(tmp_path, model, monkeypatch, is_finished):
+    """From two problems twice to four problems three times: the eight attempts that are missing, and no others."""
+    write_rows(tmp_path / "rows.jsonl", *SUMS)
+    small, large = (evaluation(tmp_path / "rows.jsonl", num_tasks=num, k=k) for num, k in ((2, 2), (4, 3)))
+    whole, _ = evaluate(tmp_path / "whole", model, large, monkeypatch=monkeypatch)
+    if is_finished:
+        evaluate(tmp_path / "run", model, small, monkeypatch=monkeypatch)
+    else:
+        with pytest.raises(EngineLost):
+            evaluate(tmp_path / "run", model, small, lost_after=2, monkeypatch=monkeypatch)
+    figures, [engine] = evaluate(tmp_path / "run", model, large, monkeypatch=monkeypatch)
+    assert figures["num_taken_over"] == 4 if is_finished else figures["num_taken_over"] in (2, 3)
+    assert len(engine.answers) == 12 - figures["num_taken_over"]
+    assert (figures["num_tasks"], figures["k"]) == (4, 3)
+    untold = ("time_s", "num_taken_over", "run")
+    assert {k: v for k, v in figures.items() if k not in untold} == {k: v for k, v in whole.items() if k not in untold}
+    assert evaluate(tmp_path / "run", model, large, monkeypatch=monkeypatch) == (figures, [])
+
+
+def test_fewer_problems_or_other_settings_than_there_are_is_another_evaluation(tmp_path, model, monkeypatch):
+    write_rows(tmp_path / "rows.jsonl", *SUMS)
+    figures, _ = evaluate(tmp_path / "run", model, evaluation(tmp_path / "rows.jsonl"), monkeypatch=monkeypatch)
+    for asked in ({"num_tasks": 2}, {"k": 2}, {"num_tasks": 2, "k": 8}, {"k": 8, "prompt": "rstar2"}):
+        with pytest.raises(RunError, match="a run of another recipe"):
+            evaluate(tmp_path / "run", model, evaluation(tmp_path / "rows.jsonl", **asked), monkeypatch=monkeypatch)
+    assert read_eval(tmp_path / "run").result == figures
+
+
 def test_the_time_of_a_result_is_that_of_all_its_tries_as_its_tokens_are(tmp_path, model, monkeypatch):
     write_rows(tmp_path / "rows.jsonl", *SUMS)
     recipe = evaluation(tmp_path / "rows.jsonl")
