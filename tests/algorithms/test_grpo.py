@@ -1,6 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from strop.algorithms import GRPO, Advantage
+from strop.config import validate
 from strop.errors import ConfigError
 
 
@@ -48,6 +51,44 @@ def test_a_tied_group_is_kept_unless_ties_are_dropped(make_group, reward, side):
     dropped = GRPO(drop_tied=True).select(tied, group_size=4, seed=0)
     assert dropped.kept == ()
     assert {decision.reason for decision in dropped.decisions} == {f"dropped: tied group, all {side} (reward {reward:g})"}
+
+
+def judged(group, parts):
+    """The group, with these values of the part `accuracy`."""
+    scored = zip(group.trajectories, parts, strict=True)
+    return replace(group, trajectories=tuple(replace(each, reward_parts={"accuracy": value}) for each, value in scored))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "parts", "by_reward", "by_accuracy"),
+    [
+        ([2.0, 1.5, 2.0, 1.0], [1, 1, 1, 1], 4, "all right (accuracy 1)"),  # some were penalised for their length
+        ([0.0, -0.5, 0.0, -1.0], [0, 0, 0, 0], 4, "all wrong (accuracy 0)"),
+        ([1.0, 0.0, 1.0, 0.0], [1, 0, 1, 0], 4, None),
+        ([0.5, 0.5, 0.5, 0.5], [1, 0, 1, 0], 0, None),  # a penalty of one makes up for the answer of the other
+    ],
+)
+def test_a_tie_is_judged_by_the_reward_or_by_the_part_that_says_what_is_right(
+    make_group, rewards, parts, by_reward, by_accuracy
+):
+    group = judged(make_group(rewards), parts)
+    assert len(GRPO(drop_tied=True).select(group, group_size=4, seed=0).kept) == by_reward
+    selection = GRPO(drop_tied=True, tied_by="accuracy").select(group, group_size=4, seed=0)
+    assert len(selection.kept) == (4 if by_accuracy is None else 0)
+    if by_accuracy is not None:
+        assert {decision.reason for decision in selection.decisions} == {f"dropped: tied group, {by_accuracy}"}
+
+
+def test_a_task_that_the_part_is_not_for_is_tied_by_its_reward(make_group):
+    method = GRPO(drop_tied=True, tied_by="accuracy")
+    assert len(method.select(make_group([0.2, 0.4]), group_size=2, seed=0).kept) == 2
+    tied = method.select(make_group([0.2, 0.2]), group_size=2, seed=0)
+    assert tied.decisions[0].reason == "dropped: tied group, all right (reward 0.2)"
+
+
+def test_saying_what_ties_a_group_without_leaving_ties_out_is_refused():
+    with pytest.raises(ConfigError, match=r"tied_by is 'accuracy'.*Set drop_tied = true"):
+        validate(GRPO, {"tied_by": "accuracy"}, place="recipe")
 
 
 def test_voids_leave_a_smaller_group_and_no_group_at_all_below_two(make_group):

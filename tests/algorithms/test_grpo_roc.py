@@ -262,6 +262,19 @@ def test_repetition_counts_only_where_it_has_a_weight(make_group):
     assert weighed["weight"] == pytest.approx(1 / 0.51)
 
 
+def test_ties_before_and_after_selection_may_be_judged_by_a_part(make_group):
+    group = make_group([2.0, 1.5, 1.0, 2.0])
+    right = tuple(replace(each, reward_parts={"accuracy": 1.0}) for each in group.trajectories)
+    assert len(GRPORoC(oversample=1).select(replace(group, trajectories=right), group_size=4, seed=0).kept) == 4
+    method = GRPORoC(oversample=1, tied_by="accuracy")
+    before = method.select(replace(group, trajectories=right), group_size=4, seed=0)
+    assert {each.reason for each in before.decisions} == {"dropped: tied group, all right (accuracy 1)"}
+    # 1 of 4 is wrong: floor(1 * 2 / 4) = 0 negatives are drawn, so that of two kept rollouts both are right.
+    mixed = (*right[:3], replace(group.trajectories[3], reward=-1.0, reward_parts={"accuracy": 0.0}))
+    after = GRPORoC(tied_by="accuracy").select(replace(group, trajectories=mixed), group_size=2, seed=0)
+    assert {each.reason for each in after.decisions} == {"dropped: after selection a tied group, all right (accuracy 1)"}
+
+
 def test_overlong_filtering_leaves_out_what_was_cut_off_before_anything_is_drawn():
     group = _plain_group([1.0, 1.0, 0.0, 0.0])  # all cut off
     ended = [

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from pydantic import ValidationError
 
 from scripted_runs import answer, make_recipe, run_recipe, sometimes_right, untimed
 from strop.errors import CannotLearnError
@@ -50,6 +51,49 @@ def test_a_steps_own_tasks_are_those_without_refilling_and_refills_lie_behind_th
     assert {4, 5, 6, 7} <= second
     assert all(8 <= index < 20 for index in first - {0, 1, 2, 3})  # 3 rounds of 4 tasks are a step's own
     assert all(20 <= index < 32 for index in second - {4, 5, 6, 7})
+
+
+def all_right_but_long_if_even(conversation, draw):
+    """As above, but right answers differ in how much is said before them."""
+    said = all_right_if_even(conversation, draw)
+    return "x" * draw.choice([1, 40]) + said if said.startswith("<answer>") else said
+
+
+PENALISED = {
+    "kind": "sum",
+    "parts": {
+        "accuracy": {"kind": "math", "weight": 2.0},
+        "overlong": {"kind": "soft_overlong", "max_tokens": 200, "cache_tokens": 200},
+    },
+}
+
+
+@pytest.mark.parametrize("tied_by", ["accuracy", "reward"])
+def test_a_group_that_is_all_right_is_replaced_although_some_of_it_are_penalised(tmp_path, tied_by):
+    """DAPO judges by accuracy. By the reward such groups differ, and stay."""
+    recipe = make_recipe(**RECIPE | {"steps": 1, "reward": PENALISED, "method": METHOD | {"tied_by": tied_by}})
+    run = run_recipe(tmp_path / "run", recipe, say=all_right_but_long_if_even).run
+    groups = selection(run, 1)
+    reasons = {rollout["reason"] for group in groups for rollout in group["rollouts"]}
+    [line] = lines_of(run)
+    if tied_by == "accuracy":
+        assert line["groups/refilled"] > 0
+        assert "dropped: tied group, all right (accuracy 1)" in reasons
+    else:
+        assert line["groups/refilled"] == 0
+        assert len(used(groups)) == 4
+
+
+@pytest.mark.parametrize(
+    ("reward", "parts"),
+    [
+        ({"kind": "math"}, "accuracy"),
+        ({"kind": "sum", "parts": {"mine": {"kind": "math"}, "called": {"kind": "called"}}}, "mine"),
+    ],
+)
+def test_ties_by_a_part_that_says_nothing_of_what_is_right_are_refused(reward, parts):
+    with pytest.raises(ValidationError, match=rf"tied_by is 'called'.*Such parts: {parts}\. Name one of them"):
+        make_recipe(reward=reward, method=METHOD | {"tied_by": "called"})
 
 
 def test_refilling_ends_after_its_rounds_and_the_step_goes_on_with_what_there_is(tmp_path):

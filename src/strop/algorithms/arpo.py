@@ -49,6 +49,7 @@ class ARPO(GroupMethod):
                 rollouts,
                 group_size=group_size,
                 drop_tied=self.drop_tied,
+                tied_by=self.tied_by,
                 needs_group=self.advantage.needs_group,
                 reason="kept: ARPO learns from every rollout",
             )

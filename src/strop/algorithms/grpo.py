@@ -2,7 +2,7 @@
 
 Its variants are settings: Dr. GRPO (arXiv:2503.20783) is `advantage = "mean_centered", aggregation = "constant"`; the GRPO of
 DeepSeek-R1 (arXiv 2501.12948) has `kl_coefficient = 0.001`; DAPO (arXiv:2503.14476) is clip-higher, `aggregation =
-"group_token_mean"`, `drop_tied` and `refill_rounds`; GSPO (arXiv:2507.18071) is `ratio = "sequence", aggregation =
+"group_token_mean"`, `drop_tied`, `tied_by` and `refill_rounds`; GSPO (arXiv:2507.18071) is `ratio = "sequence", aggregation =
 "sequence_mean"`; RLOO (arXiv:2402.14740) is `advantage = "leave_one_out", loss = "policy_gradient"`; REINFORCE++
 (arXiv:2501.03262) is `advantage = "batch_normalized"`.
 """
@@ -40,6 +40,7 @@ class GRPO(GroupMethod):
                 rollouts,
                 group_size=group_size,
                 drop_tied=self.drop_tied,
+                tied_by=self.tied_by,
                 needs_group=self.advantage.needs_group,
                 reason="kept: GRPO learns from every rollout",
             )

@@ -22,14 +22,14 @@ from strop.algorithms.group_method import GroupMethod
 from strop.algorithms.protocol import Decision, Selection
 from strop.algorithms.selection import (
     check_group_size,
-    describe_tie,
     describe_voids,
     drop_all,
     leave_truncated_out,
     num_to_keep,
+    tie_of,
 )
 from strop.seeds import derive_seed
-from strop.types import Group, RolloutKey, Trajectory
+from strop.types import Group, RolloutKey, ScoredTrajectory, Trajectory
 
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
@@ -126,17 +126,18 @@ class GRPORoC(GroupMethod):
         figures = [candidate.figures for candidate in candidates]
         if num_kept < 2:
             return drop_all(group, describe_voids(group, num_rollouts), figures)
-        if group.is_tied and self.drop_tied:
-            return drop_all(group, describe_tie(group.rewards, positive_above=self.positive_above), figures)
+        if self.drop_tied and (tie := self._tie(group.trajectories)):
+            return drop_all(group, tie, figures)
         num_positives = sum(candidate.is_positive for candidate in candidates)
         quota = self._positive_quota(num_positives, len(candidates) - num_positives, num_kept)
         decisions = tuple(candidate.decide(quota if candidate.is_positive else num_kept - quota) for candidate in candidates)
         selection = Selection(group=group, decisions=decisions)
-        kept_rewards = [scored.reward for scored in selection.kept]
-        if self.drop_tied and len(set(kept_rewards)) < 2:
-            tie = describe_tie(kept_rewards, positive_above=self.positive_above)
+        if self.drop_tied and (tie := self._tie(selection.kept)):
             return drop_all(group, f"after selection a {tie}", figures)
         return selection
+
+    def _tie(self, trajectories: Sequence[ScoredTrajectory]) -> str:
+        return tie_of(trajectories, by=self.tied_by, positive_above=self.positive_above)
 
     def _positive_quota(self, num_positives: int, num_negatives: int, num_kept: int) -> int:
         """How many positives to keep: what floor(n_neg G' / N') negatives leave, then the minority floors."""

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 from strop.algorithms.protocol import Decision, Selection
 from strop.errors import ConfigError
-from strop.types import Group
+from strop.types import Group, ScoredTrajectory
+
+WHOLE_REWARD = "reward"
+"""What decides by itself that a group is tied, where no part of the reward does."""
 
 
-def keep_group(group: Group, *, group_size: int, drop_tied: bool, needs_group: bool, reason: str) -> Selection:
+def keep_group(group: Group, *, group_size: int, drop_tied: bool, tied_by: str, needs_group: bool, reason: str) -> Selection:
     """Keeps all; none of a group that voids left with less than it needs, or that is tied while ties are dropped."""
     if len(group.trajectories) < (min(2, group_size) if needs_group else 1):
         return drop_all(group, describe_voids(group, group_size))
-    if group.is_tied and drop_tied and group_size > 1:
-        return drop_all(group, describe_tie(group.rewards))
+    if drop_tied and group_size > 1 and (tie := tie_of(group.trajectories, by=tied_by)):
+        return drop_all(group, tie)
     return keep_all(group, reason)
 
 
@@ -49,10 +52,21 @@ def drop_all(group: Group, reason: str, figures: Sequence[Mapping[str, float]] |
     )
 
 
-def describe_tie(rewards: Sequence[float], *, positive_above: float = 0.0) -> str:
-    """How people call it: all right, or all wrong."""
-    side = "right" if rewards[0] > positive_above else "wrong"
-    return f"tied group, all {side} (reward {rewards[0]:g})"
+def tie_of(trajectories: Sequence[ScoredTrajectory], *, by: str, positive_above: float = 0.0) -> str:
+    """How people call a group that nothing tells apart: all right, or all wrong; empty where it is not tied.
+
+    Args:
+        trajectories: one at least.
+        by: `WHOLE_REWARD`, or the part of the reward that is compared. Where a task has no such part, rewards are.
+        positive_above: a reward is right if it is more; a part if it is above 0.
+    """
+    if by == WHOLE_REWARD or any(by not in scored.reward_parts for scored in trajectories):
+        name, values, wrong_up_to = WHOLE_REWARD, [scored.reward for scored in trajectories], positive_above
+    else:
+        name, values, wrong_up_to = by, [scored.reward_parts[by] for scored in trajectories], 0.0
+    if len(set(values)) > 1:
+        return ""
+    return f"tied group, all {'right' if values[0] > wrong_up_to else 'wrong'} ({name} {values[0]:g})"
 
 
 def describe_voids(group: Group, num_rollouts: int) -> str:

@@ -7,11 +7,14 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from strop.algorithms.config import MethodConfig
+from strop.algorithms.group_method import GroupMethod
 from strop.algorithms.mismatch import Mismatch
 from strop.algorithms.policy_loss import Loss
 from strop.algorithms.protocol import Column
+from strop.algorithms.selection import WHOLE_REWARD
 from strop.config import Config
 from strop.errors import ConfigError
+from strop.evaluation.verdict import verdict_of
 from strop.pipelines.endings import EndRule, problem_with_ending
 from strop.pipelines.graph import Input, Product
 from strop.pipelines.held_out import ValidationConfig
@@ -277,6 +280,13 @@ class RlStage(RolloutStage):
             self.method.num_rollouts(self.group_size)
         except ConfigError as error:  # of a method by itself, which does not know where it stands
             raise ValueError(str(error)) from error
+        if isinstance(self.method, GroupMethod) and self.method.tied_by != WHOLE_REWARD:
+            parts = verdict_of(self.reward).parts
+            if self.method.tied_by not in parts:
+                raise ValueError(
+                    f"method.tied_by is {self.method.tied_by!r}, but no part of reward that says what is right is called so."
+                    f" Such parts: {', '.join(parts) or 'none'}. Name one of them, or set tied_by = {WHOLE_REWARD!r}."
+                )
         if self.method.loss is Loss.POLICY_GRADIENT and self.updates_per_step * self.epochs > 1:
             raise ValueError(
                 f"method.loss is 'policy_gradient', which is right for one update after sampling, but a step makes"
