@@ -11,6 +11,7 @@ import pytest
 from killing import HERE, complaint, events, finish, kill_when
 
 from scripted_runs import untimed
+from strop.pipelines.ledger import read_rollouts
 from strop.pipelines.load import load_recipe
 from strop.runs import RunDirectory, read_json, read_lines
 
@@ -47,7 +48,8 @@ SIZES = {
     stages.rejection.num_tasks=48 stages.teacher.num_tasks=48 stages.mixed.total=64
     stages.general.num_demonstrations=24 stages.general.tasks.max_digits=1
     stages.helpful.batch_size=16 stages.helpful.epochs=1
-    stages.rl2.schedule=[{at_step=2,reward={weights={accuracy=1.0,language=0.1,helpful=0.1}}}]
+    stages.safe.batch_size=16 stages.safe.epochs=1 stages.rl2.tasks_per_step=8
+    stages.rl2.schedule=[{at_step=2,tasks={kind="jsonl",path="r1-general.jsonl",dataset="strop"}}]
     stages.sft2.steps=250 stages.sft2.batch_size=16 stages.sft2.trainer.optimizer.warmup_updates=5
     stages.student.steps=10 stages.student.batch_size=4 stages.student.trainer.optimizer.warmup_updates=2
     stages.small.tiny={hidden_size=32,num_layers=2,num_heads=2,intermediate_size=64,vocab_size=320,max_length=256,num_texts=64}
@@ -124,30 +126,34 @@ def moment(run, stage, delay_s):
 
 
 def assert_nothing_is_vacuous(run, stages):
-    """Rejection keeps rows, every RL stage has rollouts that are right and some that call a tool, weights change on time."""
+    """Rejection keeps rows, every RL stage has rollouts that are right and some that call a tool, every reward has its rows."""
     by_stage = {name: [line for line in read_lines(run.metrics) if line["stage"] == name] for name in stages}
     for name, stage in stages.items():
         if stage.kind in ("filter", "rejection_sampling", "mix"):
             assert read_lines(run.stage(name).path / "data" / "kept.jsonl"), name
         if stage.kind == "rl":
-            assert max(line["rollout/accuracy"] for line in by_stage[name]) > 0, (name, complaint(run))
+            assert max(line.get("rollout/accuracy", 0.0) for line in by_stage[name]) > 0, (name, complaint(run))
             assert max(line["rollout/tool_calls_mean"] for line in by_stage[name]) > 0, name
-        if stage.kind == "rl" and stage.schedule:
-            assert_the_preference_counts_from_its_step_on(by_stage[name], stage)
+    if "rl2" in stages:
+        assert_general_prompts_and_their_rewards_come_last(run, stages["rl2"])
 
 
-def assert_the_preference_counts_from_its_step_on(steps, stage):
-    """DeepSeek-R1's late preference reward: until then it is measured, and moves nothing."""
+def assert_general_prompts_and_their_rewards_come_last(run, stage):
+    """DeepSeek-R1's second RL: rules judge reasoning, a reward model each of two sorts of general prompts, at its end alone."""
     [entry] = stage.schedule
-    assert stage.reward.weights["helpful"] == 0
-    assert entry.reward.weights["helpful"] > 0
-    for line in steps:
-        weights = entry.reward.weights if line["step"] >= entry.at_step else stage.reward.weights
-        assert line["reward/helpful_mean"] > 0
-        assert line["rollout/reward_mean"] == pytest.approx(
-            sum(weight * line[f"reward/{name}_mean"] for name, weight in weights.items())
-        )
-    assert {line["step"] >= entry.at_step for line in steps} == {False, True}
+    parts = stage.reward.parts
+    assert {name for name, part in parts.items() if part.kind == "scorer"} == {"helpful", "safety"}
+    by_kind = {}
+    for step in range(1, stage.steps + 1):
+        for scored in read_rollouts(run.stage("rl2").rollouts(step)):
+            kind = scored.trajectory.task_id.rpartition("-")[0] if step >= entry.at_step else ""
+            by_kind.setdefault(kind, []).append(scored)
+            judging = {name for name, part in parts.items() if kind in part.where.get("kind", (kind,))}
+            assert set(scored.reward_parts) == judging, (step, kind)
+            assert scored.reward == pytest.approx(sum(parts[name].weight * scored.reward_parts[name] for name in judging))
+    assert set(by_kind) == {"", "reasoning", "helpful", "safety"}
+    for kind in ("helpful", "safety"):  # a model that cannot tell one response from another would teach nothing
+        assert len({scored.reward_parts[kind] for scored in by_kind[kind]}) > 1, kind
 
 
 def lines(run):
