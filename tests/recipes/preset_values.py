@@ -22,7 +22,7 @@ PLACES = ("data/", "models/", "runs/")
 
 METHOD_KEYS = (
     *("loss", "ratio", "dual_clip", "aggregation", "constant", "advantage", "kl_coefficient", "entropy_coefficient"),
-    *("high_entropy_share", "overlong_filter", "drop_tied", "refill_rounds", "mismatch"),
+    *("high_entropy_share", "overlong_filter", "drop_tied", "tied_by", "refill_rounds", "mismatch"),
 )
 """Of `method`, what every RL preset has in this table, though it may leave it to a default. With a clip its ranges as well."""
 
@@ -50,6 +50,7 @@ def _keys(prefix: str, values: Values) -> Values:
 _PLAIN = {
     **_under(_METHOD, name="grpo", loss="clip", ratio="token", dual_clip=None, constant=None, refill_rounds=0, mismatch="off"),
     **_under(_METHOD, kl_coefficient=0.0, entropy_coefficient=0.0, high_entropy_share=1.0, overlong_filter=False, eps=1e-6),
+    **_under(_METHOD, tied_by="reward"),
 }
 _BFLOAT16 = {"engine.dtype": "bfloat16", "stages.rl.trainer.precision": "bfloat16"}
 _VERL = {**_BFLOAT16, **_under(_ADAMW, betas=[0.9, 0.999], weight_decay=0.01, grad_clip=1.0)}  # the defaults of its optimizer
@@ -361,7 +362,7 @@ PUBLISHED: dict[str, Values] = {
         **_under("stages.rl.reward.parts.accuracy.", kind="question_only", fast=True, weight=2.0),  # 1 and -1
         **_under("stages.rl.reward.parts.overlong.", kind="soft_overlong", max_tokens=20480, cache_tokens=4096, weight=1.0),
         **_under(_METHOD, clip_low=0.2, clip_high=0.28, drop_tied=True, aggregation="group_token_mean", refill_rounds=10 - 1),
-        **_under(_METHOD, advantage="group_normalized"),
+        **_under(_METHOD, advantage="group_normalized", tied_by="accuracy"),  # Eq. 11: neither all right nor all wrong
         **_under(_ADAMW, lr=1e-6, warmup_updates=20 * 16, schedule="constant", betas=[0.9, 0.999]),
         **_under(_ADAMW, weight_decay=0.1, grad_clip=1.0),
         **_under("stages.aime24.", k=32, num_tasks=30, prompt="question_only"),
