@@ -4,13 +4,18 @@ import pytest
 
 from strop.curation.config import AgreementRule, DifficultyRule
 from strop.curation.curate import curate, make_rule
-from strop.curation.outcomes import Agreement, Difficulty, Outcome, outcomes_of, read_outcomes
+from strop.curation.outcomes import Agreement, Difficulty, Outcome, key_of, outcome_of, read_outcomes
 from strop.errors import TaskError
 from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory
+
+FIELDS = ("task_id", "question_digest", "num_right", "num_judged")
 
 
 def task(name):
     return Task(id=name, question="q", answer="1", source="test")
+
+
+DIGEST = key_of(task("a"))[1]
 
 
 def group(name, rewards, *, num_void=0):
@@ -29,16 +34,22 @@ def group(name, rewards, *, num_void=0):
 
 
 def outcome(right, judged):
-    return {"t": Outcome(task_id="t", num_right=right, num_judged=judged)}
+    key = key_of(task("t"))
+    return {key: Outcome(task_id=key[0], question_digest=key[1], num_right=right, num_judged=judged)}
+
+
+def is_right(scored):
+    return None if scored.reward < 0 else scored.reward > 0.5
 
 
 def test_void_rollouts_are_neither_right_nor_wrong():
-    (found,) = outcomes_of([group("t", [1.0, 0.0, 1.0], num_void=5)])
+    found = outcome_of(group("t", [1.0, 0.0, 1.0], num_void=5), is_right)
     assert (found.num_right, found.num_judged) == (2, 3)
 
 
-def test_right_is_what_lies_above_the_reward_that_is_asked_for():
-    assert [each.num_right for each in outcomes_of([group("t", [0.1, 1.0])], above=0.5)] == [1]
+def test_a_rollout_of_which_nothing_says_whether_it_is_right_is_not_judged():
+    found = outcome_of(group("t", [0.1, 1.0, -1.0]), is_right)
+    assert (found.num_right, found.num_judged) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -47,6 +58,20 @@ def test_right_is_what_lies_above_the_reward_that_is_asked_for():
 def test_a_label_that_two_of_sixteen_answers_reach_stays(right, reason):
     said = Agreement(outcomes=outcome(right, 16)).judge(task("t"))
     assert said is None if reason is None else said.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("right", "judged", "keys", "reason"),
+    [
+        (1, 1, {}, None),  # the 15 that are void might have agreed
+        (0, 0, {}, None),
+        (0, 14, {}, None),
+        (0, 15, {}, "0 of 15 answers agree with the label, fewer than 2, 1 were not judged"),
+        (1, 1, {"num_rollouts": 1}, "1 of 1 answers agree with the label, fewer than 2"),
+    ],
+)
+def test_void_answers_speak_neither_for_a_label_nor_against_it(right, judged, keys, reason):
+    assert Agreement(outcomes=outcome(right, judged), **keys).judge(task("t")) == reason
 
 
 @pytest.mark.parametrize(
@@ -76,12 +101,38 @@ def test_the_rules_of_a_file_read_outcomes_whose_rows_of_one_task_add_up(tmp_pat
     path = tmp_path / "outcomes.jsonl"
     rows = [("a", 4, 8), ("a", 4, 8), ("b", 8, 8), ("c", 0, 16)]
     path.write_text(
-        "".join(json.dumps({"task_id": name, "num_right": right, "num_judged": judged}) + "\n" for name, right, judged in rows)
+        "".join(
+            json.dumps({"task_id": name, "question_digest": DIGEST, "num_right": right, "num_judged": judged}) + "\n"
+            for name, right, judged in rows
+        )
     )
     rules = [make_rule(AgreementRule(outcomes=path)), make_rule(DifficultyRule(outcomes=path))]
     verdicts = {verdict.task.id: verdict.rule for verdict in curate(map(task, "abc"), rules)}
     assert verdicts == {"a": "", "b": "difficulty", "c": "agreement"}
-    assert read_outcomes(path)["a"].num_judged == 16
+    assert read_outcomes(path)["a", DIGEST].num_judged == 16
+
+
+def test_tasks_of_two_sources_with_one_id_have_an_outcome_each(tmp_path):
+    easy, hard = (Task(id="train.jsonl:1", question=said, answer="1", source=said) for said in ("1+1", "an integral"))
+    path = tmp_path / "outcomes.jsonl"
+    path.write_text(
+        "".join(
+            json.dumps(dict(zip(FIELDS, [*key_of(each), num_right, 8], strict=True))) + "\n"
+            for each, num_right in ((easy, 8), (hard, 0))
+        )
+    )
+    rule = make_rule(DifficultyRule(outcomes=path, min_right=1))
+    assert rule.judge(easy).startswith("too easy: 8 of 8")
+    assert rule.judge(hard).startswith("too hard: 0 of 8")
+    other = Task(id="train.jsonl:1", question="another", answer="1", source="c")
+    assert rule.judge(other) == "no rollout of it was judged"
+
+
+def test_an_outcome_that_does_not_say_of_which_question_it_is_is_refused(tmp_path):
+    path = tmp_path / "outcomes.jsonl"
+    path.write_text(json.dumps({"task_id": "train.jsonl:1", "num_right": 1, "num_judged": 8}) + "\n")
+    with pytest.raises(TaskError, match=r"outcomes\.jsonl:1: no question_digest.* may be a task of any source.*key_of"):
+        read_outcomes(path)
 
 
 @pytest.mark.parametrize(

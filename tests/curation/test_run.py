@@ -209,3 +209,86 @@ def test_the_command_prints_each_rule_and_where_the_page_lies(file, tmp_path):
     )
     assert "decontamination      dropped        10 of     2,880" in done.stdout
     assert done.stdout.rstrip().endswith("report.html")
+
+
+def write_sources(directory, *numbers_of_rows):
+    for name, num in zip("ab", numbers_of_rows, strict=True):
+        rows = [{"question": f"{name} {each.question}", "answer": "9" * 40} for each in problems(num, seed=7)]
+        write(directory / f"{name}.jsonl", rows)
+
+
+def test_rows_that_the_limits_of_a_source_leave_out_are_dropped_by_name(tmp_path):
+    rows = [row_of(task) for task in problems(10, seed=2)]
+    rows[1]["question"] = "x" * 2000
+    rows[2]["facts"] = {"solution": "<<1+1=2>> <<2+1=3>>"}
+    write(tmp_path / "rows.jsonl", [*rows, {"id": "bad", "question": "", "answer": "1"}])
+    (tmp_path / "file.toml").write_text(
+        'name = "test"\n[[sources]]\nkind = "jsonl"\ndataset = "strop"\npath = "rows.jsonl"\nmax_question_chars = 1000\n'
+        'max_solution_steps = 1\nlimit = 5\n[[rules]]\nkind = "integer_answer"\n'
+    )
+    summary = run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1)
+    found = {rule["name"]: rule["num_dropped"] for rule in summary["rules"]}
+    assert found == {"unreadable": 1, "max_question_chars": 1, "max_solution_steps": 1, "limit": 3, "integer_answer": 0}
+    assert (summary["num_kept"], summary["num_tasks"]) == (5, 11)
+    dropped = {row["id"]: (row["rule"], row["reason"]) for row in read(tmp_path / "out" / "dropped.jsonl")}
+    assert dropped["rest/1"] == ("max_question_chars", "2000 characters, more than 1000")
+    assert dropped["rest/2"] == ("max_solution_steps", "2 steps of its solution, more than 1")
+    assert dropped["rest/9"] == ("limit", "behind the first 5 that are wanted")
+
+
+TWO_SOURCES = """
+name = "two"
+[[sources]]
+kind = "jsonl"
+path = "a.jsonl"
+[[sources]]
+kind = "jsonl"
+path = "b.jsonl"
+[[rules]]
+kind = "small_numbers"
+sources = ["b.jsonl"]
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_rule_judges_the_sources_that_it_names(tmp_path, jobs):
+    write_sources(tmp_path, 3, 4)
+    (tmp_path / "file.toml").write_text(TWO_SOURCES)
+    run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=jobs)
+    assert {row["id"] for row in read(tmp_path / "out" / "kept.jsonl")} == {f"a.jsonl:{n}" for n in (1, 2, 3)}
+    assert {row["rule"] for row in read(tmp_path / "out" / "dropped.jsonl")} == {"small_numbers"}
+
+
+def test_a_comparison_remembers_no_problem_of_other_sources(tmp_path):
+    write_sources(tmp_path, 2, 2)
+    for name in "ab":
+        write(tmp_path / f"{name}.jsonl", [{"question": "the same", "answer": "1"}] * 2)
+    (tmp_path / "file.toml").write_text(TWO_SOURCES.replace("small_numbers", "exact_duplicates"))
+    run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1)
+    assert [row["id"] for row in read(tmp_path / "out" / "kept.jsonl")] == ["a.jsonl:1", "a.jsonl:2", "b.jsonl:1"]
+
+
+def test_a_rule_for_a_source_that_is_not_there_is_refused(tmp_path):
+    (tmp_path / "file.toml").write_text(TWO_SOURCES.replace('["b.jsonl"]', '["c.jsonl"]'))
+    with pytest.raises(ConfigError, match=r"'c\.jsonl', which is none of the sources.*Did you mean"):
+        load_curation(tmp_path / "file.toml")
+
+
+def test_parts_that_a_kill_left_behind_the_result_go_with_the_next_call(tmp_path):
+    write_sources(tmp_path, 3, 4)
+    (tmp_path / "file.toml").write_text(TWO_SOURCES)
+    first = run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1)
+    (tmp_path / "out" / "parts").mkdir()
+    (tmp_path / "out" / "parts" / "part-000000.jsonl").write_text("")
+    assert run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1) == first
+    assert not (tmp_path / "out" / "parts").exists()
+
+
+def test_the_shipped_curation_scopes_its_rules_as_the_paper_does():
+    config = load_curation(Path(__file__).parents[2] / "recipes" / "curation" / "rstar2.toml")
+    scopes = {rule.kind: config.scope(rule) for rule in config.rules}
+    assert scopes["agreement"] == {"openmathreasoning", "nvidia/OpenMathReasoning[cot]"}
+    assert scopes["small_numbers"] == {"project-euler", "PatrickHaller/pecc[test]"}
+    assert [scopes[kind] for kind in ("integer_answer", "decontamination", "exact_duplicates", "near_duplicates")] == [None] * 4
+    [agreement] = [rule for rule in config.rules if rule.kind == "agreement"]
+    assert (agreement.min_right, agreement.num_rollouts) == (2, 16)

@@ -8,7 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from scripted_runs import RECIPE, run_recipe
-from strop.errors import RunError
+from strop.curation.load import load_curation
+from strop.curation.run import run_curation
+from strop.errors import MachineError, RunError
 from strop.pipelines.filter_stage import why_dropped
 from strop.pipelines.mix_stage import counts_of
 from strop.pipelines.recipe import EvalStage, FilterStage, MixStage, Recipe, RejectionSamplingStage, resolve
@@ -219,6 +221,60 @@ def test_a_filter_writes_every_task_once_kept_or_dropped_with_its_reason(whole):
     assert tasks
     assert dropped
     assert all(row["num_right"] > 2 and "too easy" in row["reason"] for row in dropped)
+
+
+def test_a_curation_reads_the_outcomes_that_a_filter_writes_and_drops_what_it_drops(whole, tmp_path):
+    outcomes = whole.run.stage("hard").path / "data" / "outcomes.jsonl"
+    rows = [*kept(whole.run, "hard"), *read_lines(whole.run.stage("hard").path / "data" / "dropped.jsonl")]
+    right = {row["task_id"]: row["num_right"] for row in read_lines(outcomes)}
+    assert len(right) == 12
+    assert {row["id"]: row["num_right"] for row in rows if "num_right" in row}.items() <= right.items()
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "file.toml").write_text(
+        'name = "test"\n[[sources]]\nkind = "jsonl"\ndataset = "strop"\npath = "rows.jsonl"\n'
+        f'[[rules]]\nkind = "agreement"\nnum_rollouts = 4\nmin_right = 3\noutcomes = "{outcomes}"\n'
+    )
+    run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1)
+    too_easy = {row["id"] for row in rows if "num_right" in row}  # the filter's max_right is 2
+    assert {row["id"] for row in read_lines(tmp_path / "out" / "kept.jsonl")} == too_easy
+    assert len(read_lines(whole.run.stage("good").path / "data" / "outcomes.jsonl")) == 8
+
+
+def judge_lost_on_one(task: Task, trajectory) -> float:
+    if task.question == "1+1":
+        raise MachineError("the judge timed out")
+    return 1.0
+
+
+def judge_lost(task: Task, trajectory) -> float:
+    raise MachineError("the judge timed out")
+
+
+def sampled(tmp_path, kind, judge, **keys):
+    """A run whose last stage plays three sums of a file, judged by `judge`."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in (1, 2, 3)))
+    stage = {"kind": kind, "init": "base", "tasks": {"kind": "jsonl", "path": str(path)}, "k": 2} | keys
+    stage |= {"reward": {"kind": "function", "function": f"test_data_stages:{judge}"}}
+    recipe = RECIPE | {"stages": {"base": STUDENT, "played": stage}}
+    return run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))))
+
+
+@pytest.mark.parametrize(("kind", "keys"), [("filter", {"max_right": 2}), ("rejection_sampling", {"drop_repeats": False})])
+def test_void_rollouts_are_told_with_their_reason_and_a_task_that_has_no_others_by_name(tmp_path, kind, keys):
+    done = sampled(tmp_path, kind, "judge_lost_on_one", **keys)
+    [warning] = [text for text in done.progress.warnings if "void" in text]
+    # Its two attempts and the two that took their places.
+    assert warning.startswith("4 rollouts are void and speak for nothing; tasks without any other: 1 (rows.jsonl:1).")
+    assert "the judge timed out" in warning
+    assert "void" in dict(done.progress.stages)["played"]
+
+
+@pytest.mark.parametrize("kind", ["filter", "rejection_sampling"])
+def test_a_stage_whose_every_rollout_is_void_ends_with_the_reason(tmp_path, kind):
+    with pytest.raises(MachineError, match=r"every rollout of 3 tasks is void.*the judge timed out\. All reasons are in"):
+        sampled(tmp_path, kind, "judge_lost")
+    assert not (tmp_path / "run" / "stages" / "played" / "data" / "kept.jsonl").exists()
 
 
 def test_rl_trains_on_the_tasks_that_the_filter_kept_and_on_no_other(whole):

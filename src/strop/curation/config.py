@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -9,24 +10,31 @@ from pydantic import Field, model_validator
 
 from strop.config import Config
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
+from strop.tasks.rows import source_of
 
 RowsSource: TypeAlias = Annotated[JsonlConfig | ParquetConfig | HubConfig, Field(discriminator="kind")]
 
 
-class IntegerAnswerRule(Config):
+class RuleScope(Config):
+    """Of which sources a rule judges the problems."""
+
+    sources: tuple[str, ...] = ()  # by dataset, path or hub name; none: all. Of dataset = "strop" what the rows have as source
+
+
+class IntegerAnswerRule(RuleScope):
     """Keeps answers that are one integer."""
 
     kind: Literal["integer_answer"] = "integer_answer"
 
 
-class VerifiableAnswerRule(Config):
+class VerifiableAnswerRule(RuleScope):
     """Drops proofs, choices among letters, yes and no, and prose."""
 
     kind: Literal["verifiable_answer"] = "verifiable_answer"
     max_words: int = Field(default=0, ge=0)  # of prose in an answer
 
 
-class SimpleAnswerRule(Config):
+class SimpleAnswerRule(RuleScope):
     """Drops answers so long, or of so many parts, that checks of them err."""
 
     kind: Literal["simple_answer"] = "simple_answer"
@@ -35,14 +43,14 @@ class SimpleAnswerRule(Config):
     max_parts: int = Field(default=4, ge=1)  # separated by commas
 
 
-class SmallNumbersRule(Config):
+class SmallNumbersRule(RuleScope):
     """Drops answers with huge numbers."""
 
     kind: Literal["small_numbers"] = "small_numbers"
     max_digits: int = Field(default=15, ge=1)
 
 
-class DecontaminationRule(Config):
+class DecontaminationRule(RuleScope):
     """Drops problems that share n-grams with a benchmark, and reworded copies of its short problems."""
 
     kind: Literal["decontamination"] = "decontamination"
@@ -52,15 +60,25 @@ class DecontaminationRule(Config):
     short_share: float = Field(default=0.45, gt=0, le=1)  # of one with fewer than 3n words, that one run of words must hold
 
 
-class AgreementRule(Config):
+class AgreementRule(RuleScope):
     """Keeps problems whose label some of a model's answers reach."""
 
     kind: Literal["agreement"] = "agreement"
     outcomes: Path
+    num_rollouts: int = Field(default=16, ge=1)  # asked of the model; those that were not judged may have been right
     min_right: int = Field(default=2, ge=1)  # of 16; rStar2-Agent section 4.2
 
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> Self:
+        if self.min_right > self.num_rollouts:
+            raise ValueError(
+                f"min_right is {self.min_right} but num_rollouts is {self.num_rollouts}: no problem could stay. Lower"
+                " min_right."
+            )
+        return self
 
-class DifficultyRule(Config):
+
+class DifficultyRule(RuleScope):
     """Drops problems that the policy always solves."""
 
     kind: Literal["difficulty"] = "difficulty"
@@ -69,13 +87,13 @@ class DifficultyRule(Config):
     min_right: int = Field(default=0, ge=0)  # fewer is too hard
 
 
-class ExactDuplicatesRule(Config):
+class ExactDuplicatesRule(RuleScope):
     """Keeps the first of equal questions."""
 
     kind: Literal["exact_duplicates"] = "exact_duplicates"
 
 
-class NearDuplicatesRule(Config):
+class NearDuplicatesRule(RuleScope):
     """Keeps the first of questions that read nearly the same; needs the extra `data`."""
 
     kind: Literal["near_duplicates"] = "near_duplicates"
@@ -121,3 +139,38 @@ class CurationConfig(Config):
                 " dropped afterwards would be lost with it. Put exact_duplicates and near_duplicates last."
             )
         return self
+
+    @model_validator(mode="after")
+    def _names_sources_that_are_there(self) -> Self:
+        known = sorted({name for source in self.sources for name in _names_of(source)})
+        tells_itself = any(source.dataset == "strop" for source in self.sources)
+        for rule in self.rules:
+            for name in rule.sources:
+                if tells_itself or any(_is_called(source, name) for source in self.sources):
+                    continue
+                nearest = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+                raise ValueError(
+                    f"sources of {rule.kind} has {name!r}, which is none of the sources: {', '.join(known)}.{hint} Name one by"
+                    " its dataset, path or hub name."
+                )
+        return self
+
+    def scope(self, rule: RuleConfig) -> frozenset[str] | None:
+        """What the problems that `rule` judges have as their source; None where it judges all."""
+        if not rule.sources:
+            return None
+        called = [source for source in self.sources if any(_is_called(source, name) for name in rule.sources)]
+        return frozenset([*rule.sources, *(source_of(source, "train") for source in called)])
+
+
+def _names_of(source: RowsSource) -> list[str]:
+    """What a rule may call a source."""
+    place = source.name if isinstance(source, HubConfig) else str(source.path)
+    return [name for name in (source.dataset, place) if name is not None]
+
+
+def _is_called(source: RowsSource, name: str) -> bool:
+    if source.dataset == "strop":
+        return False  # its rows say themselves where they come from
+    return name in _names_of(source) or (not isinstance(source, HubConfig) and str(source.path).endswith(f"/{name}"))

@@ -9,6 +9,7 @@ from typing import assert_never
 from strop.curation.answers import IntegerAnswer, SimpleAnswer, SmallNumbers, VerifiableAnswer
 from strop.curation.config import (
     AgreementRule,
+    CurationConfig,
     DecontaminationRule,
     DifficultyRule,
     ExactDuplicatesRule,
@@ -22,7 +23,7 @@ from strop.curation.config import (
 )
 from strop.curation.decontamination import Decontamination
 from strop.curation.outcomes import Agreement, Difficulty, read_outcomes
-from strop.curation.verdict import AnyRule, Verdict, comparisons, rules_alone
+from strop.curation.verdict import AnyRule, Verdict, comparisons, rules_alone, scoped
 from strop.tasks import iterate_rows
 from strop.tasks.config import HubConfig
 from strop.types import Task
@@ -47,7 +48,8 @@ def make_rule(config: RuleConfig) -> AnyRule:
             benchmarks = (task for source in config.against for task in read_benchmark(source))
             return Decontamination(benchmarks, n=config.n, min_share=config.min_share, short_share=config.short_share)
         case AgreementRule():
-            return Agreement(outcomes=read_outcomes(config.outcomes), min_right=config.min_right)
+            outcomes = read_outcomes(config.outcomes)
+            return Agreement(outcomes=outcomes, num_rollouts=config.num_rollouts, min_right=config.min_right)
         case DifficultyRule():
             outcomes = read_outcomes(config.outcomes)
             return Difficulty(outcomes=outcomes, num_rollouts=config.num_rollouts, min_right=config.min_right)
@@ -61,6 +63,11 @@ def make_rule(config: RuleConfig) -> AnyRule:
             return NearDuplicates(threshold=config.threshold, needs_same_answer=config.needs_same_answer)
         case _:
             assert_never(config)
+
+
+def make_rules(config: CurationConfig) -> list[AnyRule]:
+    """The rules of a file, each for the sources that it names. Raises as `make_rule` does."""
+    return [scoped(make_rule(rule), config.scope(rule)) for rule in config.rules]
 
 
 def read_benchmark(source: RowsSource) -> Iterator[Task]:

@@ -6,13 +6,17 @@ reach (section 4.2); before its third stage those are dropped that the policy so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
+from strop.curation.text import fingerprint
 from strop.errors import TaskError
 from strop.tasks.files import read_jsonl
-from strop.types import Group, Task
+from strop.types import Group, ScoredTrajectory, Task
+
+_FORM = "A row holds task_id and question_digest (texts), num_right and num_judged (0 <= num_right <= num_judged)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,59 +24,81 @@ class Outcome:
     """How often a model solved a task. Void rollouts are none of the judged ones (design law 3)."""
 
     task_id: str
+    question_digest: str  # ids of two files may be the same, as train.jsonl:1
     num_right: int
     num_judged: int
 
 
-def outcomes_of(groups: Iterable[Group], *, above: float = 0.0) -> Iterator[Outcome]:
-    """The outcome of each group: a trajectory is right when its reward is above `above`."""
-    for group in groups:
-        num_right = sum(reward > above for reward in group.rewards)
-        yield Outcome(task_id=group.task.id, num_right=num_right, num_judged=len(group.trajectories))
+TaskKey: TypeAlias = tuple[str, str]
+"""Which task an outcome is of: its id and a digest of its question."""
 
 
-def read_outcomes(path: Path) -> dict[str, Outcome]:
-    """By task id, the rows of a JSONL file with task_id, num_right and num_judged; rows of one task add up.
+def key_of(task: Task) -> TaskKey:
+    return task.id, fingerprint(task.question).hex()
+
+
+def outcome_of(group: Group, verdict: Callable[[ScoredTrajectory], bool | None]) -> Outcome:
+    """How often the task of `group` was solved. `verdict` says whether a rollout is right, or None where nobody knows."""
+    found = [verdict(scored) for scored in group.trajectories]
+    task_id, digest = key_of(group.task)
+    num_judged = len(found) - found.count(None)
+    return Outcome(task_id=task_id, question_digest=digest, num_right=found.count(True), num_judged=num_judged)
+
+
+def read_outcomes(path: Path) -> dict[TaskKey, Outcome]:
+    """The rows of a JSONL file with the fields of `Outcome`; rows of one task add up.
 
     Raises:
         TaskError: naming the row that is none.
     """
-    found: dict[str, Outcome] = {}
+    found: dict[TaskKey, Outcome] = {}
     for place, row in read_jsonl(path):
-        task_id, right, judged = (row.get(key) for key in ("task_id", "num_right", "num_judged"))
-        is_sound = isinstance(task_id, str) and type(right) is int and type(judged) is int and 0 <= right <= judged
-        if not is_sound:
-            raise TaskError(
-                f"{place}: no outcome of a task. A row holds task_id (a text), num_right and num_judged (0 <= num_right <="
-                " num_judged)."
-            )
-        assert isinstance(task_id, str)
-        assert isinstance(right, int)
-        assert isinstance(judged, int)
-        before = found.get(task_id)
-        found[task_id] = Outcome(
-            task_id=task_id,
-            num_right=right + (before.num_right if before else 0),
-            num_judged=judged + (before.num_judged if before else 0),
+        outcome = _outcome(row, place)
+        key = outcome.task_id, outcome.question_digest
+        before = found.get(key)
+        found[key] = Outcome(
+            task_id=outcome.task_id,
+            question_digest=outcome.question_digest,
+            num_right=outcome.num_right + (before.num_right if before else 0),
+            num_judged=outcome.num_judged + (before.num_judged if before else 0),
         )
     return found
 
 
+def _outcome(row: Mapping[str, Any], place: str) -> Outcome:
+    task_id, digest, right, judged = (row.get(key) for key in ("task_id", "question_digest", "num_right", "num_judged"))
+    if not isinstance(task_id, str) or type(right) is not int or type(judged) is not int or not 0 <= right <= judged:
+        raise TaskError(f"{place}: no outcome of a task. {_FORM}; stages of filter and rejection sampling write such.")
+    if not isinstance(digest, str):
+        raise TaskError(
+            f"{place}: no question_digest, without which {task_id!r} may be a task of any source. {_FORM}; for a task of yours"
+            " strop.curation.outcomes.key_of(task) gives the first two."
+        )
+    return Outcome(task_id=task_id, question_digest=digest, num_right=right, num_judged=judged)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Keeps tasks whose label at least `min_right` of a model's answers reach: a label that none reaches is likely wrong."""
+    """Keeps tasks whose label at least `min_right` of a model's answers reach: a label that none reaches is likely wrong.
 
-    outcomes: Mapping[str, Outcome]
+    Of `num_rollouts` those that were not judged (void, or with no verdict) may have reached it: a task is dropped only where
+    they could not have changed that.
+    """
+
+    outcomes: Mapping[TaskKey, Outcome]
+    num_rollouts: int = 16
     min_right: int = 2
     name: str = "agreement"
 
     def judge(self, task: Task) -> str | None:
-        outcome = self.outcomes.get(task.id)
+        outcome = self.outcomes.get(key_of(task))
         if outcome is None:
             return "no rollout of it was judged"
-        if outcome.num_right >= self.min_right:
+        num_missing = max(0, self.num_rollouts - outcome.num_judged)
+        if outcome.num_right + num_missing >= self.min_right:
             return None
-        return f"{outcome.num_right} of {outcome.num_judged} answers agree with the label, fewer than {self.min_right}"
+        missing = f", {num_missing} were not judged" if num_missing else ""
+        return f"{outcome.num_right} of {outcome.num_judged} answers agree with the label, fewer than {self.min_right}{missing}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +108,13 @@ class Difficulty:
     With fewer than `num_rollouts` judged nothing is known of "always", and the task stays.
     """
 
-    outcomes: Mapping[str, Outcome]
+    outcomes: Mapping[TaskKey, Outcome]
     num_rollouts: int = 8
     min_right: int = 0
     name: str = "difficulty"
 
     def judge(self, task: Task) -> str | None:
-        outcome = self.outcomes.get(task.id)
+        outcome = self.outcomes.get(key_of(task))
         if outcome is None:
             return "no rollout of it was judged"
         if outcome.num_judged >= self.num_rollouts and outcome.num_right == outcome.num_judged:

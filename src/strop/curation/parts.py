@@ -12,7 +12,7 @@ from strop.curation.curate import Judged
 from strop.curation.verdict import Verdict
 from strop.runs import read_lines, write_text
 from strop.tasks.readers import Row
-from strop.tasks.rows import BadRow
+from strop.tasks.rows import BadRow, LeftOut
 from strop.types import Task
 
 UNREADABLE = "unreadable"
@@ -42,6 +42,11 @@ def unreadable(bad: BadRow) -> Judged:
     shown = json.dumps(bad.row, ensure_ascii=False, default=str)
     task = Task(id=Path(bad.place).name, question=shown, answer="", source=bad.source)
     return Judged(verdict=Verdict(task=task, rule=UNREADABLE, reason=bad.problem))
+
+
+def left_out(row: LeftOut) -> Judged:
+    """A task that its source's limits leave out; the rule is the key that does."""
+    return Judged(verdict=Verdict(task=row.task, rule=row.key, reason=row.reason))
 
 
 def row_of(task: Task) -> dict[str, Any]:

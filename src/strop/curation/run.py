@@ -19,22 +19,24 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeAlias
 
 from strop.curation.config import CurationConfig
-from strop.curation.curate import Alone, Judged, compare, make_rule
+from strop.curation.curate import Alone, Judged, compare, make_rules
 from strop.curation.inputs import lineage
 from strop.curation.page import write_page
-from strop.curation.parts import UNREADABLE, part_path, read_parts, row_of, unreadable, write_part
+from strop.curation.parts import UNREADABLE, left_out, part_path, read_parts, row_of, unreadable, write_part
 from strop.curation.tally import Tally
 from strop.curation.verdict import AnyRule, comparisons, rules_alone
 from strop.errors import DeadlineExceeded, MachineError, RunError
 from strop.runs import read_json, write_json, writing_to
-from strop.tasks.rows import BadRow, read_tasks
+from strop.tasks.rows import LIMITS, BadRow, LeftOut, read_tasks
 from strop.types import Task
 
 CHUNK_TASKS = 1000
 _CHUNK_DEADLINE_S = 600.0
+
+AnyRow: TypeAlias = Task | LeftOut | BadRow
 
 Progress = Callable[[int], None]
 """Told how many more rows were judged."""
@@ -51,7 +53,7 @@ def run_curation(
         MachineError: a process died or hung; the same call goes on.
     """
     made_of = lineage(config)
-    done = directory / "curation.json"
+    done, parts = directory / "curation.json", directory / "parts"
     if done.exists():
         summary: dict[str, Any] = read_json(done)
         if summary.get("inputs", {}).get("digest") != made_of["digest"]:
@@ -59,9 +61,9 @@ def run_curation(
                 f"{directory}: holds the result of other rules or of files that have changed since. Choose another --out, or"
                 " remove it to curate anew."
             )
+        shutil.rmtree(parts, ignore_errors=True)  # of a call that was killed between its last two lines
         return summary
-    rules = [make_rule(rule) for rule in config.rules]
-    parts = directory / "parts"
+    rules = make_rules(config)
     _open_parts(parts, made_of["digest"])
     _judge_all(config, rules, parts, jobs=jobs, progress=progress)
     tally = _compare_all(rules, parts, directory)
@@ -105,7 +107,7 @@ def _judge_all(config: CurationConfig, rules: list[AnyRule], parts: Path, *, job
             progress(_collect(running, pool))
 
 
-def _chunks(rows: Iterator[Task | BadRow]) -> Iterator[list[Task | BadRow]]:
+def _chunks(rows: Iterator[AnyRow]) -> Iterator[list[AnyRow]]:
     while chunk := list(islice(rows, CHUNK_TASKS)):
         yield chunk
 
@@ -136,7 +138,7 @@ def _start(config: CurationConfig) -> None:
     """Set a worker up, and see to it that it does not outlive a parent that is killed."""
     global _alone
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _alone = Alone([make_rule(rule) for rule in config.rules])
+    _alone = Alone(make_rules(config))
 
 
 def _end_with_parent() -> None:
@@ -146,13 +148,19 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _judge_chunk(path: Path, chunk: list[Task | BadRow]) -> None:
+def _judge_chunk(path: Path, chunk: list[AnyRow]) -> None:
     assert _alone is not None
     write_part(path, [_judge(_alone, each) for each in chunk])
 
 
-def _judge(alone: Alone, row: Task | BadRow) -> Judged:
-    return alone.judge(row) if isinstance(row, Task) else unreadable(row)
+def _judge(alone: Alone, row: AnyRow) -> Judged:
+    match row:
+        case Task():
+            return alone.judge(row)
+        case LeftOut():
+            return left_out(row)
+        case BadRow():
+            return unreadable(row)
 
 
 def _compare_all(rules: list[AnyRule], parts: Path, directory: Path) -> Tally:
@@ -181,7 +189,8 @@ def _write(file: TextIO, row: dict[str, Any]) -> None:
 
 
 def _summary(config: CurationConfig, rules: list[AnyRule], tally: Tally, made_of: dict[str, Any]) -> dict[str, Any]:
-    order = [UNREADABLE, *(rule.name for rule in rules_alone(rules)), *(rule.name for rule in comparisons(rules))]
+    limits = [key for key in LIMITS if any(getattr(source, key) is not None for source in config.sources)]
+    order = [UNREADABLE, *limits, *(rule.name for rule in rules_alone(rules)), *(rule.name for rule in comparisons(rules))]
     return {
         "name": config.name,
         "num_tasks": tally.num_tasks,

@@ -51,6 +51,48 @@ class Comparison(Protocol):
 AnyRule: TypeAlias = Rule | Comparison
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScopedRule:
+    """A rule for problems of some sources; those of others stay."""
+
+    rule: Rule
+    sources: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def judge(self, task: Task) -> str | None:
+        return self.rule.judge(task) if task.source in self.sources else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScopedComparison:
+    """A comparison among problems of some sources; those of others stay, and are not remembered."""
+
+    rule: Comparison
+    sources: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        return self.rule.name
+
+    def prepare(self, task: Task) -> bytes:
+        return self.rule.prepare(task) if task.source in self.sources else b""
+
+    def judge(self, task: Task, prepared: bytes) -> str | None:
+        return self.rule.judge(task, prepared) if task.source in self.sources else None
+
+
+def scoped(rule: AnyRule, sources: frozenset[str] | None) -> AnyRule:
+    """`rule` for problems whose source is one of `sources`; for all where that is None."""
+    if sources is None:
+        return rule
+    if isinstance(rule, Comparison):
+        return _ScopedComparison(rule=rule, sources=sources)
+    return _ScopedRule(rule=rule, sources=sources)
+
+
 def rules_alone(rules: Sequence[AnyRule]) -> list[Rule]:
     """Those of `rules` that judge a task by itself, in order."""
     return [rule for rule in rules if not isinstance(rule, Comparison)]

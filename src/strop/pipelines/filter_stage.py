@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from strop.errors import TaskError
 from strop.evaluation.verdict import Verdict, verdict_of
 from strop.pipelines.recipe import FilterStage
-from strop.pipelines.sampled import play_sampled
+from strop.pipelines.sampled import outcome_row, outcomes_path, play_sampled
 from strop.pipelines.stage import StageContext
-from strop.pipelines.stage_data import dropped_path, kept_path, write_rows
+from strop.pipelines.stage_data import RowsWriter, dropped_path, kept_path
 from strop.types import Group
 
 
@@ -21,29 +20,43 @@ async def run_filter_stage(context: StageContext, stage: FilterStage) -> tuple[P
     Raises:
         TaskError: no task is kept.
     """
-    kept: list[tuple[int, dict[str, Any]]] = []
-    dropped: list[tuple[int, dict[str, Any]]] = []
-    verdict, num_without_verdict = verdict_of(stage.reward), 0
-    async for group in play_sampled(context, stage):
-        reason = why_dropped(group, stage)
-        task = asdict(group.task)
-        if reason:
+    directory = context.directory
+    verdict = verdict_of(stage.reward)
+    num_kept = num_dropped = num_without_verdict = num_void = 0
+    first = ""
+    with (
+        RowsWriter(dropped_path(directory)) as dropped,
+        RowsWriter(kept_path(directory)) as kept,
+        RowsWriter(outcomes_path(directory)) as outcomes,
+    ):
+        async for group in play_sampled(context, stage):
+            outcomes.add(outcome_row(group, verdict))
+            reason = why_dropped(group, stage)
+            task = asdict(group.task)
             num_right, num_judged = _counts(group, verdict)
-            dropped.append((group.task_index, task | {"reason": reason, "num_right": num_right, "num_judged": num_judged}))
-        else:
-            kept.append((group.task_index, task))
-            num_without_verdict += bool(group.trajectories) and not _counts(group, verdict)[1]
-    for path, rows in ((dropped_path(context.directory), dropped), (kept_path(context.directory), kept)):
-        write_rows(path, (row for _, row in sorted(rows, key=lambda each: each[0])))
-    num = len(kept) + len(dropped)
-    if not kept:
+            if reason:
+                num_dropped += 1
+                first = first or reason
+                dropped.add(task | {"reason": reason, "num_right": num_right, "num_judged": num_judged})
+            else:
+                kept.add(task)
+                num_kept += 1
+                num_void += not group.trajectories
+                num_without_verdict += bool(group.trajectories) and not num_judged
+    num = num_kept + num_dropped
+    if not num_kept:
         raise TaskError(
             f"stages.{context.name}: none of {num} tasks has {stage.min_right} to {stage.most_right} right rollouts of"
-            f" {stage.k}; of the first: {min(dropped)[1]['reason']}. Loosen min_right or max_right, or give it other tasks."
-            f" All reasons are in {dropped_path(context.directory)}."
+            f" {stage.k}; of the first: {first}. Loosen min_right or max_right, or give it other tasks."
+            f" All reasons are in {dropped_path(directory)}."
         )
-    without = f" ({num_without_verdict} of them since nothing says what is right)" if num_without_verdict else ""
-    return kept_path(context.directory), f"{len(kept)} of {num} tasks kept{without}, {len(dropped)} dropped"
+    since = [
+        f"{count} of them since {why}"
+        for count, why in ((num_without_verdict, "nothing says what is right"), (num_void, "every rollout is void"))
+        if count
+    ]
+    told = f" ({', '.join(since)})" if since else ""
+    return kept_path(directory), f"{num_kept} of {num} tasks kept{told}, {num_dropped} dropped"
 
 
 def why_dropped(group: Group, stage: FilterStage) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from strop.errors import TaskError
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.recipe import RejectionSamplingStage
-from strop.pipelines.sampled import play_sampled
+from strop.pipelines.sampled import outcome_row, outcomes_path, play_sampled
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.stage_data import RowsWriter, as_conversation, dropped_path, kept_path, tokenizer_digest
 from strop.rewards.language import SCRIPTS
@@ -35,10 +35,17 @@ async def run_rejection_stage(context: StageContext, stage: RejectionSamplingSta
     facts = {"prompt": stage.prompt, "tokenizer": tokenizer_digest(chat)}
     specs = [tool.spec for tool in context.tools()]
     why: Counter[str] = Counter()
-    num_tasks = num_kept = 0
-    with RowsWriter(dropped_path(context.directory)) as dropped, RowsWriter(kept_path(context.directory)) as kept:
+    verdict = verdict_of(stage.reward)
+    num_tasks = num_kept = num_void = 0
+    with (
+        RowsWriter(dropped_path(context.directory)) as dropped,
+        RowsWriter(kept_path(context.directory)) as kept,
+        RowsWriter(outcomes_path(context.directory)) as outcomes,
+    ):
         async for group in play_sampled(context, stage):
             num_tasks += 1
+            num_void += group.num_void
+            outcomes.add(outcome_row(group, verdict))
             asked = [{"role": each.role, "content": each.text} for each in prompt.fill(group.task.question, specs)]
             for scored, reason in zip(group.trajectories, reasons(group, stage), strict=True):
                 row = as_conversation(group.task, scored.trajectory, question=asked, prefill=prompt.prefill, facts=facts)
@@ -50,13 +57,14 @@ async def run_rejection_stage(context: StageContext, stage: RejectionSamplingSta
                     kept.add(row)
                     num_kept += 1
     if not num_kept:
-        found = "; ".join(f"{reason} ({num})" for reason, num in why.most_common(3)) or "every rollout is void"
+        found = "; ".join(f"{reason} ({num})" for reason, num in why.most_common(3))
         raise TaskError(
             f"stages.{context.name}: no rollout of {num_tasks} tasks is kept: {found}. Sample more (k), give it easier tasks,"
             f" or loosen its rules. All reasons are in {dropped_path(context.directory)}."
         )
-    found = "".join(f", {num} {reason}" for reason, num in why.most_common())
-    return kept_path(context.directory), f"{num_kept} conversations of {num_tasks} tasks kept; dropped{found or ' none'}"
+    found = "".join(f", {num} {reason}" for reason, num in why.most_common()) or " none"
+    void = f"; {num_void} are void" if num_void else ""
+    return kept_path(context.directory), f"{num_kept} conversations of {num_tasks} tasks kept; dropped{found}{void}"
 
 
 def reasons(group: Group, stage: RejectionSamplingStage) -> list[str]:

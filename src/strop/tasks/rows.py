@@ -33,6 +33,19 @@ class BadRow:
     row: Row
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A task that the config's limits leave out: by which key, and why."""
+
+    task: Task
+    key: str
+    reason: str
+
+
+LIMITS = ("max_question_chars", "max_solution_steps", "limit")
+"""The keys of `Columns` that leave rows out."""
+
+
 class RowTasks:
     """A finite set of tasks, epoch after epoch, each in an order of its own that `seed` decides.
 
@@ -74,9 +87,15 @@ def load_rows(config: RowsConfig, *, split: Split) -> list[Task]:
 def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
     """The tasks of `split` as their rows are read. Raises as `load_rows` does, each mistake where it is met."""
     skipped: list[BadRow] = []
+    num_tasks = 0
     for each in read_tasks(config, split=split):
         if isinstance(each, Task):
             yield each
+            num_tasks += 1
+            if num_tasks == config.limit:
+                break
+        elif isinstance(each, LeftOut):
+            continue
         elif config.bad_rows == "error":
             raise TaskError(f'{each.problem} Mend or remove the row, or leave such rows out with tasks.bad_rows = "skip".')
         else:
@@ -85,13 +104,13 @@ def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
         logger.warning("%d rows were left out that are no tasks; the first: %s", len(skipped), skipped[0].problem)
 
 
-def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | BadRow]:
-    """Each row of `split`, as a task or as one that is none; those beyond the config's limits are left out.
+def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | LeftOut | BadRow]:
+    """Each row of `split`: as a task, as one that the config's limits leave out, or as one that is none.
 
     Raises:
         TaskError: no such file, data set, split or column, or no rows left.
     """
-    source, rows = _open(config, split)
+    source, rows = source_of(config, split), _open(config, split)
     num_rows = num_tasks = 0
     for place, row in rows:
         num_rows += 1
@@ -100,12 +119,9 @@ def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | BadRow]:
         except Unreadable as error:
             yield BadRow(place=place, source=source, problem=f"{place}: {error}.", row=row)
             continue
-        if not _is_wanted(task, config):
-            continue
-        num_tasks += 1
-        yield task
-        if num_tasks == config.limit:
-            break
+        left_out = _left_out(task, config, num_tasks)
+        num_tasks += left_out is None
+        yield left_out or task
     if not num_rows:
         raise TaskError(f"{source}: it has no rows. Give it at least one.")
     if not num_tasks:
@@ -115,25 +131,43 @@ def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | BadRow]:
         )
 
 
-def _open(config: RowsConfig, split: Split) -> tuple[str, Rows]:
-    """Where the rows come from, and the rows."""
+def source_of(config: RowsConfig, split: Split) -> str:
+    """What tasks of these rows have as their `source`, save those of `dataset = "strop"`, whose rows say it themselves."""
+    if isinstance(config, HubConfig):
+        return f"{_hub_name(config)}[{_hub_split(config, split)}]"
+    return str(_path(config, split))
+
+
+def _open(config: RowsConfig, split: Split) -> Rows:
     if isinstance(config, HubConfig):
         known = PUBLISHED[config.dataset] if config.dataset else None
-        name = config.name or (known.hub if known else "")
-        if not name:
-            raise TaskError(f'tasks.dataset = {config.dataset!r} is not on the hub: read its file with kind = "jsonl".')
-        chosen = config.train_split if split == "train" else config.test_split
-        published = (known.train_split if split == "train" else known.test_split) if known else split
         subset = config.subset or (known.subset if known else None)
-        split_name = chosen or published
-        return f"{name}[{split_name}]", read_hub(name, subset=subset, split=split_name, revision=config.revision)
+        return read_hub(_hub_name(config), subset=subset, split=_hub_split(config, split), revision=config.revision)
+    path = _path(config, split)
+    return read_jsonl(path) if isinstance(config, JsonlConfig) else read_rows(path)
+
+
+def _hub_name(config: HubConfig) -> str:
+    name = config.name or (PUBLISHED[config.dataset].hub if config.dataset else "")
+    if not name:
+        raise TaskError(f'tasks.dataset = {config.dataset!r} is not on the hub: read its file with kind = "jsonl".')
+    return name
+
+
+def _hub_split(config: HubConfig, split: Split) -> str:
+    known = PUBLISHED[config.dataset] if config.dataset else None
+    chosen = config.train_split if split == "train" else config.test_split
+    published = (known.train_split if split == "train" else known.test_split) if known else split
+    return chosen or published
+
+
+def _path(config: JsonlConfig | ParquetConfig, split: Split) -> Path:
     path = config.path if split == "train" else config.test_path
     if path is None:
         raise TaskError(
             f"{config.path}: there are no test rows. Set tasks.test_path to a file of rows that are not trained on."
         )
-    path = path.expanduser()
-    return str(path), read_jsonl(path) if isinstance(config, JsonlConfig) else read_rows(path)
+    return path.expanduser()
 
 
 def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
@@ -195,8 +229,16 @@ def _source(row: Row, shape: Published, source: str) -> str:
     return str(row.get("source") or source) if shape is PUBLISHED["strop"] else source
 
 
-def _is_wanted(task: Task, columns: Columns) -> bool:
-    if columns.max_question_chars is not None and len(task.question) > columns.max_question_chars:
-        return False
-    num_steps = task.facts.get("solution", "").count("<<")
-    return columns.max_solution_steps is None or num_steps <= columns.max_solution_steps
+def _left_out(task: Task, columns: Columns, num_before: int) -> LeftOut | None:
+    """Why the config's limits leave `task` out, of which `num_before` are kept before it; None where they do not."""
+    for key, found in (
+        ("max_question_chars", len(task.question)),
+        ("max_solution_steps", task.facts.get("solution", "").count("<<")),
+        ("limit", num_before + 1),
+    ):
+        most = getattr(columns, key)
+        if most is not None and found > most:
+            what = {"max_question_chars": "characters", "max_solution_steps": "steps of its solution"}.get(key)
+            reason = f"{found} {what}" if what else f"behind the first {most} that are wanted"
+            return LeftOut(task=task, key=key, reason=reason if key == "limit" else f"{reason}, more than {most}")
+    return None
