@@ -14,6 +14,7 @@ from strop.errors import CannotLearnError
 from strop.pipelines import checkpoints
 from strop.pipelines.recipe import Recipe, resolve
 from strop.runs import RunDirectory, read_json, read_lines
+from strop.training import WeightsLost
 
 
 def _flip_a_bit(path):
@@ -75,7 +76,7 @@ def test_law_9_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_use
 
 
 def test_an_rl_stage_whose_updates_are_not_finite_stops_with_the_state_of_its_last_step_saved(tmp_path):
-    settings = {"optimizer": {"lr": 1e38}, "max_skipped_updates": 2}
+    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}
     recipe = make_recipe(steps=9, checkpoint_every=9, give_up_after=9, trainer=settings)
     progress = Watching()
     with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
@@ -106,9 +107,49 @@ def test_law_9_a_run_goes_on_with_another_number_of_processes_and_says_so(interr
         assert (mine[name] - weights).norm() <= 1e-3 * moved, name
 
 
-@pytest.mark.parametrize("method", ["grpo", {"name": "ppo", "kl_coefficient": 0.01}])
-def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_that_step_saved(tmp_path, method):
-    settings = {"optimizer": {"lr": 1e38}, "max_skipped_updates": 2}
+def test_weights_that_an_update_made_infinite_are_never_saved_and_the_run_goes_on_before_it(tmp_path, monkeypatch):
+    lr = 3e-3  # of RL alone
+    recipe = make_recipe(steps=4, checkpoint_every=1, keep_checkpoints=2, trainer={"optimizer": {"lr": lr}})
+    whole = run_recipe(tmp_path / "whole", recipe).run
+    step = torch.optim.AdamW.step
+    made = []
+
+    def overflow(optimizer):
+        step(optimizer)
+        if optimizer.param_groups[0]["lr"] == lr:
+            made.append(optimizer)
+        if len(made) == 3:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].view(-1)[7] = torch.inf
+
+    run = RunDirectory(tmp_path / "run")
+    stage = run.stage("rl")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", overflow)
+        with pytest.raises(WeightsLost, match=r"^update 3 under trainer\.optimizer made weights that are not finite"):
+            run_recipe(run.path, recipe)
+    assert sorted(path.name for path in stage.checkpoints.iterdir()) == ["step-000001", "step-000002"]
+    for kept in stage.checkpoints.iterdir():
+        assert all(tensor.isfinite().all() for tensor in load_file(kept / "model" / "model.safetensors").values())
+    assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == [1, 2]
+    assert not stage.model.exists()
+
+    run_recipe(run.path, recipe)
+    assert [line["step"] for line in read_lines(run.events) if line["event"] == "resumed" and line["stage"] == "rl"] == [2]
+    mine, theirs = (each.stage("rl").model / "model.safetensors" for each in (run, whole))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("method", "steps"),
+    [
+        ("grpo", [1]),  # the second step came to nothing
+        ({"name": "ppo", "kl_coefficient": 0.01}, [1, 2]),  # the critic learnt in it
+    ],
+    ids=["grpo", "ppo"],
+)
+def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_that_step_saved(tmp_path, method, steps):
+    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}
     recipe = make_recipe(method=method, steps=3, epochs=3, checkpoint_every=9, trainer=settings)
     run = RunDirectory(tmp_path / "run")
     with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
@@ -121,14 +162,14 @@ def test_updates_that_are_not_finite_after_one_of_their_step_leave_the_state_of_
     assert [row["update/skipped"] for row in read_lines(run.updates) if row["role"] == "policy"] == [0, 1]
     with pytest.raises(CannotLearnError, match=r"^stages\.rl, step 2: 3 updates in a row were skipped"):
         run_recipe(run.path, recipe)
-    assert checkpoints.latest_step(run.stage("rl")) == 1  # the second step came to nothing
-    assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == [1]
+    assert checkpoints.latest_step(run.stage("rl")) == steps[-1]
+    assert [line["step"] for line in read_lines(run.metrics) if line["stage"] == "rl"] == steps
 
 
 def test_a_critic_that_was_updated_is_not_saved_as_that_of_the_step_before(tmp_path):
     """Its update is made, then the policy gives up: the state is no longer that of the last step."""
     critic = {"optimizer": {"lr": 1e-3}}
-    settings = {"optimizer": {"lr": 1e38}, "max_skipped_updates": 1, "critic": critic}
+    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 1, "critic": critic}
     recipe = make_recipe(
         method={"name": "ppo", "kl_coefficient": 0.0}, steps=3, checkpoint_every=9, give_up_after=9, trainer=settings
     )
@@ -143,7 +184,7 @@ def test_a_critic_that_was_updated_is_not_saved_as_that_of_the_step_before(tmp_p
 
 def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_path):
     recipe = json.loads(json.dumps(RECIPE))
-    recipe["stages"]["sft"] |= {"steps": 12, "trainer": {"optimizer": {"lr": 1e38}}}
+    recipe["stages"]["sft"] |= {"steps": 12, "trainer": {"optimizer": {"lr": 1e36}}}
     progress = Watching()
     with pytest.raises(CannotLearnError, match=r"^stages\.sft, step 4: 3 updates in a row were skipped"):
         run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))), progress=progress)
@@ -162,12 +203,12 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_p
 
 def test_expert_iteration_whose_updates_are_not_finite_stops_with_its_state_saved(tmp_path):
     expert = {"kind": "expert_iteration", "init": "base", "steps": 4, "tasks_per_step": 4, "group_size": 4, "batch_size": 16}
-    expert |= {"checkpoint_every": 9, "trainer": {"optimizer": {"lr": 1e38}, "max_skipped_updates": 2}}
+    expert |= {"checkpoint_every": 9, "trainer": {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}}
     recipe = RECIPE | {"stages": {"base": RECIPE["stages"]["base"], "expert": expert}}
     progress = Watching()
     with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
         run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))), progress=progress)
     stage = RunDirectory(tmp_path / "run").stage("expert")
-    assert checkpoints.latest_step(stage) == 2  # one update a step: the first makes the weights infinite, the next is skipped
+    assert checkpoints.latest_step(stage) == 2  # one update a step: the first makes huge weights, the next is skipped
     assert [path.name for path in sorted(stage.skipped.glob("*.pt"))] == ["step-000002-1.pt", "step-000003-2.pt"]
     assert sum("Its batch is in" in warning for warning in progress.warnings) == 2

@@ -12,7 +12,15 @@ from strop.algorithms import GRPO, Column, LossInputs
 from strop.engine import EngineConfig, TorchEngine
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
-from strop.training import LocalTrainer, OptimizerConfig, Schedule, TrainerConfig, pack_demonstrations, sft_token_loss
+from strop.training import (
+    LocalTrainer,
+    OptimizerConfig,
+    Schedule,
+    TrainerConfig,
+    WeightsLost,
+    pack_demonstrations,
+    sft_token_loss,
+)
 from strop.training.figures import TokenFigures
 from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
@@ -409,6 +417,58 @@ def test_an_update_that_is_not_finite_is_skipped_and_changes_nothing(model_direc
             await trainer.update(poisoned(good), METHOD.token_loss, METHOD.token_statistics)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_step_whose_weights_are_not_finite_is_told_and_nothing_of_them_gets_out(
+    model_directory, make_batch, tmp_path, precision
+):
+    """A finite gradient, and a learning rate that no weight survives."""
+    trainer = make_trainer(model_directory, precision=precision)
+    doomed = make_trainer(model_directory, precision=precision, lr=1e38)
+    good = with_old_logprobs(make_batch(), trainer)
+
+    async def scenario():
+        await trainer.update(good, METHOD.token_loss, METHOD.token_statistics)
+        await trainer.save(tmp_path / "before")
+        expected = weights_of(trainer)
+        await doomed.load(tmp_path / "before")
+        told = r"update 2 under trainer\.optimizer made weights that are not finite.*lower trainer\.optimizer\.lr"
+        with pytest.raises(WeightsLost, match=told):
+            await doomed.update(good, METHOD.token_loss, METHOD.token_statistics)
+        engine = RefusingEngine()
+        for call in (
+            lambda: doomed.save(tmp_path / "after"),
+            lambda: doomed.snapshot(),
+            lambda: doomed.save_model(tmp_path / "product"),
+            lambda: doomed.publish(engine, version=1),
+            lambda: doomed.score(good, Column.OLD_LOGPROBS),
+            lambda: doomed.update(good, METHOD.token_loss, METHOD.token_statistics),
+        ):
+            with pytest.raises(WeightsLost, match=told):
+                await call()
+        assert not (tmp_path / "after").exists()
+        assert not (tmp_path / "product").exists()
+        await doomed.load(tmp_path / "before")
+        assert all(torch.equal(expected[name], weights) for name, weights in weights_of(doomed).items())
+        await doomed.save(tmp_path / "after")
+
+    asyncio.run(scenario())
+
+
+class RefusingEngine:
+    capabilities = Capabilities(is_deterministic=True, can_fork=False, has_entropies=False, dtype=torch.float32)
+
+    async def load_weights(self, tensors, *, version, checksum):
+        raise AssertionError("something was published")
+
+
+def test_large_weights_are_no_lost_ones(model_directory, make_batch):
+    """Their squares are not finite, they are."""
+    trainer = make_trainer(model_directory, lr=1e30)
+    report = asyncio.run(trainer.update(make_batch(), METHOD.token_loss, METHOD.token_statistics))
+    assert not report.is_skipped
+    assert 1e29 < max(weights.abs().max() for weights in weights_of(trainer).values()) < math.inf
 
 
 def test_a_batch_without_a_token_to_train_on_is_skipped(model_directory, make_batch):

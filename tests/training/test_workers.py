@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from strop.algorithms import GRPO, Column
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError, TrainerLost
-from strop.training import LocalTrainer, LoraConfig, OptimizerConfig, TrainerConfig, WorkerTrainer, open_trainer
+from strop.training import LocalTrainer, LoraConfig, OptimizerConfig, TrainerConfig, WeightsLost, WorkerTrainer, open_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -175,6 +175,31 @@ def test_one_rank_and_two_write_the_same_base_beside_an_adapter_in_bfloat16(mode
     assert all(torch.equal(one[name], base[name]) and torch.equal(two[name], base[name]) for name in frozen)
     assert_close(two, one, 2e-2)
     assert not any(torch.equal(one[name], base[name]) for name in base.keys() - frozen)
+
+
+def test_a_step_whose_weights_are_not_finite_on_one_rank_is_told_by_all(model_directory, make_batch, tmp_path):
+    doomed = open_trainer(model_directory, config_of(2, optimizer=OptimizerConfig(lr=1e38)))
+
+    async def scenario():
+        for call in (
+            lambda: doomed.update(make_batch(), GRPO().token_loss, GRPO().token_statistics),
+            lambda: doomed.save(tmp_path / "after"),
+            lambda: weights_of(doomed),
+        ):
+            with pytest.raises(WeightsLost, match=r"update 1 under trainer\.optimizer made weights that are not finite"):
+                await call()
+
+    closing(scenario, doomed)
+
+
+def test_large_weights_of_two_ranks_are_no_lost_ones(model_directory, make_batch):
+    trainer = open_trainer(model_directory, config_of(2, optimizer=OptimizerConfig(lr=1e30)))
+
+    async def scenario():
+        await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
+        return await weights_of(trainer)
+
+    assert 1e29 < max(weights.abs().max() for weights in closing(scenario, trainer).values()) < math.inf
 
 
 def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(model_directory, make_batch, tmp_path):

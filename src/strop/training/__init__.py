@@ -3,7 +3,7 @@
 from strop.training.batch import Microbatch, TokenBatch, microbatches, pack, split_by_group
 from strop.training.config import CriticConfig, CriticOptimizerConfig, LoraConfig, OptimizerConfig, Schedule, TrainerConfig
 from strop.training.opening import open_trainer
-from strop.training.protocol import Trainer, UpdateReport
+from strop.training.protocol import Trainer, UpdateReport, WeightsLost
 from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import LocalTrainer
 from strop.training.workers import WorkerTrainer
@@ -22,6 +22,7 @@ __all__ = [
     "Trainer",
     "TrainerConfig",
     "UpdateReport",
+    "WeightsLost",
     "WorkerTrainer",
     "microbatches",
     "open_trainer",

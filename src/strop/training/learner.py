@@ -90,6 +90,7 @@ class Learner:
 
     def score(self, batch: TokenBatch, column: Column) -> Tensor:
         """What policy, reference or critic says of this rank's share of the rows, (N, T); 0 elsewhere."""
+        self._check()
         match column:
             case Column.VALUES if self.critic is not None:
                 return self.critic.score(batch)
@@ -109,6 +110,7 @@ class Learner:
         return scores
 
     def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
+        self._check()
         started = time.perf_counter()
         report = self._optimization.update(batch, lambda: self._backward(batch, loss, statistics))
         return report if report.is_skipped else replace(report, cost=self._cost(batch, started))
@@ -130,6 +132,7 @@ class Learner:
     def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
         if self.critic is None:
             raise ValueError("this trainer has no critic to update: it was built without one")
+        self._check()
         return self.critic.update(batch, loss, statistics)
 
     def _backward(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> tuple[Tensor, TokenFigures]:
@@ -154,8 +157,15 @@ class Learner:
             figures.add(rows.loss_mask, {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)})
         return total_loss, figures
 
+    def _check(self) -> None:
+        """Raises `WeightsLost` where policy or critic have no weights any more."""
+        self._optimization.check()
+        if self.critic is not None:
+            self.critic.optimization.check()
+
     def names(self) -> list[str]:
         """Of the tensors that are published: those of a model without an adapter."""
+        self._check()
         names = self.weights.names()
         return names if self.adapter is None else self.adapter.published_names(names)
 
@@ -172,6 +182,7 @@ class Learner:
 
     def snapshot(self, *, is_copy: bool = True) -> Snapshot:
         """What a checkpoint holds. Without a copy it is to be written before anything is called again."""
+        self._check()
         state = self._optimization.moments()
         counters: dict[str, Any] = {
             **self._optimization.counters(),
@@ -244,9 +255,11 @@ class Learner:
             self.critic.refresh()
 
     def reset_optimizer(self) -> None:
+        self._check()
         self._optimization.reset()
 
     def refresh_reference(self) -> None:
+        self._check()
         if self.reference is None:
             raise ValueError("this trainer has no reference that could be refreshed: it was built without one")
         self.reference.refresh()

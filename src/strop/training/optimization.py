@@ -1,4 +1,4 @@
-"""The optimizer of one role: steps held back where something is not finite, their schedule, what a checkpoint needs."""
+"""The optimizer of one role: steps, held back or told where something is not finite; schedule; what a checkpoint needs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from strop.training.batch import TokenBatch
 from strop.training.config import OptimizerConfig, learning_rate
 from strop.training.figures import TokenFigures
 from strop.training.gradients import zeros_together
-from strop.training.protocol import UpdateReport
+from strop.training.protocol import UpdateReport, WeightsLost
 from strop.training.state import moments, prepare_moments
 from strop.training.weights import Weights
 from strop.training.world import World
@@ -50,13 +50,16 @@ class Optimization:
         self.num_updates = 0
         self._num_scheduled = 0  # updates since the schedule started
         self._num_skipped = 0  # in a row
+        self._lost = ""  # why there are no weights any more
 
     def update(self, batch: TokenBatch, backward: Callable[[], tuple[Tensor, TokenFigures]]) -> UpdateReport:
         """One step on the gradient that `backward` adds up; it returns this rank's share of the loss and of the figures.
 
         Raises:
             CannotLearnError: too many updates in a row were skipped.
+            WeightsLost: the step made weights that are not finite; so does every call after it, until others are loaded.
         """
+        self.check()
         rate = learning_rate(self._config, self._num_scheduled, self._total_updates)
         if batch.num_loss_tokens == 0:
             return self._skip(0.0, 0.0, rate, f"none of the {len(batch.lengths)} rows has a token to train on")
@@ -70,6 +73,14 @@ class Optimization:
         for parameter_group in self.optimizer.param_groups:
             parameter_group["lr"] = rate
         self.optimizer.step()
+        if not self._are_finite():
+            self._lost = (
+                f"update {self.num_updates + 1} under {self._key} made weights that are not finite, from a gradient of norm"
+                f" {grad_norm:.3g} at a learning rate of {rate:.3g}. Nothing of them was saved or published; the checkpoints"
+                f" before it are as they were. The same command goes on from the last one and comes to the same update again:"
+                f" lower {self._key}.lr, and make the stage anew (--from)."
+            )
+            self.check()
         self._weights.refresh()
         self.optimizer.zero_grad(set_to_none=True)
         self.num_updates += 1
@@ -85,6 +96,22 @@ class Optimization:
             learning_rate=rate,
             statistics=gathered.summary(batch.num_loss_tokens),
         )
+
+    def check(self) -> None:
+        """Raises `WeightsLost` where an update has made weights that are not finite: they are not to be saved or published."""
+        if self._lost:
+            raise WeightsLost(self._lost)
+
+    @torch.no_grad()
+    def _are_finite(self) -> bool:
+        """Whether all weights are, on all ranks, in bfloat16 too."""
+        if math.isfinite(_whole(nn.utils.get_total_norm(self._parameters)).item()):
+            return True
+        # Squares of weights above 1e19 are not finite. The norm is asked first because it takes a tenth of this.
+        of_rank = [each.to_local() if isinstance(each, DTensor) else each for each in self._parameters]
+        largest = torch.finfo(torch.bfloat16).max
+        num_others = sum(((each.abs() <= largest).logical_not().sum() for each in of_rank), torch.zeros_like(of_rank[0].sum()))
+        return self._world.sum(num_others).item() == 0
 
     def _prepare(self) -> None:
         """Make what lives long, moments and gradients, before what does not; of ranks, each tensor is made as it comes."""
@@ -116,6 +143,7 @@ class Optimization:
     def restore(self, counters: Mapping[str, int | bool]) -> dict[str, Tensor]:
         """Go on from these; returns the moments that belong to them, to be read into."""
         self.reset()
+        self._lost = ""
         self.num_updates = int(counters["num_updates"])
         self._num_scheduled = int(counters["num_scheduled"])
         self._num_skipped = int(counters["num_skipped"])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop.algorithms.protocol import Column, LossInputs, ValueInputs
 from strop.engine.protocol import TakesWeights
+from strop.errors import UserError
 from strop.training.batch import TokenBatch
 from strop.training.compute import UpdateCost
 
@@ -24,6 +25,10 @@ WriteCheckpoint: TypeAlias = Callable[[Path], None]
 
 Raises `RunError` where there is no room, `TrainerLost` when a process of the trainer is gone.
 """
+
+
+class WeightsLost(UserError):  # noqa: N818 - named for what happened
+    """An update made weights that are not finite, so the trainer has none: what the last checkpoint holds is what is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +62,10 @@ class Checkpointed(Protocol):
 
 
 class Trainer(Protocol):
-    """Owns the weights and the optimizer. Calls are made one at a time."""
+    """Owns the weights and the optimizer. Calls are made one at a time.
+
+    After an update that made weights which are not finite every call raises `WeightsLost`, but `load`, which brings others.
+    """
 
     @property
     def num_updates(self) -> int: ...
@@ -76,6 +84,7 @@ class Trainer(Protocol):
 
         Raises:
             CannotLearnError: too many updates in a row were skipped.
+            WeightsLost: the step made weights that are not finite.
         """
 
     async def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:

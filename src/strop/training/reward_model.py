@@ -98,6 +98,7 @@ class RewardTrainer:
 
         Raises:
             CannotLearnError: too many updates in a row were skipped.
+            WeightsLost: the step made weights that are not finite; so does every call after it, but `load`.
         """
 
         def update() -> UpdateReport:
@@ -109,12 +110,18 @@ class RewardTrainer:
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The reward of each conversation, in order."""
-        return await self._run(lambda: score_rows(self._model, rows, max_tokens=self._config.max_tokens_per_microbatch))
+
+        def score() -> list[float]:
+            self._optimization.check()
+            return score_rows(self._model, rows, max_tokens=self._config.max_tokens_per_microbatch)
+
+        return await self._run(score)
 
     async def save_model(self, directory: Path) -> None:
         """A directory that transformers loads with AutoModelForSequenceClassification, with its tokenizer."""
 
         def write() -> None:
+            self._optimization.check()
             tensors = {name: self._weights.whole(name).cpu() for name in self._weights.names()}
             self._model.save_pretrained(directory, state_dict=tensors)
             tokenizer = self.exchanges.tokenizer
@@ -154,6 +161,7 @@ class RewardTrainer:
         await asyncio.to_thread(self._worker.shutdown)
 
     def _state(self) -> dict[str, Tensor]:
+        self._optimization.check()
         return {**{name: each.detach() for name, each in self._weights.named().items()}, **self._optimization.moments()}
 
     def _backward(self, preferences: Sequence[PreferenceRows]) -> tuple[Tensor, TokenFigures]:
