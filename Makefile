@@ -137,6 +137,11 @@ experiments-smollm2-eval: setup $(VLLM)/.ready
 experiments-grader: setup
 	$(BIN)/python experiments/grader.py --data $(DATA)
 
+# The two-tools task whole, then without each of its tools; writes experiments/results/two-tools.{json,txt}.
+.PHONY: experiments-two-tools
+experiments-two-tools: setup
+	$(BIN)/python experiments/two_tools.py
+
 # A tiny reward model learns a planted preference, with and without a bias of length; writes experiments/results/reward-model.{json,txt}.
 experiments-reward-model: setup
 	$(BIN)/python experiments/reward_model.py
