@@ -2,8 +2,8 @@
 
     make experiments-cs336-sweeps
 
-Runs cs336-ablations, cs336-prompt, cs336-sft-size and cs336-expert-iteration of recipes/sweeps as `strop sweep` does (a second
-call goes on where the first ended), and writes of each question the results of its arms, their differences from the first by
+Runs the sweeps of section 8 (cs336-ablations, -off-policy-focused, -prompt), cs336-sft-size and cs336-expert-iteration of
+recipes/sweeps as `strop sweep` does (a second call goes on where the first ended), and writes of each question the results of its arms, their differences from the first by
 seed, and their curves, to results/cs336-sweeps.{json,txt} and results/cs336/<question>.svg. `--only` runs one of them; `--draw`
 runs nothing. Either way what is there of all is written, with the runs that are missing.
 """
@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 COMMAND = "make experiments-cs336-sweeps"
 ABLATIONS, PROMPT, SFT, EXPERT = "cs336-ablations", "cs336-prompt", "cs336-sft-size", "cs336-expert-iteration"
-SWEEPS = (ABLATIONS, PROMPT, SFT, EXPERT)
+FOCUSED = "cs336-off-policy-focused"
+SWEEPS = (ABLATIONS, FOCUSED, PROMPT, SFT, EXPERT)
 QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is what the others are compared with
     "sft-size": (SFT, ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered_2048")),
     "expert-iteration": (EXPERT, ("defaults", "group_2", "group_8", "epochs_1", "epochs_4", "batch_32", "batch_128")),
@@ -39,6 +40,7 @@ QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is wha
     "length-normalisation": (ABLATIONS, ("defaults", "masked_normalize")),
     "std-normalisation": (ABLATIONS, ("defaults", "no_std")),
     "off-policy": (ABLATIONS, ("defaults", "off_policy_1x4", "off_policy_4x1", "off_policy_4x4")),
+    "off-policy-focused": (FOCUSED, ("on_policy", "off_policy_1x4", "off_policy_4x1")),
     "clip": (ABLATIONS, ("off_policy_4x4", "off_policy_4x4_no_clip")),
     "prompt": (PROMPT, ("question_only", "short_words", "long_words")),
 }
@@ -55,6 +57,7 @@ CURVES = (
 )
 _DRAWN = {  # of each sweep: the curves that are drawn, by what they are called in a title
     ABLATIONS: {"rollout/accuracy": "accuracy of rollouts"},
+    FOCUSED: {"rollout/accuracy": "accuracy of rollouts"},
     PROMPT: {"rollout/accuracy": "accuracy of rollouts"},
     SFT: {"validation/accuracy": "held-out accuracy"},
     EXPERT: {"rollout/kept_fraction": "right rollouts", "rollout/entropy_nats": "entropy of responses, nats"},
@@ -195,7 +198,7 @@ def write_plots(results: Mapping[str, Any]) -> None:
                 continue
             name = f"{question}-entropy" if metric == "rollout/entropy_nats" else question
             _write(name, f"{question}: {title}", by_step, "step", unit_of(metric))
-            if question == "off-policy":
+            if question.startswith("off-policy"):
                 first = {arm: curves[:1] for arm, curves in by_time.items()}
                 _write(f"{name}-time", f"{question}: {title}, the first seed", first, "seconds", unit_of(metric))
 
