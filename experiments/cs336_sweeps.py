@@ -3,9 +3,10 @@
     make experiments-cs336-sweeps
 
 Runs the sweeps of section 8 (cs336-ablations, -off-policy-focused, -prompt), cs336-sft-size and cs336-expert-iteration of
-recipes/sweeps as `strop sweep` does (a second call goes on where the first ended), and writes of each question the results of its arms, their differences from the first by
-seed, and their curves, to results/cs336-sweeps.{json,txt} and results/cs336/<question>.svg. `--only` runs one of them; `--draw`
-runs nothing. Either way what is there of all is written, with the runs that are missing.
+recipes/sweeps as `strop sweep` does (a second call goes on where the first ended), and writes of each question the results of
+its arms, their differences from the first by seed, and their curves, to results/cs336-sweeps.{json,txt} and
+results/cs336/<question>.svg. `--only` runs one of them; `--draw` runs nothing. Either way what is there of all is written, with
+the runs that are missing.
 """
 
 from __future__ import annotations
