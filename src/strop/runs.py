@@ -24,6 +24,7 @@ from strop.errors import RunError
 FORMAT_VERSION = 1
 
 _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOTDIR, errno.EEXIST)
+_ASIDE = ".old.tmp"  # behind the name of a directory that is being replaced
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)$")
 
 
@@ -163,10 +164,12 @@ def _drop_cut_line(descriptor: int) -> None:
 def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
     """Make directory `path` with what `fill` writes into it: complete or not there at all (law 9).
 
-    A directory of that name that exists already is replaced.
+    A directory of that name that exists already is replaced: it stands aside until the new one has its name. What a kill leaves
+    in between, `restore_directories` mends.
     """
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _restore(path)
         temporary = path.with_name(f".{path.name}.tmp")
         if temporary.exists():
             shutil.rmtree(temporary)
@@ -177,13 +180,37 @@ def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
                 if file.is_file():
                     _sync(file)
             _sync(temporary)
-            if path.exists():
-                shutil.rmtree(path)
+            if path.is_dir():
+                path.rename(_aside(path))
             temporary.rename(path)
             _sync(path.parent)
         except Exception:  # whatever went wrong, half a directory only takes up room
             shutil.rmtree(temporary, ignore_errors=True)
+            _restore(path)
             raise
+        shutil.rmtree(_aside(path), ignore_errors=True)
+
+
+def restore_directories(parent: Path) -> None:
+    """Of each directory in `parent` that `write_directory` was replacing when a kill came: the new one, or else the old one."""
+    for aside in parent.glob(f".*{_ASIDE}"):
+        _restore(aside.with_name(aside.name[1 : -len(_ASIDE)]))
+
+
+def _restore(path: Path) -> None:
+    aside = _aside(path)
+    if not aside.is_dir():
+        return
+    with writing_to(path):
+        if path.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(path)
+            _sync(path.parent)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_ASIDE}")
 
 
 def _sync(path: Path) -> None:

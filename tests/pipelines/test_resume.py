@@ -3,15 +3,18 @@
 Real processes, the embedded engine, a real sandbox whose answers come after random times: no two runs have one order.
 """
 
+import asyncio
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 from killing import events, finish, kill_when, num_steps
 
 from scripted_runs import untimed
+from strop.pipelines import checkpoints
 from strop.pipelines.ledger import open_tool_calls, read_rollouts
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, write_directory, write_json
 
 LEDGER = "step-{:06d}.ledger.jsonl"
 
@@ -110,9 +113,69 @@ def test_law_9_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_pat
 def test_law_9_a_kill_in_any_stage_changes_nothing(undisturbed, tmp_path, is_time, words):
     run = RunDirectory(tmp_path / "run")
     kill_when(run, lambda: is_time(run), *words)
+    half = sorted(run.path.glob("stages/*/checkpoints/.step-*.tmp"))
+    if "hold" in words:
+        assert [path.name for path in half] == [".step-000002.tmp"]
     finish(run)
+    told = [line["text"] for line in read_lines(run.events) if line["event"] == "warning" and "half written" in line["text"]]
+    assert len(told) == len(half)
+    for path, message in zip(half, told, strict=True):
+        assert message.startswith(f"{path.with_name(path.name[1:-4])}: it was only half written")
+        assert "the checkpoint before it is used" in message
     assert_equal_runs(run, undisturbed)
     assert not list(run.path.rglob(".*.tmp"))
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+@pytest.mark.parametrize("is_new_there", [False, True])
+def test_a_kill_while_the_best_policy_is_replaced_leaves_the_old_one_or_the_new_one(tmp_path, monkeypatch, is_new_there):
+    context, best = FakeContext(tmp_path / "stages" / "rl"), tmp_path / "stages" / "rl" / "best"
+    write_directory(best, lambda directory: write_json(directory / "validation.json", {"step": 1}))
+    rename = Path.rename
+
+    def fall(path, target):
+        if Path(target) == best:
+            if is_new_there:
+                rename(path, target)
+            raise Killed
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fall)
+        with pytest.raises(Killed):
+            write_directory(best, lambda directory: write_json(directory / "validation.json", {"step": 2}))
+    assert best.exists() == is_new_there
+    assert asyncio.run(checkpoints.resume(context, None)) == 0
+    assert [path.name for path in best.parent.iterdir()] == ["best"]
+    assert read_json(best / "validation.json") == {"step": 2 if is_new_there else 1}
+    write_directory(best, lambda directory: write_json(directory / "validation.json", {"step": 3}))
+    assert read_json(best / "validation.json") == {"step": 3}
+    assert [path.name for path in best.parent.iterdir()] == ["best"]
+
+
+def test_a_checkpoint_that_is_half_written_is_named(tmp_path):
+    context = FakeContext(tmp_path / "rl")
+    half = context.directory.checkpoints / ".step-000002.tmp" / "model"
+    half.mkdir(parents=True)
+    assert asyncio.run(checkpoints.resume(context, None)) == 0
+    [warning] = context.warnings
+    assert warning.startswith(f"{context.directory.checkpoint(2)}: it was only half written")
+    assert not half.parent.exists()
+    assert asyncio.run(checkpoints.resume(context, None)) == 0
+    assert len(context.warnings) == 1
+
+
+class FakeContext:
+    """What `resume` asks of a stage's context."""
+
+    def __init__(self, path):
+        self.directory, self.warnings = StageDirectory(path), []
+
+    def warn(self, message):
+        self.warnings.append(message)
 
 
 @pytest.mark.slow

@@ -13,28 +13,35 @@ from typing import Self
 from strop.errors import RunError
 from strop.pipelines.recipe import RewardModelStage, RolloutStage, SftStage
 from strop.pipelines.stage import StageContext
-from strop.runs import StageDirectory, read_json, write_directory, write_json
+from strop.runs import StageDirectory, read_json, restore_directories, write_directory, write_json
 from strop.training.protocol import Checkpointed, WriteCheckpoint
 
 _NAME = re.compile(r"^step-(\d+)$")
 _CHECKSUMS = "checksums.json"  # sha256 of every other file, by its path within the checkpoint
+_HALF = re.compile(r"^\.(step-\d+)\.tmp$")
 _DAMAGED = ".damaged"
 
 
 def latest_step(directory: StageDirectory) -> int:
     """The last step that a checkpoint holds; 0 when there is none. What a kill left half written is removed."""
-    if not directory.checkpoints.is_dir():
-        return 0
-    for left in directory.checkpoints.glob(".*.tmp"):
-        shutil.rmtree(left)
-    return max(_steps(directory), default=0)
+    _remove_half_written(directory)
+    return max(_steps(directory), default=0) if directory.checkpoints.is_dir() else 0
 
 
 async def resume(context: StageContext, trainer: Checkpointed) -> int:
     """Load the last checkpoint that is as it was written into `trainer`; returns its step, 0 when there is none.
 
-    One that is not is set aside under another name, and told.
+    One that is not is set aside under another name, and told; so is one that a kill left half written, which is removed.
     """
+    restore_directories(context.directory.path)
+    for half in context.directory.path.glob(".*.tmp"):  # a best policy, say
+        if half.is_dir():
+            shutil.rmtree(half)
+    for name in _remove_half_written(context.directory):
+        context.warn(
+            f"{context.directory.checkpoints / name}: it was only half written when the run was ended, and is removed;"
+            " the checkpoint before it is used, if there is one."
+        )
     while step := latest_step(context.directory):
         directory = context.directory.checkpoint(step)
         if not (damage := await asyncio.to_thread(_damage, directory)):
@@ -46,6 +53,15 @@ async def resume(context: StageContext, trainer: Checkpointed) -> int:
         directory.rename(aside)
         context.warn(f"{directory}: {damage}. It is now {aside.name}; the checkpoint before it is used, if there is one.")
     return 0
+
+
+def _remove_half_written(directory: StageDirectory) -> list[str]:
+    """The names of the checkpoints that they would have become, in order."""
+    restore_directories(directory.checkpoints)
+    left = sorted(directory.checkpoints.glob(".*.tmp"))
+    for each in left:
+        shutil.rmtree(each)
+    return [match.group(1) for each in left if (match := _HALF.match(each.name))]
 
 
 def open_writer(
