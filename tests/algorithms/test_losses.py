@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from strop.algorithms.losses import cispo_token_loss, clip_token_loss, no_clip_token_loss, policy_gradient_token_loss
-from strop.algorithms.ratios import probability_ratio
+from strop.algorithms.ratios import RatioLevel, probability_ratio
 
 ONE = torch.ones(1, dtype=torch.bool)
 
@@ -88,3 +88,19 @@ def test_cispo_weighs_every_tokens_gradient_by_its_clipped_ratio():
 def test_policy_gradient_loss_is_minus_advantage_times_logprob():
     logprobs, advantages = torch.tensor([-0.5, -2.0]), torch.tensor([3.0, -1.0])
     assert policy_gradient_token_loss(logprobs, advantages, torch.tensor([True, True])).tolist() == [1.5, -2.0]
+
+
+FAR = 100.0  # nats; e^100 is infinite in float32
+
+
+@pytest.mark.parametrize("level", list(RatioLevel))
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+def test_a_token_without_advantage_costs_nothing_however_far_the_policy_has_moved(level, dual_clip):
+    ratio = probability_ratio(torch.full((1, 2), FAR), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool), level)
+    assert ratio.isinf().all()
+    ratio.requires_grad_()
+    advantages, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    for loss in (clip_token_loss(ratio, advantages, mask, dual_clip=dual_clip), no_clip_token_loss(ratio, advantages, mask)):
+        loss.sum().backward()
+        assert loss.tolist() == ratio.grad.tolist() == [[0.0, 0.0]]
+        ratio.grad = None

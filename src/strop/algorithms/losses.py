@@ -20,12 +20,12 @@ def policy_gradient_token_loss(policy_logprobs: Tensor, advantages: Tensor, loss
 
 
 def no_clip_token_loss(ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
-    """-(π / π_old) A of each token: GRPO-No-Clip, CS336 assignment 5 Eq. 34.
+    """-(π / π_old) A of each token, 0 where A is: GRPO-No-Clip, CS336 assignment 5 Eq. 34.
 
     Args:
         ratio: π / π_old; carries the gradient.
     """
-    return -torch.where(loss_mask, ratio, 1.0) * torch.where(loss_mask, advantages, 0.0)
+    return -_where_it_counts(ratio, advantages, loss_mask) * torch.where(loss_mask, advantages, 0.0)
 
 
 def clip_token_loss(
@@ -47,7 +47,7 @@ def clip_token_loss(
         clip_low, clip_high: how far the ratio may fall below or rise above 1 before a gain stops counting.
         dual_clip: where a bad token has become this many times likelier, its loss stops growing; more than 1. None: it grows.
     """
-    ratio = torch.where(loss_mask, ratio, 1.0)
+    ratio = _where_it_counts(ratio, advantages, loss_mask)
     advantages = torch.where(loss_mask, advantages, 0.0)
     gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is not None:
@@ -69,3 +69,8 @@ def cispo_token_loss(
     """
     weight = torch.where(loss_mask, ratio.detach(), 1.0).clamp(1 - clip_low, 1 + clip_high)
     return weight * policy_gradient_token_loss(policy_logprobs, advantages, loss_mask)
+
+
+def _where_it_counts(ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
+    """`ratio`, and 1 without gradient where a token is masked or has no advantage: infinity times 0 is no number."""
+    return torch.where(loss_mask & (advantages != 0), ratio, 1.0)
