@@ -8,16 +8,18 @@ from scripted_runs import RECIPE, answer, make_recipe, run_recipe
 from strop.config import validate
 from strop.errors import ConfigError
 from strop.pipelines import checkpoints
-from strop.pipelines.endings import EndRule, why_over
+from strop.pipelines.endings import why_over
+from strop.pipelines.metric_rule import MetricRule
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
 from strop.runs import RunDirectory, read_json, read_lines
 
 VALIDATION = {"every_steps": 2, "num_tasks": 2, "k": 1}
+SILENT = {"kind": "sum", "parts": {"called": {"kind": "called"}}}  # says nothing of what is right
 
 
 def rule(**keys):
-    return EndRule.model_validate_json(json.dumps(keys))
+    return MetricRule.model_validate_json(json.dumps(keys))
 
 
 def steps_of(key, *values):
@@ -44,11 +46,15 @@ def accuracies(*values):
         ({"truncated_above": 0.1, "over_steps": 2}, [0.3, 0.0], True),  # their mean
         ({"truncated_above": 0.1, "over_steps": 2}, [0.9, 0.0, 0.0], False),  # the last two alone
         ({"truncated_above": 0.1, "over_steps": 2}, [0.3, None, 0.1], True),  # a step that lost all its rollouts tells nothing
+        ({"truncated_below": 0.1}, [0.1], False),  # below, not at
+        ({"truncated_below": 0.1}, [0.09], True),
+        ({"truncated_below": 0.1, "over_steps": 2}, [0.0], False),
+        ({"truncated_below": 0.1, "over_steps": 2}, [0.5, 0.12, 0.0], True),
         ({"truncated_above": 0.1, "from_step": 3}, [0.5, 0.5], False),
         ({"truncated_above": 0.1, "from_step": 3}, [0.5, 0.5, 0.5], True),
     ],
 )
-def test_a_stage_is_over_where_the_mean_share_of_truncated_rollouts_is_above_the_bar(keys, shares, is_over):
+def test_a_stage_is_over_where_the_mean_share_of_truncated_rollouts_is_beyond_the_bar(keys, shares, is_over):
     assert bool(why_over([rule(**keys)], truncated(*shares))) is is_over
 
 
@@ -129,11 +135,15 @@ def test_a_rule_that_never_holds_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"end_when": [{}]}, "a rule has one of truncated_above, plateau_of"),
-        ({"end_when": [{"truncated_above": 0.1, "plateau_of": 2}]}, "a rule has one of truncated_above, plateau_of"),
+        ({"end_when": [{}]}, "a rule has one of truncated_above, truncated_below, plateau_of"),
+        ({"end_when": [{"truncated_above": 0.1, "plateau_of": 2}]}, "a rule has one of truncated_above, truncated_below"),
         ({"end_when": [{"plateau_of": 1, "over_steps": 2}]}, "over_steps belongs to truncated_above"),
         ({"end_when": [{"truncated_above": 0.1, "min_gain": 0.1}]}, "min_gain belongs to plateau_of"),
         ({"end_when": [{"plateau_of": 1}]}, "the stage has no validation"),
+        (
+            {"end_when": [{"plateau_of": 1}], "validation": VALIDATION, "reward": SILENT},
+            "no part of its reward says what is right",
+        ),
         ({"end_when": [{"truncated_above": 0.1, "over_steps": 9}]}, "after step 9 at the earliest, but the stage has 9"),
         ({"end_when": [{"plateau_of": 4}], "validation": VALIDATION}, "after step 10 at the earliest, but the stage has 9"),
         (

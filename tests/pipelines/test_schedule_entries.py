@@ -62,7 +62,7 @@ def test_an_entry_is_due_once_or_each_time_that_its_number_is_full_whatever_was_
     assert [after.steps for before, after in steps if due([once], before, after)] == [3]
     assert [after.steps for before, after in steps if due([often], before, after)] == [3, 5]
     assert [after.steps for before, after in steps if due([every], before, after)] == [2, 4]
-    assert due([often, once, every], *steps[2]) == [often, once]
+    assert list(due([often, once, every], *steps[2]).values()) == [often, once]
 
 
 def test_temperature_length_turns_and_weights_are_those_of_the_step(tmp_path):
@@ -171,7 +171,11 @@ REFUSED = {
         {},
         "schedule.0.sampling.max_token: unknown key. Did you mean 'max_tokens'?",
     ),
-    "no time": ({"reset_optimizer": True}, {}, "one of at_step, at_update, every_steps, every_updates, but there is none"),
+    "no time": (
+        {"reset_optimizer": True},
+        {},
+        "at_step, at_update, every_steps, every_updates, when, but there is none",
+    ),
     "two times": ({"at_step": 2, "at_update": 2, "reset_optimizer": True}, {}, "there are at_step and at_update"),
     "no change": ({"at_step": 2}, {}, "nothing changes"),
     "a switch again and again": ({"every_steps": 2, "limits": {"max_turns": 1}}, {}, "limits is changed once"),

@@ -60,6 +60,14 @@ def test_a_terminal_gets_a_bar_and_its_cursor_back():
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")
 
 
+def test_what_changes_on_the_way_has_a_line_of_its_own_behind_that_of_the_step():
+    progress, shown, _ = _progress()
+    progress.stage_started("rl", "rl", 2, 0)
+    progress.step(_METRICS, 1)
+    progress.note("from step 2: reward.weights = { accuracy = 1.0 } (at_step = 2)")
+    assert shown.getvalue().splitlines()[-1] == "  → from step 2: reward.weights = { accuracy = 1.0 } (at_step = 2)"
+
+
 def test_what_the_user_wrote_is_not_taken_for_markup():
     progress, shown, _ = _progress()
     progress.warning("all rewards are [red]0[/red]")

@@ -29,7 +29,7 @@ from strop.pipelines.recipe import (
     StageConfig,
     init_of,
 )
-from strop.pipelines.schedule import Done
+from strop.pipelines.schedule import Done, first_steps
 from strop.pipelines.tiny_model import tiny_llama_config
 
 _MIB = 2**20
@@ -188,20 +188,30 @@ def _missing_scorers(stage: StageConfig) -> Iterator[str]:
 
 
 def _tokens_of_responses(stage: RolloutStage, updates_per_step: int) -> int:
-    """One of each step added up, at its limit, with as many updates a step."""
+    """One of each step added up, at its limit, with as many updates a step; what waits for metrics comes as early as it can."""
     if not stage.schedule:
         return stage.steps * stage.sampling.max_tokens
     begun = (Done(steps=step, updates=step * updates_per_step) for step in range(stage.steps))
-    return sum(stage.at(done).sampling.max_tokens for done in begun)
+    firsts = [(first, stage.schedule[place]) for place, first in first_steps(stage.schedule, stage.validated_every).items()]
+    return sum(
+        max(
+            stage.at(done).sampling.max_tokens,
+            *(entry.sampling.max_tokens or 0 for first, entry in firsts if first <= done.steps),
+            0,
+        )
+        for done in begun
+    )
 
 
 def _lines_of_schedule(stage: RolloutStage) -> Iterator[str]:
     """Each entry as the recipe has it, and the step that it comes before where that is known: if no update is skipped."""
     updates = stage.updates_per_step * stage.epochs if isinstance(stage, RlStage) else 0
     alone = stage.steps_of_critic_alone if isinstance(stage, RlStage) else 0
-    for entry in stage.schedule:
+    firsts = first_steps(stage.schedule, stage.validated_every)
+    for place, entry in enumerate(stage.schedule):
         step = f" (step {alone + -(-entry.at_update // updates) + 1})" if entry.at_update and updates else ""
-        yield f"{entry.when}{step}: {entry.what}"
+        step = f" (by a metric; step {firsts[place] + 1} at the earliest)" if place in firsts else step
+        yield f"{entry.moment}{step}: {entry.what}"
 
 
 def _activations_mib(stage: SftStage | RlStage | ExpertIterationStage, size: ModelSize) -> float:

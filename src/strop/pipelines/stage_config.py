@@ -15,11 +15,12 @@ from strop.algorithms.selection import WHOLE_REWARD
 from strop.config import Config
 from strop.errors import ConfigError
 from strop.evaluation.verdict import verdict_of
-from strop.pipelines.endings import EndRule, problem_with_ending
+from strop.pipelines.endings import problem_with_ending
 from strop.pipelines.graph import Input, Product
 from strop.pipelines.held_out import ValidationConfig
+from strop.pipelines.metric_rule import MetricRule
 from strop.pipelines.reward_inputs import inputs_of_reward
-from strop.pipelines.schedule import Done, ScheduleEntry, problem_with, switched
+from strop.pipelines.schedule import Done, ScheduleEntry, first_steps, problem_with, reached, switched
 from strop.rewards.config import AnyRewardConfig, FunctionRewardConfig, RewardConfig
 from strop.rewards.sum_config import SumRewardConfig
 from strop.rollout.branching import BranchingConfig
@@ -198,7 +199,7 @@ class RolloutStage(TrainingStage):
     group_size: int = Field(ge=1)  # G, the rollouts of a task; of RL those that are learnt from
     epochs: int = Field(default=1, ge=1)  # passes over what a step has to learn from
     budget_s: float | None = Field(default=None, gt=0)  # begin no step that would end later; steps is then a limit
-    end_when: tuple[EndRule, ...] = ()  # what ends it before `steps`: the first rule that holds
+    end_when: tuple[MetricRule, ...] = ()  # what ends it before `steps`: the first rule that holds
     schedule: tuple[ScheduleEntry, ...] = ()  # what changes on the way
     checkpoint_every: int = Field(default=1, ge=1)  # steps
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -209,11 +210,16 @@ class RolloutStage(TrainingStage):
 
     def at(self, done: Done) -> Self:
         """The stage as it is for a step that begins with so much done."""
-        return switched(self, [entry for entry in self.schedule if entry.is_reached(done)])
+        return switched(self, reached(self.schedule, done))
 
     def with_each_tasks(self) -> tuple[Self, ...]:
         """The stage as it begins, and as it is with each of the other sets of tasks that its schedule has."""
         return (self, *(switched(self, [entry]) for entry in self.schedule if entry.tasks is not None))
+
+    @property
+    def validated_every(self) -> int | None:
+        """After each so many steps it measures its policy on held-out tasks; None where it does not."""
+        return None if self.validation is None else self.validation.every_steps
 
     @property
     def longest_response(self) -> int:
@@ -227,17 +233,33 @@ class RolloutStage(TrainingStage):
                 f"{what}, but trainer.optimizer.schedule is 'cosine', which needs to know how many updates there will be. Set"
                 f" schedule = 'constant', or leave {what.split()[0]} out."
             )
-        every_steps = None if self.validation is None else self.validation.every_steps
-        if problem := problem_with_ending(self.end_when, steps=self.steps, every_steps=every_steps):
+        has_verdict = bool(verdict_of(self.reward).parts)
+        if problem := problem_with_ending(
+            self.end_when, steps=self.steps, every_steps=self.validated_every, has_verdict=has_verdict
+        ):
             raise ValueError(problem)
         return self
 
     @model_validator(mode="after")
     def _schedule_holds(self) -> Self:
-        for number, entry in enumerate(self.schedule):
-            if problem := self._schedule_problem(entry) or problem_with(self, self.schedule[: number + 1]):
-                raise ValueError(f"schedule entry {number + 1} ({entry.when}, {entry.what}): {problem}")
+        firsts = first_steps(self.schedule, self.validated_every)
+        for place, entry in enumerate(self.schedule):
+            problem = self._rule_problem(entry.when, firsts[place]) if entry.when is not None else ""
+            if problem := problem or self._schedule_problem(entry) or problem_with(self, self.schedule[: place + 1]):
+                raise ValueError(f"schedule entry {place + 1} ({entry.moment}, {entry.what}): {problem}")
         return self
+
+    def _rule_problem(self, rule: MetricRule, first: int) -> str:
+        """Why the rule of an entry, which could hold after step `first` at the earliest, never does; empty where it may."""
+        has_verdict = bool(verdict_of(self.reward).parts)
+        if why := rule.why_blind(is_validated=self.validation is not None, has_verdict=has_verdict):
+            return f"it waits for held-out accuracy, but {why}, or leave the entry out."
+        if first >= self.steps:
+            return (
+                f"it could hold after step {first} at the earliest, but the stage has {self.steps} steps, so this never changes"
+                " a thing. Make it earlier, or raise steps."
+            )
+        return ""
 
     def _schedule_problem(self, entry: ScheduleEntry) -> str:
         """Why an entry cannot be what is meant; empty where it can."""
@@ -324,10 +346,11 @@ class RlStage(RolloutStage):
                 " max_staleness = 0."
             )
         for number, entry in enumerate(self.schedule, start=1):
-            if entry.at_update is not None and entry.switches:
+            if (entry.at_update is not None or entry.when is not None) and entry.switches:
+                unknown = "how many updates were made, which is" if entry.when is None else "metrics of steps, which are"
                 raise ValueError(
-                    f"schedule entry {number} ({entry.when}, {entry.what}) hangs on how many updates were made, which is not"
-                    " known yet when a step is played ahead (max_staleness is 1). Say at_step, or set max_staleness = 0."
+                    f"schedule entry {number} ({entry.moment}, {entry.what}) hangs on {unknown} not known yet when a step is"
+                    " played ahead (max_staleness is 1). Say at_step, or set max_staleness = 0."
                 )
         return self
 

@@ -11,7 +11,7 @@ from strop.pipelines import checkpoints
 from strop.pipelines.budget import StageClock
 from strop.pipelines.endings import why_over
 from strop.pipelines.recipe import ExpertIterationStage, RlStage, RolloutStage
-from strop.pipelines.schedule import Done, due
+from strop.pipelines.schedule import Done, RulesWatch, due
 from strop.pipelines.stage import StageContext, StageMetrics
 from strop.pipelines.step_rollouts import StepRollouts
 from strop.training.protocol import Trainer
@@ -60,7 +60,8 @@ async def take_steps(
         context.progress.stage_started(context.name, stage.kind, stage.steps, done)
         metrics: StageMetrics = context.metrics(done_steps=done)
         weights = await rollouts.publish(trainer, version=done)
-        before = Done(steps=done, updates=trainer.num_updates)
+        watch = RulesWatch(stage.schedule, metrics.steps)
+        before = Done(steps=done, updates=trainer.num_updates, held=watch.held)
         num_stuck = int(metrics.last.get("update/stuck_steps", 0))
         clock = StageClock(stage.budget_s, metrics.last)
         over: str = why_over(stage.end_when, metrics.steps) if before.steps < stage.steps else ""
@@ -73,14 +74,10 @@ async def take_steps(
             except CannotLearnError:  # nothing came of this step, so the state is that of the one before
                 await writer.save_if_missing(step - 1)
                 raise
-            after = Done(steps=step, updates=trainer.num_updates)
             due_anyway = stage.validation is not None and stage.validation.is_due(step, last=stage.steps)
             clock.step_finished(is_validated=due_anyway)
             is_last = clock.is_spent or bool(why_over(stage.end_when, [*metrics.steps, {"step": step, **result.figures}]))
             last = step if is_last else stage.steps
-            if step < last:
-                await _follow_schedule(context, stage, trainer, before, after)
-            before = after
             weights = result.weights
             found = {} if result.gave_up else await rollouts.validate(trainer, step, now, weights, last=last)
             clock.validated(found)
@@ -91,6 +88,11 @@ async def take_steps(
             _tell_of_budget(context, stage, clock, step)
             if step < stage.steps and (over := why_over(stage.end_when, metrics.steps)):
                 context.event("ended_early", step=step, because=over)
+            watch.look(metrics.steps)
+            after = Done(steps=step, updates=trainer.num_updates, held=watch.held)
+            if step < last and not over:
+                await _follow_schedule(context, stage, trainer, before, after, watch.why)
+            before = after
             for problem in result.problems:
                 context.warn(f"step {step} cannot learn: {problem}")
             is_hopeless = num_stuck >= stage.give_up_after
@@ -122,11 +124,21 @@ def _tell_of_budget(context: StageContext, stage: RolloutStage, clock: StageCloc
         )
 
 
-async def _follow_schedule(context: StageContext, stage: RolloutStage, trainer: Trainer, before: Done, after: Done) -> None:
-    """Do what came due in a step, before its checkpoint: so a run that resumes has done it, and does it once."""
-    for entry in due(stage.schedule, before, after):
+async def _follow_schedule(
+    context: StageContext, stage: RolloutStage, trainer: Trainer, before: Done, after: Done, why: Mapping[int, str]
+) -> None:
+    """Do what came due in a step, before its checkpoint: so a run that resumes has done it, and does it once.
+
+    Args:
+        why: what held, in words, of entries that have a rule, by their places.
+    """
+    for place, entry in due(stage.schedule, before, after).items():
         if entry.refresh_reference:
             await trainer.refresh_reference()
         if entry.reset_optimizer:
             await trainer.reset_optimizer()
-        context.event("scheduled", step=after.steps + 1, when=entry.when, what=entry.what)
+        because = {"because": why[place]} if place in why else {}
+        context.event("scheduled", step=after.steps + 1, when=entry.moment, what=entry.what, **because)
+        if not entry.is_repeated:
+            reason = f", since {why[place]}" if place in why else f" ({entry.moment})"
+            context.progress.note(f"from step {after.steps + 1}: {entry.what}{reason}")

@@ -103,6 +103,9 @@ class ConsoleProgress:
         self._stage = None
         self._say(f"  ✓ {name}: {summary}", style="green")
 
+    def note(self, text: str) -> None:
+        self._say(f"  → {text}", style="cyan")
+
     def warning(self, text: str) -> None:
         self._say(f"  ! {text}", style="yellow")
 

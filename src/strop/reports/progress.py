@@ -18,6 +18,9 @@ class Progress(Protocol):
 
     def stage_finished(self, name: str, summary: str) -> None: ...
 
+    def note(self, text: str) -> None:
+        """Something else than a step happened in the stage, as its recipe asks."""
+
     def warning(self, text: str) -> None: ...
 
     def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
@@ -34,6 +37,9 @@ class Silent:
         pass
 
     def stage_finished(self, name: str, summary: str) -> None:
+        pass
+
+    def note(self, text: str) -> None:
         pass
 
     def warning(self, text: str) -> None:

@@ -1,0 +1,309 @@
+"""Entries of a schedule that wait for a metric: when they hold, what they change, and that a fall changes none of it."""
+
+import json
+import re
+
+import pytest
+
+from scripted_runs import RECIPE, Watching, answer, make_recipe, run_recipe, untimed
+from strop.config import validate
+from strop.errors import ConfigError
+from strop.pipelines import checkpoints
+from strop.pipelines.plan import plan
+from strop.pipelines.recipe import Recipe, resolve
+from strop.pipelines.schedule import Done, RulesWatch, ScheduleEntry, reached
+from strop.pipelines.stage import StageMetrics
+from strop.reports.console import print_plan
+from strop.runs import RunDirectory, read_lines
+
+VALIDATION = {"every_steps": 2, "num_tasks": 2, "k": 1}
+LONGER = {"when": {"truncated_above": 0.1, "from_step": 2}, "sampling": {"max_tokens": 90}}
+LADDER = {
+    "steps": 6,
+    "give_up_after": 9,
+    "sampling": {"max_tokens": 40},
+    "method": {"name": "grpo", "kl_coefficient": 0.01, "drop_tied": False},
+    "trainer": {"optimizer": {"lr": 1e-2, "warmup_updates": 9}},
+    "validation": VALIDATION,
+    "schedule": [
+        LONGER,
+        {"when": {"truncated_above": 0.1}, "sampling": {"max_tokens": 150}},
+        {"when": {"plateau_of": 1, "min_gain": 0.99}, "refresh_reference": True, "reset_optimizer": True},
+    ],
+}
+
+
+def entry(**keys):
+    return ScheduleEntry.model_validate_json(json.dumps(keys))
+
+
+def truncated(*values):
+    return [{"stage": "rl", "step": step, "rollout/truncated_fraction": value} for step, value in enumerate(values, start=1)]
+
+
+def lines_of(run, stage="rl"):
+    return [line for line in read_lines(run.metrics) if line["stage"] == stage]
+
+
+def told_by(run):
+    return [line for line in read_lines(run.events) if line["event"] == "scheduled"]
+
+
+class Reader(Watching):
+    """Keeps what is told of the schedule, and behind which step."""
+
+    def __init__(self):
+        super().__init__()
+        self.told, self.last = [], 0
+
+    def step(self, metrics, step):
+        self.last = step
+
+    def note(self, text):
+        self.told.append((self.last, text))
+
+
+def wordy(conversation, draw):
+    """A right or a wrong answer behind more or fewer words, so that it is the limit which says how many get there."""
+    left, right = re.search(r"(\d+)\+(\d+)", conversation).groups()
+    return "and so on " * draw.choice([0, 5, 15]) + answer(draw.choice([int(left) + int(right), 1]))
+
+
+def test_a_rule_holds_once_and_for_good_from_the_first_step_after_which_it_is_true():
+    schedule = [entry(at_step=2, limits={"max_turns": 2}), entry(**LONGER)]
+    watch, steps, found = RulesWatch(schedule, []), truncated(0.5, 0.1, 0.3, 0.0, 0.5), []
+    for num in range(1, 6):
+        watch.look(steps[:num])
+        found.append(watch.held)
+    assert found == [frozenset(), frozenset(), {1}, {1}, {1}]  # not before step 2, above and not at the bar, and for good
+    assert watch.why == {1: "30.0% of the rollouts of the step were truncated (truncated_above = 0.1, from_step = 2)"}
+    assert reached(schedule, Done(steps=3, updates=3, held=watch.held)) == schedule
+    assert reached(schedule, Done(steps=3, updates=3)) == schedule[:1]
+
+
+@pytest.mark.parametrize(
+    ("upper", "shares", "held"),
+    [
+        ({}, [0.5], {0}),  # the same step does not climb two rungs
+        ({}, [0.5, 0.5], {0, 1}),
+        ({}, [0.0, 0.0, 0.5, 0.0], {0}),
+        ({"over_steps": 2}, [0.5, 0.2], {0}),  # the window is of steps on this rung
+        ({"over_steps": 2}, [0.5, 0.2, 0.2], {0, 1}),
+    ],
+)
+def test_entries_that_change_the_same_are_a_ladder_and_each_rung_is_judged_by_its_own_steps(upper, shares, held):
+    schedule = [
+        entry(when={"truncated_above": 0.1}, sampling={"max_tokens": 90}),
+        entry(when={"truncated_above": 0.1, **upper}, sampling={"max_tokens": 150}),
+    ]
+    watch = RulesWatch(schedule, [])
+    for num in range(1, len(shares) + 1):
+        watch.look(truncated(*shares)[:num])
+    assert watch.held == held
+    assert RulesWatch(schedule, truncated(*shares)).why == watch.why  # as a run that resumes has it
+
+
+def test_entries_that_change_different_things_do_not_wait_for_each_other():
+    never = {"when": {"truncated_above": 0.99}}
+    schedule = [
+        entry(**never, sampling={"max_tokens": 90}, reset_optimizer=True),
+        entry(when={"truncated_above": 0.1}, sampling={"temperature": 0.7}, limits={"max_turns": 2}),
+        entry(when={"truncated_above": 0.1}, reset_optimizer=True),  # the first one does this too
+    ]
+    assert RulesWatch(schedule, truncated(0.5, 0.5)).held == {1}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return run_recipe(tmp_path_factory.mktemp("by_metric") / "run", make_recipe(**LADDER), say=wordy, progress=Reader())
+
+
+def test_lengths_rise_while_too_many_rollouts_are_truncated_and_the_moments_stay(whole):
+    lines = lines_of(whole.run)
+    shares = [line["rollout/truncated_fraction"] for line in lines]
+    assert min(shares[:3]) > 0.1
+    longest = {}
+    for step in range(1, 7):
+        [version] = {line["policy_version"] for line in read_lines(whole.run.stage("rl").rollouts(step))}
+        of_step = [request for request, made in whole.engines[1].answers.values() if made.policy_version == version]
+        longest[step] = max(request.max_tokens for request in of_step)
+    assert longest == {1: 40, 2: 40, 3: 90, 4: 150, 5: 150, 6: 150}
+    rates = [line["update/learning_rate"] / 1e-2 * 9 for line in lines]
+    assert rates == pytest.approx([1, 2, 3, 4, 1, 2])  # two switches keep the optimizer; what the plateau asks for resets it
+    is_zero = [line["policy/reference_kl_nats"] == 0 for line in lines]
+    assert is_zero == [True, False, False, False, True, False]
+
+
+def test_a_switch_is_told_with_its_figures_in_the_log_and_behind_the_step_that_led_to_it(whole):
+    shares = [f"{line['rollout/truncated_fraction']:.1%}" for line in lines_of(whole.run)]
+    [first, second, third] = told_by(whole.run)
+    assert (first["step"], first["when"], first["what"]) == (
+        3,
+        "when = { truncated_above = 0.1, from_step = 2 }",
+        "sampling.max_tokens = 90",
+    )
+    assert first["because"] == f"{shares[1]} of the rollouts of the step were truncated (truncated_above = 0.1, from_step = 2)"
+    assert (second["step"], second["what"]) == (4, "sampling.max_tokens = 150")
+    assert (third["step"], third["what"]) == (5, "refresh_reference = true, reset_optimizer = true")
+    assert "in the validation since (plateau_of = 1, min_gain = 0.99)" in third["because"]
+    assert whole.progress.told == [
+        (each["step"] - 1, f"from step {each['step']}: {each['what']}, since {each['because']}")
+        for each in (first, second, third)
+    ]
+
+
+def test_an_entry_of_a_step_is_told_too_and_one_that_comes_again_and_again_is_not(tmp_path):
+    schedule = [{"at_step": 2, "limits": {"max_turns": 2}}, {"every_steps": 1, "reset_optimizer": True}]
+    done = run_recipe(tmp_path / "run", make_recipe(steps=3, schedule=schedule), progress=Reader())
+    assert done.progress.told == [(1, "from step 2: limits.max_turns = 2 (at_step = 2)")]
+
+
+@pytest.mark.parametrize("fallen_after", ["metrics", "checkpoint"])
+@pytest.mark.parametrize("last", [1, 2, 3, 4, 5])
+def test_law_9_a_run_resumes_exactly_around_what_its_metrics_switch(whole, tmp_path, monkeypatch, last, fallen_after):
+    """Behind a line of metrics that no checkpoint has yet, and behind each checkpoint."""
+    save, append = checkpoints.CheckpointWriter.save, StageMetrics.append
+
+    async def saved_and_fallen(writer, step):
+        await save(writer, step)
+        await writer.settle()
+        if step == last and writer.context.name == "rl":
+            raise KeyboardInterrupt
+
+    def written_and_fallen(metrics, step, *more):
+        append(metrics, step, *more)
+        if step == last and metrics.steps[-1]["stage"] == "rl":
+            raise KeyboardInterrupt
+
+    if fallen_after == "metrics":
+        monkeypatch.setattr(StageMetrics, "append", written_and_fallen)
+    else:
+        monkeypatch.setattr(checkpoints.CheckpointWriter, "save", saved_and_fallen)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(tmp_path / "run", make_recipe(**LADDER), say=wordy)
+    monkeypatch.undo()
+    again = run_recipe(tmp_path / "run", make_recipe(**LADDER), say=wordy).run
+    assert [untimed(line) for line in lines_of(again)] == [untimed(line) for line in lines_of(whole.run)]
+    models = [run.stage("rl").model / "model.safetensors" for run in (again, whole.run)]
+    assert models[0].read_bytes() == models[1].read_bytes()
+    keys = ("step", "when", "what", "because")
+    assert [[line[key] for key in keys] for line in told_by(again)] == [
+        [line[key] for key in keys] for line in told_by(whole.run)
+    ]
+
+
+def test_what_a_stage_ends_with_switches_nothing(tmp_path):
+    recipe = make_recipe(
+        steps=9, sampling={"max_tokens": 40}, schedule=[LONGER], end_when=[{"truncated_above": 0.1, "from_step": 2}]
+    )
+    done = run_recipe(tmp_path / "run", recipe, say=wordy)
+    assert [line["step"] for line in lines_of(done.run)] == [1, 2]
+    assert told_by(done.run) == []
+
+
+def test_expert_iteration_waits_for_metrics_too(tmp_path):
+    stage = {
+        "kind": "expert_iteration",
+        "init": "sft",
+        "steps": 3,
+        "tasks_per_step": 2,
+        "group_size": 3,
+        "give_up_after": 9,
+        "sampling": {"max_tokens": 40},
+        "schedule": [LONGER],
+    }
+    stages = {name: RECIPE["stages"][name] for name in ("base", "sft")} | {"ei": stage}
+    run_recipe(tmp_path / "run", validate(Recipe, resolve(RECIPE | {"stages": stages}), place="here"), say=wordy)
+    [told] = told_by(RunDirectory(tmp_path / "run"))
+    assert (told["step"], told["what"]) == (3, "sampling.max_tokens = 90")
+
+
+def test_the_plan_tells_that_a_metric_switches_and_when_at_the_earliest(capsys):
+    planned = plan(make_recipe(**LADDER))
+    [rl] = [stage for stage in planned if stage.name == "rl"]
+    assert rl.schedule == (
+        "when = { truncated_above = 0.1, from_step = 2 } (by a metric; step 3 at the earliest): sampling.max_tokens = 90",
+        "when = { truncated_above = 0.1 } (by a metric; step 4 at the earliest): sampling.max_tokens = 150",
+        "when = { plateau_of = 1, min_gain = 0.99 } (by a metric; step 5 at the earliest):"
+        " refresh_reference = true, reset_optimizer = true",
+    )
+    assert rl.tokens == 3 * 6 * (40 + 40 + 90 + 150 + 150 + 150)  # no more than this, whatever the metrics say
+    print_plan("scripted", "", planned)
+    assert "by a metric" in capsys.readouterr().out
+
+
+def test_recipes_without_rules_are_written_down_as_before():
+    """Or runs that are older than rules could not go on, and their stages were stale."""
+    recipe = make_recipe(steps=4, schedule=[{"at_step": 2, "limits": {"max_turns": 2}}], end_when=[{"truncated_above": 0.5}])
+    rl = recipe.model_dump(mode="json")["stages"]["rl"]
+    assert "when" not in rl["schedule"][0]
+    assert rl["end_when"] == [
+        {"truncated_above": 0.5, "over_steps": 1, "plateau_of": None, "min_gain": 0.0, "from_step": 1},
+    ]
+    with_rule = make_recipe(**LADDER)
+    assert Recipe.model_validate_json(with_rule.model_dump_json()) == with_rule
+
+
+PLATEAU = {"when": {"plateau_of": 2}, "sampling": {"max_tokens": 90}}
+REFUSED = {
+    "no rule": ({**LONGER, "when": {}}, {}, "a rule has one of truncated_above, truncated_below, plateau_of"),
+    "two rules": (
+        {**LONGER, "when": {"truncated_above": 0.1, "plateau_of": 1}},
+        {},
+        "a rule has one of truncated_above, truncated_below, plateau_of",
+    ),
+    "an unknown key": ({**LONGER, "when": {"truncated": 0.1}}, {}, "schedule.0.when.truncated: unknown key. Did you mean"),
+    "a rule and a step": ({**LONGER, "at_step": 2}, {}, "there are at_step and when"),
+    "a share above all": (
+        {**LONGER, "when": {"truncated_above": 1.0}},
+        {},
+        r"schedule\.0\.when\.truncated_above: .* less than 1",
+    ),
+    "a share below none": (
+        {**LONGER, "when": {"truncated_below": 0.0}},
+        {},
+        "schedule.0.when.truncated_below: .* greater than 0",
+    ),
+    "no validation": (
+        PLATEAU,
+        {},
+        r"schedule entry 1 \(when = { plateau_of = 2 }, sampling.max_tokens = 90\): it waits for held-out accuracy, but the"
+        r" stage has no validation. Give it one \(validation.every_steps\), or leave the entry out",
+    ),
+    "no verdict": (
+        PLATEAU,
+        {"validation": VALIDATION, "reward": {"kind": "sum", "parts": {"called": {"kind": "called"}}}, "steps": 9},
+        "no part of its reward says what is right. Give it one that compares answers, or leave the entry out",
+    ),
+    "a late plateau": (
+        PLATEAU,
+        {"validation": VALIDATION},
+        "it could hold after step 6 at the earliest, but the stage has 4 steps",
+    ),
+    "a long window": (
+        {**LONGER, "when": {"truncated_above": 0.1, "over_steps": 4}},
+        {},
+        "it could hold after step 4 at the earliest, but the stage has 4 steps, so this never changes a thing",
+    ),
+    "playing ahead": (
+        LONGER,
+        {"max_staleness": 1},
+        r"schedule entry 1 \(when = .*\) hangs on metrics of steps, which are not known yet when a step is played ahead",
+    ),
+    "more than the engine holds": ({**LONGER, "sampling": {"max_tokens": 300}}, {}, "max_tokens is 300, but the engine holds"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_rule_that_cannot_be_meant_is_refused_when_the_recipe_is_read(case):
+    entry, settings, message = REFUSED[case]
+    rl = RECIPE["stages"]["rl"] | {"steps": 4, "schedule": [entry]} | settings
+    with pytest.raises(ConfigError, match=message):
+        validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here")
+
+
+def test_a_rung_that_could_be_reached_behind_the_last_step_alone_is_refused():
+    schedule = [LONGER, {"when": {"truncated_above": 0.1, "over_steps": 2}, "sampling": {"max_tokens": 150}}]
+    rl = RECIPE["stages"]["rl"] | {"steps": 4, "schedule": schedule}
+    with pytest.raises(ConfigError, match=r"schedule entry 2 .* after step 4 at the earliest, but the stage has 4 steps"):
+        validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here")
