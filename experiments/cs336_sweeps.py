@@ -68,14 +68,17 @@ _DIGITS = 4
 
 def summarise(sweeps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The answers to every question whose sweep was begun, from the `sweep.json` of each, and which runs they lack."""
+    missing = {
+        name: [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done" and not _fell(run)]
+        for name, sweep in sweeps.items()
+    }
+    num_missing = sum(map(len, missing.values()))
     return {
         "command": COMMAND,
+        "bars": {"runs_missing": {"value": num_missing, "bar": "== 0", "holds": num_missing == 0}},
         "recipes": {name: sweep["recipe"].rpartition("/")[2] for name, sweep in sweeps.items()},
         "jobs": {name: sweep["jobs"] for name, sweep in sweeps.items()},
-        "missing": {
-            name: [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done" and not _fell(run)]
-            for name, sweep in sweeps.items()
-        },
+        "missing": missing,
         "questions": {
             question: _answer(sweeps[sweep], arms) for question, (sweep, arms) in QUESTIONS.items() if sweep in sweeps
         },

@@ -61,7 +61,16 @@ def summarise(sweep: Mapping[str, Any]) -> dict[str, Any]:
         for metric in CURVES
         if metric in sweep["curves"]
     }
-    return {"command": COMMAND, "metric": sweep["result"], "arms": arms, "curves": curves}
+    return {"command": COMMAND, "metric": sweep["result"], "bars": _bars(arms), "arms": arms, "curves": curves}
+
+
+def _bars(arms: Mapping[str, Any]) -> dict[str, Any]:
+    """What the hypothesis expects: lambda 1.0 above 0.95 by the whole interval."""
+    above = arms["ppo_lambda_1"]["above_the_first"]
+    if "interval" not in above:
+        return {}
+    low = above["interval"][0]
+    return {"ppo_lambda_1_above_0_95_low": {"value": low, "bar": "> 0", "holds": low > 0}}
 
 
 def _interval(differences: Sequence[float]) -> dict[str, Any]:
@@ -86,6 +95,8 @@ def table(results: Mapping[str, Any]) -> str:
         times = list(arm["time_s"].values())
         mean_s = f"{sum(times) / len(times):.0f}" if times else "–"
         rows.append(f"{name:<18} {by_seed:<22} {said:<34} {mean_s:>8}")
+    for name, bar in results["bars"].items():
+        rows.append(f"{name}: {bar['value']:+.3f}, must be {bar['bar']}: {'holds' if bar['holds'] else 'does not hold'}")
     return "\n".join(rows)
 
 
