@@ -104,3 +104,21 @@ def test_a_token_without_advantage_costs_nothing_however_far_the_policy_has_move
         loss.sum().backward()
         assert loss.tolist() == ratio.grad.tolist() == [[0.0, 0.0]]
         ratio.grad = None
+
+
+@pytest.mark.parametrize("level", list(RatioLevel))
+@pytest.mark.parametrize(
+    ("advantage", "settings", "expected"),
+    [
+        (0.0, {}, 0.0),  # nothing to gain
+        (1.0, {}, -1.28),  # clipped
+        (-1.0, {"dual_clip": 3.0}, 3.0),  # clipped by the second clip
+    ],
+)
+def test_a_ratio_that_overflows_has_no_gradient_where_nothing_depends_on_it(level, advantage, settings, expected):
+    policy = torch.tensor([[FAR, FAR], [0.0, 0.0]], requires_grad=True)
+    mask, advantages = torch.ones(2, 2, dtype=torch.bool), torch.tensor([[advantage] * 2, [2.0, 2.0]])
+    loss = clip_token_loss(probability_ratio(policy, torch.zeros(2, 2), mask, level), advantages, mask, **settings)
+    loss.sum().backward()
+    assert loss.tolist() == [pytest.approx([expected] * 2), [-2.0, -2.0]]
+    assert policy.grad.tolist() == [[0.0, 0.0], [-2.0, -2.0]]  # the other row learns

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,5 +37,24 @@ def log_ratio(logprobs: Tensor, other_logprobs: Tensor, loss_mask: Tensor, level
 def probability_ratio(
     policy_logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, level: RatioLevel = RatioLevel.TOKEN
 ) -> Tensor:
-    """π / π_old of each token, or the geometric mean of its row; 1 where masked."""
-    return log_ratio(policy_logprobs, old_logprobs, loss_mask, level).exp()
+    """π / π_old of each token, or the geometric mean of its row; 1 where masked.
+
+    Beyond 88 nats it is infinite. Where nothing depends on it, since it is clipped or there is no advantage, its gradient is 0.
+    """
+    ratio: Tensor = _Exp.apply(log_ratio(policy_logprobs, old_logprobs, loss_mask, level))  # type: ignore[no-untyped-call]
+    return ratio
+
+
+class _Exp(torch.autograd.Function):
+    """exp, whose gradient is 0 where that of its result is: 0 times infinity is no number."""
+
+    @staticmethod
+    def forward(ctx: Any, exponent: Tensor) -> Tensor:
+        power = exponent.exp()
+        ctx.save_for_backward(power)
+        return power
+
+    @staticmethod
+    def backward(ctx: Any, of_power: Tensor) -> Tensor:
+        (power,) = ctx.saved_tensors
+        return torch.where(of_power == 0, 0.0, of_power * power)
