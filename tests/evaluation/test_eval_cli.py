@@ -1,6 +1,7 @@
 """The words of `strop eval`: an evaluation without `run`, comparisons and the leaderboard."""
 
 import json
+from pathlib import Path
 
 from typer.testing import CliRunner
 
@@ -56,3 +57,13 @@ def test_other_harnesses_are_printed_as_commands_and_their_results_taken_in(tmp_
     told = invoke("import", "bfcl-eval", tmp_path / "score", "--runs", tmp_path / "runs").output
     assert told.startswith("bfcl/simple: 0.500 of 4")
     assert "bfcl/simple" in invoke("leaderboard", tmp_path / "runs").output
+
+
+def test_what_an_import_leaves_out_is_named_beside_what_it_takes(tmp_path):
+    taken = invoke("import", "lm-eval", Path(__file__).with_name("harness_files") / "lm_eval", "--runs", tmp_path)
+    assert len(taken.stdout.splitlines()) == 5
+    [left_out] = taken.stderr.splitlines()
+    assert left_out.startswith("left out: ")
+    assert "sums of tiny/a" in left_out
+    told = invoke("compare", tmp_path / "lm-eval-tiny__a-rules", tmp_path / "lm-eval-tiny__b-rules", "--json").output
+    assert json.loads(told)["metrics"][0]["paired"]["num_better"] == 2

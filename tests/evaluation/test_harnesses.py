@@ -1,4 +1,7 @@
-"""Other harnesses: on files written here in the schema that their publishers document."""
+"""Other harnesses: on files written here, in the layout of what bfcl-eval 2026.3.23 and lm-eval 0.4.13 wrote when they ran.
+
+`harness_files` has whole directories with every field of the real ones; what is made in code has the fields that are read.
+"""
 
 import json
 from pathlib import Path
@@ -12,6 +15,7 @@ from strop.evaluation.results import read_eval, write_eval
 
 ADDRESS = "http://127.0.0.1:8000"
 STAMP = "2025-11-22T01-00-00.000000"
+FILES = Path(__file__).with_name("harness_files")
 
 
 def put_bfcl(root, category, right, total, *, group=""):
@@ -72,7 +76,7 @@ def test_addresses_and_names_that_a_harness_would_misread_are_refused(tmp_path):
 def test_bfcl_scores_become_one_result_a_category_in_either_layout(tmp_path):
     put_bfcl(tmp_path, "multi_turn_base", 120, 200, group="multi_turn")
     put_bfcl(tmp_path, "simple", 380, 400)
-    multi, simple = sorted(read_bfcl(tmp_path), key=lambda each: each.result["benchmark"])
+    multi, simple = sorted(read_bfcl(tmp_path).found, key=lambda each: each.result["benchmark"])
     assert (multi.result["benchmark"], multi.result["run"]) == ("bfcl/multi_turn_base", "Qwen_Qwen3-4B")
     assert (multi.result["accuracy"], multi.result["num_tasks"]) == (0.6, 200)
     assert multi.result["accuracy_low"] == pytest.approx(0.6 - 1.96 * (0.24 / 200) ** 0.5)
@@ -81,7 +85,7 @@ def test_bfcl_scores_become_one_result_a_category_in_either_layout(tmp_path):
 
 def test_ifeval_is_its_prompt_level_strict_accuracy_with_the_harnesss_own_error(tmp_path):
     put_lm_eval(tmp_path / "served", [True, False, True, True])
-    [found] = read_lm_eval(tmp_path)
+    [found] = read_lm_eval(tmp_path).found
     assert (found.result["benchmark"], found.result["metric"]) == ("ifeval", "prompt_level_strict_acc")
     assert (found.result["accuracy"], found.result["num_tasks"]) == (0.75, 4)
     assert found.result["accuracy_low"] == pytest.approx(0.75 - 0.196)
@@ -115,7 +119,7 @@ def put_gsm8k(root):
 
 def test_a_metric_of_two_filters_has_the_error_and_the_problems_of_the_one_that_is_told(tmp_path):
     put_gsm8k(tmp_path)
-    [found] = read_lm_eval(tmp_path)
+    [found] = read_lm_eval(tmp_path).found
     assert (found.result["metric"], found.result["accuracy"]) == ("exact_match,strict-match", 0.5)
     assert found.result["accuracy_high"] == pytest.approx(0.5 + 1.96 * 0.2)
     assert found.result["figures"] == {"exact_match,strict-match": 0.5, "exact_match,flexible-extract": 1.0}
@@ -126,10 +130,87 @@ def test_two_models_that_lm_eval_judged_are_compared_in_pairs(tmp_path):
     places = []
     for name, verdicts in (("a", [False, False, True]), ("b", [True, True, True])):
         put_lm_eval(tmp_path / name, verdicts, model=name)
-        [found] = read_lm_eval(tmp_path / name)
+        [found] = read_lm_eval(tmp_path / name).found
         write_eval(tmp_path / "ours" / name / "eval", found.result, found.problems)
         places.append(read_eval(tmp_path / "ours" / name))
     assert compare(*places).metrics[0].paired.num_better == 2
+
+
+def test_every_category_of_bfcl_is_its_models_however_deep_its_file_lies():
+    for place in (
+        FILES / "bfcl",
+        FILES / "bfcl" / "score",
+        FILES / "bfcl" / "score" / "tiny_a",
+        FILES / "bfcl/score/tiny_a/agentic",
+    ):
+        found = {each.result["benchmark"]: each.result for each in read_bfcl(place).found}
+        assert {each["run"] for each in found.values()} == {"tiny_a"}
+        assert (found["bfcl/memory_kv"]["accuracy"], found["bfcl/memory_kv"]["num_tasks"]) == (0.5, 2)
+
+
+def test_answers_that_bfcl_never_got_are_counted_and_named():
+    harvest = read_bfcl(FILES / "bfcl")
+    failed = {each.result["benchmark"]: each.result["num_requests_failed"] for each in harvest.found}
+    # Of simple_python the failures say it, of live_irrelevance, where no answer is a right one, the answers beside the scores.
+    assert failed == {"bfcl/memory_kv": 0, "bfcl/live_irrelevance": 1, "bfcl/multi_turn_base": 1, "bfcl/simple_python": 1}
+    assert len(harvest.notes) == 3
+    assert any("simple_python_score.json: 1 of 4 have no answer of the server" in each for each in harvest.notes)
+
+
+def test_two_score_files_of_one_model_and_category_are_refused_by_name(tmp_path):
+    put_bfcl(tmp_path / "monday", "simple", 1, 2)
+    put_bfcl(tmp_path / "friday", "simple", 2, 2)
+    with pytest.raises(RunError, match=r"monday.*friday|friday.*monday"):
+        read_bfcl(tmp_path)
+
+
+def test_each_models_newest_figures_of_each_task_are_taken_and_the_rest_is_named():
+    harvest = read_lm_eval(FILES / "lm_eval")
+    found = {(each.result["run"], each.result["benchmark"]): each.result for each in harvest.found}
+    assert {key: (each["accuracy"], each["num_tasks"]) for key, each in found.items()} == {
+        ("tiny__b", "rules"): (1.0, 4),
+        ("tiny__a", "sums"): (0.5, 4),  # 0.25 in the older file
+        ("tiny__a", "sums_hard"): (0.0, 2),  # of 9, by --limit
+        ("tiny__a", "arithmetic"): (2 / 6, 6),  # a group that adds its tasks up
+        ("tiny__a", "rules"): (0.5, 4),  # in the older file alone
+    }
+    [note] = harvest.notes
+    assert "results_2026-11-22T09-00-00.123456.json: sums of tiny/a, which" in note
+    assert "results_2026-11-22T10-00-00.654321.json has from later on" in note
+
+
+def test_the_problems_of_a_task_are_its_own_beside_one_whose_name_begins_alike():
+    found = {(each.result["run"], each.result["benchmark"]): each for each in read_lm_eval(FILES / "lm_eval").found}
+    sums = found["tiny__a", "sums"].problems
+    assert [(each["question"], each["correct"]) for each in sums] == [
+        ("1 + 1?", [1]),
+        ("2 + 2?", [0]),  # by strict-match; flexible-extract has it right
+        ("3 + 3?", [1]),
+        ("4 + 4?", [0]),
+    ]
+    assert [each["question"] for each in found["tiny__a", "sums_hard"].problems] == ["17 + 25?", "38 + 46?"]
+    assert found["tiny__a", "arithmetic"].problems == []
+
+
+def test_a_task_whose_figures_are_no_shares_or_better_when_smaller_is_left_out_by_name(tmp_path):
+    tree = {
+        "results": {
+            "prose": {"alias": "prose", "word_perplexity,none": 21.5},
+            "guesses": {"alias": "guesses", "brier_score,none": 0.3},
+            "sums": {"alias": "sums", "acc,none": 0.5},
+        },
+        "higher_is_better": {"guesses": {"brier_score": False}},
+        "model_name": "served",
+    }
+    (tmp_path / f"results_{STAMP}.json").write_text(json.dumps(tree))
+    harvest = read_lm_eval(tmp_path)
+    assert [each.result["benchmark"] for each in harvest.found] == ["sums"]
+    assert any("21.5 for 'prose', which is no share" in each for each in harvest.notes)
+    assert any("'guesses' has no figure that is better when larger" in each for each in harvest.notes)
+    del tree["results"]["sums"]
+    (tmp_path / f"results_{STAMP}.json").write_text(json.dumps(tree))
+    with pytest.raises(RunError, match=r"no result of lm-eval that can be used.*prose.*guesses"):
+        read_lm_eval(tmp_path)
 
 
 def test_folders_and_files_of_another_kind_say_what_to_give(tmp_path):

@@ -1,7 +1,7 @@
 """Other harnesses against a served model: the commands that run them, and their result files read into ours.
 
 Thin on purpose: `bfcl-eval` and `lm-eval` bring environments of their own, and judge by their own rules. Commands and files
-are those that their publishers document; neither harness was run here.
+are those of `bfcl-eval` 2026.3.23 and `lm-eval` 0.4.13, which were run against a served model; docs/evaluation.md says how far.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from strop.errors import ConfigError, RunError
 from strop.runs import read_json, read_lines
 
 _SCORE_FILE = re.compile(r"BFCL_v\d+_(?P<category>\w+)_score\.json")
-_SAMPLES = "samples_{task}_*.jsonl"
+_NO_ANSWER = "Error during inference:"
 _HEADLINE = {"ifeval": "prompt_level_strict_acc"}
 _USUAL = ("acc", "exact_match", "acc_norm", "pass@1")
 
@@ -40,11 +40,19 @@ class Found:
     problems: Sequence[Mapping[str, Any]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Harvest:
+    """What a harness's files say, one entry a model and benchmark; and notes on what is left out or not to be relied on."""
+
+    found: Sequence[Found]
+    notes: Sequence[str]
+
+
 def bfcl_commands(address: str, *, model: str, tokenizer: Path, categories: Sequence[str], out: Path) -> list[Command]:
     """Generate with a server that runs already, then judge. `model` is a name that `bfcl models` lists.
 
     Args:
-        address: http://host:port of an OpenAI-compatible server.
+        address: http://host:port of an OpenAI-compatible server, which must call its model by the absolute path of `tokenizer`.
         tokenizer: the model directory; BFCL renders prompts itself.
         categories: of tests, as in multi_turn or live_simple.
     """
@@ -76,72 +84,127 @@ def lm_eval_command(address: str, *, model: str, tasks: Sequence[str], out: Path
     )
 
 
-def read_bfcl(directory: Path) -> list[Found]:
-    """One result a category, from the score files below `directory`; they name only what failed, so there are no problems.
+def read_bfcl(directory: Path) -> Harvest:
+    """One result a model and category, from the score files below `directory`.
+
+    They name only what failed, so there are no problems. A request without an answer is a wrong call to BFCL, or a right
+    silence where nothing is to be called; such are counted (`num_requests_failed`), and noted.
 
     Raises:
-        RunError: there is no score file, or one begins with no summary.
+        RunError: there is no score file, one begins with no summary, or two tell of the same model and category.
     """
     paths = [path for path in sorted(directory.rglob("*_score.json")) if _SCORE_FILE.fullmatch(path.name)]
     if not paths:
         raise RunError(
             f"{directory}: no BFCL_v*_score.json lies below. Give the folder that `bfcl evaluate --score-dir` wrote."
         )
-    found = []
+    found: dict[str, Found] = {}
+    origins: dict[str, Path] = {}
     for path in paths:
-        category = _SCORE_FILE.fullmatch(path.name)
-        assert category is not None
-        summary = _first_line(path)
-        model = next((part for part in reversed(path.relative_to(directory).parts[:-1]) if part not in _GROUPS), directory.name)
-        found.append(
-            Found(
-                name=f"{model}-{category['category']}",
-                result=_result(
-                    harness="bfcl-eval",
-                    benchmark=f"bfcl/{category['category']}",
-                    run=model,
-                    accuracy=float(summary["accuracy"]),
-                    num_tasks=int(summary["total_count"]),
-                ),
-                problems=(),
+        each = _of_category(path)
+        if each.name in found:
+            raise RunError(
+                f"{path} and {origins[each.name]} tell of the same model and category. Give the folder of one alone."
             )
-        )
-    return found
+        found[each.name], origins[each.name] = each, path
+    notes = [
+        f"{origins[name]}: {num} of {each.result['num_tasks']} have no answer of the server, and BFCL judged them all the same"
+        for name, each in found.items()
+        if (num := each.result["num_requests_failed"])
+    ]
+    return Harvest(found=[*found.values()], notes=notes)
 
 
-_GROUPS = ("live", "non_live", "multi_turn", "agentic", "format_sensitivity", "memory", "score")
-"""Folders of later releases between a model's folder and its files."""
+_GROUPS = ("live", "non_live", "multi_turn", "agentic", "format_sensitivity", "memory", "kv", "vector", "rec_sum", "score")
+"""Folders between a model's folder and its files: MODEL/non_live/FILE, MODEL/agentic/memory/kv/FILE; none in older releases."""
 
 
-def read_lm_eval(directory: Path) -> list[Found]:
-    """One result a task, from the newest results_*.json below `directory`, with its problems where samples were kept.
+def _of_category(path: Path) -> Found:
+    match = _SCORE_FILE.fullmatch(path.name)
+    assert match is not None
+    category = match["category"]
+    summary = _first_line(path)
+    model = next((part for part in reversed(path.absolute().parent.parts) if part not in _GROUPS), "unnamed")
+    result = _result(
+        harness="bfcl-eval",
+        benchmark=f"bfcl/{category}",
+        run=model,
+        accuracy=float(summary["accuracy"]),
+        num_tasks=int(summary["total_count"]),
+    )
+    return Found(name=f"{model}-{category}", result=result | {"num_requests_failed": _num_failed(path)}, problems=())
+
+
+def _num_failed(path: Path) -> int:
+    """Requests in the place of whose answer an error stands: of all, where result/ lies beside score/, else of failures."""
+    lines = read_lines(path)[1:]
+    score = next((each for each in path.absolute().parents if each.name == "score"), None)
+    if score is not None:
+        answers = score.with_name("result") / path.absolute().relative_to(score)
+        answers = answers.with_name(path.name.replace("_score.json", "_result.json"))
+        lines = read_lines(answers) or lines
+    # Failures of single turns and of several have other names for the place.
+    said = [each.get("result", each.get("model_result_raw", each.get("model_result"))) for each in lines]
+    return sum(isinstance(each, str) and each.startswith(_NO_ANSWER) for each in said)
+
+
+def read_lm_eval(directory: Path) -> Harvest:
+    """One result a model and task, from the newest results_*.json below `directory` that has it.
+
+    With its problems, where samples were kept. Older figures of a model's task are left out, and so are tasks without a figure
+    that is a share and better when larger.
 
     Raises:
-        RunError: there is no such file, or a task in it has no figure that is a share.
+        RunError: there is no such file, one is damaged, or none has a figure that can be used.
     """
-    paths = sorted(directory.rglob("results_*.json"), key=lambda path: path.name)
+    paths = sorted(directory.rglob("results_*.json"), key=lambda path: (path.name, path), reverse=True)
     if not paths:
         raise RunError(f"{directory}: no results_*.json lies below. Give the folder that `lm_eval --output_path` wrote.")
-    tree = read_json(paths[-1])
-    if not isinstance(tree, dict) or not isinstance(tree.get("results"), dict):
-        raise RunError(f"{paths[-1]}: no table 'results'. It is not what lm-eval writes.")
-    model = str(tree.get("model_name") or paths[-1].parent.name)
+    found: dict[str, Found] = {}
+    origins: dict[tuple[str, str], Path] = {}
+    notes = []
+    for path in paths:
+        tree = read_json(path)
+        if not isinstance(tree, dict) or not isinstance(tree.get("results"), dict):
+            raise RunError(f"{path}: no table 'results'. It is not what lm-eval writes.")
+        model = str(tree.get("model_name") or path.parent.name)
+        for task, figures in _tasks(tree).items():
+            newer = origins.setdefault((model, task), path)
+            if newer != path:
+                notes.append(f"left out: {path}: {task} of {model}, which {newer} has from later on")
+                continue
+            try:
+                each = _of_task(task, figures, tree, model, path)
+            except RunError as error:
+                notes.append(f"left out: {error}")
+            else:
+                found[each.name] = each
+    if not found:
+        raise RunError(f"{directory}: no result of lm-eval that can be used: {'; '.join(notes) or 'its files name no task'}")
+    return Harvest(found=[*found.values()], notes=notes)
+
+
+def _tasks(tree: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The figures of each task, and of each group that adds its tasks up; another group stands there by its name alone."""
     groups = tree.get("group_subtasks") or {}
-    # A group that adds nothing up stands among the results by its name alone; its tasks stand there, too.
-    tasks = {task: figures for task, figures in tree["results"].items() if _figures(figures) or not groups.get(task)}
-    return [_of_task(task, figures, tree, model, paths[-1]) for task, figures in tasks.items()]
+    return {task: figures for task, figures in tree["results"].items() if _figures(figures) or not groups.get(task)}
 
 
 def _of_task(task: str, figures: Mapping[str, Any], tree: Mapping[str, Any], model: str, path: Path) -> Found:
     shares = _figures(figures)
-    preferred = [key for name in (_HEADLINE.get(task, ""), *_USUAL) for key in shares if key.partition(",")[0] == name]
-    headline = next(iter([*preferred, *shares]), None)
+    falling = {metric for metric, rises in (tree.get("higher_is_better", {}).get(task) or {}).items() if rises is False}
+    rising = [key for key in shares if key.partition(",")[0] not in falling]
+    preferred = [key for name in (_HEADLINE.get(task, ""), *_USUAL) for key in rising if key.partition(",")[0] == name]
+    headline = next(iter([*preferred, *rising]), None)
     if headline is None:
-        raise RunError(f"{path}: task {task!r} has no figure. It has {', '.join(figures) or 'nothing'}.")
+        raise RunError(
+            f"{path}: task {task!r} has no figure that is better when larger. It has {', '.join(figures) or 'nothing'}."
+        )
     metric, _, answer_filter = headline.partition(",")
     error = figures.get(f"{metric}_stderr,{answer_filter}")
     problems = _samples(path, task, metric, answer_filter)
-    num = tree.get("n-samples", {}).get(task, {}).get("effective", len(problems))
+    # A group has no entry of its own in n-samples.
+    num = tree.get("n-samples", {}).get(task, {}).get("effective") or figures.get("sample_len") or len(problems)
     result = _result(
         harness="lm-eval",
         benchmark=task,
@@ -171,9 +234,8 @@ def _plain(key: str) -> str:
 def _samples(path: Path, task: str, metric: str, answer_filter: str) -> list[dict[str, Any]]:
     """The problems that were tried, by the samples of the same time; [] where a verdict is no yes or no."""
     written = path.stem.partition("_")[2]
-    paths = [each for each in sorted(path.parent.glob(_SAMPLES.format(task=task))) if each.stem.endswith(written)]
     problems: list[dict[str, Any]] = []
-    for line in read_lines(paths[-1]) if paths else []:
+    for line in read_lines(path.with_name(f"samples_{task}_{written}.jsonl")):
         if line.get("filter", answer_filter) != answer_filter:
             continue  # the same attempt again, its answer read in another way
         verdict = line.get(metric)

@@ -129,10 +129,15 @@ def harness(
     tasks: Annotated[str, typer.Option("--tasks", help="Tasks or categories, separated by commas.")],
     out: Annotated[Path, typer.Option("--out", help="Where the harness writes.")],
     tokenizer: Annotated[
-        Path | None, typer.Option("--tokenizer", help="bfcl-eval: the model directory.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            help="bfcl-eval: the model directory. The server must call its model by the absolute path of it.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
-    """Print the commands that run another harness against a served model, for a shell of its own environment. Unproven."""
+    """Print the commands that run another harness against a served model, for a shell of its own environment."""
     from strop.errors import ConfigError
     from strop.evaluation.harnesses import bfcl_commands, lm_eval_command
 
@@ -157,10 +162,13 @@ def import_results(
     from strop.evaluation.harnesses import read_bfcl, read_lm_eval
     from strop.evaluation.results import write_eval
 
-    for found in read_bfcl(directory) if name == "bfcl-eval" else read_lm_eval(directory):
+    harvest = read_bfcl(directory) if name == "bfcl-eval" else read_lm_eval(directory)
+    for found in harvest.found:
         place = runs / f"{name}-{found.name}"
         write_eval(place / "eval", found.result, found.problems)
         typer.echo(f"{found.result['benchmark']}: {found.result['accuracy']:.3f} of {found.result['num_tasks']} -> {place}")
+    for note in harvest.notes:
+        typer.echo(note, err=True)
 
 
 @app.command(name="arena-hard")
