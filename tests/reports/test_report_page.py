@@ -386,6 +386,42 @@ def test_a_stage_is_numbered_on_from_the_one_before(tmp_path):
         assert [(mark.x, mark.label) for mark in plot.boundaries] == [(first, "one"), (first + 2, "two")]
 
 
+def test_settings_that_switched_are_marked_in_every_plot_over_steps(tmp_path):
+    run = RunDirectory(tmp_path)
+    stages = {"one": {"kind": "rl"}, "two": {"kind": "rl"}}
+    run.manifest.write_text(json.dumps({"name": "x", "stages": stages}))
+    steps = [{"stage": stage, "step": step, "rollout/reward_mean": 1.0} for stage in stages for step in (1, 2, 3)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in steps))
+    rule, longer = "when = { truncated_above = 0.1 }", "sampling.max_tokens = 90"
+    switch = {"event": "scheduled", "stage": "two", "when": rule, "what": longer}
+    events = [
+        {"event": "stage_started", "stage": "one"},
+        {**switch, "step": 2},  # of a stage that was made anew
+        {"event": "step_finished", "stage": "two", "step": 2},
+        {"event": "stage_started", "stage": "two"},
+        {"event": "step_finished", "stage": "two", "step": 2},
+        {**switch, "step": 3},
+        {"event": "step_finished", "stage": "two", "step": 3},
+        {**switch, "step": 4, "what": "sampling.temperature = 0.5"},  # behind the checkpoint
+        {"event": "stage_started", "stage": "two"},  # of a try whose engine did not open
+        {"event": "stage_started", "stage": "two"},
+        {"event": "resumed", "stage": "two", "step": 2},
+        {**switch, "step": 3, "when": "at_step = 3", "what": "limits.max_turns = 2"},
+        {**switch, "step": 4},  # no step has it yet
+        {**switch, "step": 2, "when": "every_steps = 1", "what": "reset_optimizer = true"},
+    ]
+    run.events.write_text("".join(json.dumps(line) + "\n" for line in events))
+    log = read_run(run)
+    assert log.stages[1].switches == {3: "sampling.max_tokens = 90, limits.max_turns = 2", 4: longer}
+    marks = {
+        tuple((mark.x, mark.label) for mark in drawing.plot.boundaries)
+        for section in sections(log)
+        for drawing in section.drawings
+        if drawing.plot.x_label == "step"
+    }
+    assert marks == {((1, "one"), (4, "two"), (6, "sampling.max_tokens = 90, limits.max_turns = 2"))}
+
+
 def test_the_tokenizer_of_the_fixture_round_trips(finished):
     tokenizer = Tokenizer.from_file(str(Path(finished.stage("sft").model / "tokenizer.json")))
     assert tokenizer.decode(tokenizer.encode("naïve ✓").ids) == "naïve ✓"

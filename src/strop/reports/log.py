@@ -40,6 +40,7 @@ class StageLog:
     steps: Mapping[int, Metrics]  # in order of step; of a step that ran twice, what it logged last
     inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the stages that it stands on, by key
     updates: tuple[tuple[float, Metrics], ...] = ()  # of steps that may have several: where in its steps each is, what it told
+    switches: Mapping[int, str] = field(default_factory=dict)  # what its schedule changed for good, by the first step with it
     is_begun: bool = False
     why_stale: str = ""  # why what it made is not what the recipe would make now; "" where it is
 
@@ -147,7 +148,7 @@ def read_run(run: RunDirectory) -> RunLog:
         seed=str(manifest.get("seed", "")),
         versions={str(key): str(value) for key, value in (manifest.get("versions") or {}).items()},
         recipe=_flat(recipe),
-        stages=tuple(_stage(run, name, named.get(name, {}), rows, updates) for name in names),
+        stages=tuple(_stage(run, name, named.get(name, {}), rows, updates, events) for name in names),
         evaluations=tuple(
             _evaluation(name, read_json(path), (recipe.get("stages") or {}).get(name) or {})
             for name in names
@@ -167,7 +168,12 @@ def finite(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _stage(
-    run: RunDirectory, name: str, said: Mapping[str, Any], rows: list[dict[str, Any]], updates: list[dict[str, Any]]
+    run: RunDirectory,
+    name: str,
+    said: Mapping[str, Any],
+    rows: list[dict[str, Any]],
+    updates: list[dict[str, Any]],
+    events: list[dict[str, Any]],
 ) -> StageLog:
     directory = run.stage(name)
     return StageLog(
@@ -177,6 +183,7 @@ def _stage(
         is_done=directory.done.exists(),
         steps=_steps(rows, name),
         updates=_updates(updates, name),
+        switches=_switches(events, name),
         inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
         is_begun=directory.path.exists(),
         why_stale=str(read_json(directory.stale).get("because", "")) if directory.stale.exists() else "",
@@ -203,6 +210,26 @@ def _updates(rows: list[dict[str, Any]], stage: str) -> tuple[tuple[float, Metri
         )
         for row in mine
     )
+
+
+def _switches(events: list[dict[str, Any]], stage: str) -> dict[int, str]:
+    """Those of the last try, and of those before it what came up to the checkpoint that it resumed from.
+
+    What comes again and again is no switch.
+    """
+    found: dict[int, dict[str, None]] = {}
+    before, has_begun = found, False
+    for event in (each for each in events if each.get("stage") == stage):
+        match event.get("event"):
+            case "stage_started" if has_begun:  # a try that came to nothing changes nothing
+                before, found, has_begun = found, {}, False
+            case "resumed":
+                found, has_begun = {step: whats for step, whats in before.items() if step <= int(event["step"]) + 1}, True
+            case "step_finished":
+                has_begun = True
+            case "scheduled" if not str(event["when"]).startswith("every_"):
+                found.setdefault(int(event["step"]), {})[str(event["what"])] = None
+    return {step: ", ".join(whats) for step, whats in sorted(found.items())}
 
 
 def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:

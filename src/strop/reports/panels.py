@@ -195,10 +195,11 @@ def _offsets_by_time(stages: Sequence[StageLog]) -> list[float]:
 
 
 def _boundaries(stages: Sequence[StageLog], offsets: Sequence[float]) -> tuple[Boundary, ...]:
-    if len(stages) < 2:
-        return ()
-    return tuple(
-        Boundary(x=offset + min(stage.steps), label=stage.name)
-        for stage, offset in zip(stages, offsets, strict=True)
-        if stage.steps
-    )
+    """Where each of several stages begins, and where settings of a stage switched."""
+    found: list[Boundary] = []
+    for stage, offset in zip(stages, offsets, strict=True):
+        if stage.steps and len(stages) > 1:
+            found.append(Boundary(x=offset + min(stage.steps), label=stage.name))
+        # One that no step has come to yet would lie behind the figures.
+        found += [Boundary(x=offset + step, label=what) for step, what in stage.switches.items() if step in stage.steps]
+    return tuple(found)

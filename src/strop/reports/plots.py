@@ -77,7 +77,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boundary:
-    """A vertical mark, where a stage begins."""
+    """A vertical mark, where a stage begins or its settings switch."""
 
     x: float
     label: str
