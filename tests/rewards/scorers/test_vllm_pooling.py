@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.engine.servers.process import ServerProcess
+from strop.engine.servers.vllm import shared_memory_of
 from strop.errors import UserError
 from strop.pipelines.tiny_model import make_tokenizer
 from strop.rewards.scorers import EmbeddedScorerConfig, Exchange, VllmScorerConfig, open_scorer
@@ -92,10 +93,13 @@ def served(directory, folder, scenario):
         log = folder / "vllm.log"
         argv = [str(word) for word in words]
         server = await ServerProcess.start(argv, env=environment, log=log, is_ready=is_up, deadline_s=240)
+        shared = shared_memory_of(server.pid)
         try:
             return await scenario(address)
         finally:
             await server.stop()
+            for path in shared:  # its processes do not get to it when they are killed
+                path.unlink(missing_ok=True)
 
     return asyncio.run(run())
 
