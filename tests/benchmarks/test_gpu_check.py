@@ -26,6 +26,7 @@ def _one_thread():
     torch.set_num_threads(num_threads)
 
 
+@pytest.mark.slow
 def test_on_a_cpu_everything_is_measured_and_bfloat16_agrees_with_float32(tmp_path, capsys):
     words = ["--device", "cpu", "--sizes", "tiny", "--models", "tiny-qwen3", "--results", str(tmp_path)]
     assert gpu_check.main(words) == 1  # the speeds are no GPU's

@@ -35,6 +35,7 @@ def given_back_mib(how):
     return int(answer.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "kept once"])
 def test_freed_memory_is_given_back(how):
     """Also where an earlier trainer kept it."""

@@ -87,6 +87,7 @@ def check_results(part, runs, directory):
         assert "missing:" not in svg
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_a_part_runs_from_rows_to_drawings(name, tmp_path):
     part = pipelines.PARTS[name]
@@ -101,6 +102,7 @@ def test_a_part_runs_from_rows_to_drawings(name, tmp_path):
     check_results(part, runs, tmp_path)
 
 
+@pytest.mark.slow
 def test_students_imitate_equally_many_tokens_and_a_second_call_trains_nothing_anew(tmp_path):
     students = ("steps=5", "batch_size=2", "trainer.optimizer.warmup_updates=0")
     sizes = [

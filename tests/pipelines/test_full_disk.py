@@ -26,6 +26,7 @@ def on_a_small_disk(directory, size, script):
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
 
 
+@pytest.mark.slow
 def test_a_full_disk_at_any_moment_loses_nothing_and_the_run_goes_on_to_the_same_end(scripted_run, tmp_path):
     disk = tmp_path / "disk"
     done = on_a_small_disk(disk, "4m", f"{sys.executable} {HERE / 'full_disk.py'} {disk}")

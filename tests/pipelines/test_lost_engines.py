@@ -151,7 +151,7 @@ def test_a_hanging_engine_is_noticed_by_the_deadline_of_the_recipe(scripted_run,
             return Hanging(policy, engine.dies_at, **options)
 
     recipe = with_engines(2)
-    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"deadline_s": 0.5})})
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"deadline_s": 2.0})})
     done = run_recipe(tmp_path / "run", recipe, make_engine=Opening({2: 5}))
     [lost] = events(done.run, "engine_lost")
     assert lost["stage"] == "rl"

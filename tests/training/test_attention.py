@@ -282,6 +282,7 @@ print((heap().used - before) // 2**20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="the C library does not tell what its heap holds")
 def test_rollouts_of_new_lengths_cost_no_memory_that_stays():
     """Sixty lengths in bfloat16 cost 0.2 GB where attention has compiled kernels for each."""

@@ -39,7 +39,7 @@ class FakeSglang:
             app.router.add_post(path, self._note)
         app.router.add_post("/flush_cache", self._flush)
         app.router.add_post("/abort_request", self._abort)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)  # of answers that hang on purpose
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

@@ -36,7 +36,7 @@ class FakeVllm:
         app.router.add_post("/inference/v1/generate", self._generate)
         for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
             app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)  # of answers that hang on purpose
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:
