@@ -33,9 +33,7 @@ class RolloutLimits(Config):
     max_calls_per_turn: int = Field(default=4, ge=1)
     max_calls: int | None = Field(default=None, ge=0)  # calls run in a whole rollout; ARPO's call limit is 3 or 6
     max_response_tokens: int = Field(default=512, ge=16)  # of one tool response; beyond it head and tail are kept
-    deadline_s: float = Field(
-        default=60.0, gt=0
-    )  # of one call, beyond what the tool's own limits allow it: then it is our fault
+    deadline_s: float = Field(default=60.0, gt=0)  # of one call beyond what its tool's own limits allow: then it is our fault
 
 
 class ToolObserver(Protocol):

@@ -84,10 +84,14 @@ def _tokens_of(batch: TokenBatch, *, is_packed: bool) -> tuple[list[int], list[i
     return lengths[rows].tolist(), [int(each) for each in shared]
 
 
-def update_cost(*, tokens: int, flops: float, started: float, device: torch.device, precision: str, world: World) -> UpdateCost:
-    """Of an update that began at `started`, a time of `time.perf_counter`, and is over when everything asked of `device` is."""
+def seconds_since(started: float, device: torch.device) -> float:
+    """Until everything asked of `device` is done, since `started`, a time of `time.perf_counter`."""
     wait(device)
-    time_s = time.perf_counter() - started
+    return time.perf_counter() - started
+
+
+def update_cost(*, tokens: int, flops: float, time_s: float, device: torch.device, precision: str, world: World) -> UpdateCost:
+    """Of an update of all ranks, with the rate and the memory of the processes that made it."""
     of_ranks = world.gather((measured_flops_per_s(device, getattr(torch, precision)), peak_memory_mib(device)))
     return UpdateCost(
         tokens=tokens,

@@ -19,7 +19,7 @@ from strop.errors import ModelError
 from strop.runs import read_json
 from strop.training.adapter import Adapter
 from strop.training.batch import TokenBatch, shares
-from strop.training.compute import ModelProducts, UpdateCost, update_cost, update_flops
+from strop.training.compute import ModelProducts, UpdateCost, seconds_since, update_cost, update_flops
 from strop.training.config import TrainerConfig
 from strop.training.critic import Critic
 from strop.training.figures import TokenFigures
@@ -116,14 +116,14 @@ class Learner:
         return report if report.is_skipped else replace(report, cost=self._cost(batch, started))
 
     def _cost(self, batch: TokenBatch, started: float) -> UpdateCost:
-        config = self.config
+        time_s, config = seconds_since(started, self._device), self.config
         num_tokens, flops = update_flops(
             self._products, batch, max_tokens=config.max_tokens_per_microbatch, is_packed=config.packing
         )
         return update_cost(
             tokens=num_tokens,
             flops=flops,
-            started=started,
+            time_s=time_s,
             device=self._device,
             precision=config.precision,
             world=self.world,

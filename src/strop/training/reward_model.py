@@ -32,7 +32,7 @@ from strop.rewards.scorers.reward_model import (
 )
 from strop.runs import read_json, write_text
 from strop.training.batch import Row, TokenBatch, pack_rows
-from strop.training.compute import ModelProducts, UpdateCost, update_cost
+from strop.training.compute import ModelProducts, UpdateCost, seconds_since, update_cost
 from strop.training.config import TrainerConfig
 from strop.training.figures import TokenFigures
 from strop.training.models import checkpoint_activations
@@ -184,7 +184,7 @@ class RewardTrainer:
         return update_cost(
             tokens=sum(lengths),
             flops=self._products.flops(lengths, [0] * len(lengths), len(lengths)),
-            started=started,
+            time_s=seconds_since(started, self._model.device),
             device=self._model.device,
             precision=self._config.precision,
             world=self._world,
