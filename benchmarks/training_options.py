@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, object]] = {
     "padded": {"packing": False},
     "packed": {},
     "packed, activations again": {"activation_checkpointing": True},
+    "packed, again, moments on disk": {"activation_checkpointing": True, "optimizer": {"moments": "disk"}},
 }
 MODEL = {
     "vocab_size": 8192,
@@ -97,7 +98,7 @@ def main() -> None:
             if done.returncode:
                 sys.exit(done.stderr)
             results[name] = json.loads(done.stdout.splitlines()[-1])
-            print(f"{name:28}" + "".join(f"  {key} {value:10.3f}" for key, value in results[name].items()), flush=True)
+            print(f"{name:32}" + "".join(f"  {key} {value:10.3f}" for key, value in results[name].items()), flush=True)
     RESULT.write_text(json.dumps({"torch": torch.__version__, "threads": 2, "settings": results}, indent=2) + "\n")
 
 

@@ -1,7 +1,7 @@
 """One trainer of ours for `training.py`: an update of the given rollouts for each line on standard input.
 
 Arguments: the model directory, the rollouts (JSON), the most tokens of a micro-batch, and "again" where activations are
-computed again in the backward pass. Prints one JSON object a line.
+computed again in the backward pass, "disk" where the moments lie in a file. Prints one JSON object a line.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def batch_of(path: Path) -> TokenBatch:
 
 async def main() -> None:
     model, rollouts, max_tokens = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    computes_again = sys.argv[4:] == ["again"]
+    computes_again = "again" in sys.argv[4:]
     torch.set_num_threads(2)
     memory = Memory()
     config = TrainerConfig(
@@ -43,7 +43,7 @@ async def main() -> None:
         max_tokens_per_microbatch=max_tokens,
         activation_checkpointing=computes_again,
         max_logits=2**22 if computes_again else 2**25,
-        optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
+        optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0, moments="disk" if "disk" in sys.argv[4:] else "memory"),
     )
     trainer, method, batch = LocalTrainer.from_directory(model, config), GRPO(), batch_of(rollouts)
     loop = asyncio.get_running_loop()

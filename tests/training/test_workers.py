@@ -163,8 +163,12 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(telling, mak
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"precision": "bfloat16"}, {"lora": LoraConfig(rank=4)}], ids=str)
-def test_two_ranks_train_as_one_does_in_bfloat16_and_with_an_adapter(model_directory, make_batch, settings):
+@pytest.mark.parametrize(
+    "settings",
+    [{"precision": "bfloat16"}, {"lora": LoraConfig(rank=4)}, {"optimizer": OptimizerConfig(lr=1e-2, moments="disk")}],
+    ids=["bfloat16", "adapter", "disk"],
+)
+def test_two_ranks_train_as_one_does_in_bfloat16_with_an_adapter_and_moments_on_a_disk(model_directory, make_batch, settings):
     alone, divided = both(model_directory, **settings)
 
     async def scenario():

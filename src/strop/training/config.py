@@ -29,6 +29,7 @@ class OptimizerConfig(Config):
     warmup_updates: int = Field(default=0, ge=0)  # linear; the first update already moves
     schedule: Schedule = Schedule.CONSTANT
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)  # of lr, at the end of the cosine
+    moments: Literal["memory", "disk"] = "memory"  # where they lie between steps; on a disk below TMPDIR, on a CPU alone
 
 
 class CriticOptimizerConfig(OptimizerConfig):
@@ -74,6 +75,17 @@ class TrainerConfig(Config):
     def gives_back_memory(self) -> bool:
         """Whether what a micro-batch freed goes back to the system at once: where little memory is wanted, of the machine's."""
         return self.activation_checkpointing and self.device == "cpu"
+
+    @model_validator(mode="after")
+    def _can_page(self) -> Self:
+        roles = {"optimizer": self.optimizer, "critic.optimizer": self.critic.optimizer}
+        paged = [key for key, optimizer in roles.items() if optimizer.moments == "disk"]
+        if paged and not self.device.startswith("cpu"):
+            raise ValueError(
+                f"{paged[0]}.moments is 'disk' and device is {self.device!r}: moments on a disk are for a CPU. Set moments ="
+                " 'memory', and divide them with workers if they have no room."
+            )
+        return self
 
     @model_validator(mode="after")
     def _gives_each_worker_a_device(self) -> Self:

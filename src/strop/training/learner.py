@@ -179,6 +179,7 @@ class Learner:
     def save(self, directory: Path) -> None:
         """Write model (or adapter), state and counters; of several ranks, the first writes what is not divided."""
         self.snapshot(is_copy=False).write(directory)
+        self._rest()
 
     def snapshot(self, *, is_copy: bool = True) -> Snapshot:
         """What a checkpoint holds. Without a copy it is to be written before anything is called again."""
@@ -193,12 +194,17 @@ class Learner:
         if self.critic is not None:
             state |= self.critic.state()
             counters["critic"] = self.critic.counters()
+        if is_copy:
+            state = copied(state)
+            self._rest()
         return Snapshot(
-            write_weights=self._weights_to_write(is_copy=is_copy),
-            state=copied(state) if is_copy else state,
-            counters=counters,
-            world=self._writers,
+            write_weights=self._weights_to_write(is_copy=is_copy), state=state, counters=counters, world=self._writers
         )
+
+    def _rest(self) -> None:
+        self._optimization.rest()
+        if self.critic is not None:
+            self.critic.optimization.rest()
 
     def _weights_to_write(self, *, is_copy: bool) -> Callable[[Path], None] | None:
         """Writes the policy's weights, or its adapter's, below a directory; None on all ranks but the first."""
@@ -253,6 +259,7 @@ class Learner:
         self.weights.assign(weights.items())
         if self.critic is not None:
             self.critic.refresh()
+        self._rest()
 
     def reset_optimizer(self) -> None:
         self._check()

@@ -15,6 +15,7 @@ from strop.training.batch import TokenBatch
 from strop.training.config import OptimizerConfig, learning_rate
 from strop.training.figures import TokenFigures
 from strop.training.gradients import zeros_together
+from strop.training.paged import PagedAdamW
 from strop.training.protocol import UpdateReport, WeightsLost
 from strop.training.state import moments, prepare_moments
 from strop.training.weights import Weights
@@ -115,10 +116,11 @@ class Optimization:
 
     def _prepare(self) -> None:
         """Make what lives long, moments and gradients, before what does not; of ranks, each tensor is made as it comes."""
-        if isinstance(self._parameters[0], DTensor):
-            return
-        if not self.optimizer.state:
+        is_divided = isinstance(self._parameters[0], DTensor)
+        if not self.optimizer.state and (not is_divided or isinstance(self.optimizer, PagedAdamW)):
             prepare_moments(self.optimizer, self._weights.named())
+        if is_divided:
+            return
         for parameter, gradient in zip(self._parameters, zeros_together(self._parameters), strict=True):
             parameter.grad = gradient
 
@@ -128,8 +130,13 @@ class Optimization:
         self._num_scheduled = 0
 
     def moments(self) -> dict[str, Tensor]:
-        """Themselves, by name; {} before the first step."""
+        """Themselves, by name; {} before the first step. `rest` when they have been read or written."""
         return moments(self.optimizer, self._weights.named())
+
+    def rest(self) -> None:
+        """Nobody looks at the moments now: on a disk they need no memory."""
+        if isinstance(self.optimizer, PagedAdamW):
+            self.optimizer.release()
 
     def counters(self) -> dict[str, int | bool]:
         """All else that a checkpoint has to hold."""
@@ -177,6 +184,5 @@ def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> 
         {"params": vectors, "weight_decay": 0.0},
     ]
     # Fused: one kernel a tensor instead of a dozen. Elementwise, so as reproducible as the plain one.
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+    kind = PagedAdamW if config.moments == "disk" else torch.optim.AdamW
+    return kind([group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -132,13 +132,19 @@ class RewardTrainer:
 
     async def save(self, directory: Path) -> None:
         """Writes `directory`/state and trainer.json."""
-        await self._run(lambda: _write(directory, self._state(), self._optimization.counters()))
+
+        def write() -> None:
+            _write(directory, self._state(), self._optimization.counters())
+            self._optimization.rest()
+
+        await self._run(write)
 
     async def snapshot(self) -> WriteCheckpoint:
         """A copy of what `save` writes, to be written while training goes on."""
 
         def copy() -> WriteCheckpoint:
             state = {name: tensor.detach().clone() for name, tensor in self._state().items()}
+            self._optimization.rest()
             counters = self._optimization.counters()
             return lambda directory: _write(directory, state, counters)
 
@@ -153,6 +159,7 @@ class RewardTrainer:
                 raise RunError(f"{directory / 'trainer.json'}: no counters of a trainer. Use the checkpoint before it.")
             self._optimization.restore(counters)
             read_tensors(directory / "state", self._state(), is_alone=True)
+            self._optimization.rest()
             self._weights.refresh()
 
         await self._run(read)

@@ -19,6 +19,7 @@ from strop.errors import ModelError, RunError
 from strop.runs import writing_to
 from strop.training.gradients import zeros_together
 from strop.training.models import load_model
+from strop.training.paged import PagedAdamW
 from strop.training.world import World
 
 _NOT_COMPLETE = "The checkpoint is not complete; use the one before it."
@@ -36,11 +37,7 @@ def moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.Parameter
 def prepare_moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     """`moments`, made for an optimizer that has none yet, to be read into."""
     parameters = list(named.values())
-    is_divided = isinstance(parameters[0], DTensor)
-    first, second = (
-        [torch.zeros_like(each, requires_grad=False) for each in parameters] if is_divided else zeros_together(parameters)
-        for _ in range(2)
-    )
+    first, second = (_zeros(optimizer, parameters) for _ in range(2))
     for parameter, exp_avg, exp_avg_sq in zip(parameters, first, second, strict=True):
         optimizer.state[parameter] = {
             "step": torch.zeros((), device=parameter.device),
@@ -48,6 +45,14 @@ def prepare_moments(optimizer: torch.optim.AdamW, named: Mapping[str, torch.nn.P
             "exp_avg_sq": exp_avg_sq,
         }
     return moments(optimizer, named)
+
+
+def _zeros(optimizer: torch.optim.AdamW, like: list[torch.nn.Parameter]) -> list[Tensor]:
+    if isinstance(optimizer, PagedAdamW):
+        return optimizer.zeros(like)
+    if isinstance(like[0], DTensor):
+        return [torch.zeros_like(each, requires_grad=False) for each in like]
+    return zeros_together(like)
 
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) -> None:
