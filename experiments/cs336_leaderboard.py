@@ -4,7 +4,8 @@
 
 Runs recipes/cs336-leaderboard.toml (a second call goes on where the first ended) and writes what is asked for there: accuracy
 of the last policy, and held-out accuracy against seconds up to the budget, to results/cs336-leaderboard.{json,txt} and
-results/cs336/leaderboard.svg. Seconds are of this machine, so nothing else should run on it.
+results/cs336/leaderboard.svg. The bars: no step past the budget, and after it an interval above that before. Seconds are of
+this machine, so nothing else should run on it.
 """
 
 from __future__ import annotations
@@ -39,21 +40,32 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
     assert isinstance(stage, RlStage)
     steps = next(each for each in log.stages if each.name == STAGE).steps
     evaluations = {name: read_json(run.stage(name).evaluation) for name in ("before", "after")}
+    held_out = {
+        name: {key: found[key] for key in ("num_tasks", "k", "accuracy", "accuracy_low", "accuracy_high")}
+        for name, found in evaluations.items()
+    }
+    left_s = steps[max(steps)].get("budget/left_s")
     return {
         "command": COMMAND,
+        "bars": bars(held_out, left_s),
         "machine": log.versions,
         "budget_s": stage.budget_s,
         "steps": len(steps),
-        "left_s": steps[max(steps)].get("budget/left_s"),
+        "left_s": left_s,
         "curve": [
             {"step": step} | {name: round(metrics[key], 4) for name, key in _CURVE.items()}
             for step, metrics in steps.items()
             if "validation/accuracy" in metrics
         ],
-        "held_out": {
-            name: {key: found[key] for key in ("num_tasks", "k", "accuracy", "accuracy_low", "accuracy_high")}
-            for name, found in evaluations.items()
-        },
+        "held_out": held_out,
+    }
+
+
+def bars(held_out: Mapping[str, Mapping[str, float]], left_s: float) -> dict[str, Any]:
+    gained = held_out["after"]["accuracy_low"] - held_out["before"]["accuracy_high"]
+    return {
+        "left_s": {"value": left_s, "bar": ">= 0", "holds": left_s >= 0},
+        "between_intervals": {"value": gained, "bar": "> 0", "holds": gained > 0},
     }
 
 
@@ -70,6 +82,10 @@ def table(results: Mapping[str, Any]) -> str:
         f" {last['num_tasks']} held-out problems: {results['held_out']['before']['accuracy']:.3f} before,"
         f" {last['accuracy']:.3f} [{last['accuracy_low']:.3f}, {last['accuracy_high']:.3f}] after."
     )
+    rows += [
+        f"{name}: {bar['value']:.3g}, must be {bar['bar']}: {'holds' if bar['holds'] else 'DOES NOT HOLD'}"
+        for name, bar in results["bars"].items()
+    ]
     return "\n".join(rows)
 
 
@@ -91,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     (plot,) = compare_plots({title: {"GRPO": [curve]}}, units={title: Unit.PERCENT}, x_label="seconds").values()
     write_text(options.results / "cs336" / "leaderboard.svg", str(draw(plot, is_standalone=True)) + "\n")
     print(table(results))
-    return 0
+    return 0 if all(bar["holds"] for bar in results["bars"].values()) else 1
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,7 +143,9 @@ def write_results(run: Path, settings: dict[str, Any]) -> str:
     """The figures of the pieces that are there, as files and as text."""
     results = summarise(run, settings)
     write_json(RESULTS / "cs336-zero-shot.json", results)
-    text = "\n".join(f"{name:<32} {value}" for name, value in {"num": settings["num"], **results["figures"]}.items())
+    rows = {"num": settings["num"], **results["figures"]}
+    rows |= {name: f"{bar['value']}, must be {bar['bar']}" for name, bar in results["bars"].items()}
+    text = "\n".join(f"{name:<32} {value}" for name, value in rows.items())
     write_text(RESULTS / "cs336-zero-shot.txt", text + "\n")
     return text
 
@@ -195,7 +197,23 @@ def summarise(run: Path, settings: dict[str, Any]) -> dict[str, Any]:
         ),
         "time_s": round(sum(piece["time_s"] for piece in pieces), 1),
     }
-    return {"command": COMMAND, "model": MODEL, "prompt": "r1_zero", **settings, "figures": figures}
+    return {
+        "command": COMMAND,
+        "bars": bars(figures, settings["num"]),
+        "model": MODEL,
+        "prompt": "r1_zero",
+        **settings,
+        "figures": figures,
+    }
+
+
+def bars(figures: Mapping[str, Any], num: int) -> dict[str, Any]:
+    """All rows are there, and each is in one of the three categories."""
+    counted = sum(figures[name] for name in ("num_correct", "num_formatted_wrong", "num_unformatted"))
+    return {
+        "responses_missing": {"value": num - figures["num_responses"], "bar": "== 0", "holds": figures["num_responses"] == num},
+        "responses_in_no_category": {"value": num - counted, "bar": "== 0", "holds": counted == num},
+    }
 
 
 if __name__ == "__main__":

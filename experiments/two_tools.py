@@ -131,12 +131,10 @@ def summarise(found: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, A
         name: {key: round(each[key], 4) for key in SHOWN if key in each} | {key: each[key] for key in COUNTS if key in each}
         for name, each in found.items()
     }
-    bars = []
+    bars = {}
     for name, sign, bar in BARS:
         value = figures[name]["accuracy"]
-        bars.append(
-            {"accuracy": name, "value": value, "bar": f"{sign} {bar}", "holds": value <= bar if sign == "<=" else value >= bar}
-        )
+        bars[name] = {"value": value, "bar": f"{sign} {bar}", "holds": value <= bar if sign == "<=" else value >= bar}
     return {"command": COMMAND, "set": list(overrides), "figures": figures, "bars": bars}
 
 
@@ -150,9 +148,9 @@ def table(results: Mapping[str, Any]) -> str:
             f" {each['tool_calls_mean']:>6.2f} {errors:>7} {each['length_tokens_mean']:>7.1f}"
         )
     rows.append("")
-    for bar in results["bars"]:
+    for name, bar in results["bars"].items():
         verdict = "holds" if bar["holds"] else "DOES NOT HOLD"
-        rows.append(f"accuracy, {bar['accuracy']:<22} {bar['value']:>7.1%}  {bar['bar']:<7} {verdict}")
+        rows.append(f"accuracy, {name:<22} {bar['value']:>7.1%}  {bar['bar']:<7} {verdict}")
     return "\n".join(rows)
 
 
@@ -179,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = table(results)
     write_text(arguments.out / "two-tools.txt", text + "\n")
     print(text)
-    return 0 if all(bar["holds"] for bar in results["bars"]) else 1
+    return 0 if all(bar["holds"] for bar in results["bars"].values()) else 1
 
 
 if __name__ == "__main__":
