@@ -86,8 +86,8 @@ def table(results: dict[str, Any]) -> str:
             lines.append(f"  recall@{k:<3} {of_k['recall']:.4f}  {of_k['found']:,} found")
         ms = each["query_ms"]
         lines.append(f"  a query: {ms['median']:.2f} ms (median), {ms['p95']:.2f} ms (95th percentile) of the processor")
-        verdict = "holds" if each["holds"] else "DOES NOT HOLD"
-        lines.append(f"  bar: recall@5 >= {each['bar']}  {verdict}")
+    for name, bar in results["bars"].items():
+        lines.append(f"{name}: {bar['value']}, must be {bar['bar']}: {'holds' if bar['holds'] else 'DOES NOT HOLD'}")
     return "\n".join(lines)
 
 
@@ -105,14 +105,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = Path(directory)
         corpora = {"generated": generated(place)} | ({} if arguments.generated else {"arpo": arpo(cache)})
         measured = {name: measure(corpus, asked, place / "index") for name, (corpus, asked) in corpora.items()}
+    bars = {}
     for name, each in measured.items():
-        each |= {"bar": BARS[name], "holds": each["recall_at"]["5"]["recall"] >= BARS[name]}
-    results = {"command": COMMAND, "corpora": measured}
+        recall = each["recall_at"]["5"]["recall"]
+        bars[f"{name}, recall at 5"] = {"value": recall, "bar": f">= {BARS[name]}", "holds": recall >= BARS[name]}
+    results = {"command": COMMAND, "bars": bars, "corpora": measured}
     write_json(arguments.results / "search_recall.json", results)
     text = table(results)
     write_text(arguments.results / "search_recall.txt", text + "\n")
     print(text)
-    return 0 if all(each["holds"] for each in measured.values()) else 1
+    return 0 if all(bar["holds"] for bar in bars.values()) else 1
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,10 +24,12 @@ from training_memory import Memory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.algorithms import GRPO, Aggregation
+from strop.runs import write_json
 from strop.training import LocalTrainer, TokenBatch, TrainerConfig
 from strop.training.batch import Row, pack_rows
 
 ROOT = Path(__file__).resolve().parents[1]
+COMMAND = "python benchmarks/training_options.py"
 RESULT = ROOT / "benchmarks" / "results" / "training_options.json"
 NUM_GROUPS, GROUP_SIZE, PROMPT, LONGEST = 2, 8, 128, 512
 SETTINGS: dict[str, dict[str, object]] = {
@@ -99,7 +102,21 @@ def main() -> None:
                 sys.exit(done.stderr)
             results[name] = json.loads(done.stdout.splitlines()[-1])
             print(f"{name:32}" + "".join(f"  {key} {value:10.3f}" for key, value in results[name].items()), flush=True)
-    RESULT.write_text(json.dumps({"torch": torch.__version__, "threads": 2, "settings": results}, indent=2) + "\n")
+    bars = bars_of(results)
+    for name, bar in bars.items():
+        print(f"{name}: {bar['value']:.2f}, must be {bar['bar']}: {'holds' if bar['holds'] else 'does not hold'}")
+    write_json(RESULT, {"command": COMMAND, "bars": bars, "torch": torch.__version__, "threads": 2, "settings": results})
+
+
+def bars_of(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, object]]:
+    """Each option saves what it is there for, against the setting before it."""
+    padded, packed, again, on_disk = results.values()
+    shares = {
+        "products_packed_of_padded": packed["matmul_tflop"] / padded["matmul_tflop"],
+        "memory_again_of_packed": again["peak_above_idle_mib"] / packed["peak_above_idle_mib"],
+        "memory_on_disk_of_again": on_disk["peak_above_idle_mib"] / again["peak_above_idle_mib"],
+    }
+    return {name: {"value": share, "bar": "< 0.9", "holds": share < 0.9} for name, share in shares.items()}
 
 
 if __name__ == "__main__":

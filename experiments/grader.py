@@ -37,6 +37,7 @@ from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, 
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
+COMMAND = "make experiments-grader"
 AT_ONCE = 256
 PATIENCE_S = 60.0  # of a pair: what a busy machine makes of it is no verdict of the grader
 NUM_EXAMPLES = 3  # of each kind of case that is misjudged
@@ -405,14 +406,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         results[name] = about | summarise(cases, verdicts, grader.accepts)
         print(f"{name}: {len(cases)} cases in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.out / "grader.json", {"num_labels": len(labels), "graders": results})
+    bars = bars_of(results)
+    write_json(arguments.out / "grader.json", {"command": COMMAND, "bars": bars, "num_labels": len(labels), "graders": results})
     text = "\n".join(_lines(len(labels), results)) + "\n"
     write_text(arguments.out / "grader.txt", text)
     print(text, end="")
-    rejected = {name: _integers_rejected(results[name]) for name in LENIENT}
-    accepted = {name: of_grader["near_misses"]["misjudged"] for name, of_grader in results.items()}
-    print(f"integers rejected: {rejected}; near misses accepted: {accepted}")
-    return int(any(rejected.values()) or any(accepted.values()))
+    for name, bar in bars.items():
+        print(f"{name}: {bar['value']}, must be {bar['bar']}: {'holds' if bar['holds'] else 'DOES NOT HOLD'}")
+    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+
+
+def bars_of(results: dict[str, Any]) -> dict[str, Any]:
+    found = {f"{name}: integers rejected": _integers_rejected(results[name]) for name in LENIENT}
+    found |= {f"{name}: near misses accepted": each["near_misses"]["misjudged"] for name, each in results.items()}
+    return {name: {"value": num, "bar": "== 0", "holds": num == 0} for name, num in found.items()}
 
 
 def _integers_rejected(of_grader: dict[str, Any]) -> int:

@@ -34,6 +34,7 @@ from strop.training.preferences import Pair, PreferenceRows, as_rows
 from strop.training.reward_model import RewardTrainer
 
 RESULTS = Path(__file__).resolve().parent.parent / "experiments" / "results"
+COMMAND = "make experiments-reward-model"
 BAR = 0.9
 NOUNS = ["lamp", "train", "river", "stove", "letter", "violin", "garden", "window", "ticket", "bridge"]
 POLITE = ["thank you", "of course", "with pleasure", "you are welcome", "kindly", "glad to help"]
@@ -145,7 +146,8 @@ def main() -> int:
     }
     lowest = min(run["auc"] for run in results["clean"])
     verdict = f"lowest AUC of clean: {lowest:.3f}, bar {BAR}: {'reached' if lowest >= BAR else 'MISSED'}\n"
-    write_json(options.results / "reward-model.json", {"bar": BAR, "lowest_auc": lowest, "arms": results})
+    bars = {"lowest_auc": {"value": lowest, "bar": f">= {BAR}", "holds": lowest >= BAR}}
+    write_json(options.results / "reward-model.json", {"command": COMMAND, "bars": bars, "arms": results})
     write_text(options.results / "reward-model.txt", table(results) + verdict)
     print(table(results) + verdict, end="")
     return 0 if lowest >= BAR else 1

@@ -264,11 +264,12 @@ def test_what_a_part_compares_is_in_its_recipe_and_its_hypothesis_was_written(na
 def test_together_it_says_which_parts_were_not_run(tmp_path):
     bar = {"value": 0.2, "bar": "95 % interval and every seed above 0", "holds": True}
     write_json(tmp_path / "pipelines" / "language.json", {"bars": {"x": bar}, "seeds": [0, 1], "differences": []})
-    write_json(tmp_path / "reward-model.json", {"bar": 0.9, "lowest_auc": 0.95})
+    write_json(tmp_path / "reward-model.json", {"command": "make it", "bars": {"lowest_auc": {**bar, "value": 0.95}}})
     pipelines.write_together(tmp_path)
     found = read_json(tmp_path / "pipelines.json")
     assert found["bars"]["language, x"] == bar
-    assert found["bars"]["reward model, lowest AUC on a planted preference"]["holds"]
+    planted = found["bars"]["reward model, lowest AUC on a planted preference"]
+    assert planted == {**bar, "value": 0.95, "from": "make it"}
     assert found["not_run"] == ["stages", "hacking", "ppo", "distil"]
 
 

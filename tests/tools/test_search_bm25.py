@@ -153,8 +153,10 @@ def test_the_benchmark_of_recall_writes_what_it_found_and_names_data_that_are_mi
 ) -> None:
     monkeypatch.setattr(search_recall, "NUM_TOWNS", 300)
     assert search_recall.main(["--generated", "--results", str(tmp_path)]) == 0
-    results = json.loads((tmp_path / "search_recall.json").read_text())["corpora"]
+    written = json.loads((tmp_path / "search_recall.json").read_text())
+    results = written["corpora"]
     assert list(results) == ["generated"]
+    assert written["bars"]["generated, recall at 5"]["value"] == results["generated"]["recall_at"]["5"]["recall"]
     assert results["generated"]["num_passages"] == 2100
     at = {k: of_k["recall"] for k, of_k in results["generated"]["recall_at"].items()}
     assert at["1"] < 0.8 < 0.99 <= at["5"] <= at["20"]  # other facts of the same town come first
