@@ -6,7 +6,7 @@ Runs the sweeps of section 8 (cs336-ablations, -off-policy-focused, -prompt), cs
 recipes/sweeps as `strop sweep` does (a second call goes on where the first ended), and writes of each question the results of
 its arms, their differences from the first by seed, and their curves, to results/cs336-sweeps.{json,txt} and
 results/cs336/<question>.svg. `--only` runs one of them; `--draw` runs nothing. Either way what is there of all is written, with
-the runs that are missing.
+the runs that are missing; of sweeps that were never begun in `--runs` the results stay as they were.
 """
 
 from __future__ import annotations
@@ -72,10 +72,9 @@ def summarise(sweeps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         name: [f"{run['arm']}-seed-{run['seed']}" for run in sweep["runs"] if run["state"] != "done" and not _fell(run)]
         for name, sweep in sweeps.items()
     }
-    num_missing = sum(map(len, missing.values()))
     return {
         "command": COMMAND,
-        "bars": {"runs_missing": {"value": num_missing, "bar": "== 0", "holds": num_missing == 0}},
+        "bars": _bars(missing),
         "recipes": {name: sweep["recipe"].rpartition("/")[2] for name, sweep in sweeps.items()},
         "jobs": {name: sweep["jobs"] for name, sweep in sweeps.items()},
         "missing": missing,
@@ -83,6 +82,24 @@ def summarise(sweeps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
             question: _answer(sweeps[sweep], arms) for question, (sweep, arms) in QUESTIONS.items() if sweep in sweeps
         },
     }
+
+
+def with_earlier(results: Mapping[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """`results`, and of sweeps that it does not know what was written before."""
+    together = {
+        part: _in_order(order, earlier.get(part, {}) | results[part])
+        for part, order in {"recipes": SWEEPS, "jobs": SWEEPS, "missing": SWEEPS, "questions": QUESTIONS}.items()
+    }
+    return {**results, "bars": _bars(together["missing"]), **together}
+
+
+def _in_order(names: Iterable[str], values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: values[name] for name in names if name in values}
+
+
+def _bars(missing: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    num_missing = sum(map(len, missing.values()))
+    return {"runs_missing": {"value": num_missing, "bar": "== 0", "holds": num_missing == 0}}
 
 
 def _fell(run: Mapping[str, Any]) -> bool:
@@ -235,11 +252,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def write_results(runs: Path) -> str:
     """What the sweeps in `runs` came to, so far, as files and as the table of them."""
     files = {name: runs / name / "sweep.json" for name in SWEEPS}
-    results = summarise({name: read_json(path) for name, path in files.items() if path.exists()})
-    write_json(RESULTS / "cs336-sweeps.json", results)
+    found = summarise({name: read_json(path) for name, path in files.items() if path.exists()})
+    at = RESULTS / "cs336-sweeps.json"
+    results = with_earlier(found, read_json(at) if at.exists() else {})
+    write_json(at, results)
     text = table(results)
     write_text(RESULTS / "cs336-sweeps.txt", text + "\n")
-    write_plots(results)
+    write_plots(found)
     return text
 
 

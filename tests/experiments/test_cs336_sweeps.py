@@ -83,3 +83,23 @@ def test_a_run_that_nothing_rewards_any_more_is_an_answer_and_another_failure_is
     assert (arm["results"], arm["fell_at_step"]) == ({}, {"1": 12})
     assert list(results["questions"]["clip"]["curves"]["rollout/accuracy"][no_clip]) == ["1"]
     assert "– †12" in cs336_sweeps.table(results)
+
+
+def test_what_was_written_of_sweeps_that_are_not_there_any_more_stays():
+    clip, no_clip = "off_policy_4x4", "off_policy_4x4_no_clip"
+    both = [run_of(arm, 0, 0.5) for arm in (clip, no_clip)]
+    earlier = cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep_of(*both)})
+    focused = sweep_of(run_of("on_policy", 0, 0.9), run_of("off_policy_1x4", 0, None, state="unfinished"))
+    focused["arms"] = {arm: {"changes": []} for arm in cs336_sweeps.QUESTIONS["off-policy-focused"][1]}
+    found = cs336_sweeps.summarise({cs336_sweeps.FOCUSED: focused})
+    results = cs336_sweeps.with_earlier(found, earlier)
+    assert results["questions"]["clip"] == earlier["questions"]["clip"]
+    assert results["questions"]["off-policy-focused"]["arms"]["on_policy"]["results"] == {"0": 0.9}
+    assert list(results["questions"]) == [question for question in cs336_sweeps.QUESTIONS if question in results["questions"]]
+    assert results["missing"] == {cs336_sweeps.ABLATIONS: [], cs336_sweeps.FOCUSED: ["off_policy_1x4-seed-0"]}
+    assert results["bars"]["runs_missing"] == {"value": 1, "bar": "== 0", "holds": False}
+    again = sweep_of(run_of(clip, 0, 0.75), run_of(no_clip, 0, 0.5))
+    newer = cs336_sweeps.with_earlier(cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: again}), results)
+    assert newer["questions"]["clip"]["arms"][no_clip]["above"] == {"0": -0.25}
+    assert newer["missing"] == results["missing"]
+    assert cs336_sweeps.with_earlier(found, {}) == found
