@@ -54,10 +54,11 @@ def alone_in(run: RunDirectory) -> Iterator[None]:
         os.close(descriptor)
 
 
-def claim(run: RunDirectory, recipe: Recipe, command: str) -> None:
+def claim(run: RunDirectory, recipe: Recipe, command: str, *, may_grow: bool = False) -> None:
     """Write the manifest of a new run, or make sure that the one there is of this recipe.
 
-    Keys that change no result may differ from one try to the next, and the number of a trainer's processes.
+    Keys that change no result may differ from one try to the next, and the number of a trainer's processes. With `may_grow`
+    evaluations may ask for more than in the manifest, which stays as it is.
     """
     resolved = recipe.model_dump(mode="json")
     if not run.manifest.exists():
@@ -78,7 +79,7 @@ def claim(run: RunDirectory, recipe: Recipe, command: str) -> None:
             },
         )
         return
-    check_recipe(run, resolved)
+    check_recipe(run, resolved, may_grow=may_grow)
 
 
 def reclaim(run: RunDirectory, recipe: Recipe, command: str) -> None:
@@ -100,13 +101,15 @@ def _graph(recipe: Recipe) -> dict[str, dict[str, Any]]:
     return graph
 
 
-def check_recipe(run: RunDirectory, resolved: Mapping[str, Any]) -> None:
-    """Make sure that the run in `run` is of the recipe `resolved`, a `Recipe` as JSON.
+def check_recipe(run: RunDirectory, resolved: Mapping[str, Any], *, may_grow: bool = False) -> None:
+    """Make sure that the run in `run` is of the recipe `resolved`, a `Recipe` as JSON, but for evaluations that `may_grow`.
 
     Raises:
         RunError: naming the first keys that differ.
     """
-    differing = hindrances(recorded_recipe(run), resolved)
+    there = recorded_recipe(run)
+    grown = grown_evaluations(there, resolved) if may_grow else set()
+    differing = [each for each in hindrances(there, resolved) if not any(each[0] in _size_keys(name) for name in grown)]
     if differing:
         raise RunError(
             f"{run.path} holds a run of another recipe:\n{shown(differing)}\nGive this one a name of its own with --name, make"
@@ -138,6 +141,23 @@ def differences(there: Any, here: Any) -> list[Difference]:
 def hindrances(there: Any, here: Any) -> list[Difference]:
     """Differences for which a run of the one recipe cannot go on as the other."""
     return [each for each in differences(there, here) if not _LAYOUT.fullmatch(each[0])]
+
+
+def grown_evaluations(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:
+    """Evaluations of recipe `here` that are those of `there` but for more tasks, or a larger k."""
+    found = set()
+    for name, stage in here["stages"].items():
+        before = there["stages"].get(name, {})
+        differing = hindrances({"stages": {name: before}}, {"stages": {name: stage}})
+        is_evaluation = before.get("kind") == stage["kind"] == "eval"
+        if is_evaluation and differing and all(key in _size_keys(name) and now > then for key, then, now in differing):
+            found.add(name)
+    return found
+
+
+def _size_keys(name: str) -> tuple[str, str]:
+    """What says how large the evaluation `name` is."""
+    return f"stages.{name}.num_tasks", f"stages.{name}.k"
 
 
 def new_layouts(run: RunDirectory, recipe: Recipe) -> list[Difference]:

@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import ConfigError, RunError
-from strop.pipelines.claim import alone_in, hindrances, reclaim, recorded_recipe
 from strop.pipelines.eval_stage import changed_tasks, tasks_of
-from strop.pipelines.lineage import lineages, write_lineage
 from strop.pipelines.model_stage import find_model
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe
 from strop.pipelines.train import train
 from strop.reports.progress import Progress
-from strop.runs import RunDirectory, StageDirectory, read_json
+from strop.runs import RunDirectory
 
 
 async def evaluate_model(
@@ -44,29 +42,8 @@ async def evaluate_model(
             f"{place.path}: this evaluation is finished, but {len(changed)} of its problems are no longer what they were (the"
             f" first is number {min(changed)}). Give the new ones a place of their own with --name, or restore the data."
         )
-    asked = recipe.model_copy(update={"stages": stages})
-    _grow(place, RunDirectory(directory), asked, name)
-    result = await train(asked, directory, progress=progress)
+    result = await train(recipe.model_copy(update={"stages": stages}), directory, progress=progress)
     return result.evaluations[0]
-
-
-def _grow(place: StageDirectory, run: RunDirectory, recipe: Recipe, name: str) -> None:
-    """Take up an evaluation, finished or not, that differs from what is asked for in having fewer problems or rollouts alone.
-
-    Neither a problem nor the seed of a rollout depends on how many there are.
-    """
-    if not run.manifest.exists():
-        return
-    grows = {f"stages.{name}.num_tasks", f"stages.{name}.k"}
-    with alone_in(run):
-        differing = hindrances(recorded_recipe(run), recipe.model_dump(mode="json"))
-        if not differing or any(key not in grows or here < there for key, there, here in differing):
-            return  # the same, or no more than what is there: `train` says so
-        place.done.unlink(missing_ok=True)
-        place.evaluation.unlink(missing_ok=True)
-        if place.lineage.exists():
-            write_lineage(run, name, lineages(recipe, run)[name])
-        reclaim(run, recipe, str(read_json(run.manifest)["command"]))  # last: a kill before it leaves all this to be done again
 
 
 def first_evaluation(recipe: Recipe) -> str:

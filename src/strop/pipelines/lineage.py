@@ -77,7 +77,7 @@ def why_stale(run: RunDirectory, recipe: Recipe, now: Mapping[str, Lineage]) -> 
             continue
         parents = list(dict.fromkeys(each.stage for each in stage.inputs()))
         stale = [each for each in parents if each in found]
-        other = [each for each in parents if each not in found and _has_other_product(run, recorded, each)]
+        other = [each for each in parents if each not in found and has_other_product(run, recorded, each)]
         is_changed = recorded["digest"] != now[name]["digest"]
         if not (is_changed or stale or other):
             continue
@@ -114,7 +114,7 @@ def write_lineage(run: RunDirectory, stage: str, lineage: Lineage, *, product: P
         _mark_what_had_another(run, stage)
 
 
-def _has_other_product(run: RunDirectory, recorded: Lineage, parent: str) -> bool:
+def has_other_product(run: RunDirectory, recorded: Lineage, parent: str) -> bool:
     """Whether `parent` has made something else than what a stage began with. Not told by an older strop, it is the same."""
     had, has = recorded.get("parent_products", {}).get(parent), recorded_lineage(run, parent).get("product")
     return had is not None and has is not None and had != has
@@ -122,7 +122,7 @@ def _has_other_product(run: RunDirectory, recorded: Lineage, parent: str) -> boo
 
 def _mark_what_had_another(run: RunDirectory, remade: str) -> None:
     begun = {path.parent.name: read_json(path) for path in sorted(run.path.glob("stages/*/lineage.json"))}
-    because = {name: f"{remade} was made anew" for name, recorded in begun.items() if _has_other_product(run, recorded, remade)}
+    because = {name: f"{remade} was made anew" for name, recorded in begun.items() if has_other_product(run, recorded, remade)}
     fresh = list(because)
     while fresh:
         parent = fresh.pop()

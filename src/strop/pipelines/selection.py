@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.errors import ConfigError, RunError
-from strop.pipelines.claim import claim, hindrances, reclaim, recorded_recipe, shown
+from strop.pipelines.claim import claim, grown_evaluations, hindrances, reclaim, recorded_recipe, shown
 from strop.pipelines.graph import Node, standing_on
+from strop.pipelines.growth import growing, take_up
 from strop.pipelines.lineage import Lineage, lineages, why_stale
 from strop.pipelines.recipe import Recipe
 from strop.runs import RunDirectory, read_json, write_json
@@ -44,14 +45,15 @@ def stages_until(recipe: Recipe, until: str | None, start: str | None) -> tuple[
 def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: str | None) -> Selected:
     """Take the run directory for `recipe`, and put aside what `start` makes anew; what is left is there to go on from.
 
-    The same command after a kill puts nothing aside a second time.
+    The same command after a kill puts nothing aside a second time. Evaluations of which the recipe asks for more than they
+    played are taken up again with what they have.
 
     Raises:
         RunError: the run is of another recipe, or stages of it are stale, and `start` does not make them anew.
     """
     stages = stages_until(recipe, until, start)
     if start is None:
-        claim(run, recipe, command)
+        claim(run, recipe, command, may_grow=True)
         anew: set[str] = set()
     else:
         anew = _anew(recipe, start) & set(stages)
@@ -61,16 +63,22 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
             _refuse_other_changes(run, recipe, anew | (_anew(recipe, start) - set(stages)), start)
     now = lineages(recipe, run)
     stale = why_stale(run, recipe, now)
-    if hindering := {name: why for name, why in stale.items() if name in stages and name not in anew}:
+    grown = (growing(run, recipe, now, stale) & set(stages)) - anew
+    if hindering := {name: why for name, why in stale.items() if name in stages and name not in anew | grown}:
         first = next(iter(hindering))
         told = "\n".join(f"  {name}: {why}" for name, why in hindering.items())
+        played = "".join(f" {name} keeps what it has, and plays what is missing." for name in stages if name in grown)
         raise RunError(
             f"{run.path}: what these stages made is stale:\n{told}\nMake them anew with --from {first} (what they made is moved"
-            f" to {run.path / 'stale'}), restore what has changed, or give this run a name of its own with --name."
+            f" to {run.path / 'stale'}), restore what has changed, or give this run a name of its own with --name.{played}"
         )
-    if start is not None:
+    if start is not None or hindrances(recorded_recipe(run), recipe.model_dump(mode="json")):
         reclaim(run, recipe, command)
+    if start is not None:
         _put_aside(run, [name for name in stages if name in anew], start, now)
+    for name in grown:
+        take_up(run, name, now[name])
+    if start is not None or grown:
         now = lineages(recipe, run)  # of the code as it is now, where they begin again
         stale = why_stale(run, recipe, now)
     left = {name: why for name, why in stale.items() if name not in stages}
@@ -93,7 +101,8 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
     """Raises `RunError` where the recipe differs from the run's in more than stages that `start` leads to."""
     there, here = recorded_recipe(run), recipe.model_dump(mode="json")
     begun = [name for name in there["stages"] if run.stage(name).path.exists()]
-    others = [name for name in begun if name not in allowed and name in here["stages"]]
+    kept = {*allowed, *grown_evaluations(there, here)}
+    others = [name for name in begun if name not in kept and name in here["stages"]]
     gone = [name for name in begun if name not in here["stages"]]
     roots = [{key: value for key, value in each.items() if key != "stages"} for each in (there, here)]
     parts = [{"stages": {name: each["stages"][name] for name in others}} for each in (there, here)]

@@ -19,6 +19,7 @@ from strop.pipelines.expert_iteration_stage import run_expert_iteration_stage
 from strop.pipelines.export_stage import run_export_stage
 from strop.pipelines.filter_stage import run_filter_stage
 from strop.pipelines.graph import Product
+from strop.pipelines.growth import asked_for_more
 from strop.pipelines.lineage import Lineage, write_lineage
 from strop.pipelines.machine import check_machine
 from strop.pipelines.mix_stage import run_mix_stage
@@ -77,7 +78,7 @@ async def train(
     runner: RunService | None = None,
     open_engines: EngineFactory = open_engines,
 ) -> TrainResult:
-    """Run, or resume, `recipe` in `directory`. Stages that are done are not run again.
+    """Run, or resume, `recipe` in `directory`. Stages that are done are not run again, but evaluations that are asked for more.
 
     Args:
         command: how the user asked for it; kept in the manifest.
@@ -93,6 +94,7 @@ async def train(
     run = RunDirectory(directory)
     wanted = stages_until(recipe, until, start)
     is_done_before = {name for name in recipe.stages if run.stage(name).done.exists() and start is None}
+    is_done_before -= asked_for_more(run, recipe)
     check_machine(recipe, done=[name for name in recipe.stages if name in is_done_before or name not in wanted])
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
