@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 import httpx
 
+from strop.deadline import clock_stopped
 from strop.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,8 @@ class PatientClient:
         now = asyncio.get_running_loop().time()
         start = max(now, self._next_start)
         self._next_start = start + 1 / self._limits.rate_per_s
-        await asyncio.sleep(start - now)
+        with clock_stopped():  # the turn is fixed already, whatever becomes of those before it
+            await asyncio.sleep(start - now)
 
     def _fault(self, response: httpx.Response, place: str, hints: Mapping[int, str]) -> str:
         """What is wrong, of an answer that is worth another try. Raises `ServiceRefused` of any other."""

@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack
 import pytest
 
 from strop.config import validate
+from strop.deadline import clock_stopped, deadline
 from strop.evaluation.controls import NoisyTool
 from strop.sandbox import ScriptedSandbox
 from strop.sandbox.scripted import ScriptedNode
 from strop.tools import PythonTool, PythonToolConfig, Tool, tool
-from strop.tools.deadline import clock_stopped, deadline
 from strop.tools.limits import CallLimits, capped
 from strop.tools.mcp import McpToolsConfig
 from strop.tools.search import SearchToolConfig
@@ -35,6 +35,54 @@ def test_what_a_call_waits_with_its_clock_stopped_is_not_counted_and_the_rest_is
     with pytest.raises(TimeoutError):
         asyncio.run(run())
     assert 0.2 < time.monotonic() - laps[0] < 10
+
+
+def test_the_clock_of_a_call_that_does_two_things_at_once_goes_on_when_neither_waits_any_more() -> None:
+    async def wait(seconds: float) -> None:
+        with clock_stopped():
+            await asyncio.sleep(seconds)
+
+    async def run() -> float:
+        async with deadline(0.3) as timeout:
+            await asyncio.gather(wait(0.1), wait(0.6))
+            assert not timeout.expired()
+            began = time.monotonic()
+            await asyncio.sleep(60)
+        return began
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
+    assert 0.8 < time.monotonic() - began < 10
+
+
+def test_what_a_call_has_left_behind_stops_no_clock() -> None:
+    async def late(is_over: asyncio.Event) -> None:
+        await is_over.wait()
+        with clock_stopped():
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        is_over = asyncio.Event()
+        async with deadline(5):
+            left_behind = asyncio.create_task(late(is_over))
+        is_over.set()
+        await left_behind
+
+    asyncio.run(run())
+
+
+def test_a_tool_that_runs_a_loop_of_its_own_leaves_the_clock_of_its_call_alone() -> None:
+    async def wait() -> None:
+        with clock_stopped():
+            await asyncio.sleep(0.3)
+
+    async def run() -> None:
+        async with deadline(0.1):
+            await asyncio.to_thread(asyncio.run, wait())
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(run())
 
 
 def test_outside_a_call_there_is_no_clock_to_stop() -> None:

@@ -24,7 +24,10 @@ from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.play import Judge, Player, SamplingConfig, Unwatched, play
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import ScriptedSandbox
-from strop.tools import Tool, tool
+from strop.sandbox.protocol import RunRequest, RunResult
+from strop.sandbox.scripted import ScriptedNode
+from strop.sandbox.service.dispatcher import Dispatcher
+from strop.tools import PythonTool, PythonToolConfig, Tool, tool
 from strop.tools.limits import CallLimits, capped
 from strop.tools.toolbox import ToolConfig, open_tools
 from strop.types import Group, Task, ToolOutcome
@@ -176,6 +179,58 @@ def test_a_call_that_hangs_behind_the_cap_still_meets_its_deadline_and_lets_the_
     group = asyncio.run(run())
     assert outcomes(group) == [(attempt, ["done"]) for attempt in range(3)]
     assert (group.num_void, num_begun) == (0, 4)  # the one that hung was played again
+
+
+def test_a_call_that_waits_for_its_turn_at_a_service_for_longer_than_the_deadline_is_not_voided() -> None:
+    with serving(lambda asked, number: Answer(body=FOUND)) as server:
+        backend = {"kind": "http", "url": server.url, "retries": 0, "timeout_s": 0.5, "rate_per_s": 10.0}
+
+        async def run() -> tuple[Group, float]:
+            began = time.monotonic()
+            async with opened({"search": {"kind": "search", "backend": backend}}) as tools:
+                call = {"name": "search", "arguments": {"query": "x"}}
+                group = await play_with(tools, call, num_rollouts=4, num_calls=4, deadline_s=0.1)
+            return group, time.monotonic() - began
+
+        group, took_s = asyncio.run(run())
+        assert len(server.asked) == 16  # none was played again
+    assert outcomes(group) == [(attempt, ["Page 1: found"] * 4) for attempt in range(4)]
+    assert took_s > 2 * 0.6  # ten a second
+
+
+async def play_with_python(node: ScriptedNode, *, num_rollouts: int) -> Group:
+    """Rollouts that each call Python once, through a code service that has this node alone; a call has 3 * 0.1 + 0.3 s."""
+    async with Dispatcher() as front:
+        front.add_node(node)
+        python = PythonTool(front, PythonToolConfig(name="python", wall_s=0.1))
+        call = {"name": "python", "arguments": {"code": "1", "input": ""}}
+        return await play_with([python], call, num_rollouts=num_rollouts, deadline_s=0.3)
+
+
+def test_a_call_that_waits_for_a_slot_of_the_sandbox_for_longer_than_the_deadline_is_not_voided() -> None:
+    node = ScriptedNode(answer={"1": "1"}, num_slots=1, max_latency_s=0.3)
+    began = time.monotonic()
+    group = asyncio.run(play_with_python(node, num_rollouts=12))
+    assert outcomes(group) == [(attempt, ["1"]) for attempt in range(12)]
+    assert (group.num_void, len(node.requests)) == (0, 12)
+    assert time.monotonic() - began > 2 * 0.6  # one after the other
+
+
+class HangsOnce(ScriptedNode):
+    """Never answers the first call that it is sent."""
+
+    async def run(self, request: RunRequest) -> RunResult:
+        if not self.requests:
+            self.requests.append(request)
+            await asyncio.sleep(60)
+        return await super().run(request)
+
+
+def test_a_call_under_which_the_sandbox_hangs_still_meets_its_deadline_and_those_that_wait_for_it_do_not() -> None:
+    node = HangsOnce(answer={"1": "1"}, num_slots=1)
+    group = asyncio.run(play_with_python(node, num_rollouts=3))
+    assert outcomes(group) == [(attempt, ["1"]) for attempt in range(3)]
+    assert (group.num_void, len(node.requests)) == (0, 4)  # the one under which it hung was played again
 
 
 def test_no_more_calls_of_a_tool_run_at_once_than_it_may_over_all_rollouts() -> None:

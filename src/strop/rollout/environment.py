@@ -13,6 +13,7 @@ from typing import Protocol
 from pydantic import Field
 
 from strop.config import Config
+from strop.deadline import deadline
 from strop.errors import ConfigError, DeadlineExceeded
 from strop.rollout.arguments import argument_problem
 from strop.rollout.call_format import make_call_format
@@ -21,7 +22,6 @@ from strop.rollout.prompt import Prompt
 from strop.rollout.protocol import Environment, Observation
 from strop.rollout.tool_calls import Call, FailedCall, ParsedCall
 from strop.seeds import derive_seed
-from strop.tools.deadline import deadline
 from strop.tools.protocol import Tool, ToolResult
 from strop.types import Completion, FinishReason, StopReason, Task, ToolCall, ToolOutcome
 
@@ -144,7 +144,7 @@ class ToolEnvironment:
 
         Raises:
             DeadlineExceeded: a tool kept silent for `deadline_s` beyond its own limits, so that this is our fault. Waiting
-                behind other calls (`max_running`, the cells of a notebook) is not counted.
+                for others (`strop.deadline`) is not counted.
         """
         self._num_turns += 1
         text = self._text_of(completion)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pydantic import Field
 
 from strop.config import Config
-from strop.tools.deadline import clock_stopped
+from strop.deadline import clock_stopped
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 
 

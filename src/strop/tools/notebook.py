@@ -6,10 +6,10 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 
+from strop.deadline import clock_stopped
 from strop.errors import SessionLost
 from strop.sandbox.protocol import CodeService, RunOutcome, RunRequest, RunResult, SessionLimits
 from strop.sandbox.session import Session
-from strop.tools.deadline import clock_stopped
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.python import PythonTool
 

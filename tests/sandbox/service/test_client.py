@@ -13,6 +13,7 @@ from links import until
 from relay import Relay, relayed
 from services import echo, scripted, serving
 
+from strop.deadline import deadline
 from strop.errors import DeadlineExceeded, MachineError, NoNodes, SessionLost, UserError
 from strop.sandbox.protocol import AnswerPair, PairVerdict, RunOutcome, RunRequest, SessionLimits, VerifyRequest
 from strop.sandbox.scripted import ScriptedNode, scripted_result
@@ -75,6 +76,36 @@ def test_an_overloaded_service_is_asked_again_until_it_has_room() -> None:
             assert len(node.requests) == 200
 
     asyncio.run(play())
+
+
+def test_a_call_that_waits_in_the_queue_of_the_service_keeps_its_time() -> None:
+    async def play() -> float:
+        began = time.monotonic()
+        node = scripted(slots=1, latency_s=0.4)
+        async with serving(node) as server, SandboxClient(server.url) as client:
+
+            async def call(number: int) -> str:
+                async with deadline(0.8):
+                    return (await client.run(RunRequest(code=str(number), seed=number))).text
+
+            assert await asyncio.gather(*map(call, range(10))) == [f"ran {number}" for number in range(10)]
+        return time.monotonic() - began
+
+    assert asyncio.run(play()) > 2 * 0.8  # else nothing was tested
+
+
+def test_a_call_under_which_a_node_hangs_has_no_more_than_its_time() -> None:
+    async def play() -> None:
+        node = scripted(slots=1, latency_s=600)
+        async with serving(node) as server, SandboxClient(server.url) as client:
+            with pytest.raises(TimeoutError):
+                async with deadline(0.3):
+                    await client.run(RunRequest(code="hang"))
+            await until(lambda: node.num_cancelled == 1)
+
+    began = time.monotonic()
+    asyncio.run(play())
+    assert time.monotonic() - began < 10  # that a node has it is told with the next sign of life
 
 
 def test_a_lost_connection_costs_no_call_and_runs_none_twice() -> None:

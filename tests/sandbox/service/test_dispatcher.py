@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
+from functools import partial
 
 import pytest
 from dispatching import judged, node, pairs
@@ -57,6 +58,23 @@ def test_every_call_is_answered_once_while_nodes_join_drain_fail_and_die() -> No
         assert sum(starts.values()) == 3000 + front.tally.num_retries
         assert front.tally.num_retries > 0
         assert front.tally.outcomes == {RunOutcome.STDOUT: 3000}
+
+    asyncio.run(play())
+
+
+def test_who_submits_a_call_is_told_once_when_a_node_takes_it() -> None:
+    async def play() -> None:
+        started: list[str] = []
+        async with Dispatcher() as front:
+            front.add_node(node(slots=1, latency_s=60))
+            for name, call_id in (("first", "a"), ("second", "b"), ("first again", "a"), ("second again", "b")):
+                request = RunRequest(code=call_id, id=call_id)
+                front.submit(request, lambda answer: None, on_start=partial(started.append, name))
+            assert started == ["first", "first again"]
+            front.cancel("a")
+            await until(lambda: len(started) > 2)
+            front.submit(RunRequest(code="x", wall_s=-1.0), lambda answer: None, on_start=pytest.fail)
+        assert started == ["first", "first again", "second", "second again"]
 
     asyncio.run(play())
 

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
+from strop.deadline import clock_stopped
 from strop.errors import DeadlineExceeded, LinkBroken, MachineError, NoNodes, Overloaded, SessionLost, StropError, UserError
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 from strop.sandbox.service.call_stream import CallStream
@@ -25,7 +26,7 @@ from strop.sandbox.service.http_client import (
     exception_of,
     unreachable,
 )
-from strop.sandbox.service.lines import CancelRequest, ErrorLine, ResultLine, RunLine
+from strop.sandbox.service.lines import CancelRequest, ErrorLine, ResultLine, RunLine, StartLine
 
 _log = logging.getLogger(__name__)
 
@@ -40,21 +41,33 @@ _SWEEP_S = 0.5
 _CELL_RETURN_S = 60.0  # the service keeps its answer twice as long: asked for later, it might run twice
 
 _RUN_LINE: TypeAdapter[RunLine] = TypeAdapter(RunLine)
-_RESULT_LINE: TypeAdapter[ResultLine] = TypeAdapter(ResultLine)
-_ERROR_LINE: TypeAdapter[ErrorLine] = TypeAdapter(ErrorLine)
+_ANSWERS: tuple[TypeAdapter[Any], ...] = (TypeAdapter(ResultLine), TypeAdapter(StartLine), TypeAdapter(ErrorLine))
 _CANCEL: TypeAdapter[CancelRequest] = TypeAdapter(CancelRequest)
 
 
 class _Call:
     """One run until its answer."""
 
-    __slots__ = ("future", "id", "is_cell", "line", "lost_at", "node_wait", "num_overloads", "started_at", "stream")
+    __slots__ = (
+        "future",
+        "id",
+        "is_cell",
+        "is_placed",
+        "line",
+        "lost_at",
+        "node_wait",
+        "num_overloads",
+        "started_at",
+        "stream",
+    )
 
     def __init__(self, line: bytes, call_id: str, *, is_cell: bool, loop: asyncio.AbstractEventLoop) -> None:
         self.line = line
         self.id = call_id
         self.is_cell = is_cell
         self.future: asyncio.Future[RunResult] = loop.create_future()
+        self.is_placed = asyncio.Event()  # with a node, or answered without one
+        self.future.add_done_callback(lambda _: self.is_placed.set())
         self.started_at = loop.time()
         self.stream: CallStream | None = None  # on which it was sent; None while it waits
         self.lost_at = math.inf  # with its connection
@@ -111,8 +124,11 @@ class Calls:
         if not self._is_sweeping:
             self._spawn(self._sweep())
         try:
+            with clock_stopped():  # a service that falls silent is given up, and one that is not in `patience_s`
+                await call.is_placed.wait()
             return await call.future
         finally:
+            call.future.cancel()  # where it was given up here: then nothing sends it any more
             del self._calls[key]
             if call.stream is not None:  # it was given up here, and not answered there
                 self._under_way(call.stream, -1)
@@ -188,19 +204,16 @@ class Calls:
     # In
 
     def _on_line(self, line: bytes) -> None:
-        try:
-            answer: ResultLine | ErrorLine = _RESULT_LINE.validate_json(line)
-        except ValidationError:
-            try:
-                answer = _ERROR_LINE.validate_json(line)
-            except ValidationError as error:
-                raise LinkBroken(f"the service sent a line of {len(line)} bytes that is no answer") from error
+        answer = _read(line)
         if not isinstance(answer.key, int):
             _log.warning("the service could not read a call: %s", line[:300])
             return
         call = self._calls.get(answer.key)
         if call is None or call.stream is None or call.future.done():
             return  # nobody waits for it any more
+        if isinstance(answer, StartLine):
+            call.is_placed.set()
+            return
         call.stream.num_answers += 1
         self._under_way(call.stream, -1)
         call.stream = None
@@ -322,6 +335,19 @@ class Calls:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _read(line: bytes) -> ResultLine | StartLine | ErrorLine:
+    """Raises `LinkBroken` for what is none of them."""
+    fault: ValidationError | None = None
+    for shape in _ANSWERS:
+        try:
+            answer: ResultLine | StartLine | ErrorLine = shape.validate_json(line)
+        except ValidationError as error:
+            fault = error
+        else:
+            return answer
+    raise LinkBroken(f"the service sent a line of {len(line)} bytes that is no answer") from fault
 
 
 def _rejected(reason: str) -> RunResult:

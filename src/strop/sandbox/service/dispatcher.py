@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Self
 
+from strop.deadline import clock_stopped
 from strop.errors import MachineError, Overloaded, UserError
 from strop.sandbox.protocol import (
     CodeNode,
@@ -27,7 +28,7 @@ from strop.sandbox.protocol import (
 from strop.sandbox.service.admission import Admission
 from strop.sandbox.service.config import DispatchConfig
 from strop.sandbox.service.floor import Floor
-from strop.sandbox.service.jobs import Answer, Leave, Listener
+from strop.sandbox.service.jobs import Answer, Leave, Listener, OnStart
 from strop.sandbox.service.judging import Judging
 from strop.sandbox.service.limits import session_refusal
 from strop.sandbox.service.runs import Runs
@@ -36,6 +37,10 @@ from strop.sandbox.service.sessions import Sessions
 from strop.sandbox.service.tally import Tally
 
 _SWEEP_S = 0.5
+
+
+def _ignore() -> None:
+    """Nobody asked when a call begins."""
 
 
 class Dispatcher(CodeService):
@@ -82,13 +87,17 @@ class Dispatcher(CodeService):
 
     async def run(self, request: RunRequest, *, client: str = "") -> RunResult:
         answered: asyncio.Future[Answer] = self._loop.create_future()
+        is_placed = asyncio.Event()  # with a node, or answered without one
 
         def listen(answer: Answer) -> None:
+            is_placed.set()
             if not answered.done():  # cancelled, and `leave` comes one turn of the loop too late
                 answered.set_result(answer)
 
-        leave = self.submit(request, listen, client=client)
+        leave = self.submit(request, listen, on_start=is_placed.set, client=client)
         try:
+            with clock_stopped():  # the queue lets nobody wait for longer than `max_wait_s`
+                await is_placed.wait()
             answer = await answered
         except asyncio.CancelledError:
             if leave is not None:
@@ -98,8 +107,11 @@ class Dispatcher(CodeService):
             raise answer
         return answer
 
-    def submit(self, request: RunRequest, listener: Listener, *, client: str = "") -> Leave | None:
+    def submit(self, request: RunRequest, listener: Listener, *, on_start: OnStart = _ignore, client: str = "") -> Leave | None:
         """Have `listener` called with the answer: once, and perhaps before this returns.
+
+        Args:
+            on_start: called once, before `listener`, when a node takes the call; never for one that is answered without.
 
         Returns:
             How to stop listening, or None when the answer was known at once. The call is cancelled with its last listener;
@@ -108,7 +120,7 @@ class Dispatcher(CodeService):
         if self._is_closed:
             listener(MachineError("the code service was closed; a call came after that"))
             return None
-        return self.runs.submit(request, listener, client)
+        return self.runs.submit(request, listener, on_start, client)
 
     def cancel(self, call_id: str, *, client: str = "") -> bool:
         """End the call of this id, whoever else listens; False when there is none."""

@@ -133,6 +133,7 @@ class Floor:
         seat.running[job] = task
         # A callback rather than code after `work`: a task that is cancelled before its first step runs none of its code.
         task.add_done_callback(partial(self._on_worked, job, seat))
+        job.begin()
 
     def _fill(self, job: JudgeJob) -> None:
         """Let it take along what the same client has next, before its first step."""

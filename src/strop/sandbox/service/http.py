@@ -21,6 +21,7 @@ from strop.sandbox.service.config import ServeConfig
 from strop.sandbox.service.dispatcher import Dispatcher
 from strop.sandbox.service.jobs import Answer
 from strop.sandbox.service.lines import (
+    STARTS_HEADER,
     CancelReply,
     CancelRequest,
     ErrorReply,
@@ -123,6 +124,7 @@ class HttpFront:
             max_lines=self._config.max_lines,
             max_line_bytes=self._max_line_bytes,
             max_unread_bytes=self._config.max_unread_bytes,
+            tells_starts=STARTS_HEADER in request.headers,
         )
         response = await self._start_lines(request)
         self._streams.add(stream)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from pydantic import TypeAdapter, ValidationError
 
 from strop.errors import MachineError, NoNodes, Overloaded, SessionLost, StropError, UserError
-from strop.sandbox.service.lines import ErrorReply, Health, Problem, ProblemKind
+from strop.sandbox.service.lines import STARTS_HEADER, ErrorReply, Health, Problem, ProblemKind
 
 try:
     import aiohttp
@@ -50,7 +50,7 @@ class ServiceHttp:
         self.url = url.rstrip("/")
         if not self.url.startswith(("http://", "https://")):
             raise UserError(f"{url!r} is no address of a code service; it has to be like http://127.0.0.1:8517.")
-        self._headers = {_CLIENT_HEADER: client} | ({"Authorization": f"Bearer {token}"} if token else {})
+        self._headers = {_CLIENT_HEADER: client, STARTS_HEADER: "1"} | ({"Authorization": f"Bearer {token}"} if token else {})
         self._session: aiohttp.ClientSession | None = None
         self.was_up = False  # it has answered a request
         self.had_node_at = -math.inf  # when it last did what takes a node

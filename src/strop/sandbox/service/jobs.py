@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Answer = RunResult | MachineError
 Listener = Callable[[Answer], None]
+OnStart = Callable[[], None]
 
 
 class Leave(Protocol):
@@ -67,6 +68,10 @@ class Job(ABC):
         """Whether it goes to another node when its own has failed."""
         return self.home is None and self.num_failures < 2
 
+    def begin(self) -> None:
+        """A node has it from now on; called once more where that node fails it and it is placed anew."""
+        return None  # noqa: RET501 - a body, so that a kind of job need not write one
+
     @abstractmethod
     async def work(self, node: CodeNode) -> None:
         """Have it done. Raises `MachineError` when it, or a part of it, was not."""
@@ -83,7 +88,7 @@ class Job(ABC):
 class RunJob(Job):
     """One program, or one cell of a session."""
 
-    __slots__ = ("_on_end", "answer", "key", "listeners", "request", "session")
+    __slots__ = ("_on_end", "answer", "has_begun", "key", "listeners", "on_start", "request", "session")
 
     def __init__(
         self, request: RunRequest, client: str, session: Session | None, on_end: Callable[[RunJob], None], *, now: float
@@ -94,12 +99,20 @@ class RunJob(Job):
         self.session = session
         self.key = (client, request.id)
         self.listeners: list[Listener] = []
+        self.on_start: list[OnStart] = []  # to be told when it waits no more
+        self.has_begun = False
         self.answer: Answer | None = None  # None when it was withdrawn: nobody waits for one
         self._on_end = on_end
 
     @property
     def limit_s(self) -> float:
         return self.request.wall_s
+
+    def begin(self) -> None:
+        self.has_begun = True
+        told, self.on_start = self.on_start, []
+        for each in told:
+            each()
 
     async def work(self, node: CodeNode) -> None:
         request = self.request if self.session is None else replace(self.request, session=self.session.remote_id)

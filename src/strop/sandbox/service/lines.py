@@ -9,7 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
@@ -22,6 +22,9 @@ from strop.sandbox.protocol import IsolationLevel, PairVerdict, RunRequest, RunR
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 Key = Annotated[str, Field(max_length=256)] | Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+STARTS_HEADER = "X-Strop-Starts"
+"""Of a request for many runs, with any value: the client wants to be told when a node takes a call."""
 
 _HEAD_BYTES = 512  # of a line that is too long: enough for its key, when that comes first
 _KEY = re.compile(rb'\s*\{\s*"key"\s*:\s*(?:"([^"\\\x00-\x1f]{0,256})"|(-?\d{1,18})\b)')
@@ -93,6 +96,15 @@ class ErrorLine:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     key: Key | None
     error: Problem
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartLine:
+    """A node has taken the call: it waits for no others any more. Comes before its answer, to clients that asked for it."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+    key: Key
+    started: Literal[True] = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +186,7 @@ _RUN_LINE: TypeAdapter[RunLine] = TypeAdapter(RunLine)
 _KEY_TYPE: TypeAdapter[str | int] = TypeAdapter(Key)
 _RESULT_LINE: TypeAdapter[ResultLine] = TypeAdapter(ResultLine)
 _ERROR_LINE: TypeAdapter[ErrorLine] = TypeAdapter(ErrorLine)
+_START_LINE: TypeAdapter[StartLine] = TypeAdapter(StartLine)
 
 
 class LineSplitter:
@@ -230,6 +243,10 @@ def write_result_line(key: str | int | None, result: RunResult) -> bytes:
 def write_error_line(key: str | int | None, kind: ProblemKind, message: str) -> bytes:
     message = message.encode("utf-8", "backslashreplace").decode()
     return _ERROR_LINE.dump_json(ErrorLine(key=key, error=Problem(kind=kind, message=message))) + b"\n"
+
+
+def write_start_line(key: str | int) -> bytes:
+    return _START_LINE.dump_json(StartLine(key=key)) + b"\n"
 
 
 def explain(error: ValidationError) -> str:

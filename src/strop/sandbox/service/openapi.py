@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from strop.sandbox.code_tests import CodeTestReport
 from strop.sandbox.protocol import RunRequest, RunResult, SessionLimits, VerifyRequest
 from strop.sandbox.service.lines import (
+    STARTS_HEADER,
     CancelReply,
     CancelRequest,
     ErrorLine,
@@ -20,6 +21,7 @@ from strop.sandbox.service.lines import (
     ResultLine,
     RunLine,
     SessionReply,
+    StartLine,
     TestsRequest,
     VerdictLine,
 )
@@ -71,9 +73,9 @@ ROUTES = (
         detail="Each line is a call, and starts as it arrives; each answer is a line, and leaves as soon as it is there, in any"
         " order, with the key of its call. Body and reply stream at the same time, so one request can serve a client"
         " for long. An empty line in the reply only says that the service is alive. A line that is no call is answered"
-        " `rejected`, and harms no other.",
+        " `rejected`, and harms no other. Who sends `X-Strop-Starts` is also told by a line when a node takes a call.",
         body=RunLine,
-        reply=(ResultLine, ErrorLine),
+        reply=(ResultLine, ErrorLine, StartLine),
         is_stream=(True, True),
         problems=("401", "503"),
     ),
@@ -176,6 +178,8 @@ def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
     if route.is_open:
         operation["security"] = []
     parameters = [_parameter(CLIENT_HEADER, "header", "Who takes turns with whom in the queue; also the owner of ids.")]
+    if route.body is RunLine:
+        parameters.append(_parameter(STARTS_HEADER, "header", "With any value: say when a node takes a call."))
     if "{session}" in route.path:
         parameters.append(_parameter("session", "path", "Of an earlier reply."))
     operation["parameters"] = parameters

@@ -18,6 +18,7 @@ from strop.sandbox.service.lines import (
     read_run_line,
     write_error_line,
     write_result_line,
+    write_start_line,
 )
 
 _NUM_BUSY = 16  # calls under way from which on an answer may wait for others to leave with it: their client has enough to do
@@ -35,16 +36,25 @@ class RunStream:
 
     Args:
         max_unread_bytes: of answers; a client that leaves more of them unread is cut off.
+        tells_starts: whether the client is told when a node takes a call, with the next answer or sign of life.
     """
 
     def __init__(
-        self, dispatcher: Dispatcher, client: str, *, max_lines: int, max_line_bytes: int, max_unread_bytes: int
+        self,
+        dispatcher: Dispatcher,
+        client: str,
+        *,
+        max_lines: int,
+        max_line_bytes: int,
+        max_unread_bytes: int,
+        tells_starts: bool = False,
     ) -> None:
         self._dispatcher = dispatcher
         self._client = client
         self._max_lines = max_lines
         self._max_line_bytes = max_line_bytes
         self._max_unread_bytes = max_unread_bytes
+        self._tells_starts = tells_starts
         self._num_lines = 0
         self._open: dict[int, Leave] = {}
         self._outgoing: list[bytes] = []
@@ -134,7 +144,12 @@ class RunStream:
             self._reject(read.key, f"line {self._num_lines} is no call: {read.why}")
             return
         number = self._num_lines
-        leave = self._dispatcher.submit(read.request, partial(self._on_answer, number, read.key), client=self._client)
+        leave = self._dispatcher.submit(
+            read.request,
+            partial(self._on_answer, number, read.key),
+            on_start=partial(self._on_start, read.key),
+            client=self._client,
+        )
         if leave is not None:
             self._open[number] = leave
 
@@ -148,6 +163,12 @@ class RunStream:
             level=self._dispatcher.level,
         )
         self._say(write_result_line(key, result))
+
+    def _on_start(self, key: str | int) -> None:
+        if self._tells_starts:
+            line = write_start_line(key)
+            self._outgoing.append(line)
+            self._outgoing_bytes += len(line)
 
     def _on_answer(self, number: int, key: str | int, answer: Answer) -> None:
         self._open.pop(number, None)

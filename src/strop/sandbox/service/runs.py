@@ -10,7 +10,7 @@ from strop.sandbox.protocol import RunOutcome, RunRequest, RunResult, RunTimings
 from strop.sandbox.service.admission import Admission
 from strop.sandbox.service.config import DispatchConfig
 from strop.sandbox.service.floor import Floor
-from strop.sandbox.service.jobs import Answer, Leave, Listener, RunJob
+from strop.sandbox.service.jobs import Answer, Leave, Listener, OnStart, RunJob
 from strop.sandbox.service.kept import KeptAnswers
 from strop.sandbox.service.limits import run_refusal
 from strop.sandbox.service.sessions import Session, Sessions
@@ -31,7 +31,7 @@ class Runs:
         self._abandoned: dict[RunJob, float] = {}  # since when; oldest first
         self._loop = asyncio.get_running_loop()
 
-    def submit(self, request: RunRequest, listener: Listener, client: str) -> Leave | None:
+    def submit(self, request: RunRequest, listener: Listener, on_start: OnStart, client: str) -> Leave | None:
         """See `Dispatcher.submit`."""
         now = self._loop.time()
         refusal = run_refusal(request, self._config.limits)
@@ -40,7 +40,7 @@ class Runs:
             key = (client, request.id)
             if (running := self._by_id.get(key)) is not None:
                 if running.request == request:
-                    return self._rejoin(running, listener)
+                    return self._rejoin(running, listener, on_start)
                 refusal = f"the id {request.id!r} belongs to another call of this client"
             elif (kept := self.kept.find(key, now=now)) is not None:
                 if kept.is_answer_to(request):
@@ -66,6 +66,7 @@ class Runs:
             self._answer_at_once(listener, RunOutcome.OVERLOADED, refusal)
             return None
         job.listeners.append(listener)
+        job.on_start.append(on_start)
         if request.id:
             self._by_id[job.key] = job
         if session is None:
@@ -94,10 +95,14 @@ class Runs:
                 self._withdraw(job)
         self.kept.expire(now=now)
 
-    def _rejoin(self, job: RunJob, listener: Listener) -> Leave:
+    def _rejoin(self, job: RunJob, listener: Listener, on_start: OnStart) -> Leave:
         self._tally.num_rejoined += 1
         self._abandoned.pop(job, None)
         job.listeners.append(listener)
+        if job.has_begun:
+            on_start()
+        else:
+            job.on_start.append(on_start)
         return partial(self._leave, job, listener)
 
     def _leave(self, job: RunJob, listener: Listener, *, may_return: bool) -> None:

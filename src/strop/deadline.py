@@ -1,0 +1,77 @@
+"""Ends a call that takes too long; while the call waits for its turn, its clock stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
+
+
+class _Clock:
+    """Of one call. It stands still as long as anything that the call does waits with it stopped."""
+
+    def __init__(self, timeout: asyncio.Timeout) -> None:
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self._num_stops = 0
+        self._left_s = 0.0  # while it stands still
+        self.is_over = False  # a task that the call has left behind may outlive it
+
+    def stop(self) -> None:
+        ends_at = self._timeout.when()
+        if self._num_stops == 0 and ends_at is not None and self._may_change:
+            self._left_s = ends_at - self._loop.time()
+            self._timeout.reschedule(None)
+        self._num_stops += 1
+
+    def go_on(self) -> None:
+        self._num_stops -= 1
+        if self._num_stops == 0 and self._may_change:
+            self._timeout.reschedule(self._loop.time() + self._left_s)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is of the running loop: a call's context goes along into threads, which may have loops of their own."""
+        return asyncio.get_running_loop() is self._loop
+
+    @property
+    def _may_change(self) -> bool:
+        return not self.is_over and not self._timeout.expired()
+
+
+_of_this_call: ContextVar[_Clock | None] = ContextVar("_of_this_call", default=None)
+
+
+@asynccontextmanager
+async def deadline(seconds: float) -> AsyncIterator[asyncio.Timeout]:
+    """As `asyncio.timeout`, but that `clock_stopped` within it takes nothing off its time.
+
+    Raises:
+        TimeoutError: the time is up.
+    """
+    async with asyncio.timeout(seconds) as timeout:
+        clock = _Clock(timeout)
+        token = _of_this_call.set(clock)
+        try:
+            yield timeout
+        finally:
+            clock.is_over = True
+            _of_this_call.reset(token)
+
+
+@contextmanager
+def clock_stopped() -> Iterator[None]:
+    """For the time of a `with`, the clock of the call that this belongs to stands still; without a call nothing happens.
+
+    For waiting behind other calls, each of which has a deadline of its own: what is waited for has to end by itself.
+    """
+    clock = _of_this_call.get()
+    if clock is None or not clock.is_here:
+        yield
+        return
+    clock.stop()
+    try:
+        yield
+    finally:
+        clock.go_on()
