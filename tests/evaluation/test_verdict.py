@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from attempts import attempt, group_of
 
@@ -59,6 +61,27 @@ def test_rows_without_a_verdict_are_in_no_accuracy_and_neither_right_nor_wrong()
     tied = [group_of(judged(helpful=0.9)), group_of(judged(accuracy=1.0)), group_of(judged(accuracy=0.0))]
     assert [rollout_metrics(tied[at:])[f"groups/all_{word}"] for at in (0, 1) for word in ("right", "wrong")] == [1, 1, 1, 1]
     assert "rollout/accuracy" not in rollout_metrics(MIXED[1:])
+
+
+def test_a_group_is_all_right_or_all_wrong_by_its_answers_whatever_else_tells_its_rollouts_apart():
+    verdict = of_sum(accuracy={"kind": "math", "weight": 2.0}, form={"kind": "format"})
+
+    def rewarded(accuracy, form):
+        parts = {"accuracy": accuracy, "form": form}
+        return replace(attempt("", right=True, parts=parts), reward=2 * accuracy + form)
+
+    right, right_without_form = rewarded(1.0, 0.5), rewarded(1.0, 0.0)
+    wrong, wrong_without_form = rewarded(0.0, 2.0), rewarded(0.0, 0.0)
+    groups = [
+        group_of(right, right_without_form, right),
+        group_of(wrong, wrong_without_form),
+        group_of(right_without_form, wrong),  # both have 2: the rewards are equal, the answers are not
+        group_of(right, replace(attempt("", right=True, parts={"form": 1.0}), reward=1.0)),  # one that nothing says it of
+        group_of(right, num_void=1),
+        group_of(num_void=2),
+    ]
+    metrics = rollout_metrics(groups, verdict)
+    assert (metrics["groups/all_right"], metrics["groups/all_wrong"]) == (2.0, 1.0)
 
 
 def test_an_evaluation_counts_problems_without_a_verdict_and_leaves_them_out():

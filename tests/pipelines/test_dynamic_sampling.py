@@ -76,6 +76,9 @@ def test_a_group_that_is_all_right_is_replaced_although_some_of_it_are_penalised
     groups = selection(run, 1)
     reasons = {rollout["reason"] for group in groups for rollout in group["rollouts"]}
     [line] = lines_of(run)
+    # A right answer earns 2, of which length takes 1 at most; a wrong one earns nothing.
+    num_all_right = sum(all(rollout["reward"] > 0 for rollout in group["rollouts"]) for group in groups)
+    assert line["groups/all_right"] == num_all_right > 0
     if tied_by == "accuracy":
         assert line["groups/refilled"] > 0
         assert "dropped: tied group, all right (accuracy 1)" in reasons

@@ -34,15 +34,16 @@ def rollout_metrics(groups: Sequence[Group], verdict: Verdict = USUAL) -> dict[s
 
     A tool-error rate is left out where there was no call to go wrong: no calls is not the same as no errors. Likewise the
     length of correct rollouts where none is, and of wrong ones. Accuracy is that of the rollouts of which `verdict` says
-    whether they are right, and left out where there are none.
+    whether they are right, and left out where there are none; a group is all right, or all wrong, whatever else is rewarded
+    in it.
     """
     scored = [each for group in groups for each in group.trajectories]
     num_void = sum(group.num_void for group in groups)
-    tied = [verdict(group.trajectories[0]) for group in groups if group.trajectories and group.is_tied]
+    verdicts = [{verdict(each) for each in group.trajectories} for group in groups]
     metrics: dict[str, float] = {
         "rollout/void_fraction": num_void / max(1, num_void + len(scored)),
-        "groups/all_right": float(tied.count(True)),
-        "groups/all_wrong": float(tied.count(False)),
+        "groups/all_right": float(verdicts.count({True})),
+        "groups/all_wrong": float(verdicts.count({False})),
     }
     if not scored:
         return metrics  # nothing to take a mean of: what is void never enters one as zero (law 3)

@@ -98,7 +98,7 @@ OPTIMISATION = (
     Panel(
         title="Groups",
         metrics={"groups/used": "used", "groups/all_right": "all right", "groups/all_wrong": "all wrong"},
-        note="A group whose rollouts all agree teaches nothing.",
+        note="Right and wrong are the answers alone, whatever else is rewarded.",
     ),
     Panel(
         title="Gradient norm",
