@@ -25,6 +25,7 @@ from strop.rollout.prompt import load_prompt
 from strop.seeds import derive_seed
 from strop.tasks import make_tasks
 from strop.tasks.demonstrators import DemonstratorConfig
+from strop.tasks.readers import Unreadable
 from strop.training.sft import Demonstration, Segment
 from strop.types import RolloutKey, Trajectory
 
@@ -65,9 +66,19 @@ async def play_demonstrations(
             return error
         async with gate:
             key = RolloutKey(task_index=index, attempt=0)
-            return await demonstrate(
-                task, key, replies, environments=environments, chat=chat, max_tokens=stage.sampling.max_tokens, seed=seed
-            )
+            try:
+                return await demonstrate(
+                    task,
+                    key,
+                    replies,
+                    environments=environments,
+                    chat=chat,
+                    calls=environments.format,
+                    max_tokens=stage.sampling.max_tokens,
+                    seed=seed,
+                )
+            except Unreadable as error:
+                return TaskError(f"task {task.id!r}: {error}.")
 
     limit = num if tasks.num_tasks is None else min(num, tasks.num_tasks)
     num_done, first_fault = 0, ""
@@ -125,12 +136,13 @@ def batch_at(demonstrations: Demonstrations, step: int, *, batch_size: int, seed
     """
     batches_per_epoch = len(demonstrations) // batch_size
     epoch, position = divmod(step, batches_per_epoch)
-    order = _order(len(demonstrations), derive_seed(seed, "epoch", epoch))
+    order = shuffled(len(demonstrations), derive_seed(seed, "epoch", epoch))
     return [demonstrations[index] for index in order[position * batch_size : (position + 1) * batch_size]]
 
 
 @lru_cache(maxsize=1)  # of the epoch that goes on: to shuffle 200 000 anew at each step takes longer than a small step
-def _order(num: int, seed: int) -> array[int]:
+def shuffled(num: int, seed: int) -> array[int]:
+    """The numbers below `num` in the order that `seed` decides."""
     order = array("Q", range(num))
     random.Random(seed).shuffle(order)
     return order

@@ -19,13 +19,10 @@ from strop.rollout.call_format import CallFormat, make_call_format
 from strop.rollout.chat import ChatFormat, Span
 from strop.rollout.chat import Message as ChatMessage
 from strop.rollout.prompt import load_prompt
-from strop.rollout.tool_calls import CLOSING, OPENING, FailedCall, parse_tool_calls
+from strop.rollout.retelling import retold, said_ids, stops_at_call
 from strop.tasks.conversations import Conversation, Message, as_row, conversation_of, read_conversations
 from strop.tasks.readers import Unreadable
 from strop.training.sft import Demonstration, Segment
-
-_GOES_ON = "a turn goes on behind its call, where sampling would stop"
-_MAX_CALLS = 1000  # of a turn: what a demonstrator wrote is not limited
 
 
 async def run_conversations_stage(context: StageContext, stage: ConversationsStage) -> tuple[Path, str]:
@@ -75,9 +72,8 @@ def as_written_demonstration(row: Mapping[str, Any], chat: ChatFormat, calls: Ca
     opening = [ChatMessage(role=each.role, spans=(Span(text=each.content, is_ours=each.role == "system"),)) for each in before]
     segments = [Segment(ids=chat.prompt_ids(opening), is_demonstrator=False)]
     for said, following in turns:
-        goes_on = calls.continues_turn and calls.has_closed_call(said)  # sampling stops at the call, and not at an end of turn
-        ids = chat.completion_ids(said)
-        segments.append(Segment(ids=ids[:-1] if goes_on else ids, is_demonstrator=True))
+        goes_on = stops_at_call(said, calls)
+        segments.append(Segment(ids=said_ids(said, chat, calls), is_demonstrator=True))
         if following:
             is_user = following[0].role == "user"
             answered = chat.observation_ids(
@@ -100,7 +96,7 @@ def turns_of(conversation: Conversation, calls: CallFormat) -> list[tuple[str, S
     places = [index for index, each in enumerate(messages) if each.role == "assistant"]
     turns: list[tuple[str, Sequence[Message]]] = []
     for place, after in zip(places, [*places[1:], len(messages)], strict=True):
-        said, num_calls = _with_calls(messages[place].content, calls)
+        said, num_calls = retold(messages[place].content, calls)
         following = messages[place + 1 : after]
         roles = {each.role for each in following}
         if len(roles) > 1:
@@ -111,33 +107,3 @@ def turns_of(conversation: Conversation, calls: CallFormat) -> list[tuple[str, S
             raise Unreadable("a user answers a call, which stops in the middle of a turn")
         turns.append((said, following))
     return turns
-
-
-def _with_calls(text: str, calls: CallFormat) -> tuple[str, int]:
-    """`text` with its JSON calls in the form of `calls`, and how many there are. Raises `Unreadable`."""
-    found = parse_tool_calls(text, max_calls=_MAX_CALLS)
-    if failed := next((call for call in found if isinstance(call, FailedCall)), None):
-        raise Unreadable(f"a call cannot be read: {failed.text}")
-    if not calls.continues_turn:
-        return text, len(found)
-    if not found:
-        return text, _num_own(text, calls)
-    start = text.index(OPENING)
-    if len(found) > 1 or not text.rstrip().endswith(CLOSING):
-        raise Unreadable(_GOES_ON)
-    [call] = found
-    try:
-        assert not isinstance(call, FailedCall)  # seen above
-        return text[:start] + calls.write(call.name, call.arguments), 1
-    except ValueError as error:
-        raise Unreadable(str(error)) from error
-
-
-def _num_own(text: str, calls: CallFormat) -> int:
-    """Calls that are in the form of `calls` already; one at most. Raises `Unreadable`."""
-    found = calls.parse(text, max_calls=1)
-    if failed := next((call for call in found if isinstance(call, FailedCall)), None):
-        raise Unreadable(f"a call cannot be read: {failed.text}")
-    if found and not text.rstrip().endswith(calls.stop_strings):
-        raise Unreadable(_GOES_ON)
-    return len(found)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from strop.rollout.call_format import CallFormat
 from strop.rollout.chat import ChatFormat
 from strop.rollout.protocol import EnvironmentFactory
+from strop.rollout.retelling import retold, said_ids
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
 
@@ -16,15 +18,18 @@ async def demonstrate(
     *,
     environments: EnvironmentFactory,
     chat: ChatFormat,
+    calls: CallFormat,
     max_tokens: int,
     seed: int,
 ) -> Trajectory:
     """The conversation in which `replies` answer the real observations, one after the other.
 
-    Its completions are the demonstrator's tokens: encoded once, with the end of turn, log-probs 0 and policy version 0. It ends
-    where the script or the environment ends it.
+    Replies have JSON calls, told in the form of `calls`. Completions are the demonstrator's tokens: encoded once, with the end
+    of turn unless sampling would stop at a call, log-probs 0 and policy version 0. The conversation ends where the script or
+    the environment ends it.
 
     Raises:
+        Unreadable: `calls` cannot tell a reply.
         MachineError: a tool broke.
     """
     environment = environments(task, seed=seed)
@@ -35,7 +40,10 @@ async def demonstrate(
         num_left = max_tokens
         stop_reason = StopReason.ANSWERED
         for reply in replies:
-            completion = _spoken(chat.completion_ids(reply(observed)))
+            said = reply(observed)
+            if calls.continues_turn:  # else calls stand as they are, the wrong ones too: what is wrong with them is told
+                said, _ = retold(said, calls)
+            completion = _spoken(said_ids(said, chat, calls))
             num_left -= len(completion.ids)
             observation = await environment.step(completion, num_tokens_left=max(0, num_left))
             num_left -= len(observation.ids)

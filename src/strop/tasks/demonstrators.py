@@ -1,6 +1,7 @@
 """Writes what a demonstrator would say, turn by turn, to teach a format before reinforcement learning.
 
-A script is the completions of one conversation; what comes back from the tools is not written here, the real tools say it.
+A script is the completions of one conversation; what comes back from the tools is not written here, the real tools say it. Its
+calls are JSON; where the prompt has another form, they are told in that as they are played (rollout/retelling.py).
 """
 
 from __future__ import annotations
