@@ -8,12 +8,13 @@ import json
 import time
 
 import pytest
+from test_dynamic_sampling import METHOD, all_right_if_even
 
 from scripted_runs import RECIPE, RecordingEngine, make_recipe, run_recipe, untimed
 from strop.config import validate
 from strop.errors import ConfigError, RunError
 from strop.pipelines import checkpoints
-from strop.pipelines.ledger import read_closed, read_rollouts
+from strop.pipelines.ledger import StepLedger, read_closed, read_rollouts
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
 from strop.reports.log import read_run
@@ -157,6 +158,17 @@ class Fallen(BaseException):
     """As a kill, for whoever cannot catch it."""
 
 
+def assert_same_rl(run, other):
+    """Equal in all that no clock said, and nothing was played twice."""
+    assert [untimed(line) for line in lines_of(run)] == [untimed(line) for line in lines_of(other)]
+    for step in range(1, STEPS + 1):
+        assert read_json(run.stage("rl").selection(step)) == read_json(other.stage("rl").selection(step))
+        rollouts = read_rollouts(run.stage("rl").rollouts(step))
+        assert len({scored.trajectory.key for scored in rollouts}) == len(rollouts), "a rollout was played twice"
+    mine, theirs = (each.stage("rl").model / "model.safetensors" for each in (run, other))
+    assert mine.read_bytes() == theirs.read_bytes()
+
+
 FALLS = {
     "before a checkpoint": ("save", 3),
     "behind a checkpoint": ("saved", 2),
@@ -191,13 +203,49 @@ def test_law_9_a_run_that_falls_ends_with_the_same_weights(ahead, tmp_path, monk
         run_recipe(tmp_path / "run", make_ahead_recipe())
     monkeypatch.undo()
     run = run_recipe(tmp_path / "run", make_ahead_recipe()).run
-    assert [untimed(line) for line in lines_of(run)] == [untimed(line) for line in lines_of(ahead.run)]
-    for step in range(1, STEPS + 1):
-        assert read_json(run.stage("rl").selection(step)) == read_json(ahead.run.stage("rl").selection(step))
-        rollouts = read_rollouts(run.stage("rl").rollouts(step))
-        assert len({scored.trajectory.key for scored in rollouts}) == len(rollouts), "a rollout was played twice"
-    mine, theirs = (each.stage("rl").model / "model.safetensors" for each in (run, ahead.run))
-    assert mine.read_bytes() == theirs.read_bytes()
+    assert_same_rl(run, ahead.run)
+
+
+DAPO = {
+    "method": METHOD | {"tied_by": "accuracy"},  # three rounds of refills
+    "tasks_per_step": 4,
+    "group_size": 4,
+    "updates_per_step": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def refilled_ahead(tmp_path_factory):
+    return run_recipe(tmp_path_factory.mktemp("refilled") / "run", make_ahead_recipe(**DAPO), say=all_right_if_even)
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_law_9_a_run_that_falls_in_a_refill_of_a_step_that_is_played_ahead_ends_with_the_same_weights(
+    refilled_ahead, tmp_path, monkeypatch, step
+):
+    """In the second step no checkpoint is behind it; in the third that of the first step is, or is being written."""
+    refills = range(STEPS * 4 + (step - 1) * 12, STEPS * 4 + step * 12)
+    num_refilled, finish = 0, StepLedger.finished
+
+    def fall(ledger, scored):
+        nonlocal num_refilled
+        finish(ledger, scored)
+        num_refilled += scored.trajectory.key.task_index in refills
+        if num_refilled == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(StepLedger, "finished", fall)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(tmp_path / "run", make_ahead_recipe(**DAPO), say=all_right_if_even)
+    monkeypatch.undo()
+    run = run_recipe(tmp_path / "run", make_ahead_recipe(**DAPO), say=all_right_if_even).run
+    assert_same_rl(run, refilled_ahead.run)
+    assert all(line["groups/refilled"] > 0 for line in lines_of(run))
+    assert [versions(run, each) for each in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}]
+    ledger = read_lines(run.stage("rl").path / "rollouts" / f"step-{step:06d}.ledger.jsonl")
+    nothing, reused = (line["reused"] for line in ledger if line["event"] == "opened")
+    assert nothing == 0
+    assert reused >= 4 * 4 + 2  # its own rollouts and those of its refills that had ended
 
 
 def test_law_9_a_checkpoint_is_there_when_the_next_rollouts_are(tmp_path, monkeypatch):

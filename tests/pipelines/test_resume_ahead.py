@@ -9,7 +9,7 @@ import pytest
 from killing import TINY, events, finish, kill_when
 from test_resume import LEDGER, assert_equal_runs, is_in_checkpoint
 
-from strop.pipelines.ledger import open_tool_calls, read_rollouts
+from strop.pipelines.ledger import open_tool_calls, read_closed, read_rollouts
 from strop.runs import RunDirectory, read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # whole runs, one after the other
@@ -38,13 +38,19 @@ def is_played_ahead(run, step, ahead):
     return len(read_lines(run.stage("rl").rollouts(ahead))) >= 1 and open_tool_calls(rollouts / LEDGER.format(ahead)) >= 2
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_law_9_a_kill_while_a_step_is_played_ahead_changes_nothing(undisturbed, tmp_path, moment):
-    step, ahead, words = MOMENTS[moment]
-    run = RunDirectory(shutil.copytree(undisturbed.path, tmp_path / "run"))  # up to its RL, to save time
+def before_rl(whole, path):
+    """A copy of a run as it was before its RL, to save time."""
+    run = RunDirectory(shutil.copytree(whole.path, path))
     shutil.rmtree(run.stage("rl").path)
     shutil.rmtree(run.stage("after").path)
     run.events.unlink()
+    return run
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_law_9_a_kill_while_a_step_is_played_ahead_changes_nothing(undisturbed, tmp_path, moment):
+    step, ahead, words = MOMENTS[moment]
+    run = before_rl(undisturbed, tmp_path / "run")
     if ahead:
         kill_when(run, lambda: is_played_ahead(run, step, ahead), *AHEAD, limit_s=LIMIT_S)
         num_ended = len(read_lines(run.stage("rl").rollouts(ahead)))
@@ -57,6 +63,31 @@ def test_law_9_a_kill_while_a_step_is_played_ahead_changes_nothing(undisturbed, 
     if ahead:
         ledger = read_lines(run.stage("rl").path / "rollouts" / LEDGER.format(ahead))
         assert [line["reused"] for line in ledger if line["event"] == "opened"] == [0, num_ended]
+
+
+DAPO = (
+    *AHEAD,
+    'stages.rl.method={name="grpo", drop_tied=true, tied_by="accuracy", refill_rounds=3}',
+)
+OWN_TASKS, REFILLS = 4, 12  # of a step
+
+
+def test_law_9_a_kill_in_a_refill_of_a_step_that_is_played_ahead_changes_nothing(tmp_path):
+    """DAPO's dynamic sampling and overlap together."""
+    whole = RunDirectory(tmp_path / "whole")
+    finish(whole, TINY, *DAPO, limit_s=LIMIT_S)
+    run = before_rl(whole, tmp_path / "run")
+    first = 3 * OWN_TASKS + 2 * REFILLS  # of the refills of step 3: they lie behind all own tasks, and the refills of 1 and 2
+
+    def is_refilled_ahead():
+        keys = [scored.trajectory.key for scored in read_rollouts(run.stage("rl").rollouts(3))]
+        return any(key.task_index >= first for key in keys) and read_closed(run.stage("rl").rollouts(3)) is None
+
+    kill_when(run, is_refilled_ahead, *DAPO, limit_s=LIMIT_S)
+    finish(run, TINY, *DAPO, limit_s=LIMIT_S)
+    assert_equal_runs(run, whole)
+    refilled = {line["step"]: line["groups/refilled"] for line in read_lines(run.metrics) if line["stage"] == "rl"}
+    assert refilled[3] > 0
 
 
 def test_real_engines_sample_each_step_from_the_weights_of_the_step_before(undisturbed):
