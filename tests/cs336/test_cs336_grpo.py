@@ -235,3 +235,31 @@ def test_log_probs_of_padding_change_neither_loss_nor_gradient(loss_type, value)
 
     hidden = torch.where(MASK.bool(), 0.0, value)
     assert step(POLICY + hidden, OLD + hidden) == step(POLICY, OLD)
+
+
+def test_with_a_constant_rows_without_a_response_count_as_zero():
+    policy = POLICY.clone().requires_grad_()
+    mask = MASK.clone()
+    mask[1] = 0
+    arguments = ARGUMENTS["grpo_no_clip"] | {"normalize_constant": 10}
+    loss, _ = grpo_microbatch_train_step(policy, mask, 1, "grpo_no_clip", **arguments)
+    tokens, _ = compute_policy_gradient_loss(POLICY, "grpo_no_clip", **ARGUMENTS["grpo_no_clip"])
+    assert loss.item() == pytest.approx((tokens[0] * MASK[0]).sum().item() / 10 / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo_clip", "grpo_no_clip"])
+def test_a_ratio_that_overflows_has_no_gradient_where_nothing_depends_on_it(loss_type):
+    policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    clip = {"cliprange": 0.2} if loss_type == "grpo_clip" else {}
+    old = torch.tensor([[-200.0, -1.0]])
+    loss, _ = grpo_microbatch_train_step(
+        policy, torch.ones(1, 2), 1, loss_type, advantages=torch.zeros(1, 1), old_log_probs=old, **clip
+    )
+    assert (loss.item(), policy.grad.tolist()) == (0.0, [[0.0, 0.0]])
+    if loss_type == "grpo_clip":
+        policy.grad = None
+        loss, _ = grpo_microbatch_train_step(
+            policy, torch.ones(1, 2), 1, loss_type, advantages=torch.ones(1, 1), old_log_probs=old, **clip
+        )
+        assert loss.item() == pytest.approx(-(1.2 + 1.0) / 2, abs=1e-6)
+        assert policy.grad.tolist() == [[0.0, -0.5]]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from strop.algorithms.advantages import group_normalized_advantages, mean_centered_advantages
 from strop.algorithms.losses import clip_token_loss, no_clip_token_loss
+from strop.algorithms.ratios import probability_ratio
 from strop.cs336.masked import masked_mean, masked_normalize
 
 RewardFunction: TypeAlias = Callable[[str, str], Mapping[str, float]]
@@ -97,8 +98,9 @@ def compute_grpo_clip_loss(
         ValueError: advantages of another shape.
     """
     _check_column("advantages", advantages, policy_log_probs)
-    ratio = (policy_log_probs - old_log_probs.detach()).exp()
-    loss = clip_token_loss(ratio, advantages, _everywhere(ratio), clip_low=cliprange, clip_high=cliprange)
+    everywhere = torch.ones_like(policy_log_probs, dtype=torch.bool)
+    ratio = probability_ratio(policy_log_probs, old_log_probs.detach(), everywhere)
+    loss = clip_token_loss(ratio, advantages, everywhere, clip_low=cliprange, clip_high=cliprange)
     return loss, {"is_clipped": loss > -ratio * advantages, "ratio": ratio.detach()}
 
 
@@ -141,8 +143,10 @@ def compute_policy_gradient_loss(
         case "grpo_no_clip":
             advantages = _need("advantages", advantages, loss_type)
             _check_column("advantages", advantages, policy_log_probs)
-            ratio = (policy_log_probs - _need("old_log_probs", old_log_probs, loss_type).detach()).exp()
-            return no_clip_token_loss(ratio, advantages, _everywhere(ratio)), {"ratio": ratio.detach()}
+            everywhere = torch.ones_like(policy_log_probs, dtype=torch.bool)
+            old = _need("old_log_probs", old_log_probs, loss_type).detach()
+            ratio = probability_ratio(policy_log_probs, old, everywhere)
+            return no_clip_token_loss(ratio, advantages, everywhere), {"ratio": ratio.detach()}
     raise ValueError(f"loss_type {loss_type!r}: no such loss. There are {', '.join(get_args(LossType))}.")
 
 
@@ -159,8 +163,8 @@ def grpo_microbatch_train_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Add the gradients of one micro-batch: the loss of each row's tokens, averaged; then averaged over rows.
 
-    Rows without a response token take no part; a micro-batch of nothing else adds zero gradients. Log-probs where the mask is 0
-    may be NaN.
+    Rows without a response token have no mean and are left out of that over rows; with `normalize_constant` they count as 0. A
+    micro-batch of nothing else adds zero gradients. Log-probs where the mask is 0 may be NaN.
 
     Args:
         response_mask: (B, T).
@@ -181,10 +185,10 @@ def grpo_microbatch_train_step(
     )
     rows = mask.any(-1)
     if normalize_constant is None:
-        of_row = masked_mean(token_loss[rows], mask[rows], dim=-1)
+        of_rows = masked_mean(token_loss[rows], mask[rows], dim=-1).sum() / rows.sum().clamp(min=1)
     else:
-        of_row = masked_normalize(token_loss[rows], mask[rows], normalize_constant, dim=-1)
-    loss = of_row.sum() / rows.sum().clamp(min=1) / gradient_accumulation_steps
+        of_rows = masked_normalize(token_loss, mask, normalize_constant, dim=-1).mean()
+    loss = of_rows / gradient_accumulation_steps
     loss.backward()  # type: ignore[no-untyped-call]
     names = {"is_clipped": "clip_fraction", "ratio": "ratio_mean"}
     return loss.detach(), {names[name]: masked_mean(values.float(), mask) for name, values in told.items()}
@@ -194,10 +198,6 @@ def _need(name: str, value: Tensor | None, loss_type: str) -> Tensor:
     if value is None:
         raise ValueError(f"loss_type {loss_type!r} needs {name}, which is None.")
     return value
-
-
-def _everywhere(tensor: Tensor) -> Tensor:
-    return torch.ones_like(tensor, dtype=torch.bool)
 
 
 def _check_column(name: str, column: Tensor, policy_log_probs: Tensor) -> None:
