@@ -37,9 +37,9 @@ class PagedAdamW(torch.optim.AdamW):
             RunError: there is no room, or the directory for temporary files is in memory itself.
         """
         of_rank = [each.to_local() if isinstance(each, DTensor) else each for each in like]
-        mapping = _map_file(max(1, sum(each.nbytes for each in of_rank)))
-        self._mappings.append(mapping)
         sizes = [each.numel() for each in of_rank]
+        mapping = _map_file(max(1, sum(sizes)) * of_rank[0].itemsize)  # a rank may have no part of anything, a file has some
+        self._mappings.append(mapping)
         block = torch.frombuffer(mapping, dtype=of_rank[0].dtype)[: sum(sizes)]
         parts = [part.view(each.shape) for part, each in zip(torch.split(block, sizes), of_rank, strict=True)]
         return [_divided_as(each, part) for each, part in zip(like, parts, strict=True)]
@@ -54,6 +54,8 @@ class PagedAdamW(torch.optim.AdamW):
         if closure is not None:
             raise ValueError("this optimizer takes its steps a part of the weights at a time: it has no use for a closure")
         groups = self.param_groups
+        if any(parameter.grad is not None and not self.state[parameter] for group in groups for parameter in group["params"]):
+            raise ValueError("a parameter has no moments yet: make them by zeros(), or they would lie in memory")
         try:
             for group in groups:
                 for part in _parts(group["params"]):
