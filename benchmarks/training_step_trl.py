@@ -1,8 +1,8 @@
 """TRL's side of `training_step.py`: a whole GRPO step for each line on standard input.
 
 Runs in an environment of its own, which has no strop. Arguments: the model directory, the workload (JSON), the rows of a
-micro-batch, and "float32" or "bfloat16" for the weights; matrix products are in bfloat16 with both. Prints one JSON object a
-line.
+micro-batch, "float32" or "bfloat16" for the weights, and "again" where activations are computed again in the backward pass;
+matrix products are in bfloat16 with both. Prints one JSON object a line.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
             epsilon=0.2,
             epsilon_high=0.28,
             bf16=True,
-            gradient_checkpointing=False,
+            gradient_checkpointing=sys.argv[5:] == ["again"],
             use_cpu=True,
             report_to=[],
             save_strategy="no",

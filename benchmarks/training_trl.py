@@ -3,7 +3,7 @@
 Runs in an environment of its own, which has no strop. Arguments: the model directory, the rollouts (JSON), the rows of a
 micro-batch, "float32" or "bfloat16" for the weights (matrix products are in bfloat16 with both), and "again" where activations
 are computed again in the backward pass. Prints one JSON object a line. Rollouts are given to TRL where it would have sampled
-them; padding, splitting, loss and optimizer are TRL's own.
+them, padded as it pads: all prompts to the longest, all completions to the longest; splitting, loss and optimizer are its own.
 """
 
 from __future__ import annotations
