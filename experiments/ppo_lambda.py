@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write_text(options.results / "ppo-lambda.txt", table(results) + "\n")
     write_plots(results, options.results / "ppo-lambda")
     print(table(results))
-    return 1 if log.failures else 0
+    return 1 if log.failures or not all(bar["holds"] for bar in results["bars"].values()) else 0
 
 
 if __name__ == "__main__":
