@@ -33,6 +33,19 @@ def test_what_only_waits_or_gives_up_may_differ_in_a_trainer(key):
     assert differences({"stages": {"rl": {"trainer": {key: 1}}}}, {"stages": {"rl": {"trainer": {key: 2}}}}) == []
 
 
+@pytest.mark.parametrize("of", ["optimizer", "critic.optimizer"])
+def test_where_moments_lie_may_differ(of):
+    def trees(key, *values):
+        for value in values:
+            tree = value
+            for name in reversed(f"stages.rl.trainer.{of}.{key}".split(".")):
+                tree = {name: tree}
+            yield tree
+
+    assert differences(*trees("moments", "memory", "disk")) == []
+    assert len(differences(*trees("lr", 1, 2))) == 1
+
+
 SERVICE = ("url", "key_env", "timeout_s", "retries", "backoff_s", "rate_per_s", "max_running", "cache")
 
 

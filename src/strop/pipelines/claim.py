@@ -26,7 +26,7 @@ _FREE_KEYS = re.compile(
     r"kv_mib|memory_fraction)|"
     r"sandbox\.(max_running|max_alive|zygotes|warm|recycle_after|url|token_env)|"
     r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints|"
-    r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates)|"
+    r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates|(critic\.)?optimizer\.moments)|"
     # How a service is reached, and how patiently: not what it says. Another model or prompt of it is another recipe.
     r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."
     r"(url|key_env|timeout_s|retries|backoff_s|rate_per_s|max_running|cache|max_wait_s|max_batch))"
