@@ -1,6 +1,6 @@
 import pytest
 
-from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_count
+from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_count, turns_format
 
 RIGHT = "<think>\nfirst this\nthen that\n</think>\n<answer>\n42\n</answer>"
 
@@ -27,6 +27,46 @@ def test_a_prompt_may_hold_the_opening_tag_and_newlines_may_not_matter():
     rest = RIGHT.removeprefix("<think>\n")
     assert (strict_format(rest), strict_format(rest, is_prefilled=True)) == (0, 1)
     assert strict_format("<reason>so</reason><answer>42</answer>", think_tag="reason", newlines=False) == 1
+
+
+THOUGHT, CALL = "<reason>I compute.</reason>", '<tool_call>{"name": "python"}</tool_call>'
+LAST = "<reason>So.</reason><answer>42</answer>"
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([LAST], 1),
+        ([THOUGHT + CALL, LAST], 1),
+        ([THOUGHT + CALL + CALL, THOUGHT + " " + CALL + "\n", LAST], 1),
+        ([THOUGHT + "<python>1</python>", LAST], 1),
+        ([CALL, LAST], 0),  # without a thought
+        ([THOUGHT, LAST], 0),  # without a call
+        ([THOUGHT + CALL + "so", LAST], 0),
+        ([THOUGHT + CALL + THOUGHT, LAST], 0),
+        ([CALL + THOUGHT, LAST], 0),
+        ([THOUGHT + "<tool_call>{}", LAST], 0),
+        ([THOUGHT + "<python>1</search>", LAST], 0),
+        ([THOUGHT + CALL + "<answer>42</answer>", LAST], 0),
+        ([THOUGHT + CALL, "<answer>42</answer>"], 0),
+        ([THOUGHT + CALL], 0),  # it never came to an answer
+        ([], 0),
+    ],
+)
+def test_with_calls_every_turn_is_a_thought_and_then_calls_and_the_last_a_thought_and_an_answer(turns, expected):
+    assert turns_format(turns, think_tag="reason", newlines=False) == expected
+
+
+def test_a_prompt_holds_the_opening_tag_of_the_first_turn_alone():
+    first, last = THOUGHT.removeprefix("<reason>") + CALL, LAST.removeprefix("<reason>")
+    assert turns_format([first, LAST], think_tag="reason", is_prefilled=True, newlines=False) == 1
+    assert turns_format([last], think_tag="reason", is_prefilled=True, newlines=False) == 1
+    assert turns_format([first, last], think_tag="reason", is_prefilled=True, newlines=False) == 0
+
+
+def test_of_one_turn_it_is_the_strict_format():
+    for text in (RIGHT, RIGHT + " so there", RIGHT.replace("\n", "")):
+        assert turns_format([text]) == strict_format(text)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,13 @@ def test_every_kind_of_part_judges_what_it_says(part, text, expected):
     assert score({"it": part}, trajectory(text)).reward == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("kind", "expected"), [("turns_format", 1), ("format", 0)])
+def test_a_rollout_with_calls_has_the_form_of_an_answer_only_turn_by_turn(kind, expected):
+    calls = turn("<think>so</think><tool_call>{}</tool_call>", called(), observation="72")
+    judged = trajectory(calls, f"<think>so</think>{RIGHT}")
+    assert score({"it": {"kind": kind, "newlines": False}}, judged).reward == expected
+
+
 @pytest.mark.parametrize("kind", ["math", "r1_zero", "question_only"])
 def test_a_truncated_rollout_has_no_answer_for_any_judge(kind):
     text = r"so</think> <answer>\boxed{72}</answer>"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from strop.rewards.answers import last_answer_block
 
 _STEPS = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
 _ENOUGH_STEPS = 3
+_CALL = r"<(?P<name>tool_call|search|python)>(?:(?!</?(?:tool_call|search|python)>).)*</(?P=name)>"
 
 
 def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
@@ -25,6 +27,25 @@ def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = F
     opening = rf"<{think_tag}>" + ("" if is_prefilled else gap)
     pattern = rf"{opening}.*?{gap}</{think_tag}>{gap}<answer>{gap}.*?{gap}</answer>"
     return float(_has_each_once(text, think_tag) and re.fullmatch(pattern, text.rstrip(), re.DOTALL) is not None)
+
+
+def turns_format(turns: Sequence[str], *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
+    """1 where each of `turns` is a block of thought and then of calls, and the last has the form of `strict_format`; else 0.
+
+    Ours: DeepSeek-R1 calls no tool, and its form holds for one turn alone. Of calls the tags are looked at, not what they hold.
+
+    Args:
+        is_prefilled: the opening tag of the first turn belongs to the prompt.
+    """
+    gap = "\n" if newlines else r"\s*"
+    for number, text in enumerate(turns[:-1]):
+        opening = f"<{think_tag}>" if is_prefilled and number == 0 else ""
+        pattern = rf"<{think_tag}>{'' if opening else gap}.*?{gap}</{think_tag}>(?:\s*{_CALL})+"
+        said = opening + text.rstrip()
+        if [said.count(tag) for tag in _tags(think_tag)] != [1, 1, 0, 0] or not re.fullmatch(pattern, said, re.DOTALL):
+            return 0.0
+    last = turns[-1] if turns else ""
+    return strict_format(last, think_tag=think_tag, is_prefilled=is_prefilled and len(turns) == 1, newlines=newlines)
 
 
 def tag_count(text: str, *, think_tag: str = "think", is_prefilled: bool = False) -> float:

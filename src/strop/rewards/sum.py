@@ -14,7 +14,7 @@ from strop.rewards.answers import extract_answer, final_text
 from strop.rewards.code import CodeReward
 from strop.rewards.config import CodeRewardConfig
 from strop.rewards.f1 import arpo_reward
-from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_count
+from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_count, turns_format
 from strop.rewards.function import checked_value
 from strop.rewards.language import language_consistency
 from strop.rewards.length import cosine_scaled, relative_lengths, soft_overlong
@@ -238,6 +238,9 @@ def _of_text(part: AnyPart, trajectory: Trajectory) -> float:
     match part:
         case FormatPart(kind="format", think_tag=tag, is_prefilled=is_prefilled, newlines=newlines):
             return strict_format(text, think_tag=tag, is_prefilled=is_prefilled, newlines=newlines)
+        case FormatPart(kind="turns_format", think_tag=tag, is_prefilled=is_prefilled, newlines=newlines):
+            turns = [turn.completion_text for turn in trajectory.turns]
+            return turns_format(turns, think_tag=tag, is_prefilled=is_prefilled, newlines=newlines)
         case FormatPart(kind="tag_count", think_tag=tag, is_prefilled=is_prefilled):
             return tag_count(text, think_tag=tag, is_prefilled=is_prefilled)
         case FormatPart(think_tag=tag, is_prefilled=is_prefilled, language=language):

@@ -50,10 +50,10 @@ class R1ZeroPart(Part):
 class FormatPart(Part):
     """Form of the whole response, thoughts and then an answer; 0 or 1, of `tag_count` in quarters."""
 
-    kind: Literal["format", "tag_count", "code_format"]
+    kind: Literal["format", "turns_format", "tag_count", "code_format"]
     think_tag: str = Field(default="think", pattern=r"^\w+$")
     is_prefilled: bool = False  # the opening tag belongs to the prompt
-    newlines: bool = True  # of `format`: each tag on a line of its own
+    newlines: bool = True  # of `format` and `turns_format`: each tag on a line of its own
     language: str = "python"  # of `code_format`: of the fenced block
 
 
