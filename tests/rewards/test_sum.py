@@ -243,3 +243,20 @@ def test_rollouts_that_were_judged_by_another_reward_stay_as_they_are():
     other = dataclasses.replace(scored, trajectory=dataclasses.replace(scored.trajectory, key=key))
     group = Group(task=a_task(), task_index=0, trajectories=(scored, other))
     assert judge_group(object(), group) == group
+
+
+@pytest.mark.parametrize(
+    ("grader", "texts"),
+    [
+        ("r1_zero", ("a </think> <answer>72</answer>", "a </think> <answer>71</answer>", "72")),
+        ("question_only", (r"\boxed{72}", r"\boxed{71}", "72")),
+    ],
+)
+def test_a_format_that_does_not_count_tells_right_from_well_formed_and_from_neither(grader, texts):
+    parts = {"accuracy": {"kind": grader}, "format": {"kind": f"{grader}_format", "weight": 0.0}}
+    scored = [score(parts, trajectory(text)) for text in texts]
+    assert [each.reward for each in scored] == [1.0, 0.0, 0.0]
+    told = [(each.reward_parts["accuracy"], each.reward_parts["format"]) for each in scored]
+    assert told == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    cut = dataclasses.replace(trajectory(texts[0]), stop_reason=StopReason.OVERFLOW)
+    assert score(parts, cut).reward_parts["format"] == 0.0

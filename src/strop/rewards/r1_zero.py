@@ -43,12 +43,22 @@ def r1_zero_reward_fn(response: str, ground_truth: Gold, fast: bool = True) -> d
     Raises:
         MachineError: answers cannot be compared on this machine.
     """
-    if _FORMAT not in response or CLOSING not in response:
+    if not has_r1_zero_format(response):
         return _rewards(is_formatted=False, is_correct=False)
     answer: str | None = response.rpartition(OPENING)[2].replace(CLOSING, "")
     if answer is not None and _BOX in answer:
         answer = _last_box(answer)
     return _rewards(is_formatted=True, is_correct=answer is not None and _is_correct(answer, ground_truth, fast))
+
+
+def has_r1_zero_format(response: str) -> bool:
+    """Whether the format of `r1_zero_reward_fn` is right."""
+    return _FORMAT in response and CLOSING in response
+
+
+def has_question_only_format(response: str) -> bool:
+    """Whether the format of `question_only_reward_fn` is right."""
+    return _last_box(response) is not None
 
 
 def question_only_reward_fn(response: str, ground_truth: Gold, fast: bool = True) -> dict[str, float]:

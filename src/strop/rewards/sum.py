@@ -19,7 +19,12 @@ from strop.rewards.function import checked_value
 from strop.rewards.language import language_consistency
 from strop.rewards.length import cosine_scaled, relative_lengths, soft_overlong
 from strop.rewards.preference import judge_part, scorer_part
-from strop.rewards.r1_zero import question_only_reward_fn, r1_zero_reward_fn
+from strop.rewards.r1_zero import (
+    has_question_only_format,
+    has_r1_zero_format,
+    question_only_reward_fn,
+    r1_zero_reward_fn,
+)
 from strop.rewards.repetition import repetition_penalty
 from strop.rewards.scorers.judge import ModelJudge
 from strop.rewards.scorers.opening import open_scorer
@@ -36,6 +41,7 @@ from strop.rewards.sum_config import (
     LanguagePart,
     LengthPart,
     MathPart,
+    R1ZeroFormatPart,
     R1ZeroPart,
     RepetitionPart,
     ScorerPart,
@@ -133,6 +139,9 @@ class SumReward:
                 return _code(part, service)
             case R1ZeroPart():
                 return _r1_zero(part)
+            case R1ZeroFormatPart():
+                has_format = has_r1_zero_format if part.kind == "r1_zero_format" else has_question_only_format
+                return _of(lambda _, trajectory: float(has_format(final_text(trajectory) or "")))
             case F1Part():
                 return _of(
                     lambda task, trajectory: arpo_reward(

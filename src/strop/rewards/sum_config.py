@@ -47,6 +47,12 @@ class R1ZeroPart(Part):
     fast: bool = True  # text and sympy alone; else math_verify as well
 
 
+class R1ZeroFormatPart(Part):
+    """The format that these graders want, 0 or 1, whatever the answer; for weight 0, since it is in their value already."""
+
+    kind: Literal["r1_zero_format", "question_only_format"]
+
+
 class FormatPart(Part):
     """Form of the whole response, thoughts and then an answer; 0 or 1, of `tag_count` in quarters."""
 
@@ -173,6 +179,7 @@ class FunctionPart(Part):
 AnyPart: TypeAlias = Annotated[
     MathPart
     | R1ZeroPart
+    | R1ZeroFormatPart
     | FormatPart
     | LanguagePart
     | CodePart
