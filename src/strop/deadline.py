@@ -60,18 +60,31 @@ async def deadline(seconds: float) -> AsyncIterator[asyncio.Timeout]:
             _of_this_call.reset(token)
 
 
-@contextmanager
-def clock_stopped() -> Iterator[None]:
-    """For the time of a `with`, the clock of the call that this belongs to stands still; without a call nothing happens.
+class StoppedClock:
+    """The clock of a call, which stands still until `go_on`; without a call nothing."""
 
-    For waiting behind other calls, each of which has a deadline of its own: what is waited for has to end by itself.
+    def __init__(self, clock: _Clock | None) -> None:
+        self._clock = clock
+        if clock is not None:
+            clock.stop()
+
+    def go_on(self) -> None:
+        """Safe to call twice."""
+        clock, self._clock = self._clock, None
+        if clock is not None:
+            clock.go_on()
+
+
+@contextmanager
+def clock_stopped() -> Iterator[StoppedClock]:
+    """For the time of a `with`, or until `go_on` if that is earlier, the clock of the call that this belongs to stands still.
+
+    For waiting behind other calls, each of which has a deadline of its own: what is waited for has to end by itself. Without a
+    call nothing happens.
     """
     clock = _of_this_call.get()
-    if clock is None or not clock.is_here:
-        yield
-        return
-    clock.stop()
+    stopped = StoppedClock(clock if clock is not None and clock.is_here else None)
     try:
-        yield
+        yield stopped
     finally:
-        clock.go_on()
+        stopped.go_on()

@@ -110,17 +110,24 @@ def test_a_line_that_is_too_long_is_rejected_by_its_key_and_takes_no_memory() ->
     asyncio.run(play())
 
 
-def test_who_asks_for_it_is_told_when_a_node_takes_a_call() -> None:
+def test_who_asks_for_it_is_told_that_a_node_has_taken_a_call_which_takes_its_time() -> None:
     async def play() -> None:
-        async with serving(scripted(slots=1)) as server, asking(server, **{"X-Strop-Starts": "1"}) as http:
-            body = run_lines(("a", {"code": "a"}), (2, {"code": "b"}), ("never", {"code": "c", "wall_s": -1}))
-            async with http.post("/v1/runs", data=body) as response:
-                lines = [json.loads(line) for line in (await response.read()).splitlines() if line]
-        places = {(line["key"], line.get("started", False)): place for place, line in enumerate(lines)}
-        assert set(places) == {("a", True), ("a", False), (2, True), (2, False), ("never", False)}
-        assert all(places[key, True] < places[key, False] for key in ("a", 2))
+        node = scripted(slots=1, latency_s=600)
+        async with serving(node) as server, asking(server, **{"X-Strop-Starts": "1"}) as http:
+            body = run_lines(*((n, {"code": str(n), "id": str(n)}) for n in range(2)))
+            async with http.post("/v1/runs", data=body) as response, asyncio.timeout(20):
+                assert await next_line(response) == {"key": 0, "started": True}
+                assert [request.code for request in node.requests] == ["0"]  # the other is still queued
+                await http.post("/v1/cancel", json={"ids": ["0"]})
+                assert await next_line(response) == {"key": 1, "started": True}
 
     asyncio.run(play())
+
+
+async def next_line(response: aiohttp.ClientResponse) -> object:
+    while not (line := (await response.content.readline()).strip()):
+        pass
+    return json.loads(line)
 
 
 def test_lines_beyond_the_limit_are_not_read_and_the_ones_before_are_answered() -> None:

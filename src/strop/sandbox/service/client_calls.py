@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
-from strop.deadline import clock_stopped
+from strop.deadline import StoppedClock, clock_stopped
 from strop.errors import DeadlineExceeded, LinkBroken, MachineError, NoNodes, Overloaded, SessionLost, StropError, UserError
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
 from strop.sandbox.service.call_stream import CallStream
@@ -49,10 +49,10 @@ class _Call:
     """One run until its answer."""
 
     __slots__ = (
+        "clock",
         "future",
         "id",
         "is_cell",
-        "is_placed",
         "line",
         "lost_at",
         "node_wait",
@@ -61,13 +61,14 @@ class _Call:
         "stream",
     )
 
-    def __init__(self, line: bytes, call_id: str, *, is_cell: bool, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, line: bytes, call_id: str, *, is_cell: bool, clock: StoppedClock, loop: asyncio.AbstractEventLoop
+    ) -> None:
         self.line = line
         self.id = call_id
         self.is_cell = is_cell
         self.future: asyncio.Future[RunResult] = loop.create_future()
-        self.is_placed = asyncio.Event()  # with a node, or answered without one
-        self.future.add_done_callback(lambda _: self.is_placed.set())
+        self.clock = clock  # of whoever waits, stopped until a node takes the call
         self.started_at = loop.time()
         self.stream: CallStream | None = None  # on which it was sent; None while it waits
         self.lost_at = math.inf  # with its connection
@@ -118,21 +119,20 @@ class Calls:
             line = _RUN_LINE.dump_json(RunLine(key=key, request=request)) + b"\n"
         except PydanticSerializationError:
             return _rejected("the request holds a lone surrogate, which has no encoding")
-        call = self._calls[key] = _Call(line, request.id, is_cell=bool(request.session), loop=self._loop)
-        self._outbox.append(call)
-        self._schedule_flush()
-        if not self._is_sweeping:
-            self._spawn(self._sweep())
-        try:
-            with clock_stopped():  # a service that falls silent is given up, and one that is not in `patience_s`
-                await call.is_placed.wait()
-            return await call.future
-        finally:
-            call.future.cancel()  # where it was given up here: then nothing sends it any more
-            del self._calls[key]
-            if call.stream is not None:  # it was given up here, and not answered there
-                self._under_way(call.stream, -1)
-                self._cancel_there(call.id)
+        with clock_stopped() as clock:  # a service that falls silent is given up, and one that is not in `patience_s`
+            call = _Call(line, request.id, is_cell=bool(request.session), clock=clock, loop=self._loop)
+            self._calls[key] = call
+            self._outbox.append(call)
+            self._schedule_flush()
+            if not self._is_sweeping:
+                self._spawn(self._sweep())
+            try:
+                return await call.future
+            finally:
+                del self._calls[key]
+                if call.stream is not None:  # it was given up here, and not answered there
+                    self._under_way(call.stream, -1)
+                    self._cancel_there(call.id)
 
     async def close(self) -> None:
         """Have every call ended there, and fail it here."""
@@ -212,7 +212,7 @@ class Calls:
         if call is None or call.stream is None or call.future.done():
             return  # nobody waits for it any more
         if isinstance(answer, StartLine):
-            call.is_placed.set()
+            call.clock.go_on()
             return
         call.stream.num_answers += 1
         self._under_way(call.stream, -1)

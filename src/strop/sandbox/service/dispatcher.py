@@ -87,22 +87,19 @@ class Dispatcher(CodeService):
 
     async def run(self, request: RunRequest, *, client: str = "") -> RunResult:
         answered: asyncio.Future[Answer] = self._loop.create_future()
-        is_placed = asyncio.Event()  # with a node, or answered without one
 
         def listen(answer: Answer) -> None:
-            is_placed.set()
             if not answered.done():  # cancelled, and `leave` comes one turn of the loop too late
                 answered.set_result(answer)
 
-        leave = self.submit(request, listen, on_start=is_placed.set, client=client)
-        try:
-            with clock_stopped():  # the queue lets nobody wait for longer than `max_wait_s`
-                await is_placed.wait()
-            answer = await answered
-        except asyncio.CancelledError:
-            if leave is not None:
-                leave(may_return=False)
-            raise
+        with clock_stopped() as clock:  # the queue lets nobody wait for longer than `max_wait_s`
+            leave = self.submit(request, listen, on_start=clock.go_on, client=client)
+            try:
+                answer = await answered
+            except asyncio.CancelledError:
+                if leave is not None:
+                    leave(may_return=False)
+                raise
         if isinstance(answer, MachineError):
             raise answer
         return answer

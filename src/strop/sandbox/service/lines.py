@@ -24,7 +24,7 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 Key = Annotated[str, Field(max_length=256)] | Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 STARTS_HEADER = "X-Strop-Starts"
-"""Of a request for many runs, with any value: the client wants to be told when a node takes a call."""
+"""Of a request for many runs, with any value: the client wants to be told of calls that a node has taken."""
 
 _HEAD_BYTES = 512  # of a line that is too long: enough for its key, when that comes first
 _KEY = re.compile(rb'\s*\{\s*"key"\s*:\s*(?:"([^"\\\x00-\x1f]{0,256})"|(-?\d{1,18})\b)')
@@ -100,7 +100,7 @@ class ErrorLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartLine:
-    """A node has taken the call: it waits for no others any more. Comes before its answer, to clients that asked for it."""
+    """A node has taken the call: it waits for no others any more. For clients that ask, unless its answer is soon there."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
     key: Key

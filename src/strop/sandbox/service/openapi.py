@@ -73,7 +73,8 @@ ROUTES = (
         detail="Each line is a call, and starts as it arrives; each answer is a line, and leaves as soon as it is there, in any"
         " order, with the key of its call. Body and reply stream at the same time, so one request can serve a client"
         " for long. An empty line in the reply only says that the service is alive. A line that is no call is answered"
-        " `rejected`, and harms no other. Who sends `X-Strop-Starts` is also told by a line when a node takes a call.",
+        " `rejected`, and harms no other. Who sends `X-Strop-Starts` is also told, by a line, of"
+        " calls that a node has taken and not answered within a second or two.",
         body=RunLine,
         reply=(ResultLine, ErrorLine, StartLine),
         is_stream=(True, True),
@@ -179,7 +180,7 @@ def _operation(route: Route, shapes: dict[type, Any]) -> dict[str, Any]:
         operation["security"] = []
     parameters = [_parameter(CLIENT_HEADER, "header", "Who takes turns with whom in the queue; also the owner of ids.")]
     if route.body is RunLine:
-        parameters.append(_parameter(STARTS_HEADER, "header", "With any value: say when a node takes a call."))
+        parameters.append(_parameter(STARTS_HEADER, "header", "With any value: tell of calls that a node has taken."))
     if "{session}" in route.path:
         parameters.append(_parameter("session", "path", "Of an earlier reply."))
     operation["parameters"] = parameters

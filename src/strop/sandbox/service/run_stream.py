@@ -36,7 +36,7 @@ class RunStream:
 
     Args:
         max_unread_bytes: of answers; a client that leaves more of them unread is cut off.
-        tells_starts: whether the client is told when a node takes a call, with the next answer or sign of life.
+        tells_starts: whether the client is told, within a second or two, that a node has taken a call.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class RunStream:
         self._tells_starts = tells_starts
         self._num_lines = 0
         self._open: dict[int, Leave] = {}
+        self._begun: dict[int, str | int] = {}  # keys of those that a node has taken, until that is told
         self._outgoing: list[bytes] = []
         self._outgoing_bytes = 0
         self._wake = asyncio.Event()
@@ -66,7 +67,7 @@ class RunStream:
         self._is_stopping = False
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._line_at = self._said_at = self._loop.time()
+        self._line_at = self._said_at = self._told_at = self._loop.time()
 
     def stop(self) -> None:
         """End with the last call that is open, though the client might send more."""
@@ -107,6 +108,7 @@ class RunStream:
             self._gather_timer = None
 
     def _next_part(self) -> bytes:
+        self._tell_starts()
         if not self._outgoing:
             return b"\n" if self._loop.time() - self._said_at >= HEARTBEAT_S / 2 else b""
         part = b"".join(self._outgoing)
@@ -147,7 +149,7 @@ class RunStream:
         leave = self._dispatcher.submit(
             read.request,
             partial(self._on_answer, number, read.key),
-            on_start=partial(self._on_start, read.key),
+            on_start=partial(self._on_start, number, read.key),
             client=self._client,
         )
         if leave is not None:
@@ -164,14 +166,23 @@ class RunStream:
         )
         self._say(write_result_line(key, result))
 
-    def _on_start(self, key: str | int) -> None:
+    def _on_start(self, number: int, key: str | int) -> None:
         if self._tells_starts:
-            line = write_start_line(key)
-            self._outgoing.append(line)
-            self._outgoing_bytes += len(line)
+            self._begun[number] = key
+
+    def _tell_starts(self) -> None:
+        """Once a second, of what has no answer yet: most calls have theirs by then, and cost nothing."""
+        now = self._loop.time()
+        if self._begun and now - self._told_at >= HEARTBEAT_S:
+            self._told_at = now
+            lines = [write_start_line(key) for key in self._begun.values()]
+            self._begun.clear()
+            self._outgoing += lines
+            self._outgoing_bytes += sum(map(len, lines))
 
     def _on_answer(self, number: int, key: str | int, answer: Answer) -> None:
         self._open.pop(number, None)
+        self._begun.pop(number, None)
         if isinstance(answer, RunResult):
             self._say(write_result_line(key, answer))
         else:
