@@ -8,18 +8,24 @@ from contextlib import closing
 
 import pytest
 
-from scripted_runs import RECIPE, Watching, run_recipe
+from scripted_runs import RECIPE, Watching, make_recipe, run_recipe
 from strop.config import validate
 from strop.errors import RunError, TaskError
 from strop.pipelines.demonstration_file import DemonstrationFile
 from strop.pipelines.demonstrations import batch_at
 from strop.pipelines.mix_stage import run_mix_stage
+from strop.pipelines.preference_file import PreferenceFile
 from strop.pipelines.recipe import Recipe, resolve
+from strop.pipelines.reward_model_stage import split_by_prompt
 from strop.pipelines.row_files import RowFile
 from strop.pipelines.stage import StageContext
-from strop.runs import LineWriter, read_lines
+from strop.pipelines.stage_data import TASK, kept_path, tasks_to_play, write_rows
+from strop.runs import LineWriter, RunDirectory, read_lines, write_json
 from strop.seeds import derive_seed
+from strop.tasks import RowTasks
+from strop.training.preferences import PreferenceRows
 from strop.training.sft import Demonstration, Segment
+from strop.types import Task
 
 
 def test_rows_are_read_by_number_and_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
@@ -76,6 +82,33 @@ def test_the_order_of_an_epoch_is_that_of_a_list_that_is_shuffled():
         assert found == order
 
 
+def test_preferences_come_back_as_they_were_in_any_order_and_leave_no_file(tmp_path):
+    draw = random.Random(0)
+
+    def ids():
+        return tuple(draw.randrange(2**31) for _ in range(draw.randrange(1, 9)))
+
+    pairs = [PreferenceRows(rows=(ids(), ids())) for _ in range(20)]
+    single = [PreferenceRows(rows=(ids(),), is_good=number % 3 > 0) for number in range(20)]
+    for expected in (pairs, single):
+        with PreferenceFile(tmp_path / "data", iter(expected)) as file:
+            assert [file[number] for number in reversed(range(len(file)))] == expected[::-1]
+            with pytest.raises(IndexError):
+                file[20]
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_preferences_are_split_as_a_list_of_their_prompts_would_be(share):
+    prompts = [f"{random.Random(number).randrange(30)} \ud800" for number in range(80)]
+    unlike = list(dict.fromkeys(prompts))
+    random.Random(5).shuffle(unlike)
+    held_out = set(unlike[: max(1, round(share * len(unlike)))])
+    train, test = split_by_prompt(iter(prompts), share=share, seed=5)
+    assert list(train) == [number for number, prompt in enumerate(prompts) if prompt not in held_out]
+    assert list(test) == [number for number, prompt in enumerate(prompts) if prompt in held_out]
+
+
 def test_a_demonstration_that_cannot_be_made_ends_it_all(tmp_path):
     def broken():
         yield from demonstrations(3)
@@ -84,6 +117,53 @@ def test_a_demonstration_that_cannot_be_made_ends_it_all(tmp_path):
     with pytest.raises(TaskError, match="row 4"):
         DemonstrationFile(tmp_path, broken())
     assert list(tmp_path.iterdir()) == []
+
+
+def tasks_of_stages(tmp_path, **made):
+    """What an RL stage plays that stands on these stages, each of which made these tasks."""
+    run = RunDirectory(tmp_path)
+    for name, tasks in made.items():
+        write_rows(kept_path(run.stage(name)), [TASK.dump_python(each, mode="json") for each in tasks])
+        write_json(run.stage(name).done, {"data": f"stages/{name}/data/kept.jsonl"})
+    rl = make_recipe().stages["rl"].model_copy(update={"data": tuple(made)})
+    context = StageContext(
+        name="rl",
+        recipe=make_recipe(),
+        run=run,
+        runner=None,
+        toolbox=(),
+        open_engines=None,
+        progress=Watching(),
+        trackers=(),
+        events=None,
+    )
+    return context, lambda: tasks_to_play(context, rl)
+
+
+def test_tasks_of_several_stages_are_those_of_one_list_and_their_texts_are_not_in_memory(tmp_path):
+    made = {
+        name: [Task(id=f"{name}-{number}", question="x" * 2000, answer="1", source="here") for number in range(num)]
+        for name, num in (("first", 900), ("none", 0), ("second", 700))
+    }
+    context, tasks = tasks_of_stages(tmp_path, **made)
+    tracemalloc.start()
+    source = tasks()
+    order = [source.task(index).id for index in range(2000)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.2 * 1600 * 2000
+    of_list = RowTasks([*made["first"], *made["second"]], seed=context.seed("tasks"))
+    assert order == [of_list.task(index).id for index in range(2000)]
+    assert source.num_tasks == 1600
+
+
+def test_a_row_that_is_no_task_is_named_before_any_is_played(tmp_path):
+    good = Task(id="a", question="q", answer="1", source="here")
+    context, tasks = tasks_of_stages(tmp_path, first=[good, good], second=[good, good])
+    path = kept_path(context.run.stage("second"))
+    path.write_text(path.read_text().splitlines()[0] + '\n{"id": "b"}\n')
+    with pytest.raises(TaskError, match=r"row 2 of what stage 'second' made is no task \(question: .*--from second"):
+        tasks()
 
 
 NUM_ROWS = {"first": 900, "second": 700}

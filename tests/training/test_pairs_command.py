@@ -38,7 +38,7 @@ def test_it_writes_what_a_reward_model_reads_and_says_what_is_left_out(tmp_path)
     with serving(judged) as service:
         told = pairs(tmp_path, service)
     assert "2 pairs; left out: 0 without a verdict, 1 not clear, 0 for equal lengths" in told
-    assert read_preferences(tmp_path / "pairs.jsonl") == [
+    assert list(read_preferences(tmp_path / "pairs.jsonl")) == [
         Pair(prompt="q", chosen="GOOD", rejected="POOR"),
         Pair(prompt="r", chosen="GOOD", rejected="POOR"),
     ]

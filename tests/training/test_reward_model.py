@@ -1,6 +1,7 @@
 import asyncio
 import json
 import math
+import tracemalloc
 
 import pytest
 import torch
@@ -154,8 +155,8 @@ def write(path, *rows):
 def test_pairs_and_single_responses_are_read(tmp_path):
     pair = {"prompt": "q", "chosen": "a", "rejected": "b", "source": "ours"}
     single = {"prompt": "q", "response": "a", "label": "unsafe"}
-    assert read_preferences(write(tmp_path / "p.jsonl", pair)) == [Pair(prompt="q", chosen="a", rejected="b")]
-    assert read_preferences(write(tmp_path / "s.jsonl", single)) == [Labelled(prompt="q", response="a", is_good=False)]
+    assert list(read_preferences(write(tmp_path / "p.jsonl", pair))) == [Pair(prompt="q", chosen="a", rejected="b")]
+    assert list(read_preferences(write(tmp_path / "s.jsonl", single))) == [Labelled(prompt="q", response="a", is_good=False)]
 
 
 @pytest.mark.parametrize(
@@ -172,6 +173,27 @@ def test_pairs_and_single_responses_are_read(tmp_path):
 def test_rows_that_are_no_preferences_are_named(tmp_path, rows, words):
     with pytest.raises(TaskError, match=words):
         read_preferences(write(tmp_path / "p.jsonl", *rows))
+
+
+def test_preferences_are_read_when_they_are_asked_for_and_refused_where_they_have_changed(tmp_path):
+    pairs = [{"prompt": f"q{number}", "chosen": "a" * 2000, "rejected": "b"} for number in range(2000)]
+    path = write(tmp_path / "p.jsonl", pairs[0])
+    path.write_text(path.read_text() + "\n  \n" + "".join(json.dumps(pair) + "\n" for pair in pairs[1:]))
+    tracemalloc.start()
+    found = read_preferences(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.1 * path.stat().st_size
+    assert [each.prompt for each in found] == [f"q{number}" for number in range(2000)]
+    assert found[1999] == Pair(**pairs[1999])
+    with pytest.raises(IndexError):
+        found[2000]
+    content = path.read_bytes()
+    with path.open("r+b") as file:
+        file.write(content.replace(b'"q1"', b'"q2"'))
+    assert found[0].prompt == "q0"
+    with pytest.raises(TaskError, match=r"p\.jsonl:4: this line has changed"):
+        found[1]
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -97,23 +99,42 @@ def tasks_to_play(context: StageContext, stage: RolloutStage | SampledStage) -> 
     """
     if not stage.data:
         return make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
-    tasks = []
-    for name in stage.data:
-        for number, row in enumerate(rows_of(context.run, name), start=1):
-            try:
-                tasks.append(TASK.validate_python(row))
-            except ValidationError as error:
-                wrong = ".".join(map(str, error.errors()[0]["loc"]))
-                raise TaskError(
-                    f"row {number} of what stage {name!r} made is no task ({wrong}: {error.errors()[0]['msg']}). Restore its"
-                    f" file, or run it anew with --from {name}."
-                ) from error
-    if not tasks:
+    tasks = _StageTasks(context.run, stage.data)
+    if not len(tasks):
         raise TaskError(
             f"stages.{context.name}.data: {', '.join(stage.data)} kept no task, so there is nothing to roll out. Loosen what"
             " they keep (a filter's min_right and max_right), or leave data out."
         )
     return RowTasks(tasks, seed=context.seed("tasks"))
+
+
+class _StageTasks:
+    """The tasks that some stages made, one set after the other, left on disk. Each row is read once before any is played."""
+
+    def __init__(self, run: RunDirectory, stages: Sequence[str]) -> None:
+        self._files = [(name, open_rows(run, name)) for name in stages]
+        self._starts = list(accumulate((len(rows) for _, rows in self._files), initial=0))
+        for number in range(len(self)):
+            self[number]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int, /) -> Task:
+        """Raises `IndexError` where there is no such task, and `TaskError` where its row is none."""
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        place = bisect_right(self._starts, number) - 1
+        name, rows = self._files[place]
+        number -= self._starts[place]
+        try:
+            return TASK.validate_python(rows[number])
+        except ValidationError as error:
+            wrong = ".".join(map(str, error.errors()[0]["loc"]))
+            raise TaskError(
+                f"row {number + 1} of what stage {name!r} made is no task ({wrong}: {error.errors()[0]['msg']}). Restore its"
+                f" file, or run it anew with --from {name}."
+            ) from error
 
 
 def tokenizer_digest(chat: ChatFormat) -> str:

@@ -20,7 +20,8 @@ from strop.tasks.config import (
 from strop.tasks.countdown import CountdownTasks
 from strop.tasks.lookup import LookupTasks
 from strop.tasks.protocol import TaskSource
-from strop.tasks.rows import RowTasks, iterate_rows, load_rows
+from strop.tasks.rows import RowTasks, iterate_rows, load_rows, open_rows
+from strop.tasks.task_files import Tasks
 
 __all__ = [
     "ArithmeticTasks",
@@ -30,9 +31,11 @@ __all__ = [
     "Split",
     "TaskConfig",
     "TaskSource",
+    "Tasks",
     "iterate_rows",
     "load_rows",
     "make_tasks",
+    "open_rows",
 ]
 
 
@@ -50,7 +53,7 @@ def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
         case LookupConfig():
             return LookupTasks(config, seed=seed, split=split)
         case JsonlConfig() | ParquetConfig() | HubConfig():
-            return RowTasks(load_rows(config, split=split), seed=seed, is_shuffled=split == "train")
+            return RowTasks(open_rows(config, split=split), seed=seed, is_shuffled=split == "train")
         case PythonTasksConfig():
             source: TaskSource = import_object(config.source, key="tasks.source")(seed=seed, split=split)
             return source

@@ -40,15 +40,32 @@ def read_rows(path: Path) -> Rows:
 def read_jsonl(path: Path) -> Rows:
     """One JSON object a line. Blank lines are skipped, and counted."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    place = f"{path}:{number}"
-                    yield place, _row(_parsed(line, place=place, form="Each line must be one JSON object"), place=place)
-    except FileNotFoundError as error:
-        raise missing(path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read: {error}. It must be a JSONL file in UTF-8.") from error
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                row = row_of_line(line, number, path)
+                if row is not None:
+                    yield f"{path}:{number + 1}", row
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def row_of_line(line: bytes, number: int, path: Path) -> Row | None:
+    """The row that is line `number`, from 0, of a JSONL file; None where the line is blank. Raises `TaskError`."""
+    try:
+        text = line.decode("utf-8-sig" if number == 0 else "utf-8")
+    except UnicodeDecodeError as error:
+        raise unreadable(path, error) from error
+    if not text.strip():
+        return None
+    place = f"{path}:{number + 1}"
+    return _row(_parsed(text, place=place, form="Each line must be one JSON object"), place=place)
+
+
+def unreadable(path: Path, error: Exception) -> TaskError:
+    """What is told of a JSONL file for which the system or its encoding raised `error`."""
+    if isinstance(error, FileNotFoundError):
+        return missing(path)
+    return TaskError(f"{path}: cannot be read: {error}. It must be a JSONL file in UTF-8.")
 
 
 def read_json(path: Path) -> Rows:

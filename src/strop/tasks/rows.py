@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,9 +14,11 @@ from typing import TypeAlias
 from strop.errors import TaskError
 from strop.seeds import derive_seed
 from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, Split
-from strop.tasks.files import Rows, read_hub, read_jsonl, read_rows
+from strop.tasks.files import Rows, read_hub, read_jsonl, read_rows, row_of_line, unreadable
+from strop.tasks.line_file import LineFile
 from strop.tasks.published import PUBLISHED, Published
 from strop.tasks.readers import MissingColumn, Read, Reader, Row, Unreadable
+from strop.tasks.task_files import LineTasks, Tasks, spooled
 from strop.types import Task
 
 logger = logging.getLogger(__name__)
@@ -49,14 +52,16 @@ LIMITS = ("max_question_chars", "max_solution_steps", "limit")
 class RowTasks:
     """A finite set of tasks, epoch after epoch, each in an order of its own that `seed` decides.
 
+    Of `tasks` none is held: a file of them may be larger than memory.
+
     Raises:
         TaskError: there are no tasks.
     """
 
-    def __init__(self, tasks: Sequence[Task], *, seed: int, is_shuffled: bool = True) -> None:
-        if not tasks:
+    def __init__(self, tasks: Tasks, *, seed: int, is_shuffled: bool = True) -> None:
+        if not len(tasks):
             raise TaskError("a set of tasks is empty: there is nothing to roll out. Give it at least one row.")
-        self._tasks = tuple(tasks)
+        self._tasks = tasks
         self._seed = seed
         self._is_shuffled = is_shuffled
         self._order = lru_cache(maxsize=2)(self._order_of_epoch)
@@ -69,8 +74,8 @@ class RowTasks:
         epoch, position = divmod(index, len(self._tasks))
         return self._tasks[self._order(epoch)[position] if self._is_shuffled else position]
 
-    def _order_of_epoch(self, epoch: int) -> list[int]:
-        order = list(range(len(self._tasks)))
+    def _order_of_epoch(self, epoch: int) -> array[int]:
+        order = array("Q", range(len(self._tasks)))
         random.Random(derive_seed("epoch", self._seed, epoch)).shuffle(order)
         return order
 
@@ -84,13 +89,48 @@ def load_rows(config: RowsConfig, *, split: Split) -> list[Task]:
     return list(iterate_rows(config, split=split))
 
 
+def open_rows(config: RowsConfig, *, split: Split) -> Tasks:
+    """What `load_rows` gives, left on disk: rows of a JSONL file where they are, others in a temporary file.
+
+    All rows are read once, so that each mistake is met now. Raises as `load_rows` does.
+    """
+    if not isinstance(config, JsonlConfig):
+        return spooled(iterate_rows(config, split=split))
+    path, source = _path(config, split), source_of(config, split)
+    try:
+        lines = LineFile(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    of_rows = array("Q")  # the lines that are not blank
+
+    def rows() -> Rows:
+        for number in range(len(lines)):
+            row = row_of_line(lines[number], number, path)
+            if row is not None:
+                of_rows.append(number)
+                yield f"{path}:{number + 1}", row
+
+    def make(line: bytes, number: int) -> Task:
+        row = row_of_line(line, number, path)
+        assert row is not None
+        return _task_of(row, config, place=f"{path}:{number + 1}", source=source)
+
+    numbers = array("Q", (of_rows[at] for at, _ in _kept(_judged(rows(), config, source), config)))
+    return LineTasks(lines, numbers, make)
+
+
 def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
     """The tasks of `split` as their rows are read. Raises as `load_rows` does, each mistake where it is met."""
-    skipped: list[BadRow] = []
-    num_tasks = 0
-    for each in read_tasks(config, split=split):
+    return (task for _, task in _kept(read_tasks(config, split=split), config))
+
+
+def _kept(judged: Iterable[Task | LeftOut | BadRow], config: RowsConfig) -> Iterator[tuple[int, Task]]:
+    """The tasks among `judged`, up to the limit, with their places there."""
+    num_tasks = num_skipped = 0
+    first_skipped = ""
+    for at, each in enumerate(judged):
         if isinstance(each, Task):
-            yield each
+            yield at, each
             num_tasks += 1
             if num_tasks == config.limit:
                 break
@@ -99,9 +139,10 @@ def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
         elif config.bad_rows == "error":
             raise TaskError(f'{each.problem} Mend or remove the row, or leave such rows out with tasks.bad_rows = "skip".')
         else:
-            skipped.append(each)
-    if skipped:
-        logger.warning("%d rows were left out that are no tasks; the first: %s", len(skipped), skipped[0].problem)
+            num_skipped += 1
+            first_skipped = first_skipped or each.problem
+    if num_skipped:
+        logger.warning("%d rows were left out that are no tasks; the first: %s", num_skipped, first_skipped)
 
 
 def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | LeftOut | BadRow]:
@@ -110,7 +151,10 @@ def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | LeftOut |
     Raises:
         TaskError: no such file, data set, split or column, or no rows left.
     """
-    source, rows = source_of(config, split), _open(config, split)
+    yield from _judged(_open(config, split), config, source_of(config, split))
+
+
+def _judged(rows: Rows, config: RowsConfig, source: str) -> Iterator[Task | LeftOut | BadRow]:
     num_rows = num_tasks = 0
     for place, row in rows:
         num_rows += 1

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from strop.errors import TaskError
 from strop.rewards.scorers.protocol import Exchange
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.rewards.text import final_summary
+from strop.tasks.line_file import LineFile
 
 JudgedOn: TypeAlias = Literal["summary", "response"]
 _LABELS: dict[object, bool] = {True: True, False: False, "safe": True, "unsafe": False}
@@ -59,38 +61,79 @@ class PreferenceRows:
         return len(self.rows) == 2
 
 
-def read_preferences(path: Path) -> list[Preference]:
+def read_preferences(path: Path) -> PreferenceLines:
     """The rows of a .jsonl: `prompt`, `chosen`, `rejected`; or `prompt`, `response`, `label` (true, false, "safe", "unsafe").
+
+    All are read once, so that each mistake is met now, and left on disk.
 
     Raises:
         TaskError: the file is missing or empty, a row is neither of them, or the file has rows of both.
     """
     if not path.is_file():
         raise TaskError(f"{path}: no such file of preferences. Give a .jsonl with prompt, chosen and rejected on each line.")
-    preferences = list(_read(path))
-    if not preferences:
-        raise TaskError(f"{path}: it has no rows, so there is nothing to learn from.")
-    if len({type(each) for each in preferences}) > 1:
-        raise TaskError(f"{path}: it has pairs and single responses, which are learnt in different ways. Make two files.")
-    return preferences
+    return PreferenceLines(path)
+
+
+class PreferenceLines:
+    """The preferences of a file by number, from 0; 24 bytes of memory each. One is read whenever it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises as `read_preferences` does."""
+        self._path = path
+        try:
+            self._lines = LineFile(path)
+        except OSError as error:
+            raise TaskError(f"{path}: cannot be read: {error}. Give a .jsonl in UTF-8.") from error
+        self._numbers = array("Q")  # of the lines that are not blank
+        kinds = set()
+        for number in range(len(self._lines)):
+            preference = self._read(number)
+            if preference is not None:
+                self._numbers.append(number)
+                kinds.add(type(preference))
+        if not self._numbers:
+            raise TaskError(f"{path}: it has no rows, so there is nothing to learn from.")
+        if len(kinds) > 1:
+            raise TaskError(f"{path}: it has pairs and single responses, which are learnt in different ways. Make two files.")
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int, /) -> Preference:
+        """Raises `IndexError` where there is no such preference, and `TaskError` where its line has changed."""
+        preference = self._read(self._numbers[number])
+        assert preference is not None  # a line that is another than at first is refused
+        return preference
+
+    def __iter__(self) -> Iterator[Preference]:
+        return (self[number] for number in range(len(self)))
+
+    def _read(self, number: int) -> Preference | None:
+        """None where the line is blank."""
+        try:
+            line = self._lines[number].decode()
+        except UnicodeDecodeError as error:
+            raise TaskError(f"{self._path}: cannot be read: {error}. Give a .jsonl in UTF-8.") from error
+        return _preference(line, f"{self._path}:{number + 1}") if line.strip() else None
 
 
 def as_rows(
-    preferences: Sequence[Preference],
+    preferences: Iterable[Preference],
     exchanges: ExchangeFormat,
     *,
     judged_on: JudgedOn,
     think_tag: str,
     is_prefilled: bool = False,
     max_length: int,
-) -> list[PreferenceRows | None]:
-    """Each as ids; None for one with a response of more than `max_length` tokens, or without the summary to be judged on.
+) -> Iterator[PreferenceRows | None]:
+    """Each as ids, made when it is asked for; None for one with a response of more than `max_length` tokens, or without the
+    summary to be judged on.
 
     Args:
         is_prefilled: every prompt began a thought, so a response that never ends it has no summary.
     """
     summary = partial(final_summary, think_tag=think_tag, is_prefilled=is_prefilled) if judged_on == "summary" else None
-    return [_rows(each, exchanges, summary, max_length) for each in preferences]
+    return (_rows(each, exchanges, summary, max_length) for each in preferences)
 
 
 def _rows(
@@ -105,16 +148,6 @@ def _rows(
     if max(map(len, rows)) > max_length:
         return None
     return PreferenceRows(rows=tuple(rows), is_good=not isinstance(preference, Labelled) or preference.is_good)
-
-
-def _read(path: Path) -> Iterator[Preference]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _preference(line, f"{path}:{number}")
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read: {error}. Give a .jsonl in UTF-8.") from error
 
 
 def _preference(line: str, place: str) -> Preference:

@@ -46,7 +46,7 @@ def reward_model(tmp_path_factory):
 
     async def train():
         trainer = RewardTrainer(base, TrainerConfig(optimizer=OptimizerConfig(lr=0.01)), total_updates=None)
-        rows = as_rows(PAIRS, trainer.exchanges, judged_on="response", think_tag="think", max_length=MAX_LENGTH)
+        rows = list(as_rows(PAIRS, trainer.exchanges, judged_on="response", think_tag="think", max_length=MAX_LENGTH))
         try:
             for _ in range(12):
                 await trainer.update(rows)
