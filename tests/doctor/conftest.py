@@ -25,8 +25,12 @@ threads = 1
 kind = "arithmetic"
 wording = "{expression}"
 
+[reward]
+verify_deadline_s = 60.0  # and wall_s below: on a busy machine milliseconds take seconds, and no test here is of a deadline
+
 [tools.python]
 name = "python"
+wall_s = 60.0
 
 [engine]
 slots = 16
