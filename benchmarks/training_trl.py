@@ -37,7 +37,7 @@ class OnDemand(TrainerCallback):  # type: ignore[misc]
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         gradients = [parameter.grad for parameter in kwargs["model"].parameters() if parameter.grad is not None]
-        self.grad_norm = torch.nn.utils.get_total_norm(gradients).item()  # after clipping: 1 at most
+        self.grad_norm = torch.nn.utils.get_total_norm(gradients).item()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         print(json.dumps({**self.memory.end(), "grad_norm": self.grad_norm}), flush=True)
@@ -84,7 +84,7 @@ def main() -> None:
             num_generations=8,
             max_steps=1_000,
             learning_rate=1e-6,
-            max_grad_norm=1.0,
+            max_grad_norm=1e6,  # it is asked for after clipping, and is to be compared
             beta=0.0,
             loss_type="dapo",  # a token mean over the whole batch
             epsilon=0.2,
