@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_count, turns_format
@@ -106,3 +108,22 @@ def test_three_signs_of_a_step_are_enough():
     assert reasoning_steps("First, this.\nStep 2: that.") == pytest.approx(2 / 3)
     assert reasoning_steps("1. one\n2. two\n3. three\n4. four") == 1.0
     assert reasoning_steps("") == 0.0
+
+
+@pytest.mark.parametrize("newlines", [True, False])
+def test_a_long_run_of_blanks_is_judged_at_once(newlines):
+    blanks = " \n" * 20_000
+    started = time.perf_counter()
+    call = "<tool_call>{}</tool_call>"
+    assert turns_format([f"<think>{blanks}x</think> y {call}", "z"], newlines=newlines) == 0.0
+    assert turns_format([f"<think>{blanks}x</think>{blanks}y{blanks}{call}", "z"], newlines=newlines) == 0.0
+    assert strict_format(f"<think>{blanks}x</think>{blanks}y{blanks}<answer>{blanks}</answer>z", newlines=newlines) == 0.0
+    assert time.perf_counter() - started < 5  # milliseconds; it was cubic in the number of blanks
+
+
+def test_calls_of_any_tool_are_calls():
+    answer = "<think>so</think><answer>2</answer>"
+    assert turns_format(["<think>a</think><calculator>1+1</calculator>", answer], newlines=False) == 1.0
+    assert turns_format(['<think>a</think><tool_call>{"q": "<search>"}</tool_call>', answer], newlines=False) == 1.0
+    assert turns_format(["<think>a</think><answer>2</answer>", answer], newlines=False) == 0.0
+    assert turns_format(["<think>a</think><calculator>1+1</python>", answer], newlines=False) == 0.0

@@ -9,7 +9,7 @@ from strop.rewards.answers import last_answer_block
 
 _STEPS = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
 _ENOUGH_STEPS = 3
-_CALL = r"<(?P<name>tool_call|search|python)>(?:(?!</?(?:tool_call|search|python)>).)*</(?P=name)>"
+_CALL = r"<(?P<name>(?!answer>)[\w.-]+)>(?:(?!</?(?P=name)>).)*</(?P=name)>"  # of any tool
 
 
 def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
@@ -22,10 +22,10 @@ def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = F
         is_prefilled: the opening tag belongs to the prompt.
         newlines: each tag stands on a line of its own, as in open-r1's pattern; else any whitespace, or none, will do.
     """
-    gap = "\n" if newlines else r"\s*"
+    gap, edge = ("\n", "\n") if newlines else (r"\s*", "")  # .*? takes blanks too: more ways to share them would be tried
     text = f"<{think_tag}>{text}" if is_prefilled else text
-    opening = rf"<{think_tag}>" + ("" if is_prefilled else gap)
-    pattern = rf"{opening}.*?{gap}</{think_tag}>{gap}<answer>{gap}.*?{gap}</answer>"
+    opening = rf"<{think_tag}>" + ("" if is_prefilled else edge)
+    pattern = rf"{opening}.*?{edge}</{think_tag}>{gap}<answer>{edge}.*?{edge}</answer>"
     return float(_has_each_once(text, think_tag) and re.fullmatch(pattern, text.rstrip(), re.DOTALL) is not None)
 
 
@@ -37,10 +37,10 @@ def turns_format(turns: Sequence[str], *, think_tag: str = "think", is_prefilled
     Args:
         is_prefilled: the opening tag of the first turn belongs to the prompt.
     """
-    gap = "\n" if newlines else r"\s*"
+    edge = "\n" if newlines else ""
     for number, text in enumerate(turns[:-1]):
         opening = f"<{think_tag}>" if is_prefilled and number == 0 else ""
-        pattern = rf"<{think_tag}>{'' if opening else gap}.*?{gap}</{think_tag}>(?:\s*{_CALL})+"
+        pattern = rf"<{think_tag}>{'' if opening else edge}.*?{edge}</{think_tag}>(?:\s*{_CALL})+"
         said = opening + text.rstrip()
         if [said.count(tag) for tag in _tags(think_tag)] != [1, 1, 0, 0] or not re.fullmatch(pattern, said, re.DOTALL):
             return 0.0
