@@ -119,7 +119,12 @@ def test_who_asks_for_it_is_told_that_a_node_has_taken_a_call_which_takes_its_ti
                 assert await next_line(response) == {"key": 0, "started": True}
                 assert [request.code for request in node.requests] == ["0"]  # the other is still queued
                 await http.post("/v1/cancel", json={"ids": ["0"]})
+                cancelled = await next_line(response)
+                assert (cancelled["key"], "was cancelled by its id" in str(cancelled)) == (0, True)
                 assert await next_line(response) == {"key": 1, "started": True}
+                await http.post("/v1/cancel", json={"ids": ["1"]})
+                assert "was cancelled by its id" in str(await next_line(response))
+                assert await response.content.read() == b""  # nothing is open any more: the stream ends
 
     asyncio.run(play())
 

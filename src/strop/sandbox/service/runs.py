@@ -76,11 +76,15 @@ class Runs:
         return partial(self._leave, job, listener)
 
     def cancel(self, call_id: str, client: str) -> bool:
-        """End the call of this id, whoever else listens; False when there is none."""
+        """End the call of this id, and tell whoever listens; False when there is none."""
         job = self._by_id.get((client, call_id))
-        if job is not None:
-            self._withdraw(job)
-        return job is not None
+        if job is None:
+            return False
+        listeners, job.listeners = job.listeners, []
+        self._withdraw(job)
+        for listener in listeners:
+            listener(MachineError(f"the call {call_id!r} was cancelled by its id"))
+        return True
 
     def end_abandoned(self) -> None:
         now = self._loop.time()
