@@ -7,7 +7,7 @@ import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -62,9 +62,9 @@ class RowTasks:
         if not len(tasks):
             raise TaskError("a set of tasks is empty: there is nothing to roll out. Give it at least one row.")
         self._tasks = tasks
-        self._seed = seed
         self._is_shuffled = is_shuffled
-        self._order = lru_cache(maxsize=2)(self._order_of_epoch)
+        # Of a function of its own, not of this: a circle would keep the file of the tasks open.
+        self._order = lru_cache(maxsize=2)(partial(_order_of_epoch, len(tasks), seed))
 
     @property
     def num_tasks(self) -> int:
@@ -74,10 +74,11 @@ class RowTasks:
         epoch, position = divmod(index, len(self._tasks))
         return self._tasks[self._order(epoch)[position] if self._is_shuffled else position]
 
-    def _order_of_epoch(self, epoch: int) -> array[int]:
-        order = array("Q", range(len(self._tasks)))
-        random.Random(derive_seed("epoch", self._seed, epoch)).shuffle(order)
-        return order
+
+def _order_of_epoch(num_tasks: int, seed: int, epoch: int) -> array[int]:
+    order = array("Q", range(num_tasks))
+    random.Random(derive_seed("epoch", seed, epoch)).shuffle(order)
+    return order
 
 
 def load_rows(config: RowsConfig, *, split: Split) -> list[Task]:
