@@ -45,11 +45,14 @@ class LineFile:
         return len(self._digests)
 
     def __getitem__(self, number: int, /) -> bytes:
-        """A line with its end. Raises `IndexError` where there is none, and `TaskError` where it is not what it was."""
+        """A line with its end. Raises `IndexError` where there is none, `TaskError` where it is gone or not what it was."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         start, length = self._starts[number], self._starts[number + 1] - self._starts[number]
-        line = os.pread(self._descriptor, length, start)
+        try:
+            line = os.pread(self._descriptor, length, start)
+        except OSError as error:
+            raise TaskError(f"{self.name}:{number + 1}: cannot be read any more: {error}. Is its disk still there?") from error
         if hash(line) != self._digests[number]:
             raise TaskError(
                 f"{self.name}:{number + 1}: this line has changed since the file was opened. Restore the file, or start anew"
