@@ -119,6 +119,20 @@ def test_a_demonstration_that_cannot_be_made_ends_it_all(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def context_of(name, recipe, run, events=None):
+    return StageContext(
+        name=name,
+        recipe=recipe,
+        run=run,
+        runner=None,
+        toolbox=(),
+        open_engines=None,
+        progress=Watching(),
+        trackers=(),
+        events=events,
+    )
+
+
 def tasks_of_stages(tmp_path, **made):
     """What an RL stage plays that stands on these stages, each of which made these tasks."""
     run = RunDirectory(tmp_path)
@@ -126,17 +140,7 @@ def tasks_of_stages(tmp_path, **made):
         write_rows(kept_path(run.stage(name)), [TASK.dump_python(each, mode="json") for each in tasks])
         write_json(run.stage(name).done, {"data": f"stages/{name}/data/kept.jsonl"})
     rl = make_recipe().stages["rl"].model_copy(update={"data": tuple(made)})
-    context = StageContext(
-        name="rl",
-        recipe=make_recipe(),
-        run=run,
-        runner=None,
-        toolbox=(),
-        open_engines=None,
-        progress=Watching(),
-        trackers=(),
-        events=None,
-    )
+    context = context_of("rl", make_recipe(), run)
     return context, lambda: tasks_to_play(context, rl)
 
 
@@ -197,17 +201,7 @@ def test_a_mix_has_the_rows_that_lists_would_give_in_their_order_and_holds_none_
     recipe = mixing(two_sets, mix)
     run = run_recipe(tmp_path / "run", recipe, until="second").run
     with closing(LineWriter(run.events)) as events:
-        context = StageContext(
-            name="mixed",
-            recipe=recipe,
-            run=run,
-            runner=None,
-            toolbox=(),
-            open_engines=None,
-            progress=Watching(),
-            trackers=(),
-            events=events,
-        )
+        context = context_of("mixed", recipe, run, events)
         tracemalloc.start()
         path, _ = asyncio.run(run_mix_stage(context, recipe.stages["mixed"]))
         peak = tracemalloc.get_traced_memory()[1]
