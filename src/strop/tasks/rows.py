@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
@@ -220,7 +221,7 @@ def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
     shape = PUBLISHED[columns.dataset] if columns.dataset else _shape_of(columns)
     try:
         question, answer = shape.question(row), shape.answer(row).strip()
-        name = Path(place).name if shape.id is None else shape.id(row)
+        name = os.path.basename(place) if shape.id is None else shape.id(row)
     except MissingColumn as error:
         raise TaskError(f"{place}: {error}. {_remedy(columns, row)}.") from error
     try:

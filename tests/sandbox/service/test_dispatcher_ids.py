@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
 from dispatching import node
 from links import until
 from services import echo
 
+from strop.errors import MachineError
 from strop.sandbox.protocol import RunOutcome, RunRequest
 from strop.sandbox.scripted import ScriptedNode
 from strop.sandbox.service.config import DispatchConfig
@@ -89,11 +89,16 @@ def test_a_call_is_cancelled_by_its_id_by_its_own_client_alone() -> None:
         async with Dispatcher() as front:
             one = node(latency_s=60)
             front.add_node(one)
-            front.submit(RunRequest(code="x", id="7"), lambda answer: pytest.fail("nobody listens"), client="a")
+            told: list[Answer] = []
+            front.submit(RunRequest(code="x", id="7"), told.append, client="a")
             await until(lambda: one.num_in_flight == 1)
             assert not front.cancel("7", client="b")
+            assert not told
             assert front.cancel("7", client="a")
             await until(lambda: one.num_in_flight == 0)
             assert not front.cancel("7", client="a")
+            (end,) = told
+            assert isinstance(end, MachineError)
+            assert "cancelled by its id" in str(end)
 
     asyncio.run(play())
