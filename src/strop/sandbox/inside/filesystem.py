@@ -14,6 +14,7 @@ _TMP_OPTIONS = b"size=64m,nr_inodes=4096,mode=0777"
 
 def build_root(paths: list[str]) -> None:
     """Leave the host's root for one that shows `paths`, the devices and nothing else. Needs a mount namespace of its own."""
+    sources = {path: os.path.realpath(path) for path in [*paths, *_DEVICES]}  # links lead elsewhere once the root has moved
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
     for name in ("/tmp/old", "/tmp/new"):
@@ -21,8 +22,8 @@ def build_root(paths: list[str]) -> None:
     kernel.mount("/tmp/new", "/tmp/new", "", kernel.MS_BIND)
     kernel.pivot_root("/tmp", "/tmp/old")
     os.chdir("/")
-    for path in [*paths, *_DEVICES]:
-        _show(path)
+    for path, source in sources.items():
+        _show(path, source)
     os.mkdir("/new/tmp")
     os.mkdir("/new/fork")  # where a forked session copies the files of its parent
     os.symlink("/tmp/shm", "/new/dev/shm")
@@ -51,11 +52,12 @@ def place_inside(path: str) -> str:
     return f"/moved{path}" if path.startswith("/tmp/") else path
 
 
-def _show(path: str) -> None:
-    source, target = f"/old{path}", f"/new{place_inside(path)}"
-    if os.path.islink(source):
+def _show(path: str, source: str) -> None:
+    """What the host has at `source`, where `path` would lead there; links to the system's directories stay links."""
+    link, source, target = f"/old{path}", f"/old{source}", f"/new{place_inside(path)}"
+    if source.startswith("/old/usr/") and os.path.islink(link):
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.symlink(os.readlink(source), target)
+        os.symlink(source.removeprefix("/old"), target)
         return
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
