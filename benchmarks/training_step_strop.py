@@ -77,7 +77,10 @@ async def main() -> None:
     num_columns = max(map(len, prompts)) + workload["completion_tokens"]
     engine = TorchEngine.from_directory(model, EngineConfig(slots=64, max_length=num_columns, dtype="bfloat16", device="cpu"))
     config = TrainerConfig(
-        precision="bfloat16", max_tokens_per_microbatch=max_tokens, optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0)
+        precision="bfloat16",
+        max_tokens_per_microbatch=max_tokens,
+        max_logits=2**28,  # all of a micro-batch's: none are computed twice
+        optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
     )
     trainer, method = LocalTrainer.from_directory(model, config), GRPO()
     loop, step = asyncio.get_running_loop(), 0

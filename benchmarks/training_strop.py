@@ -42,7 +42,7 @@ async def main() -> None:
         precision="bfloat16",
         max_tokens_per_microbatch=max_tokens,
         activation_checkpointing=computes_again,
-        max_logits=2**22 if computes_again else 2**25,
+        max_logits=2**22 if computes_again else 2**28,
         optimizer=OptimizerConfig(lr=1e-6, grad_clip=1e6, moments="disk" if "disk" in sys.argv[4:] else "memory"),
     )
     trainer, method, batch = LocalTrainer.from_directory(model, config), GRPO(), batch_of(rollouts)

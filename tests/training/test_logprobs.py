@@ -4,6 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from strop.training.head import head_logprobs
 from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
 
@@ -106,3 +107,34 @@ def test_what_is_kept_does_not_grow_with_the_vocabulary_and_logits_are_never_all
     large, largest = activations_of(131_072, 2**18)
     assert large <= 1.1 * small
     assert largest <= 131_072 * 16  # the gradient of the head; all logits would be 75 times as much
+
+
+class NumLogits(TorchDispatchMode):
+    """How many logits are computed while it is entered."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self._vocabulary, self.num = vocabulary, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.out and made.shape[-1] == self._vocabulary:
+            self.num += made.numel()
+        return made
+
+
+@pytest.mark.parametrize(("chunk", "num_again"), [(64, 240), (304, 0)])
+def test_the_logits_that_are_held_last_are_not_computed_again_but_by_a_second_backward_pass(chunk, num_again):
+    generator = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(num, 8, generator=generator).requires_grad_() for num in (300, 61))
+    targets = torch.randint(0, 61, (300,), generator=generator)
+    gradients = []
+    with NumLogits(61) as forward:
+        logprobs, entropies = head_logprobs(hidden, weight, None, targets, temperature=0.7, max_logits=chunk * 61)
+    for expected in (num_again, 304):
+        with NumLogits(61) as backward:
+            gradients.append(torch.autograd.grad((logprobs + entropies).sum(), [hidden, weight], retain_graph=True))
+        assert backward.num == expected * 61
+    assert forward.num == 304 * 61  # filled up to a multiple of 16
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)

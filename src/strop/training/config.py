@@ -67,7 +67,7 @@ class TrainerConfig(Config):
     max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # decides memory, never the gradient (law 4)
     packing: bool = True  # rows end to end, without padding, and what rows of a group begin with computed once
     activation_checkpointing: bool = False  # compute layers again in the backward pass instead of keeping what they computed
-    max_logits: int = Field(default=2**25, gt=0)  # held at once, in the precision of products: in bfloat16 64 MiB
+    max_logits: int = Field(default=2**25, gt=0)  # held at once, and not computed twice; in bfloat16 64 MiB
     background_checkpoints: bool = True  # copy what a checkpoint holds in memory, and write it while training goes on
     max_skipped_updates: int = Field(default=3, gt=0)  # in a row, before the run says that it cannot learn
 

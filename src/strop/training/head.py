@@ -76,6 +76,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropies, normalizers = torch.empty_like(logprobs), torch.empty_like(logprobs)
         logits = _Logits(weight.to(dtype), bias, temperature, chunk, banned, banned_ids)
+        of_part = None
         for part, of_part in logits.chunks(hidden):
             for rows, _, scaled, spare in logits.blocks(part.start, of_part):
                 p = torch.softmax(scaled, -1, out=spare)
@@ -88,6 +89,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
         ctx.normalizers, ctx.entropies = normalizers, entropies
+        ctx.last_logits = of_part if any(ctx.needs_input_grad) else None  # as many as are held at once anyway
         return logprobs, entropies
 
     @staticmethod
@@ -105,7 +107,8 @@ class _HeadLogprobs(torch.autograd.Function):
         of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
         to_logprobs, to_entropies = (_column(each, -1 / ctx.temperature) for each in (to_logprobs, to_entropies))
         logits = _Logits(matrix, bias, ctx.temperature, ctx.chunk, banned, banned_ids)
-        for part, of_part in logits.chunks(hidden):
+        last, ctx.last_logits = ctx.last_logits, None  # overwritten here: a second backward pass computes them again
+        for part, of_part in logits.chunks(hidden, last):
             for rows, own, scaled, spare in logits.blocks(part.start, of_part):
                 log_p = scaled.sub_(ctx.normalizers[rows, None])
                 p = log_p.exp_() if to_entropies is None else torch.exp(log_p, out=spare)
@@ -142,15 +145,24 @@ class _Logits:
     banned: Tensor | None
     banned_ids: Tensor | None
 
-    def chunks(self, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Of each `chunk` positions, which they are and their logits, overwritten by the next ones'."""
-        room = self.matrix.new_empty(min(self.chunk, len(hidden)), len(self.matrix))
-        for start in range(0, len(hidden), self.chunk):
-            part = hidden[start : start + self.chunk].to(self.matrix.dtype)
-            logits = torch.mm(part, self.matrix.T, out=room[: len(part)])
+    def chunks(self, hidden: Tensor, last: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Of each `chunk` positions (the first may have fewer), which they are and their logits, overwritten by the next ones'.
+
+        Args:
+            last: what was given last for the same positions, not overwritten yet: with these it begins, without their products.
+        """
+        parts = [slice(max(0, stop - self.chunk), stop) for stop in range(len(hidden), 0, -self.chunk)]
+        if last is None:
+            room = self.matrix.new_empty(min(self.chunk, len(hidden)), len(self.matrix))
+            parts.reverse()
+        else:
+            room = last
+            yield parts.pop(0), last
+        for part in parts:
+            logits = torch.mm(hidden[part].to(self.matrix.dtype), self.matrix.T, out=room[: part.stop - part.start])
             if self.bias is not None:
                 logits += self.bias
-            yield slice(start, start + len(part)), logits
+            yield part, logits
 
     def blocks(self, start: int, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Of each few positions, the first one `start`: which they are, their logits, and these in float32 after temperature
