@@ -204,6 +204,17 @@ def test_a_long_response_is_shortened_in_the_middle():
     assert CHAT.num_tokens(observation.calls[0].text) <= 64
 
 
+def test_half_a_surrogate_pair_in_a_result_is_written_out():
+    class Emoji(Adder):
+        async def call(self, arguments, *, seed):
+            return ToolResult(outcome=ToolOutcome.STDOUT, text="é \ud83d!", duration_s=0.0)
+
+    ledger = Ledger()
+    (observation,) = play(environment(Emoji(), observe=lambda task, *, seed: ledger), completion(call()))
+    assert "é \\ud83d!" in CHAT.decode(observation.ids)
+    assert (observation.calls[0].text, ledger.events[-1][-1]) == ("é \\ud83d!", "é \\ud83d!")
+
+
 def test_calls_of_one_turn_run_at_once_and_are_answered_in_order():
     tool = Adder(wait_s=0.05)
     (observation,) = play(environment(tool), completion(call(1, 1) + call(2, 2) + call(3, 3)))

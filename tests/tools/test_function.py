@@ -251,6 +251,43 @@ def test_what_a_function_raises_to_end_the_program_ends_only_the_call() -> None:
     assert (call(tool(give_up)).outcome, call(tool(give_up)).text) == (ToolOutcome.TIMEOUT, "the index took too long")
 
 
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise KeyError("no words")
+
+
+@dataclass
+class Ratio:
+    part: int
+    whole: int
+
+    def __post_init__(self) -> None:
+        self.value = self.part / self.whole
+
+
+def test_what_cannot_be_shown_of_a_call_is_an_error_that_the_policy_reads() -> None:
+    @tool
+    def make(what: str) -> Any:
+        """Makes something."""
+        if what == "mute":
+            raise MuteError
+        return {"number": 10**5000, "bytes": b"\xff", "half a pair": {"text": "\ud83d"}}[what]
+
+    @tool
+    def show(ratio: Ratio) -> float:
+        """Shows a ratio."""
+        return ratio.value
+
+    made = {what: call(make, what=what) for what in ("number", "bytes", "half a pair", "mute")}
+    assert {result.outcome for result in made.values()} == {ToolOutcome.ERROR}
+    assert made["number"].text.startswith("ValueError: Exceeds the limit")
+    assert made["bytes"].text.startswith("PydanticSerializationError: ")
+    assert made["mute"].text == "MuteError: (its message raised KeyError)"
+    assert call(show, ratio={"part": 1, "whole": 2}).text == "0.5"
+    broken = call(show, ratio={"part": 1, "whole": 0})
+    assert (broken.outcome, broken.text) == (ToolOutcome.ERROR, "ZeroDivisionError: division by zero")
+
+
 def test_a_recipe_names_a_function_by_its_module_and_may_rename_it() -> None:
     config = validate(
         FunctionToolConfig, {"kind": "function", "function": "textwrap:dedent", "name": "outdent"}, place="the test"

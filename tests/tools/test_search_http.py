@@ -203,6 +203,18 @@ def test_what_was_found_is_kept_and_not_asked_for_again_not_even_by_another_run(
     assert ask({"kind": "kept", "path": str(cache)}, "Rome!")[0].text == texts[2]
 
 
+@pytest.mark.parametrize("name", ["search.json", "search.jsonl"])
+def test_half_a_surrogate_pair_in_a_result_is_written_out_before_it_is_kept(name: str, tmp_path: Path) -> None:
+    cache = tmp_path / name
+    if name == "search.json":
+        cache.write_text('{"rome": "Page 1: \\ud83d"}')  # as another program left it
+    with serving(lambda asked, number: Answer(body=b'{"results": [{"text": "a \\ud83d b"}]}')) as server:
+        config = {**FAST, "url": server.url, "cache": str(cache)}
+        assert [result.text for result in ask(config, "oslo")] == ["Page 1: a \\ud83d b"]
+    assert ask({"kind": "kept", "path": str(cache)}, "oslo")[0].text == "Page 1: a \\ud83d b"
+    assert name == "search.jsonl" or ask({"kind": "kept", "path": str(cache)}, "rome")[0].text == "Page 1: \\ud83d"
+
+
 def test_a_fault_is_not_kept(tmp_path: Path) -> None:
     cache = tmp_path / "search.json"
     with serving(lambda asked, number: Answer(body={}, status=500)) as server, pytest.raises(ToolBroken):

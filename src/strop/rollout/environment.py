@@ -23,6 +23,7 @@ from strop.rollout.protocol import Environment, Observation
 from strop.rollout.tool_calls import Call, FailedCall, ParsedCall
 from strop.seeds import derive_seed
 from strop.tools.protocol import Tool, ToolResult
+from strop.tools.text import encodable
 from strop.types import Completion, FinishReason, StopReason, Task, ToolCall, ToolOutcome
 
 
@@ -247,7 +248,8 @@ class ToolEnvironment:
         return shown
 
     def _shortened(self, text: str) -> str:
-        return self._chat.shorten(text, self._limits.max_response_tokens)
+        """`text` of a tool, or about a call, as a tokenizer and every log take it, and within its limit."""
+        return self._chat.shorten(encodable(text), self._limits.max_response_tokens)
 
 
 def _told(name: str, arguments: str, outcome: ToolOutcome, text: str) -> ToolCall:

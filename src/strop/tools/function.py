@@ -63,13 +63,18 @@ class FunctionTool(Tool):
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run once. `seed` reaches the function only if it has a parameter of that name.
 
-        A coroutine is ended at the limit; a plain function runs in a thread, which is left to itself then.
+        A coroutine is ended at the limit; a plain function runs in a thread, which is left to itself then. What it raises, and
+        what cannot be shown of what it returns, is an error that the policy reads.
         """
         started_at = time.perf_counter()
         try:
             checked = self._arguments.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
             return ToolResult(outcome=ToolOutcome.WRONG_ARGUMENTS, text=self._explain(error), duration_s=0.0)
+        except StropError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of a check that an argument's own type makes
+            return ToolResult(outcome=ToolOutcome.ERROR, text=_told(error), duration_s=0.0)
         values = {str(field.alias): getattr(checked, name) for name, field in type(checked).model_fields.items()}
         if self._takes_seed:
             values["seed"] = seed
@@ -84,14 +89,15 @@ class FunctionTool(Tool):
                     value = await self.function(**values)
                 else:
                     value = await _in_thread(functools.partial(self.function, **values))
+            text = _as_text(value)
         except StropError:
             raise  # ours: a broken machine, not a wrong call
         except TimeoutError as error:
-            told = f"{self.spec.name} gave no answer within {self._wall_s:g} s." if limit.expired() else str(error)
-            return ToolOutcome.TIMEOUT, told or "TimeoutError"
+            if limit.expired():
+                return ToolOutcome.TIMEOUT, f"{self.spec.name} gave no answer within {self._wall_s:g} s."
+            return ToolOutcome.TIMEOUT, _words(error) or "TimeoutError"
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is what the policy reads
-            return ToolOutcome.ERROR, f"{type(error).__name__}: {error}"
-        text = _as_text(value)
+            return ToolOutcome.ERROR, _told(error)
         return (ToolOutcome.STDOUT if text else ToolOutcome.EMPTY), text
 
     def _explain(self, error: ValidationError) -> str:
@@ -150,7 +156,19 @@ def _fields(function: Callable[..., Any], name: str, told: Mapping[str, str]) ->
     return fields
 
 
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {_words(error)}"
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as fault:  # noqa: BLE001 - an exception of the user's, whose words cannot be had either
+        return f"(its message raised {type(fault).__name__})"
+
+
 def _as_text(value: object) -> str:
+    """Raises whatever becomes of a value that is no text and cannot be made one."""
     if value is None:
         return ""
     if isinstance(value, str | int | float):

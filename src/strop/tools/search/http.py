@@ -17,6 +17,7 @@ from strop.errors import ToolBroken
 from strop.tools.search.protocol import Backend, Passage, QueryRefused, as_pages
 from strop.tools.search.results import ResultFile
 from strop.tools.search.services import HttpConfig, at, filled, shape_of
+from strop.tools.text import encodable
 from strop.web import PatientClient, ServiceRefused, read_key
 
 _REFUSED = frozenset({400, 413, 414, 422})
@@ -60,7 +61,7 @@ class HttpSearch(Backend):
         kept = None if self._kept is None else self._kept.get(query)
         if kept is not None:
             return kept
-        text = as_pages(await self._found(query, top_k))
+        text = encodable(as_pages(await self._found(query, top_k)))  # JSON may hold halves of surrogate pairs
         if self._kept is not None:
             await self._kept.add(query, text)
         return text

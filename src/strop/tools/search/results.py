@@ -22,6 +22,7 @@ from pathlib import Path
 
 from strop.errors import UserError
 from strop.runs import LineWriter, write_text
+from strop.tools.text import encodable
 
 _PREFIX = re.compile(r"^(search )?query:\s*")
 
@@ -60,6 +61,7 @@ class ResultFile:
 
     async def add(self, query: str, text: str) -> None:
         """Keep the results of a query; they are on disk when this returns."""
+        query, text = encodable(query), encodable(text)
         self._results[query] = text
         self._similar.setdefault(similar_form(query), query)
         await asyncio.to_thread(self._write, query, text)
@@ -96,7 +98,7 @@ def read_results(path: Path) -> dict[str, str]:
         raise UserError(f"{path}: cannot be read as search results: {error}.") from error
     if not isinstance(results, dict) or not all(isinstance(each, str) for each in results.values()):
         raise UserError(f"{path}: search results are one JSON object, from each query to the text that was found.")
-    return results
+    return {encodable(query): encodable(each) for query, each in results.items()}
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
@@ -113,7 +115,7 @@ def _lines(text: str, path: Path) -> Iterator[tuple[str, str]]:
             if number == len(lines) and isinstance(error, json.JSONDecodeError):
                 return  # its writer was killed
             raise UserError(f'{path}, line {number}: not {{"query": ..., "results": ...}}: {error}.') from error
-        yield query, results
+        yield encodable(query), encodable(results)
 
 
 @contextmanager
