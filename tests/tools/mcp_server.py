@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+from mcp import MCPError
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from pydantic import BaseModel
@@ -36,6 +37,12 @@ def move(point: Point, direction: Literal["up", "down"] = "up") -> str:
 def fail(reason: str) -> str:
     """Fails."""
     raise ToolError(reason)
+
+
+@server.tool()
+def refuse(code: int) -> str:
+    """Refuses by an error of the protocol."""
+    raise MCPError(code, f"refused with {code}")
 
 
 @server.tool()

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from web_server import Answer, Asked, serving
 
 from strop.config import validate
 from strop.errors import ConfigError, ToolBroken, UserError
@@ -77,7 +78,7 @@ def http_server() -> Iterator[tuple[str, Callable[[], subprocess.Popen[bytes]]]]
 
 
 async def every_outcome(tools: dict[str, Tool]) -> None:
-    assert set(tools) == {"add", "move", "fail", "say", "wait", "die", "secret"}
+    assert set(tools) == {"add", "move", "fail", "refuse", "say", "wait", "die", "secret"}
     assert tools["add"].spec.description == "Adds two numbers."
     assert tools["add"].spec.parameters["required"] == ["a", "b"]
     parameters = tools["move"].spec.parameters
@@ -103,6 +104,81 @@ def test_a_server_over_http_offers_its_tools_with_typed_outcomes() -> None:
     with http_server() as (url, start):
         start()
         with_tools({**PATIENT, "url": url}, every_outcome)
+
+
+async def every_refusal(tools: dict[str, Tool], *codes: int) -> None:
+    """With another call on the connection, which would be lost with it: it is not made again."""
+    waiting = asyncio.ensure_future(told(tools["wait"], seconds=3.0))
+    await asyncio.sleep(0.3)
+    for code in codes:
+        assert await told(tools["refuse"], code=code) == (ToolOutcome.ERROR, f"refused with {code}")
+    assert (await told(tools["refuse"], code=-32602))[0] is ToolOutcome.WRONG_ARGUMENTS
+    assert await waiting == (ToolOutcome.STDOUT, "waited")
+
+
+def test_an_error_of_the_protocol_is_the_servers_answer_and_the_connection_stays() -> None:
+    def play(*codes: int) -> Callable[[dict[str, Tool]], Awaitable[None]]:
+        return lambda tools: every_refusal(tools, *codes)
+
+    with_tools({**STDIO, "retries": 0}, play(-32002, -32600, -32601, -32603, -32000, 7))
+    with http_server() as (url, start):
+        start()
+        with_tools({**PATIENT, "url": url, "retries": 0}, play(-32002, -32600, -32601, -32603, 7))
+
+
+def scripted(*, listing: Answer, calls: Callable[[int], Answer]) -> Callable[[Asked, int], Answer]:
+    """A server of MCP over HTTP that knows nothing; `calls` gets the number of the call."""
+    num_calls = iter(range(1_000))
+
+    def answer(asked: Asked, number: int) -> Answer:
+        if asked.method != "POST" or "id" not in asked.body:
+            return Answer(body=b"", status=202 if asked.method == "POST" else 405)
+        told = Answer(body={"error": {"code": -32601, "message": "unknown"}})
+        if asked.body["method"] == "initialize":
+            version = asked.body["params"]["protocolVersion"]
+            server = {"name": "scripted", "version": "0"}
+            told = Answer(body={"result": {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": server}})
+        elif asked.body["method"] == "tools/list":
+            told = listing
+        elif asked.body["method"] == "tools/call":
+            told = calls(next(num_calls))
+        body = {"jsonrpc": "2.0", "id": asked.body["id"], **told.body} if isinstance(told.body, dict) else told.body
+        return Answer(body=body, status=told.status, headers={"Content-Type": "application/json"}, delay_s=told.delay_s)
+
+    return answer
+
+
+ONE_TOOL = Answer(body={"result": {"tools": [{"name": "look", "inputSchema": {"type": "object"}}]}})
+
+
+def test_an_answer_that_a_proxy_lost_is_asked_for_again_and_the_policy_does_not_see_it() -> None:
+    def answer(number: int) -> Answer:
+        found = Answer(body={"result": {"content": [{"type": "text", "text": "found"}]}})
+        return Answer(body=b"bad gateway", status=502) if number == 0 else found
+
+    with serving(scripted(listing=ONE_TOOL, calls=answer)) as server:
+        config = {**PATIENT, "url": f"{server.url}/mcp", "retries": 1}
+        assert with_tools(config, lambda tools: told(tools["look"])) == (ToolOutcome.STDOUT, "found")
+
+
+@pytest.mark.parametrize(
+    ("listing", "fault"),
+    [
+        (Answer(body={"error": {"code": -32603, "message": "the list is gone"}}), "MCPError: the list is gone"),
+        (Answer(body={"result": {"tools": "none"}}), "does not list its tools: "),
+        (Answer(body={}, delay_s=12.0), "no list within start_s = 4 s"),
+    ],
+    ids=["refused", "no list", "silent"],
+)
+def test_a_server_that_does_not_list_its_tools_is_told_with_the_key(listing: Answer, fault: str) -> None:
+    async def play(tools: dict[str, Tool]) -> None:
+        raise AssertionError("it opened")
+
+    with (
+        serving(scripted(listing=listing, calls=lambda number: listing)) as server,
+        pytest.raises(UserError, match=f"tools.remote: the MCP server .*{fault}"),
+    ):
+        with_tools({**PATIENT, "url": f"{server.url}/mcp", "start_s": 4.0}, play)
 
 
 def test_a_server_that_dies_in_mid_call_is_started_anew_and_the_policy_does_not_see_it(tmp_path: Path) -> None:

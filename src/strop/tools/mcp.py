@@ -27,12 +27,14 @@ from strop.tools.schema import parameters_schema
 from strop.types import ToolOutcome
 
 if TYPE_CHECKING:
-    from mcp import Client
+    from mcp import Client, MCPError
     from mcp.types import CallToolResult
+    from mcp.types import Tool as ListedTool
 
 logger = logging.getLogger(__name__)
 
 _SIGN_OF_LIFE_S = 5.0  # within which a server lists its tools, or is taken to be lost
+_FAILED_STATUS = "Server returned an error response"  # the library's words for a status that it has no other error for
 _MAX_PAUSE_S = 15.0
 _FAREWELL_S = 10.0  # for closing a connection; the library kills a program that does not end by itself well before
 
@@ -103,14 +105,7 @@ class McpServer:
     async def tools(self) -> list[McpTool]:
         """Those that the server offers, in its order. Raises `UserError` as `McpToolsConfig.open` does."""
         try:
-            client = (await self._connected()).client
-            listed = []
-            page = await client.list_tools()
-            while True:
-                listed += page.tools
-                if page.next_cursor is None:
-                    break
-                page = await client.list_tools(cursor=page.next_cursor)
+            listed = await self._listed(await self._connected())
         except MachineError as error:
             raise UserError(f"{self._key}: {error}") from error
         names = [each.name for each in listed]
@@ -146,7 +141,26 @@ class McpServer:
         if self._connection is not None:
             await self._drop(self._connection)
 
+    async def _listed(self, connection: _Connection) -> list[ListedTool]:
+        """Every page of the server's list. Raises `MachineError` where it does not come, or not in time."""
+        listed: list[ListedTool] = []
+        limit = asyncio.timeout(self.config.start_s)
+        try:
+            async with limit:
+                page = await connection.client.list_tools()
+                while True:
+                    listed += page.tools
+                    if page.next_cursor is None:
+                        return listed
+                    page = await connection.client.list_tools(cursor=page.next_cursor)
+        except Exception as error:
+            late = limit.expired() and isinstance(error, TimeoutError)
+            fault = f"no list within start_s = {self.config.start_s:g} s" if late else _told(error)
+            words = connection.last_words()
+            raise MachineError(f"the MCP server {self.config.server} does not list its tools: {fault}{words}") from error
+
     async def _call_on(self, connection: _Connection, name: str, arguments: Mapping[str, object]) -> tuple[ToolOutcome, str]:
+        """Raises `MachineError` when no answer came back; the connection is dropped then, unless it lives."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
 
@@ -158,6 +172,10 @@ class McpServer:
             if error.code == INVALID_PARAMS:
                 return ToolOutcome.WRONG_ARGUMENTS, error.message
             fault = f"{type(error).__name__}: {error.message}"
+            if not self._may_be_lost(error) or await connection.is_alive():
+                if not self._is_cut_off(error):
+                    return ToolOutcome.ERROR, error.message or f"Error {error.code}."
+                raise MachineError(f"{self._lost(name)}: {fault}") from error  # the connection has others' calls
         except TimeoutError:
             if limit.expired() and await connection.is_alive():  # the call is slow, not the server
                 return ToolOutcome.TIMEOUT, f"{name} gave no answer within {self.config.wall_s:g} s."
@@ -166,7 +184,25 @@ class McpServer:
             fault = f"{type(error).__name__}: {error}"
         words = connection.last_words()
         await self._drop(connection)
-        raise MachineError(f"the MCP server {self.config.server} was lost under a call of {name}: {fault}{words}")
+        raise MachineError(f"{self._lost(name)}: {fault}{words}")
+
+    def _lost(self, name: str) -> str:
+        return f"the MCP server {self.config.server} was lost under a call of {name}"
+
+    def _may_be_lost(self, error: MCPError) -> bool:
+        """Whether the library makes such errors itself where no answer came; any other is the answer of a server that lives."""
+        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR
+
+        if self.config.url is None:
+            return error.code == CONNECTION_CLOSED
+        of_status = (INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR)  # 404: its session is over; a redirection; no message
+        return error.code in of_status or self._is_cut_off(error)
+
+    def _is_cut_off(self, error: MCPError) -> bool:
+        """Whether HTTP lost the answer, be the server alive or not: the stream broke off, or a proxy answered 5xx."""
+        from mcp.types import CONNECTION_CLOSED
+
+        return self.config.url is not None and (error.code == CONNECTION_CLOSED or error.message == _FAILED_STATUS)
 
     async def _connected(self) -> _Connection:
         async with self._connecting:
