@@ -53,7 +53,10 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     """
     stages = stages_until(recipe, until, start)
     if start is None:
-        claim(run, recipe, command, may_grow=True)
+        try:
+            claim(run, recipe, command, may_grow=True)
+        except RunError as error:
+            raise RunError(f"{error}{_stale_under(run, recipe)}") from error
         anew: set[str] = set()
     else:
         anew = _anew(recipe, start) & set(stages)
@@ -82,14 +85,50 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
         now = lineages(recipe, run)  # of the code as it is now, where they begin again
         stale = why_stale(run, recipe, now)
     left = {name: why for name, why in stale.items() if name not in stages}
-    for name, why in left.items():
-        write_json(run.stage(name).stale, {"because": why})
+    _mark(run, recipe, left)
     return Selected(stages=stages, lineages=now, left_stale=left)
 
 
 def finished(run: RunDirectory) -> None:
     """Everything that was to be made anew is made."""
     _record(run).unlink(missing_ok=True)
+
+
+def _mark(run: RunDirectory, recipe: Recipe, stale: Mapping[str, str]) -> None:
+    """Stages that are `stale` have a mark, and no others: what had changed may have been restored.
+
+    While what a stage stands on is not made, nobody knows whether that comes out as before: a mark that is there stays.
+    """
+    unknown: set[str] = set()
+    for name, stage in recipe.stages.items():
+        parents = {each.stage for each in stage.inputs()}
+        if name in stale:
+            write_json(run.stage(name).stale, {"because": stale[name]})
+        elif parents & unknown or not all(run.stage(each).done.exists() for each in parents):
+            unknown.add(name)
+        else:
+            run.stage(name).stale.unlink(missing_ok=True)
+
+
+def _stale_under(run: RunDirectory, recipe: Recipe) -> str:
+    """For the end of a refusal: the begun stages that would be stale under `recipe`, a line each. "" where there are none."""
+    if not run.manifest.exists():
+        return ""
+    there, here = recorded_recipe(run), recipe.model_dump(mode="json")
+    roots = ({key: value for key, value in each.items() if key not in ("name", "stages")} for each in (there, here))
+    of_root = ["keys of the root differ"] if hindrances(*roots) else []
+    grown = grown_evaluations(there, here)
+    told: dict[str, str] = {}
+    for name, stage in recipe.stages.items():
+        if name not in there["stages"] or not run.stage(name).path.exists():
+            continue
+        parts = ({"stages": {name: each["stages"][name]}} for each in (there, here))
+        why = [*of_root, *(["keys of it differ"] if name not in grown and hindrances(*parts) else [])]
+        why += [f"{each} is stale" for each in dict.fromkeys(each.stage for each in stage.inputs()) if each in told]
+        if why:
+            told[name] = "; ".join(why)
+    lines = "".join(f"\n  {name}: {why}" for name, why in told.items())
+    return f"\nBy that, what these stages made is stale:{lines}" if told else ""
 
 
 def _anew(recipe: Recipe, start: str) -> set[str]:
