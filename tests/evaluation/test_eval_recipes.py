@@ -47,6 +47,19 @@ def test_benchmarks_are_called_by_their_data_set_or_where_many_share_one_by_the_
     assert benchmark_of(qa["2wiki"]) == "2wikimultihopqa"
 
 
+@pytest.mark.parametrize("form", ["arpo-eval", "flashrag", "strop"])
+def test_files_in_the_form_of_many_benchmarks_are_called_by_their_place(form):
+    """Else the leaderboard ranks HotpotQA and Bamboogle against each other, as "arpo-eval"."""
+    stages = ("hotpotqa", "bamboogle")
+    files = (f'stages.{each}.tasks={{kind="jsonl", path="{each}/test.jsonl", dataset="{form}"}}' for each in stages)
+    _, found = evaluations(preset("qa"), *files)
+    assert [benchmark_of(found[each]) for each in stages] == ["hotpotqa/test", "bamboogle/test"]
+    kept = 'stages.hotpotqa.tasks={kind="parquet", path="a/train.parquet", test_path="b/kept.parquet", dataset="arpo-mix"}'
+    assert benchmark_of(evaluations(preset("qa"), kept)[1]["hotpotqa"]) == "b/kept"
+    aime = 'stages.aime24.tasks={kind="jsonl", path="files/rows.jsonl", dataset="aime24"}'
+    assert benchmark_of(evaluations(preset("math"), aime)[1]["aime24"]) == "aime24"  # one data set, wherever it lies
+
+
 def test_files_take_the_place_of_the_hub(tmp_path):
     rows = tmp_path / "hotpotqa.jsonl"
     rows.write_text(json.dumps({"question": "Who?", "answer": ["Frank Lowy", "Lowy"]}) + "\n")

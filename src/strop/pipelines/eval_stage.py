@@ -32,6 +32,9 @@ from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, P
 from strop.tools.protocol import Tool
 from strop.types import Group, RolloutKey, ScoredTrajectory, Task
 
+_SHARED_COLUMNS = frozenset(("arpo-eval", "arpo-mix", "flashrag", "strop", "tulu3-math"))
+"""Data sets that are a form of rows, in which files of many benchmarks are written: the file says which."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalResult:
@@ -181,7 +184,8 @@ def benchmark_of(stage: EvalStage) -> str:
     tasks = stage.tasks
     if isinstance(tasks, HubConfig) and tasks.subset is not None and tasks.dataset is not None:
         return tasks.subset
-    if isinstance(tasks, Columns) and tasks.dataset is not None:
+    is_told_by_file = isinstance(tasks, JsonlConfig | ParquetConfig) and tasks.dataset in _SHARED_COLUMNS
+    if isinstance(tasks, Columns) and tasks.dataset is not None and not is_told_by_file:
         return tasks.dataset
     match tasks:
         case JsonlConfig() | ParquetConfig():
