@@ -76,6 +76,14 @@ def test_every_figure_that_both_have_is_compared(tmp_path):
     assert [each.metric for each in compare(first, second).metrics] == ["accuracy", "length_tokens", "f1"]
 
 
+def test_an_attempt_that_nobody_gave_a_part_to_is_in_no_mean_of_it(tmp_path):
+    first, second = (files(tmp_path, {"a": [1, 1], "b": [1, 1]}) for _ in range(2))
+    for each, of_a, of_b in ((first, [0.5, None], [None, None]), (second, [1.0, 0.5], [1.0, 1.0])):
+        each.problems[0]["parts"], each.problems[1]["parts"] = {"f1": of_a}, {"f1": of_b}
+    f1 = compare(first, second).metrics[-1]
+    assert (f1.metric, f1.first, f1.second) == ("f1", 0.5, 0.75)  # of "a" alone; nobody gave "b" one in the first
+
+
 def test_a_question_that_is_asked_twice_is_two_problems(tmp_path):
     first, second = files(tmp_path, {"a": [1]}), files(tmp_path, {"a": [0]})
     twice = [EvalFiles(directory=each.directory, result=each.result, problems=[*each.problems] * 2) for each in (first, second)]

@@ -47,6 +47,15 @@ def test_a_problem_with_fewer_attempts_than_k_is_counted_and_in_no_pass_at_k():
     assert not {"pass_at", "pass_at_k"} & none.keys()
 
 
+def test_a_part_that_an_attempt_was_not_given_is_null_and_not_zero(tmp_path):
+    """0 would be a judgement, of the worst answer."""
+    attempts = [attempt("", right=RIGHT, parts={"accuracy": 1.0, "f1": 0.5}), attempt("", right=RIGHT, number=1)]
+    line = problem_of(group_of(*attempts), None)
+    assert line["parts"] == {"accuracy": [1.0, 1.0], "f1": [0.5, None]}
+    write_eval(tmp_path, {"accuracy": 1.0}, [line])
+    assert read_eval(tmp_path).problems == [line]
+
+
 def test_without_votes_there_is_no_majority():
     assert "maj_at_k" not in figures_of([group(RIGHT)], seed=0)
 

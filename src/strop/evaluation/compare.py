@@ -164,9 +164,10 @@ def _having(
 
 
 def _values(problem: Mapping[str, Any], name: str) -> Sequence[float]:
+    """Of the attempts that were given one."""
     column = _LISTS.get(name) or _AMOUNTS.get(name)
-    values: Sequence[float] = problem.get(column, []) if column else problem.get("parts", {}).get(name, [])
-    return values
+    values: Sequence[float | None] = problem.get(column, []) if column else problem.get("parts", {}).get(name, [])
+    return [value for value in values if value is not None]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -84,7 +84,10 @@ def figures_of(
 
 
 def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USUAL) -> dict[str, Any]:
-    """One line of `problems.jsonl`; lists have an entry for each attempt, `correct` none where nothing says what is right."""
+    """One line of `problems.jsonl`; lists have an entry for each attempt, `correct` none where nothing says what is right.
+
+    Of a part that an attempt was not given the entry is None: nobody judged it, which is not 0.
+    """
     scored = group.trajectories
     lists: dict[str, list[Any]] = {
         "correct": [int(each) for each in _verdicts(group, verdict)],
@@ -99,7 +102,7 @@ def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USU
         "question": group.task.question,
         "answer": group.task.answer,
         **lists,
-        "parts": {name: [each.reward_parts.get(name, 0.0) for each in scored] for name in names},
+        "parts": {name: [each.reward_parts.get(name) for each in scored] for name in names},
         **({} if votes is None else {"answers": list(votes)}),
         "num_void": group.num_void,
     }
