@@ -224,5 +224,6 @@ def test_a_judge_that_times_out_on_one_problem_costs_that_problem_alone(tmp_path
     figures, _ = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
     assert (figures["num_tasks"], figures["num_tasks_void"], figures["accuracy"]) == (3, 1, 1.0)
     assert "maj_at_k" not in figures  # a function of one's own: nobody knows which answers are the same
+    assert figures["maj_at_k_missing"] == "no answers to compare: reward"
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
     assert any("void" in event.get("text", "") and "timed out" in event["text"] for event in events)

@@ -107,6 +107,9 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
         await reward.close()
         await voting.close()
     figures = summarise(stage, groups, seed=context.recipe.seed, votes=votes) | {"stage": context.name}
+    if votes is None and "accuracy" in figures:
+        parts = voting.without_answers(groups)
+        figures["maj_at_k_missing"] = f"no answers to compare: {', '.join(parts)}"
     figures |= {
         "time_s": clock.before_s + time.perf_counter() - started,
         "tokens": num_sampled_tokens(groups),
