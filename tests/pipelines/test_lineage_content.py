@@ -15,6 +15,7 @@ from strop.evaluation.leaderboard import gather
 from strop.pipelines import lineage
 from strop.pipelines.lineage import lineages
 from strop.pipelines.recipe import Recipe, resolve
+from strop.pipelines.stage import weights_digest
 from strop.runs import RunDirectory, read_json, write_json
 
 
@@ -123,6 +124,54 @@ def test_a_local_directory_that_is_named_as_a_data_set_of_the_hub_counts_by_its_
     assert all(before[name] != after[name] for name in before)
     elsewhere = {"tasks": {"kind": "hub", "name": "openai/gsm8k"}}
     assert lineages_of(tmp_path / "run", **elsewhere)["rl"]["data"] == {}
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A model directory, as far as its files go."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "lineage.json"):
+        (directory / name).write_text("{}")
+    (directory / "model.safetensors").write_bytes(b"weights")
+    (directory / "chat_template.jinja").write_text("{{ messages }}")
+    return directory
+
+
+def of_model(model, **root):
+    """The scripted recipe from a local model on."""
+    stages = {"base": {"kind": "model", "path": str(model)}, "before": RECIPE["stages"]["before"] | {"init": "base"}}
+    return RECIPE | {"stages": stages} | root
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
+def test_a_local_model_counts_with_its_tokenizer_its_chat_template_and_its_config(model, tmp_path, name):
+    before, digest = digests(tmp_path / "run", **of_model(model)), lineage.model_digest(model)
+    (model / name).write_text("another")
+    after = digests(tmp_path / "run", **of_model(model))
+    assert all(before[stage] != after[stage] for stage in before)
+    assert lineage.model_digest(model) != digest
+
+
+def test_a_models_card_is_no_part_of_it(model, tmp_path):
+    before, digest = digests(tmp_path / "run", **of_model(model)), lineage.model_digest(model)
+    for name in ("README.md", "lineage.json"):
+        (model / name).write_text("another")
+    assert digests(tmp_path / "run", **of_model(model)) == before
+    assert lineage.model_digest(model) == digest
+
+
+def test_a_stage_that_an_older_strop_began_is_held_to_the_weights_of_its_model_alone(model, tmp_path):
+    older = RunDirectory(tmp_path / "run")
+    now = lineages_of(older.path, **of_model(model))["base"]
+    facts = {key: value for key, value in now["data"]["path"].items() if key != "has_tokenizer"}
+    write_json(older.stage("base").lineage, now | {"data": {"path": facts | {"digest": weights_digest(model)}}})
+    begun = lineages_of(older.path, **of_model(model))["base"]
+    assert begun["data"]["path"]["digest"] == weights_digest(model)
+    (model / "tokenizer.json").write_text("another")
+    assert lineages_of(older.path, **of_model(model))["base"]["digest"] == begun["digest"]
+    (model / "model.safetensors").write_bytes(b"other weights")
+    assert lineages_of(older.path, **of_model(model))["base"]["digest"] != begun["digest"]
 
 
 def never_right(conversation, draw):

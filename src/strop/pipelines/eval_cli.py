@@ -49,19 +49,19 @@ def run(
     stage: Annotated[str | None, typer.Option("--stage", help="Which evaluation of the recipe; the first by default.")] = None,
     runs: Annotated[Path, typer.Option("--runs", help="Where run directories lie.")] = Path("runs"),
     name: Annotated[
-        str | None, typer.Option("--name", help="Name of the result; `eval-<stage>-<digest of the weights>` by default.")
+        str | None, typer.Option("--name", help="Name of the result; `eval-<stage>-<digest of the model>` by default.")
     ] = None,
 ) -> None:
     """Evaluate a model directory as one of the recipe's evaluations would: pass@1 with its interval, pass@k, maj@k, lengths."""
     from strop.pipelines.evaluate import evaluate_model, first_evaluation
+    from strop.pipelines.lineage import model_digest
     from strop.pipelines.load import load_recipe
     from strop.pipelines.model_stage import find_model
-    from strop.pipelines.stage import weights_digest
     from strop.reports.console import ConsoleProgress
 
     loaded = load_recipe(recipe, overrides or [], name=name)
     if name is None:
-        digest = weights_digest(find_model(str(model)))[:12]
+        digest = model_digest(find_model(str(model)))[:12]
         loaded = loaded.model_copy(update={"name": f"eval-{stage or first_evaluation(loaded)}-{digest}"})
     with ConsoleProgress() as progress:
         asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=progress))

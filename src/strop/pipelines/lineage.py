@@ -27,6 +27,8 @@ Lineage: TypeAlias = dict[str, Any]
 _FILES = ("path", "test_path", "prompt")
 _CODE = ("function", "source")
 """Keys that hold `module:name`, code of the user's own."""
+_BESIDE_WEIGHTS = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+"""Endings of a model directory's files that say how its weights are used: config, tokenizer, chat template, code of its own."""
 
 
 def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
@@ -185,13 +187,32 @@ def _source_digest() -> str:
     return _digest("".join(f"{each.relative_to(package)} {_content(each)}\n" for each in files).encode())
 
 
+def model_digest(model: Path) -> str:
+    """A digest of a model directory: its weights, and what says how they are used. A card beside them changes nothing."""
+    beside = [
+        each
+        for each in _files_below(model)
+        if each.suffix in _BESIDE_WEIGHTS
+        and each.name != "lineage.json"  # where an export says what it comes from
+        and not any(part.startswith(".") for part in each.relative_to(model).parts)
+    ]
+    told = "".join(f"{each.relative_to(model)} {_content(each)}\n" for each in beside)
+    return _digest(f"{weights_digest(model)}\n{told}".encode())
+
+
 def _facts(path: Path, written: str, before: Mapping[str, Any]) -> dict[str, Any]:
-    """A file that has its size and time of last change is not read again."""
+    """A file that has its size and time of last change is not read again.
+
+    Of a model directory a stage that an older strop began has the digest of the weights alone, and keeps to that.
+    """
     files = [path] if path.is_file() else _files_below(path)
     stats = [each.stat() for each in files]
     seen = [[each.st_size, each.st_mtime_ns] for each in stats]
-    digest = before["digest"] if before.get("seen") == seen else _content(path)
-    return {"path": written, "digest": digest, "seen": seen}
+    is_whole_model = path.is_dir() and any(path.glob("*.safetensors")) and (not before or "has_tokenizer" in before)
+    facts = {"path": written, "seen": seen} | ({"has_tokenizer": True} if is_whole_model else {})
+    if before.get("seen") == seen:
+        return facts | {"digest": before["digest"]}
+    return facts | {"digest": model_digest(path) if is_whole_model else _content(path)}
 
 
 def _content(path: Path) -> str:
