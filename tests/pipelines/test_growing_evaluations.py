@@ -10,6 +10,7 @@ from strop.config import validate
 from strop.errors import EngineLost, RunError, UserError
 from strop.evaluation.leaderboard import gather
 from strop.evaluation.results import read_eval
+from strop.pipelines import growth
 from strop.pipelines.recipe import Recipe, resolve
 from strop.runs import RunDirectory, read_json, read_lines
 
@@ -74,21 +75,70 @@ def test_the_same_command_with_more_asked_plays_the_rest_and_makes_no_other_stag
 
 
 def test_a_kill_while_it_grows_costs_what_was_in_flight(run, at_once):
-    answered = []
-
-    class Lost(RecordingEngine):
-        async def complete(self, request):
-            completion = await super().complete(request)
-            answered.append(request.id)
-            if len(answered) > 2:
-                raise EngineLost("scripted: the engine is gone")
-            return completion
-
     with pytest.raises(EngineLost):
         run_recipe(run.path, make(before=MORE), make_engine=Lost)
     assert not run.stage("before").evaluation.exists()  # it would be of fewer problems than the recipe asks for
     run_recipe(run.path, make(before=MORE))
     assert read_eval(run.stage("before").path).problems == read_eval(at_once.stage("before").path).problems
+
+
+class Lost(RecordingEngine):
+    """Gone after its third answer."""
+
+    num = 0
+
+    async def complete(self, request):
+        completion = await super().complete(request)
+        self.num += 1
+        if self.num > 2:
+            raise EngineLost("scripted: the engine is gone")
+        return completion
+
+
+def test_a_larger_number_by_mistake_can_be_taken_back_until_it_is_played(run, at_once):
+    before = read_eval(run.stage("after").path)
+    with pytest.raises(EngineLost):
+        run_recipe(run.path, make(after=MORE), make_engine=Lost, until="after")
+    assert not run.stage("after").evaluation.exists()
+    ran = run_recipe(run.path, make())
+    assert ran.engines == []
+    assert read_eval(run.stage("after").path) == before
+    assert not list(run.path.glob("stages/*/stale.json"))  # `release` stands on what it stood on
+    assert read_json(run.manifest)["recipe"]["stages"]["after"]["k"] == 2
+    assert not growth.kept_before(run.stage("after")).exists()
+    with pytest.raises(RunError, match="release: after is stale"):  # it may grow once more, as before
+        run_recipe(run.path, make(after=MORE))
+    run_recipe(run.path, make(after=MORE), until="after")
+    assert read_eval(run.stage("after").path).problems == read_eval(at_once.stage("after").path).problems
+    assert not growth.kept_before(run.stage("after")).exists()
+    with pytest.raises(RunError, match="a run of another recipe"):  # it has grown
+        run_recipe(run.path, make())
+
+
+def test_with_any_other_change_nothing_is_taken_back(run):
+    with pytest.raises(EngineLost):
+        run_recipe(run.path, make(before=MORE), make_engine=Lost)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    for other in (make(seed=7), make(before={"k": 1}), make(before={"tools": "none"})):
+        with pytest.raises(RunError, match="a run of another recipe"):
+            run_recipe(run.path, other)
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == before
+
+
+def test_a_kill_while_it_is_taken_back_costs_nothing(run, monkeypatch):
+    evaluation = read_eval(run.stage("before").path)
+    with pytest.raises(EngineLost):
+        run_recipe(run.path, make(before=MORE), make_engine=Lost)
+
+    def killed(directory):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(growth, "_put_back", killed)
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(run.path, make())
+    monkeypatch.undo()
+    assert run_recipe(run.path, make()).engines == []
+    assert read_eval(run.stage("before").path) == evaluation
 
 
 def test_what_stands_on_it_is_made_anew_on_request_alone_and_nothing_is_touched_before(run, at_once):

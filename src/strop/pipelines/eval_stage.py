@@ -19,6 +19,7 @@ from strop.evaluation.summary import num_sampled_tokens
 from strop.evaluation.verdict import verdict_of
 from strop.evaluation.votes import Voting
 from strop.pipelines.engines import open_fleet, write_timeline
+from strop.pipelines.growth import forget
 from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import EvalStage, Recipe
 from strop.pipelines.room import check_engines
@@ -48,6 +49,7 @@ async def run_eval_stage(context: StageContext, stage: EvalStage) -> str:
     """Evaluate, write `eval/`, and return one sentence about it."""
     result = await evaluate(context, stage, model_of(context.run, stage.init))
     write_eval(context.directory.evaluation.parent, result.figures, result.problems)
+    forget(context.directory)
     figures = result.figures
     errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
     of = f"(avg@{figures['k']} of {figures['num_tasks']} tasks)"

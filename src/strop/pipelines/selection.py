@@ -11,7 +11,7 @@ from pathlib import Path
 from strop.errors import ConfigError, RunError
 from strop.pipelines.claim import claim, grown_evaluations, hindrances, reclaim, recorded_recipe, shown
 from strop.pipelines.graph import Node, standing_on
-from strop.pipelines.growth import growing, take_up
+from strop.pipelines.growth import growing, take_back, take_up
 from strop.pipelines.lineage import Lineage, lineages, why_stale
 from strop.pipelines.recipe import Recipe
 from strop.runs import RunDirectory, read_json, write_json
@@ -46,13 +46,14 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     """Take the run directory for `recipe`, and put aside what `start` makes anew; what is left is there to go on from.
 
     The same command after a kill puts nothing aside a second time. Evaluations of which the recipe asks for more than they
-    played are taken up again with what they have.
+    played are taken up again with what they have; where it asks for what they had before they began to grow, they have that.
 
     Raises:
         RunError: the run is of another recipe, or stages of it are stale, and `start` does not make them anew.
     """
     stages = stages_until(recipe, until, start)
     if start is None:
+        take_back(run, recipe)
         try:
             claim(run, recipe, command, may_grow=True)
         except RunError as error:
