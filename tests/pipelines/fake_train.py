@@ -11,6 +11,7 @@ import typer
 
 from strop.cli import app
 from strop.pipelines.claim import alone_in, claim
+from strop.pipelines.growth import asked_for_more
 from strop.pipelines.load import load_recipe
 from strop.pipelines.recipe import EvalStage, RlStage
 from strop.runs import RunDirectory, read_json, write_json, write_text
@@ -65,7 +66,9 @@ class FakeRun:
         """One stage; the exit status when it was the last."""
         self.run.path.mkdir(parents=True, exist_ok=True)
         with alone_in(self.run):
-            claim(self.run, self.recipe, "strop train")
+            claim(self.run, self.recipe, "strop train", may_grow=True)
+            for name in asked_for_more(self.run, self.recipe):
+                self.run.stage(name).done.unlink()
             left = [name for name in self.recipe.stages if not self.run.stage(name).done.exists()]
             for name in left[:1]:
                 if self.train.fails.get(self.recipe.name) == name:
@@ -98,6 +101,7 @@ class FakeRun:
             accuracy = ACCURACY_OF[lr] + 0.1 * self.recipe.seed
             result = {"stage": name, "accuracy": accuracy, "accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1}
             write_json(directory.evaluation, result)
+            write_json(directory.lineage, {"recipe": {"stages": {name: stage.model_dump(mode="json")}}})
         else:
             write_text(directory.model / "model.safetensors", self.recipe.name)
         write_json(directory.done, {"summary": "done", "time_s": 1.0, "model": f"stages/{name}/model"})

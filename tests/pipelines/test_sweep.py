@@ -137,6 +137,19 @@ def test_arms_and_seeds_may_be_added(sweep):
     ]
 
 
+def test_an_evaluation_may_ask_for_more_and_nothing_else_runs_again(sweep):
+    sweep(TWO_ARMS | {"set": {"stages.after.k": 2}})
+    train, more = FakeTrain(), TWO_ARMS | {"set": {"stages.after.k": 4}}
+    _, watching = sweep(more, train=train)
+    assert watching.told[0][1]["num_done"] == 0
+    assert [stage for _, stage in train.stages] == ["after"] * 4
+    again = FakeTrain()
+    sweep(more, train=again)
+    assert again.started == []
+    with pytest.raises(RunError, match=r"holds another sweep:\n  of arm 'lr-0\.01':\n  stages\.after\.k: 4 there, 2 asked"):
+        sweep(TWO_ARMS | {"set": {"stages.after.k": 2}})
+
+
 def test_arms_of_one_seed_share_the_stages_that_they_have_in_common(sweep, run_of):
     train = FakeTrain()
     _, watching = sweep(TWO_ARMS, train=train)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,11 @@ def num_common(one: Resolved, other: Resolved) -> int:
     return num
 
 
-def num_done(run: RunDirectory, recipe: Resolved) -> int:
-    """How many stages of `recipe` are finished in `run`, from the first on."""
+def num_done(run: RunDirectory, recipe: Resolved, *, growing: Collection[str] = ()) -> int:
+    """How many stages of `recipe` are finished in `run`, from the first on; those that are `growing` are not."""
     num = 0
     for name in recipe["stages"]:
-        if not run.stage(name).done.exists():
+        if name in growing or not run.stage(name).done.exists():
             break
         num += 1
     return num

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import RunError
-from strop.pipelines.claim import check_recipe, differences, shown
+from strop.pipelines.claim import Difference, check_recipe, differences, grown_evaluations, shown
 from strop.pipelines.common_stages import Resolved, num_common, num_done
+from strop.pipelines.growth import asked_for_more
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe
 from strop.pipelines.sweep_file import Arm, Sweep, as_words
@@ -51,8 +52,8 @@ class PlannedRun:
 
     @property
     def num_done(self) -> int:
-        """Finished stages."""
-        return num_done(self.directory, self.resolved)
+        """Finished stages, up to the first evaluation of which more is asked than it played."""
+        return num_done(self.directory, self.resolved, growing=asked_for_more(self.directory, self.recipe))
 
     @property
     def state(self) -> State:
@@ -81,7 +82,7 @@ def plan_runs(sweep: Sweep, directory: Path) -> list[PlannedRun]:
     ]
     for run in runs:
         if run.directory.manifest.exists():
-            check_recipe(run.directory, run.resolved)
+            check_recipe(run.directory, run.resolved, may_grow=True)
     return runs
 
 
@@ -122,7 +123,10 @@ def _seedless(recipe: Recipe) -> dict[str, Any]:
 
 
 def _check_directory(sweep: Sweep, directory: Path) -> None:
-    """Raises `RunError` unless `directory` is new, or holds this sweep: arms and seeds may be added, none may be gone."""
+    """Raises `RunError` unless `directory` is new, or holds this sweep: arms and seeds may be added, none may be gone.
+
+    Evaluations may ask for more than they did.
+    """
     path = directory / "arms.json"
     if not path.exists():
         if directory.exists() and any(not entry.name.endswith(".tmp") for entry in directory.iterdir()):
@@ -135,7 +139,7 @@ def _check_directory(sweep: Sweep, directory: Path) -> None:
     problems = [f"  arms: {name!r} there, not asked for" for name in there["arms"] if name not in names]
     problems += [f"  seeds: {seed} there, not asked for" for seed in there["seeds"] if seed not in sweep.file.seeds]
     for name, here in _arms_json(sweep).items():
-        if name in there["arms"] and (differing := differences(there["arms"][name]["recipe"], here["recipe"])):
+        if name in there["arms"] and (differing := _changes(there["arms"][name]["recipe"], here["recipe"])):
             problems.append(f"  of arm {name!r}:\n{shown(differing)}")
     if problems:
         raise RunError(
@@ -144,6 +148,11 @@ def _check_directory(sweep: Sweep, directory: Path) -> None:
             + "\nGive this one a directory of its own with --run-dir"
             " (or another name), or remove that one. Arms and seeds may be added to a sweep, but not changed or taken away."
         )
+
+
+def _changes(there: Resolved, here: Resolved) -> list[Difference]:
+    grown = tuple(f"stages.{name}." for name in grown_evaluations(there, here))
+    return [each for each in differences(there, here) if not each[0].startswith(grown)]
 
 
 def claim_directory(sweep: Sweep, directory: Path, *, command: str, jobs: int) -> int:
