@@ -14,6 +14,7 @@ import pytest
 from web_server import Answer, Asked, WebServer, serving
 
 from strop.config import validate
+from strop.deadline import deadline
 from strop.errors import ToolBroken, UserError
 from strop.tools import ToolResult
 from strop.tools.search import ResultFile, SearchTool, SearchToolConfig
@@ -213,6 +214,63 @@ def test_half_a_surrogate_pair_in_a_result_is_written_out_before_it_is_kept(name
         assert [result.text for result in ask(config, "oslo")] == ["Page 1: a \\ud83d b"]
     assert ask({"kind": "kept", "path": str(cache)}, "oslo")[0].text == "Page 1: a \\ud83d b"
     assert name == "search.jsonl" or ask({"kind": "kept", "path": str(cache)}, "rome")[0].text == "Page 1: \\ud83d"
+
+
+def test_what_was_kept_answers_the_service_and_the_number_of_results_that_it_was_kept_for(tmp_path: Path) -> None:
+    cache = tmp_path / "search.jsonl"
+    cache.write_text('{"query": "old", "results": "Page 1: of an earlier version"}\n')
+    with serving(lambda asked, number: Answer(body=FOUND)) as server:
+        config = {**FAST, "url": f"{server.url}/find?key=s3cret", "cache": str(cache)}
+        of_three, of_one = (ask(config, "oslo", top_k=top_k)[0].text for top_k in (3, 1))
+        assert (of_three.count("Page"), of_one.count("Page")) == (2, 1)
+        ask({**config, "url": f"{server.url}/other"}, "oslo")
+        ask({**config, "params": {"q": "{query}", "deep": "yes"}}, "oslo")
+        assert len(server.asked) == 4
+        assert [ask(config, "oslo", top_k=top_k)[0].text for top_k in (3, 1)] == [of_three, of_one]
+        assert [ask(config, "old", top_k=top_k)[0].text for top_k in (3, 1)] == ["Page 1: of an earlier version"] * 2
+    assert len(server.asked) == 4
+    lines = [json.loads(line) for line in cache.read_text().splitlines()]
+    assert [(line.get("top_k"), "service" in line) for line in lines] == [(None, False)] + [(3, True), (1, True)] + 2 * [
+        (3, True)
+    ]
+    assert "s3cret" not in cache.read_text()
+    cache.write_text('{"query": "old", "results": "Page 1", "service": "x", "top_k": "3"}\n')
+    with pytest.raises(UserError, match=r"line 1: .*top_k an integer"):
+        ResultFile(cache)
+
+
+def test_equal_queries_at_once_are_one_request_that_outlives_whoever_asked_first() -> None:
+    with serving(lambda asked, number: Answer(body=FOUND, delay_s=1.0)) as server:
+
+        async def ask_at_once(tool: SearchTool) -> list[ToolResult]:
+            first = asyncio.ensure_future(tool.call({"query": "oslo"}, seed=0))
+            await was_asked(server)
+
+            async def join() -> ToolResult:
+                async with deadline(0.2):  # which waiting for another's request is not counted against
+                    return await tool.call({"query": "oslo"}, seed=0)
+
+            others = asyncio.gather(*(join() for _ in range(7)))
+            await asyncio.sleep(0.05)
+            first.cancel()
+            return await others
+
+        results = asyncio.run(with_tool({**FAST, "url": server.url}, ask_at_once))
+        assert [result.outcome for result in results] == [ToolOutcome.STDOUT] * 7
+        assert len(server.asked) == 1
+
+
+def test_a_fault_is_told_to_all_who_asked_the_same_and_the_next_asks_anew() -> None:
+    with serving(lambda asked, number: Answer(body=FOUND if number else {}, status=200 if number else 404)) as server:
+
+        async def ask_at_once(tool: SearchTool) -> list[ToolResult | BaseException]:
+            both = (tool.call({"query": "oslo"}, seed=0) for _ in range(2))
+            return [*await asyncio.gather(*both, return_exceptions=True), await tool.call({"query": "oslo"}, seed=0)]
+
+        *faults, found = asyncio.run(with_tool({**FAST, "url": server.url}, ask_at_once))
+    assert [type(fault) for fault in faults] == [ToolBroken, ToolBroken]
+    assert isinstance(found, ToolResult)
+    assert len(server.asked) == 2
 
 
 def test_a_fault_is_not_kept(tmp_path: Path) -> None:

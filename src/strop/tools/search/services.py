@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -94,6 +96,14 @@ def shape_of(config: HttpConfig) -> Shape:
             return Shape(method="POST", body=body, results="result.0", title="document.title", text="document.contents")
         case AnyServiceConfig():
             return Shape(**{name: getattr(config, name) for name in Shape.__slots__})
+
+
+def name_of(config: HttpConfig) -> str:
+    """The service as its results are kept under: its address, and a digest of how it is asked and read. Keys are not in it."""
+    shape = shape_of(config)
+    asked = [config.url, shape.method, shape.params, shape.body, shape.results, shape.title, shape.text]
+    digest = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=4).hexdigest()
+    return f"{config.url.partition('?')[0].rpartition('@')[2]} {digest}"
 
 
 def filled(template: Any, values: Mapping[str, str | int]) -> Any:
