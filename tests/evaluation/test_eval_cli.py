@@ -23,6 +23,23 @@ def test_a_recipe_stands_where_a_command_could_with_its_options_before_or_behind
         assert "nowhere.toml: no such recipe" in str(invoke(*words).exception)
 
 
+def test_the_name_of_a_result_tells_models_apart_that_have_the_same_weights(tmp_path, monkeypatch):
+    """Under one name the second would be told the first one's result."""
+    names = []
+
+    async def evaluate_model(recipe, model, directory, **_):
+        names.append(recipe.name)
+
+    monkeypatch.setattr("strop.pipelines.evaluate.evaluate_model", evaluate_model)
+    recipe = Path(__file__).parents[2] / "recipes" / "demo.toml"
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    for template in ("{{ messages }}", "{{ messages }}", "{{ tools }}"):
+        (tmp_path / "chat_template.jinja").write_text(template)
+        assert invoke(recipe, "--model", tmp_path).exit_code == 0
+    assert names[0] == names[1] != names[2]
+
+
 def test_compare_prints_a_table_and_json_on_request(tmp_path):
     put(tmp_path / "a", [0, 0, 0, 1])
     put(tmp_path / "b", [1, 1, 1, 1])
