@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from contextlib import AsyncExitStack
 
@@ -116,6 +117,54 @@ async def _hang() -> str:
     """Hangs."""
     await asyncio.sleep(60)
     return ""
+
+
+def test_a_plain_function_that_was_given_up_keeps_its_place_until_its_thread_ends() -> None:
+    released = threading.Event()
+    num_running: list[int] = []
+    running = 0
+    counting = threading.Lock()
+
+    def wait(forever: bool) -> str:
+        """Waits."""
+        nonlocal running
+        with counting:
+            running += 1
+            num_running.append(running)
+        released.wait(30 if forever else 0.5)
+        with counting:
+            running -= 1
+        return "done"
+
+    async def run() -> None:
+        [behind_cap] = capped([tool(wait, wall_s=2.0)], CallLimits(max_running=2))
+        began = time.monotonic()
+        given_up = asyncio.ensure_future(behind_cap.call({"forever": True}, seed=0))
+        await asyncio.sleep(0.1)
+        given_up.cancel()  # as where its rollout ends
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert time.monotonic() - began < 10
+
+        async def wait_in_line() -> ToolOutcome:
+            async with deadline(1.5):  # another place is still given back, so what is waited for ends by itself
+                return (await behind_cap.call({"forever": False}, seed=0)).outcome
+
+        assert await asyncio.gather(*(wait_in_line() for _ in range(4))) == [ToolOutcome.STDOUT] * 4
+        assert (await behind_cap.call({"forever": True}, seed=0)).outcome is ToolOutcome.TIMEOUT
+        with pytest.raises(TimeoutError):  # both places are of threads that nobody can end
+            await wait_in_line()
+        assert len(num_running) == 6
+        late = asyncio.ensure_future(wait_in_line())
+        await asyncio.sleep(0.1)
+        released.set()
+        assert await late is ToolOutcome.STDOUT
+
+    try:
+        asyncio.run(run())
+    finally:
+        released.set()
+    assert max(num_running) == 2
 
 
 def test_every_kind_of_tool_says_when_its_calls_have_ended_by_its_own_limits() -> None:

@@ -19,7 +19,7 @@ from pydantic_core import to_json
 
 from strop.config import import_object
 from strop.errors import StropError, UserError
-from strop.tools.limits import CallLimits
+from strop.tools.limits import CallLimits, place_of_this_call
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.schema import parameters_schema, read_docstring
 from strop.types import ToolOutcome
@@ -177,11 +177,15 @@ def _as_text(value: object) -> str:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """What `call` returns, from a daemon thread of its own: one that never ends keeps nobody waiting."""
+    """What `call` returns, from a daemon thread of its own. Nobody waits for one that goes on alone; it keeps its place under
+    `max_running` until it ends."""
     loop = asyncio.get_running_loop()
+    place = place_of_this_call()
     returned: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
+        if place is not None:
+            place.let_go()
         if returned.done():  # given up in the meantime
             return
         if error is None:
@@ -199,4 +203,6 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
             loop.call_soon_threadsafe(settle, value, fault)
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="strop-tool").start()
+    if place is not None:
+        place.hold()  # the loop has not come to `settle` yet
     return await returned
