@@ -1,6 +1,7 @@
 import pytest
 
 from strop.rollout.arguments import argument_problem
+from strop.tools.schema import parameters_schema
 
 SCHEMA = {
     "type": "object",
@@ -52,3 +53,32 @@ def test_arguments_that_fit_the_signature_have_no_problem(arguments):
 )
 def test_a_wrong_argument_is_named_with_what_is_wrong(arguments, problem):
     assert argument_problem(SCHEMA, arguments) == problem
+
+
+def object_with(**schema):
+    return {"type": "object", "properties": {"any": True, "none": False, "list": {"type": "array", "items": False}}, **schema}
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "problem"),
+    [
+        ({}, {"any": [1, {"x": None}]}, None),
+        ({}, {"none": 1}, "unknown argument 'none' (known: any, list)"),
+        ({}, {"list": []}, None),
+        ({}, {"list": [1]}, "argument 'list[0]' must be left out"),
+        ({"required": ["unlisted"]}, {}, "missing required argument 'unlisted'"),
+        ({"required": ["unlisted"]}, {"unlisted": 1}, None),
+        ({"required": ["unlisted"]}, {"unlisted": 1, "other": 1}, "unknown argument 'other' (known: any, list, unlisted)"),
+        ({"additionalProperties": {}}, {"other": 1}, None),
+        ({"additionalProperties": {"type": "string"}}, {"other": 1}, "argument 'other' must be of type string, not integer"),
+        ({"properties": {"x": {"anyOf": [False, {"type": "null"}]}}}, {"x": None}, None),
+        ({"properties": {"x": {"type": "object", "properties": {"y": True}}}}, {"x": {"y": 1}}, None),
+    ],
+)
+def test_every_schema_that_json_schema_allows_is_read(schema, arguments, problem):
+    assert argument_problem(object_with(**schema), arguments) == problem
+
+
+def test_a_definition_that_is_a_bare_true_is_written_out():
+    schema = {"properties": {"x": {"$ref": "#/$defs/Any", "description": "x"}}, "$defs": {"Any": True}}
+    assert parameters_schema(schema, tool="look")["properties"] == {"x": True}

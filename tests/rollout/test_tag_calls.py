@@ -90,6 +90,20 @@ def test_a_call_that_cannot_be_read_says_why(text, outcome, told):
     assert told in call.text
 
 
+@pytest.mark.parametrize(
+    ("parameters", "arguments"),
+    [
+        ({"properties": {"a": TEXT}, "required": ["a", "unlisted"]}, {"a": "x"}),
+        ({"properties": {"a": True, "b": True}, "required": ["b", "a"]}, {"a": "x"}),
+        ({"required": ["unlisted"]}, {"unlisted": "x"}),
+        ({}, {"text": "x"}),
+    ],
+)
+def test_a_tags_text_is_the_first_argument_of_whatever_schema(parameters, arguments):
+    [call] = TagCalls([ToolSpec(name="look", description="", parameters=parameters)]).parse("<look>x</look>", max_calls=1)
+    assert call.arguments == arguments
+
+
 def test_a_result_goes_on_in_the_policys_own_turn():
     (observation,) = step([stopped("<python>print 5</python>")])
     assert CHAT.decode(observation.ids) == " <result>\n5\n</result>"

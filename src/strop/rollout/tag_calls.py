@@ -78,10 +78,15 @@ class TagCalls:
     def _arguments(self, name: str, content: str) -> Mapping[str, object]:
         """The tag's text as the tool's first argument. Others that it cannot do without are empty, if they are texts."""
         schema = self._specs[name].parameters if name in self._specs else {}
-        properties: Mapping[str, Mapping[str, object]] = schema.get("properties", {})
-        first = next(iter(properties), "text")
-        others = [each for each in schema.get("required", ()) if each != first and properties[each].get("type") == "string"]
+        properties: Mapping[str, object] = schema.get("properties", {})
+        first = next(iter(properties), next(iter(schema.get("required", ())), "text"))
+        others = [each for each in schema.get("required", ()) if each != first and _is_text(properties.get(each))]
         return {first: content} | dict.fromkeys(others, "")
+
+
+def _is_text(schema: object) -> bool:
+    """Of an argument's schema, which may be a bare true."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
 def _failed(name: str, block: str, outcome: ToolOutcome, problem: str) -> FailedCall:

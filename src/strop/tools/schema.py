@@ -41,6 +41,8 @@ def _written_out(node: Any, definitions: Mapping[str, Any], inside: tuple[str, .
                 f"tool {tool}: the type {name} of an argument holds itself, or is not defined; the policy cannot be shown it."
                 " Take a flat type, or text that the tool reads."
             )
+        if isinstance(definitions[name], bool):  # anything, or nothing: what stands beside it narrows neither for a policy
+            return definitions[name]
         beside = {key: value for key, value in node.items() if key != "$ref"}
         return _written_out({**definitions[name], **beside}, definitions, (*inside, name), tool)
     is_field_table = isinstance(node.get("properties"), Mapping)
