@@ -8,6 +8,7 @@ import shutil
 import pytest
 import torch
 
+from strop.engine import compiled
 from strop.engine import kernels as kernels_module
 from strop.engine.attention import KernelAttention, TorchAttention, attention_over
 from strop.engine.kernels import kernels_for
@@ -265,13 +266,13 @@ def test_where_there_can_be_none_torch_does_the_same_and_the_log_says_why(
 
 
 def test_a_processor_without_the_instructions_is_not_asked_to_run_them(no_memory, monkeypatch):
-    monkeypatch.setattr(kernels_module, "_has_processor", lambda: False)
-    monkeypatch.setattr(kernels_module, "_library", lambda: pytest.fail("it was compiled"))
+    monkeypatch.setattr(compiled, "_has_processor", lambda: False)
+    monkeypatch.setattr(compiled, "_library", lambda source: pytest.fail("it was compiled"))
     assert isinstance(attention_of(), TorchAttention)
 
 
 def test_the_compilers_of_a_machine_are_found_by_name():
     """Of CI and developers alike: that a machine without them runs the tests above is told here, not hidden."""
-    if not kernels_module._has_processor() or not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
+    if not compiled._has_processor() or not any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang"))):
         pytest.skip("needs a C compiler and a processor with AVX-512 BF16")
     assert kernels_for(**SIZES) is not None

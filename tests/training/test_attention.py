@@ -160,7 +160,7 @@ def test_many_tokens_are_filled_up_with_some_that_nobody_reads(models):
 
 def attended(query, key, value, layout, how):
     if how == "reads":
-        return _Reads.apply(query, key, value, layout.reads, 0.25)
+        return _Reads.apply(query, key, value, layout, 0.25)
     return _attend_rows(query, key, value, layout, 0.25, None).transpose(1, 2)
 
 
@@ -231,7 +231,7 @@ def test_a_graph_that_no_backward_pass_goes_through_is_let_go():
     heads = [torch.randn(1, num, 40, 16, requires_grad=True) for num in (4, 2, 2)]
 
     def attend(*heads):
-        return _Reads.apply(*heads, layout.reads, 0.25)
+        return _Reads.apply(*heads, layout, 0.25)
 
     scaled = heads[0] * 1.0
     gone = weakref.ref(scaled)
@@ -246,12 +246,12 @@ def test_a_layer_that_is_computed_again_takes_the_attention_that_was_kept():
     heads = [torch.randn(1, num, 40, 16) for num in (4, 2, 2)]
     first, second = keep_attention()
     with first:
-        kept = [_Reads.apply(*heads, layout.reads, 0.25), _Reads.apply(heads[0] + 1, *heads[1:], layout.reads, 0.25)]
+        kept = [_Reads.apply(*heads, layout, 0.25), _Reads.apply(heads[0] + 1, *heads[1:], layout, 0.25)]
     for _ in range(2):  # a graph may be gone through twice
         with second:
-            again = [_Reads.apply(heads[0] * float("nan"), *heads[1:], layout.reads, 0.25) for _ in range(2)]
+            again = [_Reads.apply(heads[0] * float("nan"), *heads[1:], layout, 0.25) for _ in range(2)]
         assert all(torch.equal(one, other) for one, other in zip(again, kept, strict=True))
-    assert _Reads.apply(heads[0] * float("nan"), *heads[1:], layout.reads, 0.25).isnan().all()
+    assert _Reads.apply(heads[0] * float("nan"), *heads[1:], layout, 0.25).isnan().all()
 
 
 _GROWTH = """

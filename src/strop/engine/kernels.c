@@ -3,31 +3,11 @@
    Compiled where strop runs, by whatever C compiler is there (kernels.py). A token's result depends on nothing but its own
    query, its own columns and their number: not on the other tokens of a step, nor on which thread computes it. */
 
-#include <immintrin.h>
-#include <math.h>
-#include <stdint.h>
+#include "avx512.h"
 
-#define LANES 16  /* float32 in a register */
-#define PAIRED 32 /* bfloat16 in a register */
 #define TILE 128  /* columns between two looks at the largest score */
 #define MAX_GROUP 16 /* query heads that share a key head */
-#define MAX_DIM 256
 #define HEADS_AT_ONCE 3 /* of a group: their sums fit into the registers */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef uint16_t bf16;
-
-INLINE __m512bh load_pairs(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
-
-INLINE __m512 load(const bf16 *from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
-}
-
-INLINE __m512 rounded(__m512 x) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
-}
-
-INLINE void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 /* In each quarter of the result: what is left to add up of a, b, c and d. */
 INLINE __m512 fold(__m512 a, __m512 b, __m512 c, __m512 d) {
@@ -38,22 +18,6 @@ INLINE __m512 fold(__m512 a, __m512 b, __m512 c, __m512 d) {
 
 INLINE __m512 fold_quarters(__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-}
-
-/* exp(x) of x <= 0 to 2 units in the last place: Cephes' polynomial. */
-INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x); /* of the two, nan is kept where it comes second */
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
 }
 
 /* scores[c] = scale * query . keys[c] of `width` columns, the first `cut` of them (a multiple of 16) of `lent`; -inf up to the

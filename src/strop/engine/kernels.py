@@ -1,34 +1,23 @@
 """Attention, norms and the KV cache of a decode step in C, where this machine has a C compiler and AVX-512 BF16.
 
-torch's own operators read the cache at half the speed of this memory and cost their dispatch, dozens of times a layer. The C
-code (`kernels.c`) is compiled once a machine, kept in the user's cache directory, and proven against torch before it is used;
-where any of this fails, torch's operators do the same.
+torch's own operators read the cache at half the speed of this memory and cost their dispatch, dozens of times a layer. Where
+`kernels.c` cannot be compiled or is not proven (`strop.engine.compiled`), they do the same.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from strop.engine.compiled import proven
 from strop.engine.kv_cache import KV_STEP
 
-_log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("kernels.c")
-_COMPILE = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-std=gnu11")
-_PROCESSOR = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
-_NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}  # as /proc/cpuinfo names them
-_COMPILE_LIMIT_S = 120
-_PAIRED, _LANES, _MAX_DIM, _MAX_GROUP = 32, 16, 256, 16  # of kernels.c
+_PAIRED, _LANES, _MAX_DIM, _MAX_GROUP = 32, 16, 256, 16  # of kernels.c and avx512.h
 _INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -161,69 +150,7 @@ def kernels_for(
 
 @cache
 def _compiled() -> Kernels | None:
-    try:
-        if not _has_processor():
-            return None
-        kernels = Kernels(ctypes.CDLL(str(_library())))
-        if _is_proven(kernels):
-            return kernels
-        _log.warning("the compiled kernels differ from torch on this machine: torch's own operators are used")
-    except (OSError, subprocess.SubprocessError) as error:
-        words = getattr(error, "stderr", None)
-        _log.info("no compiled kernels, torch's own operators are used: %s", (words or str(error)).strip())
-    return None
-
-
-def _has_processor() -> bool:
-    """Of Linux on x86-64 alone."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
-    return set(flags.split()) >= _NEEDED_FLAGS
-
-
-def _library() -> Path:
-    """Where the compiled code is; compiles it first where it is not there yet.
-
-    Raises:
-        OSError: there is no compiler, or nowhere to write.
-        subprocess.SubprocessError: it failed.
-    """
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise OSError("there is no C compiler (cc, gcc or clang)")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)
-    content = "\n".join((_SOURCE.read_text(), *_COMPILE, *_PROCESSOR, version.stdout, torch.__version__))
-    name = f"kernels-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
-    place = _private_directory() / name
-    if not place.exists():
-        with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
-            made, code = Path(scratch, "kernels.o"), Path(scratch, name)
-            # Not linked with OpenMP: its functions are those of torch's own copy, so that both have one pool of threads.
-            for command in (
-                [compiler, *_COMPILE, *_PROCESSOR, "-c", "-o", str(made), str(_SOURCE)],
-                [compiler, "-shared", "-o", str(code), str(made), "-lm"],
-            ):
-                subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)
-            code.replace(place)
-    return place
-
-
-def _private_directory() -> Path:
-    """The user's cache directory of strop, which nobody else can write to.
-
-    Raises:
-        OSError: it belongs to somebody else, or cannot be made.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    place = Path(base, "strop")
-    place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = place.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise OSError(f"{place} can be written to by others; code from it is not run")
-    return place
+    return proven(_SOURCE, Kernels, _is_proven)
 
 
 @torch.inference_mode()

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from strop.errors import ModelError
-from strop.training.packing import Piece, Read, RowLayout
+from strop.training.kernels import kernels_for
+from strop.training.packing import Piece, RowLayout
 
 ATTENTION = "strop_rows"  # its name in the model library
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models ask of their attention, and ours would leave out
@@ -49,8 +50,9 @@ def row_attention(
 ) -> tuple[Tensor, None]:
     """What the model library calls in each layer: heads (n, H, T, D) -> (n, T, H, D).
 
-    On a CPU in float32 throughout: its kernels are faster there than in bfloat16, backward most of all, and those in bfloat16
-    are compiled for each number of queries and keys, and kept as long as the process lives.
+    On a CPU in bfloat16 by kernels of our own where the machine can have them, else in float32 throughout: torch's kernels are
+    faster there than in bfloat16, backward most of all, and those in bfloat16 are compiled for each number of queries and keys,
+    and kept as long as the process lives.
 
     Args:
         layout: of the tokens, all in one row (n = 1); without it rows are padded on the right, and every row is its own.
@@ -66,7 +68,7 @@ def row_attention(
     is_within = sliding_window is None or layout.longest <= sliding_window
     if query.device.type == "cpu" and is_within and query.shape[-1] == value.shape[-1]:
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        attended: Tensor = _Reads.apply(query, key, value, layout.reads, scale)  # type: ignore[no-untyped-call]
+        attended: Tensor = _Reads.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
         return attended, None
     return _attend_rows(query, key, value, layout, scaling, sliding_window).transpose(1, 2), None
 
@@ -119,24 +121,28 @@ class _Reads(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, reads: tuple[Read, ...], scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scale: float) -> Tensor:
         kept = _CURRENT.get()
         before = None if kept is None else kept.next()
-        outputs, normalizers = _read_all(query, key, value, reads, scale) if before is None else before
+        outputs, normalizers = _read_all(query, key, value, layout, scale) if before is None else before
         if kept is not None and before is None:
             kept.add(outputs, normalizers)
         ctx.save_for_backward(query, key, value, outputs, normalizers)
-        ctx.reads, ctx.scale = reads, scale
+        ctx.layout, ctx.scale = layout, scale
         return outputs
 
     @staticmethod
     def backward(ctx: Any, to_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, outputs, normalizers = ctx.saved_tensors
+        if (kernels := kernels_for(query, key, value)) is not None:
+            waves = ctx.layout.waves
+            heads = kernels.attend_backward(query, key, value, outputs, normalizers, to_outputs, waves, ctx.scale)
+            return *heads, None, None
         dtype = query.dtype
         query, key, value = query.float(), key.float(), value.float()
         outputs, to_outputs = outputs.transpose(1, 2).float(), to_outputs.transpose(1, 2).float()
         of_query, of_key, of_value = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        for read in ctx.reads:
+        for read in ctx.layout.reads:
             of_queries, of_keys, of_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 to_outputs[:, :, read.queries],
                 query[:, :, read.queries],
@@ -159,14 +165,16 @@ class _Reads(torch.autograd.Function):
         return of_query.to(dtype), of_key.to(dtype), of_value.to(dtype), None, None
 
 
-def _read_all(query: Tensor, key: Tensor, value: Tensor, reads: tuple[Read, ...], scale: float) -> tuple[Tensor, Tensor]:
+def _read_all(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs (1, T, H, D) in the precision of `query`, and log-normalizers, float32 (1, H, T)."""
+    if (kernels := kernels_for(query, key, value)) is not None:
+        return kernels.attend(query, key, value, layout.waves, scale)
     dtype = query.dtype
     query, key, value = query.float(), key.float(), value.float()
     num_heads, length, width = query.shape[1:]
     outputs = query.new_empty(1, length, num_heads, width)
     normalizers = query.new_empty(1, num_heads, length)
-    for read in reads:
+    for read in layout.reads:
         of_read, normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query[:, :, read.queries], key[:, :, read.keys], value[:, :, read.keys], 0.0, read.is_own, scale=scale
         )

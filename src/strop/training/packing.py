@@ -35,6 +35,31 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class Waves:
+    """Reads in the order in which threads compute them: of a wave no two have a query, or a key, in common."""
+
+    reads: Tensor  # int64 (R, 5): the first query, how many, the first key, how many, whether it is a row's own
+    starts: Tensor  # int64 (waves + 1,), of each wave the first of its reads, and how many there are in all
+
+    @classmethod
+    def of(cls, reads: Sequence[Read]) -> Waves:
+        """First those of rows to themselves, one of each token; then each read after those before it that it touches."""
+        waves: list[list[Read]] = [[each for each in reads if each.is_own]]
+        for read in (each for each in reads if not each.is_own):
+            touched = (number for number, wave in enumerate(waves[1:], start=1) if any(_touch(read, other) for other in wave))
+            number = max(touched, default=0) + 1
+            if number == len(waves):
+                waves.append([])
+            waves[number].append(read)
+        rows = [
+            [read.queries.start, _length(read.queries), read.keys.start, _length(read.keys), int(read.is_own)]
+            for wave in waves  # of a wave, the longest first: the last ones then end at about the same time
+            for read in sorted(wave, key=lambda read: -_length(read.queries) * _length(read.keys))
+        ]
+        return cls(torch.tensor(rows), torch.tensor([0, *accumulate(map(len, waves))]))
+
+
+@dataclass(frozen=True, slots=True)
 class RowLayout:
     """Where the tokens of rows stand when they are laid end to end."""
 
@@ -44,6 +69,7 @@ class RowLayout:
     sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
     shared: tuple[tuple[Piece, ...], ...]  # of each row, what comes before its own tokens
     reads: tuple[Read, ...]  # what attends to what: of every row to itself first, then to what rows share
+    waves: Waves  # the same reads
     masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)  # made once for all layers
 
     @property
@@ -92,13 +118,15 @@ def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
     num_more = -start % UNIT if start >= UNIT**2 else 0
     sizes[-1] += num_more
     more = torch.arange(num_more, device=ids.device)
+    reads = _reads(sizes, shared)
     return RowLayout(
         ids=torch.cat([ids[is_own], torch.zeros_like(more)])[None],
         positions=torch.cat([columns.expand(ids.shape)[is_own], lengths[-1] + more])[None],
         places=places,
         sizes=tuple(sizes),
         shared=tuple(shared),
-        reads=_reads(sizes, shared),
+        reads=reads,
+        waves=Waves.of(reads),
     )
 
 
@@ -118,6 +146,15 @@ def _reads(sizes: Sequence[int], shared: Sequence[tuple[Piece, ...]]) -> tuple[R
                 start = starts[piece.row]
                 together.append(Read(queries=own, keys=slice(start, start + piece.length), is_own=False))
     return (*(Read(queries=own, keys=own, is_own=True) for own in tokens if own.start < own.stop), *together)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _touch(one: Read, other: Read) -> bool:
+    both = (one.queries, other.queries), (one.keys, other.keys)
+    return any(a.start < b.stop and b.start < a.stop for a, b in both)
 
 
 def _first(length: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:

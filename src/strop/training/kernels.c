@@ -1,0 +1,353 @@
+/* Attention of rows that are laid end to end, and its gradient, in bfloat16 with sums in float32, for processors with AVX-512 BF16.
+
+   Compiled where strop runs, by whatever C compiler is there (strop/engine/compiled.py). A read is one stretch of queries that attends to
+   one of keys: a row to itself, causally, or rows to all of what they share. Each thread takes a read and a head at a time; reads
+   of one wave write to places that no other one of it does, so that sums have one order whatever the number of threads. */
+
+#include <string.h>
+
+#include "avx512.h"
+
+#define QUERIES 64 /* of a tile */
+#define KEYS 128   /* of a tile */
+#define READ 5     /* numbers of a read: first query, queries, first key, keys, whether it is a row's own */
+
+typedef uint32_t pair; /* two bfloat16 that are multiplied and added together */
+
+extern int omp_get_thread_num(void); /* of torch's copy of OpenMP */
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+INLINE __m512i pairs_of(__m256i first, __m256i second) {
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(first), _mm512_slli_epi32(_mm512_cvtepu16_epi32(second), 16));
+}
+
+/* sums (rows, 16 columns) = or += left right: rows of pairs times columns of pairs. `left` has its pair k of row r at
+   r * left_row + k * left_step. */
+INLINE void multiply_tile(int rows, int columns, int is_new, int64_t depth, const pair *left, int64_t left_row, int64_t left_step,
+                          const pair *right, int64_t right_step, float *sums, int64_t sums_row) {
+    __m512 of[4][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++)
+            of[r][c] = is_new ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + r * sums_row + c * LANES);
+    for (int64_t k = 0; k < depth; k++) {
+        __m512bh factors[4];
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) factors[c] = (__m512bh)_mm512_loadu_si512(right + k * right_step + c * LANES);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            __m512bh one = (__m512bh)_mm512_set1_epi32((int)left[r * left_row + k * left_step]);
+#pragma GCC unroll 4
+            for (int c = 0; c < columns; c++) of[r][c] = _mm512_dpbf16_ps(of[r][c], one, factors[c]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int c = 0; c < columns; c++) _mm512_storeu_ps(sums + r * sums_row + c * LANES, of[r][c]);
+}
+
+#define TILE(rows, columns) \
+    multiply_tile(rows, columns, is_new, depth, left_here, left_row, left_step, right_here, right_step, here, sums_row)
+
+#define TILES(columns)                                                                     \
+    switch (least(4, num_rows - row)) {                                                    \
+        case 1: TILE(1, columns); break;                                                   \
+        case 2: TILE(2, columns); break;                                                   \
+        case 3: TILE(3, columns); break;                                                   \
+        default: TILE(4, columns);                                                         \
+    }
+
+/* As multiply_tile, of any number of rows and 16, 32, 48 ... columns. */
+static void multiply(int64_t num_rows, int64_t num_columns, int is_new, int64_t depth, const pair *left, int64_t left_row,
+                     int64_t left_step, const pair *right, int64_t right_step, float *sums, int64_t sums_row) {
+    for (int64_t column = 0; column < num_columns; column += 4 * LANES)
+        for (int64_t row = 0; row < num_rows; row += 4) {
+            const pair *left_here = left + row * left_row, *right_here = right + column;
+            float *here = sums + row * sums_row + column;
+            switch ((num_columns - column) / LANES) {
+                case 1: TILES(1); break;
+                case 2: TILES(2); break;
+                case 3: TILES(3); break;
+                default: TILES(4);
+            }
+        }
+}
+
+/* out (pairs of a row, width): each row of `from` becomes a column; width is `num_rows` rounded up to 16, and zeros fill it. */
+static void turn_rows(const bf16 *from, int64_t stride, int64_t num_rows, int64_t dim, pair *out, int64_t width) {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    const __m512i high = _mm512_setr_epi32(4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+    const __m512i second = _mm512_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int64_t row = 0; row < num_rows; row += LANES)
+        for (int64_t i = 0; i < dim / 2; i += LANES) {
+            __m512i a[LANES], b[LANES];
+#pragma GCC unroll 16
+            for (int r = 0; r < LANES; r++)
+                a[r] = row + r < num_rows ? _mm512_loadu_si512(from + (row + r) * stride + 2 * i) : _mm512_setzero_si512();
+#pragma GCC unroll 8
+            for (int r = 0; r < LANES; r += 2)
+                b[r] = _mm512_unpacklo_epi32(a[r], a[r + 1]), b[r + 1] = _mm512_unpackhi_epi32(a[r], a[r + 1]);
+#pragma GCC unroll 4
+            for (int r = 0; r < LANES; r += 4) {
+                a[r] = _mm512_unpacklo_epi64(b[r], b[r + 2]), a[r + 1] = _mm512_unpackhi_epi64(b[r], b[r + 2]);
+                a[r + 2] = _mm512_unpacklo_epi64(b[r + 1], b[r + 3]), a[r + 3] = _mm512_unpackhi_epi64(b[r + 1], b[r + 3]);
+            }
+            /* a[4 g + n] has, in its quarter q, column 4 q + n of rows 4 g .. 4 g + 3. */
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++) {
+                b[n] = _mm512_permutex2var_epi32(a[n], low, a[4 + n]), b[4 + n] = _mm512_permutex2var_epi32(a[n], high, a[4 + n]);
+                b[8 + n] = _mm512_permutex2var_epi32(a[8 + n], low, a[12 + n]);
+                b[12 + n] = _mm512_permutex2var_epi32(a[8 + n], high, a[12 + n]);
+            }
+#pragma GCC unroll 4
+            for (int n = 0; n < 4; n++) {
+                pair *to = out + (i + n) * width + row;
+                _mm512_storeu_si512(to, _mm512_permutex2var_epi32(b[n], first, b[8 + n]));
+                _mm512_storeu_si512(to + 4 * width, _mm512_permutex2var_epi32(b[4 + n], first, b[12 + n]));
+                _mm512_storeu_si512(to + 8 * width, _mm512_permutex2var_epi32(b[n], second, b[8 + n]));
+                _mm512_storeu_si512(to + 12 * width, _mm512_permutex2var_epi32(b[4 + n], second, b[12 + n]));
+            }
+        }
+}
+
+/* out (num_rows / 2 rounded up, dim): neighbouring rows of `from` as pairs, the last one of an odd number with zeros. */
+static void pair_rows(const bf16 *from, int64_t stride, int64_t num_rows, int64_t dim, pair *out) {
+    for (int64_t row = 0; row < num_rows; row += 2)
+        for (int64_t i = 0; i < dim; i += LANES) {
+            __m256i first = _mm256_loadu_si256((const __m256i *)(from + row * stride + i));
+            __m256i second = row + 1 < num_rows ? _mm256_loadu_si256((const __m256i *)(from + (row + 1) * stride + i))
+                                                : _mm256_setzero_si256();
+            _mm512_storeu_si512(out + row / 2 * dim + i, pairs_of(first, second));
+        }
+}
+
+typedef struct {
+    const bf16 *data; /* (heads, tokens, dim) with these strides */
+    int64_t head, token;
+} Heads;
+
+INLINE const bf16 *at(Heads of, int64_t head, int64_t token) { return of.data + head * of.head + token * of.token; }
+
+INLINE __mmask16 lanes_below(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
+
+/* Weights of a row of scores, in bfloat16 up to a multiple of 32; its largest score and the sum of weights go on in `top` and
+   `total`. Returns what earlier sums are to be multiplied with. */
+INLINE float weigh(const float *scores, int64_t num_seen, int64_t num_all, float scale, float *top, float *total, bf16 *weights) {
+    __m512 largest = _mm512_set1_ps(-INFINITY);
+    for (int64_t c = 0; c < num_seen; c += LANES)
+        largest = _mm512_mask_max_ps(largest, lanes_below(num_seen - c), largest, _mm512_loadu_ps(scores + c));
+    const float before = *top, now = fmaxf(before, _mm512_reduce_max_ps(largest) * scale);
+    const __m512 shift = _mm512_set1_ps(now), factor = _mm512_set1_ps(scale);
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t c = 0; c < num_all; c += LANES) {
+        __m512 weight = _mm512_maskz_mov_ps(lanes_below(num_seen - c), exponential(_mm512_fmsub_ps(_mm512_loadu_ps(scores + c), factor, shift)));
+        sum = _mm512_add_ps(sum, weight);
+        store(weights + c, weight);
+    }
+    const float kept = before == -INFINITY ? 0.0f : expf(before - now);
+    *top = now, *total = *total * kept + _mm512_reduce_add_ps(sum);
+    return kept;
+}
+
+/* Puts what the queries of a tile read beside what they read before: out (queries, dim), normalizers (queries,). */
+INLINE void merge(int is_first, int64_t num_queries, int64_t dim, const float *sums, const float *top, const float *total,
+                  float *out, int64_t out_row, float *normalizers) {
+    for (int64_t i = 0; i < num_queries; i++) {
+        const float here = top[i] + logf(total[i]);
+        float share = 1.0f / total[i], before = 0.0f;
+        if (is_first) {
+            normalizers[i] = here;
+        } else {
+            const float old = normalizers[i], most = fmaxf(old, here), both = most + log1pf(expf(fminf(old, here) - most));
+            share *= expf(here - both), before = expf(old - both);
+            normalizers[i] = both;
+        }
+        for (int64_t c = 0; c < dim; c += LANES) {
+            float *to = out + i * out_row + c;
+            __m512 part = _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + c), _mm512_set1_ps(share));
+            if (!is_first) part = _mm512_fmadd_ps(_mm512_loadu_ps(to), _mm512_set1_ps(before), part);
+            _mm512_storeu_ps(to, part);
+        }
+    }
+}
+
+/* One read of one query head. scratch: what strop_attend_scratch says. */
+static void attend(const int64_t *read, int64_t dim, Heads queries, int64_t head, Heads keys, Heads values, int64_t kv_head,
+                   float scale, float *out, int64_t out_row, float *normalizers, pair *scratch) {
+    const int64_t num_queries = read[1], num_keys = read[3], is_own = read[4], width = rounded_up(num_keys, LANES);
+    pair *turned = scratch, *paired = turned + width * dim / 2;
+    float *scores = (float *)(paired + (num_keys + 1) / 2 * dim), *sums = scores + QUERIES * KEYS;
+    bf16 *weights = (bf16 *)(sums + QUERIES * dim);
+    float top[QUERIES], total[QUERIES];
+    turn_rows(at(keys, kv_head, read[2]), keys.token, num_keys, dim, turned, width);
+    pair_rows(at(values, kv_head, read[2]), values.token, num_keys, dim, paired);
+    for (int64_t query = 0; query < num_queries; query += QUERIES) {
+        const int64_t rows = least(QUERIES, num_queries - query), end = is_own ? least(num_keys, query + rows) : num_keys;
+        for (int64_t i = 0; i < rows; i++) top[i] = -INFINITY, total[i] = 0.0f;
+        for (int64_t key = 0; key < end; key += KEYS) {
+            const int64_t columns = least(KEYS, end - key), all = rounded_up(columns, LANES);
+            multiply(rows, all, 1, dim / 2, (const pair *)at(queries, head, read[0] + query), queries.token / 2, 1, turned + key,
+                     width, scores, KEYS);
+            for (int64_t i = 0; i < rows; i++) {
+                const int64_t seen = is_own ? least(columns, query + i - key + 1) : columns;
+                const float kept = weigh(scores + i * KEYS, seen, all, scale, top + i, total + i, weights + i * KEYS);
+                if (key)
+                    for (int64_t c = 0; c < dim; c += LANES)
+                        _mm512_storeu_ps(sums + i * dim + c, _mm512_mul_ps(_mm512_loadu_ps(sums + i * dim + c), _mm512_set1_ps(kept)));
+            }
+            multiply(rows, dim, key == 0, (columns + 1) / 2, (const pair *)weights, KEYS / 2, 1, paired + key / 2 * dim, dim, sums, dim);
+        }
+        merge(is_own, rows, dim, sums, top, total, out + (read[0] + query) * out_row + head * dim, out_row, normalizers + read[0] + query);
+    }
+}
+
+/* Bytes that each thread needs, of reads of at most so many keys. */
+int64_t strop_attend_scratch(int64_t dim, int64_t most_keys) {
+    return 4 * (rounded_up(most_keys, LANES) * dim / 2 + (most_keys + 1) / 2 * dim + QUERIES * KEYS + QUERIES * dim) +
+           2 * QUERIES * KEYS + 64;
+}
+
+/* out (tokens, heads, dim) and normalizers (heads, tokens), float32: what queries read, and the logarithms of the sums over keys of
+   exp(scale * query . key). The reads of a wave are reads[waves[w]] .. reads[waves[w + 1]]. dim: a multiple of 32. */
+void strop_attend_rows(int64_t num_threads, int64_t num_waves, const int64_t *waves, const int64_t *reads, int64_t num_tokens,
+                       int64_t num_heads, int64_t num_kv_heads, int64_t dim, const bf16 *queries, const int64_t *query_strides,
+                       const bf16 *keys, const int64_t *key_strides, const bf16 *values, const int64_t *value_strides, float scale,
+                       float *out, float *normalizers, char *scratch, int64_t scratch_bytes) {
+    const Heads of_queries = {queries, query_strides[0], query_strides[1]}, of_keys = {keys, key_strides[0], key_strides[1]};
+    const Heads of_values = {values, value_strides[0], value_strides[1]};
+    for (int64_t wave = 0; wave < num_waves; wave++) {
+        const int64_t *first = reads + waves[wave] * READ, num_reads = waves[wave + 1] - waves[wave];
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+        for (int64_t item = 0; item < num_reads * num_heads; item++) {
+            const int64_t head = item % num_heads, *read = first + item / num_heads * READ;
+            attend(read, dim, of_queries, head, of_keys, of_values, head / (num_heads / num_kv_heads), scale, out, num_heads * dim,
+                   normalizers + head * num_tokens, (pair *)(scratch + omp_get_thread_num() * scratch_bytes));
+        }
+    }
+}
+
+typedef struct {
+    Heads queries, keys, values, out, to_out;
+    const float *normalizers; /* (heads, tokens) */
+    float *of_queries, *of_keys, *of_values; /* (heads, tokens, dim), (kv_heads, tokens, dim) twice; float32 */
+    int64_t num_tokens, dim, group;
+    float scale;
+} Backward;
+
+/* Weights of a tile again, as `weights` (keys, queries), and in place of its scores. */
+INLINE void weigh_again(int64_t num_keys, int64_t num_queries, int64_t diagonal, float scale, const float *normalizers, float *scores,
+                        bf16 *weights) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (int64_t c = 0; c < num_queries; c += LANES) {
+        const __mmask16 real = lanes_below(num_queries - c);
+        const __m512 shift = _mm512_maskz_loadu_ps(real, normalizers + c);
+        for (int64_t j = 0; j < num_keys; j++) {
+            const __mmask16 seen = real & (__mmask16)~lanes_below(j - diagonal - c); /* queries from their own key on */
+            float *here = scores + j * QUERIES + c;
+            __m512 weight = _mm512_maskz_mov_ps(seen, exponential(_mm512_fmsub_ps(_mm512_loadu_ps(here), factor, shift)));
+            _mm512_storeu_ps(here, weight);
+            store(weights + j * QUERIES + c, weight);
+        }
+    }
+}
+
+/* weights * (to_weights - inner) * scale, as rows of keys and as pairs of neighbouring keys. */
+INLINE void to_scores(int64_t num_keys, int64_t num_queries, float scale, const float *inner, const float *weights,
+                      const float *to_weights, bf16 *rows, pair *pairs) {
+    const __m512 factor = _mm512_set1_ps(scale);
+    for (int64_t c = 0; c < num_queries; c += LANES) {
+        const __m512 less = _mm512_maskz_loadu_ps(lanes_below(num_queries - c), inner + c);
+        for (int64_t j = 0; j < num_keys; j += 2) {
+            __m256i both[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+            for (int n = 0; n < 2 && j + n < num_keys; n++) {
+                const int64_t here = (j + n) * QUERIES + c;
+                const __m512 weight = _mm512_mul_ps(_mm512_loadu_ps(weights + here), factor);
+                both[n] = narrowed(_mm512_mul_ps(weight, _mm512_sub_ps(_mm512_loadu_ps(to_weights + here), less)));
+                _mm256_storeu_si256((__m256i *)(rows + here), both[n]);
+            }
+            _mm512_storeu_si512(pairs + j / 2 * QUERIES + c, pairs_of(both[0], both[1]));
+        }
+    }
+}
+
+INLINE float inner_product(const bf16 *a, const bf16 *b, int64_t dim) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < dim; i += LANES)
+        sum = _mm512_fmadd_ps(load(a + i), load(b + i), sum);
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* One read of the query heads that share one key head. scratch: what strop_attend_backward_scratch says. */
+static void attend_backward(const int64_t *read, const Backward *of, int64_t kv_head, pair *scratch) {
+    const int64_t num_queries = read[1], num_keys = read[3], is_own = read[4], dim = of->dim;
+    pair *paired_keys = scratch, *turned = paired_keys + (num_keys + 1) / 2 * dim, *to_turned = turned + dim / 2 * QUERIES;
+    pair *paired = to_turned + dim / 2 * QUERIES, *to_paired = paired + QUERIES / 2 * dim, *score_pairs = to_paired + QUERIES / 2 * dim;
+    float *scores = (float *)(score_pairs + KEYS / 2 * QUERIES), *to_weights = scores + KEYS * QUERIES;
+    bf16 *weights = (bf16 *)(to_weights + KEYS * QUERIES), *score_rows = weights + KEYS * QUERIES;
+    float inner[QUERIES];
+    float *of_keys = of->of_keys + (kv_head * of->num_tokens + read[2]) * dim;
+    float *of_values = of->of_values + (kv_head * of->num_tokens + read[2]) * dim;
+    pair_rows(at(of->keys, kv_head, read[2]), of->keys.token, num_keys, dim, paired_keys);
+    if (is_own) {
+        memset(of_keys, 0, 4 * num_keys * dim);
+        memset(of_values, 0, 4 * num_keys * dim);
+    }
+    for (int64_t head = kv_head * of->group; head < (kv_head + 1) * of->group; head++)
+        for (int64_t query = 0; query < num_queries; query += QUERIES) {
+            const int64_t columns = least(QUERIES, num_queries - query), all = rounded_up(columns, LANES), token = read[0] + query;
+            const int64_t end = is_own ? least(num_keys, query + columns) : num_keys;
+            float *of_queries = of->of_queries + (head * of->num_tokens + token) * dim;
+            turn_rows(at(of->queries, head, token), of->queries.token, columns, dim, turned, QUERIES);
+            turn_rows(at(of->to_out, head, token), of->to_out.token, columns, dim, to_turned, QUERIES);
+            pair_rows(at(of->queries, head, token), of->queries.token, columns, dim, paired);
+            pair_rows(at(of->to_out, head, token), of->to_out.token, columns, dim, to_paired);
+            for (int64_t i = 0; i < columns; i++)
+                inner[i] = inner_product(at(of->out, head, token + i), at(of->to_out, head, token + i), dim);
+            for (int64_t key = 0; key < end; key += KEYS) {
+                const int64_t rows = least(KEYS, end - key), depth = (columns + 1) / 2;
+                const int64_t diagonal = is_own ? query - key : rows; /* of the keys before it, all queries see all */
+                multiply(rows, all, 1, dim / 2, (const pair *)at(of->keys, kv_head, read[2] + key), of->keys.token / 2, 1, turned,
+                         QUERIES, scores, QUERIES);
+                weigh_again(rows, columns, diagonal, of->scale, of->normalizers + head * of->num_tokens + token, scores, weights);
+                multiply(rows, dim, 0, depth, (const pair *)weights, QUERIES / 2, 1, to_paired, dim, of_values + key * dim, dim);
+                multiply(rows, all, 1, dim / 2, (const pair *)at(of->values, kv_head, read[2] + key), of->values.token / 2, 1,
+                         to_turned, QUERIES, to_weights, QUERIES);
+                to_scores(rows, columns, of->scale, inner, scores, to_weights, score_rows, score_pairs);
+                multiply(rows, dim, 0, depth, (const pair *)score_rows, QUERIES / 2, 1, paired, dim, of_keys + key * dim, dim);
+                multiply(columns, dim, is_own && key == 0, (rows + 1) / 2, score_pairs, 1, QUERIES, paired_keys + key / 2 * dim, dim,
+                         of_queries, dim);
+            }
+        }
+}
+
+/* Bytes that each thread needs, of reads of at most so many keys. */
+int64_t strop_attend_backward_scratch(int64_t dim, int64_t most_keys) {
+    return 4 * ((most_keys + 1) / 2 * dim + 2 * dim * QUERIES + KEYS / 2 * QUERIES + 2 * KEYS * QUERIES) + 4 * KEYS * QUERIES + 64;
+}
+
+/* Gradients of what strop_attend_rows gave; `out` and `to_out`, its gradient, in bfloat16. A row's own read comes before all others
+   of its tokens and sets what they add to. */
+void strop_attend_rows_backward(int64_t num_threads, int64_t num_waves, const int64_t *waves, const int64_t *reads, int64_t num_tokens,
+                                int64_t num_heads, int64_t num_kv_heads, int64_t dim, const bf16 *queries,
+                                const int64_t *query_strides, const bf16 *keys, const int64_t *key_strides, const bf16 *values,
+                                const int64_t *value_strides, const bf16 *out, const int64_t *out_strides, const bf16 *to_out,
+                                const int64_t *to_out_strides, const float *normalizers, float scale, float *of_queries,
+                                float *of_keys, float *of_values, char *scratch, int64_t scratch_bytes) {
+    const Backward of = {{queries, query_strides[0], query_strides[1]}, {keys, key_strides[0], key_strides[1]},
+                         {values, value_strides[0], value_strides[1]},  {out, out_strides[0], out_strides[1]},
+                         {to_out, to_out_strides[0], to_out_strides[1]}, normalizers, of_queries, of_keys, of_values,
+                         num_tokens, dim, num_heads / num_kv_heads, scale};
+    for (int64_t wave = 0; wave < num_waves; wave++) {
+        const int64_t *first = reads + waves[wave] * READ, num_reads = waves[wave + 1] - waves[wave];
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads)
+        for (int64_t item = 0; item < num_reads * num_kv_heads; item++)
+            attend_backward(first + item / num_kv_heads * READ, &of, item % num_kv_heads,
+                            (pair *)(scratch + omp_get_thread_num() * scratch_bytes));
+    }
+}

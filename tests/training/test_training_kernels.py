@@ -1,0 +1,167 @@
+"""The compiled attention of rows against torch's in float32, and what happens where there can be none."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from strop.training import kernels as kernels_module
+from strop.training.attention import _Reads
+from strop.training.kernels import kernels_for
+from strop.training.packing import Read, Waves, lay_out
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    heads = torch.zeros(1, 1, 1, 32).bfloat16()
+    found = kernels_for(heads, heads, heads)
+    if found is None:
+        pytest.skip("needs a C compiler and a processor with AVX-512 BF16")
+    return found
+
+
+def rows_of(lengths, shared):
+    """Ids and lengths of rows, each with so many of its first tokens those of the row before it."""
+    generator = torch.Generator().manual_seed(sum(lengths))
+    ids = torch.randint(0, 1000, (len(lengths), max(lengths)), generator=generator)
+    for row in range(1, len(lengths)):
+        num = min(shared[row], lengths[row] - 1, lengths[row - 1])
+        ids[row, :num] = ids[row - 1, :num]
+    return ids, torch.tensor(lengths)
+
+
+def some_heads(num_tokens, num_heads, num_kv_heads, dim, seed=0):
+    """Queries, keys, values and the gradient of what is read, as the model library lays them out."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(1, num_tokens, num, dim, generator=generator).bfloat16().transpose(1, 2)
+        for num in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    ]
+
+
+def outputs_and_gradients(heads, layout, dtype=torch.bfloat16):
+    """Of `_Reads`: in bfloat16 by the kernels, in float32 by torch."""
+    *leaves, to_outputs = (each.detach().to(dtype) for each in heads)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    outputs = _Reads.apply(*leaves, layout, 0.2)
+    outputs.backward(to_outputs.transpose(1, 2))
+    return [outputs.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def assert_near(ours, exact):
+    for one, other in zip(ours, exact, strict=True):
+        assert one.dtype is torch.bfloat16
+        assert (one.float() - other).norm() <= 0.005 * other.norm() + 1e-4
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 250)), min_size=1, max_size=6),
+    sizes=st.sampled_from([(4, 2, 32), (9, 3, 64), (2, 2, 96), (3, 1, 128)]),
+)
+def test_what_is_read_and_its_gradients_are_torch_s(kernels, rows, sizes):
+    layout = lay_out(*rows_of(*zip(*rows, strict=True)))
+    heads = some_heads(layout.ids.shape[1], *sizes)
+    assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, torch.float32))
+
+
+def test_rows_of_many_tiles_whose_scores_are_far_apart(kernels):
+    """A later tile with larger scores outweighs the ones before it; shared reads come last."""
+    layout = lay_out(*rows_of([700, 650, 651], [0, 600, 640]))
+    assert layout.waves.starts.tolist() == [0, 3, 4, 5]
+    query, key, value, to_outputs = some_heads(layout.ids.shape[1], 2, 1, 64)
+    key = key * torch.linspace(0.1, 6.0, key.shape[2])[:, None].bfloat16()
+    heads = [query, key, value, to_outputs]
+    assert_near(outputs_and_gradients(heads, layout), outputs_and_gradients(heads, layout, torch.float32))
+
+
+def test_log_normalizers_are_those_of_all_keys_that_a_token_sees(kernels):
+    layout = lay_out(*rows_of([40, 41], [0, 30]))
+    query, key, value, _ = some_heads(51, 2, 2, 32)
+    _, normalizers = kernels.attend(query, key, value, layout.waves, 0.2)
+    seen = {row: layout.places[row, : layout.positions[0, token] + 1] for row, token in ((0, 20), (1, 50))}
+    for row, token in ((0, 20), (1, 50)):
+        scores = 0.2 * query[0, :, token].float() @ key[0, :, seen[row]].float().mT
+        expected = torch.stack([scores[head, head].logsumexp(0) for head in range(2)])
+        torch.testing.assert_close(normalizers[0, :, token], expected, rtol=0, atol=1e-5)
+
+
+def test_the_number_of_threads_changes_no_bit(kernels):
+    layout = lay_out(*rows_of([90, 150, 151, 60], [0, 80, 100, 20]))
+    heads = some_heads(layout.ids.shape[1], 6, 2, 64)
+    before, results = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 5):
+            torch.set_num_threads(num_threads)
+            results.append(outputs_and_gradients(heads, layout))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_how_heads_lie_in_memory_changes_no_bit(kernels):
+    layout = lay_out(*rows_of([70, 70], [0, 33]))
+    heads = some_heads(layout.ids.shape[1], 4, 2, 32)
+    whole = [each.contiguous() for each in heads]
+    apart = [each.mT.contiguous().mT for each in heads]  # the numbers of a head are not side by side
+    results = [outputs_and_gradients(each, layout) for each in (heads, whole, apart)]
+    for other in results[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+def test_what_is_not_a_number_stays_none(kernels):
+    layout = lay_out(*rows_of([200, 140], [0, 0]))
+    query, key, value, to_outputs = some_heads(layout.ids.shape[1], 2, 1, 32)
+    query[0, 1, 150] = torch.nan
+    outputs, of_query, *_ = outputs_and_gradients([query, key, value, to_outputs], layout)
+    assert outputs[0, 150, 1].isnan().all()
+    assert of_query[0, 1, 150].isnan().all()
+    assert outputs[0, 150, 0].isfinite().all()
+    assert outputs[0, 151:].isfinite().all()
+
+
+def test_of_a_wave_no_two_reads_write_to_the_same_place():
+    own = [slice(0, 10), slice(10, 20), slice(20, 30), slice(30, 40)]
+    shared = [
+        (slice(10, 20), slice(0, 5)),
+        (slice(30, 40), slice(20, 25)),
+        (slice(10, 30), slice(0, 3)),
+        (slice(15, 18), slice(6, 8)),
+    ]
+    reads = [Read(queries=each, keys=each, is_own=True) for each in own]
+    reads += [Read(queries=queries, keys=keys, is_own=False) for queries, keys in shared]
+    waves = Waves.of(reads)
+    assert waves.starts.tolist() == [0, 4, 6, 7, 8]
+    assert waves.reads[4:].tolist() == [[10, 10, 0, 5, 0], [30, 10, 20, 5, 0], [10, 20, 0, 3, 0], [15, 3, 6, 2, 0]]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "value_dim"),
+    [(torch.float32, 64, 64), (torch.bfloat16, 48, 48), (torch.bfloat16, 64, 32), (torch.bfloat16, 512, 512)],
+)
+def test_heads_that_it_is_not_made_for_are_torch_s(dtype, dim, value_dim):
+    heads, values = torch.zeros(1, 2, 3, dim, dtype=dtype), torch.zeros(1, 2, 3, value_dim, dtype=dtype)
+    assert kernels_for(heads, heads, values) is None
+
+
+def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkeypatch, tmp_path, caplog):
+    layout = lay_out(*rows_of([50, 60], [0, 30]))
+    heads = some_heads(layout.ids.shape[1], 4, 2, 32)
+    expected = outputs_and_gradients(heads, layout)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "kernels.c"
+    for right, wrong in (("1.0f / total[i]", "0.9f / total[i]"), ("set1_ps(scale);", "set1_ps(0.9f * scale);")):
+        text = kernels_module._SOURCE.read_text()
+        assert right in text
+        source.write_text(text.replace(right, wrong))
+        kernels_module._compiled.cache_clear()
+        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+            patched.setattr(kernels_module, "_SOURCE", source)
+            by_torch = outputs_and_gradients(heads, layout)
+        assert "differ from torch" in caplog.text
+        assert_near(by_torch, [each.float() for each in expected])
+        caplog.clear()
+    kernels_module._compiled.cache_clear()
