@@ -65,6 +65,8 @@ def test_sampling_stops_at_the_tags_of_arpos_tools_and_of_those_that_are_offered
         ("I could write <python> here. <python>2</python>", "2"),
         ("<python>1</python>\n", "1"),  # the token that ends the tag may hold more
         ("<answer>5</answer><python>1</python>", "1"),
+        ('<python>print("<search>")</python>', 'print("<search>")'),
+        ('<python>print("<search>who</search>")</python>', 'print("<search>who</search>")'),  # where nothing stops sampling
     ],
 )
 def test_a_call_is_the_tag_that_the_turn_ends_with(text, code):
@@ -88,6 +90,33 @@ def test_a_call_that_cannot_be_read_says_why(text, outcome, told):
     assert isinstance(call, FailedCall)
     assert call.outcome is outcome
     assert told in call.text
+
+
+@pytest.mark.parametrize(
+    ("text", "left_open", "code"),
+    [
+        ("<search>who is X <python>print(1)</python>", [("search", "who is X ")], "print(1)"),
+        ('<search>who <python>print("<search>")</python>', [("search", "who ")], 'print("<search>")'),
+        ("<search>a <search>b <python>1</python>", [("search", "b ")], "1"),
+        ("<look>a <search>b <python>1</python>", [("look", "a "), ("search", "b ")], "1"),
+        ("<look>a <python>b <python>1</python>", [("look", "a ")], "1"),
+        ("<search>who <python>print(1)", [("search", "who "), ("python", "print(1)")], None),
+    ],
+)
+def test_a_tag_that_is_left_open_before_a_call_is_told_and_the_call_is_read(text, left_open, code):
+    calls = TagCalls([PYTHON, ToolSpec(name="look", description="", parameters={})]).parse(text, max_calls=1)
+    failed = [call for call in calls if isinstance(call, FailedCall)]
+    assert [(call.name, call.arguments_text) for call in failed] == left_open
+    assert {call.outcome for call in failed} == {ToolOutcome.UNCLOSED}
+    assert [call.arguments["code"] for call in calls[len(failed) :]] == ([] if code is None else [code])
+
+
+def test_a_tag_that_is_left_open_is_answered_beside_the_call_behind_it():
+    (observation,) = step([stopped("<search>who is X <python>print 5</python>")], max_calls_per_turn=1)
+    assert outcomes(observation) == [ToolOutcome.UNCLOSED, ToolOutcome.STDOUT]
+    text = CHAT.decode(observation.ids)
+    assert text.startswith(" <result>\nError: the call could not be read: <search> without </search>.")
+    assert text.endswith("</result>\n <result>\n5\n</result>")
 
 
 @pytest.mark.parametrize(

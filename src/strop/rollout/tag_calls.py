@@ -1,8 +1,8 @@
 """Reads a tool call that is written as a tag with the tool's name: `<search>query</search>`, `<python>code</python>`.
 
 The format is ARPO's (arXiv 2507.19849). Sampling stops at the closing tag, so a turn holds one call at most, and it is the last
-thing in it. The tag has one text, which is the tool's first argument. As with JSON, a call that cannot be read is told to the
-policy: the released code ends the rollout on an empty one, and overlooks one that is not closed.
+thing in it. The tag has one text, which is the tool's first argument: tags in it are text. As with JSON, a call that cannot be
+read is told to the policy: the released code ends the rollout on an empty one, and overlooks one that is not closed.
 """
 
 from __future__ import annotations
@@ -39,24 +39,29 @@ class TagCalls:
         return True
 
     def parse(self, text: str, *, max_calls: int) -> list[Call]:
-        """The call that `text` ends with, or the tag that it leaves open; empty where there is neither. `max_calls` is 1 at
-        least, and more than one call cannot be written."""
+        """The tags that `text` leaves open, and the call that it ends with; empty where there is neither. `max_calls` is 1 at
+        least: more than one call cannot be written, and a tag that is left open takes its place from none.
+
+        A call begins at the last opening tag of its name, as in the released code: whoever writes it again begins anew.
+        """
         tags = list(self._tag.finditer(text))
         if not tags:
             return []
         last = tags[-1]
         name = last.group(2)
         if not last.group(1):
-            block = text[last.end() :]
-            return [_failed(name, block, ToolOutcome.UNCLOSED, f"<{name}> without </{name}>")]
-        opening = next((tag for tag in reversed(tags[:-1]) if tag.group(2) == name and not tag.group(1)), None)
-        if opening is None:
+            return _left_open(text, tags, len(text))
+        num_before = next((at for at in reversed(range(len(tags) - 1)) if tags[at].group() == f"<{name}>"), None)
+        if num_before is None:
             return [_failed(name, "", ToolOutcome.MALFORMED, f"</{name}> without <{name}>")]
+        opening = tags[num_before]
+        left_open = [call for call in _left_open(text, tags[:num_before], opening.start()) if call.name != name]
         content = text[opening.end() : last.start()].strip("\n")
         if not content.strip():
-            return [_failed(name, content, ToolOutcome.MALFORMED, f"nothing between <{name}> and </{name}>")]
+            return [*left_open, _failed(name, content, ToolOutcome.MALFORMED, f"nothing between <{name}> and </{name}>")]
         arguments = self._arguments(name, content)
-        return [ParsedCall(name=name, arguments=arguments, arguments_text=json.dumps(arguments, ensure_ascii=False))]
+        arguments_text = json.dumps(arguments, ensure_ascii=False)
+        return [*left_open, ParsedCall(name=name, arguments=arguments, arguments_text=arguments_text)]
 
     def has_closed_call(self, text: str) -> bool:
         return any(tag.group(1) for tag in self._tag.finditer(text))
@@ -82,6 +87,20 @@ class TagCalls:
         first = next(iter(properties), next(iter(schema.get("required", ())), "text"))
         others = [each for each in schema.get("required", ()) if each != first and _is_text(properties.get(each))]
         return {first: content} | dict.fromkeys(others, "")
+
+
+def _left_open(text: str, tags: Sequence[re.Match[str]], end: int) -> list[FailedCall]:
+    """Of the opening tags behind the last closing one, the last of each name, in order, with the text up to what follows it."""
+    found: dict[str, FailedCall] = {}
+    for tag in reversed(tags):
+        if tag.group(1):
+            break
+        name = tag.group(2)
+        if name not in found:
+            problem = f"<{name}> without </{name}>"
+            found[name] = _failed(name, text[tag.end() : end], ToolOutcome.UNCLOSED, problem)
+        end = tag.start()
+    return list(reversed(found.values()))
 
 
 def _is_text(schema: object) -> bool:
