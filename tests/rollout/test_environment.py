@@ -8,6 +8,8 @@ from strop.errors import ConfigError, DeadlineExceeded, ToolBroken
 from strop.rollout.chat import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
+from strop.sandbox import ScriptedSandbox
+from strop.tools import PythonTool, PythonToolConfig
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.types import Completion, FinishReason, StopReason, Task, ToolOutcome
 
@@ -167,6 +169,51 @@ def test_a_call_beyond_the_tool_budget_ends_the_rollout_and_is_not_run():
     assert first.stop_reason is None
     assert (second.stop_reason, outcomes(second)) == (StopReason.TOOL_BUDGET, [ToolOutcome.NOT_RUN])
     assert len(tool.seeds) == 1
+
+
+def test_of_a_turn_beyond_the_tool_budget_the_calls_that_fit_are_run():
+    tool = Adder()
+    first, second = play(environment(tool, max_calls=3), completion(call() * 2), completion(call(1, 1) + call(2, 2)))
+    assert first.stop_reason is None
+    assert (second.stop_reason, second.ids) == (StopReason.TOOL_BUDGET, ())
+    assert [(each.outcome, each.text) for each in second.calls] == [(ToolOutcome.STDOUT, "2"), (ToolOutcome.NOT_RUN, "")]
+    assert len(tool.seeds) == 3
+
+
+def test_a_call_that_reaches_no_tool_takes_nothing_of_the_tool_budget():
+    tool = Adder()
+    wrong = call(name="subtract") + call(a="2") + "<tool_call>{bad}</tool_call>"
+    told, run, again, over = play(
+        environment(tool, max_calls=1), *(completion(each) for each in (wrong, call(), wrong, wrong + call()))
+    )
+    mistakes = [ToolOutcome.UNKNOWN_TOOL, ToolOutcome.WRONG_ARGUMENTS, ToolOutcome.MALFORMED]
+    assert [each.stop_reason for each in (told, run, again)] == [None] * 3
+    assert outcomes(told) == outcomes(again) == mistakes
+    assert (over.stop_reason, outcomes(over)) == (StopReason.TOOL_BUDGET, [*mistakes, ToolOutcome.NOT_RUN])
+    assert len(tool.seeds) == 1
+
+
+def test_a_call_within_the_budget_is_not_run_where_no_response_fits_though_others_are_beyond_it():
+    tool = Adder()
+    (over,) = play(environment(tool, max_calls=1), completion(call() * 2), num_tokens_left=3)
+    assert (over.stop_reason, outcomes(over)) == (StopReason.OVERFLOW, [ToolOutcome.NOT_RUN] * 2)
+    assert not tool.seeds
+
+
+def test_an_argument_of_the_python_tool_that_is_left_out_has_its_default_and_is_shown_as_required():
+    box = ScriptedSandbox(answer=lambda request: f"{request.code} of {request.stdin!r}")
+    tool = PythonTool(box, PythonToolConfig(name="python"))
+    ledger = Ledger()
+    said = [
+        json.dumps({"name": "python", "arguments": each}) for each in ({"code": "1"}, {"input": "2"}, {"code": "1", "input": 2})
+    ]
+    text = "".join(f"<tool_call>{each}</tool_call>" for each in said)
+    (observation,) = play(environment(tool, observe=lambda task, *, seed: ledger), completion(text))
+    assert outcomes(observation) == [ToolOutcome.STDOUT, ToolOutcome.WRONG_ARGUMENTS, ToolOutcome.WRONG_ARGUMENTS]
+    assert (observation.calls[0].text, observation.calls[0].arguments) == ("1 of ''", '{"code": "1"}')
+    assert "missing required argument 'code'" in observation.calls[1].text
+    assert ledger.events[0] == ("opened", 0, 0, "python", {"code": "1", "input": ""})
+    assert tool.spec.as_function()["function"]["parameters"]["required"] == ["code", "input"]
 
 
 def test_calls_beyond_the_turns_limit_are_refused_and_the_others_run():

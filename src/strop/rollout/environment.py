@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from pydantic import Field
@@ -141,7 +142,8 @@ class ToolEnvironment:
         """Answer a completion.
 
         A response's length is known only after its call: where it turns out not to fit, the calls are recorded as they ran
-        and the rollout overflows. Where not even empty responses would fit, nothing is run.
+        and the rollout overflows. Where not even empty responses would fit, nothing is run. Of calls beyond the tool budget
+        those are run that are within it, then the rollout ends; one that reaches no tool takes nothing of it.
 
         Raises:
             DeadlineExceeded: a tool kept silent for `deadline_s` beyond its own limits, so that this is our fault. Waiting
@@ -154,12 +156,16 @@ class ToolEnvironment:
             return _end(text, (), StopReason.LENGTH)
         if not calls:
             return _end(text, (), StopReason.ANSWERED)
-        stop_reason = self._limit_reached(calls)
-        if stop_reason is None and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
-            stop_reason = StopReason.OVERFLOW
-        if stop_reason is not None:
-            return _end(text, tuple(_not_run(call) for call in calls), stop_reason)
-        made = await self._run_all(calls)
+        if self._num_turns >= self._limits.max_turns:
+            return _end(text, tuple(_not_run(call) for call in calls), StopReason.TURN_LIMIT)
+        wanted, is_over_budget = self._within_budget([self._checked(call) for call in calls])
+        is_any_run = any(isinstance(each, ParsedCall) for each in wanted)
+        is_told = is_any_run or not is_over_budget
+        if is_told and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
+            return _end(text, tuple(_not_run(call) for call in calls), StopReason.OVERFLOW)
+        made = await self._run_all(wanted)
+        if is_over_budget:
+            return _end(text, made, StopReason.TOOL_BUDGET)
         responses = [call.text for call in made]
         ids = self._observation_ids(completion, responses)
         if len(ids) > num_tokens_left:
@@ -183,15 +189,37 @@ class ToolEnvironment:
             continues_turn=self._format.continues_turn,
         )
 
-    def _limit_reached(self, calls: Sequence[Call]) -> StopReason | None:
-        if self._num_turns >= self._limits.max_turns:
-            return StopReason.TURN_LIMIT
-        num_wanted = sum(isinstance(call, ParsedCall) for call in calls)
-        if self._limits.max_calls is not None and self._num_calls_run + num_wanted > self._limits.max_calls:
-            return StopReason.TOOL_BUDGET
-        return None
+    def _checked(self, call: Call) -> ToolCall | ParsedCall:
+        """The call with all of its arguments where it can be run, else what is told of it."""
+        if isinstance(call, FailedCall):
+            return _told(call.name, call.arguments_text, call.outcome, call.text)
+        if call.name not in self._tools:
+            known = ", ".join(self._tools) or "none"
+            text = f"Error: there is no tool {self._shortened(call.name)!r}. Tools: {known}."
+            return _told(call.name, call.arguments_text, ToolOutcome.UNKNOWN_TOOL, text)
+        spec = self._tools[call.name].spec
+        arguments = {**call.arguments, **{name: each for name, each in spec.defaults.items() if name not in call.arguments}}
+        problem = argument_problem(spec.parameters, arguments)
+        if problem is not None:
+            text = self._shortened(f"Error: {call.name}: {problem}.")
+            return _told(call.name, call.arguments_text, ToolOutcome.WRONG_ARGUMENTS, text)
+        return replace(call, arguments=arguments)
 
-    async def _run_all(self, calls: Sequence[Call]) -> tuple[ToolCall, ...]:
+    def _within_budget(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[list[ToolCall | ParsedCall], bool]:
+        """`calls`, those that would be run beyond `limits.max_calls` as not run, and whether there are any."""
+        num_free = len(calls) if self._limits.max_calls is None else self._limits.max_calls - self._num_calls_run
+        wanted: list[ToolCall | ParsedCall] = []
+        for each in calls:
+            if isinstance(each, ParsedCall):
+                num_free -= 1
+                wanted.append(each if num_free >= 0 else _not_run(each))
+            else:
+                wanted.append(each)
+        if num_free >= 0:
+            return wanted, False
+        return [replace(each, text="") if isinstance(each, ToolCall) else each for each in wanted], True  # nobody is told
+
+    async def _run_all(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[ToolCall, ...]:
         """All calls of a turn at once; one that raises ends the others."""
         running = [asyncio.ensure_future(self._make(index, call)) for index, call in enumerate(calls)]
         try:
@@ -201,20 +229,11 @@ class ToolEnvironment:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _make(self, index: int, call: Call) -> ToolCall:
-        if isinstance(call, FailedCall):
-            return _told(call.name, call.arguments_text, call.outcome, call.text)
-        if call.name not in self._tools:
-            known = ", ".join(self._tools) or "none"
-            text = f"Error: there is no tool {self._shortened(call.name)!r}. Tools: {known}."
-            return _told(call.name, call.arguments_text, ToolOutcome.UNKNOWN_TOOL, text)
-        tool = self._tools[call.name]
-        problem = argument_problem(tool.spec.parameters, call.arguments)
-        if problem is not None:
-            text = self._shortened(f"Error: {call.name}: {problem}.")
-            return _told(call.name, call.arguments_text, ToolOutcome.WRONG_ARGUMENTS, text)
+    async def _make(self, index: int, call: ToolCall | ParsedCall) -> ToolCall:
+        if isinstance(call, ToolCall):
+            return call
         self._num_calls_run += 1
-        result = await self._run(tool, index, call)
+        result = await self._run(self._tools[call.name], index, call)
         return ToolCall(
             name=call.name,
             arguments=call.arguments_text,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from strop.types import ToolOutcome
@@ -16,6 +16,8 @@ class ToolSpec:
     name: str
     description: str
     parameters: Mapping[str, Any]  # a JSON schema of type object
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    """What stands for arguments that are left out, though the schema, as a paper prints it, asks for them. Not shown."""
 
     def as_function(self) -> dict[str, Any]:
         """The wire form that chat templates and prompts print."""

@@ -74,6 +74,7 @@ class PythonTool(Tool):
                 },
                 "required": ["code", "input"],
             },
+            defaults={"input": ""},  # rStar2-Agent's released code
         )
 
     @property
