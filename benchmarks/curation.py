@@ -5,6 +5,7 @@
 The limits are 10 minutes and 2 GiB on 2 cores, without the rules that need a model. The problems are sentences that recur with
 other names and numbers; among them are planted: exact copies, near copies (a word changed), problems of a benchmark (some with
 other first and last words), of which some are short, and answers that a rule is there for.
+A smaller arm has problems of one sentence, with as many answers, ten and one.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import threading
 import time
 from pathlib import Path
 
+from strop.curation.duplicates import NearDuplicates
 from strop.curation.load import load_curation
 from strop.curation.run import run_curation
+from strop.types import Task
 
 NUM_BENCHMARK = 5000
 NUM_SHORT = 2000  # further benchmark problems, of one sentence
 NUM_OF_EACH = 500  # planted
 COMMAND = "make bench-curation"
 LIMIT_S, LIMIT_MIB = 600.0, 2048.0
+NUM_TEMPLATED = 5000
 RESULTS = Path(__file__).parent / "results"
 
 NAMES = ["Ada", "Bela", "Chidi", "Dora", "Emeka", "Freya", "Goran", "Hana", "Ines", "Jonas", "Kofi", "Lena", "Mira", "Nils"]
@@ -46,6 +50,11 @@ QUESTIONS = [
     "What is the smallest number of {thing} that {b} could have started with?",
     "Let $x$ be the number of {thing}. Find the remainder when $x^{n}$ is divided by ${m}$.",
 ]
+
+TEMPLATE = (
+    "A train leaves the station at noon and travels at {a} km per hour until it reaches a town that is {b} km away. How many"
+    " minutes does it take?"
+)
 
 FILE = """
 name = "generated"
@@ -164,6 +173,40 @@ def planted(
     }
 
 
+def templated(num_answers: int) -> dict[str, float]:
+    """What near-duplicates cost among problems of one sentence, and how many of the planted ones are found."""
+    draw = random.Random(4)
+    tasks = [
+        Task(
+            id=f"templated/{number}",
+            question=TEMPLATE.format(a=draw.randint(10, 9999), b=draw.randint(100, 99_999)),
+            answer=str(number % num_answers),
+            source="templated",
+        )
+        for number in range(NUM_TEMPLATED)
+    ]
+    chosen = draw.sample(tasks, NUM_OF_EACH)
+    copies = [
+        Task(id=f"copy/{n}", question=f"{of.question} Explain.", answer=of.answer, source="copy") for n, of in enumerate(chosen)
+    ]
+    all_of_them = [*tasks, *copies]
+    prepared = [NearDuplicates().prepare(task) for task in all_of_them]
+    rule, unbounded = NearDuplicates(), NearDuplicates(max_in_bucket=len(all_of_them))
+    started = time.process_time()
+    dropped = [rule.judge(task, each) is not None for task, each in zip(all_of_them, prepared, strict=True)]
+    used_s = time.process_time() - started
+    expected = [unbounded.judge(task, each) is not None for task, each in zip(all_of_them, prepared, strict=True)]
+    return {
+        "num_answers": num_answers,
+        "planted": len(copies),
+        "found": sum(dropped[len(tasks) :]),
+        "others": sum(dropped[: len(tasks)]),
+        "decided_otherwise_without_a_bound": sum(one != other for one, other in zip(dropped, expected, strict=True)),
+        "compared_per_problem": round(rule.num_compared / len(dropped), 2),
+        "cpu_s": round(used_s, 2),
+    }
+
+
 class Memory(threading.Thread):
     """The largest sum of the proportional set sizes of this process and its children, seen every half second."""
 
@@ -227,6 +270,7 @@ def main() -> None:
         summary,
         extra,
         found,
+        [templated(NUM_TEMPLATED), templated(10), templated(1)],
         elapsed=elapsed,
         cpu=used_cpu,
         peak_mib=memory.peak_mib,
@@ -254,6 +298,7 @@ def report(
     summary: dict[str, object],
     extra: dict[str, list[dict[str, object]]],
     found: dict[str, str],
+    arms: list[dict[str, float]],
     *,
     elapsed: float,
     cpu: float,
@@ -270,11 +315,17 @@ def report(
     }
     missed = sum(each["planted"] - each["found"] for each in rules.values())
     others = sum(each["others"] for each in rules.values())
-    bars = {
+    own = arms[0]  # where each has its own answer; with few, what a copy is of may itself be dropped as too much like another
+    unseen, compared = own["planted"] - own["found"], own["compared_per_problem"]
+    otherwise = sum(arm["decided_otherwise_without_a_bound"] for arm in arms)
+    bars: dict[str, dict[str, object]] = {
         "time_s": {"value": round(elapsed, 1), "bar": f"<= {LIMIT_S:.0f}", "holds": elapsed <= LIMIT_S},
         "peak_mib": {"value": round(peak_mib), "bar": f"<= {LIMIT_MIB:.0f}", "holds": peak_mib <= LIMIT_MIB},
         "planted_and_not_found": {"value": missed, "bar": "== 0", "holds": missed == 0},
         "others_dropped": {"value": others, "bar": "== 0", "holds": others == 0},
+        "templated_and_not_found": {"value": unseen, "bar": "== 0", "holds": unseen == 0},
+        "templated_decided_otherwise": {"value": otherwise, "bar": "== 0", "holds": otherwise == 0},
+        "templated_compared_per_problem": {"value": compared, "bar": "<= 1", "holds": compared <= 1},
     }
     result = {
         "command": COMMAND,
@@ -289,6 +340,7 @@ def report(
         "peak_mib": round(peak_mib),
         "num_kept": summary["num_kept"],
         "rules": rules,
+        "templated": arms,
     }
     lines = [
         f"{arguments.num:,} problems ({result['megabytes']} MB), {arguments.jobs} processes on {os.cpu_count()} cores",
@@ -296,6 +348,11 @@ def report(
         f"memory  {peak_mib:8.0f} MiB of {LIMIT_MIB:.0f} MiB allowed (peak of all processes together)",
         f"{'rule':<18} {'planted':>8} {'found':>8} {'others dropped':>15}",
         *(f"{rule:<18} {each['planted']:>8} {each['found']:>8} {each['others']:>15}" for rule, each in rules.items()),
+        *(
+            f"templated, {NUM_TEMPLATED:,} problems, {arm['num_answers']:,} answers: {arm['found']} of {arm['planted']} near"
+            f" copies found, {arm['compared_per_problem']:,} comparisons a problem, {arm['cpu_s']} s"
+            for arm in arms
+        ),
     ]
     lines += [
         f"{name}: {bar['value']}, must be {bar['bar']}: {'holds' if bar['holds'] else 'DOES NOT HOLD'}"

@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 
 from strop.curation.curate import curate
@@ -60,6 +61,57 @@ def test_planted_near_copies_are_found_among_thousands_without_a_false_alarm():
         for each in rest[:100]
     ]
     assert set(dropped([*rest, *copies], NearDuplicates())) == {copy.id for copy in copies}
+
+
+TEMPLATE = (
+    "A train leaves the station at noon and travels at {a} km per hour until it reaches a town that is {b} km away. How many"
+    " minutes does it take?"
+)
+
+
+def templated(num, *, answers):
+    """Problems of one sentence; of any two, two numbers differ, and `answers` says how many answers there are."""
+    draw = random.Random(0)
+    numbers = [(draw.randint(10, 9999), draw.randint(100, 99999)) for _ in range(num)]
+    return [task(TEMPLATE.format(a=a, b=b), f"t{n}", str(n % answers)) for n, (a, b) in enumerate(numbers)]
+
+
+def copies_of(tasks):
+    return [task(f"{each.question} Explain.", f"copy/{each.id}", each.answer) for each in tasks]
+
+
+def test_problems_of_one_template_with_other_answers_are_never_compared():
+    # All 2000 share bands with hundreds of the others: 1.7 million comparisons where answers are not looked up first.
+    tasks, rule = templated(2000, answers=2000), NearDuplicates()
+    assert set(dropped([*tasks, *copies_of(tasks[:50])], rule)) == {f"copy/t{n}" for n in range(50)}
+    assert rule.num_compared <= 60
+    assert rule.num_cut_short == 0
+
+
+def test_with_few_answers_what_a_look_at_all_pairs_finds_is_found_and_the_earliest_is_named():
+    tasks = templated(500, answers=2)
+    tasks += copies_of(tasks[:50])
+    signatures = [np.frombuffer(NearDuplicates().prepare(each), dtype="<u4") for each in tasks]
+    kept, expected = [], {}
+    for index, each in enumerate(tasks):
+        alike = [k for k in kept if tasks[k].answer == each.answer and (signatures[k] == signatures[index]).mean() >= 0.8]
+        if alike:
+            expected[each.id] = f"alike with {tasks[alike[0]].id}"
+        else:
+            kept.append(index)
+    found = {name: reason.partition(" ")[2] for name, reason in dropped(tasks, NearDuplicates()).items()}
+    assert found == expected
+
+
+def test_what_one_problem_costs_is_bounded_and_what_that_may_miss_is_told(caplog):
+    tasks, rule = templated(1500, answers=1), NearDuplicates(max_in_bucket=16)
+    copies = copies_of(tasks[:50])
+    found = dropped([*tasks, *copies], rule)
+    assert rule.num_compared <= len(tasks + copies) * 16 * 20  # 20 bands; 1 million with no bound
+    assert rule.num_compared < 200_000
+    assert {copy.id for copy in copies} <= set(found)  # by bands that have their own words
+    assert rule.num_cut_short > 0
+    assert "share a part of their text with more than 16 problems of the same answer" in caplog.text
 
 
 def test_signatures_are_the_same_in_every_process():

@@ -2,11 +2,16 @@
 
 Near-duplicates are pairs whose sets of word triples overlap by a Jaccard index of at least `threshold`. Candidates come from
 bands of the signatures (locality-sensitive hashing); each is then checked by the whole signature.
+
+A set that one template wrote has bands that nearly all of its problems share, though few of them are alike enough. Where the
+answers must be equal, they are part of what is looked up, so problems of other answers are never met; and a bucket takes up to
+`max_in_bucket` problems, so that the work for one of them is bounded however many there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from array import array
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +20,8 @@ from strop.curation.answers import bare
 from strop.curation.text import fingerprint, grams, words
 from strop.errors import TaskError
 from strop.types import Task
+
+logger = logging.getLogger(__name__)
 
 _NUM_HASHES = 120
 _SHINGLE_WORDS = 3
@@ -47,16 +54,26 @@ class NearDuplicates:
     """Keeps the first of problems that read nearly the same.
 
     By default only where the answers are equal, too: the same sentence with other numbers is another problem.
+
+    Args:
+        max_in_bucket: problems that are found by one band; those that come later are found by their other bands alone. What
+            is kept without a look at them all is counted, and told of.
     """
 
     name = "near_duplicates"
 
-    def __init__(self, *, threshold: float = 0.8, needs_same_answer: bool = True) -> None:
+    def __init__(self, *, threshold: float = 0.8, needs_same_answer: bool = True, max_in_bucket: int = 1024) -> None:
         self.threshold = threshold
         self.needs_same_answer = needs_same_answer
+        self.max_in_bucket = max_in_bucket
+        self.num_compared = 0
+        """Pairs of signatures that were compared whole."""
+        self.num_cut_short = 0
+        """Problems that are kept though one of their buckets was full."""
         self._rows = rows_of_band(threshold)
-        self._buckets: list[dict[bytes, list[int]]] = [{} for _ in range(_NUM_HASHES // self._rows)]
-        self._kept: list[tuple[str, str]] = []  # id and answer
+        self._buckets: list[dict[bytes, array[int]]] = [{} for _ in range(_NUM_HASHES // self._rows)]
+        self._answers: dict[str, int] = {}
+        self._kept: list[str] = []  # ids
         self._signatures = np.empty((1024, _NUM_HASHES), dtype=np.uint32)
 
     def prepare(self, task: Task) -> bytes:
@@ -64,34 +81,48 @@ class NearDuplicates:
 
     def judge(self, task: Task, prepared: bytes) -> str | None:
         own = np.frombuffer(prepared, dtype="<u4")
-        answer = bare(task.answer)
-        bands = list(self._bands(prepared))
-        candidates = sorted({index for bucket, band in bands for index in bucket.get(band, ())})
-        for index in candidates:
-            first, first_answer = self._kept[index]
-            if self.needs_same_answer and first_answer != answer:
-                continue
-            likeness = float((self._signatures[index] == own).mean())
-            if likeness >= self.threshold:
-                return f"{likeness:.0%} alike with {first}"
-        self._remember(task.id, answer, own, bands)
+        bands = self._bands(prepared, bare(task.answer))
+        met = [bucket[band] for bucket, band in zip(self._buckets, bands, strict=True) if band in bucket]
+        if met:
+            candidates = np.unique(np.concatenate([np.frombuffer(each, dtype=np.uint32) for each in met]))
+            likeness = np.count_nonzero(self._signatures[candidates] == own, axis=1) / _NUM_HASHES
+            self.num_compared += len(candidates)
+            alike = np.flatnonzero(likeness >= self.threshold)
+            if len(alike):
+                first = alike[0]
+                return f"{likeness[first]:.0%} alike with {self._kept[candidates[first]]}"
+        if any(len(each) >= self.max_in_bucket for each in met):
+            self._tell_of_full_buckets()
+        self._remember(task.id, own, bands)
         return None
 
-    def _bands(self, prepared: bytes) -> Iterator[tuple[dict[bytes, list[int]], bytes]]:
+    def _bands(self, prepared: bytes, answer: str) -> list[bytes]:
+        """What each of the buckets is asked for: a band, and which answer it must have."""
+        key = self._answers.setdefault(answer, len(self._answers)).to_bytes(4, "little") if self.needs_same_answer else b""
         width = 4 * self._rows
-        for number, bucket in enumerate(self._buckets):
-            yield bucket, prepared[number * width : (number + 1) * width]
+        return [key + prepared[start : start + width] for start in range(0, width * len(self._buckets), width)]
 
-    def _remember(
-        self, name: str, answer: str, own: NDArray[np.uint32], bands: list[tuple[dict[bytes, list[int]], bytes]]
-    ) -> None:
+    def _remember(self, name: str, own: NDArray[np.uint32], bands: list[bytes]) -> None:
         index = len(self._kept)
         if index == len(self._signatures):
             self._signatures = np.resize(self._signatures, (2 * index, _NUM_HASHES))
         self._signatures[index] = own
-        self._kept.append((name, answer))
-        for bucket, band in bands:
-            bucket.setdefault(band, []).append(index)
+        self._kept.append(name)
+        for bucket, band in zip(self._buckets, bands, strict=True):
+            found = bucket.setdefault(band, array("I"))
+            if len(found) < self.max_in_bucket:
+                found.append(index)
+
+    def _tell_of_full_buckets(self) -> None:
+        self.num_cut_short += 1
+        if self.num_cut_short.bit_count() == 1:  # 1, 2, 4, ...
+            logger.warning(
+                "near_duplicates: %d so far are kept that share a part of their text with more than %d problems%s; they were"
+                " compared with the first of these alone, so a near copy may have stayed.",
+                self.num_cut_short,
+                self.max_in_bucket,
+                " of the same answer" if self.needs_same_answer else "",
+            )
 
 
 def signature(text: str) -> bytes:
