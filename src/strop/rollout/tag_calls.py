@@ -50,7 +50,7 @@ class TagCalls:
         last = tags[-1]
         name = last.group(2)
         if not last.group(1):
-            return _left_open(text, tags, len(text))
+            return [*_left_open(text, tags, len(text))]
         num_before = next((at for at in reversed(range(len(tags) - 1)) if tags[at].group() == f"<{name}>"), None)
         if num_before is None:
             return [_failed(name, "", ToolOutcome.MALFORMED, f"</{name}> without <{name}>")]

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 from pydantic import Field
 
@@ -38,8 +39,9 @@ class Gate:
         entering = asyncio.ensure_future(self._free.acquire())
         try:
             while not entering.done():
+                either: list[asyncio.Future[Any]] = [entering, self._change()]
                 with nullcontext() if self._is_stuck else clock_stopped():
-                    await asyncio.wait([entering, self._change()], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         except BaseException:
             if not entering.cancel():  # it had got its place just then
                 self._free.release()
