@@ -190,6 +190,7 @@ def test_a_call_that_reaches_no_tool_takes_nothing_of_the_tool_budget():
     assert [each.stop_reason for each in (told, run, again)] == [None] * 3
     assert outcomes(told) == outcomes(again) == mistakes
     assert (over.stop_reason, outcomes(over)) == (StopReason.TOOL_BUDGET, [*mistakes, ToolOutcome.NOT_RUN])
+    assert [each.text for each in over.calls] == [""] * 4  # nobody was told
     assert len(tool.seeds) == 1
 
 
