@@ -62,6 +62,53 @@ def test_a_judgement_without_a_verdict_leaves_the_pair_out():
     assert (found.pairs, found.num_unjudged) == ((), 2)
 
 
+THOUGHTS = Candidates(prompt="q", first="<think>POOR at first</think>GOOD", second="<think>GOOD luck</think>POOR")
+
+
+def test_the_judge_sees_summaries_and_the_pair_has_the_whole_responses():
+    found, client = made(better(">>"), [THOUGHTS])
+    assert found.pairs == (Pair(prompt="q", chosen=THOUGHTS.first, rejected=THOUGHTS.second),)
+    assert not any("think" in asked or "luck" in asked for asked in client.asked)
+
+
+def test_the_judge_sees_whole_responses_where_these_are_judged():
+    _, client = made(better(">>"), [THOUGHTS], judged_on="response")
+    assert all(THOUGHTS.first in asked and THOUGHTS.second in asked for asked in client.asked)
+
+
+@pytest.mark.parametrize(
+    ("second", "keys", "num_left_out"),
+    [
+        ("<think>POOR, and", {}, 1),  # a thought that does not end
+        ("POOR, and", {"is_prefilled": True}, 1),
+        ("POOR, and", {}, 0),
+        ("<think>POOR</think>  ", {}, 1),
+        ("<reason>POOR, and", {"think_tag": "reason"}, 1),
+        ("<think>POOR, and", {"judged_on": "response"}, 0),
+    ],
+)
+def test_a_candidate_without_a_summary_is_left_out_counted_and_not_asked_for(second, keys, num_left_out):
+    tag = keys.get("think_tag", "think")
+    candidates = [Candidates(prompt="q", first=f"so</{tag}>GOOD", second=second)]
+    found, client = made(better(">>"), candidates, **keys)
+    assert found.num_without_summary == num_left_out
+    assert len(client.asked) == 4 * (1 - num_left_out)
+
+
+@pytest.mark.parametrize(("judged_on", "num_kept"), [("summary", 2), ("response", 0)])
+def test_the_lengths_that_are_balanced_are_those_of_what_is_judged(judged_on, num_kept):
+    # The whole of what is chosen is the longer one both times; its summary is once, and once the other's.
+    def answer(summary):
+        return f"<think>{'hm ' * 100}</think>{summary}"
+
+    candidates = [
+        Candidates(prompt="q", first=answer("GOOD" * 10), second="POOR" * 5),
+        Candidates(prompt="r", first=answer("GOOD" * 5), second="POOR" * 10),
+    ]
+    found, _ = made(better(">>"), candidates, judged_on=judged_on)
+    assert (len(found.pairs), found.num_unbalanced) == (num_kept, 2 - num_kept)
+
+
 def lengths(*pairs):
     return [Pair(prompt=str(n), chosen="c" * chosen, rejected="r" * rejected) for n, (chosen, rejected) in enumerate(pairs)]
 

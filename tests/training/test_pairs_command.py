@@ -5,9 +5,9 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rewards.scorers.chat_service import said, serving
+from rewards.scorers.chat_service import Answer, said, serving
 from strop.cli import app
-from strop.errors import ConfigError, TaskError
+from strop.errors import ConfigError, TaskError, UserError
 from strop.training.preferences import Pair, read_preferences
 
 ROWS = [
@@ -23,10 +23,9 @@ def judged(asked, _):
     return said(f"[[A{strength}B]]" if text.index("GOOD") < text.index("POOR") else f"[[B{strength}A]]")
 
 
-def pairs(directory, service, rows=ROWS, *options):
+def pairs(directory, service, rows=ROWS, *options, keys=""):
     (directory / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cache = directory / "replies"
-    (directory / "judge.toml").write_text(f'service = {{ url = "{service.url}", model = "m", cache = "{cache}" }}\n')
+    (directory / "judge.toml").write_text(f'service = {{ url = "{service.url}", model = "m"{keys} }}\n')
     words = [directory / "candidates.jsonl", directory / "pairs.jsonl", "--judge", directory / "judge.toml", *options]
     result = CliRunner().invoke(app, ["data", "pairs", *map(str, words)])
     if result.exception is not None:
@@ -37,7 +36,7 @@ def pairs(directory, service, rows=ROWS, *options):
 def test_it_writes_what_a_reward_model_reads_and_says_what_is_left_out(tmp_path):
     with serving(judged) as service:
         told = pairs(tmp_path, service)
-    assert "2 pairs; left out: 0 without a verdict, 1 not clear, 0 for equal lengths" in told
+    assert "2 pairs; left out: 0 without a summary, 0 without a verdict, 1 not clear, 0 for equal lengths" in told
     assert list(read_preferences(tmp_path / "pairs.jsonl")) == [
         Pair(prompt="q", chosen="GOOD", rejected="POOR"),
         Pair(prompt="r", chosen="GOOD", rejected="POOR"),
@@ -53,6 +52,40 @@ def test_a_second_call_asks_the_judge_for_nothing_and_writes_the_same(tmp_path):
         pairs(tmp_path, service)
     assert len(service.asked) == num_asked
     assert (tmp_path / "pairs.jsonl").read_bytes() == first
+
+
+def test_what_a_judge_said_before_it_failed_is_kept_and_not_asked_for_again(tmp_path):
+    def fails_after_5(asked, number):
+        return judged(asked, number) if number < 5 else Answer(body={"error": "no memory"}, status=500)
+
+    keys = ", retries = 0, max_running = 1, temperature = 1.0"
+    with serving(fails_after_5) as service, pytest.raises(UserError) as failed:
+        pairs(tmp_path, service, keys=keys)
+    assert str(failed.value).endswith(
+        f"Its replies are kept in {tmp_path}/pairs.jsonl.replies: the same command asks for the others alone."
+    )
+    assert not (tmp_path / "pairs.jsonl").exists()
+    with serving(judged) as service:
+        assert "2 pairs" in pairs(tmp_path, service, keys=keys)
+    assert len(service.asked) == 3 * 4 - 5
+
+
+def test_the_judges_own_cache_stays_the_one(tmp_path):
+    with serving(judged) as service:
+        pairs(tmp_path, service, keys=f', cache = "{tmp_path}/mine"')
+    assert list((tmp_path / "mine").iterdir())
+    assert not (tmp_path / "pairs.jsonl.replies").exists()
+
+
+def test_a_summary_is_what_is_judged_unless_the_whole_response_is_asked_for(tmp_path, caplog):
+    rows = [*ROWS, {"prompt": "s", "first": "<reason>POOR?</reason>GOOD", "second": "<reason>GOOD! POOR"}]
+    with serving(judged) as service:
+        told = pairs(tmp_path, service, rows, "--think-tag", "reason")
+        assert "2 pairs; left out: 1 without a summary" in told
+        assert "1 of 4 candidates have a response without a summary" in caplog.text
+        assert "left out: 0 without a summary" in pairs(tmp_path, service, rows, "--judged-on", "response")
+        with pytest.raises(TaskError, match=r"0 pairs; left out: 4 without a summary.*--judged-on response"):
+            pairs(tmp_path, service, rows, "--think-tag", "reason", "--prefilled")
 
 
 @pytest.mark.parametrize(

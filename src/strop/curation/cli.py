@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -80,19 +80,40 @@ def pairs(
     judge: Annotated[
         Path, typer.Option("--judge", help="A TOML file with the keys of a judge.", metavar="FILE", show_default=False)
     ],
+    judged_on: Annotated[
+        Literal["summary", "response"],
+        typer.Option("--judged-on", help="What stands behind the thoughts of a response, or all of it."),
+    ] = "summary",
+    think_tag: Annotated[str, typer.Option("--think-tag", help="Of thoughts.")] = "think",
+    is_prefilled: Annotated[
+        bool, typer.Option("--prefilled", help="The prompts had the opening tag: what never closes it is all thought.")
+    ] = False,
     num_judgements: Annotated[int, typer.Option("--judgements", min=1, help="Of each pair, in an order drawn for each.")] = 4,
     threshold: Annotated[
         float, typer.Option("--threshold", min=0.0, max=2.0, help="Keep what differs by more, on the scale -2 to 2.")
     ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", help="Of what is left out so that neither side is the longer one.")] = 0,
 ) -> None:
-    """Make preference pairs for a reward model: several judgements each, clear ones alone, lengths balanced."""
+    """Make preference pairs for a reward model: several judgements each, clear ones alone, lengths balanced.
+
+    Goes on after a kill.
+    """
     from strop.config import load_toml, validate
     from strop.rewards.scorers.judge import JudgeConfig
     from strop.training.pair_making import make_pairs_file
 
     config = validate(JudgeConfig, load_toml(judge), place=str(judge))
-    making = make_pairs_file(candidates, out, config, num_judgements=num_judgements, threshold=threshold, seed=seed)
+    making = make_pairs_file(
+        candidates,
+        out,
+        config,
+        judged_on=judged_on,
+        think_tag=think_tag,
+        is_prefilled=is_prefilled,
+        num_judgements=num_judgements,
+        threshold=threshold,
+        seed=seed,
+    )
     typer.echo(f"{out}: {asyncio.run(making).summary}")
 
 

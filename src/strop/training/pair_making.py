@@ -1,7 +1,8 @@
 """Makes preference pairs of candidate responses: several judgements each, clear ones alone, neither side the longer one.
 
 DeepSeek-R1 (arXiv 2501.12948), section 3.1: four judgements in random order, a mean difference above 1, and lengths
-balanced over the set.
+balanced over the set. Its helpful pairs are judged on the final summary alone, its safety on the whole response; the lengths
+are those of what is judged.
 """
 
 from __future__ import annotations
@@ -13,15 +14,20 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.errors import TaskError
 from strop.rewards.scorers.judge import JudgeConfig, ModelJudge
+from strop.rewards.text import final_summary
 from strop.runs import write_text
-from strop.training.preferences import Pair
+from strop.training.preferences import JudgedOn, Pair
 
 logger = logging.getLogger(__name__)
+
+Judged = Callable[[str], str | None]
+"""What of a response is judged; None where it has no such part."""
 
 _LENGTH_STEP = 0.1  # pairs are matched within bands of so much of (longer - shorter) / longer
 
@@ -39,7 +45,8 @@ class Candidates:
 class MadePairs:
     """The pairs that are kept, and why the others are not; the numbers add up to those of the candidates."""
 
-    pairs: tuple[Pair, ...]
+    pairs: tuple[Pair, ...]  # of whole responses, whatever they were judged on
+    num_without_summary: int  # that was to be judged; they were not shown to the judge
     num_unjudged: int  # a judgement without a verdict
     num_unclear: int  # a mean difference that is not above the threshold
     num_unbalanced: int  # left out so that neither side is longer over the set
@@ -47,30 +54,61 @@ class MadePairs:
     @property
     def summary(self) -> str:
         return (
-            f"{len(self.pairs):,} pairs; left out: {self.num_unjudged:,} without a verdict, {self.num_unclear:,} not clear,"
-            f" {self.num_unbalanced:,} for equal lengths"
+            f"{len(self.pairs):,} pairs; left out: {self.num_without_summary:,} without a summary, {self.num_unjudged:,}"
+            f" without a verdict, {self.num_unclear:,} not clear, {self.num_unbalanced:,} for equal lengths"
         )
 
 
 async def make_pairs_file(
-    source: Path, out: Path, config: JudgeConfig, *, num_judgements: int = 4, threshold: float = 1.0, seed: int = 0
+    source: Path,
+    out: Path,
+    config: JudgeConfig,
+    *,
+    judged_on: JudgedOn = "summary",
+    think_tag: str = "think",
+    is_prefilled: bool = False,
+    num_judgements: int = 4,
+    threshold: float = 1.0,
+    seed: int = 0,
 ) -> MadePairs:
     """`make_pairs` of the candidates in `source`; `out` is what a stage of kind reward_model reads, there whole or not at all.
+
+    Replies are kept in `<out>.replies`, unless the judge's service has a cache: the same call after a failure goes on.
 
     Raises:
         TaskError: the candidates cannot be read, or no pair is left of them.
         UserError: the judge failed.
     """
     candidates = read_candidates(source)
-    if config.service.temperature == 0 and num_judgements > 1:
+    service = config.service
+    if service.temperature == 0 and num_judgements > 1:
         logger.warning("service.temperature is 0: judgements of a pair in one order are one and the same. 1.0 would tell more.")
-    judge = ModelJudge(config)
+    if service.cache is None:
+        service = service.model_copy(update={"cache": str(out.with_name(f"{out.name}.replies"))})
+    judge = ModelJudge(config.model_copy(update={"service": service}))
     try:
-        made = await make_pairs(judge, candidates, num_judgements=num_judgements, threshold=threshold, seed=seed)
+        made = await make_pairs(
+            judge,
+            candidates,
+            judged_on=judged_on,
+            think_tag=think_tag,
+            is_prefilled=is_prefilled,
+            num_judgements=num_judgements,
+            threshold=threshold,
+            seed=seed,
+        )
     finally:
         await judge.close()
+    if made.num_without_summary:
+        logger.warning(
+            "%d of %d candidates have a response without a summary: it says nothing behind its last </%s>, or a thought does"
+            " not end. They are left out; --judged-on response has responses judged whole.",
+            made.num_without_summary,
+            len(candidates),
+            think_tag,
+        )
     if not made.pairs:
-        raise TaskError(f"{source}: {made.summary}. Lower the threshold, give more candidates, or take another judge.")
+        raise TaskError(f"{source}: {made.summary}. {_remedy(made, len(candidates))}")
     write_text(out, "".join(json.dumps(asdict(pair), ensure_ascii=False) + "\n" for pair in made.pairs))
     return made
 
@@ -94,21 +132,45 @@ def read_candidates(path: Path) -> list[Candidates]:
 
 
 async def make_pairs(
-    judge: ModelJudge, candidates: Sequence[Candidates], *, num_judgements: int = 4, threshold: float = 1.0, seed: int = 0
+    judge: ModelJudge,
+    candidates: Sequence[Candidates],
+    *,
+    judged_on: JudgedOn = "summary",
+    think_tag: str = "think",
+    is_prefilled: bool = False,
+    num_judgements: int = 4,
+    threshold: float = 1.0,
+    seed: int = 0,
 ) -> MadePairs:
     """Judge all `candidates` and keep what is clear and balanced. With a cache of the judge, a killed run goes on.
+
+    Args:
+        judged_on: what of a response the judge sees, and has its length balanced: what stands behind its last thought, or all.
+        think_tag: of thoughts.
+        is_prefilled: every prompt began a thought, so a response that never ends it has no summary.
 
     Raises:
         ServiceRefused: the judge failed.
     """
-    differences = await asyncio.gather(*(_difference(judge, each, num_judgements) for each in candidates))
-    judged = [(each, found) for each, found in zip(candidates, differences, strict=True) if found is not None]
-    clear = [_pair(each, found) for each, found in judged if abs(found) > threshold]
-    kept = balanced(clear, seed=seed)
+    judged: Judged = (
+        partial(final_summary, think_tag=think_tag, is_prefilled=is_prefilled) if judged_on == "summary" else lambda text: text
+    )
+    shown = [
+        (each, first, second)
+        for each in candidates
+        if (first := judged(each.first)) is not None and (second := judged(each.second)) is not None
+    ]
+    differences = await asyncio.gather(
+        *(_difference(judge, each.prompt, first, second, num_judgements) for each, first, second in shown)
+    )
+    with_verdict = [(each, found) for (each, _, _), found in zip(shown, differences, strict=True) if found is not None]
+    clear = [_pair(each, found) for each, found in with_verdict if abs(found) > threshold]
+    kept = balanced(clear, seed=seed, length=lambda response: len(judged(response) or ""))
     return MadePairs(
         pairs=tuple(kept),
-        num_unjudged=len(candidates) - len(judged),
-        num_unclear=len(judged) - len(clear),
+        num_without_summary=len(candidates) - len(shown),
+        num_unjudged=len(shown) - len(with_verdict),
+        num_unclear=len(with_verdict) - len(clear),
         num_unbalanced=len(clear) - len(kept),
     )
 
@@ -143,11 +205,18 @@ def _candidates(line: str, place: str) -> Candidates:
     return Candidates(**texts)
 
 
-async def _difference(judge: ModelJudge, candidates: Candidates, num_judgements: int) -> float | None:
-    """The mean over judgements of how much better the first is; None where one of them holds no verdict."""
-    asked = (judge.compare(candidates.prompt, candidates.first, candidates.second, judgement=n) for n in range(num_judgements))
+async def _difference(judge: ModelJudge, prompt: str, first: str, second: str, num_judgements: int) -> float | None:
+    """The mean over judgements of how much better `first` is; None where one of them holds no verdict."""
+    asked = (judge.compare(prompt, first, second, judgement=number) for number in range(num_judgements))
     found = [value for value in await asyncio.gather(*asked) if value is not None]
     return sum(found) / num_judgements if len(found) == num_judgements else None
+
+
+def _remedy(made: MadePairs, num_candidates: int) -> str:
+    """What to do where no pair is left."""
+    if made.num_without_summary == num_candidates:
+        return "Name the tag of thoughts (--think-tag), or have responses judged whole (--judged-on response)."
+    return "Lower the threshold, give more candidates, or take another judge."
 
 
 def _pair(candidates: Candidates, difference: float) -> Pair:

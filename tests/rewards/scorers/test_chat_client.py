@@ -140,7 +140,7 @@ def test_the_service_says_how_long_to_wait():
     [
         (Answer(body={"error": "bad key"}, status=401), "answered 401.*bad key.*key_env", 1),
         (Answer(body={"error": "unknown"}, status=404), "answered 404.*unknown.*called 'judge'", 1),
-        (Answer(body={"error": "too long"}, status=400), "answered 400.*too long.*seeded = false", 1),
+        (Answer(body={"error": "too long"}, status=400), "answered 400.*too long.*max_tokens = 1024.*seeded = false", 1),
         (Answer(body={}, status=307), "answered 307.*Is the address right", 1),
         (Answer(body={"error": "no"}, status=409), "answered 409.*Another try would not change that", 1),
         (Answer(body={"error": "down"}, status=500), "answered 500.*down.*last of 3 tries", 3),
@@ -153,6 +153,17 @@ def test_a_fault_that_stays_is_one_clear_error(answer, words, num_asked):
     with serving(lambda *_: answer) as service, pytest.raises(UserError, match=words):
         ask(config(service, timeout_s=0.2 if answer.delay_s else 20.0), (HELLO, 0))
     assert answer.delay_s or len(service.asked) == num_asked  # a try may end before a busy server has read it
+
+
+def test_what_a_failure_says_of_replies_that_are_kept_is_so(tmp_path):
+    with serving(lambda *_: Answer(body={}, status=500)) as service:
+        with pytest.raises(UserError) as kept:
+            ask(config(service, retries=0, cache=str(tmp_path / "replies")), (HELLO, 0))
+        with pytest.raises(UserError) as not_kept:
+            ask(config(service, retries=0), (HELLO, 0))
+    assert f"Its replies are kept in {tmp_path}/replies: the same command" in str(kept.value)
+    assert "replies are kept" not in str(not_kept.value)
+    assert "A run keeps what was judged in it" in str(not_kept.value)
 
 
 def test_an_address_where_nobody_listens_is_named():

@@ -54,7 +54,7 @@ class ChatClient:
         self.config = config
         self.num_asked = 0
         """Replies that came from the service, not from disk."""
-        self._service = JsonService(config)
+        self._service = JsonService(config, cache=config.cache)
         self._in_flight: dict[str, asyncio.Task[Reply]] = {}
 
     async def reply(self, messages: Sequence[Mapping[str, str]], *, draw: int = 0) -> Reply:

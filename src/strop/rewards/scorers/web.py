@@ -29,12 +29,16 @@ class WebServiceConfig(Config):
 class JsonService:
     """POSTs JSON to one service and reads JSON back; for many callers of one event loop.
 
+    Args:
+        cache: where its caller keeps what the service gave; None where that is not kept. What a failure says hangs on it.
+
     Raises:
         UserError: the environment variable of the key is not set.
     """
 
-    def __init__(self, config: WebServiceConfig) -> None:
+    def __init__(self, config: WebServiceConfig, *, cache: str | None = None) -> None:
         self._config = config
+        self._cache = cache
         key = read_key(config, config.url)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = PatientClient(config, max_pause_s=_MAX_PAUSE_S, max_running=config.max_running)
@@ -56,12 +60,16 @@ class JsonService:
             if refused.status is not None:
                 raise
             raise ServiceRefused(
-                f"{refused} Mend the service, or give it longer (timeout_s, retries, backoff_s); what was judged is kept, and"
-                " the same command goes on from there."
+                f"{refused} Mend the service, or give it longer (timeout_s, retries, backoff_s). {self._what_is_kept()}"
             ) from refused
 
     async def close(self) -> None:
         await self._client.close()
+
+    def _what_is_kept(self) -> str:
+        if self._cache is None:
+            return "A run keeps what was judged in it, and the same command goes on from there."
+        return f"Its replies are kept in {self._cache}: the same command asks for the others alone."
 
 
 def _hints(body: Mapping[str, Any]) -> dict[int, str]:
@@ -69,6 +77,8 @@ def _hints(body: Mapping[str, Any]) -> dict[int, str]:
     hints: dict[int, str] = {}
     if "model" in body:
         hints[404] = f"Is the address right, and does it serve a model called {body['model']!r}?"
+    if "max_tokens" in body:
+        hints[400] = f"Is the request too long for it, with a reply of max_tokens = {body['max_tokens']}?"
     if "seed" in body:
-        hints[400] = "Is the request too long, or `seed` a key that the service refuses? seeded = false leaves that out."
+        hints[400] = f"{hints.get(400, '')} Is `seed` a key that it refuses? seeded = false leaves that out.".strip()
     return hints
