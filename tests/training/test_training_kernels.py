@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from strop.training import kernels as kernels_module
 from strop.training.attention import _Reads
-from strop.training.kernels import kernels_for
+from strop.training.gates import gated
+from strop.training.kernels import elementwise_kernels, kernels_for
+from strop.training.norms import rms_norm
 from strop.training.packing import Read, Waves, lay_out
 
 
@@ -153,7 +155,11 @@ def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkey
     expected = outputs_and_gradients(heads, layout)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     source = tmp_path / "kernels.c"
-    for right, wrong in (("1.0f / total[i]", "0.9f / total[i]"), ("set1_ps(scale);", "set1_ps(0.9f * scale);")):
+    for right, wrong in (
+        ("1.0f / total[i]", "0.9f / total[i]"),
+        ("set1_ps(scale);", "set1_ps(0.9f * scale);"),
+        ("mean, of_unit", "dots, of_unit"),
+    ):
         text = kernels_module._SOURCE.read_text()
         assert right in text
         source.write_text(text.replace(right, wrong))
@@ -165,3 +171,25 @@ def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkey
         assert_near(by_torch, [each.float() for each in expected])
         caplog.clear()
     kernels_module._compiled.cache_clear()
+
+
+def test_norms_and_gates_are_torch_s_for_any_number_of_rows(kernels):
+    generator = torch.Generator().manual_seed(1)
+    for num_rows, width in ((1, 16), (63, 32), (64, 48), (65, 64), (200, 576)):
+        gate, up, to_outputs = (torch.randn(1, num_rows, width, generator=generator).bfloat16() for _ in range(3))
+        weight = torch.rand(width, generator=generator).bfloat16()
+        results = []
+        for dtype in (torch.bfloat16, torch.float32):
+            leaves = [each.detach().to(dtype).requires_grad_() for each in (gate, weight, up)]
+            outputs = rms_norm(leaves[0], leaves[1], 1e-5), gated(leaves[0], leaves[2])
+            (sum(outputs) * to_outputs.to(dtype)).sum().backward()
+            results.append([*(each.detach() for each in outputs), *(leaf.grad for leaf in leaves)])
+        for ours, exact in zip(*results, strict=True):
+            assert ours.dtype is torch.bfloat16
+            assert (ours.float() - exact).norm() <= 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("heads", [torch.zeros(3, 24).bfloat16(), torch.zeros(3, 32)])
+def test_inputs_that_they_are_not_made_for_are_torch_s(heads):
+    assert elementwise_kernels(heads) is None
+    assert elementwise_kernels(torch.zeros(3, 32).bfloat16(), torch.zeros(16).bfloat16()) is None

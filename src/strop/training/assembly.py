@@ -13,6 +13,7 @@ from strop.training.adapter import Adapter, published_name
 from strop.training.attention import use_row_attention
 from strop.training.config import TrainerConfig
 from strop.training.critic import Critic, ValueModule
+from strop.training.gates import use_lean_gates
 from strop.training.learner import Learner
 from strop.training.logprobs import LogprobModule
 from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
@@ -69,6 +70,7 @@ def open_learner(
         if config.packing:
             use_row_attention(frozen)
         use_lean_norms(frozen)  # as the policy has, or their log-probs would differ by rounding
+        use_lean_gates(frozen)
         scorer = LogprobModule(round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing)
         if world is None:
             scorer.to(device)
@@ -92,6 +94,7 @@ def _open_critic(directory: Path, config: TrainerConfig, world: World | None, to
     dtype, device = getattr(torch, config.precision), torch.device(config.device)
     decoder = load_model(directory).base_model.eval().requires_grad_(True)
     use_lean_norms(decoder)
+    use_lean_gates(decoder)
     if config.packing:
         use_row_attention(decoder)
     if config.activation_checkpointing:

@@ -1,4 +1,5 @@
-/* Attention of rows that are laid end to end, and its gradient, in bfloat16 with sums in float32, for processors with AVX-512 BF16.
+/* Attention of rows that are laid end to end, norms and gates, and their gradients: in bfloat16 with sums in float32, for
+   processors with AVX-512 BF16.
 
    Compiled where strop runs, by whatever C compiler is there (strop/engine/compiled.py). A read is one stretch of queries that attends to
    one of keys: a row to itself, causally, or rows to all of what they share. Each thread takes a read and a head at a time; reads
@@ -349,5 +350,74 @@ void strop_attend_rows_backward(int64_t num_threads, int64_t num_waves, const in
         for (int64_t item = 0; item < num_reads * num_kv_heads; item++)
             attend_backward(first + item / num_kv_heads * READ, &of, item % num_kv_heads,
                             (pair *)(scratch + omp_get_thread_num() * scratch_bytes));
+    }
+}
+
+#define ROWS_AT_ONCE 64 /* whose shares of a norm's weight are added up one after the other */
+
+/* out = weight * (x / rms(x)), the second factor rounded, and scales = 1 / rms(x), of (rows, width); width: a multiple of 16. */
+void strop_norm_rows(int64_t num_threads, int64_t num_rows, int64_t width, const bf16 *x, const bf16 *weight, float eps, bf16 *out,
+                     float *scales) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bf16 *from = x + row * width;
+        scales[row] = 1.0f / sqrtf(inner_product(from, from, width) / (float)width + eps);
+        const __m512 scale = _mm512_set1_ps(scales[row]);
+        for (int64_t i = 0; i < width; i += LANES)
+            store(out + row * width + i, _mm512_mul_ps(rounded(_mm512_mul_ps(load(from + i), scale)), load(weight + i)));
+    }
+}
+
+/* With u = x / rms(x) and g the gradient of weight * u: of_x = (weight g - u mean(u weight g)) / rms(x), and of_weight
+   (rows / 64 rounded up, width) has the sums of g u over each 64 rows. */
+void strop_norm_rows_backward(int64_t num_threads, int64_t num_rows, int64_t width, const bf16 *x, const bf16 *weight,
+                              const float *scales, const bf16 *to_out, bf16 *of_x, float *of_weight) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t first = 0; first < num_rows; first += ROWS_AT_ONCE) {
+        float *sums = of_weight + first / ROWS_AT_ONCE * width;
+        memset(sums, 0, 4 * width);
+        for (int64_t row = first; row < least(num_rows, first + ROWS_AT_ONCE); row++) {
+            const bf16 *from = x + row * width, *to = to_out + row * width;
+            const __m512 scale = _mm512_set1_ps(scales[row]);
+            __m512 dots = _mm512_setzero_ps();
+            for (int64_t i = 0; i < width; i += LANES) {
+                __m512 product = _mm512_mul_ps(_mm512_mul_ps(load(from + i), scale), load(to + i));
+                dots = _mm512_fmadd_ps(product, load(weight + i), dots);
+                _mm512_storeu_ps(sums + i, _mm512_add_ps(_mm512_loadu_ps(sums + i), product));
+            }
+            const __m512 mean = _mm512_set1_ps(_mm512_reduce_add_ps(dots) / (float)width * scales[row]);
+            for (int64_t i = 0; i < width; i += LANES) {
+                __m512 of_unit = _mm512_mul_ps(load(to + i), load(weight + i));
+                store(of_x + row * width + i, _mm512_mul_ps(_mm512_fnmadd_ps(load(from + i), mean, of_unit), scale));
+            }
+        }
+    }
+}
+
+/* 1 / (1 + exp(-x)) */
+INLINE __m512 sigmoid(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.0f), e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), _mm512_abs_ps(x)));
+    const __mmask16 is_negative = _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_LT_OQ);
+    return _mm512_div_ps(_mm512_mask_mov_ps(one, is_negative, e), _mm512_add_ps(one, e));
+}
+
+/* out = silu(gate) * up, the first factor rounded; a multiple of 16 in all. */
+void strop_gate(int64_t num_threads, int64_t count, const bf16 *gate, const bf16 *up, bf16 *out) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __m512 x = load(gate + i);
+        store(out + i, _mm512_mul_ps(rounded(_mm512_mul_ps(x, sigmoid(x))), load(up + i)));
+    }
+}
+
+/* With s = sigmoid(gate): of_up = to_out gate s and of_gate = to_out up s (1 + gate (1 - s)). */
+void strop_gate_backward(int64_t num_threads, int64_t count, const bf16 *gate, const bf16 *up, const bf16 *to_out, bf16 *of_gate,
+                         bf16 *of_up) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < count; i += LANES) {
+        const __m512 one = _mm512_set1_ps(1.0f), x = load(gate + i), s = sigmoid(x), g = load(to_out + i);
+        const __m512 slope = _mm512_mul_ps(s, _mm512_fmadd_ps(x, _mm512_sub_ps(one, s), one));
+        store(of_up + i, _mm512_mul_ps(g, rounded(_mm512_mul_ps(x, s))));
+        store(of_gate + i, _mm512_mul_ps(_mm512_mul_ps(g, load(up + i)), slope));
     }
 }

@@ -1,7 +1,8 @@
-"""Attention of rows in C, in bfloat16 and forward and backward, where this machine has a C compiler and AVX-512 BF16.
+"""Attention of rows, norms and gates in C, in bfloat16 and with their gradients, for processors with AVX-512 BF16.
 
-torch's kernels for a CPU are slower in bfloat16 than in float32, and in float32 reach a quarter of what its products do. Where
-`kernels.c` cannot be compiled or is not proven (`strop.engine.compiled`), they do the same.
+torch's attention on a CPU is slower in bfloat16 than in float32, and in float32 reaches a quarter of what its products do; each
+operator of a norm or a gate goes through memory by itself. Where `kernels.c` cannot be compiled or is not proven
+(`strop.engine.compiled`), they do the same.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from strop.engine.compiled import proven
 from strop.training.packing import Read, Waves
 
 _SOURCE = Path(__file__).with_name("kernels.c")
-_PAIRED, _MAX_DIM = 32, 256  # of avx512.h
+_LANES, _PAIRED, _MAX_DIM, _ROWS_AT_ONCE = 16, 32, 256, 64  # of avx512.h and kernels.c
 _INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
@@ -30,7 +32,12 @@ class Kernels:
         self._backward_scratch_bytes = library.strop_attend_backward_scratch
         self._attend.argtypes = [_INT] * 2 + [_PLACE] * 2 + [_INT] * 4 + [_PLACE] * 6 + [_FLOAT] + [_PLACE] * 3 + [_INT]
         self._backward.argtypes = [_INT] * 2 + [_PLACE] * 2 + [_INT] * 4 + [_PLACE] * 11 + [_FLOAT] + [_PLACE] * 4 + [_INT]
-        for function in (self._attend, self._backward):
+        self._norm, self._norm_backward = library.strop_norm_rows, library.strop_norm_rows_backward
+        self._gate, self._gate_backward = library.strop_gate, library.strop_gate_backward
+        self._norm.argtypes = [_INT] * 3 + [_PLACE] * 2 + [_FLOAT] + [_PLACE] * 2
+        self._norm_backward.argtypes = [_INT] * 3 + [_PLACE] * 6
+        self._gate.argtypes, self._gate_backward.argtypes = [_INT] * 2 + [_PLACE] * 3, [_INT] * 2 + [_PLACE] * 5
+        for function in (self._attend, self._backward, self._norm, self._norm_backward, self._gate, self._gate_backward):
             function.restype = None
         for function in (self._scratch_bytes, self._backward_scratch_bytes):
             function.argtypes, function.restype = [_INT, _INT], _INT
@@ -103,9 +110,49 @@ class Kernels:
         of_query, of_key, of_value = (each.to(query.dtype) for each in gradients)
         return of_query, of_key, of_value
 
+    def norm(self, inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """weight * x / rms(x) over the last dimension, the second factor rounded; and 1 / rms(x), float32 (...)."""
+        inputs, weight = inputs.contiguous(), weight.contiguous()
+        normed, scales = torch.empty_like(inputs), torch.empty(inputs.shape[:-1])
+        self._norm(
+            torch.get_num_threads(),
+            scales.numel(),
+            inputs.shape[-1],
+            inputs.data_ptr(),
+            weight.data_ptr(),
+            eps,
+            normed.data_ptr(),
+            scales.data_ptr(),
+        )
+        return normed, scales
+
+    def norm_backward(self, inputs: Tensor, weight: Tensor, scales: Tensor, to_normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of inputs, bfloat16, and weight, float32 (H,)."""
+        inputs, weight, to_normed = inputs.contiguous(), weight.contiguous(), to_normed.contiguous()
+        num_rows, width = scales.numel(), inputs.shape[-1]
+        of_inputs, of_weight = torch.empty_like(inputs), torch.empty(-(-num_rows // _ROWS_AT_ONCE), width)
+        places = (each.data_ptr() for each in (inputs, weight, scales, to_normed, of_inputs, of_weight))
+        self._norm_backward(torch.get_num_threads(), num_rows, width, *places)
+        return of_inputs, of_weight.sum(0)
+
+    def gate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, the first factor rounded."""
+        gate, up = gate.contiguous(), up.contiguous()
+        gated = torch.empty_like(gate)
+        self._gate(torch.get_num_threads(), gate.numel(), *(each.data_ptr() for each in (gate, up, gated)))
+        return gated
+
+    def gate_backward(self, gate: Tensor, up: Tensor, to_gated: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of gate and up."""
+        gate, up, to_gated = gate.contiguous(), up.contiguous(), to_gated.contiguous()
+        of_gate, of_up = torch.empty_like(gate), torch.empty_like(up)
+        places = (each.data_ptr() for each in (gate, up, to_gated, of_gate, of_up))
+        self._gate_backward(torch.get_num_threads(), gate.numel(), *places)
+        return of_gate, of_up
+
 
 def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
-    """The compiled functions, if they are made for such heads and this machine can have them."""
+    """The compiled attention, if it is made for such heads and this machine can have it."""
     dim = query.shape[-1]
     fits = (
         query.dtype is torch.bfloat16
@@ -116,6 +163,14 @@ def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
         and query.shape[1] % key.shape[1] == 0
     )
     return _compiled() if fits else None
+
+
+def elementwise_kernels(*inputs: Tensor) -> Kernels | None:
+    """The compiled norms and gates, if they are made for such inputs, all of one width, and this machine can have them."""
+    fits = all(
+        each.dtype is torch.bfloat16 and each.device.type == "cpu" and each.shape[-1] == inputs[0].shape[-1] for each in inputs
+    )
+    return _compiled() if fits and inputs[0].shape[-1] % _LANES == 0 else None
 
 
 @cache
@@ -142,6 +197,31 @@ def _scratch(num_bytes: int) -> Tensor:
 
 
 def _is_proven(kernels: Kernels) -> bool:
+    return _is_attention_proven(kernels) and _are_others_proven(kernels)
+
+
+def _are_others_proven(kernels: Kernels) -> bool:
+    """Whether norm, gate and their gradients are torch's to the rounding of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, other, to_outputs = (torch.randn(70, 48, generator=generator).bfloat16() for _ in range(3))
+    leaves = [each.float().requires_grad_() for each in (inputs, other[0])]
+    pairs = [each.float().requires_grad_() for each in (inputs, other)]
+    with torch.enable_grad():
+        expected = (
+            F.rms_norm(leaves[0], (48,), leaves[1], 1e-3),
+            F.silu(pairs[0]) * pairs[1],
+        )
+        for each in expected:
+            each.backward(to_outputs.float())  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        normed, scales = kernels.norm(inputs, other[0], 1e-3)
+        ours = [normed, kernels.gate(inputs, other), *kernels.norm_backward(inputs, other[0], scales, to_outputs)]
+        ours += kernels.gate_backward(inputs, other, to_outputs)
+        theirs = [*expected, *(leaf.grad for leaf in (*leaves, *pairs))]
+        return all((a.float() - b).norm() < 0.01 * b.norm() for a, b in zip(ours, theirs, strict=True) if b is not None)
+
+
+def _is_attention_proven(kernels: Kernels) -> bool:
     """Whether own and shared reads of more than a tile, and their gradients, are torch's to the rounding of bfloat16."""
     generator = torch.Generator().manual_seed(0)
     own, shared = (slice(0, 150), slice(150, 171)), (slice(150, 171), slice(0, 139))

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.errors import ModelError
 from strop.training.attention import keep_attention, use_row_attention
+from strop.training.gates import use_lean_gates
 from strop.training.logprobs import token_logprobs
 from strop.training.norms import use_lean_norms
 from strop.training.packing import MIN_SHARED
@@ -111,7 +112,8 @@ def _rounded(layer: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 def check_logprobs(model: PreTrainedModel, *, is_packed: bool) -> None:
     """Hold the trainer's log-probs against those of the model's own full forward, before anything is trained (law 5).
 
-    Call it first of all; afterwards the model has `use_lean_norms` and, with `is_packed`, `use_row_attention`.
+    Call it first of all; afterwards the model has `use_lean_norms` and `use_lean_gates` and, with `is_packed`,
+    `use_row_attention`.
 
     Raises:
         ModelError: they differ, as in models that scale or cap their logits, or attend in another way.
@@ -124,6 +126,7 @@ def check_logprobs(model: PreTrainedModel, *, is_packed: bool) -> None:
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
     use_lean_norms(model)
+    use_lean_gates(model)
     if is_packed:
         use_row_attention(model)
     try:

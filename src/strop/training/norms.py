@@ -15,6 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from strop.training.kernels import elementwise_kernels
+
 _KNOWN = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)  # all of them: weight * (x / rms(x)), the second factor rounded first
 
 
@@ -43,6 +45,10 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if (kernels := elementwise_kernels(inputs, weight)) is not None:
+            normed, scale = kernels.norm(inputs, weight, eps)
+            ctx.save_for_backward(inputs, weight, scale)
+            return normed
         full = _in_float32(inputs)
         scale = torch.linalg.vecdot(full, full).div_(inputs.shape[-1]).add_(eps).rsqrt_()[..., None]
         ctx.save_for_backward(inputs, weight, scale)
@@ -52,6 +58,9 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, to_normed: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         inputs, weight, scale = ctx.saved_tensors
         needs_inputs, needs_weight, _ = ctx.needs_input_grad
+        if (kernels := elementwise_kernels(inputs, weight, to_normed)) is not None:
+            of_both = kernels.norm_backward(inputs, weight, scale, to_normed)
+            return of_both[0] if needs_inputs else None, of_both[1].to(weight.dtype) if needs_weight else None, None
         units = _in_float32(inputs).mul_(scale)
         of_weight = None
         if needs_weight:
