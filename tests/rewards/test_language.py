@@ -1,6 +1,6 @@
 import pytest
 
-from strop.rewards.language import chain_of_thought, language_consistency
+from strop.rewards.language import chain_of_thought, language_consistency, scripts_of
 
 
 def share(thought, language="en"):
@@ -17,6 +17,12 @@ def share(thought, language="en"):
         (r"we add $x + \text{两}$ and \(y\) and \[两 = 2\]", 4 / 4, 0.0),  # mathematics is in neither
         ("we run ```python\nprint('两个')\n``` and `数`", 1.0, 0.0),  # nor is code
         ("设 x 为 5", 0.0, 1.0),  # a single letter names a variable
+        ("let θ be 9π and x₁ + xᵢ the sum", 1.0, 0.0),  # a Greek one, too, and whatever its index
+        ("so 2πr² is Δx and sinθ of ℵ₀ in ℝ", 1.0, 0.0),  # two variables in a row, a function of one
+        ("we add ½ and 3² and µ", 1.0, 0.0),  # digits of other kinds
+        ("we add สอง", 2 / 3, 0.0),  # a script that is not listed is another language
+        ("we add שתיים and দুই", 3 / 6, 0.0),  # Bengali is cut at its marks
+        ("l’été naïve Việt ｗｅ don't", 1.0, 0.0),  # accents, apostrophes and wide letters are Latin
         (r"thus \frac{1}{2} is \boxed{两}", 1.0, 0.0),
     ],
 )
@@ -33,3 +39,21 @@ def test_without_a_chain_of_thought_there_is_nothing_to_be_consistent(text):
 def test_only_the_chain_of_thought_counts_and_it_may_begin_in_the_prompt():
     assert language_consistency("we think</think><answer>四十二</answer>", language="en") == 1.0
     assert chain_of_thought("<reason>so</reason> it is", think_tag="reason") == "so"
+
+
+@pytest.mark.parametrize(
+    ("language", "thought", "expected"),
+    [
+        ("el", "η γωνία θ είναι sum", 2 / 3),
+        ("ja", "これは和です yes", 6 / 7),
+        ("zh", "这是和 です", 3 / 5),
+        ("ru", "я и ты we", 3 / 4),
+        ("ko", "합은 sum", 1 / 2),
+    ],
+)
+def test_other_languages_are_told_by_their_scripts(language, thought, expected):
+    assert share(thought, language) == pytest.approx(expected)
+
+
+def test_each_script_has_its_own_name_and_what_names_variables_has_none():
+    assert scripts_of("one δύο три 四 five ארבע x₁ θ `six` $seven$") == ["latin", "greek", "cyrillic", "han", "latin", "HEBREW"]

@@ -12,16 +12,13 @@ from strop.pipelines.recipe import RejectionSamplingStage
 from strop.pipelines.sampled import outcome_row, outcomes_path, play_sampled
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.stage_data import RowsWriter, as_conversation, dropped_path, kept_path, tokenizer_digest
-from strop.rewards.language import SCRIPTS
-from strop.rewards.text import prose, words, written
+from strop.rewards.language import scripts_of
+from strop.rewards.text import written
 from strop.rollout.prompt import load_prompt
 from strop.types import Group, ScoredTrajectory
 
 _CALLS = re.compile(r"<(tool_call|python)>.*?(?:</\1>|\Z)", re.DOTALL)
-_WRITING = {
-    **{name: re.compile(pattern) for name, pattern in SCRIPTS.items() if name not in ("han", "kana")},
-    "East Asian": re.compile(f"(?:{SCRIPTS['han']}|{SCRIPTS['kana']})+"),  # Japanese writes with both
-}
+_EAST_ASIAN = frozenset({"han", "kana"})  # Japanese writes with both
 
 
 async def run_rejection_stage(context: StageContext, stage: RejectionSamplingStage) -> tuple[Path, str]:
@@ -107,13 +104,10 @@ def why_rejected(scored: ScoredTrajectory, stage: RejectionSamplingStage) -> str
 
 
 def foreign_share(text: str) -> float:
-    """Words in another script than most words of `text`, as a share of all of a known script.
+    """Words in another script than most words of `text`, as a share of all.
 
-    Code, mathematics and single Latin letters, which name variables, count nowhere.
+    Code, mathematics and single Latin or Greek letters, which name variables, count nowhere.
     """
-    scripts: Counter[str] = Counter()
-    for word in words(prose(text)):
-        if not re.fullmatch("[A-Za-z]", word):
-            scripts.update([name for name, pattern in _WRITING.items() if pattern.fullmatch(word)][:1])
+    scripts = Counter("East Asian" if script in _EAST_ASIAN else script for script in scripts_of(text))
     total = scripts.total()
     return 1 - max(scripts.values()) / total if total else 0.0
