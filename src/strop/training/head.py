@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.training.gradients import gradient_sum
+from strop.training.kernels import Kernels, head_kernels
 from strop.training.packing import UNIT
 
 _LOGITS_IN_CACHE = 3 * 2**19  # float32, 6 MiB: what is done to them one after the other then stays in a CPU's cache
@@ -78,13 +79,7 @@ class _HeadLogprobs(torch.autograd.Function):
         logits = _Logits(weight.to(dtype), bias, temperature, chunk, banned, banned_ids)
         of_part = None
         for part, of_part in logits.chunks(hidden):
-            for rows, _, scaled, spare in logits.blocks(part.start, of_part):
-                p = torch.softmax(scaled, -1, out=spare)
-                # The largest logit, and its probability e^(z - n): they give n without another sum of exponentials.
-                normalizers[rows] = scaled.amax(-1) - p.amax(-1).log_()
-                log_p = scaled.sub_(normalizers[rows, None])
-                logprobs[rows] = log_p.gather(1, targets[rows, None]).squeeze(1)
-                entropies[rows] = -_dots(p, log_p)
+            logprobs[part], entropies[part], normalizers[part] = logits.figures(part, of_part, targets[part])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
@@ -105,23 +100,22 @@ class _HeadLogprobs(torch.autograd.Function):
         if needs_weight and not is_summed:
             of_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device)
         of_bias = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if needs_bias else None
-        to_logprobs, to_entropies = (_column(each, -1 / ctx.temperature) for each in (to_logprobs, to_entropies))
+        to_logprobs, to_entropies = (
+            None if each is None else each * (-1 / ctx.temperature) for each in (to_logprobs, to_entropies)
+        )
         logits = _Logits(matrix, bias, ctx.temperature, ctx.chunk, banned, banned_ids)
         last, ctx.last_logits = ctx.last_logits, None  # overwritten here: a second backward pass computes them again
         for part, of_part in logits.chunks(hidden, last):
-            for rows, own, scaled, spare in logits.blocks(part.start, of_part):
-                log_p = scaled.sub_(ctx.normalizers[rows, None])
-                p = log_p.exp_() if to_entropies is None else torch.exp(log_p, out=spare)
-                if to_entropies is not None:
-                    factors = log_p.add_(ctx.entropies[rows, None]).mul_(to_entropies[rows])
-                    of_logits = p.mul_(factors if to_logprobs is None else factors.add_(to_logprobs[rows]))
-                elif to_logprobs is not None:
-                    of_logits = p.mul_(to_logprobs[rows])
-                if to_logprobs is not None:
-                    of_logits.scatter_add_(1, targets[rows, None], -to_logprobs[rows])
-                if of_bias is not None:
-                    of_bias += of_logits.sum(0)
-                own.copy_(of_logits)
+            logits.become_gradients(
+                part,
+                of_part,
+                targets[part],
+                ctx.normalizers[part],
+                ctx.entropies[part],
+                to_logprobs=None if to_logprobs is None else to_logprobs[part],
+                to_entropies=None if to_entropies is None else to_entropies[part],
+                of_bias=of_bias,
+            )
             if of_hidden is not None:
                 of_hidden[part] = of_part @ matrix
             if of_weight is not None:
@@ -145,6 +139,57 @@ class _Logits:
     banned: Tensor | None
     banned_ids: Tensor | None
 
+    def figures(self, part: slice, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the positions `part`: log-probs of their targets, entropies and log-normalizers."""
+        if (kernels := self._kernels()) is not None:
+            return kernels.head(logits, targets, self.temperature)
+        logprobs, entropies, normalizers = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
+        for own, scaled, spare in self._blocks(part, logits):
+            p = torch.softmax(scaled, -1, out=spare)
+            # The largest logit, and its probability e^(z - n): they give n without another sum of exponentials.
+            normalizers[own] = scaled.amax(-1) - p.amax(-1).log_()
+            log_p = scaled.sub_(normalizers[own, None])
+            logprobs[own] = log_p.gather(1, targets[own, None]).squeeze(1)
+            entropies[own] = -_dots(p, log_p)
+        return logprobs, entropies, normalizers
+
+    def become_gradients(
+        self,
+        part: slice,
+        logits: Tensor,
+        targets: Tensor,
+        normalizers: Tensor,
+        entropies: Tensor,
+        *,
+        to_logprobs: Tensor | None,
+        to_entropies: Tensor | None,
+        of_bias: Tensor | None,
+    ) -> None:
+        """Overwrite the logits of the positions `part`; `to_logprobs` and `to_entropies` are times -1 / T."""
+        if (kernels := self._kernels()) is not None:
+            zeros = torch.zeros_like(normalizers)
+            to_both = (zeros if each is None else each for each in (to_logprobs, to_entropies))
+            kernels.head_backward(logits, targets, self.temperature, normalizers, entropies, *to_both)
+            return
+        for own, scaled, spare in self._blocks(part, logits):
+            log_p = scaled.sub_(normalizers[own, None])
+            p = log_p.exp_() if to_entropies is None else torch.exp(log_p, out=spare)
+            if to_entropies is not None:
+                factors = log_p.add_(entropies[own, None]).mul_(to_entropies[own, None])
+                of_logits = p.mul_(factors if to_logprobs is None else factors.add_(to_logprobs[own, None]))
+            elif to_logprobs is not None:
+                of_logits = p.mul_(to_logprobs[own, None])
+            if to_logprobs is not None:
+                of_logits.scatter_add_(1, targets[own, None], -to_logprobs[own, None])
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            logits[own] = of_logits
+
+    def _kernels(self) -> Kernels | None:
+        """What goes through them once, where nothing is banned and nothing added."""
+        is_plain = self.bias is None and self.banned is None
+        return head_kernels(self.matrix.dtype, self.matrix.device) if is_plain else None
+
     def chunks(self, hidden: Tensor, last: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Of each `chunk` positions (the first may have fewer), which they are and their logits, overwritten by the next ones'.
 
@@ -164,27 +209,22 @@ class _Logits:
                 logits += self.bias
             yield part, logits
 
-    def blocks(self, start: int, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-        """Of each few positions, the first one `start`: which they are, their logits, and these in float32 after temperature
-        and ban, with as much room beside them; both are overwritten by the next ones'."""
+    def _blocks(self, part: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of each few positions of `part`: where they are in it, and their logits in float32 after temperature and ban, with as
+        much room beside them; both are overwritten by the next ones'."""
         num_logits = len(self.matrix)
         size = max(1, (_LOGITS_IN_CACHE if logits.device.type == "cpu" else _LOGITS_ON_DEVICE) // num_logits)
         room = torch.empty(2, min(size, len(logits)), num_logits, dtype=torch.float32, device=logits.device)
+        banned = None if self.banned is None else self.banned[part]
         for first in range(0, len(logits), size):
-            own = logits[first : first + size]
-            rows = slice(start + first, start + first + len(own))
-            scaled, spare = room[:, : len(own)]
-            scaled.copy_(own)
+            own = slice(first, min(first + size, len(logits)))
+            scaled, spare = room[:, : own.stop - own.start]
+            scaled.copy_(logits[own])
             if self.temperature != 1.0:
                 scaled.div_(self.temperature)
-            if self.banned is not None and self.banned_ids is not None:
-                scaled[self.banned[rows].nonzero(), self.banned_ids] = _BANNED
-            yield rows, own, scaled, spare
-
-
-def _column(gradient: Tensor | None, factor: float) -> Tensor | None:
-    """(m,) -> (m, 1)."""
-    return None if gradient is None else (gradient * factor)[:, None]
+            if banned is not None and self.banned_ids is not None:
+                scaled[banned[own].nonzero(), self.banned_ids] = _BANNED
+            yield own, scaled, spare
 
 
 def _dots(left: Tensor, right: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-/* Attention of rows that are laid end to end, norms and gates, and their gradients: in bfloat16 with sums in float32, for
+/* Attention of rows that are laid end to end, norms, gates and log-probs, and their gradients: in bfloat16 with sums in float32, for
    processors with AVX-512 BF16.
 
    Compiled where strop runs, by whatever C compiler is there (strop/engine/compiled.py). A read is one stretch of queries that attends to
@@ -419,5 +419,60 @@ void strop_gate_backward(int64_t num_threads, int64_t count, const bf16 *gate, c
         const __m512 slope = _mm512_mul_ps(s, _mm512_fmadd_ps(x, _mm512_sub_ps(one, s), one));
         store(of_up + i, _mm512_mul_ps(g, rounded(_mm512_mul_ps(x, s))));
         store(of_gate + i, _mm512_mul_ps(_mm512_mul_ps(g, load(up + i)), slope));
+    }
+}
+
+/* Of each row of logits, after division by the temperature: the log-prob of its target, the entropy, and the logarithm of the sum of
+   exponentials. */
+void strop_head(int64_t num_threads, int64_t num_rows, int64_t num_logits, const bf16 *logits, float temperature, const int64_t *targets,
+                float *logprobs, float *entropies, float *normalizers) {
+    const int64_t whole = num_logits & ~(int64_t)(LANES - 1);
+    const __mmask16 rest = lanes_below(num_logits - whole);
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++) {
+        const bf16 *of = logits + row * num_logits;
+        const __m512 low = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(1.0f / temperature);
+        const __m512 last = _mm512_mask_mov_ps(low, rest, widened(_mm256_maskz_loadu_epi16(rest, of + whole)));
+        __m512 largest = last;
+        for (int64_t i = 0; i < whole; i += LANES) largest = _mm512_max_ps(largest, load(of + i));
+        const float top = _mm512_reduce_max_ps(largest) / temperature;
+        const __m512 shift = _mm512_set1_ps(top);
+        __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, dots[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+        for (int64_t i = 0; i < whole; i += LANES) {
+            const int half = i / LANES & 1;
+            const __m512 x = _mm512_fmsub_ps(load(of + i), factor, shift), e = exponential(x);
+            sums[half] = _mm512_add_ps(sums[half], e), dots[half] = _mm512_fmadd_ps(x, e, dots[half]);
+        }
+        const __m512 x = _mm512_maskz_fmsub_ps(rest, last, factor, shift), e = _mm512_maskz_mov_ps(rest, exponential(x));
+        const float sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), e));
+        const float dot = _mm512_reduce_add_ps(_mm512_fmadd_ps(x, e, _mm512_add_ps(dots[0], dots[1])));
+        const uint32_t target = (uint32_t)of[targets[row]] << 16;
+        float logit;
+        memcpy(&logit, &target, 4);
+        normalizers[row] = top + logf(sum);
+        logprobs[row] = logit / temperature - normalizers[row];
+        entropies[row] = logf(sum) - dot / sum;
+    }
+}
+
+/* In place of each logit its gradient, with p its probability and H the entropy: p (of_logprob + of_entropy (log p + H)), less
+   of_logprob where it is the target; the two factors of a row already have the -1 / temperature of both formulas. */
+void strop_head_backward(int64_t num_threads, int64_t num_rows, int64_t num_logits, bf16 *logits, float temperature,
+                         const int64_t *targets, const float *normalizers, const float *entropies, const float *of_logprobs,
+                         const float *of_entropies) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t row = 0; row < num_rows; row++) {
+        bf16 *of = logits + row * num_logits;
+        const float first = of_logprobs[row] + of_entropies[row] * entropies[row];
+        const __m512 factor = _mm512_set1_ps(1.0f / temperature), shift = _mm512_set1_ps(normalizers[row]);
+        const __m512 share = _mm512_set1_ps(first), slope = _mm512_set1_ps(of_entropies[row]);
+        for (int64_t i = 0; i < num_logits; i += LANES) {
+            const __mmask16 real = lanes_below(num_logits - i);
+            const __m512 log_p = _mm512_fmsub_ps(widened(_mm256_maskz_loadu_epi16(real, of + i)), factor, shift);
+            __m512 gradient = _mm512_mul_ps(exponential(log_p), _mm512_fmadd_ps(log_p, slope, share));
+            if (targets[row] - i >= 0 && targets[row] - i < LANES)
+                gradient = _mm512_mask_sub_ps(gradient, (__mmask16)(1u << (targets[row] - i)), gradient, _mm512_set1_ps(of_logprobs[row]));
+            _mm256_mask_storeu_epi16(of + i, real, narrowed(gradient));
+        }
     }
 }

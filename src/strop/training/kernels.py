@@ -1,4 +1,4 @@
-"""Attention of rows, norms and gates in C, in bfloat16 and with their gradients, for processors with AVX-512 BF16.
+"""Attention of rows, norms, gates and what follows the head in C, in bfloat16 and with gradients.
 
 torch's attention on a CPU is slower in bfloat16 than in float32, and in float32 reaches a quarter of what its products do; each
 operator of a norm or a gate goes through memory by itself. Where `kernels.c` cannot be compiled or is not proven
@@ -36,8 +36,13 @@ class Kernels:
         self._gate, self._gate_backward = library.strop_gate, library.strop_gate_backward
         self._norm.argtypes = [_INT] * 3 + [_PLACE] * 2 + [_FLOAT] + [_PLACE] * 2
         self._norm_backward.argtypes = [_INT] * 3 + [_PLACE] * 6
-        self._gate.argtypes, self._gate_backward.argtypes = [_INT] * 2 + [_PLACE] * 3, [_INT] * 2 + [_PLACE] * 5
-        for function in (self._attend, self._backward, self._norm, self._norm_backward, self._gate, self._gate_backward):
+        self._gate.argtypes = [_INT] * 2 + [_PLACE] * 3
+        self._gate_backward.argtypes = [_INT] * 2 + [_PLACE] * 5
+        self._head, self._head_backward = library.strop_head, library.strop_head_backward
+        self._head.argtypes = [*[_INT] * 3, _PLACE, _FLOAT, *[_PLACE] * 4]
+        self._head_backward.argtypes = [*[_INT] * 3, _PLACE, _FLOAT, *[_PLACE] * 5]
+        others = (self._norm, self._norm_backward, self._gate, self._gate_backward, self._head, self._head_backward)
+        for function in (self._attend, self._backward, *others):
             function.restype = None
         for function in (self._scratch_bytes, self._backward_scratch_bytes):
             function.argtypes, function.restype = [_INT, _INT], _INT
@@ -150,6 +155,29 @@ class Kernels:
         self._gate_backward(torch.get_num_threads(), gate.numel(), *places)
         return of_gate, of_up
 
+    def head(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Log-probs of the targets, entropies and log-normalizers of (m, V) logits, all float32 (m,)."""
+        figures = torch.empty(3, len(logits))
+        places = (each.data_ptr() for each in (targets, *figures))
+        self._head(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *places)
+        logprobs, entropies, normalizers = figures
+        return logprobs, entropies, normalizers
+
+    def head_backward(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        temperature: float,
+        normalizers: Tensor,
+        entropies: Tensor,
+        to_logprobs: Tensor,
+        to_entropies: Tensor,
+    ) -> None:
+        """Put the gradient of (m, V) logits in their place; those of log-probs and entropies are times -1 / temperature."""
+        columns = [each.contiguous() for each in (targets, normalizers, entropies, to_logprobs, to_entropies)]
+        places = (each.data_ptr() for each in columns)
+        self._head_backward(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *places)
+
 
 def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
     """The compiled attention, if it is made for such heads and this machine can have it."""
@@ -171,6 +199,11 @@ def elementwise_kernels(*inputs: Tensor) -> Kernels | None:
         each.dtype is torch.bfloat16 and each.device.type == "cpu" and each.shape[-1] == inputs[0].shape[-1] for each in inputs
     )
     return _compiled() if fits and inputs[0].shape[-1] % _LANES == 0 else None
+
+
+def head_kernels(dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The compiled functions over logits, if they are made for these and this machine can have them."""
+    return _compiled() if dtype is torch.bfloat16 and device.type == "cpu" else None
 
 
 @cache
@@ -197,7 +230,27 @@ def _scratch(num_bytes: int) -> Tensor:
 
 
 def _is_proven(kernels: Kernels) -> bool:
-    return _is_attention_proven(kernels) and _are_others_proven(kernels)
+    return _is_attention_proven(kernels) and _are_others_proven(kernels) and _is_head_proven(kernels)
+
+
+def _is_head_proven(kernels: Kernels) -> bool:
+    """Whether log-probs and entropies are torch's, and their gradients to the rounding of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = (3 * torch.randn(5, 75, generator=generator)).bfloat16(), torch.tensor([0, 74, 16, 63, 64])
+    to_both = torch.randn(2, 5, generator=generator)
+    leaf = logits.float().requires_grad_()
+    with torch.enable_grad():
+        every = (leaf / 0.8).log_softmax(-1)
+        logprobs, entropies = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(-1)
+        (logprobs * to_both[0] + entropies * to_both[1]).sum().backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        *ours, normalizers = kernels.head(logits, targets, 0.8)
+        kernels.head_backward(logits, targets, 0.8, normalizers, ours[1], *(to_both / -0.8))
+        are_near = (
+            torch.allclose(one, other, rtol=0, atol=1e-5) for one, other in zip(ours, (logprobs, entropies), strict=True)
+        )
+        of_leaf = leaf.grad
+        return all(are_near) and of_leaf is not None and bool((logits.float() - of_leaf).norm() < 0.01 * of_leaf.norm())
 
 
 def _are_others_proven(kernels: Kernels) -> bool:
