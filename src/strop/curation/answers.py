@@ -7,10 +7,10 @@ the huge numbers among Project Euler's answers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from math import log10
+from math import isfinite
 
+from strop.curation.magnitude import Magnitude, magnitudes
 from strop.types import Task
 
 _INTEGER = re.compile(r"[+-]?\d+")
@@ -18,9 +18,7 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s*|\\,\s*|\{,\})(?=\d{3}(?!\d))")  # w
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")  # with bare commas only as a whole: (100,200) is a pair
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+|/\d+)?")
 _DIGITS = re.compile(r"(?<![.\d])\d+")  # before the decimal point
-_POWER = re.compile(r"(?:(\d+(?:\.\d+)?)\s*[)}]?|[a-zA-Z)}\]])?\s*(?:\^\s*\{?|\*\*)\s*\(?\s*(\d+)")
 _SCIENTIFIC = re.compile(r"\de\+?(\d{2,})", re.IGNORECASE)
-_UNKNOWN_BASE = "2"  # of a power of a letter or a bracket
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox|operatorname)\s*\{[^{}]*\}")
 _PROSE = re.compile(r"[^\W\d_]{3,}")
@@ -95,7 +93,7 @@ class SimpleAnswer:
 
 @dataclass(frozen=True, slots=True)
 class SmallNumbers:
-    """Drops answers that hold a huge number, written out or as a power."""
+    """Drops answers that hold a huge number, written out or as a power, a factorial or a binomial."""
 
     max_digits: int = 15  # of a number; float64 holds no more exactly
     name: str = "small_numbers"
@@ -105,17 +103,12 @@ class SmallNumbers:
         longest = max((len(digits) for digits in _DIGITS.findall(answer)), default=0)
         if longest > self.max_digits:
             return f"the answer has a number of {longest} digits, more than {self.max_digits}"
-        power = max(_digits_of_powers(answer), default=0)
-        if power > self.max_digits:
-            return f"the answer {_short(answer)} has a power of {power} digits, more than {self.max_digits}"
+        scientific = (Magnitude("power", int(exponent) + 1) for exponent in _SCIENTIFIC.findall(answer))
+        largest = max((*magnitudes(answer), *scientific), key=lambda each: each.num_digits, default=None)
+        if largest is not None and largest.num_digits > self.max_digits:
+            digits = f"{largest.num_digits:.0f}" if isfinite(largest.num_digits) else "more than 10^18"
+            return f"the answer {_short(answer)} has a {largest.what} of {digits} digits, more than {self.max_digits}"
         return None
-
-
-def _digits_of_powers(answer: str) -> Iterator[int]:
-    """How many decimal digits each power has before the point."""
-    for base, exponent in _POWER.findall(answer):
-        yield int(int(exponent) * log10(max(float(base or _UNKNOWN_BASE), 1.0))) + 1
-    yield from (int(exponent) + 1 for exponent in _SCIENTIFIC.findall(answer))
 
 
 def _short(answer: str) -> str:
