@@ -202,6 +202,34 @@ def test_a_served_model_answers_and_what_it_refuses_has_no_answer(tmp_path):
     assert read_answers(tmp_path / "answers.jsonl") == made
 
 
+def test_an_answer_that_is_cut_off_is_counted_and_told_of_and_stays_so_in_the_file(tmp_path, caplog):
+    def answer(asked, _):
+        name = asked.body["messages"][0]["content"][-1]
+        return said(f"ours says {name}", finish_reason="length" if name == "b" else "stop")
+
+    with serving(answer) as service:
+        chat = ChatServiceConfig(url=service.url, model="ours", backoff_s=0.01, max_tokens=2048)
+        made = asyncio.run(ask_for_answers(QUESTIONS, chat, tmp_path / "answers.jsonl"))
+    assert made.texts == OURS.texts
+    assert made.cut_off == {"b"}
+    assert read_answers(tmp_path / "answers.jsonl") == made
+    assert "1 of 3 answers were cut off at max_tokens = 2048" in caplog.text
+    assert "Raise max_tokens" in caplog.text
+    with serving(likes("ours")) as service:
+        found = asyncio.run(judge_answers(QUESTIONS, made, BASELINE, judge_config(service)))
+        assert result(found, service, answers=made).figures["num_cut_off"] == 1
+        assert result(found, service).figures["num_cut_off"] == 0
+
+
+@pytest.mark.parametrize(("keys", "asked_for"), [({}, 16_384), ({"max_tokens": 1024}, 1024)])
+def test_an_answer_may_be_longer_than_a_judgement_unless_the_file_says_how_long(keys, asked_for, tmp_path):
+    with serving(lambda *_: said("ours")) as service:
+        chat = ChatServiceConfig(url=service.url, model="ours", backoff_s=0.01, **keys)
+        kept = chat.model_copy(update={"cache": str(tmp_path / "replies")})  # as the command does
+        asyncio.run(ask_for_answers(QUESTIONS, kept, tmp_path / "answers.jsonl"))
+    assert {asked.body["max_tokens"] for asked in service.asked} == {asked_for}
+
+
 def test_the_command_writes_what_comparisons_and_the_leaderboard_read_and_goes_on_where_it_was(tmp_path):
     data = tmp_path / "arena-hard-v2.0"
     put(data / "question.jsonl", V2["questions"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import numpy as np
 from strop.errors import TaskError
 from strop.evaluation.arena_hard_prompt import PROMPT
 from strop.evaluation.statistics import Estimate
-from strop.rewards.scorers.chat_client import ChatClient, ChatServiceConfig
+from strop.rewards.scorers.chat_client import ChatClient, ChatServiceConfig, Reply
 from strop.rewards.scorers.judge import JudgeConfig, ModelJudge
 from strop.rewards.scorers.refusals import Refusals
 from strop.rewards.text import final_summary
@@ -28,6 +29,9 @@ from strop.runs import write_text
 from strop.tasks.files import read_rows
 from strop.web import ServiceRefused
 
+logger = logging.getLogger(__name__)
+
+_MAX_TOKENS = 16_384  # of an answer, where the service's file says nothing: a judge's 1024 cut thoughts off
 _CLEAR = 3  # how many slight verdicts a clear one is
 _NUM_RESAMPLES = 10_000
 
@@ -47,6 +51,7 @@ class Answers:
 
     model: str
     texts: Mapping[str, str]
+    cut_off: frozenset[str] = frozenset()  # questions whose answers ended at max_tokens; a published file does not tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,52 +95,70 @@ def read_questions(path: Path) -> list[Question]:
 def read_answers(path: Path) -> Answers:
     """One model's answers. Raises `TaskError` for a row that is none, or for several models in one file."""
     texts: dict[str, str] = {}
-    models = set()
+    models, cut_off = set(), set()
     for place, row in read_rows(path):
         id, model, text = _answer(place, row)
         texts[id] = text
         models.add(model)
+        told = row.get("metadata")
+        if isinstance(told, Mapping) and told.get("finish_reason") == "length":
+            cut_off.add(id)
     if len(models) != 1:
         raise TaskError(f"{path}: answers of {len(models)} models ({', '.join(sorted(models))}). A file has those of one.")
-    return Answers(model=models.pop(), texts=texts)
+    return Answers(model=models.pop(), texts=texts, cut_off=frozenset(cut_off))
 
 
 async def ask_for_answers(questions: Sequence[Question], service: ChatServiceConfig, out: Path) -> Answers:
     """What a served model answers, written to `out` in the schema of v2.0; a request that it refuses has no answer.
 
+    Answers have up to 16 384 tokens where `service` does not say how many. One that is cut off there is judged as it is, and
+    a warning tells how many are.
+
     Raises:
         ServiceRefused: the service failed, or refused all of its first requests.
     """
+    if "max_tokens" not in service.model_fields_set:
+        service = service.model_copy(update={"max_tokens": _MAX_TOKENS})
     client, refusals = ChatClient(service), Refusals(what="without an answer")
 
-    async def ask(question: Question) -> str | None:
+    async def ask(question: Question) -> Reply | None:
         try:
             reply = await client.reply([{"role": "user", "content": question.prompt}])
         except ServiceRefused as refused:
             refusals.add(refused)
             return None
         refusals.judged()
-        return reply.text
+        return reply
 
     try:
         replies = await asyncio.gather(*map(ask, questions))
     finally:
         await client.close()
-    texts = {question.id: text for question, text in zip(questions, replies, strict=True) if text is not None}
+    given = {question.id: reply for question, reply in zip(questions, replies, strict=True) if reply is not None}
     rows = [
         {
             "uid": question.id,
             "model": service.model,
             "messages": [
                 {"role": "user", "content": question.prompt},
-                {"role": "assistant", "content": {"answer": texts[question.id]}},
+                {"role": "assistant", "content": {"answer": given[question.id].text}},
             ],
+            "metadata": {"finish_reason": given[question.id].finish_reason},
         }
         for question in questions
-        if question.id in texts
+        if question.id in given
     ]
     write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return Answers(model=service.model, texts=texts)
+    cut_off = frozenset(id for id, reply in given.items() if reply.finish_reason == "length")
+    if cut_off:
+        logger.warning(
+            "%d of %d answers were cut off at max_tokens = %d, and are judged as they are. Raise max_tokens in the file of the"
+            " service; all are then asked for anew.",
+            len(cut_off),
+            len(given),
+            service.max_tokens,
+        )
+    return Answers(model=service.model, texts={id: reply.text for id, reply in given.items()}, cut_off=cut_off)
 
 
 async def judge_answers(
@@ -207,6 +230,7 @@ def result_of(
         "num_tasks": len(whole),
         "num_without_verdict": len(judged) - len(whole),
         "num_without_answer": num_questions - len(judged),
+        "num_cut_off": sum(each.question.id in answers.cut_off for each in judged),
         "k": 1,
         "accuracy": rate.mean,
         "accuracy_low": rate.low,
