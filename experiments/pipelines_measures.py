@@ -55,7 +55,8 @@ def scores(run: RunDirectory, stage: str, figure: str) -> Scores:
     """Problem -> the mean of `figure` over its attempts, as the evaluation `stage` found it; void attempts are left out."""
     found = {}
     for number, problem in enumerate(read_eval(run.stage(stage).path).problems):
-        values = problem["correct"] if figure == "accuracy" else problem["parts"][figure]
+        every = problem["correct"] if figure == "accuracy" else problem["parts"][figure]
+        values = [each for each in every if each is not None]
         if values:
             found[number] = sum(values) / len(values)
     return found
