@@ -113,3 +113,10 @@ def test_a_file_that_describes_no_judge_is_named(tmp_path):
     words = [str(tmp_path / "c.jsonl"), str(tmp_path / "p.jsonl"), "--judge", str(tmp_path / "judge.toml")]
     with pytest.raises(ConfigError, match=r"judge\.toml: .*service"):
         raise CliRunner().invoke(app, ["data", "pairs", *words]).exception
+
+
+def test_a_tag_with_its_brackets_is_refused_before_anything_is_read():
+    words = ["data", "pairs", "none.jsonl", "out.jsonl", "--judge", "none.toml", "--think-tag", "<think>"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 2
+    assert "without brackets" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,6 +22,13 @@ Turn published data sets into problems and conversations that are worth training
 - `strop data pairs candidates.jsonl pairs.jsonl --judge judge.toml` lets a judge make preference pairs for a reward model.
 """,
 )
+
+
+def _tag_name(value: str) -> str:
+    if not re.fullmatch(r"\w+", value):
+        raise typer.BadParameter(f"{value!r} is no name of a tag: give it without brackets, as in think.")
+    return value
+
 
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Processes that judge problems at once.")]
 
@@ -84,7 +92,7 @@ def pairs(
         Literal["summary", "response"],
         typer.Option("--judged-on", help="What stands behind the thoughts of a response, or all of it."),
     ] = "summary",
-    think_tag: Annotated[str, typer.Option("--think-tag", help="Of thoughts.")] = "think",
+    think_tag: Annotated[str, typer.Option("--think-tag", help="Of thoughts: its name alone.", callback=_tag_name)] = "think",
     is_prefilled: Annotated[
         bool, typer.Option("--prefilled", help="The prompts had the opening tag: what never closes it is all thought.")
     ] = False,

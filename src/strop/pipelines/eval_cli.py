@@ -232,8 +232,8 @@ def arena_hard(
     of = result.figures
     typer.echo(
         f"{of['run']}: preferred in {of['accuracy']:.1%} [{of['accuracy_low']:.1%}, {of['accuracy_high']:.1%}] of"
-        f" {of['num_tasks']} questions; {of['num_without_answer']} without an answer, {of['num_without_verdict']} without a"
-        f" verdict -> {place}"
+        f" {of['num_tasks']} questions; {of['num_without_answer']} without an answer, {of['num_cut_off']} cut off,"
+        f" {of['num_without_verdict']} without a verdict -> {place}"
     )
 
 
