@@ -1,6 +1,8 @@
 """The compiled attention of rows against torch's in float32, and what happens where there can be none."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from strop.training import kernels as kernels_module
 from strop.training.attention import _Reads
 from strop.training.gates import gated
 from strop.training.head import head_logprobs
-from strop.training.kernels import elementwise_kernels, kernels_for
+from strop.training.kernels import attention_kernels, elementwise_kernels
 from strop.training.norms import rms_norm
 from strop.training.packing import Read, Waves, lay_out
 
@@ -19,7 +21,7 @@ from strop.training.packing import Read, Waves, lay_out
 @pytest.fixture(scope="module")
 def kernels():
     heads = torch.zeros(1, 1, 1, 32).bfloat16()
-    found = kernels_for(heads, heads, heads)
+    found = attention_kernels(heads, heads, heads)
     if found is None:
         pytest.skip("needs a C compiler and a processor with AVX-512 BF16")
     return found
@@ -147,7 +149,7 @@ def test_of_a_wave_no_two_reads_write_to_the_same_place():
 )
 def test_heads_that_it_is_not_made_for_are_torch_s(dtype, dim, value_dim):
     heads, values = torch.zeros(1, 2, 3, dim, dtype=dtype), torch.zeros(1, 2, 3, value_dim, dtype=dtype)
-    assert kernels_for(heads, heads, values) is None
+    assert attention_kernels(heads, heads, values) is None
 
 
 def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkeypatch, tmp_path, caplog):
@@ -160,19 +162,21 @@ def test_kernels_that_are_wrong_are_not_used_and_the_log_says_so(kernels, monkey
         ("1.0f / total[i]", "0.9f / total[i]"),
         ("set1_ps(scale);", "set1_ps(0.9f * scale);"),
         ("mean, of_unit", "dots, of_unit"),
-        ("top + logf(sum)", "top - logf(sum)"),
+        ("temperature + logf(sum)", "temperature - logf(sum)"),
     ):
         text = kernels_module._SOURCE.read_text()
         assert right in text
         source.write_text(text.replace(right, wrong))
         kernels_module._compiled.cache_clear()
-        with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-            patched.setattr(kernels_module, "_SOURCE", source)
-            by_torch = outputs_and_gradients(heads, layout)
+        try:
+            with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
+                patched.setattr(kernels_module, "_SOURCE", source)
+                by_torch = outputs_and_gradients(heads, layout)
+        finally:
+            kernels_module._compiled.cache_clear()
         assert "differ from torch" in caplog.text
         assert_near(by_torch, [each.float() for each in expected])
         caplog.clear()
-    kernels_module._compiled.cache_clear()
 
 
 def test_norms_and_gates_are_torch_s_for_any_number_of_rows(kernels):
@@ -224,3 +228,60 @@ def test_the_head_s_gradients_are_torch_s(kernels, monkeypatch, of_logprobs, of_
         results.append([logprobs.detach(), entropies.detach(), hidden.grad.float(), weight.grad.float()])
     for ours, torch_s in zip(*results, strict=True):
         assert (ours - torch_s).norm() <= 0.01 * torch_s.norm()
+
+
+_FIRST_USE = """
+import torch
+from torch.utils.checkpoint import checkpoint
+from strop.training.norms import rms_norm
+inputs, weight = torch.randn(4, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
+def run(x):
+    return rms_norm(x, weight, 1e-5) * x
+with {context}:
+    {use}
+from strop.training.kernels import elementwise_kernels
+assert elementwise_kernels(inputs) is not None
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "use"),
+    [
+        (
+            "torch.enable_grad()",
+            "checkpoint(run, inputs, use_reentrant=False).sum().backward()",
+        ),
+        ("torch.autocast('cpu', torch.bfloat16)", "run(inputs).sum().backward()"),
+        ("torch.inference_mode()", "run(inputs)"),
+    ],
+)
+def test_they_are_proven_whatever_the_first_caller_is_within(kernels, context, use):
+    script = _FIRST_USE.format(context=context, use=use)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+
+
+def test_targets_are_read_wherever_and_however_they_lie_and_others_are_refused(kernels):
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    ids = torch.tensor([[0, 1], [39, 1], [3, 1], [4, 1], [17, 1], [16, 1]])
+    expected = kernels.head(logits, ids[:, 0].clone(), 1.0)[0]
+    assert torch.equal(kernels.head(logits, ids[:, 0], 1.0)[0], expected)
+    assert torch.equal(kernels.head(logits, ids[:, 0].int(), 1.0)[0], expected)
+    for id_ in (40, -100):
+        with pytest.raises(IndexError, match=f"token id {id_} is none of the 40"):
+            kernels.head(logits, torch.tensor([0, 0, id_, 0, 0, 0]), 1.0)
+
+
+def test_log_probs_of_large_logits_at_a_low_temperature_do_not_cancel(kernels):
+    logits = (2000 + torch.randn(8, 100, generator=torch.Generator().manual_seed(0)).mul(8)).bfloat16()
+    targets = logits.float().argmax(1)
+    for temperature in (1.0, 0.01):
+        logprobs, entropies, _ = kernels.head(logits, targets, temperature)
+        every = (logits.double() / temperature).log_softmax(-1)
+        torch.testing.assert_close(logprobs.double(), every.gather(1, targets[:, None])[:, 0], rtol=0, atol=1e-6)
+        assert (entropies >= 0).all()
+
+
+def test_heads_of_mixed_precision_are_torch_s():
+    heads = torch.zeros(1, 2, 3, 64).bfloat16()
+    assert attention_kernels(heads, heads.float(), heads) is None

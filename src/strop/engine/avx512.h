@@ -25,7 +25,7 @@ INLINE void store(bf16 *to, __m512 x) { _mm256_storeu_si256((__m256i *)to, narro
 
 INLINE __m512bh load_pairs(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
 
-/* exp(x) of x <= 0 to 2 units in the last place: Cephes' polynomial. */
+/* exp(x) to 2 units in the last place: Cephes' polynomial; of x < -87 that of -87. */
 INLINE __m512 exponential(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x); /* of the two, nan is kept where it comes second */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 8);

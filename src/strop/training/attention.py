@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from strop.errors import ModelError
-from strop.training.kernels import kernels_for
+from strop.training.kernels import attention_kernels
 from strop.training.packing import Piece, RowLayout
 
 ATTENTION = "strop_rows"  # its name in the model library
@@ -134,7 +134,7 @@ class _Reads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, to_outputs: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, outputs, normalizers = ctx.saved_tensors
-        if (kernels := kernels_for(query, key, value)) is not None:
+        if (kernels := attention_kernels(query, key, value)) is not None:
             waves = ctx.layout.waves
             heads = kernels.attend_backward(query, key, value, outputs, normalizers, to_outputs, waves, ctx.scale)
             return *heads, None, None
@@ -167,7 +167,7 @@ class _Reads(torch.autograd.Function):
 
 def _read_all(query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs (1, T, H, D) in the precision of `query`, and log-normalizers, float32 (1, H, T)."""
-    if (kernels := kernels_for(query, key, value)) is not None:
+    if (kernels := attention_kernels(query, key, value)) is not None:
         return kernels.attend(query, key, value, layout.waves, scale)
     dtype = query.dtype
     query, key, value = query.float(), key.float(), value.float()

@@ -81,9 +81,8 @@ class _HeadLogprobs(torch.autograd.Function):
         for part, of_part in logits.chunks(hidden):
             logprobs[part], entropies[part], normalizers[part] = logits.figures(part, of_part, targets[part])
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids)
+        ctx.save_for_backward(hidden, weight, bias, targets, banned, banned_ids, normalizers, entropies)
         ctx.temperature, ctx.chunk, ctx.dtype = temperature, chunk, dtype
-        ctx.normalizers, ctx.entropies = normalizers, entropies
         ctx.last_logits = of_part if any(ctx.needs_input_grad) else None  # as many as are held at once anyway
         return logprobs, entropies
 
@@ -91,7 +90,7 @@ class _HeadLogprobs(torch.autograd.Function):
     def backward(ctx: Any, to_logprobs: Tensor | None, to_entropies: Tensor | None) -> tuple[Tensor | None, ...]:
         if to_logprobs is None and to_entropies is None:
             return (None,) * 9
-        hidden, weight, bias, targets, banned, banned_ids = ctx.saved_tensors
+        hidden, weight, bias, targets, banned, banned_ids, normalizers, entropies = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         matrix = weight.to(ctx.dtype)
         of_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -110,8 +109,8 @@ class _HeadLogprobs(torch.autograd.Function):
                 part,
                 of_part,
                 targets[part],
-                ctx.normalizers[part],
-                ctx.entropies[part],
+                normalizers[part],
+                entropies[part],
                 to_logprobs=None if to_logprobs is None else to_logprobs[part],
                 to_entropies=None if to_entropies is None else to_entropies[part],
                 of_bias=of_bias,

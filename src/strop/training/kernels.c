@@ -129,11 +129,11 @@ static void pair_rows(const bf16 *from, int64_t stride, int64_t num_rows, int64_
 }
 
 typedef struct {
-    const bf16 *data; /* (heads, tokens, dim) with these strides */
+    const bf16 *first; /* (heads, tokens, dim) with these strides */
     int64_t head, token;
 } Heads;
 
-INLINE const bf16 *at(Heads of, int64_t head, int64_t token) { return of.data + head * of.head + token * of.token; }
+INLINE const bf16 *at(Heads of, int64_t head, int64_t token) { return of.first + head * of.head + token * of.token; }
 
 INLINE __mmask16 lanes_below(int64_t n) { return n >= LANES ? 0xffff : n <= 0 ? 0 : (__mmask16)((1u << n) - 1); }
 
@@ -435,23 +435,25 @@ void strop_head(int64_t num_threads, int64_t num_rows, int64_t num_logits, const
         const __m512 last = _mm512_mask_mov_ps(low, rest, widened(_mm256_maskz_loadu_epi16(rest, of + whole)));
         __m512 largest = last;
         for (int64_t i = 0; i < whole; i += LANES) largest = _mm512_max_ps(largest, load(of + i));
-        const float top = _mm512_reduce_max_ps(largest) / temperature;
+        const float top = _mm512_reduce_max_ps(largest); /* taken off first: what is left of it is exactly 0 */
         const __m512 shift = _mm512_set1_ps(top);
         __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()}, dots[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
         for (int64_t i = 0; i < whole; i += LANES) {
             const int half = i / LANES & 1;
-            const __m512 x = _mm512_fmsub_ps(load(of + i), factor, shift), e = exponential(x);
+            const __m512 x = _mm512_mul_ps(_mm512_sub_ps(load(of + i), shift), factor), e = exponential(x);
             sums[half] = _mm512_add_ps(sums[half], e), dots[half] = _mm512_fmadd_ps(x, e, dots[half]);
         }
-        const __m512 x = _mm512_maskz_fmsub_ps(rest, last, factor, shift), e = _mm512_maskz_mov_ps(rest, exponential(x));
+        const __m512 x = _mm512_maskz_mul_ps(rest, _mm512_sub_ps(last, shift), factor);
+        const __m512 e = _mm512_maskz_mov_ps(rest, exponential(x));
         const float sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[0], sums[1]), e));
         const float dot = _mm512_reduce_add_ps(_mm512_fmadd_ps(x, e, _mm512_add_ps(dots[0], dots[1])));
         const uint32_t target = (uint32_t)of[targets[row]] << 16;
         float logit;
         memcpy(&logit, &target, 4);
-        normalizers[row] = top + logf(sum);
-        logprobs[row] = logit / temperature - normalizers[row];
-        entropies[row] = logf(sum) - dot / sum;
+        normalizers[row] = top / temperature + logf(sum);
+        logprobs[row] = (logit - top) / temperature - logf(sum);
+        const float entropy = logf(sum) - dot / sum;
+        entropies[row] = entropy < 0.0f ? 0.0f : entropy; /* nan stays nan */
     }
 }
 

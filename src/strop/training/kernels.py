@@ -24,7 +24,7 @@ _INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
 class Kernels:
-    """The compiled functions. Heads are bfloat16 on the CPU, (1, heads, T, head_dim) with whole heads in memory."""
+    """The compiled functions; all that they take is bfloat16 on the CPU. Heads are (1, heads, T, head_dim)."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._backward = library.strop_attend_rows, library.strop_attend_rows_backward
@@ -51,8 +51,8 @@ class Kernels:
         """What queries read, bfloat16 (1, T, H, D), and log-normalizers, float32 (1, H, T)."""
         _, num_heads, num_tokens, dim = query.shape
         query, key, value = _whole_heads(query), _whole_heads(key), _whole_heads(value)
-        out = torch.empty(1, num_tokens, num_heads, dim)
-        normalizers = torch.empty(1, num_heads, num_tokens)
+        out = _floats(1, num_tokens, num_heads, dim)
+        normalizers = _floats(1, num_heads, num_tokens)
         scratch = _scratch(self._scratch_bytes(dim, _most_keys(waves)))
         strides = [_strides(heads) for heads in (query, key, value)]
         self._attend(
@@ -94,7 +94,7 @@ class Kernels:
         outputs, to_outputs = outputs.transpose(1, 2), to_outputs.transpose(1, 2)
         heads = [_whole_heads(each) for each in (query, key, value, outputs, to_outputs)]
         places = [place for each in heads for place in (each.data_ptr(), _strides(each))]
-        gradients = [torch.empty(each.shape) for each in (query, key, value)]
+        gradients = [_floats(*each.shape) for each in (query, key, value)]
         scratch = _scratch(self._backward_scratch_bytes(dim, _most_keys(waves)))
         self._backward(
             len(scratch),
@@ -118,7 +118,7 @@ class Kernels:
     def norm(self, inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """weight * x / rms(x) over the last dimension, the second factor rounded; and 1 / rms(x), float32 (...)."""
         inputs, weight = inputs.contiguous(), weight.contiguous()
-        normed, scales = torch.empty_like(inputs), torch.empty(inputs.shape[:-1])
+        normed, scales = torch.empty_like(inputs), _floats(*inputs.shape[:-1])
         self._norm(
             torch.get_num_threads(),
             scales.numel(),
@@ -135,7 +135,7 @@ class Kernels:
         """Gradients of inputs, bfloat16, and weight, float32 (H,)."""
         inputs, weight, to_normed = inputs.contiguous(), weight.contiguous(), to_normed.contiguous()
         num_rows, width = scales.numel(), inputs.shape[-1]
-        of_inputs, of_weight = torch.empty_like(inputs), torch.empty(-(-num_rows // _ROWS_AT_ONCE), width)
+        of_inputs, of_weight = torch.empty_like(inputs), _floats(-(-num_rows // _ROWS_AT_ONCE), width)
         places = (each.data_ptr() for each in (inputs, weight, scales, to_normed, of_inputs, of_weight))
         self._norm_backward(torch.get_num_threads(), num_rows, width, *places)
         return of_inputs, of_weight.sum(0)
@@ -157,7 +157,12 @@ class Kernels:
 
     def head(self, logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Log-probs of the targets, entropies and log-normalizers of (m, V) logits, all float32 (m,)."""
-        figures = torch.empty(3, len(logits))
+        targets = targets.to(torch.int64).contiguous()
+        is_outside = (targets < 0) | (targets >= logits.shape[1])
+        if is_outside.any():
+            worst = int(targets[is_outside][0])
+            raise IndexError(f"token id {worst} is none of the {logits.shape[1]} that the model's head knows")
+        figures = _floats(3, len(logits))
         places = (each.data_ptr() for each in (targets, *figures))
         self._head(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *places)
         logprobs, entropies, normalizers = figures
@@ -179,12 +184,11 @@ class Kernels:
         self._head_backward(torch.get_num_threads(), *logits.shape, logits.data_ptr(), temperature, *places)
 
 
-def kernels_for(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
+def attention_kernels(query: Tensor, key: Tensor, value: Tensor) -> Kernels | None:
     """The compiled attention, if it is made for such heads and this machine can have it."""
     dim = query.shape[-1]
     fits = (
-        query.dtype is torch.bfloat16
-        and query.device.type == "cpu"
+        all(each.dtype is torch.bfloat16 and each.device.type == "cpu" for each in (query, key, value))
         and dim == value.shape[-1]
         and dim % _PAIRED == 0
         and dim <= _MAX_DIM
@@ -226,7 +230,12 @@ def _most_keys(waves: Waves) -> int:
 
 def _scratch(num_bytes: int) -> Tensor:
     """Room for each thread, (threads, bytes): whole lines of a processor's cache."""
-    return torch.empty(torch.get_num_threads(), -(-num_bytes // 64) * 64, dtype=torch.uint8)
+    return torch.empty(torch.get_num_threads(), -(-num_bytes // 64) * 64, dtype=torch.uint8, device="cpu")
+
+
+def _floats(*shape: int) -> Tensor:
+    """As C writes them, whatever torch makes by default."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _is_proven(kernels: Kernels) -> bool:
