@@ -12,6 +12,7 @@ the runs that are missing; of sweeps that were never begun in `--runs` the resul
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from strop.reports.plots import draw
 from strop.reports.scales import Unit
 from strop.reports.sweep_console import SweepConsole
 from strop.reports.sweep_log import unit_of
-from strop.runs import read_json, write_json, write_text
+from strop.runs import read_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -255,7 +256,7 @@ def write_results(runs: Path) -> str:
     found = summarise({name: read_json(path) for name, path in files.items() if path.exists()})
     at = RESULTS / "cs336-sweeps.json"
     results = with_earlier(found, read_json(at) if at.exists() else {})
-    write_json(at, results)
+    write_text(at, json.dumps(results, separators=(",", ":"), allow_nan=False) + "\n")  # curves are long, a number a line
     text = table(results)
     write_text(RESULTS / "cs336-sweeps.txt", text + "\n")
     write_plots(found)

@@ -1,6 +1,6 @@
 /* What a decode step in bfloat16 does besides its matrix products, for processors with AVX-512 BF16.
 
-   Compiled where strop runs, by whatever C compiler is there (kernels.py). A token's result depends on nothing but its own
+   Compiled where strop runs, by whatever C compiler is there (compiled.py). A token's result depends on nothing but its own
    query, its own columns and their number: not on the other tokens of a step, nor on which thread computes it. */
 
 #include "avx512.h"

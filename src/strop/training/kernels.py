@@ -1,7 +1,7 @@
 """Attention of rows, norms, gates and what follows the head in C, in bfloat16 and with gradients.
 
-torch's attention on a CPU is slower in bfloat16 than in float32, and in float32 reaches a quarter of what its products do; each
-operator of a norm or a gate goes through memory by itself. Where `kernels.c` cannot be compiled or is not proven
+torch's attention on a CPU is slower in bfloat16 than in float32, and each operator of a norm or a gate goes through memory by
+itself. Where `kernels.c` cannot be compiled or is not proven
 (`strop.engine.compiled`), they do the same.
 """
 
@@ -56,14 +56,7 @@ class Kernels:
         scratch = _scratch(self._scratch_bytes(dim, _most_keys(waves)))
         strides = [_strides(heads) for heads in (query, key, value)]
         self._attend(
-            len(scratch),
-            len(waves.starts) - 1,
-            waves.starts.data_ptr(),
-            waves.reads.data_ptr(),
-            num_tokens,
-            num_heads,
-            key.shape[1],
-            dim,
+            *_what_is_read(waves, scratch, query, key),
             query.data_ptr(),
             strides[0],
             key.data_ptr(),
@@ -90,21 +83,13 @@ class Kernels:
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of query, key and value, bfloat16, from that of `outputs`, both (1, T, H, D)."""
-        _, num_heads, num_tokens, dim = query.shape
         outputs, to_outputs = outputs.transpose(1, 2), to_outputs.transpose(1, 2)
         heads = [_whole_heads(each) for each in (query, key, value, outputs, to_outputs)]
         places = [place for each in heads for place in (each.data_ptr(), _strides(each))]
         gradients = [_floats(*each.shape) for each in (query, key, value)]
-        scratch = _scratch(self._backward_scratch_bytes(dim, _most_keys(waves)))
+        scratch = _scratch(self._backward_scratch_bytes(query.shape[-1], _most_keys(waves)))
         self._backward(
-            len(scratch),
-            len(waves.starts) - 1,
-            waves.starts.data_ptr(),
-            waves.reads.data_ptr(),
-            num_tokens,
-            num_heads,
-            key.shape[1],
-            dim,
+            *_what_is_read(waves, scratch, query, key),
             *places,
             normalizers.data_ptr(),
             scale,
@@ -222,6 +207,13 @@ def _whole_heads(heads: Tensor) -> Tensor:
 
 def _strides(heads: Tensor) -> ctypes.Array[ctypes.c_int64]:
     return (_INT * 2)(heads.stride(1), heads.stride(2))
+
+
+def _what_is_read(waves: Waves, scratch: Tensor, query: Tensor, key: Tensor) -> tuple[int, ...]:
+    """What both directions of attention begin with: threads, waves of reads, tokens, heads, key heads, head_dim."""
+    _, num_heads, num_tokens, dim = query.shape
+    of_waves = len(waves.starts) - 1, waves.starts.data_ptr(), waves.reads.data_ptr()
+    return len(scratch), *of_waves, num_tokens, num_heads, key.shape[1], dim
 
 
 def _most_keys(waves: Waves) -> int:
