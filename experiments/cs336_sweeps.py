@@ -38,8 +38,8 @@ QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is wha
     "sft-size": (SFT, ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered_2048")),
     "expert-iteration": (EXPERT, ("defaults", "group_2", "group_8", "epochs_1", "epochs_4", "batch_32", "batch_128")),
     "learning-rate": (ABLATIONS, ("defaults", "learning_rate_1e-4", "learning_rate_1e-3", "learning_rate_3e-3")),
-    "baselines": (ABLATIONS, ("defaults", "no_baseline")),
-    "length-normalisation": (ABLATIONS, ("defaults", "masked_normalize")),
+    "baselines": (ABLATIONS, ("defaults", "no_baseline", "clip_on_policy")),
+    "length-normalisation": (ABLATIONS, ("defaults", "masked_normalize", "token_mean")),
     "std-normalisation": (ABLATIONS, ("defaults", "no_std")),
     "off-policy": (ABLATIONS, ("defaults", "off_policy_1x4", "off_policy_4x1", "off_policy_4x4")),
     "off-policy-focused": (FOCUSED, ("on_policy", "off_policy_1x4", "off_policy_4x1")),
@@ -57,14 +57,16 @@ CURVES = (
     "rollout/kept_fraction",
     "rollout/entropy_nats",
 )
-_DRAWN = {  # of each sweep: the curves that are drawn, by what they are called in a title
-    ABLATIONS: {"rollout/accuracy": "accuracy of rollouts"},
-    FOCUSED: {"rollout/accuracy": "accuracy of rollouts"},
-    PROMPT: {"rollout/accuracy": "accuracy of rollouts"},
-    SFT: {"validation/accuracy": "held-out accuracy"},
-    EXPERT: {"rollout/kept_fraction": "right rollouts", "rollout/entropy_nats": "entropy of responses, nats"},
+_DRAWN = {  # metric: how its file's name ends, and what it is called in a title
+    "validation/accuracy": ("", "held-out accuracy"),
+    "rollout/accuracy": ("-rollouts", "accuracy of rollouts"),
+    "rollout/length_tokens_mean": ("-length", "tokens of a response"),
+    "policy/entropy_nats": ("-entropy", "entropy of responses, nats"),
+    "rollout/entropy_nats": ("-entropy", "entropy of responses, nats"),
 }
+_FURTHER = ("expert-iteration", "length-normalisation", "off-policy", "off-policy-focused")  # drawn beyond held-out accuracy
 _DIGITS = 4
+_HALF = 0.5
 
 
 def summarise(sweeps: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
@@ -137,6 +139,17 @@ def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     return answer
 
 
+def _half_right(curves: Mapping[str, Sequence[tuple[float, float, float]]]) -> str:
+    """By seed, the step and the seconds at which half the rollouts of the last three steps were right."""
+    crossings = []
+    for curve in curves.values():
+        windows = zip(curve, curve[1:], curve[2:], strict=False)
+        crossed = (last for first, second, last in windows if _mean((first[2], second[2], last[2])) >= _HALF)
+        step, seconds, _ = next(crossed, (None, None, None))
+        crossings.append("never" if step is None else f"step {step} ({seconds:.0f} s)")
+    return "half right: " + ", ".join(crossings)
+
+
 def _interval(differences: Iterable[float]) -> list[float] | None:
     """Mean, low and high of Student's 95 % interval over seeds; None of fewer than two."""
     known = list(differences)
@@ -167,6 +180,8 @@ def table(results: Mapping[str, Any]) -> str:
             ends = [
                 f"{metric.rpartition('/')[2]} {_end(answer, metric, name)}" for metric in _ENDS if metric in answer["curves"]
             ]
+            if question.startswith("off-policy"):
+                ends.append(_half_right(answer["curves"].get("rollout/accuracy", {}).get(name, {})))
             by_seed = _list(arm["results"], ".3f", seeds, arm["fell_at_step"])
             rows.append(
                 f"  {name:<24} {by_seed:<20} {_list(arm['above'], '+.3f', seeds):<22}"
@@ -210,7 +225,9 @@ def _mean(values: Any) -> float:
 def write_plots(results: Mapping[str, Any]) -> None:
     """Of each question its curves by step; of off-policy by seconds too."""
     for question, answer in results["questions"].items():
-        for metric, title in _DRAWN[QUESTIONS[question][0]].items():
+        for metric, (ending, title) in _DRAWN.items():
+            if ending and question not in _FURTHER:
+                continue
             arms = answer["curves"].get(metric, {})
             by_step, by_time = (
                 {arm: [[(point[x], point[2]) for point in curve] for curve in seeds.values()] for arm, seeds in arms.items()}
@@ -218,11 +235,10 @@ def write_plots(results: Mapping[str, Any]) -> None:
             )
             if sum(bool(curves) for curves in by_step.values()) < 2:  # nothing to compare yet
                 continue
-            name = f"{question}-entropy" if metric == "rollout/entropy_nats" else question
-            _write(name, f"{question}: {title}", by_step, "step", unit_of(metric))
-            if question.startswith("off-policy"):
+            _write(question + ending, f"{question}: {title}", by_step, "step", unit_of(metric))
+            if question.startswith("off-policy") and metric.endswith("/accuracy"):
                 first = {arm: curves[:1] for arm, curves in by_time.items()}
-                _write(f"{name}-time", f"{question}: {title}, the first seed", first, "seconds", unit_of(metric))
+                _write(f"{question}{ending}-time", f"{question}: {title}, the first seed", first, "seconds", unit_of(metric))
 
 
 def _write(

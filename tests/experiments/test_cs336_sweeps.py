@@ -103,3 +103,14 @@ def test_what_was_written_of_sweeps_that_are_not_there_any_more_stays():
     assert newer["questions"]["clip"]["arms"][no_clip]["above"] == {"0": -0.25}
     assert newer["missing"] == results["missing"]
     assert cs336_sweeps.with_earlier(found, {}) == found
+
+
+def test_off_policy_tells_the_step_and_the_seconds_at_which_half_the_rollouts_were_right():
+    arms = ("defaults", "off_policy_1x4")
+    sweep = sweep_of(*(run_of(arm, seed, 0.5) for arm in arms for seed in (0, 1)))
+    rises = [[1, 2.0, 0.3], [2, 4.0, 0.5], [3, 6.0, 0.6], [4, 8.0, 0.7]]  # means of three: 0.467 at step 3, 0.6 at step 4
+    stays = [[step, 2.0 * step, 0.4] for step in range(1, 9)]
+    sweep["curves"] = {"rollout/accuracy": {"defaults": {"0": rises, "1": stays}}}
+    text = cs336_sweeps.table(cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep}))
+    (defaults,) = [row for row in text.splitlines() if "half right: step" in row]
+    assert defaults.endswith("half right: step 4 (8 s), never")

@@ -14,6 +14,7 @@ from strop.reports.scales import Unit
 from strop.runs import RunDirectory
 
 USUAL_CURVES = (
+    "validation/accuracy",
     "rollout/accuracy",
     "rollout/reward_mean",
     "rollout/tool_error_rate",
