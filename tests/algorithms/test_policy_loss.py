@@ -108,6 +108,26 @@ def test_clip_fractions_of_other_losses_say_where_a_weight_was_held(loss, low, h
     assert figures["clip_fraction_high"][0].tolist() == high
 
 
+@pytest.mark.parametrize(
+    "settings", [{"loss": Loss.NO_CLIP, "mismatch": Mismatch.MASK_TOKEN}, {"loss": Loss.NO_CLIP, "high_entropy_share": 0.5}]
+)
+def test_an_infinite_ratio_on_a_token_that_is_left_out_changes_nothing(settings):
+    policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)
+    inputs = inputs_of([-100.0, -1.0], sampled=[-200.0, -1.0], entropies=[0.1, 0.9])  # e^99 is no float32
+    loss = GRPO(**settings).token_loss(policy, inputs)
+    loss.sum().backward()
+    assert loss.tolist() == [[0.0, -1.0]]
+    assert policy.grad.tolist() == [[0.0, -1.0]]
+
+
+@pytest.mark.parametrize("mismatch", [Mismatch.TRUNCATE_SEQUENCE, Mismatch.MASK_SEQUENCE])
+def test_a_mismatch_by_row_reports_the_rows_own_log_ratio_uncapped(mismatch):
+    inputs = inputs_of([-1.0, -2.0], sampled=[-1.5, -3.0])
+    statistics = GRPO(mismatch=mismatch).token_statistics(torch.tensor([[-1.0, -2.0]]), inputs)
+    assert statistics["sampler_row_log_ratio"].tolist() == [[1.5, 1.5]]
+    assert statistics["mismatch_over_cap_fraction"].tolist() == [[1.0, 1.0]]  # e^1.5 is more than 2
+
+
 def test_a_mismatch_reports_its_weights_and_the_share_that_was_over_the_cap():
     method = PolicyLoss(mismatch=Mismatch.MASK_TOKEN)
     figures = method.token_statistics(torch.zeros(1, 2), inputs_of([0.0, 0.0], sampled=[-math.log(4), -math.log(1.5)]))

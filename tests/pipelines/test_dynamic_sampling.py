@@ -38,6 +38,22 @@ def whole(tmp_path_factory):
     return run_recipe(tmp_path_factory.mktemp("dapo") / "run", make_recipe(**RECIPE), say=all_right_if_even).run
 
 
+def right(conversation, draw):
+    found = re.search(r"(\d+)\+(\d+)", conversation)
+    return answer(int(found[1]) + int(found[2]))
+
+
+def test_a_step_that_keeps_nothing_counts_the_updates_that_it_leaves_out(tmp_path):
+    recipe = make_recipe(**RECIPE | {"method": {"name": "grpo", "drop_tied": True}, "give_up_after": 1})
+    run = run_recipe(tmp_path / "run", recipe, say=right).run  # all is right, which is no reason to give up
+    assert [(line["groups/used"], line["update/skipped"], line["update/stuck_steps"]) for line in lines_of(run)] == [
+        (0, 2, 0)
+    ] * 2
+    assert [row["why_skipped"] for row in read_lines(run.updates) if row["role"] == "policy" and "step" in row][-2:] == [
+        "every group is tied: all 16 rewards are 1."
+    ] * 2
+
+
 def test_groups_that_are_left_out_are_replaced_until_the_step_is_full(whole):
     for step, line in enumerate(lines_of(whole), start=1):
         groups = selection(whole, step)

@@ -127,8 +127,9 @@ def test_law_11_steps_with_nothing_right_are_counted_told_and_end_the_run_with_i
     assert [line["update/stuck_steps"] for line in lines] == [1, 2]
     for line in lines:
         assert line["rollout/kept_fraction"] == 0
-        assert line["update/skipped"] == 0
+        assert line["update/skipped"] == recipe.stages["ei"].epochs
         assert not {"update/loss", "update/grad_norm", "rollout/length_tokens_mean_correct"} & line.keys()
+    assert all("nothing to imitate" in row["why_skipped"] for row in read_lines(run.updates) if row["stage"] == "ei")
     assert [warning for warning in progress.warnings if "nothing to imitate" in warning] == [
         f"step {step} cannot learn: none of 12 rollouts is right, so there is nothing to imitate." for step in (1, 2)
     ]

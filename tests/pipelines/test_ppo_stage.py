@@ -1,21 +1,26 @@
 """PPO as a stage: what a critic changes in a run, and that it is resumed with the run."""
 
 import asyncio
+import json
 import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 
+from scripted_runs import RECIPE as SCRIPTED
 from scripted_runs import Watching, answer, make_recipe, run_recipe, untimed
 from strop.errors import CannotLearnError
 from strop.pipelines import checkpoints
 from strop.pipelines.load import load_recipe
+from strop.pipelines.recipe import Recipe, resolve
 from strop.pipelines.train import train
 from strop.reports.progress import Silent
 from strop.runs import read_json, read_lines
 
+RECIPE_STAGES = SCRIPTED["stages"]
 METHOD = {"name": "ppo", "kl_coefficient": 0.01, "whiten": True}
 CRITIC = {"alone_steps": 1, "optimizer": {"lr": 1e-2, "schedule": "cosine"}}
 RECIPE = {
@@ -89,6 +94,29 @@ def test_law_9_a_run_with_a_critic_resumes_bit_for_bit(whole, tmp_path, monkeypa
     first, second = (run.stage("rl").model / "model.safetensors" for run in (again, whole))
     assert first.read_bytes() == second.read_bytes()
     assert read_json(again.stage("rl").selection(3)) == read_json(whole.stage("rl").selection(3))
+
+
+def test_a_critic_starts_from_the_reward_model_that_a_stage_trained(tmp_path):
+    words = [("yes", "no"), ("right", "wrong"), ("true", "false"), ("sure", "never")]
+    pairs = [{"prompt": f"Is it so, {number}?", "chosen": good, "rejected": bad} for number, (good, bad) in enumerate(words)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, pairs)) + "\n")
+    helpful = {"kind": "reward_model", "init": "base", "path": str(path), "judged_on": "response", "test_share": 0.25}
+    helpful |= {"trainer": {"optimizer": {"lr": 1e-2}}, "epochs": 4, "batch_size": 3}
+    rl = RECIPE | {"steps": 2, "critic_init": "helpful", "trainer": {"critic": {"alone_steps": 1}}}
+    stages = {"base": RECIPE_STAGES["base"], "helpful": helpful, **{name: RECIPE_STAGES[name] for name in ("sft", "before")}}
+    stages |= {"rl": RECIPE_STAGES["rl"] | rl}
+    recipe = Recipe.model_validate_json(json.dumps(resolve(SCRIPTED | {"stages": stages})))
+    assert "helpful" in [each.stage for each in recipe.stages["rl"].inputs()]
+    first, _ = lines_of(run_recipe(tmp_path / "run", recipe).run)
+    assert first["critic/value"] != 0  # before its first update a critic with a new head expects nothing
+
+
+def test_a_critic_to_start_from_wants_a_method_with_one():
+    with pytest.raises(ValidationError, match=r"critic_init is 'sft', but method 'grpo' has no critic"):
+        make_recipe(critic_init="sft")
+    with pytest.raises(ValidationError, match="critic_init"):
+        make_recipe(**RECIPE | {"critic_init": "before"})  # makes an evaluation
 
 
 def test_a_run_whose_rewards_are_all_zero_gives_up_although_a_critic_errs(tmp_path):

@@ -7,6 +7,7 @@ import torch
 
 from strop.algorithms import GRPO, PPO, Column
 from strop.errors import CannotLearnError, ModelError
+from strop.rewards.scorers.reward_model import begin_reward_model, head_of
 from strop.training import CriticConfig, CriticOptimizerConfig, LocalTrainer, OptimizerConfig, Schedule, TrainerConfig
 from strop.training.models import load_model
 
@@ -50,6 +51,40 @@ def with_random_head(trainer):
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(11))
     torch.nn.init.constant_(head.bias, 0.3)
     return trainer
+
+
+def save_reward_model(source, directory, *, vocab_size=None):
+    model = begin_reward_model(source, pad_id=0)
+    if vocab_size is not None:
+        model.resize_token_embeddings(vocab_size)
+    torch.nn.init.normal_(head_of(model), generator=torch.Generator().manual_seed(5))
+    model.save_pretrained(directory)
+    return model
+
+
+def test_a_critic_from_a_reward_model_has_its_decoder_and_its_head(model_directory, make_batch, tmp_path):
+    reward_model = save_reward_model(model_directory, tmp_path)
+    with torch.no_grad():  # a decoder that is not the policy's
+        reward_model.base_model.norm.weight.mul_(1.5)
+    reward_model.save_pretrained(tmp_path)
+    trainer = LocalTrainer.from_directory(model_directory, TrainerConfig(), critic=tmp_path)
+    batch = make_batch()
+    values = values_of(trainer, batch)
+    for row, length in enumerate(batch.lengths.tolist()):
+        scores = reward_model(input_ids=batch.ids[row : row + 1, :length]).logits  # of the last token alone
+        hidden = reward_model.base_model(input_ids=batch.ids[row : row + 1, :length]).last_hidden_state[0]
+        expected = hidden @ reward_model.score.weight[0]
+        assert expected[-1].item() == pytest.approx(scores.item(), abs=1e-5)
+        for position in range(1, length):
+            if batch.loss_mask[row, position]:
+                assert values[row, position].item() == pytest.approx(expected[position - 1].item(), abs=1e-5)
+
+
+def test_a_critic_of_another_vocabulary_is_refused(model_directory, tmp_path):
+    found = load_model(model_directory).config.vocab_size
+    save_reward_model(model_directory, tmp_path, vocab_size=found + 8)
+    with pytest.raises(ModelError, match=f"has {found + 8} tokens and the policy has {found}"):
+        LocalTrainer.from_directory(model_directory, TrainerConfig(), critic=tmp_path)
 
 
 def assert_same_gradient(first, second, tolerance):

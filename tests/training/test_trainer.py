@@ -630,6 +630,30 @@ def test_law_9_a_refreshed_reference_is_the_policy_of_then_also_after_a_resume(
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_checkpoint_from_before_a_refresh_brings_the_first_reference_back(model_directory, make_batch, tmp_path, lora):
+    config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2), lora=lora)
+    trainer = LocalTrainer.from_directory(model_directory, config, reference=model_directory)
+
+    async def step():
+        batch = await trainer.score(make_batch(), Column.REFERENCE_LOGPROBS)
+        return batch, await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics)
+
+    async def scenario():
+        await step()
+        await trainer.save(tmp_path)
+        first, expected = await step()
+        await trainer.refresh_reference()
+        moved, _ = await step()
+        assert not torch.equal(moved.columns[Column.REFERENCE_LOGPROBS], first.columns[Column.REFERENCE_LOGPROBS])
+        await trainer.load(tmp_path)
+        again, report = await step()
+        assert torch.equal(again.columns[Column.REFERENCE_LOGPROBS], first.columns[Column.REFERENCE_LOGPROBS])
+        assert report == expected
+
+    asyncio.run(scenario())
+
+
 def test_a_trainer_without_a_reference_has_none_to_refresh(model_directory):
     with pytest.raises(ValueError, match="no reference that could be refreshed"):
         asyncio.run(make_trainer(model_directory).refresh_reference())

@@ -21,7 +21,7 @@ class Advantage(StrEnum):
     MEAN_CENTERED = "mean_centered"  # r - mean of the group; Dr. GRPO
     LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the others of the group; RLOO
     NONE = "none"  # r
-    BATCH_NORMALIZED = "batch_normalized"  # (r - mean) / std of every trajectory of the update; REINFORCE++
+    BATCH_NORMALIZED = "batch_normalized"  # (r - mean) / std of every trajectory of the step; REINFORCE++
 
     @property
     def needs_group(self) -> bool:
@@ -108,7 +108,7 @@ def outcome_advantages(
     """One advantage per kept trajectory, the same on each of its tokens; the group is what was kept (rStar2-Agent Eq. 7).
 
     Args:
-        selections: every group of an update.
+        selections: every group of a step.
         advantage: which.
         eps: added to a std.
         allow_group_of_one: as in the functions of this file.

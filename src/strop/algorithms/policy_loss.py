@@ -90,7 +90,8 @@ class PolicyLoss(Config):
         """The loss of each token, (n, T), 0 where masked. Only the surrogate is weighted for the mismatch."""
         loss = self._surrogate(policy_logprobs, inputs)
         if self.mismatch is not Mismatch.OFF:
-            loss = loss * self._mismatch_weights(inputs)[0]
+            weights = self._mismatch_weights(inputs)[0]
+            loss = torch.where(weights > 0, loss, 0.0) * weights  # what is left out may be infinite
         if self.kl_in_loss > 0:
             reference = inputs.columns[Column.REFERENCE_LOGPROBS]
             kl = token_kl(policy_logprobs, reference, inputs.loss_mask, estimator=self.kl_estimator, level=self.ratio)
@@ -98,7 +99,8 @@ class PolicyLoss(Config):
         if self.entropy_coefficient > 0:
             loss = loss - self.entropy_coefficient * torch.where(inputs.loss_mask, inputs.entropies, 0.0)
         if self.high_entropy_share < 1:
-            loss = loss * high_entropy_mask(inputs.entropies, inputs.loss_mask, share=self.high_entropy_share)
+            is_learnt = high_entropy_mask(inputs.entropies, inputs.loss_mask, share=self.high_entropy_share)
+            loss = torch.where(is_learnt, loss, 0.0)
         return loss
 
     @torch.no_grad()
@@ -109,7 +111,8 @@ class PolicyLoss(Config):
         away (of CISPO: where it held the weight). `old_kl_nats`: k3 estimate of KL(π_old || π), on tokens of π_old.
         `sampler_ratio`: π_old / π_sampled, uncapped. `sampler_gap_nats`: |its log|; `sampler_kl_nats`: k3
         estimate of KL(π_sampled || π_old). `mismatch_weight`: by which the loss was
-        weighted. `mismatch_over_cap_fraction`: 1 where that was capped or masked. `reference_kl_nats`: k3, by token.
+        weighted. `mismatch_over_cap_fraction`: 1 where that was capped or masked. `sampler_row_log_ratio`: of a mismatch by
+        row, log of the row's uncapped weight, in nats. `reference_kl_nats`: k3, by token.
 
         They are averaged, so quantiles of the ratios are not among them; who holds the batch's columns can take those. A loss
         without old log-probs is on policy: π stands for π_old.
@@ -131,6 +134,8 @@ class PolicyLoss(Config):
             weights, is_over = self._mismatch_weights(inputs)
             statistics["mismatch_weight"] = torch.where(mask, weights, 0.0)
             statistics["mismatch_over_cap_fraction"] = is_over.to(weights.dtype)
+            if self.mismatch.is_of_sequence:  # its log: a product over a row may exceed any float
+                statistics["sampler_row_log_ratio"] = torch.where(mask, sampler_log_ratio.sum(-1, keepdim=True), 0.0)
         if self.kl_coefficient > 0:
             statistics["reference_kl_nats"] = token_kl(policy_logprobs, inputs.columns[Column.REFERENCE_LOGPROBS], mask)
         return statistics

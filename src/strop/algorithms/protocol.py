@@ -22,7 +22,8 @@ class Column(StrEnum):
     RETURNS = "returns"  # what it should have expected; made of the others, never scored
 
 
-SPREAD_FIGURES = ("ratio", "sampler_ratio", "sampler_gap_nats")  # of `token_statistics`: their extremes say more than means
+# Of `token_statistics`: their extremes say more than means.
+SPREAD_FIGURES = ("ratio", "sampler_ratio", "sampler_gap_nats", "sampler_row_log_ratio")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.step_figures import (
     Clock,
     cost_metrics,
+    not_made,
     selection_metrics,
     update_metrics,
     update_rows,
@@ -67,6 +68,9 @@ class _Loop:
             select_right(group, is_right=lambda each: verdict(each) is True, drops_repeats=drops_repeats) for group in groups
         ]
         reports, gave_up = await self._imitate(step, selections)
+        problems = _why_stuck(groups, selections, reports)
+        if not reports:
+            reports = not_made(stage.epochs, problems[0], update=self.trainer.num_updates)
         update_s = clock.lap()
         # Imitation is a policy gradient whose advantage is 1 wherever something was kept.
         imitated = [[torch.ones(len(each.trajectory.ids)) for each in selection.kept] for selection in selections]
@@ -90,7 +94,6 @@ class _Loop:
             }
         )
         self.context.event("step_finished", step=step, weights=weights)
-        problems = _why_stuck(groups, selections, reports)
         return StepResult(figures=figures, weights=weights, problems=problems, updates=update_rows(reports), gave_up=gave_up)
 
     async def _imitate(self, step: int, selections: Sequence[Selection]) -> tuple[list[UpdateReport], CannotLearnError | None]:

@@ -25,6 +25,7 @@ from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.step_figures import (
     Clock,
     cost_metrics,
+    not_made,
     selection_metrics,
     update_metrics,
     update_rows,
@@ -48,7 +49,7 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
             init,
             stage.trainer,
             reference=init if Column.REFERENCE_LOGPROBS in stage.method.needs else None,
-            critic=init if Column.VALUES in stage.method.needs else None,
+            critic=model_of(context.run, stage.critic_init or stage.init) if Column.VALUES in stage.method.needs else None,
             total_updates=stage.num_updates,
             total_critic_updates=stage.num_critic_updates,
         )
@@ -83,6 +84,11 @@ class _Loop:
             batches, advantages = judge(method.critic, selections, parts, batches)
         score_s = clock.lap()
         reports, critic_reports, gave_up = await self._update(step, batches)
+        tie = _tie(groups, advantages, has_critic=method.critic is not None)
+        problems = _why_stuck(groups, selections, tie, reports, critic_reports)
+        if not batches:
+            num_left_out = stage.updates_per_step * stage.epochs if step > stage.steps_of_critic_alone else 0
+            reports = not_made(num_left_out, problems[0], update=self.trainer.num_updates)
         update_s = clock.lap()
         await self.ahead.settle()
         ahead_wait_s = clock.lap()
@@ -111,10 +117,9 @@ class _Loop:
             }
         )
         self.context.event("step_finished", step=step, weights=weights)
-        tie = _tie(groups, advantages, has_critic=method.critic is not None)
         # What leaves no gradient because most rollouts are right is no reason to give up.
         is_solved = figures.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or figures.get("update/grad_norm", 0.0) == 0)
-        problems = [] if is_solved else _why_stuck(groups, selections, tie, reports, critic_reports)
+        problems = [] if is_solved else problems
         updates = [*update_rows(reports), *critic_rows(critic_reports)]
         return StepResult(figures=figures, weights=weights, problems=problems, updates=updates, gave_up=gave_up)
 

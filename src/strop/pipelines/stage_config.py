@@ -290,6 +290,11 @@ class RlStage(RolloutStage):
     updates_per_step: int = Field(default=1, ge=1)  # mini-batches, split by task
     max_staleness: int = Field(default=0, ge=0)  # publications that rollouts may be behind; 1: step k + 1 rolls while k trains
     branching: BranchingConfig | None = None  # ARPO: some of a task's rollouts begin at the prompt, the others branch off them
+    critic_init: str | None = None  # a stage with the model or reward model that a critic starts from; unset: as the policy
+
+    def inputs(self) -> tuple[Input, ...]:
+        critic = () if self.critic_init is None else (self.critic_init,)
+        return (*super().inputs(), *Input.each("critic_init", critic, Product.MODEL, Product.REWARD_MODEL))
 
     @model_validator(mode="after")
     def _divides(self) -> Self:
@@ -360,6 +365,15 @@ class RlStage(RolloutStage):
             raise ValueError(
                 f"branching.initial_rollouts is {self.branching.initial_rollouts}, but a task has {self.rollouts_per_task}"
                 " rollouts in all. Lower it (ARPO begins half of them at the prompt), or raise group_size."
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _has_use_for_a_critic(self) -> Self:
+        if self.critic_init is not None and self.method.critic is None:
+            raise ValueError(
+                f"critic_init is {self.critic_init!r}, but method {self.method.name!r} has no critic. Leave it out, or set"
+                ' method.name = "ppo".'
             )
         return self
 

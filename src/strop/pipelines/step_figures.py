@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,14 @@ def update_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
         is_maximum = name.endswith("_max")
         metrics[f"policy/{name}"] = max(values) if is_maximum else sum(values) / num
     return metrics
+
+
+def not_made(num: int, why: str, *, update: int) -> list[UpdateReport]:
+    """Reports of `num` updates that a step without anything to learn from leaves out; `update` were done before."""
+    nothing = UpdateReport(
+        update=update, loss=math.nan, grad_norm=math.nan, learning_rate=math.nan, statistics={}, skip_reason=why
+    )
+    return [nothing] * num
 
 
 def update_rows(reports: Sequence[UpdateReport], *, role: str = "policy") -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel
 
 from strop.engine.memory import keep_freed_memory
 from strop.errors import ModelError
+from strop.rewards.scorers.reward_model import has_reward_head, head_of, load_reward_model
 from strop.training.adapter import Adapter, published_name
 from strop.training.attention import use_row_attention
 from strop.training.config import TrainerConfig
@@ -76,7 +78,7 @@ def open_learner(
             scorer.to(device)
         else:
             divide(scorer, device, world.size, MixedPrecisionPolicy(), keeps_ends=False)
-        measured = FrozenReference(scorer, weights)
+        measured = FrozenReference(scorer, weights, reference)
     return Learner(
         policy,
         weights,
@@ -84,22 +86,31 @@ def open_learner(
         world=world or World(),
         adapter=adapter,
         reference=measured,
-        critic=None if critic is None else _open_critic(critic, config, world, total_critic_updates),
+        critic=None if critic is None else _open_critic(critic, config, world, total_critic_updates, model),
         tokenizer_files=read_tokenizer_files(directory),
         total_updates=total_updates,
     )
 
 
-def _open_critic(directory: Path, config: TrainerConfig, world: World | None, total_updates: int | None) -> Critic:
+def _open_critic(
+    directory: Path, config: TrainerConfig, world: World | None, total_updates: int | None, policy: PreTrainedModel
+) -> Critic:
     dtype, device = getattr(torch, config.precision), torch.device(config.device)
-    decoder = load_model(directory).base_model.eval().requires_grad_(True)
+    is_reward_model = has_reward_head(directory)
+    model = load_reward_model(directory) if is_reward_model else load_model(directory)
+    if model.config.vocab_size != policy.config.vocab_size:
+        raise ModelError(
+            f"{directory}: a critic reads what the policy writes, but this model has {model.config.vocab_size} tokens and the"
+            f" policy has {policy.config.vocab_size}. Start the critic from a model with the policy's tokenizer."
+        )
+    decoder = model.base_model.eval().requires_grad_(True)
     use_lean_norms(decoder)
     use_lean_gates(decoder)
     if config.packing:
         use_row_attention(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    values = ValueModule(decoder, is_packed=config.packing)
+    values = ValueModule(decoder, is_packed=config.packing, head=head_of(model) if is_reward_model else None)
     weights: Weights
     if world is None:
         weights = MasterWeights(values.to(device), dtype)

@@ -31,16 +31,19 @@ class ValueModule(nn.Module):
     in float32: in bfloat16 values would come in steps of a hundredth.
 
     Args:
-        decoder: of a causal language model, without its head.
+        decoder: of a causal language model or a reward model, without its head.
         is_packed: lay the rows end to end, which wants a decoder with `use_row_attention`.
+        head: (1, H), what to start from instead of zero: a reward model's.
     """
 
-    def __init__(self, decoder: PreTrainedModel, *, is_packed: bool) -> None:
+    def __init__(self, decoder: PreTrainedModel, *, is_packed: bool, head: Tensor | None = None) -> None:
         super().__init__()
         self.decoder = decoder
         self.head = nn.Linear(decoder.config.hidden_size, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
+        if head is not None:
+            self.head.weight.data.copy_(head.detach())
         self._is_packed = is_packed
 
     def forward(self, ids: Tensor, where: Tensor) -> Tensor:

@@ -251,8 +251,11 @@ class Learner:
         if self.critic is not None and "critic" not in counters:
             raise ModelError(f"{directory}: holds no critic, but the method needs one: it was written for another method.")
         state = self._optimization.restore(counters)
-        if self.reference is not None and counters["has_moved_reference"]:
-            state |= self.reference.prepare_state()
+        if self.reference is not None:
+            if counters["has_moved_reference"]:
+                state |= self.reference.prepare_state()
+            else:
+                self.reference.go_back()
         if self.critic is not None:
             state |= self.critic.prepare_state(counters["critic"])
         read_tensors(directory / "state", state, is_alone=self.world.size == 1)

@@ -25,7 +25,7 @@ def open_trainer(
         directory: which `transformers` loads.
         config: of the trainer.
         reference: a directory with the frozen model that KL is measured against.
-        critic: a directory with the model whose decoder a critic starts from.
+        critic: a directory with the model whose decoder a critic starts from; of a reward model its head, too.
         total_updates: where a cosine schedule of the policy ends.
         total_critic_updates: where one of the critic ends.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from strop.training.adapter import Adapter
 from strop.training.logprobs import LogprobModule
+from strop.training.models import load_model
+from strop.training.sharded import overwrite
 from strop.training.weights import Weights
 
 
@@ -29,14 +32,24 @@ class Reference(nn.Module):
         """`state` of one that has moved, to be read into."""
         raise NotImplementedError
 
+    def go_back(self) -> None:
+        """Become what it was at first."""
+        raise NotImplementedError
+
 
 class FrozenReference(Reference):
-    """A model of its own, in the precision that is computed in."""
+    """A model of its own, in the precision that is computed in.
 
-    def __init__(self, scorer: LogprobModule, weights: Weights) -> None:
+    Args:
+        scorer: the model, as it is at first.
+        weights: of the policy.
+        directory: that the model was read from, and is again when it goes back.
+    """
+
+    def __init__(self, scorer: LogprobModule, weights: Weights, directory: Path) -> None:
         super().__init__()
         self.scorer = scorer
-        self._policy = weights
+        self._policy, self._directory = weights, directory
         # The tensors themselves, wherever they lie; a model that is divided over ranks shows others while it computes.
         self._parameters_by_name = dict(scorer.model.named_parameters())
 
@@ -59,6 +72,14 @@ class FrozenReference(Reference):
     def prepare_state(self) -> dict[str, Tensor]:
         self.has_moved = True
         return self.state()
+
+    @torch.no_grad()
+    def go_back(self) -> None:
+        if not self.has_moved:
+            return
+        for name, tensor in load_model(self._directory).named_parameters():
+            overwrite(self._parameters_by_name[name], tensor)
+        self.has_moved = False
 
 
 class AdapterReference(Reference):
@@ -103,3 +124,6 @@ class AdapterReference(Reference):
     def prepare_state(self) -> dict[str, Tensor]:
         self.refresh()
         return self.state()
+
+    def go_back(self) -> None:
+        self._earlier, self.has_moved = {}, False

@@ -45,11 +45,7 @@ class ShardedWeights:
     def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self.rest()
         for name, tensor in tensors:
-            parameter = self._parameters[name]
-            assert isinstance(parameter, DTensor)
-            # Every rank has read all of it, so there is nothing to send.
-            here = tensor.to(parameter.device)
-            parameter.copy_(distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None))
+            overwrite(self._parameters[name], tensor)
 
     def refresh(self) -> None:
         """The next forward pass gathers the weights anew."""
@@ -57,6 +53,14 @@ class ShardedWeights:
     def rest(self) -> None:
         assert isinstance(self._root, FSDPModule)
         self._root.reshard()
+
+
+def overwrite(parameter: Tensor, whole: Tensor) -> None:
+    """Put `whole` into a parameter, or this rank's part of it into one that is divided. Every rank has all of it."""
+    here = whole.to(parameter.device)
+    if isinstance(parameter, DTensor):  # there is nothing to send
+        here = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(here)
 
 
 def divide(

@@ -64,11 +64,17 @@ def load_reward_model(directory: Path) -> PreTrainedModel:
 def check_reward_model(directory: Path) -> None:
     """Look whether there is one, without its weights. Raises `ModelError` when there is nothing, or a language model."""
     _check_model(directory)
-    if "ForSequenceClassification" not in (directory / "config.json").read_text(encoding="utf-8"):
+    if not has_reward_head(directory):
         raise ModelError(
             f"{directory}: no reward model but a language model: it has no head of one number. A stage of kind 'reward_model'"
             " makes one."
         )
+
+
+def has_reward_head(directory: Path) -> bool:
+    """Whether the model there is no language model but has a head of numbers; False where there is none."""
+    config = directory / "config.json"
+    return config.is_file() and "ForSequenceClassification" in config.read_text(encoding="utf-8")
 
 
 def begin_reward_model(directory: Path, *, pad_id: int) -> PreTrainedModel:
