@@ -192,6 +192,24 @@ def test_the_letter_of_an_mmlu_answer(output, letter):
         ("1, 2", "2"),
         ("The answer is 18.", "18"),
         ("", None),
+        ("He has 5 - 3", "3"),  # a difference
+        ("So:\n- 12 eggs\n- 18", "18"),  # a list
+        ("- $18", "18"),
+        ("So:\n-18", "-18"),
+        ("[4]-3", "3"),
+        ("gone--18 of them", "18"),
+        ("answer: 1 000", "1000"),
+        ("answer: 12 345 000.50", "12345000.50"),
+        ("answer: 1\u202f234", "1234"),
+        ("\\$1{,}234 or 1\\,234", "1234"),
+        ("of 10 200 300", "300"),  # what a space divides may be several
+        ("The price is 5e3", "5e3"),
+        ("1.5E-3.", "1.5E-3"),
+        ("5 eggs, 3e", "3"),
+        ("Python 1.5.2", None),
+        ("All 18 of them on 12.03.2024.", "18"),
+        ("5...10", "10"),
+        ("That is all.5", "5"),
     ],
 )
 def test_the_last_number_of_a_gsm8k_answer(output, number):

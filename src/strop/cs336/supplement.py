@@ -21,7 +21,17 @@ from strop.errors import TaskError
 
 _MMLU_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is)\b)?\s*:?\s*(?:(?i:option)\s+)?[(*\"'`$]*([A-Z])(?![\w'’])")
 _MMLU_LETTER = re.compile(r"\s*[(*\"'`]*([A-Z])(?:[).:*\"'`]+(?:\s|$)|\s*$)")
-_NUMBER = re.compile(r"(?:(?<![\w)])[-\u2212]\s?)?\$?(\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d*\.?\d+)")
+_THOUSANDS = r"(?:,|\{,\}|\\,|,\\!|[\u00a0\u2009\u202f])"  # also as LaTeX writes them, and spaces that do not break
+_NUMBER = re.compile(
+    r"\d+(?:\.\d+){2,}"  # a version, a section or a date: no number
+    r"|(?P<sign>(?<![\w)\]}\u2212-])[-\u2212])?\$?"
+    r"(?P<number>(?:"
+    rf"\d{{1,3}}(?:{_THOUSANDS}\d{{3}})+(?!\d)(?:\.\d+)?"
+    r"|\d{1,3}(?: \d{3})*? 0\d\d(?: \d{3})*(?!\d)(?:\.\d+)?"  # three digits that begin with 0 are no number of their own
+    r"|\d+(?:\.\d+)?"
+    r"|(?<![\w.])\.\d+"
+    r")(?:[eE][+-]?\d+(?!\w))?)"
+)
 
 
 class PackedSFTDataset(Dataset[dict[str, Tensor]]):
@@ -142,12 +152,15 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:
-    """The last number of an answer, without thousands separators and signs of dollars; None where there is none."""
-    numbers = list(_NUMBER.finditer(model_output))
+    """The last number of an answer, without thousands separators and signs of dollars; None where there is none.
+
+    A minus is a sign where it touches its number and nothing touches it from the left: in "5 - 3", "5-3" and a list's "- 18" it
+    is none. Powers of ten stay as they are ("5e3"); "1 000" is one number, and "1.5.2" none.
+    """
+    numbers = [match for match in _NUMBER.finditer(model_output) if match["number"]]
     if not numbers:
         return None
-    sign = "-" if numbers[-1][0].startswith(("-", "\u2212")) else ""
-    return sign + numbers[-1][1].replace(",", "")
+    return ("-" if numbers[-1]["sign"] else "") + re.sub(r"[^\d.eE+-]", "", numbers[-1]["number"])
 
 
 def _in_alpaca(prompt: str, response: str) -> str:
