@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeAlias
+from typing import Annotated, Protocol, Self, TypeAlias
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from strop.config import Config
 from strop.engine.protocol import CompletionRequest, InferenceEngine
@@ -44,6 +44,16 @@ class SamplingConfig(Config):
     temperature: Temperature = 1.0
     max_tokens: int = Field(default=512, ge=1)  # of a whole response: every completion and observation after the prompt
     min_tokens: int = Field(default=0, ge=0)  # of each completion: stop ids are banned before it; CS336 uses 4
+
+    @model_validator(mode="after")
+    def _lets_a_completion_stop(self) -> Self:
+        if self.min_tokens >= self.max_tokens:
+            raise ValueError(
+                f"sampling.min_tokens is {self.min_tokens} and sampling.max_tokens is {self.max_tokens}: no completion could"
+                " stop before the response ends, so all would be cut off, and no tool would ever be called."
+                f" Lower min_tokens below {self.max_tokens}, or raise max_tokens above {self.min_tokens}."
+            )
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
