@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from strop.pipelines import checkpoints
 from strop.pipelines.recipe import Recipe, resolve
 from strop.runs import RunDirectory, read_json, read_lines
 from strop.training import WeightsLost
+
+TROUBLES = Path(__file__).resolve().parents[2] / "docs" / "guides" / "troubleshooting.md"
 
 
 def _flip_a_bit(path):
@@ -31,7 +34,7 @@ DAMAGES = {
     "a flipped bit": ("model/model.safetensors", _flip_a_bit, "model/model.safetensors is not as it was written"),
     "half a file": ("state/__0_0.distcp", _halve, "state/__0_0.distcp is not as it was written"),
     "a missing file": ("trainer.json", lambda path: path.unlink(), "trainer.json is missing"),
-    "no checksums": ("checksums.json", lambda path: path.unlink(), "it cannot be checked"),
+    "no checksums": ("checksums.json", lambda path: path.unlink(), "checksums.json is missing or not valid JSON. It is now"),
 }
 
 
@@ -68,6 +71,8 @@ def test_law_9_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_use
     assert words in warning
     assert "the checkpoint before it is used" in warning
     assert (stage.checkpoints / "step-000003.damaged").is_dir()
+    [told] = [row for row in TROUBLES.read_text().splitlines() if row.startswith("| `the checkpoint before it is used` |")]
+    assert "set aside as `step-<k>.damaged`. The run goes on by itself from the one before" in told
     events = [line for line in read_lines(again.events) if line["event"] == "resumed" and line["stage"] == "rl"]
     assert [event["step"] for event in events] == [2]
     assert [untimed(line) for line in read_lines(again.metrics)] == [untimed(line) for line in read_lines(whole.metrics)]

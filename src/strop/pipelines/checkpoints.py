@@ -151,8 +151,8 @@ def _damage(directory: Path) -> str:
     """How a checkpoint differs from what was written; empty when it does not."""
     try:
         written = read_json(directory / _CHECKSUMS)
-    except RunError as error:
-        return f"it cannot be checked: {error}"
+    except RunError:  # whose remedy is for a run directory
+        return f"it cannot be checked, since {_CHECKSUMS} is missing or not valid JSON"
     found = _checksums(directory)
     if lacking := sorted(written.keys() - found.keys()):
         return f"{lacking[0]} is missing"
