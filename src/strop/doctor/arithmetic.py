@@ -27,7 +27,8 @@ async def check_arithmetic(examination: Examination) -> Finding:
         match stage:
             case SftStage() if stage.num_demonstrations is not None:
                 epochs = stage.steps * stage.batch_size / stage.num_demonstrations
-                told.append(f"{name}: {stage.steps} steps x {stage.batch_size} demonstrations, {epochs:.1f} epochs")
+                more = ", more where some are wrong" if stage.only_right else ""
+                told.append(f"{name}: {stage.steps} steps x {stage.batch_size} demonstrations, {epochs:.1f} epochs{more}")
             case RlStage():
                 kept = stage.tasks_per_step * stage.group_size
                 told.append(

@@ -95,24 +95,25 @@ async def play_demonstrations(
         context.warn(f"{num_done} demonstrations where {num} were asked for: the others could not be written")
 
 
-async def load_or_play(
+async def play_once(
     context: StageContext, stage: Stage, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
-) -> Iterator[Demonstration]:
-    """The stage's demonstrations: from its data directory when an earlier try wrote them, else played and written there.
-
-    They are read one at a time.
-    """
-    path: Path = context.directory.path / "data" / "demonstrations.jsonl"
+) -> None:
+    """Play the stage's demonstrations and write them into its data directory, unless an earlier try did."""
+    path = _path(context)
     if not path.exists():
         with RowsWriter(path) as file:
             async for played in play_demonstrations(context, stage, demonstrator, chat, num=num):
                 file.add(_TRAJECTORY.dump_python(played, mode="json"))
-    return _read(path)
 
 
-def _read(path: Path) -> Iterator[Demonstration]:
-    with RowFile(path) as rows:
-        yield from (as_demonstration(_TRAJECTORY.validate_python(row)) for row in rows)
+def played_before(context: StageContext) -> Iterator[Trajectory]:
+    """What `play_once` wrote, read one at a time."""
+    with RowFile(_path(context)) as rows:
+        yield from (_TRAJECTORY.validate_python(row) for row in rows)
+
+
+def _path(context: StageContext) -> Path:
+    return context.directory.path / "data" / "demonstrations.jsonl"
 
 
 def as_demonstration(trajectory: Trajectory) -> Demonstration:

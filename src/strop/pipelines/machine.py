@@ -46,7 +46,7 @@ def is_missing(config: EmbeddedScorerConfig | VllmScorerConfig) -> bool:
 
 def scorers_of(stage: StageConfig) -> Iterator[tuple[str, EmbeddedScorerConfig | VllmScorerConfig]]:
     """The scorers with a directory that judge rollouts of the stage, by key."""
-    is_judged = isinstance(stage, PlayedStage) or (isinstance(stage, SftStage) and stage.validation is not None)
+    is_judged = isinstance(stage, PlayedStage) or (isinstance(stage, SftStage) and stage.is_judged)
     if not is_judged or not isinstance(stage.reward, SumRewardConfig):
         return
     for name, part in stage.reward.parts.items():

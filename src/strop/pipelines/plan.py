@@ -107,6 +107,8 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
                     f"{stage.steps} steps x {stage.batch_size} of {stage.num_demonstrations} demonstrations ="
                     f" {epochs:.1f} epochs"
                 )
+            if stage.only_right:
+                arithmetic += "; of those that are right alone, so more epochs where some are wrong"
         case RewardModelStage():
             memory += 3 * weights_mib
             arithmetic = f"{stage.epochs} epochs over {stage.path} in batches of {stage.batch_size}"

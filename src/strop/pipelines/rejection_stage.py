@@ -8,6 +8,7 @@ from pathlib import Path
 
 from strop.errors import TaskError
 from strop.evaluation.verdict import verdict_of
+from strop.pipelines.judged import why_not_right
 from strop.pipelines.recipe import RejectionSamplingStage
 from strop.pipelines.sampled import outcome_row, outcomes_path, play_sampled
 from strop.pipelines.stage import StageContext, load_chat, model_of
@@ -85,11 +86,8 @@ def reasons(group: Group, stage: RejectionSamplingStage) -> list[str]:
 
 def why_rejected(scored: ScoredTrajectory, stage: RejectionSamplingStage) -> str:
     """What is wrong with a rollout by itself; empty where nothing is."""
-    is_right = verdict_of(stage.reward)(scored)
-    if is_right is None:
-        return "no verdict: no part of the reward says whether it is right"
-    if not is_right:
-        return "wrong: its answer is not right"
+    if reason := why_not_right(verdict_of(stage.reward)(scored)):
+        return reason
     if scored.trajectory.is_truncated:
         return "truncated: it ran out of tokens"
     text = _CALLS.sub(" ", written(scored.trajectory))

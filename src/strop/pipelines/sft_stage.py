@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -11,54 +11,80 @@ from strop.errors import CannotLearnError, TaskError
 from strop.pipelines import checkpoints
 from strop.pipelines.conversations import as_demonstrations
 from strop.pipelines.demonstration_file import DemonstrationFile
-from strop.pipelines.demonstrations import Demonstrations, batch_at, load_or_play
+from strop.pipelines.demonstrations import Demonstrations, as_demonstration, batch_at, play_once, played_before
+from strop.pipelines.judged import Tally, attempts_in, judge_demonstrations, only_kept
 from strop.pipelines.recipe import SftStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
-from strop.pipelines.stage_data import rows_of
+from strop.pipelines.stage_data import Row, rows_of
 from strop.pipelines.step_figures import cost_metrics
 from strop.pipelines.validation import FineTuningValidator, open_fine_tuning_validator, write_product
+from strop.tasks import make_tasks
 from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer
 from strop.training.sft import Demonstration, pack_demonstrations, sft_token_loss, sft_token_statistics
+from strop.types import Task, Trajectory
 
 
 async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, str]:
     """Train from the last checkpoint to the last step; returns the model directory and one sentence about it."""
     init = model_of(context.run, stage.init)
     demonstrations = await _demonstrations(context, stage, init)
-    with DemonstrationFile(context.directory.path / "data", demonstrations) as on_disk:
-        return await _train(context, stage, init, on_disk)
+    tally = await judge_demonstrations(context, stage, _attempts(context, stage)) if stage.only_right else None
+    imitated = demonstrations if tally is None else only_kept(context.directory, demonstrations)
+    with DemonstrationFile(context.directory.path / "data", imitated) as on_disk:
+        _check_number(context, stage, len(on_disk), tally)
+        product, loss = await _train(context, stage, init, on_disk)
+        told = f"{len(on_disk)} demonstrations" if tally is None else str(tally)
+    return product, f"{stage.steps} updates on {told}, last loss {loss:.3f}"
 
 
-async def _train(context: StageContext, stage: SftStage, init: Path, demonstrations: Demonstrations) -> tuple[Path, str]:
-    if len(demonstrations) < stage.batch_size:
-        there, remedy = (
-            (f"{', '.join(stage.data)} made {len(demonstrations)} conversations", "let those stages make more")
-            if stage.data
-            else (f"{len(demonstrations)} demonstrations could be played", "give it more tasks that the demonstrator can do")
-        )
-        raise TaskError(
-            f"stages.{context.name}: {there}, fewer than batch_size = {stage.batch_size}. Lower batch_size, or {remedy}."
-        )
+def _check_number(context: StageContext, stage: SftStage, num: int, tally: Tally | None) -> None:
+    """Raises `TaskError` where there are fewer than one batch."""
+    if num >= stage.batch_size:
+        return
+    if stage.data:
+        there, remedy = f"{', '.join(stage.data)} made {num} conversations", "let those stages make more"
+    else:
+        there, remedy = f"{num} demonstrations could be played", "give it more tasks that the demonstrator can do"
+    if tally is not None:
+        there = f"only_right keeps {tally}"
+    raise TaskError(
+        f"stages.{context.name}: {there}, fewer than batch_size = {stage.batch_size}. Lower batch_size, or {remedy}."
+    )
+
+
+async def _train(context: StageContext, stage: SftStage, init: Path, demonstrations: Demonstrations) -> tuple[Path, float]:
+    """Returns the model directory and the last loss."""
     async with AsyncExitStack() as opened:
         trainer = open_trainer(init, stage.trainer, total_updates=stage.steps)
         opened.push_async_callback(trainer.close)
         validator = await opened.enter_async_context(open_fine_tuning_validator(context, stage, init))
         loss = await _imitate(context, stage, trainer, demonstrations, validator)
-        product = await write_product(context, trainer, stage)
-        return product, f"{stage.steps} updates on {len(demonstrations)} demonstrations, last loss {loss:.3f}"
+        return await write_product(context, trainer, stage), loss
 
 
 async def _demonstrations(context: StageContext, stage: SftStage, init: Path) -> Iterator[Demonstration]:
-    """What the stage imitates: conversations of other stages, or demonstrations played now."""
+    """What the stage has to imitate: conversations of other stages, or demonstrations played now."""
     chat = load_chat(init)
     if stage.data:
-        rows = (row for name in stage.data for row in rows_of(context.run, name))
-        return as_demonstrations(rows, chat, context.tools())
+        return as_demonstrations(_rows(context, stage), chat, context.tools())
     assert stage.demonstrator is not None  # the config's validator saw to it
     assert stage.num_demonstrations is not None
-    return await load_or_play(context, stage, stage.demonstrator, chat, num=stage.num_demonstrations)
+    await play_once(context, stage, stage.demonstrator, chat, num=stage.num_demonstrations)
+    return (as_demonstration(each) for each in played_before(context))
+
+
+def _attempts(context: StageContext, stage: SftStage) -> Iterable[tuple[Task, Trajectory]]:
+    """The same as attempts at their tasks, one for each and in the same order."""
+    if stage.data:
+        return attempts_in(_rows(context, stage))
+    tasks = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+    return ((tasks.task(each.key.task_index), each) for each in played_before(context))
+
+
+def _rows(context: StageContext, stage: SftStage) -> Iterator[Row]:
+    return (row for name in stage.data for row in rows_of(context.run, name))
 
 
 async def _imitate(

@@ -21,6 +21,7 @@ from strop.pipelines.held_out import ValidationConfig
 from strop.pipelines.metric_rule import MetricRule
 from strop.pipelines.reward_inputs import inputs_of_reward
 from strop.pipelines.schedule import Done, ScheduleEntry, first_steps, problem_with, reached, switched
+from strop.pipelines.true_answers import problem_with_only_right
 from strop.rewards.config import AnyRewardConfig, FunctionRewardConfig, RewardConfig
 from strop.rewards.sum_config import SumRewardConfig
 from strop.rollout.branching import BranchingConfig
@@ -133,13 +134,26 @@ class SftStage(TrainingStage):
     data: tuple[str, ...] = ()  # stages whose conversations it imitates; instead of a demonstrator
     demonstrator: DemonstratorConfig | None = None
     num_demonstrations: int | None = Field(default=None, ge=1)
+    only_right: bool = False  # imitate those alone that the reward calls right; CS336 assignment 5, section 4.3
     steps: int = Field(ge=1)  # one update each
     batch_size: int = Field(default=32, ge=1)  # demonstrations of one update
     checkpoint_every: int = Field(default=100, ge=1)  # steps
     keep_checkpoints: int = Field(default=2, ge=1)
 
     def inputs(self) -> tuple[Input, ...]:
-        return (*super().inputs(), *Input.each("data", self.data, Product.CONVERSATIONS))
+        judges = inputs_of_reward(self.reward) if self.is_judged else ()
+        return (*super().inputs(), *Input.each("data", self.data, Product.CONVERSATIONS), *judges)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it asks its reward for anything."""
+        return self.only_right or self.validation is not None
+
+    @model_validator(mode="after")
+    def _knows_what_is_right(self) -> Self:
+        if self.only_right and (problem := problem_with_only_right(self.reward, self.tasks, self.demonstrator)):
+            raise ValueError(problem)
+        return self
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
