@@ -35,7 +35,7 @@ ABLATIONS, PROMPT, SFT, EXPERT = "cs336-ablations", "cs336-prompt", "cs336-sft-s
 FOCUSED = "cs336-off-policy-focused"
 SWEEPS = (ABLATIONS, FOCUSED, PROMPT, SFT, EXPERT)
 QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is what the others are compared with
-    "sft-size": (SFT, ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered_2048")),
+    "sft-size": (SFT, ("size_128", "size_256", "size_512", "size_1024", "full_4096", "filtered")),
     "expert-iteration": (EXPERT, ("defaults", "group_2", "group_8", "epochs_1", "epochs_4", "batch_32", "batch_128")),
     "learning-rate": (ABLATIONS, ("defaults", "learning_rate_1e-4", "learning_rate_1e-3", "learning_rate_3e-3")),
     "baselines": (ABLATIONS, ("defaults", "no_baseline", "clip_on_policy")),

@@ -178,13 +178,15 @@ def _arpo_data(name: str, *, epochs: int, problems: int, tasks: int) -> Values:
     return {"stages.rl.tasks.name": f"dongguanting/{name}", "stages.rl.steps": epochs * (problems // tasks)}
 
 
-def _sft_of_size(label: str, num: int) -> Values:
-    """Two epochs in batches of 32."""
+def _sft_of_size(label: str, num: int, *, only_right: bool = False) -> Values:
+    """Two epochs in batches of 32. What is filtered is judged by a true answer, a column of its own."""
     stage = f"stages.sft_{label}."
     return {
         **_under(stage, num_demonstrations=num, steps=-(-2 * num // 32), batch_size=32, prompt="question_only"),
+        stage + "only_right": only_right,
         **_keys(stage + "demonstrator.", {"kind": "recorded", "response_fact": "response"}),
-        **_keys(stage + "tasks.", {"kind": "jsonl", "question": "prompt", "answer": "response", "facts": ["response"]}),
+        **_keys(stage + "tasks.", {"kind": "jsonl", "question": "prompt", "facts": ["response"]}),
+        stage + "tasks.answer": "ground_truth" if only_right else "response",
         **_keys(stage + "trainer.", {"precision": "bfloat16", "optimizer.lr": 2e-5, "optimizer.schedule": "constant"}),
         stage + "trainer.optimizer.grad_clip": 1.0,
         **_cs336_eval(f"after_{label}"),
@@ -316,7 +318,11 @@ PUBLISHED: dict[str, Values] = {
         **_keys("stages.rl.reward.parts.safety.", {"where.kind": ["safety"], "scorer.kind": "embedded"}),
     },
     "cs336-zero-shot": {**_CS336, **_cs336_eval("zero_shot")},
-    "cs336-sft": {**_CS336, **{key: value for each in _SFT_SIZES.items() for key, value in _sft_of_size(*each).items()}},
+    "cs336-sft": {
+        **_CS336,
+        **{key: value for each in _SFT_SIZES.items() for key, value in _sft_of_size(*each).items()},
+        **_sft_of_size("filtered", 7500, only_right=True),
+    },
     "cs336-expert-iteration": {
         **_CS336,
         **_cs336_stage("expert"),
@@ -384,8 +390,8 @@ GRAPHS: dict[str, dict[str, str]] = {
     "cs336-zero-shot": {"base": "model", "zero_shot": "eval(base)"},
     "cs336-sft": {
         "base": "model",
-        **{f"sft_{size}": "sft(base)" for size in _SFT_SIZES},
-        **{f"after_{size}": f"eval(sft_{size})" for size in _SFT_SIZES},
+        **{f"sft_{size}": "sft(base)" for size in (*_SFT_SIZES, "filtered")},
+        **{f"after_{size}": f"eval(sft_{size})" for size in (*_SFT_SIZES, "filtered")},
     },
     "cs336-expert-iteration": {"base": "model", "expert": "expert_iteration(base)", "after": "eval(expert)"},
     **dict.fromkeys(("cs336-grpo", "cs336-grpo-off-policy", "cs336-leaderboard"), _CS336_GRAPH),

@@ -133,7 +133,7 @@ def small(tmp_path_factory):
             "question": f"What is {n}+1?",
             "prompt": f"What is {n}+1?",
             "answer": str(n + 1),
-            "response": f"It is {n + 1}.",
+            "response": f"So. </think> <answer> {n + (n % 4 > 0)} </answer>",  # wrong in two of eight
             "kind": ("reasoning", "helpful", "safety")[n % 3],
         }
         for n in range(8)
