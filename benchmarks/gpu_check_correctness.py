@@ -147,11 +147,12 @@ async def _gradient(machine: Machine, model: Path, precision: str, batch: TokenB
         }
     )
     trainer, method = LocalTrainer.from_directory(model, config), GRPO()
-    await trainer.update(batch, method.token_loss, method.token_statistics)
-    state = trainer.learner.optimizer.state
-    gradient = {name: state[weight]["exp_avg"].cpu() for name, weight in trainer.learner.weights.named().items()}
-    await trainer.close()
-    return gradient
+    try:
+        await trainer.update(batch, method.token_loss, method.token_statistics)
+        state = trainer.learner.optimizer.state
+        return {name: state[weight]["exp_avg"].cpu() for name, weight in trainer.learner.weights.named().items()}
+    finally:
+        await trainer.close()
 
 
 def _library_gradient(machine: Machine, model: Path, batch: TokenBatch) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -26,6 +27,7 @@ PUBLISHED_TFLOPS = {
     "RTX 3090": 71.0,
 }
 _REPEATS = 12
+T = TypeVar("T")
 
 
 class Machine:
@@ -79,6 +81,27 @@ class Machine:
         source = torch.ones(num_bytes, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
         return 2 * num_bytes / min(self.seconds(lambda: target.copy_(source)) for _ in range(_REPEATS))
+
+
+def or_out_of_memory(machine: Machine, measure: Callable[[], T]) -> T | None:
+    """What `measure` finds; None where the machine has too little memory for it."""
+    try:
+        return measure()
+    except Exception as error:
+        if not _is_of_memory(error):
+            raise
+    finally:
+        machine.clear()
+    return None
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Also where it arose from that: an engine whose thread died of it is lost."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def median(values: list[float]) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from gpu_check_correctness import make_batch
-from gpu_check_machine import Machine, median
+from gpu_check_machine import Machine, median, or_out_of_memory
 from gpu_check_models import Costs
 
 from strop.algorithms import GRPO
@@ -43,7 +43,10 @@ TINY = Work(num_rows=4, row_length=48, microbatches=(96,), max_logits=2**12, pro
 
 
 def training(machine: Machine, model: Path, costs: Costs, vocabulary: int, work: Work) -> dict[str, Any]:
-    """An update in bfloat16 over float32 weights, at several sizes of micro-batch, with activations kept and computed again."""
+    """An update in bfloat16 over float32 weights, at several sizes of micro-batch, with activations kept and computed again.
+
+    There is no `best` where none of them fits into memory.
+    """
     generator = torch.Generator().manual_seed(0)
     texts = [tuple(torch.randint(vocabulary, (work.row_length,), generator=generator).tolist()) for _ in range(work.num_rows)]
     batch = make_batch(texts, prompt=work.row_length // 8)
@@ -57,7 +60,8 @@ def training(machine: Machine, model: Path, costs: Costs, vocabulary: int, work:
                 "activation_checkpointing": again,
                 "max_logits": work.max_logits,
             }
-            settings[name] = _or_too_large(machine, lambda config=config: asyncio.run(_update(machine, model, config, batch)))
+            taken = or_out_of_memory(machine, lambda config=config: asyncio.run(_update(machine, model, config, batch)))
+            settings[name] = taken or {"out_of_memory": True}
     done = {name: taken for name, taken in settings.items() if "update_s" in taken}
     if not done:
         return {"settings": settings, "update_tflop": flops / 1e12}
@@ -70,15 +74,6 @@ def training(machine: Machine, model: Path, costs: Costs, vocabulary: int, work:
         "tokens_per_s": work.num_rows * work.row_length / done[best]["update_s"],
         "peak_mib": done[best]["peak_mib"],
     }
-
-
-def _or_too_large(machine: Machine, measure: Any) -> dict[str, Any]:
-    try:
-        measured: dict[str, Any] = measure()
-    except torch.OutOfMemoryError:
-        measured = {"out_of_memory": True}
-    machine.clear()
-    return measured
 
 
 def _trainer(machine: Machine, model: Path, config: dict[str, Any]) -> LocalTrainer:
@@ -104,31 +99,39 @@ async def publication(machine: Machine, model: Path) -> float:
     machine.clear()
     trainer = _trainer(machine, model, {})
     config = EngineConfig(slots=2, max_length=128, dtype="bfloat16", device=_kind(machine))
-    engine = await asyncio.to_thread(TorchEngine.from_directory, model, config)
     taken = []
     try:
-        for version in range(1, 2 + ROUNDS):
-            started_at = time.perf_counter()
-            await trainer.publish(engine, version=version)
-            taken.append(time.perf_counter() - started_at)
+        engine = await asyncio.to_thread(TorchEngine.from_directory, model, config)
+        try:
+            for version in range(1, 2 + ROUNDS):
+                started_at = time.perf_counter()
+                await trainer.publish(engine, version=version)
+                taken.append(time.perf_counter() - started_at)
+        finally:
+            await engine.close()
     finally:
-        await engine.close()
         await trainer.close()
     return median(taken[1:])
 
 
 def decoding(machine: Machine, model: Path, costs: Costs, vocabulary: int, work: Work, *, bandwidth: float) -> dict[str, Any]:
-    """64 conversations of one prompt that decode together, against what reading weights and KV allows."""
+    """64 conversations of one prompt that decode together, against what reading weights and KV allows.
+
+    There are no `tokens_per_s` where the default way does not fit into memory.
+    """
     limit = ROWS * bandwidth / costs.step_bytes(ROWS, work.prompt + work.completion / 2)
-    settings = {
-        name: asyncio.run(_decode(machine, model, vocabulary, work, chosen)) for name, chosen in DECODE_SETTINGS.items()
-    }
-    return {
-        "settings": settings,
-        "limit_tokens_per_s": limit,
-        "tokens_per_s": settings["static"]["tokens_per_s"],
-        "share_of_limit": settings["static"]["tokens_per_s"] / limit,
-        "peak_mib": settings["static"]["peak_mib"],
+    settings: dict[str, Any] = {}
+    for name, chosen in DECODE_SETTINGS.items():
+        run = or_out_of_memory(machine, lambda chosen=chosen: asyncio.run(_decode(machine, model, vocabulary, work, chosen)))
+        settings[name] = run or {"out_of_memory": True}
+    found = {"settings": settings, "limit_tokens_per_s": limit}
+    default = settings["static"]
+    if "tokens_per_s" not in default:
+        return found
+    return found | {
+        "tokens_per_s": default["tokens_per_s"],
+        "share_of_limit": default["tokens_per_s"] / limit,
+        "peak_mib": default["peak_mib"],
     }
 
 

@@ -1,5 +1,6 @@
 """`make gpu-check` without a GPU: all of it but CUDA's own calls runs here, on tiny models."""
 
+import asyncio
 import json
 import sys
 from pathlib import Path
@@ -8,9 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from strop.engine.batch import Batch
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_check
+import gpu_check_correctness
 import gpu_check_speed
 from gpu_check_correctness import make_batch
 from gpu_check_machine import Machine
@@ -114,6 +118,7 @@ def test_a_bar_that_is_missed_says_so():
         "decoding": {"share_of_limit": 0.6},
         "training": {"mfu": 0.41},
     }
+    found["out_of_memory"] = []
     bars = gpu_check.bars_of({"qwen3-1.7b": found})
     assert [name for name, bar in bars.items() if not bar["holds"]] == [
         "qwen3-1.7b_float32_logprob_gap_max",
@@ -122,6 +127,118 @@ def test_a_bar_that_is_missed_says_so():
     assert bars["qwen3-1.7b_training_mfu"] == {"value": 0.41, "bar": ">= 0.4", "holds": True}
     of_another = gpu_check.bars_of({"qwen3-0.6b": found})
     assert not any("mfu" in name for name in of_another)  # the target is for 1.7B
+
+
+WORDS = ("--device", "cpu", "--sizes", "tiny")
+
+
+def test_where_an_engine_runs_out_of_memory_the_other_parts_are_told(tmp_path, monkeypatch, capsys):
+    def out_of_memory(*_):
+        raise torch.OutOfMemoryError("of the test")
+
+    monkeypatch.setattr(Batch, "step", out_of_memory)  # in the engine's own thread, so its requests tell that it is lost
+    assert gpu_check.main([*WORDS, "--models", "tiny-qwen3", "--results", str(tmp_path)]) == 1
+    written = json.loads((tmp_path / "gpu-check.json").read_text())
+    found = written["figures"]["models"]["tiny-qwen3"]
+    assert found["out_of_memory"] == ["logprobs", "gradient", "decoding"]
+    assert found["training"]["mfu"] > 0
+    assert found["publication_s"] > 0
+    assert found["decoding"]["settings"]["eager"] == {"out_of_memory": True}
+    assert written["bars"]["tiny-qwen3_parts_out_of_memory"] == {"value": 3, "bar": "<= 0", "holds": False}
+    assert written["bars"]["tiny-qwen3_bfloat16_gradient_gap_over_library"]["value"] is None
+    assert [name for name, bar in written["bars"].items() if bar["holds"]] == ["models_not_reached"]
+    assert "tiny-qwen3: out of memory in logprobs, gradient, decoding." in capsys.readouterr().out
+
+
+PARTS = {
+    "logprob_gaps": {
+        "float32": {"max": 1e-5},
+        "bfloat16": {"max": 0.1, "mean": 0.01, "p99": 0.1, "mean_ratio_off_1": 0.001},
+    },
+    "gradient_gap": {"difference_over_library": 1.0},
+    "training": {"settings": {}, "best": "96 tokens", "tflops": 1.0, "tokens_per_s": 5.0, "peak_mib": 7.0},
+    "publication": 0.5,
+    "decoding": {"settings": {}, "tokens_per_s": 9.0, "share_of_limit": 0.6, "peak_mib": 8.0},
+}
+
+
+def stub_parts(monkeypatch, **others):
+    """Parts that find at once what meets every bar, or do what `others` say."""
+
+    async def publication(*_):
+        return PARTS["publication"]
+
+    for name, figures in PARTS.items():
+        stub = publication if name == "publication" else lambda *_, figures=figures, **__: json.loads(json.dumps(figures))
+        monkeypatch.setattr(gpu_check, name, others.get(name, stub))
+
+
+@pytest.mark.parametrize(
+    ("part", "missed"),
+    [
+        (
+            "logprob_gaps",
+            [
+                "float32_logprob_gap_max",
+                "bfloat16_logprob_gap_mean",
+                "bfloat16_logprob_gap_p99",
+                "bfloat16_mean_ratio_off_1",
+            ],
+        ),
+        ("gradient_gap", ["bfloat16_gradient_gap_over_library"]),
+        ("training", []),  # whose bar is of a larger model
+        ("publication", []),
+        ("decoding", ["decode_share_of_bandwidth_limit"]),
+    ],
+)
+def test_a_part_that_does_not_fit_into_memory_is_a_bar_that_does_not_hold(tmp_path, monkeypatch, part, missed):
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    stub_parts(monkeypatch, **{part: out_of_memory})
+    assert gpu_check.main([*WORDS, "--models", "tiny-qwen3", "--results", str(tmp_path)]) == 1
+    bars = json.loads((tmp_path / "gpu-check.json").read_text())["bars"]
+    assert [name for name, bar in bars.items() if not bar["holds"]] == [
+        f"tiny-qwen3_{name}" for name in ["parts_out_of_memory", *missed]
+    ]
+    assert all(bars[f"tiny-qwen3_{name}"]["value"] is None for name in missed)
+
+
+def test_figures_of_a_model_are_on_disk_before_the_next_one_is_begun(tmp_path, monkeypatch):
+    def fails_on_the_second(machine, model, settings):
+        if (tmp_path / "gpu-check.json").exists() and written()["figures"]["models"]:
+            raise RuntimeError("the driver is lost")
+        return PARTS["logprob_gaps"] | {"float32": {"max": float("nan")}}  # JSON knows none
+
+    def written():
+        return json.loads((tmp_path / "gpu-check.json").read_text())
+
+    stub_parts(monkeypatch, logprob_gaps=fails_on_the_second)
+    with pytest.raises(RuntimeError, match="the driver is lost"):
+        gpu_check.main([*WORDS, "--results", str(tmp_path)])
+    assert list(written()["figures"]["models"]) == ["tiny-llama"]
+    assert written()["bars"]["tiny-llama_float32_logprob_gap_max"] == {"value": "nan", "bar": "<= 0.0001", "holds": False}
+    assert written()["bars"]["models_not_reached"] == {"value": 1, "bar": "<= 0", "holds": False}
+
+
+def test_a_gradient_that_does_not_fit_gives_its_trainer_back(tmp_path, monkeypatch):
+    closed = []
+
+    class Full:
+        @classmethod
+        def from_directory(cls, *_):
+            return cls()
+
+        async def update(self, *_):
+            raise torch.OutOfMemoryError
+
+        async def close(self):
+            closed.append(self)
+
+    monkeypatch.setattr(gpu_check_correctness, "LocalTrainer", Full)
+    with pytest.raises(torch.OutOfMemoryError):
+        asyncio.run(gpu_check_correctness._gradient(Machine("cpu"), tmp_path, "float32", None))
+    assert len(closed) == 1
 
 
 def test_of_each_text_the_prompt_is_not_trained_on():
