@@ -5,8 +5,9 @@
 Runs the sweeps of section 8 (cs336-ablations, -off-policy-focused, -prompt), cs336-sft-size and cs336-expert-iteration of
 recipes/sweeps as `strop sweep` does (a second call goes on where the first ended), and writes of each question the results of
 its arms, their differences from the first by seed, and their curves, to results/cs336-sweeps.{json,txt} and
-results/cs336/<question>.svg. `--only` runs one of them; `--draw` runs nothing. Either way what is there of all is written, with
-the runs that are missing; of sweeps that were never begun in `--runs` the results stay as they were.
+results/cs336/<question>.svg; and rollouts of the defaults over the steps to results/cs336/rollouts.txt. `--only` runs one of
+them; `--draw` runs nothing. Either way what is there of all is written, with the runs that are missing; of sweeps that were
+never begun in `--runs` the results stay as they were.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from strop.evaluation.statistics import mean_of_seeds
 from strop.pipelines.sweep import run_sweep
 from strop.pipelines.sweep_file import load_sweep
 from strop.reports.compare import compare_plots
+from strop.reports.log import read_run
 from strop.reports.plots import draw
 from strop.reports.scales import Unit
 from strop.reports.sweep_console import SweepConsole
 from strop.reports.sweep_log import unit_of
-from strop.runs import read_json, write_text
+from strop.runs import RunDirectory, read_json, read_lines, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -266,10 +269,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if has_failed else 0
 
 
+def add_before(results: Mapping[str, Any], runs: Path) -> None:
+    """Of each arm and seed how accurate it was before, where an evaluation called so tells."""
+    for question, answer in results["questions"].items():
+        for name, arm in answer["arms"].items():
+            of_seed = {seed: runs / QUESTIONS[question][0] / f"{name}-seed-{seed}" for seed in arm["results"]}
+            found = {seed: read_run(RunDirectory(path)).evaluations for seed, path in of_seed.items() if path.exists()}
+            arm["before"] = {
+                seed: round(each.figures["accuracy"], _DIGITS)
+                for seed, evaluations in found.items()
+                for each in evaluations
+                if each.stage == "before"
+            }
+
+
+def rollouts_over_time(run: RunDirectory, steps: Sequence[int]) -> str:
+    """Of each of these steps of the stage `rl` two rollouts of every reward that it has, of different tasks where it can be."""
+    parts = []
+    for step in steps:
+        rollouts = sorted(
+            (row["rollout"] for row in read_lines(run.stage("rl").rollouts(step))),
+            key=lambda each: (each["trajectory"]["key"]["attempt"], each["trajectory"]["key"]["task_index"]),
+        )
+        for reward in sorted({each["reward"] for each in rollouts}):
+            with_it = [each["trajectory"] for each in rollouts if each["reward"] == reward]
+            parts.append(f"step {step}: {len(with_it)} of {len(rollouts)} rollouts have reward {reward:g}")
+            for trajectory in with_it[:2]:
+                for turn in trajectory["turns"]:
+                    parts.append(indent(turn["completion_text"], " " * 4))
+                    if turn["observation_text"]:
+                        parts.append(indent(turn["observation_text"].strip(), " " * 8))
+                parts.append("")
+    return "\n".join(parts).rstrip()
+
+
 def write_results(runs: Path) -> str:
     """What the sweeps in `runs` came to, so far, as files and as the table of them."""
     files = {name: runs / name / "sweep.json" for name in SWEEPS}
     found = summarise({name: read_json(path) for name, path in files.items() if path.exists()})
+    add_before(found, runs)
+    shown = RunDirectory(runs / ABLATIONS / "defaults-seed-0")
+    if shown.stage("rl").done.exists():
+        write_text(RESULTS / "cs336" / "rollouts.txt", rollouts_over_time(shown, (1, 5, 10, 20)) + "\n")
     at = RESULTS / "cs336-sweeps.json"
     results = with_earlier(found, read_json(at) if at.exists() else {})
     write_text(at, json.dumps(results, separators=(",", ":"), allow_nan=False) + "\n")  # curves are long, a number a line

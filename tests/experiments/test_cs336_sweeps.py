@@ -1,11 +1,13 @@
 """The sweeps of CS336: every question compares arms that are there, and what has not been run is told."""
 
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from strop.pipelines.sweep_file import load_sweep
+from strop.runs import RunDirectory
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -114,3 +116,27 @@ def test_off_policy_tells_the_step_and_the_seconds_at_which_half_the_rollouts_we
     text = cs336_sweeps.table(cs336_sweeps.summarise({cs336_sweeps.ABLATIONS: sweep}))
     (defaults,) = [row for row in text.splitlines() if "half right: step" in row]
     assert defaults.endswith("half right: step 4 (8 s), never")
+
+
+def test_rollouts_are_shown_by_step_and_reward_with_what_their_tools_said(tmp_path):
+    def rollout(task, reward, *turns):
+        turns = [{"completion_text": said, "observation_text": seen} for said, seen in turns]
+        return {"rollout": {"reward": reward, "trajectory": {"key": {"attempt": 0, "task_index": task}, "turns": turns}}}
+
+    run = RunDirectory(tmp_path)
+    rows = [rollout(3, 1.0, ("call", "4\nok\n"), ("four", "")), rollout(1, 0.0, ("five", "")), rollout(2, 0.0, ("six", ""))]
+    rows += [rollout(0, 0.0, ("seven", ""))]
+    run.stage("rl").rollouts(5).parent.mkdir(parents=True)
+    run.stage("rl").rollouts(5).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cs336_sweeps.rollouts_over_time(run, [5]).splitlines() == [
+        "step 5: 3 of 4 rollouts have reward 0",
+        "    seven",
+        "",
+        "    five",
+        "",
+        "step 5: 1 of 4 rollouts have reward 1",
+        "    call",
+        "        4",
+        "        ok",
+        "    four",
+    ]
