@@ -3,7 +3,9 @@
     make experiments-cs336-zero-shot DATA=path/with/gsm8k
 
 Counts the hand-out's three kinds of responses: right, of the right format but wrong, and without the format. Every response
-is written below --run, in pieces, and a second call goes on behind the last piece; figures go to results/cs336-zero-shot.json.
+is written below --run, in pieces, and a second call goes on behind the last piece; figures and examples of each kind go to
+results/cs336-zero-shot.json. Examples are what the model said, without the problems: words of the prompt that it repeats are
+left out, and a line number tells which problem it was.
 `--draw` plays nothing: it writes the figures of the pieces that are there.
 Responses end at 320 tokens instead of the hand-out's 1024, so that two cores are done in about a quarter of an hour: how many
 were cut there is among the figures.
@@ -13,9 +15,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
+import json
+import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +30,7 @@ from transformers import AutoTokenizer
 from strop import cs336
 from strop.engine import CompletionRequest, EngineConfig, TorchEngine
 from strop.evaluation.statistics import average_at_k
+from strop.pipelines.lineage import model_digest
 from strop.runs import read_json, read_lines, write_json, write_text
 from strop.seeds import derive_seed
 from strop.types import Completion
@@ -32,10 +38,12 @@ from strop.types import Completion
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
 COMMAND = "make experiments-cs336-zero-shot DATA=path/with/gsm8k"
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PIECE = 25  # problems between two writes
 SLOTS = 25
 END = "</answer>"
+NUM_EXAMPLES = 10  # of each kind, at most, spread evenly over its lines
+HEAD, TAIL = 240, 120  # characters of an example
+REPEATED = 5  # words of the prompt in a row that an example leaves out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +83,8 @@ class EmbeddedModel:
         return asyncio.run(self._generate(prompts, sampling))
 
     async def _generate(self, prompts: list[str], sampling: Sampling) -> list[Answer]:
-        config = EngineConfig(slots=SLOTS, max_length=self.max_length, dtype="bfloat16")
+        # On a machine that is shared a piece may take many times its half minute.
+        config = EngineConfig(slots=SLOTS, max_length=self.max_length, dtype="bfloat16", deadline_s=3600.0)
         engine = TorchEngine.from_directory(self.directory, config, detokenize=self.tokenizer.decode)
         try:
             completions = await asyncio.gather(*(self._one(engine, prompt, sampling) for prompt in prompts))
@@ -114,13 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num", type=int, default=200, help="problems, from the first on")
     parser.add_argument("--max-tokens", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where figures and examples go")
     parser.add_argument("--draw", action="store_true", help="play nothing: write the figures of what earlier calls played")
     options = parser.parse_args(arguments)
     if options.draw:
         if not any(options.run.glob("responses-*.json")):
             print(f"{options.run} holds no finished piece yet: leave --draw out to play the first.", file=sys.stderr)
             return 1
-        print(write_results(options.run, read_json(options.run / "settings.json")))
+        print(write_results(options.run, read_json(options.run / "settings.json"), options.results))
         return 0
     rows_at = options.data / "gsm8k" / "test.jsonl"
     if not (options.model / "config.json").exists():
@@ -129,24 +139,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows_at.exists():
         print(f"skipped: no {rows_at}. Give --data (make: DATA=) the directory that holds gsm8k/test.jsonl.")
         return 0
-    settings = {"num": options.num, "max_tokens": options.max_tokens, "seed": options.seed, "temperature": 1.0}
+    settings = settings_of(options, rows_at)
     if not _is_same(options.run, settings):
         return 1
     rows = read_lines(rows_at)[: options.num]
     for start in range(0, len(rows), PIECE):
         _play_piece(options, rows[start : start + PIECE], options.run / f"responses-{start:04d}.jsonl")
-    print(write_results(options.run, settings))
+    print(write_results(options.run, settings, options.results))
     return 0
 
 
-def write_results(run: Path, settings: dict[str, Any]) -> str:
-    """The figures of the pieces that are there, as files and as text."""
+def settings_of(options: argparse.Namespace, rows_at: Path) -> dict[str, Any]:
+    """All that responses hang on: pieces that were played with other settings are not gone on with."""
+    model = options.model.resolve()
+    return {
+        "model": str(model.relative_to(ROOT)) if model.is_relative_to(ROOT) else model.name,
+        "model_digest": model_digest(model),
+        "rows_digest": hashlib.blake2b(rows_at.read_bytes(), digest_size=16).hexdigest(),
+        "num": options.num,
+        "max_tokens": options.max_tokens,
+        "seed": options.seed,
+        "temperature": 1.0,
+    }
+
+
+def write_results(run: Path, settings: dict[str, Any], to: Path) -> str:
+    """Figures and examples of the pieces that are there, as files and as text."""
     results = summarise(run, settings)
-    write_json(RESULTS / "cs336-zero-shot.json", results)
+    write_json(to / "cs336-zero-shot.json", results)
     rows = {"num": settings["num"], **results["figures"]}
     rows |= {name: f"{bar['value']}, must be {bar['bar']}" for name, bar in results["bars"].items()}
-    text = "\n".join(f"{name:<32} {value}" for name, value in rows.items())
-    write_text(RESULTS / "cs336-zero-shot.txt", text + "\n")
+    text = "\n".join(f"{name:<37} {value}" for name, value in rows.items())
+    for kind, examples in results["examples"].items():
+        text += f"\n\n{kind}, {len(examples)} examples by their lines in gsm8k/test.jsonl:"
+        text += "".join(f"\n{each['line']:>4}  {json.dumps(each['response'], ensure_ascii=False)}" for each in examples)
+    write_text(to / "cs336-zero-shot.txt", text + "\n")
     return text
 
 
@@ -176,12 +203,17 @@ def _play_piece(options: argparse.Namespace, rows: Sequence[dict[str, Any]], pat
 
 
 def summarise(run: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """The three kinds over all pieces, and what a wrong format looks like, in numbers."""
+    """The three kinds over all pieces, and what a wrong format looks like, in numbers and in examples."""
     finished = sorted(run.glob("responses-*.json"))
     pieces = [read_json(path) for path in finished]
-    rows = [row for path in finished for row in read_lines(path.with_suffix(".jsonl"))]
+    rows = [
+        row | {"line": line}
+        for path in finished
+        for line, row in enumerate(read_lines(path.with_suffix(".jsonl")), start=int(path.stem.rpartition("-")[2]) + 1)
+    ]
     accuracy = average_at_k([[row["answer_reward"]] for row in rows], seed=0)
-    unformatted = [row["response"] for row in rows if row["format_reward"] == 0]
+    kinds = kinds_of(rows)
+    unformatted = [row["response"] for row in kinds["unformatted"]]
     figures = {
         "num_responses": len(rows),
         **{name: sum(piece[name] for piece in pieces) for name in ("num_correct", "num_formatted_wrong", "num_unformatted")},
@@ -192,19 +224,79 @@ def summarise(run: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "length_tokens_mean": sum(piece["num_tokens"] for piece in pieces) / len(rows),
         "unformatted_without_think_end": sum("</think>" not in text for text in unformatted),
         "unformatted_with_an_answer_tag": sum("<answer>" in text for text in unformatted),
-        "unformatted_with_the_number": sum(
-            row["format_reward"] == 0 and row["ground_truth"] in row["response"].split() for row in rows
-        ),
+        "unformatted_with_a_closed_answer_tag": len(kinds["unformatted_with_a_closed_answer_tag"]),
+        "unformatted_saying_the_answer_is": sum("the answer is" in text.lower() for text in unformatted),
+        "unformatted_with_the_number": sum(row["ground_truth"] in row["response"].split() for row in kinds["unformatted"]),
         "time_s": round(sum(piece["time_s"] for piece in pieces), 1),
     }
     return {
         "command": COMMAND,
         "bars": bars(figures, settings["num"]),
-        "model": MODEL,
         "prompt": "r1_zero",
         **settings,
         "figures": figures,
+        "examples": {
+            kind: [{"line": row["line"], "response": shortened(row["response"], row["prompt"])} for row in _spread(of_kind)]
+            for kind, of_kind in kinds.items()
+        },
     }
+
+
+def kinds_of(rows: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The hand-out's three, and of the third those that come closest to an answer."""
+    kinds: dict[str, list[dict[str, Any]]] = {
+        "correct": [],
+        "formatted_wrong": [],
+        "unformatted_with_a_closed_answer_tag": [],
+        "unformatted": [],
+    }
+    for row in rows:
+        if row["format_reward"] == 1:
+            kinds["correct" if row["answer_reward"] == 1 else "formatted_wrong"].append(row)
+            continue
+        kinds["unformatted"].append(row)
+        if END in row["response"].partition("<answer>")[2]:
+            kinds["unformatted_with_a_closed_answer_tag"].append(row)
+    return kinds
+
+
+def _spread(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Chosen by their places alone, not by what they say."""
+    return [rows[place * len(rows) // NUM_EXAMPLES] for place in range(NUM_EXAMPLES)] if len(rows) > NUM_EXAMPLES else [*rows]
+
+
+def shortened(response: str, prompt: str) -> str:
+    """The beginning and the end of what a model said in its own words."""
+    text = _without_repeats(response, prompt)
+    return text if len(text) <= HEAD + TAIL else f"{text[:HEAD]} [...] {text[-TAIL:]}"
+
+
+def _without_repeats(response: str, prompt: str) -> str:
+    """`response` with stretches of `REPEATED` or more words of the prompt counted instead of told."""
+    said = list(re.finditer(r"\S+", response))
+    words, given = [_bare(each[0]) for each in said], [_bare(word) for word in prompt.split()]
+    known = {tuple(given[start : start + REPEATED]) for start in range(len(given) - REPEATED + 1)}
+    repeated = {
+        start + offset
+        for start in range(len(words) - REPEATED + 1)
+        if tuple(words[start : start + REPEATED]) in known
+        for offset in range(REPEATED)
+    }
+    text, told, num_left_out = "", 0, 0
+    for place, word in enumerate(said):
+        if place not in repeated:
+            continue
+        if num_left_out == 0:
+            text += response[told : word.start()]
+        num_left_out += 1
+        told = word.end()
+        if place + 1 not in repeated:
+            text, num_left_out = f"{text}[{num_left_out} words of the prompt]", 0
+    return text + response[told:]
+
+
+def _bare(word: str) -> str:
+    return word.lower().strip(".,;:!?\"'()")
 
 
 def bars(figures: Mapping[str, Any], num: int) -> dict[str, Any]:
