@@ -291,6 +291,8 @@ def rollouts_over_time(run: RunDirectory, steps: Sequence[int]) -> str:
             (row["rollout"] for row in read_lines(run.stage("rl").rollouts(step))),
             key=lambda each: (each["trajectory"]["key"]["attempt"], each["trajectory"]["key"]["task_index"]),
         )
+        num_calling = sum(any(turn["calls"] for turn in each["trajectory"]["turns"]) for each in rollouts)
+        parts += [f"step {step}: {num_calling} of {len(rollouts)} rollouts call the tool", ""]
         for reward in sorted({each["reward"] for each in rollouts}):
             with_it = [each["trajectory"] for each in rollouts if each["reward"] == reward]
             parts.append(f"step {step}: {len(with_it)} of {len(rollouts)} rollouts have reward {reward:g}")

@@ -120,7 +120,7 @@ def test_off_policy_tells_the_step_and_the_seconds_at_which_half_the_rollouts_we
 
 def test_rollouts_are_shown_by_step_and_reward_with_what_their_tools_said(tmp_path):
     def rollout(task, reward, *turns):
-        turns = [{"completion_text": said, "observation_text": seen} for said, seen in turns]
+        turns = [{"completion_text": said, "observation_text": seen, "calls": [{}] * bool(seen)} for said, seen in turns]
         return {"rollout": {"reward": reward, "trajectory": {"key": {"attempt": 0, "task_index": task}, "turns": turns}}}
 
     run = RunDirectory(tmp_path)
@@ -129,6 +129,8 @@ def test_rollouts_are_shown_by_step_and_reward_with_what_their_tools_said(tmp_pa
     run.stage("rl").rollouts(5).parent.mkdir(parents=True)
     run.stage("rl").rollouts(5).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cs336_sweeps.rollouts_over_time(run, [5]).splitlines() == [
+        "step 5: 1 of 4 rollouts call the tool",
+        "",
         "step 5: 3 of 4 rollouts have reward 0",
         "    seven",
         "",
