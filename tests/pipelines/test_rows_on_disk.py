@@ -15,8 +15,8 @@ from strop.pipelines.demonstration_file import DemonstrationFile
 from strop.pipelines.demonstrations import batch_at
 from strop.pipelines.mix_stage import run_mix_stage
 from strop.pipelines.preference_file import PreferenceFile
+from strop.pipelines.preference_sets import split_by_prompt
 from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.reward_model_stage import split_by_prompt
 from strop.pipelines.row_files import RowFile
 from strop.pipelines.stage import StageContext
 from strop.pipelines.stage_data import TASK, kept_path, tasks_to_play, write_rows

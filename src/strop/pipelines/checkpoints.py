@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from strop.errors import RunError
-from strop.pipelines.recipe import RewardModelStage, RolloutStage, SftStage
+from strop.pipelines.recipe import DpoStage, RewardModelStage, RolloutStage, SftStage
 from strop.pipelines.stage import StageContext
 from strop.runs import StageDirectory, read_json, restore_directories, write_directory, write_json
 from strop.training.protocol import Checkpointed, WriteCheckpoint
@@ -65,7 +65,7 @@ def _remove_half_written(directory: StageDirectory) -> list[str]:
 
 
 def open_writer(
-    context: StageContext, trainer: Checkpointed, stage: SftStage | RolloutStage | RewardModelStage
+    context: StageContext, trainer: Checkpointed, stage: SftStage | RolloutStage | RewardModelStage | DpoStage
 ) -> CheckpointWriter:
     """What writes the checkpoints of a stage, as the stage asks; to be left with `async with`."""
     return CheckpointWriter(context, trainer, keep=stage.keep_checkpoints, in_background=stage.trainer.background_checkpoints)

@@ -1,9 +1,10 @@
-"""Settings of the measuring on held-out tasks while a stage trains, and the record of the best policy that it found."""
+"""Settings of the measuring on what is held out while a stage trains, and the record of the best policy that it found."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,14 +14,10 @@ from strop.runs import read_json
 from strop.tasks.config import Split
 
 
-class ValidationConfig(Config):
-    """When the policy is measured, on what, and what becomes of the best one."""
+class HeldOutConfig(Config):
+    """When the policy is measured, and what becomes of the best one."""
 
     every_steps: int = Field(ge=1)  # and after the last one
-    split: Split = "test"
-    num_tasks: int = Field(default=100, ge=1)
-    k: int = Field(default=1, ge=1)  # rollouts of each task
-    temperature: Temperature | None = None  # the stage's own when unset
     keep_best: bool = True  # the most accurate policy so far as a model directory
     product: Literal["last", "best"] = "last"  # which policy the stage hands on
 
@@ -34,10 +31,26 @@ class ValidationConfig(Config):
         return step % self.every_steps == 0 or step == last
 
 
+class ValidationConfig(HeldOutConfig):
+    """The policy is measured by playing held-out tasks."""
+
+    split: Split = "test"
+    num_tasks: int = Field(default=100, ge=1)
+    k: int = Field(default=1, ge=1)  # rollouts of each task
+    temperature: Temperature | None = None  # the stage's own when unset
+
+
 RECORD = "validation.json"
 """In the directory of the best policy: the step that it is of, and what was found of it."""
 
 
-def is_better(best: Path, accuracy: float) -> bool:
-    """Whether `accuracy` beats that of the policy in `best`, where there is one; of equals the first stays."""
-    return not (best / RECORD).exists() or accuracy > float(read_json(best / RECORD)["accuracy"])
+def is_better(best: Path, found: Mapping[str, Any]) -> bool:
+    """Whether a policy of which this was found beats the one in `best`, where there is one.
+
+    It does by its `accuracy`, of equally accurate ones by a lower `loss` where that is measured; of equals the first stays.
+    """
+    return not (best / RECORD).exists() or _rank(found) > _rank(read_json(best / RECORD))
+
+
+def _rank(found: Mapping[str, Any]) -> tuple[float, float]:
+    return float(found["accuracy"]), -float(found.get("loss", 0.0))

@@ -11,7 +11,7 @@ import torch
 from strop.engine.config import EngineConfig
 from strop.engine.servers.remedies import check_interpreter
 from strop.errors import ModelError, UserError
-from strop.pipelines.recipe import PlayedStage, Recipe, RewardModelStage, SftStage, StageConfig, SteppedStage
+from strop.pipelines.recipe import DpoStage, PlayedStage, Recipe, RewardModelStage, SftStage, StageConfig, SteppedStage
 from strop.rewards.scorers.config import EmbeddedScorerConfig, VllmScorerConfig
 from strop.rewards.scorers.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.sum_config import ScorerPart, SumRewardConfig
@@ -34,7 +34,7 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool =
         else:
             check_interpreter(recipe.engine)
     for name, stage in stages.items():
-        if isinstance(stage, SftStage | SteppedStage | RewardModelStage):
+        if isinstance(stage, SftStage | SteppedStage | RewardModelStage | DpoStage):
             _check_trainer_device(stage.trainer, f"stages.{name}.trainer")
     scorers = {f"stages.{name}.{key}": config for name, stage in stages.items() for key, config in scorers_of(stage)}
     _check_scorers({key: config for key, config in scorers.items() if not (is_plan and is_missing(config))})

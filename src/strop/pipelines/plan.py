@@ -14,6 +14,7 @@ from strop.pipelines.machine import check_machine, is_missing, scorers_of
 from strop.pipelines.recipe import (
     ConversationsStage,
     DemonstrationsStage,
+    DpoStage,
     EvalStage,
     ExpertIterationStage,
     ExportStage,
@@ -112,6 +113,12 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
         case RewardModelStage():
             memory += 3 * weights_mib
             arithmetic = f"{stage.epochs} epochs over {stage.path} in batches of {stage.batch_size}"
+        case DpoStage():
+            memory += 0 if stage.trainer.lora is not None else 4 * weights_mib  # the reference is one of them
+            arithmetic = (
+                f"{stage.epochs} epochs over the pairs of {stage.path} in batches of {stage.batch_size}; up to"
+                f" {stage.validation.num_pairs} held out measured every {stage.validation.every_steps} steps"
+            )
         case FilterStage() | RejectionSamplingStage():
             arithmetic = f"{stage.num_tasks or 'all'} tasks x {stage.k} rollouts"
             tokens = (stage.num_tasks or 0) * stage.k * stage.sampling.max_tokens

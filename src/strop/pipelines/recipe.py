@@ -20,6 +20,7 @@ from strop.pipelines.data_config import (
     RejectionSamplingStage,
     SampledStage,
 )
+from strop.pipelines.dpo_config import DpoStage
 from strop.pipelines.graph import Node, in_order
 from strop.pipelines.reward_model_config import RewardModelStage
 from strop.pipelines.stage_config import (
@@ -41,6 +42,7 @@ from strop.tools.toolbox import TOOL_KINDS, ToolConfig
 __all__ = [
     "ConversationsStage",
     "DemonstrationsStage",
+    "DpoStage",
     "EvalStage",
     "ExpertIterationStage",
     "ExportStage",
@@ -82,6 +84,7 @@ StageConfig: TypeAlias = Annotated[
     | RejectionSamplingStage
     | MixStage
     | RewardModelStage
+    | DpoStage
     | ExportStage,
     Field(discriminator="kind"),
 ]

@@ -14,6 +14,7 @@ import torch
 from strop.engine.opening import open_engines
 from strop.pipelines.claim import alone_in, new_layouts
 from strop.pipelines.conversations import run_demonstrations_stage
+from strop.pipelines.dpo_stage import run_dpo_stage
 from strop.pipelines.eval_stage import run_eval_stage
 from strop.pipelines.expert_iteration_stage import run_expert_iteration_stage
 from strop.pipelines.export_stage import run_export_stage
@@ -27,6 +28,7 @@ from strop.pipelines.model_stage import run_model_stage
 from strop.pipelines.recipe import (
     ConversationsStage,
     DemonstrationsStage,
+    DpoStage,
     EvalStage,
     ExpertIterationStage,
     ExportStage,
@@ -169,6 +171,7 @@ RUNNERS: Mapping[type[Stage], Runner] = {
     RejectionSamplingStage: run_rejection_stage,
     MixStage: run_mix_stage,
     RewardModelStage: run_reward_model_stage,
+    DpoStage: run_dpo_stage,
     ExportStage: run_export_stage,
 }
 """By kind of stage. A new kind is a config in recipe.py's `StageConfig` and a line here."""

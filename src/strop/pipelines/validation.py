@@ -14,7 +14,7 @@ from strop.pipelines.engines import open_fleet
 from strop.pipelines.eval_stage import summarise
 from strop.pipelines.held_out import RECORD, ValidationConfig, is_better
 from strop.pipelines.ledger import StepLedger
-from strop.pipelines.recipe import EvalStage, SftStage, TrainingStage
+from strop.pipelines.recipe import DpoStage, EvalStage, SftStage, TrainingStage
 from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, load_chat, make_player
 from strop.rewards import judge_group, make_reward
@@ -75,8 +75,8 @@ class Validator:
             self._context.warn(f"step {step}: every rollout of the validation is void, so nothing is known of the policy.")
             return {}
         found = summarise(self._as_evaluation(stage), groups, seed=self._context.recipe.seed)
-        if self.config.keep_best and "accuracy" in found and is_better(self._context.directory.best, found["accuracy"]):
-            await self._keep(trainer, step, found)
+        if self.config.keep_best and "accuracy" in found:
+            await keep_if_best(self._context, trainer, step, found)
         metrics = {f"validation/{name}": float(found[name]) for name in _FIGURES if name in found}
         return metrics | {"time/validation_s": time.perf_counter() - started}
 
@@ -97,12 +97,6 @@ class Validator:
             )
             groups = [judge_group(reward, group) async for group in playing]
         return sorted(groups, key=lambda group: group.task_index)
-
-    async def _keep(self, trainer: Trainer, step: int, found: Mapping[str, Any]) -> None:
-        """Replace the best policy and its record, both at once."""
-        context = self._context
-        await write_model(context.directory.best, trainer, record={"step": step, **found})
-        context.event("best_so_far", step=step, accuracy=found["accuracy"])
 
     def _as_evaluation(self, stage: TrainingStage) -> EvalStage:
         sampling = stage.sampling
@@ -157,6 +151,13 @@ async def open_fine_tuning_validator(
         await fleet.close()
 
 
+async def keep_if_best(context: StageContext, trainer: Trainer, step: int, found: Mapping[str, Any]) -> None:
+    """Replace the best policy and its record, both at once, where the policy after `step` is better than it."""
+    if is_better(context.directory.best, found):
+        await write_model(context.directory.best, trainer, record={"step": step, **found})
+        context.event("best_so_far", step=step, accuracy=found["accuracy"])
+
+
 async def write_model(path: Path, trainer: Trainer, *, record: Mapping[str, Any] | None = None) -> None:
     """The policy as a directory that `transformers` loads; `record` says in it what was found of it."""
     loop = asyncio.get_running_loop()
@@ -169,7 +170,7 @@ async def write_model(path: Path, trainer: Trainer, *, record: Mapping[str, Any]
     await asyncio.to_thread(write_directory, path, fill)
 
 
-async def write_product(context: StageContext, trainer: Trainer, stage: TrainingStage) -> Path:
+async def write_product(context: StageContext, trainer: Trainer, stage: TrainingStage | DpoStage) -> Path:
     """Write the stage's last policy; returns the directory of the one that it hands on."""
     await write_model(context.directory.model, trainer)
     hands_on_best = stage.validation is not None and stage.validation.product == "best"

@@ -25,6 +25,9 @@ _SHOWN = {  # metric -> how it is called in a line, and its unit
     "rollout/tool_error_rate": ("tool errors {}", Unit.PERCENT),
     "rollout/length_tokens_mean": ("length {}", Unit.PLAIN),
     "sft/loss": ("loss {}", Unit.PLAIN),
+    "dpo/loss": ("loss {}", Unit.PLAIN),
+    "dpo/accuracy": ("accuracy {}", Unit.PERCENT),
+    "validation/pair_accuracy": ("held out {}", Unit.PERCENT),
     "rollout/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
     "sft/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
 }

@@ -441,3 +441,52 @@ REWARD_MODEL = (
     *MACHINE,
     Panel(title="Time", metrics={"time/step_s": "step"}, note="Seconds of each step.", unit=Unit.SECONDS),
 )
+
+PREFERENCES = (
+    Panel(
+        title="Loss of DPO",
+        metrics={"dpo/loss": "the step's pairs", "validation/pair_loss": "held out"},
+        note="Nats a pair; ln 2 = 0.693 is the reference's. Before each update; of held-out pairs after it.",
+        optional=frozenset({"validation/pair_loss"}),
+    ),
+    Panel(
+        title="Implicit-reward accuracy",
+        metrics={"dpo/accuracy": "the step's pairs", "validation/pair_accuracy": "held out"},
+        note="Pairs whose chosen response gained more on the reference than the rejected one; a tie counts half.",
+        unit=Unit.PERCENT,
+        optional=frozenset({"validation/pair_accuracy"}),
+        y_high=1.0,
+    ),
+    Panel(
+        title="Margin",
+        metrics={"dpo/margin": "the step's pairs", "validation/pair_margin": "held out"},
+        note="By how much the implicit reward of the chosen response is the larger one.",
+        optional=frozenset({"validation/pair_margin"}),
+        y_low=None,
+    ),
+    Panel(
+        title="Implicit rewards",
+        metrics={"dpo/chosen_reward": "chosen", "dpo/rejected_reward": "rejected"},
+        note="β times how many nats likelier a response became; both may fall while the margin grows.",
+        y_low=None,
+    ),
+    Panel(
+        title="Implicit rewards of held-out pairs",
+        metrics={"validation/pair_chosen_reward": "chosen", "validation/pair_rejected_reward": "rejected"},
+        note="The same of pairs that nothing is learnt from.",
+        optional=frozenset({"validation/pair_chosen_reward", "validation/pair_rejected_reward"}),
+        y_low=None,
+    ),
+    Panel(title="Entropy", metrics={"policy/entropy_nats": "entropy"}, note="Nats a token of the responses."),
+    Panel(title="Gradient norm", metrics={"update/grad_norm": "gradient norm"}, note="Before clipping."),
+    Panel(title="Learning rate", metrics={"update/learning_rate": "learning rate"}, note="Of each update."),
+    Panel(title="Throughput", metrics={"update/tokens_per_s": "tokens per second"}, note="Tokens trained on per second."),
+    *MACHINE,
+    Panel(
+        title="Time",
+        metrics={"time/step_s": "step", "time/score_s": "of it, scoring", "time/validation_s": "validation"},
+        note="Seconds of each step, and of its measuring on held-out pairs.",
+        unit=Unit.SECONDS,
+        optional=frozenset({"time/validation_s"}),
+    ),
+)

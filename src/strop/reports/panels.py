@@ -14,6 +14,7 @@ from strop.reports.curves import (
     IMITATION,
     LEARNING,
     OPTIMISATION,
+    PREFERENCES,
     RATIOS,
     REWARD_MODEL,
     TIME,
@@ -55,17 +56,19 @@ _ALL = (
     *ENGINES,
     *FINE_TUNING,
     *REWARD_MODEL,
+    *PREFERENCES,
 )
 
 
 def sections(log: RunLog) -> list[Section]:
     """Every metric that the run logged, and every one that it should have, under headings; what matters most first.
 
-    Tool calls, expert iteration and reward models have a section only where there were some.
+    Tool calls, expert iteration, reward models and DPO have a section only where there were some.
     """
     tuned = [stage for stage in log.stages if _is_fine_tuning(stage)]
     rewarding = [stage for stage in log.stages if stage.kind == "reward_model"]
-    others = [stage for stage in log.stages if stage not in tuned and stage not in rewarding]
+    preferring = [stage for stage in log.stages if stage.kind == "dpo"]
+    others = [stage for stage in log.stages if stage not in (*tuned, *rewarding, *preferring)]
     trained = [stage for stage in others if stage.steps or stage.is_stepped]
     imitating = [stage for stage in trained if stage.kind == "expert_iteration"]
     is_imitation = bool(imitating) and len(imitating) == len(trained)
@@ -90,12 +93,14 @@ def sections(log: RunLog) -> list[Section]:
         found.append(_section("Supervised fine-tuning", FINE_TUNING, tuned, is_open=not trained))
     if rewarding:
         found.append(_section("Reward model", REWARD_MODEL, rewarding, is_open=not trained))
+    if preferring:
+        found.append(_section("Preference pairs", PREFERENCES, preferring, is_open=not trained))
     drawn = {key for panel in _ALL for key in panel.metrics}
     logged = {key for stage in log.stages for key in stage.metrics if not key.startswith((BY_ENGINE, DURATIONS))}
     undrawn = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns", ELAPSED, "budget/is_spent"})
     if undrawn:
         panels = [Panel(title=key, metrics={key: key}, note="", y_low=None) for key in undrawn]
-        found.append(_section("Everything else in the log", panels, [*tuned, *rewarding, *trained], is_open=False))
+        found.append(_section("Everything else in the log", panels, [*tuned, *rewarding, *preferring, *trained], is_open=False))
     return found
 
 

@@ -1,0 +1,133 @@
+"""Divides preferences into those that a stage learns from, batch by batch, and those that it is measured on."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Generic, Protocol, Self, TypeVar
+
+from strop.errors import ConfigError, TaskError
+from strop.pipelines.demonstrations import shuffled
+from strop.pipelines.recipe import DpoStage, RewardModelStage
+from strop.pipelines.stage import StageContext
+from strop.pipelines.stage_config import check_schedule
+from strop.seeds import derive_seed
+from strop.training.preferences import Preference, read_preferences
+
+RowT_co = TypeVar("RowT_co", covariant=True)
+RowT = TypeVar("RowT")
+
+
+class Rows(Protocol[RowT_co]):
+    """Something by number, from 0."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> RowT_co: ...
+
+
+class _OnDisk(Protocol):
+    def __len__(self) -> int: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None: ...
+
+
+FileT = TypeVar("FileT", bound=_OnDisk)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceSets(Generic[FileT]):
+    """What a stage learns from and what it is measured on, on disk, and how many preferences were left out."""
+
+    train: FileT
+    test: FileT
+    num_left_out: int
+
+
+def open_sets(
+    context: StageContext,
+    stage: RewardModelStage | DpoStage,
+    opened: AsyncExitStack,
+    keep: Callable[[Path, Iterator[Preference]], FileT],
+    *,
+    why_left_out: str,
+    remedy: str,
+) -> PreferenceSets[FileT]:
+    """The preferences of `path`, and of `test_path` or a share of the prompts of `path`, as `opened` files; with a warning
+    where some are left out.
+
+    Args:
+        keep: writes those that can be learnt from into a directory.
+        why_left_out: of the others, in words.
+        remedy: what to do where none are left, in words.
+
+    Raises:
+        TaskError: the preferences cannot be read, or none are left to learn from or to be measured on.
+    """
+    found = read_preferences(Path(stage.path))
+    if stage.test_path is None:
+        prompts = (each.prompt for each in found)
+        train, test = split_by_prompt(prompts, share=stage.test_share, seed=context.seed("test"))
+        sets = [(found, train), (found, test)]
+    else:
+        other = read_preferences(Path(stage.test_path))
+        if type(found[0]) is not type(other[0]):
+            raise TaskError(f"{stage.test_path}: not of the form of {stage.path}: one has pairs, the other single responses.")
+        sets = [(each, array("Q", range(len(each)))) for each in (found, other)]
+    fit: list[FileT] = []
+    for lines, numbers in sets:
+        fit.append(keep(context.directory.path, (lines[number] for number in numbers)))
+        opened.enter_context(fit[-1])
+    num_found = sum(len(numbers) for _, numbers in sets)
+    num_left_out = num_found - len(fit[0]) - len(fit[1])
+    if num_left_out:
+        context.warn(f"{num_left_out} of {num_found} preferences are left out: {why_left_out}")
+    if not len(fit[0]) or not len(fit[1]):
+        raise TaskError(
+            f"stages.{context.name}: {len(fit[0])} preferences are left to learn from and {len(fit[1])} to be measured on;"
+            f" there has to be one of each. {remedy}"
+        )
+    return PreferenceSets(train=fit[0], test=fit[1], num_left_out=num_left_out)
+
+
+def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple[array[int], array[int]]:
+    """(train, test): the numbers of preferences with these `prompts`, no prompt in both; one at least is in the test set."""
+    places: dict[bytes, int] = {}  # by a digest of each prompt, since prompts may be long: its place among them
+    of_row = array("Q")
+    for prompt in prompts:
+        digest = hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        of_row.append(places.setdefault(digest, len(places)))
+    order = array("Q", range(len(places)))
+    random.Random(seed).shuffle(order)
+    held_out = set(order[: max(1, round(share * len(order)))])
+    return (
+        array("Q", (number for number, place in enumerate(of_row) if place not in held_out)),
+        array("Q", (number for number, place in enumerate(of_row) if place in held_out)),
+    )
+
+
+def count_steps(context: StageContext, stage: RewardModelStage | DpoStage, num: int) -> int:
+    """Updates of a stage that learns from `num` preferences. Raises `ConfigError` where its schedule has no use for so few."""
+    steps = stage.epochs * -(-num // stage.batch_size)
+    try:
+        check_schedule(stage.trainer.optimizer, steps, key=f"stages.{context.name}.trainer.optimizer")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return steps
+
+
+def batch_of_epoch(train: Rows[RowT], step: int, *, size: int, seed: int) -> list[RowT]:
+    """The batch of a step, a pure function of its arguments: each epoch in another order, its last batch the rest."""
+    epoch, position = divmod(step, -(-len(train) // size))
+    order = shuffled(len(train), derive_seed(seed, "epoch", epoch))
+    return [train[index] for index in order[position * size : (position + 1) * size]]
