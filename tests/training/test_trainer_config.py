@@ -1,4 +1,5 @@
 import pytest
+from pydantic import ValidationError
 
 from strop.training import OptimizerConfig, Schedule
 from strop.training.config import learning_rate
@@ -21,3 +22,10 @@ def test_a_cosine_needs_to_know_where_it_ends(total_updates):
     config = OptimizerConfig(schedule=Schedule.COSINE, warmup_updates=5)
     with pytest.raises(ValueError, match="larger than the warm-up"):
         learning_rate(config, 5, total_updates)
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (float("nan"), 0.9)])
+def test_betas_of_an_average_that_never_forgets_or_grows_are_refused(betas):
+    with pytest.raises(ValidationError, match="betas"):
+        OptimizerConfig(betas=betas)
+    assert OptimizerConfig(betas=(0.0, 0.99)).betas == (0.0, 0.99)  # RMSprop

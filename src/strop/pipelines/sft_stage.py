@@ -103,7 +103,7 @@ async def _imitate(
         done = await checkpoints.resume(context, trainer)
         context.progress.stage_started(context.name, stage.kind, stage.steps, done)
         metrics = context.metrics(done_steps=done)
-        loss = 0.0
+        loss, is_told = 0.0, False
         for step in range(done + 1, stage.steps + 1):
             await writer.check()
             started = time.perf_counter()
@@ -126,6 +126,11 @@ async def _imitate(
                     "update/learning_rate": report.learning_rate,
                     "policy/entropy_nats": report.statistics["entropy_nats"],
                 } | cost_metrics([report])
+                if report.grad_norm == 0 and not is_told:
+                    is_told = True
+                    context.warn(
+                        f"step {step}: the gradient is zero, so nothing is learnt. A learning rate may be far too high."
+                    )
             metrics.append(step, figures)
             if step % stage.checkpoint_every == 0 and step < stage.steps:
                 await writer.save(step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import StrEnum
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -18,11 +18,14 @@ class Schedule(StrEnum):
     COSINE = "cosine"  # half a cosine down to `final_lr_fraction`, reached after the last update
 
 
+_Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Config):
     """AdamW. Vectors (norms, biases) are never decayed."""
 
     lr: float = Field(default=1e-6, gt=0)  # rStar2-Agent (arXiv 2508.20722) section 4.3
-    betas: tuple[float, float] = (0.9, 0.95)  # CS336 assignment 5
+    betas: tuple[_Decay, _Decay] = (0.9, 0.95)  # CS336 assignment 5
     weight_decay: float = Field(default=0.0, ge=0)
     eps: float = Field(default=1e-8, gt=0)
     grad_clip: float = Field(default=1.0, ge=0)  # largest gradient norm; 0: no clipping
