@@ -56,6 +56,8 @@ def compute_group_normalized_rewards(
         )
     if group_size < 1 or not rollout_responses or len(rollout_responses) % group_size:
         raise ValueError(f"{len(rollout_responses)} responses are no whole number of groups of {group_size}.")
+    if group_size == 1 and normalize_by_std:
+        raise ValueError("group_size is 1: one reward has no standard deviation. Set normalize_by_std = False, or sample more.")
     judged = [reward_fn(response, truth) for response, truth in zip(rollout_responses, repeated_ground_truths, strict=True)]
     rewards = [float(parts["reward"]) for parts in judged]
     advantages: list[float] = []
