@@ -9,10 +9,10 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from strop.evaluation.verdict import USUAL, Verdict
-from strop.types import Group, ScoredTrajectory
+from strop.types import Group, RolloutKey, ScoredTrajectory
 
 DURATIONS = "time/tool_calls/"
 """What the names of a tool's histogram of durations begin with."""
@@ -103,9 +103,10 @@ def entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {"rollout/entropy_nats": math.fsum(sampled) / len(sampled)} if sampled else {}
 
 
-def num_sampled_tokens(groups: Sequence[Group]) -> int:
-    """Tokens that the policy sampled, prompts and observations not counted."""
-    return sum(len(turn.completion.ids) for group in groups for each in group.trajectories for turn in each.trajectory.turns)
+def num_sampled_tokens(groups: Sequence[Group], *, but: Container[RolloutKey] = ()) -> int:
+    """Tokens that the policy sampled, prompts and observations not counted, nor rollouts `but`."""
+    trajectories = (scored.trajectory for group in groups for scored in group.trajectories)
+    return sum(len(turn.completion.ids) for each in trajectories if each.key not in but for turn in each.turns)
 
 
 def _num_calls(trajectories: Sequence[ScoredTrajectory]) -> int:

@@ -14,7 +14,7 @@ import torch
 from strop.algorithms.expert_iteration import epoch_batches, select_right
 from strop.algorithms.protocol import Selection
 from strop.errors import CannotLearnError
-from strop.evaluation.summary import entropy_metrics, num_sampled_tokens, rollout_metrics, tool_call_metrics
+from strop.evaluation.summary import entropy_metrics, rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.demonstrations import as_demonstration
 from strop.pipelines.recipe import ExpertIterationStage
@@ -86,7 +86,7 @@ class _Loop:
             | update_metrics(reports)
             | cost_metrics(reports)
             | {
-                "rollout/tokens_per_s": num_sampled_tokens(groups) / rollout_s,
+                "rollout/tokens_per_s": played.tokens_per_s,
                 "time/rollout_s": rollout_s,
                 "time/update_s": update_s,
                 "time/publish_s": clock.lap(),

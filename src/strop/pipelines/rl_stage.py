@@ -15,7 +15,7 @@ from torch import Tensor
 
 from strop.algorithms.protocol import Column, Selection
 from strop.errors import CannotLearnError
-from strop.evaluation.summary import num_sampled_tokens, rollout_metrics, tool_call_metrics
+from strop.evaluation.summary import rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.ahead import Ahead, staleness_metrics
 from strop.pipelines.critic import critic_metrics, critic_rows, judge, update_critic_or_keep
@@ -107,7 +107,7 @@ class _Loop:
             | critic_metrics(batches, critic_reports)
             | ({} if staleness.get("rollout/staleness_max") else _gap_metrics(batches, reports))
             | {
-                "rollout/tokens_per_s": num_sampled_tokens(groups) / played.time_s,
+                "rollout/tokens_per_s": played.tokens_per_s,
                 "time/rollout_s": played.time_s,
                 "time/score_s": score_s,
                 "time/update_s": update_s,

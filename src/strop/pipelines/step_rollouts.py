@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from strop.algorithms.protocol import Selection
+from strop.evaluation.summary import num_sampled_tokens
 from strop.pipelines.engines import open_fleet, write_timeline
 from strop.pipelines.held_weights import HeldWeights
 from strop.pipelines.ledger import StepLedger, read_closed
@@ -42,6 +43,11 @@ class PlayedStep:
     groups: Sequence[Group]  # in canonical order
     figures: Mapping[str, float]  # metrics of what the engines did
     time_s: float
+    num_tokens: int  # that were sampled in this time: without those of rollouts that an interrupted try had finished
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.time_s
 
 
 class StepRollouts:
@@ -142,7 +148,12 @@ class StepRollouts:
                 indices = list(islice(refills, num_missing)) if len(reports) <= refill_rounds else []
             groups.sort(key=lambda group: group.task_index)
             figures = reports[0].as_metrics() | ({} if player.branching is None else ledger.displaced_figures)
-            played = PlayedStep(groups=groups, figures=figures, time_s=time.perf_counter() - started)
+            played = PlayedStep(
+                groups=groups,
+                figures=figures,
+                time_s=time.perf_counter() - started,
+                num_tokens=num_sampled_tokens(groups, but=ledger.finished_before),
+            )
             if is_recorded:
                 ledger.closed(groups, figures=played.figures, time_s=played.time_s)
         write_timeline(context, step, reports[0])
@@ -170,7 +181,8 @@ class StepRollouts:
             )
             for group in closed.groups
         ]
-        return PlayedStep(groups=groups, figures=closed.figures, time_s=closed.time_s)
+        num_tokens = num_sampled_tokens(groups)
+        return PlayedStep(groups=groups, figures=closed.figures, time_s=closed.time_s, num_tokens=num_tokens)
 
     def _refills(self, step: int, rounds: int) -> Iterator[int]:
         """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step alone."""
