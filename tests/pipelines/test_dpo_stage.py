@@ -1,8 +1,10 @@
 """A policy that learns from preference pairs in a recipe: measured, kept at its best, resumed, told what it cannot use."""
 
+import asyncio
 import json
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +14,14 @@ from scripted_runs import RECIPE, Watching, run_recipe, untimed
 from strop.config import validate
 from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.pipelines import checkpoints, dpo_stage
+from strop.pipelines.load import load_recipe
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
 from strop.pipelines.stage import load_chat, weights_digest
+from strop.pipelines.train import train
 from strop.reports.log import read_run
 from strop.reports.panels import sections
+from strop.reports.progress import Silent
 from strop.rollout.prompt import load_prompt
 from strop.runs import RunDirectory, read_json, read_lines
 
@@ -243,6 +248,36 @@ def test_a_plan_tells_what_it_would_do(tmp_path):
     assert told.arithmetic == (
         f"2 epochs over the pairs of {tmp_path / 'pairs.jsonl'} in batches of 8; up to 200 held out measured every 2 steps"
     )
+
+
+def run_shipped(directory, *overrides):
+    path = Path(__file__).parents[2] / "recipes" / "dpo.toml"
+    num_threads = torch.get_num_threads()
+    try:
+        return asyncio.run(train(load_recipe(path, list(overrides)), directory / "run", progress=Silent()))
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def held_out_of(run):
+    return [line["validation/pair_accuracy"] for line in read_lines(run.metrics) if "validation/pair_accuracy" in line]
+
+
+def test_the_shipped_recipe_runs_scaled_down_and_ranks_pairs_that_it_has_not_seen(tmp_path):
+    fewer = ["sft.num_demonstrations=64", "sft.steps=40", "before.num_tasks=4", "after.num_tasks=4", "dpo.epochs=1"]
+    result = run_shipped(tmp_path, *(f"stages.{each}" for each in fewer))
+    assert [each["num_tasks"] for each in result.evaluations] == [4, 4]
+    assert held_out_of(result.run)[-1] > 0.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_shipped_recipe_learns_from_pairs_to_call_its_tool(tmp_path):
+    result = run_shipped(tmp_path, "seed=1")
+    before, after = result.evaluations
+    assert after["accuracy_low"] > before["accuracy_high"]
+    assert after["tool_error_rate"] < before["tool_error_rate"]
+    assert held_out_of(result.run)[-1] > 0.9
 
 
 def test_a_later_stage_plays_what_it_made(tmp_path):
