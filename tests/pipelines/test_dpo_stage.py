@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import random
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,7 @@ from strop.reports.panels import sections
 from strop.reports.progress import Silent
 from strop.rollout.prompt import load_prompt
 from strop.runs import RunDirectory, read_json, read_lines
-
-WORDS = ["red", "blue", "tall", "cold", "sweet", "loud"]
-
-
-def write_pairs(path, num=24):
-    """The chosen one says "please"."""
-    draw = random.Random(0)
-    rows = []
-    for number in range(num):
-        word = draw.choice(WORDS)
-        rows.append({"prompt": f"{number} {word}?", "chosen": f"please {word}", "rejected": f"really {word}"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from word_pairs import write_pairs
 
 
 def recipe(path, *, later=None, **keys):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 
 import pytest
 import torch
@@ -17,19 +16,7 @@ from strop.reports.log import read_run
 from strop.reports.panels import sections
 from strop.runs import RunDirectory, read_json, read_lines
 from strop.training import reward_model
-
-WORDS = ["red", "blue", "tall", "cold", "sweet", "loud"]
-
-
-def write_pairs(path, num=24):
-    """The chosen one says "please"."""
-    draw = random.Random(0)
-    rows = []
-    for number in range(num):
-        word = draw.choice(WORDS)
-        rows.append({"prompt": f"{number} {word}?", "chosen": f"please {word}", "rejected": f"really {word}"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from word_pairs import write_pairs
 
 
 def recipe(path, *, later=None, **keys):

@@ -1,24 +1,28 @@
 """An SFT stage says so once when its gradient is zero: weights that are gone learn nothing and look as if all were well."""
 
-from dataclasses import replace
+import json
 
-from scripted_runs import Watching, make_recipe, run_recipe
-from strop.pipelines import sft_stage
+import torch
+from transformers import AutoModelForCausalLM
 
-
-def test_a_gradient_of_zero_is_told_once(tmp_path, monkeypatch):
-    async def without_gradient(*args, **options):
-        return replace(await update(*args, **options), grad_norm=0.0)
-
-    update, progress = sft_stage.update_or_keep, Watching()
-    monkeypatch.setattr(sft_stage, "update_or_keep", without_gradient)
-    run_recipe(tmp_path / "run", make_recipe(steps=1), progress=progress)
-    assert [each for each in progress.warnings if "the gradient is zero" in each] == [
-        "step 1: the gradient is zero, so nothing is learnt. A learning rate may be far too high."
-    ]
+from scripted_runs import RECIPE, Watching, make_recipe, run_recipe
+from strop.pipelines.recipe import Recipe, resolve
 
 
-def test_a_gradient_that_is_not_zero_is_no_news(tmp_path):
+def told(progress):
+    return [each for each in progress.warnings if "the gradient is zero" in each]
+
+
+def test_a_gradient_of_zero_is_told_once_and_another_is_no_news(tmp_path):
     progress = Watching()
-    run_recipe(tmp_path / "run", make_recipe(steps=1), progress=progress)
-    assert not [each for each in progress.warnings if "the gradient is zero" in each]
+    run = run_recipe(tmp_path / "run", make_recipe(steps=1), progress=progress, until="sft").run
+    assert told(progress) == []
+
+    model = AutoModelForCausalLM.from_pretrained(run.stage("base").model)
+    for parameter in model.parameters():  # of weights that are all 0 every gradient is 0
+        torch.nn.init.zeros_(parameter)
+    model.save_pretrained(run.stage("base").model)
+    stages = {"base": {"kind": "model", "path": str(run.stage("base").model)}, "sft": RECIPE["stages"]["sft"]}
+    recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+    run_recipe(tmp_path / "zeros", recipe, progress=progress)
+    assert told(progress) == ["step 1: the gradient is zero, so nothing is learnt. A learning rate may be far too high."]

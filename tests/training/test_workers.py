@@ -244,6 +244,25 @@ def test_large_weights_of_two_ranks_are_no_lost_ones(model_directory, make_batch
 
 
 @pytest.mark.slow
+def test_two_ranks_bring_the_first_reference_back(model_directory, make_batch, tmp_path):
+    trainer = open_trainer(model_directory, config_of(2), reference=model_directory)
+
+    async def reference_scores():
+        return (await trainer.score(make_batch(), Column.REFERENCE_LOGPROBS)).columns[Column.REFERENCE_LOGPROBS]
+
+    async def scenario():
+        await train(trainer, make_batch, range(1))
+        first = await reference_scores()
+        await trainer.save(tmp_path)
+        await trainer.refresh_reference()
+        assert not torch.equal(await reference_scores(), first)
+        await trainer.load(tmp_path)
+        assert torch.equal(await reference_scores(), first)
+
+    closing(scenario, trainer)
+
+
+@pytest.mark.slow
 def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(model_directory, make_batch, tmp_path):
     straight, resumed = (open_trainer(model_directory, config_of(2), reference=model_directory) for _ in range(2))
     alone, again = (open_trainer(model_directory, config_of(0), reference=model_directory) for _ in range(2))

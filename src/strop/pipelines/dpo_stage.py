@@ -10,14 +10,15 @@ from pathlib import Path
 import torch
 
 from strop.algorithms.protocol import Column
-from strop.errors import CannotLearnError, TaskError
-from strop.pipelines import checkpoints
+from strop.errors import TaskError
+from strop.pipelines.id_file import IdFile
 from strop.pipelines.pair_file import PairFile
-from strop.pipelines.preference_sets import Rows, batch_of_epoch, count_steps, open_sets
+from strop.pipelines.preference_sets import batch_of_epoch, count_steps, open_sets
 from strop.pipelines.recipe import DpoStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.step_figures import cost_metrics
+from strop.pipelines.stepping import take_updates
 from strop.pipelines.validation import keep_if_best, write_product
 from strop.rollout.call_format import make_call_format
 from strop.rollout.chat import ChatFormat
@@ -91,55 +92,47 @@ def _reader(context: StageContext, stage: DpoStage, chat: ChatFormat) -> Callabl
 
 
 async def _learn(
-    context: StageContext, stage: DpoStage, trainer: Trainer, train: Rows[PairIds], held_out: _HeldOut, steps: int
+    context: StageContext, stage: DpoStage, trainer: Trainer, train: IdFile[PairIds], held_out: _HeldOut, steps: int
 ) -> Mapping[str, float]:
     """Every step that is not behind the last checkpoint; returns what was last found of the held-out pairs."""
     found: Mapping[str, float] = {}
-    async with checkpoints.open_writer(context, trainer, stage) as writer:
-        done = await checkpoints.resume(context, trainer)
-        context.progress.stage_started(context.name, stage.kind, steps, done)
-        metrics = context.metrics(done_steps=done)
-        for step in range(done + 1, steps + 1):
-            await writer.check()
+
+    async def take(step: int) -> dict[str, float]:
+        nonlocal found
+        started = time.perf_counter()
+        pairs = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
+        batch = await _scored(trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS, Column.OLD_LOGPROBS))
+        score_s = time.perf_counter() - started
+        rewards = rewards_of(batch, beta=stage.beta)
+        batch = with_advantages(batch, rewards.margins, beta=stage.beta)
+        report = await update_or_keep(context, trainer, batch, pair_token_loss, pair_token_statistics, step=step)
+        figures = {
+            "update/skipped": float(report.is_skipped),
+            "time/score_s": score_s,
+            "time/step_s": time.perf_counter() - started,
+        }
+        if not report.is_skipped:
+            figures |= {
+                **{f"dpo/{name}": value for name, value in rewards.figures().items()},
+                "update/grad_norm": report.grad_norm,
+                "update/learning_rate": report.learning_rate,
+                "policy/entropy_nats": report.statistics["entropy_nats"],
+            } | cost_metrics([report])
+        if stage.validation.is_due(step, last=steps):
             started = time.perf_counter()
-            pairs = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
-            batch = await _scored(trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS, Column.OLD_LOGPROBS))
-            score_s = time.perf_counter() - started
-            rewards = rewards_of(batch, beta=stage.beta)
-            batch = with_advantages(batch, rewards.margins, beta=stage.beta)
-            try:
-                report = await update_or_keep(context, trainer, batch, pair_token_loss, pair_token_statistics, step=step)
-            except CannotLearnError:
-                await writer.save_if_missing(step - 1)
-                raise
-            figures = {
-                "update/skipped": float(report.is_skipped),
-                "time/score_s": score_s,
-                "time/step_s": time.perf_counter() - started,
-            }
-            if not report.is_skipped:
-                figures |= {
-                    **{f"dpo/{name}": value for name, value in rewards.figures().items()},
-                    "update/grad_norm": report.grad_norm,
-                    "update/learning_rate": report.learning_rate,
-                    "policy/entropy_nats": report.statistics["entropy_nats"],
-                } | cost_metrics([report])
-            if stage.validation.is_due(step, last=steps):
-                started = time.perf_counter()
-                found = await held_out.measure(step)
-                figures |= {f"validation/pair_{name}": value for name, value in found.items()}
-                figures["time/validation_s"] = time.perf_counter() - started
-            metrics.append(step, figures)
-            if step % stage.checkpoint_every == 0 and step < steps:
-                await writer.save(step)
-        metrics.close()
+            found = await held_out.measure(step)
+            figures |= {f"validation/pair_{name}": value for name, value in found.items()}
+            figures["time/validation_s"] = time.perf_counter() - started
+        return figures
+
+    await take_updates(context, stage, trainer, steps, take)
     return found
 
 
 class _HeldOut:
     """Measures the policy by its implicit rewards of the first pairs that are held out, and keeps the best one."""
 
-    def __init__(self, context: StageContext, stage: DpoStage, trainer: Trainer, test: Rows[PairIds]) -> None:
+    def __init__(self, context: StageContext, stage: DpoStage, trainer: Trainer, test: IdFile[PairIds]) -> None:
         self.num = min(stage.validation.num_pairs, len(test))
         self._context, self._stage, self._trainer, self._test = context, stage, trainer, test
         self._of_reference: list[TokenBatch] = []  # scored once: it never changes

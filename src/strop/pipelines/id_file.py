@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Generic, Self, TypeAlias, TypeVar
 
 from strop.runs import writing_to
 
@@ -19,23 +20,26 @@ _ID = "i"  # 4 bytes
 MarkedIds: TypeAlias = tuple[tuple[int, ...], bool]
 """Ids, and what is said of them all."""
 
+ItemT = TypeVar("ItemT")
 
-class IdFile:
-    """Lists of marked ids by number, in a file without a name, which is gone when it is closed or the process ends. A context.
 
-    Takes 8 bytes of memory a list, and 4 of disk an id. Each is written as it comes and read when it is asked for: how many
+class IdFile(ABC, Generic[ItemT]):
+    """Items by number, as marked ids in a file without a name, which is gone when it is closed or the process ends. A context.
+
+    Takes 8 bytes of memory an item, and 4 of disk an id. Each is written as it comes and read when it is asked for: how many
     runs of ids it has; of each its length, doubled, plus 1 where it is marked; and all ids.
     """
 
-    def __init__(self, directory: Path, lists: Iterable[Sequence[MarkedIds]]) -> None:
+    def __init__(self, directory: Path, items: Iterable[ItemT]) -> None:
         with writing_to(directory):
             directory.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - until it is closed
         self._starts = array("Q", [0])
         try:
-            for each in lists:
-                told = [len(ids) * 2 + is_marked for ids, is_marked in each]
-                record = array(_ID, chain([len(told)], told, *(ids for ids, _ in each))).tobytes()
+            for item in items:
+                runs = self.runs_of(item)
+                told = [len(ids) * 2 + is_marked for ids, is_marked in runs]
+                record = array(_ID, chain([len(told)], told, *(ids for ids, _ in runs))).tobytes()
                 with writing_to(directory):
                     self._file.write(record)
                 self._starts.append(self._starts[-1] + len(record))
@@ -49,8 +53,18 @@ class IdFile:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, number: int, /) -> tuple[MarkedIds, ...]:
-        """Raises `IndexError` where there is no such list, counted from 0."""
+    @staticmethod
+    @abstractmethod
+    def runs_of(item: ItemT) -> Sequence[MarkedIds]:
+        """The runs of ids that an item is kept as."""
+
+    @staticmethod
+    @abstractmethod
+    def item_of(runs: Sequence[MarkedIds]) -> ItemT:
+        """The item that was kept as these."""
+
+    def __getitem__(self, number: int, /) -> ItemT:
+        """Raises `IndexError` where there is no such item, counted from 0."""
         if not 0 <= number < len(self):
             raise IndexError(number)
         start, end = self._starts[number], self._starts[number + 1]
@@ -58,8 +72,8 @@ class IdFile:
         record.frombytes(os.pread(self._file.fileno(), end - start, start))
         num_runs, told = record[0], record[1 : record[0] + 1]
         ends = accumulate((each // 2 for each in told), initial=1 + num_runs)
-        return tuple(
-            (tuple(record[first:behind]), bool(each % 2)) for (first, behind), each in zip(pairwise(ends), told, strict=True)
+        return self.item_of(
+            [(tuple(record[first:behind]), bool(each % 2)) for (first, behind), each in zip(pairwise(ends), told, strict=True)]
         )
 
     def __enter__(self) -> Self:

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from types import TracebackType
-from typing import Self
+from collections.abc import Sequence
 
-from strop.pipelines.id_file import IdFile
+from strop.pipelines.id_file import IdFile, MarkedIds
 from strop.training.dpo import PairIds
 
 
-class PairFile:
-    """Pairs by number, in an `IdFile`. A context."""
+class PairFile(IdFile[PairIds]):
+    """Three runs of ids: the prompt, and the responses, which are marked."""
 
-    def __init__(self, directory: Path, pairs: Iterable[PairIds]) -> None:
-        self._file = IdFile(directory, ([(pair.prompt, False), (pair.chosen, True), (pair.rejected, True)] for pair in pairs))
+    @staticmethod
+    def runs_of(item: PairIds) -> Sequence[MarkedIds]:
+        return [(item.prompt, False), (item.chosen, True), (item.rejected, True)]
 
-    def __len__(self) -> int:
-        return len(self._file)
-
-    def __getitem__(self, number: int, /) -> PairIds:
-        """Raises `IndexError` where there is no such pair, counted from 0."""
-        prompt, chosen, rejected = (ids for ids, _ in self._file[number])
+    @staticmethod
+    def item_of(runs: Sequence[MarkedIds]) -> PairIds:
+        prompt, chosen, rejected = (ids for ids, _ in runs)
         return PairIds(prompt=prompt, chosen=chosen, rejected=rejected)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._file.__exit__(kind, error, traceback)

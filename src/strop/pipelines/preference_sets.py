@@ -9,48 +9,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, TypeVar
 
 from strop.errors import ConfigError, TaskError
 from strop.pipelines.demonstrations import shuffled
+from strop.pipelines.id_file import IdFile
 from strop.pipelines.recipe import DpoStage, RewardModelStage
 from strop.pipelines.stage import StageContext
 from strop.pipelines.stage_config import check_schedule
 from strop.seeds import derive_seed
 from strop.training.preferences import Preference, read_preferences
 
-RowT_co = TypeVar("RowT_co", covariant=True)
-RowT = TypeVar("RowT")
-
-
-class Rows(Protocol[RowT_co]):
-    """Something by number, from 0."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> RowT_co: ...
-
-
-class _OnDisk(Protocol):
-    def __len__(self) -> int: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
-
-
-FileT = TypeVar("FileT", bound=_OnDisk)
+ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreferenceSets(Generic[FileT]):
+class PreferenceSets(Generic[ItemT]):
     """What a stage learns from and what it is measured on, on disk, and how many preferences were left out."""
 
-    train: FileT
-    test: FileT
+    train: IdFile[ItemT]
+    test: IdFile[ItemT]
     num_left_out: int
 
 
@@ -58,11 +36,11 @@ def open_sets(
     context: StageContext,
     stage: RewardModelStage | DpoStage,
     opened: AsyncExitStack,
-    keep: Callable[[Path, Iterator[Preference]], FileT],
+    keep: Callable[[Path, Iterator[Preference]], IdFile[ItemT]],
     *,
     why_left_out: str,
     remedy: str,
-) -> PreferenceSets[FileT]:
+) -> PreferenceSets[ItemT]:
     """The preferences of `path`, and of `test_path` or a share of the prompts of `path`, as `opened` files; with a warning
     where some are left out.
 
@@ -84,10 +62,7 @@ def open_sets(
         if type(found[0]) is not type(other[0]):
             raise TaskError(f"{stage.test_path}: not of the form of {stage.path}: one has pairs, the other single responses.")
         sets = [(each, array("Q", range(len(each)))) for each in (found, other)]
-    fit: list[FileT] = []
-    for lines, numbers in sets:
-        fit.append(keep(context.directory.path, (lines[number] for number in numbers)))
-        opened.enter_context(fit[-1])
+    fit = [opened.enter_context(keep(context.directory.path, (lines[number] for number in numbers))) for lines, numbers in sets]
     num_found = sum(len(numbers) for _, numbers in sets)
     num_left_out = num_found - len(fit[0]) - len(fit[1])
     if num_left_out:
@@ -126,7 +101,7 @@ def count_steps(context: StageContext, stage: RewardModelStage | DpoStage, num: 
     return steps
 
 
-def batch_of_epoch(train: Rows[RowT], step: int, *, size: int, seed: int) -> list[RowT]:
+def batch_of_epoch(train: IdFile[ItemT], step: int, *, size: int, seed: int) -> list[ItemT]:
     """The batch of a step, a pure function of its arguments: each epoch in another order, its last batch the rest."""
     epoch, position = divmod(step, -(-len(train) // size))
     order = shuffled(len(train), derive_seed(seed, "epoch", epoch))

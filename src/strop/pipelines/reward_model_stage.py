@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from strop.errors import CannotLearnError
 from strop.evaluation.preferences import PreferenceQuality, label_quality, pair_quality
-from strop.pipelines import checkpoints
+from strop.pipelines.id_file import IdFile
 from strop.pipelines.preference_file import PreferenceFile
 from strop.pipelines.preference_sets import PreferenceSets, batch_of_epoch, count_steps, open_sets
 from strop.pipelines.recipe import RewardModelStage
 from strop.pipelines.skipped import keep_skipped
 from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.step_figures import cost_metrics
+from strop.pipelines.stepping import take_updates
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.runs import write_directory, write_json
-from strop.training.preferences import Preference, as_rows
+from strop.training.preferences import Preference, PreferenceRows, as_rows
 from strop.training.reward_model import RewardTrainer, pack_preferences
 
 _MEASURED_AT_ONCE = 1024  # preferences; the others stay on disk
@@ -56,36 +56,28 @@ async def _train(context: StageContext, stage: RewardModelStage, opened: AsyncEx
 
 
 async def _learn(
-    context: StageContext, stage: RewardModelStage, trainer: RewardTrainer, train: PreferenceFile, steps: int
+    context: StageContext, stage: RewardModelStage, trainer: RewardTrainer, train: IdFile[PreferenceRows], steps: int
 ) -> None:
-    async with checkpoints.open_writer(context, trainer, stage) as writer:
-        done = await checkpoints.resume(context, trainer)
-        context.progress.stage_started(context.name, stage.kind, steps, done)
-        metrics = context.metrics(done_steps=done)
-        for step in range(done + 1, steps + 1):
-            await writer.check()
-            started = time.perf_counter()
-            batch = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
-            try:
-                report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
-            except CannotLearnError:
-                await writer.save_if_missing(step - 1)
-                raise
-            figures = {"update/skipped": float(report.is_skipped), "time/step_s": time.perf_counter() - started}
-            if not report.is_skipped:
-                figures |= {
-                    "reward_model/loss": report.loss,
-                    **{f"reward_model/{name}": value for name, value in report.statistics.items()},
-                    "update/grad_norm": report.grad_norm,
-                    "update/learning_rate": report.learning_rate,
-                } | cost_metrics([report])
-            metrics.append(step, figures)
-            if step % stage.checkpoint_every == 0 and step < steps:
-                await writer.save(step)
-        metrics.close()
+    async def take(step: int) -> dict[str, float]:
+        started = time.perf_counter()
+        batch = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
+        report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
+        figures = {"update/skipped": float(report.is_skipped), "time/step_s": time.perf_counter() - started}
+        if report.is_skipped:
+            return figures
+        return {
+            **figures,
+            "reward_model/loss": report.loss,
+            **{f"reward_model/{name}": value for name, value in report.statistics.items()},
+            "update/grad_norm": report.grad_norm,
+            "update/learning_rate": report.learning_rate,
+            **cost_metrics([report]),
+        }
+
+    await take_updates(context, stage, trainer, steps, take)
 
 
-async def _measure(trainer: RewardTrainer, test: PreferenceFile) -> PreferenceQuality:
+async def _measure(trainer: RewardTrainer, test: IdFile[PreferenceRows]) -> PreferenceQuality:
     scores: list[float] = []
     lengths: list[int] = []
     are_good: list[bool] = []
@@ -102,7 +94,7 @@ async def _measure(trainer: RewardTrainer, test: PreferenceFile) -> PreferenceQu
 
 def _open(
     context: StageContext, stage: RewardModelStage, exchanges: ExchangeFormat, opened: AsyncExitStack
-) -> PreferenceSets[PreferenceFile]:
+) -> PreferenceSets[PreferenceRows]:
     def keep(directory: Path, preferences: Iterator[Preference]) -> PreferenceFile:
         found = as_rows(
             preferences,

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from strop.errors import CannotLearnError, TaskError
-from strop.pipelines import checkpoints
+from strop.errors import TaskError
 from strop.pipelines.conversations import as_demonstrations
 from strop.pipelines.demonstration_file import DemonstrationFile
 from strop.pipelines.demonstrations import Demonstrations, as_demonstration, batch_at, play_once, played_before
@@ -18,6 +17,7 @@ from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.stage_data import Row, rows_of
 from strop.pipelines.step_figures import cost_metrics
+from strop.pipelines.stepping import take_updates
 from strop.pipelines.validation import FineTuningValidator, open_fine_tuning_validator, write_product
 from strop.tasks import make_tasks
 from strop.training.opening import open_trainer
@@ -94,45 +94,33 @@ async def _imitate(
     demonstrations: Demonstrations,
     validator: FineTuningValidator | None,
 ) -> float:
-    """Every step that is not behind the last checkpoint; returns the last loss.
+    """Every step that is not behind the last checkpoint; returns the last loss. Raises as `take_updates`."""
+    loss, is_told = 0.0, False
 
-    Raises:
-        CannotLearnError: too many updates in a row were skipped; the state before the last is saved.
-    """
-    async with checkpoints.open_writer(context, trainer, stage) as writer:
-        done = await checkpoints.resume(context, trainer)
-        context.progress.stage_started(context.name, stage.kind, stage.steps, done)
-        metrics = context.metrics(done_steps=done)
-        loss, is_told = 0.0, False
-        for step in range(done + 1, stage.steps + 1):
-            await writer.check()
-            started = time.perf_counter()
-            rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
-            batch = pack_demonstrations(rows)
-            try:
-                report = await update_or_keep(context, trainer, batch, sft_token_loss, sft_token_statistics, step=step)
-            except CannotLearnError:
-                await writer.save_if_missing(step - 1)
-                raise
-            elapsed = time.perf_counter() - started
-            figures = {} if validator is None else await validator.validate(trainer, step)
-            figures |= {"update/skipped": float(report.is_skipped), "time/step_s": elapsed}
-            if not report.is_skipped:
-                loss = report.loss
-                figures |= {
-                    "sft/loss": report.loss,
-                    "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
-                    "update/grad_norm": report.grad_norm,
-                    "update/learning_rate": report.learning_rate,
-                    "policy/entropy_nats": report.statistics["entropy_nats"],
-                } | cost_metrics([report])
-                if report.grad_norm == 0 and not is_told:
-                    is_told = True
-                    context.warn(
-                        f"step {step}: the gradient is zero, so nothing is learnt. A learning rate may be far too high."
-                    )
-            metrics.append(step, figures)
-            if step % stage.checkpoint_every == 0 and step < stage.steps:
-                await writer.save(step)
-        metrics.close()
-        return loss
+    async def take(step: int) -> dict[str, float]:
+        nonlocal loss, is_told
+        started = time.perf_counter()
+        rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
+        batch = pack_demonstrations(rows)
+        report = await update_or_keep(context, trainer, batch, sft_token_loss, sft_token_statistics, step=step)
+        elapsed = time.perf_counter() - started
+        figures = {} if validator is None else await validator.validate(trainer, step)
+        figures |= {"update/skipped": float(report.is_skipped), "time/step_s": elapsed}
+        if report.is_skipped:
+            return figures
+        loss = report.loss
+        if report.grad_norm == 0 and not is_told:
+            is_told = True
+            context.warn(f"step {step}: the gradient is zero, so nothing is learnt. A learning rate may be far too high.")
+        return {
+            **figures,
+            "sft/loss": report.loss,
+            "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
+            "update/grad_norm": report.grad_norm,
+            "update/learning_rate": report.learning_rate,
+            "policy/entropy_nats": report.statistics["entropy_nats"],
+            **cost_metrics([report]),
+        }
+
+    await take_updates(context, stage, trainer, stage.steps, take)
+    return loss

@@ -1,4 +1,4 @@
-"""Takes a stage of rollouts step by step, from its last checkpoint to its end, and gives up where it cannot learn."""
+"""Takes a stage step by step, from its last checkpoint to its end, and gives up where it cannot learn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from strop.errors import CannotLearnError
 from strop.pipelines import checkpoints
 from strop.pipelines.budget import StageClock
 from strop.pipelines.endings import why_over
-from strop.pipelines.recipe import ExpertIterationStage, RlStage, RolloutStage
+from strop.pipelines.recipe import DpoStage, ExpertIterationStage, RewardModelStage, RlStage, RolloutStage, SftStage
 from strop.pipelines.schedule import Done, RulesWatch, due
 from strop.pipelines.stage import StageContext, StageMetrics
 from strop.pipelines.step_rollouts import StepRollouts
-from strop.training.protocol import Trainer
+from strop.training.protocol import Checkpointed, Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,38 @@ class Taken:
 StageT = TypeVar("StageT", RlStage, ExpertIterationStage)
 Step: TypeAlias = Callable[[int, StageT, str], Awaitable[StepResult]]
 """(number from 1, the stage as its schedule has it now, checksum of the policy to sample from) -> what is left of the step."""
+
+
+async def take_updates(
+    context: StageContext,
+    stage: SftStage | RewardModelStage | DpoStage,
+    trainer: Checkpointed,
+    steps: int,
+    take: Callable[[int], Awaitable[Mapping[str, float]]],
+) -> None:
+    """Every step of a stage without rollouts that is not behind the last checkpoint, with its metrics and its checkpoint.
+
+    Args:
+        take: number of the step, from 1 -> its metrics.
+
+    Raises:
+        CannotLearnError: too many updates in a row were skipped; the state before the last is saved.
+    """
+    async with checkpoints.open_writer(context, trainer, stage) as writer:
+        done = await checkpoints.resume(context, trainer)
+        context.progress.stage_started(context.name, stage.kind, steps, done)
+        metrics = context.metrics(done_steps=done)
+        for step in range(done + 1, steps + 1):
+            await writer.check()
+            try:
+                figures = await take(step)
+            except CannotLearnError:
+                await writer.save_if_missing(step - 1)
+                raise
+            metrics.append(step, figures)
+            if step % stage.checkpoint_every == 0 and step < steps:
+                await writer.save(step)
+        metrics.close()
 
 
 async def take_steps(

@@ -406,14 +406,19 @@ TOOL_CALLS = (  # rStar2-Agent (arXiv 2508.20722), Figure 6, as two plots: calls
     ),
 )
 
+_GRADIENT_NORM = Panel(title="Gradient norm", metrics={"update/grad_norm": "gradient norm"}, note="Before clipping.")
+_LEARNING_RATE = Panel(title="Learning rate", metrics={"update/learning_rate": "learning rate"}, note="Of each update.")
+_TRAINED = Panel(title="Throughput", metrics={"update/tokens_per_s": "tokens per second"}, note="Tokens trained on per second.")
+_STEP_TIME = Panel(title="Time", metrics={"time/step_s": "step"}, note="Seconds of each step.", unit=Unit.SECONDS)
+
 FINE_TUNING = (
     Panel(title="Loss", metrics={"sft/loss": "loss"}, note="Nats a token of the demonstrator's turns."),
     VALIDATION,
-    Panel(title="Gradient norm", metrics={"update/grad_norm": "gradient norm"}, note="Before clipping."),
-    Panel(title="Learning rate", metrics={"update/learning_rate": "learning rate"}, note="Of the step's last update."),
+    _GRADIENT_NORM,
+    _LEARNING_RATE,
     Panel(title="Throughput", metrics={"sft/tokens_per_s": "tokens per second"}, note="Tokens trained on per second."),
     *MACHINE,
-    Panel(title="Time", metrics={"time/step_s": "step"}, note="Seconds of each step.", unit=Unit.SECONDS),
+    _STEP_TIME,
 )
 
 REWARD_MODEL = (
@@ -435,11 +440,11 @@ REWARD_MODEL = (
         note="By how much the better response is ahead, and the mean of all.",
         y_low=None,
     ),
-    Panel(title="Gradient norm", metrics={"update/grad_norm": "gradient norm"}, note="Before clipping."),
-    Panel(title="Learning rate", metrics={"update/learning_rate": "learning rate"}, note="Of each update."),
-    Panel(title="Throughput", metrics={"update/tokens_per_s": "tokens per second"}, note="Tokens trained on per second."),
+    _GRADIENT_NORM,
+    _LEARNING_RATE,
+    _TRAINED,
     *MACHINE,
-    Panel(title="Time", metrics={"time/step_s": "step"}, note="Seconds of each step.", unit=Unit.SECONDS),
+    _STEP_TIME,
 )
 
 PREFERENCES = (
@@ -478,9 +483,9 @@ PREFERENCES = (
         y_low=None,
     ),
     Panel(title="Entropy", metrics={"policy/entropy_nats": "entropy"}, note="Nats a token of the responses."),
-    Panel(title="Gradient norm", metrics={"update/grad_norm": "gradient norm"}, note="Before clipping."),
-    Panel(title="Learning rate", metrics={"update/learning_rate": "learning rate"}, note="Of each update."),
-    Panel(title="Throughput", metrics={"update/tokens_per_s": "tokens per second"}, note="Tokens trained on per second."),
+    _GRADIENT_NORM,
+    _LEARNING_RATE,
+    _TRAINED,
     *MACHINE,
     Panel(
         title="Time",

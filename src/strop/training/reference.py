@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,26 @@ from strop.training.sharded import overwrite
 from strop.training.weights import Weights
 
 
-class Reference(nn.Module):
+class Reference(nn.Module, ABC):
     """Called like a `LogprobModule`; never with gradient."""
 
     has_moved = False  # so that a checkpoint has to hold it
 
+    @abstractmethod
     def refresh(self) -> None:
         """Become what the policy is now (DeepSeek-R1, arXiv 2501.12948: every 400 steps)."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint has to hold of it; {} while it is what it was at first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def prepare_state(self) -> dict[str, Tensor]:
         """`state` of one that has moved, to be read into."""
-        raise NotImplementedError
 
+    @abstractmethod
     def go_back(self) -> None:
         """Become what it was at first."""
-        raise NotImplementedError
 
 
 class FrozenReference(Reference):
