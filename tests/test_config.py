@@ -124,6 +124,8 @@ def test_the_command_line_beats_the_file_and_its_values_are_toml_or_words(tmp_pa
         ("=3", "--set =3: expected key=value"),
         ("a..b=3", "--set a..b=3: expected key=value"),
         ("name.first=3", "--set name.first=3: name is 'x', which has no keys of its own."),
+        ("stop=[</answer>]", "--set stop=[</answer>]: the value is not valid TOML"),
+        ("rule={above=}", "--set rule={above=}: the value is not valid TOML"),
     ],
 )
 def test_an_override_that_makes_no_sense_is_explained(tmp_path, override, message):

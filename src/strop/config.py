@@ -11,7 +11,7 @@ import importlib
 import json
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -52,15 +52,29 @@ def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return tree
 
 
-def validate(model: type[ConfigT], tree: Mapping[str, Any], *, place: str) -> ConfigT:
+def _as_it_is(path: tuple[str, ...]) -> tuple[str, ...]:
+    return path
+
+
+def validate(
+    model: type[ConfigT],
+    tree: Mapping[str, Any],
+    *,
+    place: str,
+    written_at: Callable[[tuple[str, ...]], tuple[str, ...]] = _as_it_is,
+) -> ConfigT:
     """`tree` as a `model`; every mistake in one `ConfigError`, one line each, with the path of the key.
 
     The tree is validated in JSON mode: lists become tuples, strings become paths and enums, and nothing else is converted.
+
+    Args:
+        written_at: where the user wrote what lies at a path of `tree`; a mistake is told for that place, and once.
     """
     try:
         return model.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
-        lines = [_explain(model, dict(detail)) for detail in error.errors(include_url=False)]
+        explained = [_explain(model, dict(detail), written_at) for detail in error.errors(include_url=False)]
+        lines = list(dict.fromkeys(explained))
         raise ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
 
 
@@ -90,8 +104,13 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"--set {override}: expected key=value, as in --set stages.rl.steps=10.")
     try:
         value: Any = tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError as error:
         value = raw.strip()  # a bare word is a string: --set stages.rl.method=grpo
+        if value[:1] in ("[", "{", '"', "'"):
+            raise ConfigError(
+                f"--set {override}: the value is not valid TOML: {error}. If the shell took its quotes, put the whole in single"
+                " ones, as in --set 'trainer.lora.targets=[\"q_proj\"]'."
+            ) from error
     node = tree
     for depth, part in enumerate(parts[:-1]):
         child = node.setdefault(part, {})
@@ -101,10 +120,12 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def _explain(model: type[BaseModel], detail: Mapping[str, Any]) -> str:
+def _explain(
+    model: type[BaseModel], detail: Mapping[str, Any], written_at: Callable[[tuple[str, ...]], tuple[str, ...]]
+) -> str:
     kind, message = detail["type"], str(detail["msg"]).removeprefix("Value error, ")
     place = _place(model, [str(step) for step in detail["loc"]])
-    path = ".".join(place.path) or "the recipe"
+    path = ".".join(written_at(place.path)) or "the recipe"
     if kind == "extra_forbidden":
         return f"{path}: unknown key.{_hint_at_keys(model, [str(step) for step in detail['loc']])}"
     if kind == "missing":

@@ -1,6 +1,7 @@
 """A recipe is a graph of stages: its order is derived, and what cannot be is refused with one clear message."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from strop.errors import ConfigError
 from strop.pipelines.load import load_recipe
 from strop.pipelines.recipe import Recipe, resolve
 
+TINY = Path(__file__).with_name("tiny.toml")
 EVAL = {"kind": "eval", "num_tasks": 2, "k": 1}
 FILTER = {"kind": "filter", "init": "sft", "num_tasks": 4, "k": 4}
 
@@ -54,6 +56,26 @@ def test_a_stage_that_stands_on_itself_is_a_circle():
 def test_a_stage_that_is_not_there_is_named_with_the_nearest():
     said = refused(rl=rl(init="stf"))
     assert "stages.rl.init names 'stf', which is no stage of the recipe. Did you mean 'sft'?" in said
+
+
+def test_a_stage_that_only_the_command_line_names_is_told_as_one_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError) as told:
+        load_recipe(TINY, ["stages.befor.num_tasks=3"])
+    known = "base, sft, before, rl, after"
+    given = "--set stages.befor.num_tasks=3"
+    assert str(told.value) == f"{given}: no stage 'befor'. Did you mean 'before'? The recipe's stages: {known}."
+    words = ["stages.out.kind=export", "stages.out.init=rl"]
+    assert list(load_recipe(TINY, words).stages)[-1] == "out"
+
+
+def test_a_mistake_in_a_shared_table_is_told_once_and_where_it_stands(tmp_path):
+    path = tmp_path / "recipe.toml"
+    text = TINY.read_text().replace("max_tokens = 128", 'temprature = 1\nmax_tokens = "many"')
+    path.write_text(text + "[stages.after.sampling]\ntop_k = -3\n")
+    with pytest.raises(ConfigError) as told:
+        load_recipe(path)
+    lines = [line.strip().partition(":")[0] for line in str(told.value).splitlines()[1:]]
+    assert sorted(lines) == ["sampling.max_tokens", "sampling.temprature", "stages.after.sampling.top_k"]
 
 
 def test_every_unknown_stage_is_told_at_once():

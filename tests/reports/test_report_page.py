@@ -167,11 +167,14 @@ def test_held_out_accuracy_is_drawn_against_the_time_that_was_trained_where_a_ru
         line |= {"time/elapsed_s": 60.0 * line["step"], "budget/left_s": 200.0 - 60 * line["step"], "budget/is_spent": 0.0}
     for line in of_rl[::2]:
         line["validation/accuracy"] = line["step"] / 10
+        line |= {"validation/accuracy_low": line["step"] / 10 - 0.05, "validation/accuracy_high": line["step"] / 10 + 0.1}
     write_text(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
     learning = next(section for section in sections(read_run(run)) if section.title == "Learning")
     plots = {drawing.plot.title: drawing.plot for drawing in learning.drawings}
     by_time = plots["Accuracy on held-out tasks by time"]
-    assert by_time.series[0].points == ((60.0, 0.1), (180.0, 0.3))
+    [line] = by_time.series
+    assert line.points == ((60.0, 0.1), (180.0, 0.3))
+    assert [tuple(round(value, 6) for value in edge) for edge in line.band] == [(60.0, 0.05, 0.2), (180.0, 0.25, 0.4)]
     assert (by_time.x_label, by_time.x_low, by_time.x_high) == ("seconds", 0.0, 180.0)
     page = _page(run)
     assert "Left of the budget" in page
@@ -252,6 +255,16 @@ def test_a_run_that_only_began_has_a_page_that_says_so(tmp_path):
     assert "No evaluation yet." in page
     assert "No training step was logged" in page
     assert "No rollouts to show" in page
+
+
+def test_a_recipe_that_evaluates_nothing_has_no_evaluation_to_wait_for(tmp_path):
+    run = RunDirectory(tmp_path)
+    stages = {"base": {"kind": "model"}, "sft": {"kind": "sft", "init": "base"}}
+    write_json(run.manifest, {"format": 1, "name": "tuned", "stages": stages})
+    assert "Nothing was evaluated." in _page(run)
+    stages["after"] = {"kind": "eval", "init": "sft"}
+    write_json(run.manifest, {"format": 1, "name": "tuned", "stages": stages})
+    assert "No evaluation yet." in _page(run)
 
 
 def test_a_directory_without_a_manifest_is_the_users_error(tmp_path):

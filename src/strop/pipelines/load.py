@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.config import load_toml, validate
+from strop.errors import ConfigError
 from strop.pipelines.answers import check_answers
-from strop.pipelines.recipe import Recipe, relative_to, resolve
+from strop.pipelines.recipe import Recipe, relative_to, resolve, written_at
 from strop.runs import RunDirectory, read_json
 
 _PATH_KEYS = ("path", "test_path")
@@ -21,9 +24,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
         ConfigError: naming each mistake and its place; or a prompt and a reward that do not fit.
     """
     tree = load_toml(path, overrides)
+    _check_stages(load_toml(path), overrides)
     if name is not None:
         tree["name"] = name
-    recipe = validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path))
+    recipe = validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path), written_at=partial(written_at, tree))
     check_answers(recipe, place=str(path))
     return recipe
 
@@ -31,6 +35,20 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
 def recipe_of(run: RunDirectory) -> Recipe:
     """The recipe that a run directory holds. Raises `RunError` when it holds none."""
     return validate(Recipe, read_json(run.manifest)["recipe"], place=str(run.manifest))
+
+
+def _check_stages(file: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Every stage that an override changes is one of the file's, or one that an override gives a kind."""
+    stages = file.get("stages")
+    keys = [override.partition("=")[0].strip().split(".") for override in overrides]
+    if not isinstance(stages, Mapping):
+        return
+    known = {*stages, *(key[1] for key in keys if key[0] == "stages" and (len(key) == 2 or key[2:] == ["kind"]))}
+    for override, key in zip(overrides, keys, strict=True):
+        if key[0] == "stages" and len(key) > 2 and key[1] not in known:
+            nearest = difflib.get_close_matches(key[1], stages, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"--set {override}: no stage {key[1]!r}.{hint} The recipe's stages: {', '.join(stages)}.")
 
 
 def _with_paths(tree: Any, directory: Path) -> Any:

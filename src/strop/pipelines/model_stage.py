@@ -8,7 +8,7 @@ from strop.errors import ModelError
 from strop.pipelines.demonstrations import play_demonstrations
 from strop.pipelines.recipe import ModelStage
 from strop.pipelines.stage import StageContext
-from strop.pipelines.tiny_model import make_tiny_model, make_tokenizer
+from strop.pipelines.tiny_model import TinySize, make_tiny_model, make_tokenizer
 from strop.rollout.chat import ChatFormat
 from strop.runs import write_directory
 
@@ -26,14 +26,18 @@ async def run_model_stage(context: StageContext, stage: ModelStage) -> tuple[Pat
     roomy = stage.model_copy(update={"sampling": stage.sampling.model_copy(update={"max_tokens": 1_000_000})})
     played = play_demonstrations(context, roomy, stage.demonstrator, single_bytes, num=sizes.num_texts)
     texts = [single_bytes.decode(trajectory.ids) async for trajectory in played]
-    num_parameters = 0
+    made = TinySize(num_parameters=0, vocab_size=0)
 
     def fill(directory: Path) -> None:
-        nonlocal num_parameters
-        num_parameters = make_tiny_model(sizes, texts, directory, seed=context.seed("weights"))
+        nonlocal made
+        made = make_tiny_model(sizes, texts, directory, seed=context.seed("weights"))
 
     write_directory(context.directory.model, fill)
-    return context.directory.model, f"{num_parameters / 1e6:.2f} M parameters, {sizes.vocab_size} tokens, random weights"
+    asked = "" if made.vocab_size == sizes.vocab_size else f" (of {sizes.vocab_size} asked for: the texts have no more)"
+    return (
+        context.directory.model,
+        f"{made.num_parameters / 1e6:.2f} M parameters, {made.vocab_size} tokens{asked}, random weights",
+    )
 
 
 def find_model(path: str) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,13 +67,14 @@ class ModelSize:
 _NO_MODEL = ModelSize(num_parameters=0, kv_bytes_per_token=0)
 
 
-def plan(recipe: Recipe) -> list[PlannedStage]:
-    """Every stage of `recipe`, with rough estimates for this machine.
+def plan(recipe: Recipe, only: Collection[str] | None = None) -> list[PlannedStage]:
+    """Every stage of `recipe`, or those that are named in `only`, with rough estimates for this machine.
 
     Raises:
-        UserError: this machine lacks something that a stage will open.
+        UserError: this machine lacks something that such a stage will open.
     """
-    check_machine(recipe, is_plan=True)
+    wanted = recipe.stages if only is None else only
+    check_machine(recipe, done=[name for name in recipe.stages if name not in wanted], is_plan=True)
     rate = _matmul_flops()
     sizes: dict[str, ModelSize] = {}
     stages = []
@@ -82,7 +83,8 @@ def plan(recipe: Recipe) -> list[PlannedStage]:
             sizes[name] = _size_of(stage)
         elif origin := init_of(stage):
             sizes[name] = sizes[origin]
-        stages.append(_planned(name, stage, recipe, sizes.get(name, _NO_MODEL), rate))
+        if name in wanted:
+            stages.append(_planned(name, stage, recipe, sizes.get(name, _NO_MODEL), rate))
     return stages
 
 
@@ -99,7 +101,8 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
         case SftStage():
             tokens = stage.steps * stage.batch_size * stage.sampling.max_tokens
             flops = 6 * size.num_parameters * tokens / _TRAIN_SHARE
-            memory += 3 * weights_mib + _activations_mib(stage, size)
+            longest = recipe.engine.max_length if stage.num_demonstrations else stage.trainer.max_tokens_per_microbatch
+            memory += 3 * weights_mib + _activations_mib(stage, size, stage.batch_size * longest)
             if stage.num_demonstrations is None:
                 arithmetic = f"{stage.steps} steps x {stage.batch_size} of the conversations of {', '.join(stage.data)}"
             else:
@@ -148,7 +151,8 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             tokens = rollouts * responses
             trained = kept * responses * stage.epochs
             flops = size.num_parameters * (2 * tokens / _DECODE_SHARE + 8 * trained / _TRAIN_SHARE)
-            memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size)
+            of_update = kept // stage.updates_per_step * recipe.engine.max_length
+            memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size, of_update)
             if stage.max_staleness:  # a copy of what was published
                 memory += size.num_parameters * engine_width / _MIB
             if stage.method.critic is not None:  # as large as the policy, and trained as much
@@ -157,7 +161,7 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             updates = stage.updates_per_step * stage.epochs
             arithmetic = (
                 f"{stage.steps} steps x {stage.tasks_per_step} tasks x {stage.rollouts_per_task} rollouts = {rollouts} a step;"
-                f" {stage.method.name} keeps {stage.group_size} a task = {kept}; {updates} updates a step of"
+                f" {stage.method.name} keeps {stage.group_size} a task = {kept}; {_counted(updates, 'update')} a step of"
                 f" {kept // stage.updates_per_step} rollouts = {stage.num_updates} updates"
             )
             arithmetic += "; each step's rollouts are played while the step before is trained on" if stage.max_staleness else ""
@@ -166,11 +170,12 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             updates = stage.epochs * -(-rollouts // stage.batch_size)
             tokens = rollouts * _tokens_of_responses(stage, updates)
             flops = size.num_parameters * (2 * tokens / _DECODE_SHARE + 6 * tokens * stage.epochs / _TRAIN_SHARE)
-            memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size)
+            of_update = min(stage.batch_size, rollouts) * recipe.engine.max_length
+            memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size, of_update)
             arithmetic = (
                 f"{stage.steps} steps x {stage.tasks_per_step} tasks x {stage.group_size} rollouts = {rollouts} a step; those"
                 f" that are right are imitated for {stage.epochs} epochs in batches of up to {stage.batch_size}: up to"
-                f" {updates} updates a step"
+                f" {_counted(updates, 'update')} a step"
             )
     time_s = _TOKEN_SHARE * flops / rate
     if isinstance(stage, RolloutStage) and stage.budget_s is not None:
@@ -223,9 +228,13 @@ def _lines_of_schedule(stage: RolloutStage) -> Iterator[str]:
         yield f"{entry.moment}{step}: {entry.what}"
 
 
-def _activations_mib(stage: SftStage | RlStage | ExpertIterationStage, size: ModelSize) -> float:
-    """Of one micro-batch: about 34 values a token, layer and channel, of which the KV cache is 2."""
-    return stage.trainer.max_tokens_per_microbatch * size.kv_bytes_per_token * 17 / _MIB
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def _activations_mib(stage: SftStage | RlStage | ExpertIterationStage, size: ModelSize, num_tokens: int) -> float:
+    """Of one micro-batch of an update of up to `num_tokens`: about 34 values a token, layer and channel; the KV cache is 2."""
+    return min(num_tokens, stage.trainer.max_tokens_per_microbatch) * size.kv_bytes_per_token * 17 / _MIB
 
 
 def _size_of(stage: ModelStage) -> ModelSize:
@@ -243,7 +252,8 @@ def _origin_in_words(stage: ModelStage, size: ModelSize) -> str:
     if stage.path is None:
         return f"a new model of {size.num_parameters / 1e6:.2f} M parameters"
     if size.num_parameters:
-        return stage.path
+        has_weights = not Path(stage.path).is_dir() or any(Path(stage.path).glob("*.safetensors"))
+        return stage.path if has_weights else f"{stage.path}: NO WEIGHTS there (*.safetensors). Make it first, or name another"
     return (
         f"{stage.path}: NOT FOUND, so memory and time are not estimated. Make it first, name another, or, for a hub id, connect"
     )

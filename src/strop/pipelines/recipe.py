@@ -65,6 +65,7 @@ __all__ = [
     "init_of",
     "relative_to",
     "resolve",
+    "written_at",
 ]
 
 SHARED_TABLES = ("tasks", "prompt", "sampling", "limits", "reward", "trainer")
@@ -194,6 +195,23 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(tools, Mapping):
         resolved["tools"] = {name: _with_kind(name, table) for name, table in tools.items()}
     return resolved
+
+
+def written_at(tree: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
+    """Where in `tree` stands what lies at `path` once it is resolved: in a shared table, or where it is."""
+    if len(path) < 3 or path[0] != "stages" or path[2] not in SHARED_TABLES:
+        return path
+    shared = path[2:]
+    return shared if _depth(tree, shared) > _depth(tree, path) - 2 else path
+
+
+def _depth(tree: Any, path: tuple[str, ...]) -> int:
+    """How many steps of `path` there are in `tree`."""
+    for steps, key in enumerate(path):
+        if not isinstance(tree, Mapping) or key not in tree:
+            return steps
+        tree = tree[key]
+    return len(path)
 
 
 def _is_played_ahead(stage: Any) -> bool:

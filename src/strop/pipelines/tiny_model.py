@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -68,8 +69,19 @@ def _between_tags(texts: Sequence[str]) -> Iterator[str]:
         yield from (piece for piece in tag.split(text) if piece)
 
 
-def make_tiny_model(config: TinyModel, texts: Sequence[str], directory: Path, *, seed: int) -> int:
-    """Write model and tokenizer into `directory`, as any `transformers` model; returns the number of parameters."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinySize:
+    """What a new model came to."""
+
+    num_parameters: int
+    vocab_size: int
+
+
+def make_tiny_model(config: TinyModel, texts: Sequence[str], directory: Path, *, seed: int) -> TinySize:
+    """Write model and tokenizer into `directory`, as any `transformers` model.
+
+    The vocabulary is smaller than asked for where `texts` have no more pairs to merge.
+    """
     tokenizer = make_tokenizer(texts, vocab_size=config.vocab_size)
     llama = tiny_llama_config(config, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     with torch.random.fork_rng(devices=[]):
@@ -77,7 +89,7 @@ def make_tiny_model(config: TinyModel, texts: Sequence[str], directory: Path, *,
         model = transformers.LlamaForCausalLM(llama)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-    return int(sum(parameter.numel() for parameter in model.parameters()))
+    return TinySize(num_parameters=sum(parameter.numel() for parameter in model.parameters()), vocab_size=len(tokenizer))
 
 
 def tiny_llama_config(config: TinyModel, *, vocab_size: int, eos_token_id: int) -> transformers.LlamaConfig:

@@ -18,19 +18,21 @@ class Panel:
     note: str  # what to look for, in a sentence
     unit: Unit = Unit.PLAIN
     optional: frozenset[str] = frozenset()  # not every run logs these; their absence is not worth a word
+    interval: tuple[str, str] | None = None  # the metrics of the band around its one line
     look: Look = Look.LINE
     y_low: float | None = 0.0
     y_high: float | None = None
     is_by_time: bool = False  # against the seconds that a stage has trained, and only where a stage says them
 
 
-_INTERVAL = {"validation/accuracy_low": "95% interval, low", "validation/accuracy_high": "high"}
+_INTERVAL = ("validation/accuracy_low", "validation/accuracy_high")
 VALIDATION = Panel(
     title="Accuracy on held-out tasks",
-    metrics={"validation/accuracy": "accuracy", **_INTERVAL},
-    note="Of the policy as it was after the step; the interval is over tasks.",
+    metrics={"validation/accuracy": "accuracy"},
+    note="Of the policy as it was after the step; the band is the 95% interval over tasks.",
     unit=Unit.PERCENT,
-    optional=frozenset({"validation/accuracy", *_INTERVAL}),
+    optional=frozenset({"validation/accuracy"}),
+    interval=_INTERVAL,
     y_high=1.0,
 )
 VALIDATION_BY_TIME = replace(

@@ -104,6 +104,12 @@ def verdict(log: RunLog) -> Verdict:
 
 
 def _verdict_without_pair(log: RunLog) -> Verdict:
+    if log.stages and all(stage.kind not in ("", "eval") for stage in log.stages):
+        return Verdict(
+            text="Nothing was evaluated.",
+            support="The recipe has no stage of kind eval; one before and one after training would tell whether it learned.",
+            tone="flat",
+        )
     if not log.evaluations:
         return Verdict(
             text="No evaluation yet.",

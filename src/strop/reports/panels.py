@@ -95,7 +95,7 @@ def sections(log: RunLog) -> list[Section]:
         found.append(_section("Reward model", REWARD_MODEL, rewarding, is_open=not trained))
     if preferring:
         found.append(_section("Preference pairs", PREFERENCES, preferring, is_open=not trained))
-    drawn = {key for panel in _ALL for key in panel.metrics}
+    drawn = {key for panel in _ALL for key in (*panel.metrics, *(panel.interval or ()))}
     logged = {key for stage in log.stages for key in stage.metrics if not key.startswith((BY_ENGINE, DURATIONS))}
     undrawn = sorted(logged - drawn - {"scheduler/engines", "scheduler/lost_turns", ELAPSED, "budget/is_spent"})
     if undrawn:
@@ -148,7 +148,11 @@ def _plot(panel: Panel, stages: Sequence[StageLog], *, is_by_update: bool) -> Pl
     series: list[Series] = []
     for colour, (key, label) in enumerate(panel.metrics.items()):
         if key in logged:
-            series += _lines(panel, label, _points(panel, key, steps), colour, of="update" if is_by_update else "step")
+            points = _points(panel, key, steps)
+            if panel.interval is None:
+                series += _lines(panel, label, points, colour, of="update" if is_by_update else "step")
+            else:
+                series.append(Series(label=label, points=points, colour=colour, band=_band(panel.interval, steps)))
     return Plot(
         title=panel.title,
         series=tuple(series),
@@ -169,6 +173,12 @@ def _points(panel: Panel, key: str, steps: Sequence[tuple[float, Metrics]]) -> t
     if panel.look is Look.AREA:
         return tuple((x, metrics.get(key, 0.0)) for x, metrics in steps if not panel.metrics.keys().isdisjoint(metrics))
     return tuple((x, metrics[key]) for x, metrics in steps if key in metrics)
+
+
+def _band(interval: tuple[str, str], steps: Sequence[tuple[float, Metrics]]) -> tuple[tuple[float, float, float], ...]:
+    """Where both ends of `interval` were logged."""
+    low, high = interval
+    return tuple((x, metrics[low], metrics[high]) for x, metrics in steps if low in metrics and high in metrics)
 
 
 def _lines(panel: Panel, label: str, points: tuple[Point, ...], colour: int, *, of: str) -> list[Series]:

@@ -47,7 +47,11 @@ class Adapter:
                 torch.manual_seed(config.seed)  # A is random; every process and every run draws the same one
                 peft.inject_adapter_in_model(self._library_config, model, _ADAPTER)
         except ValueError as error:
-            raise ModelError(f"trainer.lora.targets = {config.targets!r}: {error}") from error
+            leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+            raise ModelError(
+                f"trainer.lora.targets = {config.targets!r}: no layer of this model is called so. Its linear layers:"
+                f" {', '.join(sorted(leaves - {'lm_head'}))}."
+            ) from error
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
         for name, module in named:
             if module is model.get_output_embeddings() or not isinstance(module.get_base_layer(), nn.Linear):

@@ -1,0 +1,65 @@
+"""What `strop train --dry-run` tells: the stages that would run, what they lack, and how much memory they may take."""
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from strop.cli import app
+from strop.pipelines.load import load_recipe
+from strop.pipelines.plan import plan
+from strop.pipelines.tiny_model import tiny_llama_config
+
+TINY = Path(__file__).with_name("tiny.toml")
+
+
+def planned(*overrides):
+    return {stage.name: stage for stage in plan(load_recipe(TINY, overrides))}
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "untold"),
+    [
+        ([], ["base", "rl", "after"], []),
+        (["--until", "rl"], ["base", "rl"], ["after"]),
+        (["--from", "rl"], ["rl", "after"], ["base"]),
+    ],
+)
+def test_the_stages_that_would_run_are_told_and_no_other(words, told, untold):
+    result = CliRunner().invoke(app, ["train", str(TINY), "--dry-run", *words])
+    assert result.exit_code == 0, result.output
+    first_words = {line.split()[0] for line in result.output.splitlines() if line.strip()}
+    assert first_words >= set(told)
+    assert first_words.isdisjoint(untold)
+
+
+def test_a_stage_that_is_not_there_is_refused_as_when_training():
+    result = CliRunner().invoke(app, ["train", str(TINY), "--dry-run", "--until", "afer"])
+    assert "--until afer: no such stage. Did you mean 'after'?" in str(result.exception)
+
+
+def test_a_directory_without_weights_is_told(tmp_path):
+    sizes = load_recipe(TINY).stages["base"].tiny
+    tiny_llama_config(sizes, vocab_size=64, eos_token_id=2).save_pretrained(tmp_path / "model")
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(re.sub(r"(?<=kind = \"model\"\n).*\n.*\n.*\n", f'path = "{tmp_path / "model"}"\n', TINY.read_text()))
+    told = plan(load_recipe(recipe))[0].arithmetic
+    assert told.startswith(f"{tmp_path / 'model'}: NO WEIGHTS there")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    assert plan(load_recipe(recipe))[0].arithmetic == str(tmp_path / "model")
+
+
+def test_a_small_update_is_not_planned_for_a_whole_micro_batch():
+    """An update of 12 rollouts of up to 256 tokens holds the activations of 3072, however many a micro-batch may have."""
+    sizes = load_recipe(TINY).stages["base"].tiny
+    small = planned("trainer.max_tokens_per_microbatch=65536")["rl"].memory_mib
+    assert small == planned("trainer.max_tokens_per_microbatch=3072")["rl"].memory_mib
+    large = planned("trainer.max_tokens_per_microbatch=65536", "stages.rl.tasks_per_step=512")["rl"].memory_mib
+    bytes_per_token = 17 * 2 * sizes.num_layers * sizes.hidden_size * 4
+    assert (large - small) * 2**20 == pytest.approx((65_536 - 3072) * bytes_per_token)
+
+
+def test_one_update_is_one():
+    assert "; 1 update a step of 24 rollouts" in planned("stages.rl.updates_per_step=1")["rl"].arithmetic
+    assert "; 2 updates a step of 12 rollouts" in planned()["rl"].arithmetic
