@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval clean
+.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval clean
 
 setup: $(VENV)/.ready
 
@@ -117,6 +117,10 @@ experiments-cs336: setup
 # Its learning rates and ablations; writes experiments/results/cs336-sweeps.{json,txt} and cs336/*.svg.
 experiments-cs336-sweeps: setup
 	$(BIN)/python experiments/cs336_sweeps.py
+
+# Seconds of on-policy and off-policy steps, one run at a time; writes experiments/results/cs336-off-policy-seconds.{json,txt}.
+experiments-cs336-off-policy-seconds: setup
+	$(BIN)/python experiments/cs336_off_policy_seconds.py
 
 # Its leaderboard: GRPO against the clock; writes experiments/results/cs336-leaderboard.{json,txt} and cs336/leaderboard.svg.
 experiments-cs336-leaderboard: setup
