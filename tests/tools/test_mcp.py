@@ -161,6 +161,44 @@ def test_an_answer_that_a_proxy_lost_is_asked_for_again_and_the_policy_does_not_
         assert with_tools(config, lambda tools: told(tools["look"])) == (ToolOutcome.STDOUT, "found")
 
 
+PROMISING = Answer(
+    body={
+        "result": {
+            "tools": [
+                {
+                    "name": "look",
+                    "inputSchema": {"type": "object"},
+                    "outputSchema": {"type": "object", "properties": {"size": {"type": "integer"}}, "required": ["size"]},
+                }
+            ]
+        }
+    }
+)
+
+
+@pytest.mark.parametrize(
+    ("result", "fault"),
+    [
+        ({"content": [{"type": "text", "text": "big"}]}, "has an output schema but did not return structured content"),
+        ({"content": [], "structuredContent": {"size": "big"}}, "'big' is not of type 'integer'"),
+        ({"content": "big"}, "validation error"),
+    ],
+    ids=["nothing structured", "of another type", "no result"],
+)
+def test_an_answer_against_its_own_schema_is_the_servers_error_and_is_not_asked_for_again(
+    result: dict[str, Any], fault: str
+) -> None:
+    def answer(number: int) -> Answer:
+        assert number == 0, "it was asked again"
+        return Answer(body={"result": result})
+
+    with serving(scripted(listing=PROMISING, calls=answer)) as server:
+        outcome, text = with_tools({**PATIENT, "url": f"{server.url}/mcp"}, lambda tools: told(tools["look"]))
+    assert outcome is ToolOutcome.ERROR
+    assert text.startswith("The answer of look is not what it should be: ")
+    assert fault in text
+
+
 @pytest.mark.parametrize(
     ("listing", "fault"),
     [

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 
 from strop.errors import MachineError, ToolBroken, UserError
@@ -180,6 +180,10 @@ class McpServer:
             if limit.expired() and await connection.is_alive():  # the call is slow, not the server
                 return ToolOutcome.TIMEOUT, f"{name} gave no answer within {self.config.wall_s:g} s."
             fault = f"no sign of life for {_SIGN_OF_LIFE_S:g} s after a call of {self.config.wall_s:g} s"
+        except (ValidationError, RuntimeError) as error:  # what came back is no result, or not what its schema promises
+            if await connection.is_alive():
+                return ToolOutcome.ERROR, f"The answer of {name} is not what it should be: {str(error).splitlines()[0]}"
+            fault = _told(error)
         except Exception as error:  # noqa: BLE001 - of the transport: what it raises when a server goes is not promised
             fault = f"{type(error).__name__}: {error}"
         words = connection.last_words()
