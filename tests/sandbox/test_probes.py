@@ -68,9 +68,18 @@ def names(probes: tuple[Probe, ...]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def open_report() -> ProbeReport:
+def attacked(tmp_path_factory) -> Path:
+    """The directory in which unconfined attacks run, with somebody's file and directory in it."""
+    directory: Path = tmp_path_factory.mktemp("attacked")
+    (directory / "notes.txt").write_text("not yours")
+    (directory / "papers").mkdir()
+    return directory
+
+
+@pytest.fixture(scope="module")
+def open_report(attacked) -> ProbeReport:
     with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(os.environ.get("TMPDIR", "/tmp"))
+        patch.chdir(attacked)
         return probe_with(unconfined, STRICT)
 
 
@@ -94,6 +103,13 @@ def test_no_promise_is_kept_where_nothing_is_kept_away(open_report):
     assert "our canary" in next(one for one in open_report.probes if one.name == "environment").detail
     reached = next(one for one in open_report.probes if one.name == "network").detail
     assert reached == "reached our listener: abstract, datagram, tcp, udp, unix"
+
+
+def test_an_attack_that_nothing_stops_removes_nothing_but_its_own(open_report, attacked):
+    left = {path.name for path in attacked.iterdir()}
+    assert left >= {"notes.txt", "papers"}
+    assert all((attacked / name).stat().st_size == 0 for name in left - {"notes.txt", "papers"})  # by which two find each other
+    assert (attacked / "notes.txt").read_text() == "not yours"
 
 
 def test_limits_alone_are_the_lowest_level():

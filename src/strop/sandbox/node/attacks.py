@@ -127,6 +127,11 @@ BOUNDS = (
     + """
 import mmap
 
+# Where nothing is kept away this is somebody's directory: nothing but what is made here may be removed from it.
+own = f"strop-attack-{os.urandom(8).hex()}"
+os.mkdir(own)
+os.chdir(own)
+
 attempt("memory", lambda: bytearray(given["memory_bytes"]))
 attempt("mapping", lambda: mmap.mmap(-1, given["memory_bytes"]))
 
@@ -146,9 +151,11 @@ def fill_disk():
 if given["disk_bytes"]:
     attempt("disk", fill_disk)
     facts["disk_bytes"] = sum(os.path.getsize(name) for name in os.listdir("."))
-    for name in os.listdir("."):
-        os.unlink(name)
 facts["files"] = os.statvfs(".").f_files
+for name in os.listdir("."):
+    os.unlink(name)
+os.chdir("..")
+os.rmdir(own)
 
 def fork_on():
     for _ in range(given["processes"] + 32):  # others may come and go where they are counted together
