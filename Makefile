@@ -24,13 +24,13 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
-# Linters and tests, side by side: the first take one core for a minute, and most tests take one.
+# Linters and tests, side by side. Most tests take one core, so two processes share them, a file at a time.
 test: setup
 	@$(MAKE) --no-print-directory -j2 lint tests-alone
 
 .PHONY: tests-alone
 tests-alone: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not sandbox"

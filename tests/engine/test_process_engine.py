@@ -80,7 +80,8 @@ def test_it_samples_the_same_bits_as_the_embedded_engine(play, home):
 
 def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
     async def scenario(engine):
-        tasks = _in_flight(engine, *"abcdef")
+        requests = [make_request(name, [1], max_tokens=15_000) for name in "abcdef"]  # none ends before the kill
+        tasks = [asyncio.create_task(engine.complete(request)) for request in requests]
         await asyncio.sleep(0.02)
         began = time.monotonic()
         os.kill(engine.pid, signal.SIGKILL)
@@ -96,7 +97,7 @@ def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
         await engine.release("a")
         await engine.abort("b")
 
-    play(scenario)
+    play(scenario, engine={"max_length": 16_000})
 
 
 def test_a_process_that_is_stopped_is_told_from_a_slow_request_and_killed(play):

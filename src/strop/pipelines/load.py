@@ -24,7 +24,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
         ConfigError: naming each mistake and its place; or a prompt and a reward that do not fit.
     """
     tree = load_toml(path, overrides)
-    _check_stages(load_toml(path), overrides)
+    _check_stages(tree, overrides)
     if name is not None:
         tree["name"] = name
     recipe = validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path), written_at=partial(written_at, tree))
@@ -37,18 +37,18 @@ def recipe_of(run: RunDirectory) -> Recipe:
     return validate(Recipe, read_json(run.manifest)["recipe"], place=str(run.manifest))
 
 
-def _check_stages(file: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Every stage that an override changes is one of the file's, or one that an override gives a kind."""
-    stages = file.get("stages")
-    keys = [override.partition("=")[0].strip().split(".") for override in overrides]
+def _check_stages(tree: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Every stage that an override changes is one of the file's, or one that overrides give a kind."""
+    stages = tree.get("stages")
     if not isinstance(stages, Mapping):
         return
-    known = {*stages, *(key[1] for key in keys if key[0] == "stages" and (len(key) == 2 or key[2:] == ["kind"]))}
-    for override, key in zip(overrides, keys, strict=True):
-        if key[0] == "stages" and len(key) > 2 and key[1] not in known:
-            nearest = difflib.get_close_matches(key[1], stages, n=1)
+    known = [name for name, stage in stages.items() if not isinstance(stage, Mapping) or "kind" in stage]
+    for override in overrides:
+        table, *key = override.partition("=")[0].strip().split(".")
+        if table == "stages" and len(key) > 1 and key[0] not in known:
+            nearest = difflib.get_close_matches(key[0], known, n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"--set {override}: no stage {key[1]!r}.{hint} The recipe's stages: {', '.join(stages)}.")
+            raise ConfigError(f"--set {override}: no stage {key[0]!r}.{hint} The recipe's stages: {', '.join(known)}.")
 
 
 def _with_paths(tree: Any, directory: Path) -> Any:
