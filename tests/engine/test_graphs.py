@@ -49,7 +49,6 @@ def play(model, scenario, *, runner=None, **settings):
 
 async def a_bit_of_everything(engine):
     """Conversations of mixed length and temperature that grow, fork, end early and give their slots to others."""
-    draw = random.Random(0)
     found = {}
 
     async def ask(name, ids, **more):
@@ -57,6 +56,7 @@ async def a_bit_of_everything(engine):
         return [*ids, *found[name].ids]
 
     async def converse(number):
+        draw = random.Random(number)  # its own: which of them comes first is not the same every time
         ids = [draw.randrange(VOCAB_SIZE) for _ in range(1 + 23 * number)]
         more = {"temperature": (1.0, 0.7, 0.0)[number % 3], "seed": number}
         so_far = await ask(f"{number}", ids, max_tokens=3 + number, stop_ids={5, 9}, min_tokens=3, **more)
