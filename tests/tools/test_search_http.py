@@ -126,13 +126,13 @@ def test_a_key_that_is_not_set_is_told_before_anything_is_played(monkeypatch: py
         Answer(body={}, status=429),
         Answer(body=b"<html>"),
         Answer(body=None),
-        Answer(body={}, delay_s=0.5),
+        Answer(body={}, delay_s=2.5),
     ],
     ids=["503", "429", "no JSON", "hung up", "late"],
 )
 def test_a_fault_of_the_service_is_tried_again_and_the_policy_does_not_see_it(fault: Answer) -> None:
     with serving(lambda asked, number: fault if number < 2 else Answer(body=FOUND)) as server:
-        [result] = ask({**FAST, "url": server.url, "timeout_s": 0.2 if fault.delay_s else 5.0}, "oslo")
+        [result] = ask({**FAST, "url": server.url, "timeout_s": 1.5 if fault.delay_s else 5.0}, "oslo")
     assert result.outcome is ToolOutcome.STDOUT
     assert len(server.asked) == 3
 
