@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cs336_sweeps import half_right
+
 from strop.pipelines.sweep import run_sweep
 from strop.pipelines.sweep_file import load_sweep
 from strop.reports.sweep_console import SweepConsole
@@ -26,7 +28,6 @@ COMMAND = "make experiments-cs336-off-policy-seconds"
 SWEEP = ROOT / "recipes" / "sweeps" / "cs336-off-policy.toml"
 STAGE = "rl"
 _PHASES = ("step", "rollout", "score", "update")
-_HALF, _WINDOW = 0.5, 3
 
 
 def of_run(run: RunDirectory) -> dict[str, Any]:
@@ -45,16 +46,6 @@ def of_run(run: RunDirectory) -> dict[str, Any]:
     }
 
 
-def half_right(curve: Sequence[tuple[int, float, float]]) -> tuple[int, float] | None:
-    """The step and the seconds by which half of the rollouts of the last three steps were right; None where they never were."""
-    for end in range(_WINDOW, len(curve) + 1):
-        window = curve[end - _WINDOW : end]
-        if sum(accuracy for _, _, accuracy in window) / _WINDOW >= _HALF:
-            step, seconds, _ = window[-1]
-            return step, seconds
-    return None
-
-
 def summarise(runs: Mapping[str, Mapping[int, RunDirectory]], *, num_seeds: int) -> dict[str, Any]:
     """The figures of every arm by seed; `runs` holds the finished ones of `num_seeds` an arm."""
     arms = {arm: {str(seed): of_run(run) for seed, run in by_seed.items()} for arm, by_seed in runs.items()}
@@ -69,7 +60,7 @@ def table(results: Mapping[str, Any]) -> str:
     for name, by_seed in results["arms"].items():
         means = {phase: sum(each["seconds"][phase] for each in by_seed.values()) / max(1, len(by_seed)) for phase in _PHASES}
         crossed = [each["half_right_at"] for each in by_seed.values()]
-        told = ", ".join("never" if at is None else f"step {at[0]}, {at[1]:.0f} s" for at in crossed)
+        told = ", ".join("never" if at is None else f"step {at[0]:.0f}, {at[1]:.0f} s" for at in crossed)
         rows.append(
             f"{name:<34} {means['step']:>7.1f} {means['rollout']:>8.1f} {means['score']:>6.1f} {means['update']:>7.1f}  {told}"
         )

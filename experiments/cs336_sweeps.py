@@ -142,14 +142,20 @@ def _answer(sweep: Mapping[str, Any], arms: Sequence[str]) -> dict[str, Any]:
     return answer
 
 
+def half_right(curve: Sequence[tuple[float, float, float]]) -> tuple[float, float] | None:
+    """The step and the seconds by which half of the rollouts of the last three steps were right; None where they never were."""
+    for first, second, last in zip(curve, curve[1:], curve[2:], strict=False):
+        if _mean((first[2], second[2], last[2])) >= _HALF:
+            return last[0], last[1]
+    return None
+
+
 def _half_right(curves: Mapping[str, Sequence[tuple[float, float, float]]]) -> str:
     """By seed, the step and the seconds at which half the rollouts of the last three steps were right."""
     crossings = []
     for curve in curves.values():
-        windows = zip(curve, curve[1:], curve[2:], strict=False)
-        crossed = (last for first, second, last in windows if _mean((first[2], second[2], last[2])) >= _HALF)
-        step, seconds, _ = next(crossed, (None, None, None))
-        crossings.append("never" if step is None else f"step {step} ({seconds:.0f} s)")
+        at = half_right(curve)
+        crossings.append("never" if at is None else f"step {at[0]:.0f} ({at[1]:.0f} s)")
     return "half right: " + ", ".join(crossings)
 
 

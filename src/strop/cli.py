@@ -82,16 +82,12 @@ def train(
     """Start a run, or resume it. The same command goes on from where the last one was stopped, killed or cut off."""
     from strop.pipelines.load import load_recipe
     from strop.pipelines.plan import plan
-    from strop.pipelines.selection import stages_until
     from strop.pipelines.train import train as run_recipe
     from strop.reports.console import ConsoleProgress, print_plan
 
     loaded = load_recipe(recipe, overrides or [], name=name)
     if dry_run:
-        wanted = stages_until(loaded, until, start)
-        if start is not None:  # what lies before it is there already
-            wanted = wanted[wanted.index(start) :]
-        print_plan(loaded.name, loaded.description, plan(loaded, wanted))
+        print_plan(loaded.name, loaded.description, plan(loaded, until=until, start=start))
         return
     command = shlex.join(["strop", *sys.argv[1:]])
     with ConsoleProgress() as progress:

@@ -10,7 +10,8 @@ from strop.runs import RunDirectory, write_json, write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
-from cs336_off_policy_seconds import half_right, of_run, summarise, table
+from cs336_off_policy_seconds import of_run, summarise, table
+from cs336_sweeps import half_right
 
 
 def make_run(path, accuracies, *, after=0.5):

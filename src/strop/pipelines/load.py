@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
         ConfigError: naming each mistake and its place; or a prompt and a reward that do not fit.
     """
     tree = load_toml(path, overrides)
-    _check_stages(tree, overrides)
+    check_stages((override.partition("=")[0].strip() for override in overrides), _with_kind(tree), place="--set ")
     if name is not None:
         tree["name"] = name
     recipe = validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path), written_at=partial(written_at, tree))
@@ -37,18 +37,21 @@ def recipe_of(run: RunDirectory) -> Recipe:
     return validate(Recipe, read_json(run.manifest)["recipe"], place=str(run.manifest))
 
 
-def _check_stages(tree: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Every stage that an override changes is one of the file's, or one that overrides give a kind."""
+def check_stages(keys: Iterable[str], stages: Collection[str], *, place: str = "") -> None:
+    """A key of a stage that is not there would be taken for a new one, which lacks everything. Raises `ConfigError` for one."""
+    for key in keys:
+        table, *below = key.split(".")
+        if table == "stages" and len(below) > 1 and below[0] not in stages:
+            nearest = difflib.get_close_matches(below[0], stages, n=1, cutoff=0.5)
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(stages)}."
+            raise ConfigError(f"{place}{key}: the recipe has no stage {below[0]!r}. {hint}")
+
+
+def _with_kind(tree: Mapping[str, Any]) -> list[str]:
+    """The stages of `tree` that say what they are, which those that only an override named do not."""
     stages = tree.get("stages")
-    if not isinstance(stages, Mapping):
-        return
-    known = [name for name, stage in stages.items() if not isinstance(stage, Mapping) or "kind" in stage]
-    for override in overrides:
-        table, *key = override.partition("=")[0].strip().split(".")
-        if table == "stages" and len(key) > 1 and key[0] not in known:
-            nearest = difflib.get_close_matches(key[0], known, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"--set {override}: no stage {key[0]!r}.{hint} The recipe's stages: {', '.join(known)}.")
+    stages = stages if isinstance(stages, Mapping) else {}
+    return [name for name, stage in stages.items() if not isinstance(stage, Mapping) or "kind" in stage]
 
 
 def _with_paths(tree: Any, directory: Path) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from strop.pipelines.recipe import (
     init_of,
 )
 from strop.pipelines.schedule import Done, first_steps
+from strop.pipelines.selection import stages_until
 from strop.pipelines.tiny_model import tiny_llama_config
 
 _MIB = 2**20
@@ -67,13 +68,16 @@ class ModelSize:
 _NO_MODEL = ModelSize(num_parameters=0, kv_bytes_per_token=0)
 
 
-def plan(recipe: Recipe, only: Collection[str] | None = None) -> list[PlannedStage]:
-    """Every stage of `recipe`, or those that are named in `only`, with rough estimates for this machine.
+def plan(recipe: Recipe, *, until: str | None = None, start: str | None = None) -> list[PlannedStage]:
+    """Every stage of `recipe` from `start` until `until`, with rough estimates for this machine.
 
     Raises:
+        ConfigError: there is no such stage.
         UserError: this machine lacks something that such a stage will open.
     """
-    wanted = recipe.stages if only is None else only
+    wanted = stages_until(recipe, until, start)
+    if start is not None:  # what lies before it is there already
+        wanted = wanted[wanted.index(start) :]
     check_machine(recipe, done=[name for name in recipe.stages if name not in wanted], is_plan=True)
     rate = _matmul_flops()
     sizes: dict[str, ModelSize] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, validate
 from strop.errors import ConfigError
-from strop.pipelines.load import load_recipe
+from strop.pipelines.load import check_stages, load_recipe
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe, relative_to
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
@@ -119,7 +118,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     arms, problems = [], []
     for name, changes in _expand(file).items():
         try:
-            _check_stages(changes, stages)
+            check_stages(changes, stages)
             recipes = {
                 seed: load_recipe(recipe, [*common, *as_words(changes), f"seed={seed}"], name=f"{name}-seed-{seed}")
                 for seed in file.seeds
@@ -196,16 +195,6 @@ def _short_keys(keys: Sequence[str]) -> dict[str, str]:
 def _slug(value: str | float) -> str:
     text = json.dumps(value) if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-")
-
-
-def _check_stages(changes: Overrides, stages: Mapping[str, Any]) -> None:
-    """An override of a stage that is not there would be taken for a new one, which lacks everything."""
-    for key in changes:
-        parts = key.split(".")
-        if parts[0] == "stages" and len(parts) > 2 and parts[1] not in stages:
-            nearest = difflib.get_close_matches(parts[1], stages, n=1, cutoff=0.5)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(stages)}."
-            raise ConfigError(f"{key}: the recipe has no stage {parts[1]!r}. {hint}")
 
 
 def _refuse_twins(path: Path, arms: Sequence[Arm], seed: int) -> None:

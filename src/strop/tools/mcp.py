@@ -182,7 +182,7 @@ class McpServer:
             fault = f"no sign of life for {_SIGN_OF_LIFE_S:g} s after a call of {self.config.wall_s:g} s"
         except (ValidationError, RuntimeError) as error:  # what came back is no result, or not what its schema promises
             if await connection.is_alive():
-                return ToolOutcome.ERROR, f"The answer of {name} is not what it should be: {str(error).splitlines()[0]}"
+                return ToolOutcome.ERROR, f"The answer of {name} is not what it should be: {_told(error).splitlines()[0]}"
             fault = _told(error)
         except Exception as error:  # noqa: BLE001 - of the transport: what it raises when a server goes is not promised
             fault = f"{type(error).__name__}: {error}"

@@ -47,10 +47,15 @@ class Adapter:
                 torch.manual_seed(config.seed)  # A is random; every process and every run draws the same one
                 peft.inject_adapter_in_model(self._library_config, model, _ADAPTER)
         except ValueError as error:
-            leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+            head = model.get_output_embeddings()
+            linear = {
+                name.rpartition(".")[2]
+                for name, module in model.named_modules()
+                if isinstance(module, nn.Linear) and module is not head
+            }
             raise ModelError(
-                f"trainer.lora.targets = {config.targets!r}: no layer of this model is called so. Its linear layers:"
-                f" {', '.join(sorted(leaves - {'lm_head'}))}."
+                f"trainer.lora.targets = {config.targets!r}: {str(error).partition('.')[0]}. The linear layers of this model:"
+                f" {', '.join(sorted(linear))}."
             ) from error
         named = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
         for name, module in named:
