@@ -12,7 +12,6 @@ import httpx
 
 from strop.errors import EngineLost, StropError
 
-_KEEP_ALIVE_S = 2.0  # less than a server's own (uvicorn's is 5 s): else it may hang up while a request is on its way
 _CONNECT_S = 10.0
 _SHOWN = 500  # characters of a server's answer in an error
 
@@ -30,7 +29,9 @@ class ServerClient:
             base_url=url,
             transport=httpx.AsyncHTTPTransport(
                 uds=str(socket) if socket else None,
-                limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S),
+                # A connection for each call. One that is used again may be hung up while the call is on its way: a server that
+                # was too busy to read for as long as it keeps idle connections takes it for idle. No call could be repeated then.
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             ),
             trust_env=False,
         )
