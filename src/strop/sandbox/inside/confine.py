@@ -34,6 +34,7 @@ class Confinement:
         self.proc = proc
         self.is_root = is_root
         self.is_namespaced = level in ("strict", "namespaces")
+        self._server = os.getpid()
         self._filter: seccomp.Filter | None = None
         self._session_filter: seccomp.Filter | None = None
         self._rules: landlock.Rules | None = None
@@ -70,6 +71,9 @@ class Confinement:
             _become_unprivileged(directory)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: a change of uid clears it
         if not self.is_namespaced:
+            # A fork server that died before that call sends no signal. One with a pid namespace takes everything with it.
+            if os.getppid() != self._server:
+                os._exit(1)
             os.environ["HOME"] = "."  # its own directory, whose path differs from call to call
         os.chdir(directory)
         if max_processes:
