@@ -34,7 +34,7 @@ tests-alone: setup
 	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile || { test $$? -eq 1 && $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none; }
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not sandbox"
+	$(BIN)/python -m pytest -m "slow and not sandbox" --numprocesses=2 --dist=loadfile
 
 # The vLLM engine against vLLM itself: its CPU build, in an environment of its own (3.5 GB), with a run of two RL steps.
 VLLM := .venv-vllm
