@@ -220,6 +220,7 @@ PARTS: Mapping[str, Part] = {
                 figure="accuracy",
                 first=_of("students", "after_demonstrated_right"),
                 second=_of("students", "after_distilled"),
+                is_deciding=True,
             ),
             Difference(figure="accuracy", first=_of("students", "after_distilled"), second=_of("students", "after_teacher")),
         ),

@@ -89,7 +89,8 @@ def remarks(num: int, *, seed: int) -> list[Row]:
 
 def write_rows(directory: Path) -> None:
     """Every file that a recipe of experiments/pipelines/ reads."""
-    _write(directory / "sums-train.jsonl", graded_sums("train", num_of_grade=600))
+    _write(directory / "sums-demonstrated.jsonl", graded_sums("train", num_of_grade=1200))
+    _write(directory / "sums-train.jsonl", graded_sums("train", num_of_grade=100))
     _write(directory / "sums-test.jsonl", graded_sums("test", num_of_grade=40))
     _write(directory / "thoughts.jsonl", thoughts(4000, seed=0))
     _write(directory / "remarks-train.jsonl", remarks(2000, seed=0))
