@@ -78,10 +78,17 @@ def parsed(name: str) -> dict[str, Any]:
 def value_at(tree: Any, path: str) -> Any:
     """What stands at `path` of a resolved recipe; a key that is not there is None."""
     for step in re.findall(r"\w[\w-]*", path):
-        if tree is None:
-            return None
-        tree = tree[int(step)] if isinstance(tree, list) else tree.get(step)
+        if isinstance(tree, list):
+            tree = tree[int(step)] if int(step) < len(tree) else None
+        else:
+            tree = tree.get(step) if isinstance(tree, dict) else None
     return tree
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The path of every value that two resolved recipes do not share; a key that is not there is None."""
+    paths = dict.fromkeys((*paths_of(one, frozenset()), *paths_of(other, frozenset())))
+    return [path for path in paths if value_at(one, path) != value_at(other, path)]
 
 
 def unlisted(tree: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
