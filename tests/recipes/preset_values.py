@@ -25,6 +25,8 @@ METHOD_KEYS = (
     *("high_entropy_share", "overlong_filter", "drop_tied", "tied_by", "refill_rounds", "mismatch"),
 )
 """Of `method`, what every RL preset has in this table, though it may leave it to a default. With a clip its ranges as well."""
+LIMIT_KEYS = ("max_turns", "max_calls", "max_calls_per_turn")
+"""Of `limits`, what every RL preset with tools has in this table, likewise: what ends a rollout, and which calls run."""
 
 DEVIATIONS = {
     ("r1-rl2", "updates"): (1700, 1712, "a rollout is 16 updates, and 1700 is no multiple of 16"),
@@ -70,7 +72,7 @@ _RSTAR2 = {
     "stages.rl.reward.weights.accuracy": 1.0,
     **_under(_ADAMW, lr=1e-6, warmup_updates=20, schedule="constant"),
     **_under(_METHOD, clip_low=0.2, clip_high=0.28, drop_tied=True, advantage="group_normalized"),
-    **_under("stages.rl.limits.", max_calls=None, max_response_tokens=512),
+    **_under("stages.rl.limits.", max_calls=None, max_calls_per_turn=4, max_response_tokens=512),
     **_under("tools.python.", name="execute_python_code_with_standard_io", wall_s=4.0),
 }
 _RSTAR2_DATA = _under("stages.rl.tasks.", kind="jsonl", dataset="strop", path="data/rstar2-problems/kept.jsonl")

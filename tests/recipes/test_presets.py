@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from preset_values import DEVIATIONS, GRAPHS, METHOD_KEYS, PUBLISHED, SWITCHES, UNPUBLISHED, UPDATES
+from preset_values import DEVIATIONS, GRAPHS, LIMIT_KEYS, METHOD_KEYS, PUBLISHED, SWITCHES, UNPUBLISHED, UPDATES
 from presets import NAMES, ROOT, Leaf, leaves_of, parsed, paths_of, preset_path, resolved, unlisted, value_at
 from typer.testing import CliRunner
 
@@ -89,6 +89,8 @@ def test_what_makes_a_method_is_in_the_table_even_where_a_preset_leaves_it_to_a_
         if isinstance(stage, RlStage):
             clips = ("clip_low", "clip_high") if stage.method.loss is Loss.CLIP else ()
             wanted = {f"stages.{stage_name}.method.{key}" for key in (*METHOD_KEYS, *clips)}
+            if "tools" in parsed(name):
+                wanted |= {f"stages.{stage_name}.limits.{key}" for key in LIMIT_KEYS}
             assert wanted - set(PUBLISHED[name]) == set()
 
 
