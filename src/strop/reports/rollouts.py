@@ -1,4 +1,4 @@
-"""The rollouts a report shows: a few steps of each stage, a few groups of each step, every token with what is known of it.
+"""The rollouts that a report shows, every token with what is known of it; which ones these are, chosen_rollouts.py says.
 
 A page that everybody can open has a size limit, so texts and token strips share fixed budgets; what is left out is counted.
 """
@@ -12,21 +12,17 @@ from typing import Any
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
+from strop.reports.chosen_rollouts import ChosenGroup, ChosenRollout, ChosenStep, choose_rollouts
 from strop.reports.log import RunLog, finite
 from strop.reports.scales import duration, figure
 from strop.reports.tokens import find_tokenizer, token_texts
-from strop.runs import RunDirectory, read_json, read_lines
-from strop.types import RolloutKey, ScoredTrajectory, Task, Turn
+from strop.runs import RunDirectory
+from strop.types import RolloutKey, Task, Turn
 
-STEPS_PER_STAGE = 4
-GROUPS_PER_STEP = 2
-ROLLOUTS_PER_GROUP = 8
 TEXT_BUDGET = 600_000  # characters of the whole page
 TOKEN_BUDGET = 30_000  # tokens of the whole page; about 35 bytes each
 
-_SCORED = TypeAdapter(ScoredTrajectory)
 _TASK = TypeAdapter(Task)
-_KEY = TypeAdapter(RolloutKey)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +111,17 @@ class RolloutTable:
 
 
 def read_rollouts(run: RunDirectory, log: RunLog) -> RolloutTable:
-    """A sample of the run's rollouts: first, last and steps between; groups whose rewards differ before those that tie."""
-    chosen = [(stage, step) for stage in log.stages for step in _spread(_closed_steps(run, stage.name), STEPS_PER_STAGE)]
-    num_rollouts = max(1, len(chosen)) * GROUPS_PER_STEP * ROLLOUTS_PER_GROUP
+    """What the page says of each rollout that is shown."""
+    chosen = choose_rollouts(run, log)
+    num_rollouts = max(1, sum(len(step.rollouts) for step in chosen))
     strips: list[Mapping[str, Any]] = []
     steps = []
     has_tokens = True
-    for stage, step in chosen:
-        tokenizer = find_tokenizer(run, log, stage)
+    for step in chosen:
+        tokenizer = find_tokenizer(run, log, step.stage)
         has_tokens = has_tokens and tokenizer is not None
         press = _Press(tokenizer, strips, TEXT_BUDGET // num_rollouts, TOKEN_BUDGET // num_rollouts)
-        steps.append(_step(run, stage.name, step, press))
+        steps.append(_step(step, press))
     return RolloutTable(steps=tuple(steps), strips=tuple(strips), has_tokens=has_tokens)
 
 
@@ -174,56 +170,37 @@ class _Press:
         return Passage(text=_clipped(text, chars), num_tokens=len(ids), strip=strip)
 
 
-def _step(run: RunDirectory, stage: str, step: int, press: _Press) -> StepView:
-    groups: list[dict[str, Any]] = read_json(run.stage(stage).selection(step)).get("groups", [])
-    lines = read_lines(run.stage(stage).rollouts(step))
-    played = {scored.trajectory.key: (scored, line) for line in lines for scored in [_SCORED.validate_python(line["rollout"])]}
-    mixed_first = sorted(groups, key=lambda group: len({entry.get("reward") for entry in group["rollouts"]}) < 2)
-    views = tuple(_group(group, played, press, step=step) for group in mixed_first[:GROUPS_PER_STEP])
-    return StepView(stage=stage, step=step, num_groups=len(groups), groups=views)
+def _step(step: ChosenStep, press: _Press) -> StepView:
+    return StepView(
+        stage=step.stage.name,
+        step=step.step,
+        num_groups=step.num_groups,
+        groups=tuple(_group(group, press, step=step.step) for group in step.groups),
+    )
 
 
-def _group(
-    group: Mapping[str, Any],
-    played: Mapping[RolloutKey, tuple[ScoredTrajectory, Mapping[str, Any]]],
-    press: _Press,
-    *,
-    step: int,
-) -> GroupView:
-    task = _TASK.validate_python(group["task"])
-    entries: list[dict[str, Any]] = group["rollouts"]
-    found = [(entry, *played[key]) for entry in entries if (key := _KEY.validate_python(entry["key"])) in played]
-    found = sorted(_some_of_both(found), key=lambda each: _lineage(each[1], played))
+def _group(group: ChosenGroup, press: _Press, *, step: int) -> GroupView:
+    task = _TASK.validate_python(group.selected["task"])
+    entries: list[dict[str, Any]] = group.selected["rollouts"]
     largest = max((abs(entry.get("advantage") or 0.0) for entry in entries), default=0.0)
     return GroupView(
         question=task.question,
         answer=task.answer,
         source=task.source,
-        prompt=press.prompt(found[0][1].trajectory.prompt_ids if found else ()),
+        prompt=press.prompt(group.rollouts[0].scored.trajectory.prompt_ids if group.rollouts else ()),
         num_rollouts=len(entries),
         num_kept=sum(bool(entry["is_kept"]) for entry in entries),
-        rollouts=tuple(
-            _rollout(entry, scored, line, largest, press, step=step, depth=len(_lineage(scored, played)) - 1)
-            for entry, scored, line in found
-        ),
+        rollouts=tuple(_rollout(rollout, largest, press, step=step) for rollout in group.rollouts),
     )
 
 
-def _rollout(
-    entry: Mapping[str, Any],
-    scored: ScoredTrajectory,
-    line: Mapping[str, Any],
-    largest: float,
-    press: _Press,
-    *,
-    step: int,
-    depth: int,
-) -> RolloutView:
+def _rollout(rollout: ChosenRollout, largest: float, press: _Press, *, step: int) -> RolloutView:
+    scored, entry = rollout.scored, rollout.entry
     trajectory = scored.trajectory
     advantage = entry.get("advantage")
     return RolloutView(
         name=_name(trajectory.key),
-        depth=depth,
+        depth=len(rollout.lineage) - 1,
         origin=f"{trajectory.forked_at:,} tokens of {_name(trajectory.parent)}" if trajectory.parent else "",
         reward=figure(scored.reward),
         reward_parts=tuple((name, figure(value)) for name, value in finite(scored.reward_parts).items()),
@@ -233,7 +210,7 @@ def _rollout(
         reason=str(entry.get("reason", "")),
         figures=tuple((name, figure(value)) for name, value in finite(entry.get("figures") or {}).items()),
         stop_reason=trajectory.stop_reason.value.replace("_", " "),
-        policy_version=_version(line, step),
+        policy_version=_version(rollout.line, step),
         num_tokens=trajectory.num_response_tokens,
         turns=tuple(_turn(turn, len(trajectory.turns), press) for turn in trajectory.turns),
     )
@@ -251,18 +228,6 @@ def _name(key: RolloutKey) -> str:
     return f"attempt {key.attempt}" + (f" · branch {key.branch}" if key.branch else "")
 
 
-def _lineage(
-    scored: ScoredTrajectory, played: Mapping[RolloutKey, tuple[ScoredTrajectory, Mapping[str, Any]]]
-) -> list[RolloutKey]:
-    """What a rollout branched off, from the prompt to itself: sorted by it, branches stand below their parent."""
-    lineage = [scored.trajectory.key]
-    parent = scored.trajectory.parent
-    while parent is not None:
-        lineage.insert(0, parent)
-        parent = played[parent][0].trajectory.parent if parent in played else None
-    return lineage
-
-
 def _turn(turn: Turn, num_turns: int, press: _Press) -> TurnView:
     completion, observation = press.passages(turn, num_turns)
     calls = tuple(
@@ -276,31 +241,6 @@ def _turn(turn: Turn, num_turns: int, press: _Press) -> TurnView:
         for call in turn.calls
     )
     return TurnView(completion=completion, calls=calls, observation=observation)
-
-
-def _closed_steps(run: RunDirectory, stage: str) -> list[int]:
-    """The steps whose rollouts were all judged: those with a selection beside them."""
-    directory = run.stage(stage).selection(0).parent
-    names = sorted(path.name for path in directory.glob("step-*.selection.json"))
-    return [int(name.removeprefix("step-").removesuffix(".selection.json")) for name in names]
-
-
-def _spread(steps: Sequence[int], count: int) -> list[int]:
-    """`count` of `steps` at equal distances, first and last included."""
-    if len(steps) <= count:
-        return list(steps)
-    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
-
-
-def _some_of_both(
-    found: list[tuple[dict[str, Any], ScoredTrajectory, Mapping[str, Any]]],
-) -> list[tuple[dict[str, Any], ScoredTrajectory, Mapping[str, Any]]]:
-    """At most `ROLLOUTS_PER_GROUP`, in order, with dropped ones among them: why they were dropped is half of the story."""
-    kept = [each for each in found if each[0]["is_kept"]]
-    dropped = [each for each in found if not each[0]["is_kept"]]
-    num_dropped = min(len(dropped), max(ROLLOUTS_PER_GROUP // 2, ROLLOUTS_PER_GROUP - len(kept)))
-    shown = kept[: ROLLOUTS_PER_GROUP - num_dropped] + dropped[:num_dropped]
-    return sorted(shown, key=lambda each: each[1].trajectory.key)
 
 
 def _ends(length: int, limit: int) -> tuple[int, int]:
