@@ -8,6 +8,7 @@ and (e); a second call goes on where the first ended. What was expected, and wha
 hypotheses/trends.md.
 Writes experiments/results/trends/<name>.{json,txt} and <name>-<metric>.svg; with --pilot, of one seed that is not among those
 of the experiment, into pilots/ beside them.
+The JSON says what it was made of, too: seconds, commit, versions (provenance.py).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from provenance import provenance
 from trends_measures import (
     accuracy_by_calls,
     at,
@@ -244,7 +246,8 @@ def run_trend(trend: Trend, options: argparse.Namespace) -> bool:
     if log.failures:
         return False
     by_arm = {arm.name: {run.seed: RunDirectory(runs / run.name) for run in arm.runs} for arm in log.arms}
-    results = summarise(trend, by_arm, command=command) | {"changes": options.set}
+    made_of = provenance((run for by_seed in by_arm.values() for run in by_seed.values()), ROOT)
+    results = summarise(trend, by_arm, command=command) | {"changes": options.set, "provenance": made_of}
     write_json(directory / f"{trend.name}.json", results)
     write_plots(trend, results, directory)
     text = table(trend, results)
