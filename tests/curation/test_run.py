@@ -14,6 +14,7 @@ from strop.curation.load import load_curation
 from strop.curation.parts import row_of
 from strop.curation.run import CHUNK_TASKS, run_curation
 from strop.errors import ConfigError, RunError, TaskError
+from strop.pipelines.load import load_recipe
 from strop.tasks import load_rows
 from strop.tasks.config import JsonlConfig
 
@@ -292,3 +293,17 @@ def test_the_shipped_curation_scopes_its_rules_as_the_paper_does():
     assert [scopes[kind] for kind in ("integer_answer", "decontamination", "exact_duplicates", "near_duplicates")] == [None] * 4
     [agreement] = [rule for rule in config.rules if rule.kind == "agreement"]
     assert (agreement.min_right, agreement.num_rollouts) == (2, 16)
+
+
+def test_the_shipped_curation_is_checked_against_every_benchmark_whose_recipe_is_shipped():
+    recipes = Path(__file__).parents[2] / "recipes"
+    config = load_curation(recipes / "curation" / "rstar2.toml")
+    [rule] = [rule for rule in config.rules if rule.kind == "decontamination"]
+    in_use = {
+        stage.tasks.dataset
+        for path in (recipes / "eval" / "math.toml", recipes / "eval" / "gpqa-diamond.toml")
+        for stage in load_recipe(path, ()).stages.values()
+        if stage.kind == "eval"
+    }
+    assert len(in_use) == 7
+    assert in_use <= {source.dataset for source in rule.against}

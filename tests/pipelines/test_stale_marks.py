@@ -9,6 +9,7 @@ from scripted_runs import RECIPE, make_recipe, run_recipe
 from strop.config import validate
 from strop.errors import RunError
 from strop.evaluation.leaderboard import gather
+from strop.pipelines import lineage
 from strop.pipelines.recipe import Recipe, resolve
 from strop.reports.log import StageState, read_run
 from strop.runs import RunDirectory, read_json, write_json
@@ -93,3 +94,15 @@ def test_an_evaluation_that_would_only_grow_is_not_among_them(run):
         "  rl: keys of it differ",
         "  after: rl is stale",
     ]
+
+
+def test_what_other_code_of_strop_made_is_kept_and_told(run, caplog, monkeypatch):
+    run_recipe(run.path)
+    assert "strop has changed" not in caplog.text
+    monkeypatch.setattr(lineage, "_source_digest", lambda: "0" * 64)  # as after an update of strop
+    assert run_recipe(run.path).engines == []
+    assert (
+        f"{run.path}: strop has changed since these stages began, and what they made is kept: base, sft, before, rl, after."
+        in caplog.text
+    )
+    assert "--from base makes them anew" in caplog.text

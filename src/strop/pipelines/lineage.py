@@ -57,6 +57,11 @@ def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
     return made
 
 
+def begun_with_other_code(now: Mapping[str, Lineage]) -> list[str]:
+    """Of `lineages`, the stages that began under other files of strop than lie here now; they are kept as they are."""
+    return [name for name, lineage in now.items() if lineage["code"].get("source", _source_digest()) != _source_digest()]
+
+
 def _divided_as(stage: dict[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
     """The resolved `stage` with the number of processes with which it was `begun`."""
     if not stage.get("trainer") or "workers" not in begun.get("trainer", {}):

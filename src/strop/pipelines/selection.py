@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import shutil
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from strop.errors import ConfigError, RunError
 from strop.pipelines.claim import claim, grown_evaluations, hindrances, reclaim, recorded_recipe, shown
 from strop.pipelines.graph import Node, standing_on
 from strop.pipelines.growth import growing, take_back, take_up
-from strop.pipelines.lineage import Lineage, lineages, why_stale
+from strop.pipelines.lineage import Lineage, begun_with_other_code, lineages, why_stale
 from strop.pipelines.recipe import Recipe
 from strop.runs import RunDirectory, read_json, write_json
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,11 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     if start is not None or grown:
         now = lineages(recipe, run)  # of the code as it is now, where they begin again
         stale = why_stale(run, recipe, now)
+    if older := [name for name in begun_with_other_code(now) if name in stages]:
+        _log.warning(
+            "%s: strop has changed since these stages began, and what they made is kept: %s. --from %s makes them anew.",
+            *(run.path, ", ".join(older), older[0]),
+        )
     left = {name: why for name, why in stale.items() if name not in stages}
     _mark(run, recipe, left)
     return Selected(stages=stages, lineages=now, left_stale=left)
