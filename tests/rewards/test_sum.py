@@ -113,6 +113,9 @@ def test_an_empty_text_among_the_values_stands_for_tasks_without_that_fact():
         ({"kind": "math", "answer_in": "response"}, r"\boxed{1} \boxed{72}", 1),
         ({"kind": "math", "judge": "exact"}, r"<answer>\boxed{72.0}</answer>", 1),
         ({"kind": "math", "judge": "exact"}, r"<answer>\boxed{\frac{144}{2}}</answer>", 0),
+        ({"kind": "math", "judge": "fused"}, r"<answer>\boxed{72 \text{ apples}}</answer>", 1),
+        ({"kind": "math", "judge": "fused"}, WRONG, 0),
+        ({"kind": "math", "judge": "fused"}, r"\boxed{72}", 0),
         ({"kind": "math", "needs_box": False}, "<answer>72</answer>", 1),
         ({"kind": "r1_zero"}, "so</think> <answer>72</answer>", 1),
         ({"kind": "r1_zero"}, "so</think><answer>72</answer>", 0),  # without the space
@@ -155,9 +158,10 @@ def test_programs_are_judged_by_all_tests_or_by_their_share(score_by, expected):
         score({"it": part}, trajectory(program), a_task(tests))
 
 
-def test_a_pair_that_reaches_its_limit_scores_0_and_a_lost_judge_scores_nothing():
+@pytest.mark.parametrize("part", [{"unreadable_gold": "wrong"}, {"judge": "fused"}])
+def test_a_pair_that_reaches_its_limit_scores_0_and_a_lost_judge_scores_nothing(part):
     judged, task = trajectory(r"<answer>\boxed{9^{9^9}}</answer>"), a_task(r"\frac{1}{2}")
-    parts = {"it": {"kind": "math", "unreadable_gold": "wrong"}}
+    parts = {"it": {"kind": "math", **part}}
     assert score(parts, judged, task, Verdicts(PairVerdict.TIMEOUT)).reward == 0
     with pytest.raises(MachineError):
         score(parts, judged, task, Verdicts(MachineError("gone")))
@@ -169,6 +173,14 @@ def test_a_task_whose_own_answer_is_no_mathematics_is_excluded_once_asked():
     assert dict(scored.reward_parts) == {"excluded": 1.0}
     assert service.pairs == [("??", "??")]
     assert score({"it": {"kind": "math", "unreadable_gold": "wrong"}}, trajectory(RIGHT), a_task("??"), service).reward == 0
+
+
+def test_an_answer_that_is_no_mathematics_is_compared_as_text_by_a_fused_judge():
+    task, part = a_task("??"), {"it": {"kind": "math", "judge": "fused"}}
+    service = Verdicts(PairVerdict.UNREADABLE)
+    answers = (r"<answer>\boxed{ ?? }</answer>", RIGHT)
+    assert [score(part, trajectory(answer), task, service).reward for answer in answers] == [1, 0]
+    assert len(service.pairs) == 1
 
 
 def unsure(task, judged):
@@ -225,6 +237,8 @@ def test_soft_overlong_is_of_the_response_in_tokens():
         ({"a": {"kind": "maths"}}, "Did you mean 'math'"),
         ({"a": {"kind": "math", "weight": 0.0}}, "every trajectory would get the same reward"),
         ({"a": {"kind": "language", "language": "klingon"}}, "its script is not known"),
+        ({"a": {"kind": "math", "judge": "exact", "unreadable_gold": "wrong"}}, "judge is 'exact', which reads every answer"),
+        ({"a": {"kind": "math", "judge": "fused", "unreadable_gold": "wrong"}}, "judge is 'fused', which reads every answer"),
         ({"a": {"kind": "cosine"}}, r"parts\.a\.accuracy is 'accuracy', which is no part that judges an answer"),
         ({"a": {"kind": "length", "accuracy": "a"}}, "no part that judges an answer"),
         ({"excluded": {"kind": "called"}}, "Rename it"),

@@ -7,17 +7,18 @@ from pathlib import Path
 import pytest
 
 from strop.errors import MachineError
+from strop.rewards.r1_zero import question_only_reward_fn
 from strop.rewards.verifier import MathVerifier, Verdict
 from strop.sandbox import ScriptedSandbox
 from strop.sandbox.protocol import PairVerdict
 from strop.sandbox.verify_process import ProcessVerifier
 
 
-def verify(*pairs, deadline_s=20.0, service=None):
+def verify(*pairs, deadline_s=20.0, service=None, is_fused=False):
     """The verdict on each (gold, prediction), all asked at once."""
 
     async def judge():
-        verifier = MathVerifier(service, deadline_s=deadline_s)
+        verifier = MathVerifier(service, deadline_s=deadline_s, is_fused=is_fused)
         try:
             return await asyncio.gather(*(verifier.verify(gold, prediction) for gold, prediction in pairs))
         finally:
@@ -77,6 +78,55 @@ def test_a_pair_that_hangs_the_judge_is_a_timeout_and_the_others_are_judged():
 
 def test_a_prediction_of_ten_thousand_characters_is_not_read():
     assert verify(("3", "x" * 10_001)) == [Verdict.UNREADABLE]
+
+
+BY_TEXT_AND_SYMPY = [(r"\text{North-East}", "north-east"), (r"2x+1\%", "1+2x")]  # text; sympy
+BY_MATH_VERIFY = [("1 < x < 2", "(1, 2)"), (r"\{1,2\}", r"\{2, 1\}")]
+BY_BOTH = [("p - q", "-q + p"), (r"\frac{\sqrt{4}}{4}", "0.5"), ("72", "72.0")]
+BY_NEITHER = [("p - q", "q - p"), (r"\frac{1}{2}", "0.51"), ("52_8", "52_9"), ("72", "x = 73"), (r"\text{north}", "south")]
+
+
+def test_fused_either_of_two_graders_will_do():
+    pairs = [*BY_TEXT_AND_SYMPY, *BY_MATH_VERIFY, *BY_BOTH, *BY_NEITHER]
+    first = [question_only_reward_fn(rf"\boxed{{{answer}}}", gold)["reward"] == 1 for gold, answer in pairs]
+    second = [verdict.is_correct for verdict in verify(*pairs)]
+    assert first == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 5
+    assert second == [False] * 2 + [True] * 2 + [True] * 3 + [False] * 5
+    either = [verdict.is_correct for verdict in verify(*pairs, is_fused=True)]
+    assert either == [True] * 7 + [False] * 5
+
+
+def test_fused_a_pair_is_asked_of_sympy_in_its_normal_form_and_of_math_verify_as_it_is():
+    service = Broken(PairVerdict.EQUAL)
+    assert verify((r"( 2x, \dfrac{1}{3} )", r"(x + x, 0.3)"), service=service, is_fused=True) == [Verdict.CORRECT]
+    [[pair]] = [request.pairs for request in service.requests]
+    assert pair.gold.split("\x1f") == [r"( 2x, \dfrac{1}{3} )", "2x", r"\frac{1}{3}"]
+    assert pair.answer.split("\x1f") == [r"(x + x, 0.3)", "x+x", "0.3"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        r"\sqrt{4}",  # an integer has to be written as one
+        "(2, 3)",  # as many elements, in the same brackets
+        "two",  # letters that nobody multiplies
+        "2" * 9_000,  # too long for it
+    ],
+)
+def test_fused_what_the_rules_of_the_first_grader_refuse_is_asked_of_math_verify_alone(answer):
+    service = Broken(PairVerdict.UNEQUAL)
+    assert verify(("2", answer), service=service, is_fused=True) == [Verdict.WRONG]
+    assert [(pair.gold, pair.answer) for request in service.requests for pair in request.pairs] == [("2", answer)]
+
+
+def test_fused_a_pair_that_hangs_either_grader_is_a_timeout_within_one_limit():
+    assert verify(("3", "9^{9^{9^9}}"), ("2x", "x + 9^{9^{9^9}}"), is_fused=True, deadline_s=1.0) == [Verdict.TIMEOUT] * 2
+
+
+@pytest.mark.parametrize("service", [Broken(PairVerdict.INTERNAL), Broken(), Broken(error=MachineError("gone"))])
+def test_fused_a_judge_that_is_lost_is_no_verdict(service):
+    with pytest.raises(MachineError):
+        verify(("p - q", "-q + p"), service=service, is_fused=True)
 
 
 def test_questions_asked_together_are_one_request():

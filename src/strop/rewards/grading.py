@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 
+from strop.sandbox.inside.verify import is_zero_difference
 from strop.sandbox.numbers import exact_match, plain_number
 
 MAX_CHARS = 4_000  # of one answer; a longer one is not read. Two of them fit into a pipe
@@ -79,14 +80,27 @@ def equal_by_text(gold: str, answer: str) -> bool | None:
 def equal_by_algebra(gold: str, answer: str) -> bool:
     r"""Whether sympy finds the difference to be 0, element by element inside equal brackets. May hang, and may take all memory.
 
-    As in the course's grader an integer is not equal to an expression that would have to be computed (`\sqrt{4}` for 2), and a
-    fraction that is not reduced is not equal to the reduced one. What cannot be read raises. Fast after `inside.verify.load`.
+    What cannot be read raises. Fast after `inside.verify.load`.
     """
-    gold_brackets, gold_elements = _elements(normal_form(gold))
-    answer_brackets, answer_elements = _elements(normal_form(answer))
+    pairs = left_to_algebra(gold, answer)
+    return pairs is not None and all(is_zero_difference(*pair) for pair in pairs)
+
+
+def left_to_algebra(gold: str, answer: str) -> list[tuple[str, str]] | None:
+    r"""The elements of the two whose differences sympy has yet to find 0; None: they are not equal, whatever it would find.
+
+    As in the course's grader an integer is not equal to an expression that would have to be computed (`\sqrt{4}` for 2), and a
+    fraction that is not reduced is not equal to the reduced one.
+    """
+    gold, answer = normal_form(gold), normal_form(answer)
+    if len(gold) > MAX_CHARS or len(answer) > MAX_CHARS:
+        return None
+    gold_brackets, gold_elements = _elements(gold)
+    answer_brackets, answer_elements = _elements(answer)
     if gold_brackets != answer_brackets or len(gold_elements) != len(answer_elements):
-        return False
-    return all(map(_is_same, gold_elements, answer_elements))
+        return None
+    pairs = [pair for pair in zip(gold_elements, answer_elements, strict=True) if pair[0] != pair[1]]
+    return pairs if all(_may_be_equal(*pair) for pair in pairs) else None
 
 
 def _elements(text: str) -> tuple[str, list[str]]:
@@ -97,20 +111,12 @@ def _elements(text: str) -> tuple[str, list[str]]:
     return "", [text]
 
 
-def _is_same(gold: str, answer: str) -> bool:
-    if gold == answer:
-        return True
+def _may_be_equal(gold: str, answer: str) -> bool:
     if not gold or not answer or _is_integer(gold) != _is_integer(answer):
         return False
     if _FRACTION.fullmatch(gold) and _FRACTION.fullmatch(answer):
         return False
-    if len(set(re.findall(r"[^\W\d_]", _COMMAND.sub("", gold + answer)))) > _MAX_LETTERS:
-        return False
-    import sympy
-    from latex2sympy2_extended import latex2sympy
-
-    difference = latex2sympy(gold) - latex2sympy(answer)
-    return bool(sympy.simplify(difference) == 0)
+    return len(set(re.findall(r"[^\W\d_]", _COMMAND.sub("", gold + answer)))) <= _MAX_LETTERS
 
 
 def _is_integer(text: str) -> bool:

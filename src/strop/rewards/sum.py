@@ -11,8 +11,7 @@ from typing import Protocol
 from strop.config import import_object
 from strop.errors import ConfigError, TaskError
 from strop.rewards.answers import extract_answer, final_text
-from strop.rewards.code import CodeReward
-from strop.rewards.config import CodeRewardConfig
+from strop.rewards.code import code_part
 from strop.rewards.f1 import arpo_reward
 from strop.rewards.form import code_format, reasoning_steps, strict_format, tag_count, turns_format
 from strop.rewards.function import checked_value
@@ -132,11 +131,13 @@ class SumReward:
     def _scorer(self, part: AnyPart, service: RunService | None) -> Scorer:
         match part:
             case MathPart():
-                verifier = MathVerifier(service, deadline_s=part.verify_deadline_s)
+                verifier = MathVerifier(service, deadline_s=part.verify_deadline_s, is_fused=part.judge == "fused")
                 self._opened.append(verifier)
                 return _math(part, verifier)
             case CodePart():
-                return _code(part, service)
+                if service is None:
+                    raise ConfigError("a part of kind 'code' runs programs, but there is no sandbox to run them in.")
+                return code_part(part, service)
             case R1ZeroPart():
                 return _r1_zero(part)
             case R1ZeroFormatPart():
@@ -223,21 +224,6 @@ def _r1_zero(part: R1ZeroPart) -> Scorer:
         if text is None:
             return 0.0
         return (await asyncio.to_thread(grade, text, task.answer, part.fast))["reward"]  # it may wait for its process
-
-    return score
-
-
-def _code(part: CodePart, service: RunService | None) -> Scorer:
-    if service is None:
-        raise ConfigError("a part of kind 'code' runs programs, but there is no sandbox to run them in.")
-    wanted = "accuracy" if part.score == "all" else "passed"
-    config = CodeRewardConfig(
-        kind="code", weights={wanted: 1.0}, tests_fact=part.tests_fact, wall_s=part.wall_s, memory_mib=part.memory_mib
-    )
-    judge = CodeReward(config, service)
-
-    async def score(task: Task, trajectory: Trajectory) -> float:
-        return (await judge(task, trajectory))[wanted]
 
     return score
 

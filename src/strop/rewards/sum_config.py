@@ -24,19 +24,20 @@ class Part(Config):
 
 
 class MathPart(Part):
-    """1 if the answer equals the task's, by math_verify or by text."""
+    """1 if the answer equals the task's, by math_verify, by text, or by either of two graders."""
 
     kind: Literal["math"]
     answer_in: Literal["answer_tag", "response"] = "answer_tag"  # or the last box anywhere in the last turn
     needs_box: bool = True  # of the answer tag; a response always does
-    judge: Literal["math_verify", "exact"] = "math_verify"  # exact: equal texts or equal plain numbers
+    # exact: equal texts or equal plain numbers. fused: text and sympy as in `r1_zero` with `fast`, or else math_verify
+    judge: Literal["math_verify", "exact", "fused"] = "math_verify"
     verify_deadline_s: float = Field(default=2.0, gt=0)
     unreadable_gold: Literal["exclude", "wrong"] = "exclude"  # a task whose own answer is no mathematics
 
     @model_validator(mode="after")
     def _reads_what_it_compares(self) -> Self:
-        if self.judge == "exact" and self.unreadable_gold != "exclude":
-            raise ValueError("unreadable_gold is 'wrong' but judge is 'exact', which reads every answer. Remove it.")
+        if self.judge != "math_verify" and self.unreadable_gold != "exclude":
+            raise ValueError(f"unreadable_gold is 'wrong' but judge is {self.judge!r}, which reads every answer. Remove it.")
         return self
 
 
@@ -82,10 +83,22 @@ class CodePart(Part):
     """Tests of the program in the last fenced block of the last turn."""
 
     kind: Literal["code"]
-    score: Literal["all", "share"] = "all"  # 1 where every test passed, or the share that did
+    # all: 1 where every test passed; share: the share that did; weighted_sum: all + 0.1 x share; subtasks: by their points
+    score: Literal["all", "share", "weighted_sum", "subtasks"] = "all"
+    no_code: float = Field(default=0.0, le=0)  # what a rollout without a program scores; -1 in open-r1's cf_code
     tests_fact: str | None = None
+    test_batch_size: int | None = Field(default=None, ge=1)  # after a batch with a failure, what it settles is not run
     wall_s: float = Field(default=4.0, gt=0)
     memory_mib: int = Field(default=512, ge=32)
+
+    @model_validator(mode="after")
+    def _stops_where_it_may(self) -> Self:
+        if self.test_batch_size is not None and self.score in ("share", "weighted_sum"):
+            raise ValueError(
+                f"test_batch_size is {self.test_batch_size} but score is {self.score!r}, to which every test counts, so that"
+                " none is left out. Remove it, or set score = 'all' or 'subtasks'."
+            )
+        return self
 
 
 class F1Part(Part):

@@ -7,12 +7,15 @@ learn to hang the judge. A judge that is lost is ours: `MachineError`, never a w
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from strop.errors import MachineError
+from strop.rewards.grading import equal_by_text, left_to_algebra
 from strop.rewards.service import AnswerService
 from strop.rewards.spelling import cleaned, equal_by_spelling
+from strop.sandbox.inside.verify import with_elements
 from strop.sandbox.numbers import plain_number
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.verify_process import ProcessVerifier
@@ -52,13 +55,19 @@ class _Question:
 class MathVerifier:
     """Gathers the questions of a few milliseconds into one request. Belongs to the event loop in which it was first used.
 
+    Fused, it asks two graders, of which either will do, in the order of rStar2-Agent's released code (`compute_score.py`): a
+    Prime-style one, text and then sympy, which is `grading` here, and math_verify. One child asks both within one deadline. The
+    last try of that code's first grader, by numbers with a tolerance and with 3.14 for pi, is left out: near is not right.
+
     Args:
         service: compares what is no plain number; processes of its own, started when first needed, where there is none.
         deadline_s: of each pair.
+        is_fused: what `grading` calls equal is right too, else what math_verify does alone.
     """
 
-    def __init__(self, service: AnswerService | None = None, *, deadline_s: float = 2.0) -> None:
+    def __init__(self, service: AnswerService | None = None, *, deadline_s: float = 2.0, is_fused: bool = False) -> None:
         self.deadline_s = deadline_s
+        self._is_fused = is_fused
         self._own: ProcessVerifier | None = None
         if service is None:
             service = self._own = ProcessVerifier()
@@ -78,7 +87,10 @@ class MathVerifier:
         is_equal = equal_by_spelling(gold, prediction)
         if is_equal is not None:
             return Verdict.EXACT if is_equal else Verdict.WRONG
-        return _VERDICTS[await self._compare(gold, prediction)]
+        left = _left_by_text(gold, prediction) if self._is_fused else None
+        if left == []:
+            return Verdict.EXACT
+        return _VERDICTS[await self._compare(gold, prediction, left or ())]
 
     async def can_read(self, gold: str) -> bool:
         """Whether `gold` is mathematics that an answer can be compared with; asked once for each text.
@@ -91,11 +103,15 @@ class MathVerifier:
             self._readable[gold] = is_plain or await self._compare(gold, gold) is not PairVerdict.UNREADABLE
         return self._readable[gold]
 
-    async def _compare(self, gold: str, prediction: str) -> PairVerdict:
+    async def _compare(self, gold: str, prediction: str, elements: Sequence[tuple[str, str]] = ()) -> PairVerdict:
         if self._is_closed:
             raise MachineError("the verifier was closed; an answer came after that")
         loop = asyncio.get_running_loop()
-        question = _Question(pair=AnswerPair(gold=gold, answer=prediction), verdict=loop.create_future())
+        pair = AnswerPair(
+            gold=with_elements(gold, [of_gold for of_gold, _ in elements]),
+            answer=with_elements(prediction, [of_prediction for _, of_prediction in elements]),
+        )
+        question = _Question(pair=pair, verdict=loop.create_future())
         if not self._gathered:
             loop.call_later(_GATHER_S, self._ask)
         self._gathered.append(question)
@@ -137,3 +153,11 @@ class MathVerifier:
             for question in questions:
                 if not question.verdict.done():
                     question.verdict.set_exception(fault)
+
+
+def _left_by_text(gold: str, prediction: str) -> list[tuple[str, str]] | None:
+    """What the texts leave to sympy, which is nothing where they are equal; None where they are not, whatever it would find."""
+    is_equal = equal_by_text(gold, prediction)
+    if is_equal is None:
+        return left_to_algebra(gold, prediction)
+    return [] if is_equal else None

@@ -36,7 +36,7 @@ class CaseOutcome(StrEnum):
     TIMEOUT = "timeout"
     KILLED = "killed"
     REJECTED = "rejected"  # the program, or its input, is over a limit of the sandbox
-    NOT_RUN = "not_run"  # an earlier test failed
+    NOT_RUN = "not_run"  # earlier tests have settled what it counts for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +76,19 @@ async def run_tests(
     wall_s: float = 4.0,
     memory_mib: int = 512,
     stop_at_first_failure: bool = True,
+    subtasks: Sequence[frozenset[str]] | None = None,
+    batch_size: int | None = None,
     concurrency: int = 8,
 ) -> CodeTestReport:
-    """Run `code` once for each test. The report does not depend on which run happens to end first.
+    """Run `code` once for each test. The report depends neither on which run happens to end first nor on batches.
 
     Args:
         wall_s, memory_mib: of each run.
         stop_at_first_failure: tests after the first, in their order, that fails are reported as not run.
+        subtasks: of each test, those that it belongs to, at least one. A subtask fails with the first of its tests; then it is
+            the tests all of whose subtasks have failed that are not run. None: all tests make one subtask.
+        batch_size: so many tests, in their order, start together, and the next ones when these are done. None: each starts as
+            soon as there is room.
         concurrency: runs at once.
 
     Raises:
@@ -101,18 +107,32 @@ async def run_tests(
         async with room:
             return _judge(await runner.run(request), test.expected)
 
-    runs = [asyncio.create_task(run_one(test)) for test in tests]
-    cases = []
-    try:
-        for run in runs:
-            cases.append(await run)
-            if stop_at_first_failure and cases[-1].outcome is not CaseOutcome.PASSED:
-                break
-    finally:
-        for run in runs:
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
-    cases += [CaseReport(outcome=CaseOutcome.NOT_RUN)] * (len(tests) - len(cases))
+    of_tests = [frozenset({"all tests"})] * len(tests) if subtasks is None else subtasks
+    failed: set[str] = set()
+
+    def is_settled(index: int) -> bool:
+        return stop_at_first_failure and failed.issuperset(of_tests[index])
+
+    cases = [CaseReport(outcome=CaseOutcome.NOT_RUN)] * len(tests)
+    waiting = list(range(len(tests)))
+    while waiting:
+        batch, waiting = waiting[:batch_size], waiting[batch_size:] if batch_size else []
+        runs = {index: asyncio.create_task(run_one(tests[index])) for index in batch}
+        try:
+            for index, run in runs.items():
+                if is_settled(index):
+                    continue
+                cases[index] = await run
+                if cases[index].outcome is not CaseOutcome.PASSED:
+                    failed |= of_tests[index]
+                    for other, other_run in runs.items():
+                        if is_settled(other):
+                            other_run.cancel()  # it makes room for one that counts
+        finally:
+            for run in runs.values():
+                run.cancel()
+            await asyncio.gather(*runs.values(), return_exceptions=True)
+        waiting = [index for index in waiting if not is_settled(index)]
     return CodeTestReport(cases=tuple(cases))
 
 

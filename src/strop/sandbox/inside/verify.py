@@ -1,10 +1,10 @@
-r"""Judges pairs of answers with `math_verify`, one after the other, in a child that never ran a program.
+r"""Judges pairs of answers with `math_verify`, and sympy where asked, one after the other, where no program ever ran.
 
 The child may hang in any pair, inside C code that hears no signal, so nothing here keeps time: the supervisor does, from the
 lines that it reads, and kills. A hang costs its whole limit either way; an alarm in here would only save the fork of the next
 child, a hundredth of that, and leave half-filled caches behind.
 
-    payload   a JSON list of [gold, answer]
+    payload   a JSON list of [gold, answer], as texts or as `with_elements` writes them
     lines     `start`, then `<index> <verdict>` for each pair in order; the clock of a pair runs from the line before its own
 
 Texts enter, indices and verdicts leave: neither answer is ever written anywhere.
@@ -16,7 +16,7 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -24,6 +24,8 @@ from . import answers, latex
 
 STARTED = b"start"
 EQUAL, UNEQUAL, UNREADABLE = b"equal", b"unequal", b"unreadable"
+
+_READING = "\x1f"  # ASCII's unit separator: between an answer as it was written and the elements of its normal form
 
 
 def prime() -> None:
@@ -55,10 +57,38 @@ def judge(payload: bytes, emit: Callable[[bytes], None]) -> None:
         emit(STARTED)
         for index, (gold, answer) in enumerate(pairs):
             try:
-                verdict = compare(gold, answer)
+                verdict = _compare_readings(gold, answer)
             except Exception:  # MemoryError and RecursionError among them
                 verdict = UNREADABLE
             emit(b"%d %s" % (index, verdict))
+
+
+def with_elements(answer: str, elements: Sequence[str]) -> str:
+    """One text for `judge`: the answer, and what sympy is to compare behind it. Without elements the answer alone.
+
+    A pair is equal where sympy finds all elements of the one equal to those of the other, or else where math_verify says so of
+    the answers themselves; both share the limit of the pair. It is the gold's text that asks for it, never the answer's alone.
+    """
+    return _READING.join((answer.replace(_READING, " "), *elements))
+
+
+def _compare_readings(gold: str, answer: str) -> bytes:
+    gold, *gold_elements = gold.split(_READING)
+    if not gold_elements:
+        return compare(gold, answer)
+    answer, *answer_elements = answer.split(_READING)
+    with contextlib.suppress(Exception):  # math_verify may read what sympy's grammar does not
+        if len(gold_elements) == len(answer_elements) and all(map(is_zero_difference, gold_elements, answer_elements)):
+            return EQUAL
+    return compare(gold, answer)
+
+
+def is_zero_difference(gold: str, answer: str) -> bool:
+    """Whether sympy finds the difference of the two to be 0. May hang, and may take all memory; what it cannot read raises."""
+    import sympy
+    from latex2sympy2_extended import latex2sympy
+
+    return bool(sympy.simplify(latex2sympy(gold) - latex2sympy(answer)) == 0)
 
 
 def compare(gold: str, answer: str) -> bytes:
