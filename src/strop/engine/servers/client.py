@@ -29,8 +29,8 @@ class ServerClient:
             base_url=url,
             transport=httpx.AsyncHTTPTransport(
                 uds=str(socket) if socket else None,
-                # A connection for each call. One that is used again may be hung up while the call is on its way: a server that
-                # was too busy to read for as long as it keeps idle connections takes it for idle. No call could be repeated then.
+                # A connection for each call. One that is used again may be hung up while the call is on its way, since a server
+                # that was too busy to read takes it for idle. Not every call may be repeated.
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
             ),
             trust_env=False,
