@@ -92,6 +92,7 @@ def by_tool_calls(runs: Runs) -> tuple[Figures, dict[str, Any]]:
                 "accuracy, mean up to the budget": mean_up_to(accuracy, budget),
                 "accuracy at the budget": at(accuracy, budget),
                 "calls of the budget": budget,
+                "steps at the budget": at([(each.calls, step) for step, each in enumerate(spent)], budget),
             }
             for what in sorted(asdict(spent[0]).keys() - {"calls"}):
                 told[f"{what} at the budget"] = at([(each.calls, getattr(each, what)) for each in spent], budget)
