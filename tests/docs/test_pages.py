@@ -85,23 +85,6 @@ def test_every_file_that_is_named_exists(page: str) -> None:
         assert (ROOT / path).exists(), f"{page}: {path}"
 
 
-def test_every_test_that_the_papers_page_names_exists() -> None:
-    named = re.findall(r"`(\w+/test_\w+\.py)::(\w+)`", TEXTS["docs/papers.md"])
-    assert len(named) > 30
-    for path, name in named:
-        assert f"def {name}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{path}::{name}"
-
-
-def test_every_row_of_the_papers_page_has_a_file_and_a_test_or_says_not_yet() -> None:
-    rows = [
-        line
-        for line in TEXTS["docs/papers.md"].splitlines()
-        if line.startswith("|") and not line.startswith(("| ---", "| what"))
-    ]
-    for row in rows:
-        assert "| not yet |" in row or ("`src/strop/" in row and ".py::" in row), row
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
 def test_the_folder_map_matches_the_tree(page: str) -> None:
     [listing] = [code for code in fences(page, "text") if code.startswith("src/strop/")]
