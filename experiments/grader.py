@@ -8,7 +8,9 @@ right answer stands where it must not count: in the reasoning, in what a tool pr
 was cut off. Every grader of answers judges all of them, as the shipped recipes configure it, each in the form it reads.
 
 The bars: no false reject of an integer label by `math`, and no near miss accepted by any grader, but for the cases that its
-source's rules accept, which are counted by themselves. What is misjudged is told by kind, with examples.
+source's rules accept, which are counted by themselves. ARPO's F1 of words has no bar: it knows no mathematics, and is measured
+to be told. It gives shares, so it is counted twice: above 0, which evaluations call right and the bonus is for, and 1, which is
+the whole reward. What is misjudged is told by kind, with examples.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig, make_reward, r1_zero
-from strop.rewards.sum_config import MathPart, R1ZeroPart
+from strop.rewards.sum_config import F1Part, MathPart, R1ZeroPart
 from strop.rollout.answer_forms import AnswerForm
 from strop.runs import write_json, write_text
 from strop.sandbox.numbers import plain_number
@@ -53,10 +55,15 @@ class Grader:
     settings: str  # in a recipe
     used_by: str
     accepts: frozenset[str] = frozenset()
+    least: float | None = None  # of the part, for an answer that counts as accepted; anything above 0 where it is left out
+    has_bar: bool = True  # no near miss may be accepted; without it that is only told, as it is what the source wants
+
+
+LAST_OF_TWO = "label last of two boxes"  # accepted by the graders of Dr. GRPO and ARPO, which take the last box
 
 
 def _r1_zero_grader(part: R1ZeroPart, used_by: str) -> Grader:
-    accepts = {"label last of two boxes"}  # Dr. GRPO's graders take the last box
+    accepts = {LAST_OF_TWO}
     if part.kind == "question_only":
         accepts.add("label without an answer tag")  # there is no tag: a box anywhere is the answer
     return Grader(
@@ -71,6 +78,18 @@ def _r1_zero_grader(part: R1ZeroPart, used_by: str) -> Grader:
 def _math_part(part: MathPart, settings: str, used_by: str) -> Grader:
     form = AnswerForm.BOX_IN_TAG if part.needs_box else AnswerForm.TAG
     return Grader(reward=SumRewardConfig(kind="sum", parts={"accuracy": part}), form=form, settings=settings, used_by=used_by)
+
+
+def _f1_grader(settings: str, least: float | None = None) -> Grader:
+    return Grader(
+        reward=SumRewardConfig(kind="sum", parts={"accuracy": F1Part(kind="arpo")}),
+        form=AnswerForm.ARPO,
+        settings=f'kind = "arpo", {settings}',
+        used_by="ARPO",
+        accepts=frozenset({LAST_OF_TWO}),
+        least=least,
+        has_bar=False,
+    )
 
 
 GRADERS = {
@@ -88,6 +107,8 @@ GRADERS = {
     "r1_zero": _r1_zero_grader(R1ZeroPart(kind="r1_zero", fast=False), "CS336, when asked for"),
     "question_only, fast": _r1_zero_grader(R1ZeroPart(kind="question_only", fast=True), "DAPO"),
     "question_only": _r1_zero_grader(R1ZeroPart(kind="question_only", fast=False), "drgrpo-7b"),
+    "arpo, a word in common": _f1_grader("F1 above 0"),
+    "arpo, the same words": _f1_grader("F1 of 1", least=1.0),
 }
 LENIENT = ("math", "math, no box")  # must know every integer again; the others' sources have narrower rules
 
@@ -191,7 +212,7 @@ def near_misses(label: Label, others: Sequence[Label], draw: random.Random) -> I
     either = rf"\boxed{{{instead}}} or "
     yield Case(label=label, kind="label in the reasoning", answer=instead, is_right=False, before=f"It is {right}. ")
     yield Case(label=label, kind="label first of two boxes", answer=instead, is_right=False, beside=f"{right} or ")
-    yield Case(label=label, kind="label last of two boxes", answer=label.text, is_right=False, beside=either)
+    yield Case(label=label, kind=LAST_OF_TWO, answer=label.text, is_right=False, beside=either)
     printed = f"<answer>{right}</answer>"
     yield Case(label=label, kind="label that the tool printed", answer="", is_right=False, tool_said=printed, has_answer=False)
     yield Case(label=label, kind="label without an answer tag", answer="", is_right=False, before=right, has_answer=False)
@@ -256,14 +277,16 @@ def _sized(text: str) -> str:
 def rollout(case: Case, form: AnswerForm) -> Trajectory:
     """What the policy wrote, in the form in which the grader reads it, and what the tool said."""
     turns = [_turn("Let me see.", case.tool_said)] if case.tool_said else []
-    turns.append(_turn(case.before + _ending(case, form), ""))
+    thought = "<think>" if form is AnswerForm.ARPO else ""  # of the other forms the prompt opens it, or there is none
+    turns.append(_turn(thought + case.before + _ending(case, form), ""))
     stop_reason = StopReason.LENGTH if case.is_cut_off else StopReason.ANSWERED
     key = RolloutKey(task_index=0, attempt=0)
     return Trajectory(key=key, task_id="", prompt_ids=(), turns=tuple(turns), stop_reason=stop_reason)
 
 
 def _ending(case: Case, form: AnswerForm) -> str:
-    closing = {AnswerForm.R1_ZERO: "</think> ", AnswerForm.BOX: ""}.get(form, "</reason>")
+    closings = {AnswerForm.R1_ZERO: "</think> ", AnswerForm.BOX: "", AnswerForm.ARPO: "</think>"}
+    closing = closings.get(form, "</reason>")
     if not case.has_answer:
         return f"{closing}That is all."
     box = f"{case.beside}\\boxed{{{case.answer}}}"
@@ -295,7 +318,8 @@ async def _judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
     async def one(case: Case) -> bool:
         task = Task(id="", question="", answer=case.label.text, source="")
         parts = await reward(task, rollout(case, grader.form))
-        return parts.get("accuracy", 0.0) > 0  # a rollout that is excluded is not called right
+        value = parts.get("accuracy", 0.0)  # a rollout that is excluded is not called right
+        return value > 0 if grader.least is None else value >= grader.least
 
     try:
         verdicts: list[bool] = []
@@ -418,7 +442,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def bars_of(results: dict[str, Any]) -> dict[str, Any]:
     found = {f"{name}: integers rejected": _integers_rejected(results[name]) for name in LENIENT}
-    found |= {f"{name}: near misses accepted": each["near_misses"]["misjudged"] for name, each in results.items()}
+    barred = {name: each for name, each in results.items() if GRADERS[name].has_bar}
+    found |= {f"{name}: near misses accepted": each["near_misses"]["misjudged"] for name, each in barred.items()}
     return {name: {"value": num, "bar": "== 0", "holds": num == 0} for name, num in found.items()}
 
 

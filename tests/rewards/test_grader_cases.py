@@ -7,12 +7,14 @@ import sys
 import tomllib
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from strop.config import Config, validate
 from strop.pipelines.load import load_recipe
-from strop.rewards import RewardConfig, SumRewardConfig
-from strop.rewards.sum_config import MathPart, R1ZeroPart
+from strop.rewards import AnyRewardConfig, CountdownRewardConfig, FunctionRewardConfig, RewardConfig, SumRewardConfig
+from strop.rewards.sum_config import AnyPart, F1Part, FunctionPart, MathPart, R1ZeroPart
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PATH = Path(__file__).resolve().parents[2] / "experiments" / "grader.py"
@@ -133,31 +135,132 @@ def test_misjudged_cases_are_told_by_kind_with_the_first_of_them():
     assert [each["row"] for each in told["examples"]] == [1, 2, 3]
 
 
-def test_every_grader_of_a_shipped_recipe_is_measured():
+@pytest.mark.parametrize(
+    ("which", "spelling"),
+    [
+        (
+            "arpo, a word in common",
+            {"18.00": False, "18 dollars": True, "x = 18": True, r"\$18": True, "18.": True, "36/2": False},
+        ),
+        (
+            "arpo, the same words",
+            {"18.00": False, "18 dollars": False, "x = 18": False, r"\$18": True, "18.": True, "36/2": False},
+        ),
+    ],
+)
+def test_arpos_grader_compares_words_without_their_punctuation(which, spelling):
+    label = grader.Label(source="by hand", row=0, text="18")
+    cases = [grader.Case(label=label, kind="by hand", answer=answer, is_right=True) for answer in spelling]
+    assert dict(zip(spelling, asyncio.run(grader.judge(cases, grader.GRADERS[which])), strict=True)) == spelling
+
+
+@pytest.mark.parametrize("which", ["arpo, a word in common", "arpo, the same words"])
+def test_arpos_grader_takes_a_number_for_its_negative_and_reads_no_answer_but_the_last_box_of_the_tag(which):
+    report = judged(which, PLAIN_LABELS)
+    assert report["near_misses"]["by_kind"]["other sign"] == [2, 2]
+    accepted = {kind for kind, (_, num) in report["near_misses"]["by_kind"].items() if num}
+    assert accepted == {"other sign"}
+    assert report["accepted_by_rule"]["by_kind"] == {"label last of two boxes": [2, 2]}
+
+
+def test_what_arpos_grader_accepts_is_told_and_has_no_bar():
+    nothing = {"right_answers": {"by_label": {}}, "near_misses": {"misjudged": 0}}
+    accepting = nothing | {"near_misses": {"misjudged": 3}}
+    words = {"arpo, a word in common", "arpo, the same words"}
+    results = {which: accepting if which in words else nothing for which in grader.GRADERS}
+    assert all(bar["holds"] for bar in grader.bars_of(results).values())
+    assert not all(bar["holds"] for bar in grader.bars_of(results | {"math": accepting}).values())
+
+
+class OneReward(Config):
+    reward: AnyRewardConfig
+
+
+SEES_NO_LABEL = {  # parts of a sum that judge form, length, language or a preference, whatever the answer is
+    *("r1_zero_format", "question_only_format", "format", "turns_format", "tag_count", "code_format", "language"),
+    *("repetition", "soft_overlong", "cosine", "length", "called", "reasoning_steps", "scorer", "judge"),
+}
+NOT_MEASURED = {  # settings of graders that no label of GSM8K or MATH-500 can be put to, and why
+    ("countdown", True): "there is no label: whatever has the target's value is right (test_countdown_reward.py)",
+    ("function", "strop.evaluation.multiple_choice:right_letter"): "labels are letters (evaluation/test_judges.py)",
+    ("function", "strop.evaluation.question_answering:exact_match"): "labels are names and phrases (evaluation/test_judges.py)",
+    ("function", "strop.evaluation.question_answering:f1"): "likewise, and it has no weight; arpo's F1 is measured",
+}
+
+
+def test_every_grader_of_a_shipped_recipe_is_measured_or_said_not_to_be():
     measured = {settings for each in grader.GRADERS.values() for settings in settings_of(each.reward)}
     used = {}
     for path in sorted(RECIPES.rglob("*.toml")):
-        if path.parent.name == "sweeps" or "stages" not in tomllib.loads(path.read_text(encoding="utf-8")):
-            continue  # sweeps name a recipe; ladders are read by their experiment
-        for stage in load_recipe(path).stages.values():
-            for settings in settings_of(getattr(stage, "reward", None)):
-                used.setdefault(settings, path.name)
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+        if "recipe" in tree:  # a sweep: its recipe is among these, as long as it changes no reward
+            changed = [
+                *tree.get("set", {}),
+                *tree.get("grid", {}),
+                *(key for arm in tree.get("arms", {}).values() for key in arm),
+            ]
+            assert not [key for key in changed if "reward" in key.split(".")], path
+        elif "stages" in tree:  # no curation
+            for stage in load_recipe(path).stages.values():
+                for settings in settings_of(getattr(stage, "reward", None)):
+                    used.setdefault(settings, path.name)
     assert ("r1_zero", True) in used  # CS336's default
     assert ("question_only", True) in used  # DAPO
     assert ("math", "answer_tag", True, "exact") in used  # two-tools
-    assert {settings: path for settings, path in used.items() if settings not in measured} == {}
+    assert ("arpo", None) in used
+    assert {settings: path for settings, path in used.items() if settings not in measured | set(NOT_MEASURED)} == {}
+    assert set(NOT_MEASURED) <= set(used) - measured  # none of them is out of date
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"kind": "code"},
+        {"kind": "countdown", "needs_box": False},
+        {"kind": "function", "function": "my:own"},
+        {"kind": "math", "needs_box": False},
+        {"kind": "sum", "parts": {"tests": {"kind": "code"}}},
+        {"kind": "sum", "parts": {"own": {"kind": "function", "function": "my:own"}}},
+        {"kind": "sum", "parts": {"f1": {"kind": "arpo", "references_fact": "references"}}},
+        {
+            "kind": "sum",
+            "parts": {"told": {"kind": "math", "answer_in": "response", "weight": 0.0}, "called": {"kind": "called"}},
+        },
+    ],
+)
+def test_a_recipe_with_another_grader_than_those_would_be_noticed(reward):
+    config = validate(OneReward, {"reward": reward}, place="test").reward
+    measured = {settings for each in grader.GRADERS.values() for settings in settings_of(each.reward)}
+    [settings] = settings_of(config)
+    known = reward == {"kind": "math", "needs_box": False}
+    assert (settings in measured | set(NOT_MEASURED)) is known
+
+
+def test_what_is_said_to_see_no_label_is_a_kind_of_part():
+    kinds = {kind for part in get_args(get_args(AnyPart)[0]) for kind in get_args(part.model_fields["kind"].annotation)}
+    assert kinds > SEES_NO_LABEL
+    assert {"math", "r1_zero", "question_only", "arpo", "code", "function"} == kinds - SEES_NO_LABEL
 
 
 def settings_of(reward):
-    """What decides how a reward compares answers with labels, of each of its parts that does."""
-    parts = reward.parts.values() if isinstance(reward, SumRewardConfig) else [reward]
+    """What decides how a reward judges answers, of each of its parts that does; what is not known here has its kind alone."""
+    parts = reward.parts.values() if isinstance(reward, SumRewardConfig) else [] if reward is None else [reward]
     for part in parts:
-        if isinstance(part, RewardConfig):
-            yield ("math", "answer_tag", part.needs_box, "math_verify")
-        elif isinstance(part, MathPart):
-            yield ("math", part.answer_in, part.needs_box, part.judge)
-        elif isinstance(part, R1ZeroPart):
-            yield (part.kind, part.fast)
+        match part:
+            case RewardConfig():
+                yield ("math", "answer_tag", part.needs_box, "math_verify")
+            case MathPart():
+                yield ("math", part.answer_in, part.needs_box, part.judge)
+            case R1ZeroPart():
+                yield (part.kind, part.fast)
+            case F1Part():
+                yield ("arpo", part.references_fact)
+            case CountdownRewardConfig():
+                yield ("countdown", part.needs_box)
+            case FunctionRewardConfig() | FunctionPart():
+                yield ("function", part.function)
+            case _ if part.kind not in SEES_NO_LABEL:
+                yield (part.kind,)
 
 
 def test_a_missing_data_set_is_named(tmp_path, capsys):
