@@ -100,8 +100,8 @@ def test_fused_a_pair_is_asked_of_sympy_in_its_normal_form_and_of_math_verify_as
     service = Broken(PairVerdict.EQUAL)
     assert verify((r"( 2x, \dfrac{1}{3} )", r"(x + x, 0.3)"), service=service, is_fused=True) == [Verdict.CORRECT]
     [[pair]] = [request.pairs for request in service.requests]
-    assert pair.gold.split("\x1f") == [r"( 2x, \dfrac{1}{3} )", "2x", r"\frac{1}{3}"]
-    assert pair.answer.split("\x1f") == [r"(x + x, 0.3)", "x+x", "0.3"]
+    assert (pair.gold, pair.answer) == (r"( 2x, \dfrac{1}{3} )", r"(x + x, 0.3)")
+    assert pair.differences == (("2x", "x+x"), (r"\frac{1}{3}", "0.3"))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ def math_answers():
 
 
 def request_of(*pairs, pair_wall_s=20.0):
-    return VerifyRequest(pairs=tuple(AnswerPair(gold=gold, answer=answer) for gold, answer in pairs), pair_wall_s=pair_wall_s)
+    """Of (gold, answer, *differences)."""
+    made = tuple(AnswerPair(gold=gold, answer=answer, differences=tuple(more)) for gold, answer, *more in pairs)
+    return VerifyRequest(pairs=made, pair_wall_s=pair_wall_s)
 
 
 async def in_order(verdicts):
@@ -35,7 +37,7 @@ async def in_order(verdicts):
 
 
 def judge(*pairs, pair_wall_s=20.0, handle=lambda child: child, batch_size=32):
-    """The verdict on each (gold, answer), by real processes; `handle` may stand between a child and its supervisor."""
+    """The verdict on each (gold, answer, *differences), by real processes; `handle` may stand between child and supervisor."""
 
     async def run():
         verifier = ProcessVerifier()

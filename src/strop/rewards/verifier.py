@@ -15,7 +15,6 @@ from strop.errors import MachineError
 from strop.rewards.grading import equal_by_text, left_to_algebra
 from strop.rewards.service import AnswerService
 from strop.rewards.spelling import cleaned, equal_by_spelling
-from strop.sandbox.inside.verify import with_elements
 from strop.sandbox.numbers import plain_number
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.verify_process import ProcessVerifier
@@ -103,14 +102,11 @@ class MathVerifier:
             self._readable[gold] = is_plain or await self._compare(gold, gold) is not PairVerdict.UNREADABLE
         return self._readable[gold]
 
-    async def _compare(self, gold: str, prediction: str, elements: Sequence[tuple[str, str]] = ()) -> PairVerdict:
+    async def _compare(self, gold: str, prediction: str, differences: Sequence[tuple[str, str]] = ()) -> PairVerdict:
         if self._is_closed:
             raise MachineError("the verifier was closed; an answer came after that")
         loop = asyncio.get_running_loop()
-        pair = AnswerPair(
-            gold=with_elements(gold, [of_gold for of_gold, _ in elements]),
-            answer=with_elements(prediction, [of_prediction for _, of_prediction in elements]),
-        )
+        pair = AnswerPair(gold=gold, answer=prediction, differences=tuple(differences))
         question = _Question(pair=pair, verdict=loop.create_future())
         if not self._gathered:
             loop.call_later(_GATHER_S, self._ask)

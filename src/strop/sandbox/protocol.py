@@ -130,13 +130,21 @@ class PairVerdict(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPair:
+    """Two answers. With `differences`, pairs of expressions, they are equal, too, where sympy finds each of these to be 0."""
+
     gold: str
     answer: str
+    differences: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         """Raises `TypeError` for what is no text."""
         demand("gold", self.gold, str)
         demand("answer", self.answer, str)
+        demand("differences", self.differences, tuple)
+        for index, difference in enumerate(self.differences):
+            demand(f"differences[{index}]", difference, tuple)
+            for text in difference:
+                demand(f"differences[{index}]", text, str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ The child may hang in any pair, inside C code that hears no signal, so nothing h
 lines that it reads, and kills. A hang costs its whole limit either way; an alarm in here would only save the fork of the next
 child, a hundredth of that, and leave half-filled caches behind.
 
-    payload   a JSON list of [gold, answer], as texts or as `with_elements` writes them
+    payload   a JSON list of [gold, answer], with pairs of expressions behind them where sympy is asked about their differences
     lines     `start`, then `<index> <verdict>` for each pair in order; the clock of a pair runs from the line before its own
 
 Texts enter, indices and verdicts leave: neither answer is ever written anywhere.
@@ -24,8 +24,6 @@ from . import answers, latex
 
 STARTED = b"start"
 EQUAL, UNEQUAL, UNREADABLE = b"equal", b"unequal", b"unreadable"
-
-_READING = "\x1f"  # ASCII's unit separator: between an answer as it was written and the elements of its normal form
 
 
 def prime() -> None:
@@ -55,32 +53,19 @@ def judge(payload: bytes, emit: Callable[[bytes], None]) -> None:
     pairs = json.loads(payload)
     with contextlib.redirect_stdout(None):  # nothing that a library prints may look like a verdict
         emit(STARTED)
-        for index, (gold, answer) in enumerate(pairs):
+        for index, (gold, answer, *differences) in enumerate(pairs):
             try:
-                verdict = _compare_readings(gold, answer)
+                verdict = EQUAL if _are_zero(differences) else compare(gold, answer)
             except Exception:  # MemoryError and RecursionError among them
                 verdict = UNREADABLE
             emit(b"%d %s" % (index, verdict))
 
 
-def with_elements(answer: str, elements: Sequence[str]) -> str:
-    """One text for `judge`: the answer, and what sympy is to compare behind it. Without elements the answer alone.
-
-    A pair is equal where sympy finds all elements of the one equal to those of the other, or else where math_verify says so of
-    the answers themselves; both share the limit of the pair. It is the gold's text that asks for it, never the answer's alone.
-    """
-    return _READING.join((answer.replace(_READING, " "), *elements))
-
-
-def _compare_readings(gold: str, answer: str) -> bytes:
-    gold, *gold_elements = gold.split(_READING)
-    if not gold_elements:
-        return compare(gold, answer)
-    answer, *answer_elements = answer.split(_READING)
+def _are_zero(differences: Sequence[Sequence[str]]) -> bool:
+    """Whether there are some, and sympy can read them, and finds all of them to be 0."""
     with contextlib.suppress(Exception):  # math_verify may read what sympy's grammar does not
-        if len(gold_elements) == len(answer_elements) and all(map(is_zero_difference, gold_elements, answer_elements)):
-            return EQUAL
-    return compare(gold, answer)
+        return bool(differences) and all(is_zero_difference(gold, answer) for gold, answer in differences)
+    return False
 
 
 def is_zero_difference(gold: str, answer: str) -> bool:

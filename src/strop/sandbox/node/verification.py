@@ -140,7 +140,7 @@ class _Attempt:
     async def run(self) -> None:
         try:
             self._wait(_START_S)
-            self._child.send(json.dumps([[pair.gold, pair.answer] for _, pair in self._pairs]).encode())
+            self._child.send(json.dumps([[pair.gold, pair.answer, *pair.differences] for _, pair in self._pairs]).encode())
             async for line in self._child.lines():
                 if not self._take(line):
                     self._child.kill()

@@ -40,8 +40,9 @@ def session_refusal(session: SessionLimits, limits: RequestLimits) -> str:
 
 
 def is_readable(pair: AnswerPair, limits: RequestLimits) -> bool:
-    """Whether both answers have an encoding and a bearable length."""
-    return not any(_text_refusal("", text, limits.max_answer_bytes) for text in (pair.gold, pair.answer))
+    """Whether both answers, and what is to be compared besides, have an encoding and a bearable length."""
+    texts = (pair.gold, pair.answer, *map("".join, pair.differences))
+    return not any(_text_refusal("", text, limits.max_answer_bytes) for text in texts)
 
 
 def _text_refusal(name: str, text: str, max_bytes: int) -> str:
