@@ -31,6 +31,15 @@ def test_a_prompt_has_the_bos_of_its_tokenizer_and_an_output_never_has_one():
     assert (without["input_ids"].tolist(), without["labels"].tolist()) == ([[A]], [[B]])
 
 
+def test_no_eos_stands_between_a_prompt_and_its_output():
+    tokenizer = word_tokenizer(adds_eos=True)
+    assert tokenizer.encode("a") == [BOS, A, EOS]
+    tokens = tokenize_prompt_and_output(["a"], ["b"], tokenizer)
+    assert (tokens["input_ids"].tolist(), tokens["labels"].tolist()) == ([[BOS, A]], [[A, B]])
+    written = tokenize_prompt_and_output(["a </s>"], ["b"], tokenizer)  # one that the prompt spells out stays
+    assert written["input_ids"].tolist() == [[BOS, A, EOS]]
+
+
 def test_prompt_and_output_are_tokenised_apart():
     tokenizer = merging_tokenizer()
     assert tokenizer.encode("ab") == [2]

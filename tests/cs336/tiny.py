@@ -10,12 +10,12 @@ VOCABULARY = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>"
 PAD, BOS, EOS, UNKNOWN, A, B, C, D = range(8)
 
 
-def word_tokenizer(*, adds_bos=True, pad_token="<pad>", eos_token="</s>"):
+def word_tokenizer(*, adds_bos=True, adds_eos=False, pad_token="<pad>", eos_token="</s>"):
     """One id a word. Where it adds BOS, it does so as Llama's tokenizer: before every text, unless told not to."""
     tokenizer = Tokenizer(models.WordLevel(VOCABULARY, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if adds_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    around = f"{'<s> ' if adds_bos else ''}$A{' </s>' if adds_eos else ''}"
+    tokenizer.post_processor = processors.TemplateProcessing(single=around, special_tokens=[("<s>", BOS), ("</s>", EOS)])
     names = {"pad_token": pad_token, "eos_token": eos_token, "bos_token": "<s>" if adds_bos else None}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 

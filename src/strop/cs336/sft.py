@@ -15,7 +15,7 @@ def tokenize_prompt_and_output(
 ) -> dict[str, Tensor]:
     """Rows of prompt and output, tokenised apart, padded on the right whatever the tokenizer's `padding_side`, and their mask.
 
-    The prompt begins as the tokenizer begins a text (Llama's with BOS); nothing is added before an output or after it. Padding
+    The prompt begins as the tokenizer begins a text (Llama's with BOS); nothing is added behind it or an output. Padding
     is the tokenizer's padding token, else its EOS; `response_mask` is what tells it from text.
 
     Returns:
@@ -27,7 +27,7 @@ def tokenize_prompt_and_output(
     """
     if len(prompt_strs) != len(output_strs) or not prompt_strs:
         raise ValueError(f"{len(prompt_strs)} prompts and {len(output_strs)} outputs: give one output for each prompt.")
-    prompts = [tokenizer.encode(text) for text in prompt_strs]
+    prompts = [encode_beginning(tokenizer, text) for text in prompt_strs]
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in output_strs]
     padding = next((one for one in (tokenizer.pad_token_id, tokenizer.eos_token_id) if one is not None), 0)
     length = max(len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True))
@@ -38,6 +38,14 @@ def tokenize_prompt_and_output(
         ids[row, :end] = torch.tensor(prompt + output)
         mask[row, len(prompt) : end] = True
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": mask[:, 1:]}
+
+
+def encode_beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text that something follows: with what the tokenizer puts before a text, without an EOS behind it."""
+    ids: list[int] = tokenizer.encode(text)
+    own: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    adds_eos = ids[-1:] == [tokenizer.eos_token_id] and ids[-len(own) :] != own
+    return ids[:-1] if adds_eos else ids
 
 
 def compute_entropy(logits: Tensor) -> Tensor:

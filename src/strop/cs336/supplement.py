@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.algorithms.dpo import dpo_loss, implicit_margins
 from strop.cs336.prompts import load_prompt
-from strop.cs336.sft import get_response_log_probs
+from strop.cs336.sft import encode_beginning, get_response_log_probs
 from strop.errors import TaskError
 
 _MMLU_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is)\b)?\s*:?\s*(?:(?i:option)\s+)?[(*\"'`$]*([A-Z])(?![\w'’])")
@@ -126,7 +126,7 @@ def compute_per_instance_dpo_loss(
     """
     logprobs: list[Tensor] = []
     for response in (response_chosen, response_rejected):
-        ids = tokenizer.encode(_in_alpaca(prompt, response))
+        ids = encode_beginning(tokenizer, _in_alpaca(prompt, response))
         if tokenizer.eos_token_id is not None:
             ids.append(tokenizer.eos_token_id)
         logprob = _text_logprob(lm, ids)
