@@ -2,11 +2,11 @@
 
 Both trainers live in processes of their own and take turns. TRL has an environment of its own (`make bench-training` makes
 it). Completion tokens are counted; precision is equal on both sides. Settings are swept on a quarter of the rollouts, each with
-activations kept and computed again in the backward pass. The bars, which are of speed and memory together, are about the one of
-ours that took least memory, against TRL's best: its fastest, and of those within `TIE` of it the one with least memory. These
-take turns on all, with our fastest and our best that keeps its moments in memory, as TRL does: what lies in a file is not
-counted as memory, for the system may keep its pages, and gives them to whoever needs them. Of the sweep it is told how the
-leanest of both sides compare. Prints tables and writes results/training.json.
+activations kept and computed again in the backward pass. The bars, of speed and memory together, are about our best that
+computes activations again and keeps its moments in memory, as TRL does, against TRL's best: its fastest, and of those within
+`TIE` of it the one with least memory. These take turns on all, with our fastest, and with our leanest, whose moments are in
+files: the system may keep their pages, and gives them to whoever needs them, so that they are not counted. Of the sweep it is
+told how the leanest of both sides compare. Prints tables and writes results/training.json.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ def main() -> int:
         best = _best(of_ours)
         theirs_best = _best({setting: each for setting, each in sweep.items() if setting[0] == "trl"})
         low = _twice(console, theirs(part, *theirs_best[1:], weights="bfloat16"))
-        others = dict.fromkeys([in_memory, best])  # one of them may be the one that the bars are about
-        others.pop(lean, None)
-        workers = [ours(whole, *lean[1:]), theirs(whole, *theirs_best[1:]), *(ours(whole, *each[1:]) for each in others)]
+        others = dict.fromkeys([lean, best])  # one of them may be the one that the bars are about
+        others.pop(in_memory, None)
+        workers = [ours(whole, *in_memory[1:]), theirs(whole, *theirs_best[1:]), *(ours(whole, *each[1:]) for each in others)]
         flops = []
         for number in range(1 + ROUNDS):
             flops.append(matmul_flops())
