@@ -1,5 +1,6 @@
 import asyncio
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -417,6 +418,28 @@ def test_an_update_that_is_not_finite_is_skipped_and_changes_nothing(model_direc
             await trainer.update(poisoned(good), METHOD.token_loss, METHOD.token_statistics)
 
     asyncio.run(scenario())
+
+
+def infinite_loss(policy_logprobs, inputs):
+    return METHOD.token_loss(policy_logprobs, inputs).masked_fill(inputs.loss_mask, math.inf)
+
+
+def finite_loss_of_infinite_gradient(policy_logprobs, inputs):
+    steep = (policy_logprobs - policy_logprobs.detach()).abs().sqrt()  # 0, where its slope is not finite
+    return METHOD.token_loss(policy_logprobs, inputs) + torch.where(inputs.loss_mask, steep, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("token_loss", "reason"),
+    [(infinite_loss, "loss is inf"), (finite_loss_of_infinite_gradient, r"loss is -?\d.*, gradient norm is (nan|inf)")],
+)
+def test_an_infinite_loss_and_an_infinite_gradient_of_a_finite_one_are_skipped(model_directory, make_batch, token_loss, reason):
+    trainer = make_trainer(model_directory)
+    before = weights_of(trainer)
+    batch = with_old_logprobs(make_batch(), trainer)
+    skipped = asyncio.run(trainer.update(batch, token_loss, METHOD.token_statistics))
+    assert re.search(reason, skipped.skip_reason)
+    assert all(torch.equal(before[name], weights) for name, weights in weights_of(trainer).items())
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
