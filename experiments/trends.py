@@ -31,6 +31,7 @@ from trends_measures import (
     mean_up_to,
     on_common_grid,
     paired,
+    smooth,
 )
 
 from strop.errors import UserError
@@ -49,6 +50,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = ROOT / "experiments" / "trends"
 RESULTS = ROOT / "experiments" / "results" / "trends"
 PILOT_SEED = 100
+SMOOTH = "accuracy, mean, on a smooth curve"
 
 Runs = Mapping[str, Mapping[int, RunDirectory]]
 """Arm -> seed -> its run."""
@@ -90,6 +92,7 @@ def by_tool_calls(runs: Runs) -> tuple[Figures, dict[str, Any]]:
             curves["accuracy by tool calls"][arm][seed] = accuracy
             told = {
                 "accuracy, mean up to the budget": mean_up_to(accuracy, budget),
+                SMOOTH: mean_up_to(smooth(accuracy), budget),
                 "accuracy at the budget": at(accuracy, budget),
                 "calls of the budget": budget,
                 "steps at the budget": at([(each.calls, step) for step, each in enumerate(spent)], budget),
@@ -117,6 +120,7 @@ TRENDS: Mapping[str, Trend] = {
         name="b-arpo",
         comparisons=(
             Comparison(figure="accuracy, mean up to the budget", first="grpo", second="arpo", is_more_expected=True),
+            Comparison(figure=SMOOTH, first="grpo", second="arpo", is_more_expected=True),
             Comparison(figure="accuracy at the budget", first="grpo", second="arpo", is_more_expected=True),
         ),
         figures=("accuracy", "tool_calls_mean"),

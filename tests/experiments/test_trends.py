@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,20 @@ def test_seeds_are_drawn_over_the_calls_that_all_of_them_made():
     first, second = measures.on_common_grid([[(0.0, 0.2), (100.0, 0.6)], [(0.0, 0.4), (50.0, 0.5), (80.0, 0.8)]], num_points=3)
     assert first == [(0.0, pytest.approx(0.2)), (40.0, pytest.approx(0.36)), (80.0, pytest.approx(0.52))]
     assert second == [(0.0, pytest.approx(0.4)), (40.0, pytest.approx(0.48)), (80.0, pytest.approx(0.8))]
+
+
+def test_a_smooth_curve_goes_through_its_points_rises_where_they_do_and_is_that_of_pchip():
+    curve = [(0.0, 0.3), (500.0, 0.7), (1300.0, 0.8), (2000.0, 0.8), (2500.0, 0.9)]
+    found = measures.smooth(curve)
+    assert [measures.at(found, x) for x, _ in curve] == pytest.approx([y for _, y in curve], abs=1e-12)
+    assert all(high >= low - 1e-12 for (_, low), (_, high) in pairwise(found))
+    # scipy.interpolate.PchipInterpolator of the same points: its values, and its mean over [0, 2500].
+    assert measures.at(found, 250.0) == pytest.approx(0.5519087809, abs=1e-6)
+    assert measures.at(found, 900.0) == pytest.approx(0.7729074890, abs=1e-6)
+    assert measures.mean_up_to(found, 2500.0) == pytest.approx(0.7434469907, abs=1e-5)
+    line = [(0.0, 0.0), (10.0, 1.0), (30.0, 3.0)]
+    assert all(y == pytest.approx(x / 10) for x, y in measures.smooth(line))
+    assert measures.smooth([(0.0, 1.0), (4.0, 3.0)])[-1] == (4.0, 3.0)
 
 
 def test_the_mean_up_to_a_budget_is_the_area_under_straight_lines():
