@@ -11,9 +11,9 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from strop.config import Config
 from strop.errors import TaskError
@@ -33,24 +33,55 @@ class ArithmeticDemonstrator(Config):
     kind: Literal["arithmetic"] = "arithmetic"
     guess_fraction: float = Field(default=0.5, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
     error_fraction: float = Field(default=0.4, ge=0, le=1)  # of the others: the first call raises, the next one mends it
+    foreign_fraction: float = Field(default=0.0, ge=0, le=1)  # of the thoughts, each by itself: in Russian
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is newer than some runs and not set, so that their recipes and digests stay what they were."""
+        found: dict[str, Any] = serialize(self)
+        return {key: value for key, value in found.items() if key != "foreign_fraction" or value}
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without an expression."""
         draw = random.Random(derive_seed("demonstration", seed, task.id))
+        of_language = random.Random(derive_seed("demonstration-language", seed, task.id))
         expression = _fact(task, "expression", needed_by="arithmetic")
+
+        def thought(name: str) -> str:
+            words = _IN_RUSSIAN if of_language.random() < self.foreign_fraction else _IN_ENGLISH
+            return f"<reason>{words[name]}</reason>"
+
         if draw.random() < self.guess_fraction:
             guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
-            return [lambda _: f"<reason>{expression}: I can do this in my head, {guess}.</reason>{_answer(str(guess))}"]
+            guessed = thought("guess").format(expression=expression, guess=guess)
+            return [lambda _: f"{guessed}{_answer(str(guess))}"]
         right = f"print({expression})"
+        first = thought("compute").format(expression=expression)
         replies: list[Reply] = []
         if draw.random() < self.error_fraction:
             wrong = draw.choice([f"prnt({expression})", f"print({expression}", f"print(int({expression}, 0))"])
-            replies.append(lambda _: f"<reason>{expression}: I will compute it.</reason>{_call(tool, wrong)}")
-            replies.append(lambda _: f"<reason>That call was wrong.</reason>{_call(tool, right)}")
+            mended = thought("mend")
+            replies.append(lambda _: f"{first}{_call(tool, wrong)}")
+            replies.append(lambda _: f"{mended}{_call(tool, right)}")
         else:
-            replies.append(lambda _: f"<reason>{expression}: I will compute it.</reason>{_call(tool, right)}")
-        replies.append(lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}")
+            replies.append(lambda _: f"{first}{_call(tool, right)}")
+        last = thought("read")
+        replies.append(lambda output: f"{last.format(output=output.strip())}{_answer(output.strip())}")
         return replies
+
+
+_IN_ENGLISH = {
+    "guess": "{expression}: I can do this in my head, {guess}.",
+    "compute": "{expression}: I will compute it.",
+    "mend": "That call was wrong.",
+    "read": "The tool says {output}.",
+}
+_IN_RUSSIAN = {
+    "guess": "{expression}: сосчитаю в уме, {guess}.",
+    "compute": "{expression}: сейчас сосчитаю.",
+    "mend": "Вызов был неверен.",
+    "read": "Ответ программы {output}.",
+}
 
 
 class CalculationsDemonstrator(Config):

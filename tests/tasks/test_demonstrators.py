@@ -1,0 +1,53 @@
+"""The demonstrator of arithmetic: in which language it thinks."""
+
+import re
+
+import pytest
+
+from strop.pipelines.rejection_stage import foreign_share
+from strop.rewards.language import scripts_of
+from strop.tasks.demonstrators import ArithmeticDemonstrator
+from strop.types import Task
+
+TASK = Task(id="t", question="4-5-59", answer="-60", source="test", facts={"expression": "4-5-59"})
+NUM = 400
+
+
+def said(seed, **fractions):
+    return [reply("-60\n") for reply in ArithmeticDemonstrator(**fractions).script(TASK, tool="python", seed=seed)]
+
+
+def is_russian(turn):
+    [script] = set(scripts_of(turn))
+    return script == "cyrillic"
+
+
+def without_thoughts(turn):
+    return re.sub("<reason>.*?</reason>", "", turn)
+
+
+@pytest.mark.parametrize(("fraction", "is_foreign"), [(0.0, False), (1.0, True)])
+def test_no_thought_or_every_one_is_in_russian(fraction, is_foreign):
+    turns = [turn for seed in range(NUM) for turn in said(seed, foreign_fraction=fraction)]
+    assert {is_russian(turn) for turn in turns} == {is_foreign}
+
+
+def test_each_thought_is_drawn_by_itself_so_that_conversations_mix_languages():
+    played = [said(seed, guess_fraction=0.0, error_fraction=0.5, foreign_fraction=0.3) for seed in range(NUM)]
+    russian = [is_russian(turn) for turns in played for turn in turns]
+    assert sum(russian) / len(russian) == pytest.approx(0.3, abs=0.05)  # 3 standard deviations of 1000 draws
+    is_mixed = [foreign_share("".join(turns)) > 0 for turns in played]
+    # With two thoughts 1 - 0.7² - 0.3² = 0.42, with three 1 - 0.7³ - 0.3³ = 0.63; one half each.
+    assert sum(is_mixed) / NUM == pytest.approx(0.525, abs=0.08)
+
+
+def test_a_language_changes_thoughts_alone():
+    for seed in range(NUM):
+        english, mixed = said(seed), said(seed, foreign_fraction=0.5)
+        assert [without_thoughts(turn) for turn in english] == [without_thoughts(turn) for turn in mixed]
+        assert mixed == said(seed, foreign_fraction=0.5)
+
+
+def test_a_demonstrator_of_one_language_is_written_down_as_before_there_were_others():
+    assert "foreign_fraction" not in ArithmeticDemonstrator().model_dump()
+    assert ArithmeticDemonstrator(foreign_fraction=0.3).model_dump()["foreign_fraction"] == 0.3
