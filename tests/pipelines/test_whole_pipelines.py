@@ -1,11 +1,14 @@
 """The papers' pipelines end to end on a tiny model: killed at ten random points, they end where an undisturbed run ends.
 
 Real processes, the embedded engine, a real sandbox whose answers come after random times. Only sizes differ from the recipes,
-and what the demonstrator shows: so small a model learns nothing from one that guesses.
+and what `NO_SIZES` lists: a test holds that, leaf by leaf.
 """
 
 import random
+import re
 import time
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 from killing import HERE, complaint, events, finish, kill_when
@@ -22,11 +25,10 @@ NUM_KILLS = 10
 COMMON = """
 threads=1 tasks.num_terms=2 tasks.max_digits=1 engine.slots=24 engine.max_length=256
 limits.max_turns=3 limits.max_response_tokens=48 sampling.max_tokens=128 trainer.optimizer.warmup_updates=1
-stages.base.tiny={hidden_size=64,num_layers=2,num_heads=2,intermediate_size=128,vocab_size=384,max_length=256,num_texts=64}
+stages.base.tiny={hidden_size=64,num_layers=2,num_heads=2,intermediate_size=128,vocab_size=448,max_length=256,num_texts=64}
 """
 COLD_START = """
-stages.{0}.num_demonstrations=192 stages.{0}.steps=200 stages.{0}.batch_size=16 stages.{0}.trainer.optimizer.warmup_updates=5
-stages.{0}.demonstrator.guess_fraction=0.0 stages.{0}.demonstrator.error_fraction=0.3
+stages.{0}.num_demonstrations=384 stages.{0}.steps=250 stages.{0}.batch_size=16 stages.{0}.trainer.optimizer.warmup_updates=5
 """
 RL = "stages.{0}.steps=2 stages.{0}.tasks_per_step=4 stages.{0}.group_size=4 "
 EVAL = "stages.{0}.num_tasks=4 stages.{0}.k=2 "
@@ -35,34 +37,86 @@ SIZES = {
     "rstar2-pipeline": COMMON
     + COLD_START.format("sft")
     + "".join(RL.format(name) for name in ("stage1", "stage2", "stage3"))
+    + "".join(f"stages.{name}.tasks.limit=16 " for name in ("stage1", "stage2", "hard"))
     + "".join(EVAL.format(name) for name in ("after-sft", "after-stage1", "after-stage2", "after-stage3"))
     + "".join(
         f"stages.{name}.sampling.max_tokens=160 " for name in ("stage2", "hard", "stage3", "after-stage2", "after-stage3")
     )
-    + "stages.stage3.limits.max_turns=4 stages.after-stage3.limits.max_turns=4 stages.hard.num_tasks=12",
+    + "stages.stage3.limits.max_turns=4 stages.after-stage3.limits.max_turns=4 stages.stage1.steps=3",
     "r1-pipeline": COMMON
     + COLD_START.format("cold-start")
     + "".join(RL.format(name) for name in ("rl1", "rl2"))
     + "".join(EVAL.format(name) for name in ("after-rl1", "after-rl2", "after-student"))
     + """
-    stages.rejection.num_tasks=48 stages.teacher.num_tasks=48 stages.mixed.total=64
+    stages.rejection.num_tasks=128 stages.teacher.num_tasks=48 stages.mixed.total=64
     stages.general.num_demonstrations=24 stages.general.tasks.max_digits=1
     stages.helpful.batch_size=16 stages.helpful.epochs=1
     stages.safe.batch_size=16 stages.safe.epochs=1 stages.rl2.tasks_per_step=8
-    stages.rl2.schedule=[{at_step=2,tasks={kind="jsonl",path="r1-general.jsonl",dataset="strop"}}]
+    stages.rl1.schedule=[{every_updates=1,refresh_reference=true}]
+    stages.rl2.schedule=[{at_step=2,tasks={kind="jsonl",path="r1-general.jsonl",dataset="strop"}},{every_updates=1,refresh_reference=true}]
     stages.sft2.steps=250 stages.sft2.batch_size=16 stages.sft2.trainer.optimizer.warmup_updates=5
     stages.student.steps=10 stages.student.batch_size=4 stages.student.trainer.optimizer.warmup_updates=2
-    stages.small.tiny={hidden_size=32,num_layers=2,num_heads=2,intermediate_size=64,vocab_size=320,max_length=256,num_texts=64}
+    stages.small.tiny={hidden_size=32,num_layers=2,num_heads=2,intermediate_size=64,vocab_size=384,max_length=256,num_texts=64}
     """,
 }
 
 
-def test_the_recipes_at_these_sizes_differ_from_the_papers_in_no_stage_and_no_edge():
-    for name, sizes in SIZES.items():
-        small, whole = (load_recipe(RECIPES / f"{name}.toml", words) for words in (sizes.split(), ()))
-        assert {key: (stage.kind, stage.inputs()) for key, stage in small.stages.items()} == {
-            key: (stage.kind, stage.inputs()) for key, stage in whole.stages.items()
-        }
+_STAGE = r"stages\.[\w-]+\."
+SIZES_ARE = (
+    r"threads|engine\.(slots|max_length)",
+    _STAGE + r"tiny\.\w+",
+    _STAGE + r"(steps|num_demonstrations|num_tasks|k|batch_size|epochs|total|tasks_per_step|group_size|tasks\.limit)",
+    _STAGE + r"(sampling\.max_tokens|limits\.(max_turns|max_response_tokens)|trainer\.optimizer\.warmup_updates)",
+    _STAGE + r"schedule\[\d+\]\.(at_step|every_updates)",
+)
+"""Leaves of a resolved recipe that say how much or how many."""
+NO_SIZES = {
+    _STAGE + r"tasks\.(num_terms|max_digits)": "so small a model does not learn to copy longer sums so soon; the first rows of"
+    " rstar2-tasks.jsonl are as short",
+}
+"""What else differs from a recipe in what is run of it here, and why."""
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_recipes_at_these_sizes_differ_from_the_papers_in_no_stage_no_edge_and_no_other_key(name):
+    small, whole = (load_recipe(RECIPES / f"{name}.toml", words) for words in (SIZES[name].split(), ()))
+    assert {key: (stage.kind, stage.inputs()) for key, stage in small.stages.items()} == {
+        key: (stage.kind, stage.inputs()) for key, stage in whole.stages.items()
+    }
+    assert [path for path in differing(name) if not re.fullmatch("|".join((*SIZES_ARE, *NO_SIZES)), path)] == []
+
+
+def test_the_filter_of_rstar2_is_over_the_whole_set_that_the_stages_before_it_train_on():
+    stages = load_recipe(RECIPES / "rstar2-pipeline.toml").stages
+    assert stages["hard"].tasks == stages["stage1"].tasks == stages["stage2"].tasks
+    assert stages["hard"].tasks.path.name == "rstar2-tasks.jsonl"
+    assert stages["hard"].num_tasks is None
+
+
+@pytest.mark.parametrize("pattern", [*SIZES_ARE, *NO_SIZES])
+def test_what_may_differ_does_so_in_some_recipe(pattern):
+    assert any(re.fullmatch(pattern, path) for name in SIZES for path in differing(name))
+
+
+def differing(name: str) -> list[str]:
+    """The path of every leaf in which a recipe at these sizes is not what is shipped."""
+    small, whole = (
+        dict(leaves(load_recipe(RECIPES / f"{name}.toml", words).model_dump(mode="json")))
+        for words in (SIZES[name].split(), ())
+    )
+    nothing = object()
+    return [path for path in dict.fromkeys((*small, *whole)) if small.get(path, nothing) != whole.get(path, nothing)]
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, each in value.items():
+            yield from leaves(each, f"{path}.{key}".removeprefix("."))
+    elif isinstance(value, list) and value:
+        for number, each in enumerate(value):
+            yield from leaves(each, f"{path}[{number}]")
+    else:
+        yield path, value
 
 
 @pytest.mark.slow
@@ -134,13 +188,44 @@ def assert_nothing_is_vacuous(run, stages):
         if stage.kind == "rl":
             assert max(line.get("rollout/accuracy", 0.0) for line in by_stage[name]) > 0, (name, complaint(run))
             assert max(line["rollout/tool_calls_mean"] for line in by_stage[name]) > 0, name
+            for rule in stage.end_when:
+                assert len(by_stage[name]) == stage.steps or rule.why_holds(by_stage[name]), name
     if "rl2" in stages:
+        assert_languages_are_mixed_and_told(run, stages["rl1"])
         assert_general_prompts_and_their_rewards_come_last(run, stages["rl2"])
+        for name in ("rl1", "rl2"):
+            assert "refresh_reference = true" in str(events(run, "scheduled", name)), name
+    if "hard" in stages:
+        assert_the_filter_judges_what_was_trained_on(run, stages)
+
+
+def assert_the_filter_judges_what_was_trained_on(run, stages):
+    """rStar2-Agent's third stage: all the tasks that the stages before it had are filtered, and no other."""
+    limit = stages["hard"].tasks.limit
+    original = [line["id"] for line in read_lines(RECIPES / "rstar2-tasks.jsonl")][:limit]
+    filtered = [line["task_id"] for line in read_lines(run.stage("hard").path / "data" / "outcomes.jsonl")]
+    assert sorted(filtered) == sorted(original)
+    kept = {line["id"] for line in read_lines(run.stage("hard").path / "data" / "kept.jsonl")}
+    for name, tasks in {"stage1": set(original), "stage2": set(original), "stage3": kept}.items():
+        assert trained_on(run, name) <= tasks, name
+
+
+def trained_on(run, stage):
+    paths = run.stage(stage).rollouts(1).parent.glob("step-*.jsonl")
+    return {scored.trajectory.task_id for path in paths if "ledger" not in path.name for scored in read_rollouts(path)}
+
+
+def assert_languages_are_mixed_and_told(run, stage):
+    """DeepSeek-R1's language consistency tells rollouts apart, and rejection drops those of several languages."""
+    told = [each for step in range(1, stage.steps + 1) for each in read_rollouts(run.stage("rl1").rollouts(step))]
+    assert len({scored.reward_parts["language"] for scored in told}) > 1
+    dropped = read_lines(run.stage("rejection").path / "data" / "dropped.jsonl")
+    assert any(row["reason"].startswith("mixed languages") for row in dropped)
 
 
 def assert_general_prompts_and_their_rewards_come_last(run, stage):
     """DeepSeek-R1's second RL: rules judge reasoning, a reward model each of two sorts of general prompts, at its end alone."""
-    [entry] = stage.schedule
+    [entry] = [entry for entry in stage.schedule if entry.tasks is not None]
     parts = stage.reward.parts
     assert {name for name, part in parts.items() if part.kind == "scorer"} == {"helpful", "safety"}
     by_kind = {}
