@@ -41,6 +41,12 @@ def test_only_the_chain_of_thought_counts_and_it_may_begin_in_the_prompt():
     assert chain_of_thought("<reason>so</reason> it is", think_tag="reason") == "so"
 
 
+def test_the_thoughts_of_all_turns_count_and_nothing_between_them():
+    text = "<think>we think</think>四十二<think>мы думаем</think> 好的</think>"
+    assert chain_of_thought(text) == "we think\nмы думаем"
+    assert language_consistency(text, language="en") == language_consistency(text, language="ru") == 0.5
+
+
 @pytest.mark.parametrize(
     ("language", "thought", "expected"),
     [

@@ -58,9 +58,13 @@ def scripts_of(text: str) -> list[str]:
 
 
 def chain_of_thought(text: str, *, think_tag: str = "think") -> str | None:
-    """What stands between the opening tag (or the start, where the prompt holds it) and the closing one; None without that."""
-    before, closing, _ = text.partition(f"</{think_tag}>")
-    return before.rpartition(f"<{think_tag}>")[2] if closing else None
+    """What stands between opening and closing tags, of all turns; the first may begin in the prompt. None without a closing tag."""
+    first, *others = text.split(f"</{think_tag}>")[:-1] or (None,)
+    if first is None:
+        return None
+    parts = [first.rpartition(f"<{think_tag}>")[2]]
+    parts += [part.rpartition(f"<{think_tag}>")[2] for part in others if f"<{think_tag}>" in part]
+    return "\n".join(parts)
 
 
 def language_consistency(text: str, *, language: str, think_tag: str = "think") -> float:
