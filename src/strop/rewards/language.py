@@ -58,7 +58,7 @@ def scripts_of(text: str) -> list[str]:
 
 
 def chain_of_thought(text: str, *, think_tag: str = "think") -> str | None:
-    """What stands between opening and closing tags, of all turns; the first may begin in the prompt. None without a closing tag."""
+    """What stands between thinking tags, of all turns; the first may begin in the prompt. None without a closing tag."""
     first, *others = text.split(f"</{think_tag}>")[:-1] or (None,)
     if first is None:
         return None
