@@ -61,6 +61,21 @@ def test_its_result_is_shown_as_text() -> None:
     assert (result.outcome, result.text) == (ToolOutcome.STDOUT, "2500")
 
 
+def test_a_result_without_a_text_of_its_own_is_an_error_and_a_set_has_one_order() -> None:
+    class Found:
+        pass
+
+    def find(what: str) -> object:
+        """Find something."""
+        return {"object": Found(), "in a list": [Found()]}[what] if what != "set" else set("cab")
+
+    for what in ("object", "in a list"):
+        result = call(tool(find), what=what)
+        assert result.outcome is ToolOutcome.ERROR
+        assert result.text.endswith("the result holds a Found, which has no text of its own")
+    assert call(tool(find), what="set").text == '["a","b","c"]'
+
+
 def test_a_whole_number_is_good_enough_where_a_float_is_asked_for() -> None:
     assert call(convert, amount=2).text == "2000"
 

@@ -91,8 +91,10 @@ async def play_demonstrations(
                 first_fault = first_fault or str(each)
     if not num_done:
         raise TaskError(f"stages.{context.name}.demonstrator: it can do none of {limit} tasks; of the first, {first_fault}")
-    if num_done < num:
-        context.warn(f"{num_done} demonstrations where {num} were asked for: the others could not be written")
+    if num_done < limit:
+        context.warn(f"{num_done} demonstrations where {limit} were asked for: the others could not be written")
+    elif limit < num:
+        context.warn(f"{limit} demonstrations where up to {num} were wanted: there are no more tasks")
 
 
 async def play_once(

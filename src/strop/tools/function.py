@@ -173,7 +173,16 @@ def _as_text(value: object) -> str:
         return ""
     if isinstance(value, str | int | float):
         return str(value)
-    return to_json(value, fallback=str).decode()
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=lambda each: to_json(each, fallback=_told_by_itself))  # in one order in every process
+    return to_json(value, fallback=_told_by_itself).decode()
+
+
+def _told_by_itself(value: object) -> str:
+    kind = type(value)
+    if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:  # its address, another one each time
+        raise TypeError(f"the result holds a {kind.__name__}, which has no text of its own")
+    return str(value)
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
