@@ -169,10 +169,24 @@ def test_a_pair_that_reaches_its_limit_scores_0_and_a_lost_judge_scores_nothing(
 
 def test_a_task_whose_own_answer_is_no_mathematics_is_excluded_once_asked():
     service = Verdicts(PairVerdict.UNREADABLE)
-    scored = score({"it": {"kind": "math"}}, trajectory(RIGHT), a_task("??"), service)
+    task = a_task("x =")
+    scored = score({"it": {"kind": "math"}}, trajectory(RIGHT), task, service)
     assert dict(scored.reward_parts) == {"excluded": 1.0}
-    assert service.pairs == [("??", "??")]
-    assert score({"it": {"kind": "math", "unreadable_gold": "wrong"}}, trajectory(RIGHT), a_task("??"), service).reward == 0
+    assert service.pairs == [("x =", "x =")]
+    assert score({"it": {"kind": "math", "unreadable_gold": "wrong"}}, trajectory(RIGHT), task, service).reward == 0
+
+
+@pytest.mark.parametrize("gold", ["??", "!", r"$\frac{$"])
+def test_a_gold_that_math_verify_keeps_as_text_is_excluded_by_the_real_verifier_too(gold):
+    assert dict(score({"it": {"kind": "math"}}, trajectory(RIGHT), a_task(gold)).reward_parts) == {"excluded": 1.0}
+    as_wrong = {"it": {"kind": "math", "unreadable_gold": "wrong", "verify_deadline_s": 20.0}}
+    assert score(as_wrong, trajectory(RIGHT), a_task(gold)).reward == 0
+
+
+def test_prose_is_compared_as_text_by_the_real_verifier():
+    part = {"it": {"kind": "math", "verify_deadline_s": 20.0}}
+    answers = (r"<answer>\boxed{north}</answer>", RIGHT)
+    assert [dict(score(part, trajectory(answer), a_task("north")).reward_parts) for answer in answers] == [{"it": 1}, {"it": 0}]
 
 
 def test_an_answer_that_is_no_mathematics_is_compared_as_text_by_a_fused_judge():

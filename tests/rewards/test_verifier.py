@@ -284,3 +284,24 @@ def is_running(pid):
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize("gold", ["??", "!", "", "()", r"$\frac{$", r"\frac{1}{2", "1}{2", r"\{1, 2\}}"])
+def test_a_gold_that_says_nothing_or_groups_nothing_is_unreadable_before_any_process_is_asked(gold):
+    service = Broken()
+    assert not asyncio.run(MathVerifier(service).can_read(gold))
+    assert service.requests == []
+
+
+@pytest.mark.parametrize(
+    "gold", ["72", "north", r"\text{Evelyn}", "x + 1", r"\frac{1}{2}", r"\{1, 2\}", "(-∞, 2]", "∅", r"\{ \}"]
+)
+def test_mathematics_and_prose_are_readable(gold):
+    async def read():
+        verifier = MathVerifier(deadline_s=20.0)
+        try:
+            return await verifier.can_read(gold)
+        finally:
+            await verifier.close()
+
+    assert asyncio.run(read())

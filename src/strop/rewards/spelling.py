@@ -1,4 +1,4 @@
-r"""What can be said of two answers before any algebra: full stops, units, plain fractions, and numbers of another base."""
+r"""What can be said of answers before any algebra: full stops, units, plain fractions, and numbers of another base."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ MAX_NUMBER_CHARS = 200  # of a number with its unit; patterns never see more of 
 _STYLE = re.compile(r"^\\(?:displaystyle|textstyle)(?![a-zA-Z])\s*")
 _BASED = re.compile(r"(\d+)\s*_\s*(?:\{\s*(\d+)\s*\}|(\d+))")
 _UNIT_POWER = re.compile(r"[\d}]\s*\\(?:text|mbox|mathrm)\s*\{[^{}]*\}\s*(?:\^\s*\{?\s*(\d)\s*\}?)?$")
+_NAMELESS = re.compile(r"[∞∅]|\\\{\s*\\\}")  # values without letter or digit: infinity, the empty set
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # with LaTeX's escaped ones, which group nothing
 _BRACED = r"\{\s*(-?\d{1,100})\s*\}"
 _FRACTION = re.compile(rf"(-?)\s*\\[dt]?frac\s*{_BRACED}\s*{_BRACED}|(-?\d{{1,100}})\s*/\s*(\d{{1,100}})")
 
@@ -59,6 +61,21 @@ def same_base_and_power(gold: str, answer: str) -> bool | None:
     if units[0] and units[1] and (units[0][1] or "1") != (units[1][1] or "1"):
         return False
     return None
+
+
+def could_be_an_answer(gold: str) -> bool:
+    r"""Whether a text says anything and groups what it says; False of `??` and of `\frac{`.
+
+    math_verify reads these, too: what it cannot parse it keeps as text, and so finds equal to itself.
+    """
+    if not any(map(str.isalnum, gold)) and _NAMELESS.search(gold) is None:
+        return False
+    depth = 0
+    for brace in _BRACE.findall(gold):
+        depth += {"{": 1, "}": -1}.get(brace, 0)
+        if depth < 0:
+            return False
+    return depth == 0
 
 
 def based(text: str) -> tuple[int, int] | None:

@@ -32,7 +32,7 @@ class MathPart(Part):
     # exact: equal texts or equal plain numbers. fused: text and sympy as in `r1_zero` with `fast`, or else math_verify
     judge: Literal["math_verify", "exact", "fused"] = "math_verify"
     verify_deadline_s: float = Field(default=2.0, gt=0)
-    unreadable_gold: Literal["exclude", "wrong"] = "exclude"  # a task whose own answer is no mathematics
+    unreadable_gold: Literal["exclude", "wrong"] = "exclude"  # a task whose own answer cannot be compared with
 
     @model_validator(mode="after")
     def _reads_what_it_compares(self) -> Self:

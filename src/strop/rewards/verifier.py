@@ -14,7 +14,7 @@ from enum import StrEnum
 from strop.errors import MachineError
 from strop.rewards.grading import equal_by_text, left_to_algebra
 from strop.rewards.service import AnswerService
-from strop.rewards.spelling import cleaned, equal_by_spelling
+from strop.rewards.spelling import cleaned, could_be_an_answer, equal_by_spelling
 from strop.sandbox.numbers import plain_number
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.verify_process import ProcessVerifier
@@ -92,14 +92,15 @@ class MathVerifier:
         return _VERDICTS[await self._compare(gold, prediction, left or ())]
 
     async def can_read(self, gold: str) -> bool:
-        """Whether `gold` is mathematics that an answer can be compared with; asked once for each text.
+        """Whether an answer can be compared with `gold`, prose among it, which is compared as text; asked once for each text.
 
         Raises:
             MachineError: as `verify`.
         """
         if gold not in self._readable:
-            is_plain = plain_number(gold) is not None
-            self._readable[gold] = is_plain or await self._compare(gold, gold) is not PairVerdict.UNREADABLE
+            self._readable[gold] = could_be_an_answer(gold) and (
+                plain_number(gold) is not None or await self._compare(gold, gold) is not PairVerdict.UNREADABLE
+            )
         return self._readable[gold]
 
     async def _compare(self, gold: str, prediction: str, differences: Sequence[tuple[str, str]] = ()) -> PairVerdict:
