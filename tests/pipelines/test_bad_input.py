@@ -178,6 +178,44 @@ def test_a_run_directory_of_another_recipe_is_left_alone(mistake, scripted_run, 
     assert contents(scripted_run.run.path) == before
 
 
+CONVERT = '''
+def convert(x: float) -> float:
+    """Converts kilometres to miles."""
+    return x / 1.609
+'''
+
+
+def first_try_with_a_tool_misspelt(mistake, tmp_path, monkeypatch, module):
+    """The words of a command whose first try ended before any stage began, as only the name of its tool's function was wrong."""
+    (tmp_path / f"{module}.py").write_text(CONVERT)
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(tmp_path, stages={"base": RECIPE["stages"]["base"]}, tools={"convert": {"kind": "function"}})
+    words = ["train", recipe, "--runs", tmp_path / "runs"]
+    mistake(*words, "--set", f"tools.convert.function={module}:convrt")
+    assert [path.name for path in (tmp_path / "runs" / "scripted").iterdir()] == ["manifest.json"]
+    return words
+
+
+def test_a_run_in_which_no_stage_has_begun_takes_the_mended_recipe(mistake, strop, tmp_path, monkeypatch):
+    words = first_try_with_a_tool_misspelt(mistake, tmp_path, monkeypatch, "mended_tools")
+    code, said = strop(*words, "--set", "tools.convert.function=mended_tools:convert", "--set", "seed=3")
+    assert code == 0, said
+    manifest = json.loads((tmp_path / "runs" / "scripted" / "manifest.json").read_text())
+    assert manifest["recipe"]["tools"]["convert"]["function"] == "mended_tools:convert"
+    assert manifest["seed"] == manifest["recipe"]["seed"] == 3
+
+
+@pytest.mark.parametrize("made", ["stages/base/lineage.json", "stale/base-1/lineage.json", "metrics.jsonl"])
+def test_a_run_in_which_anything_was_made_takes_no_other_recipe(mistake, tmp_path, monkeypatch, made):
+    words = first_try_with_a_tool_misspelt(mistake, tmp_path, monkeypatch, "other_tools")
+    path = tmp_path / "runs" / "scripted" / made
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{}")
+    said = mistake(*words, "--set", "tools.convert.function=other_tools:convert")
+    assert "holds a run of another recipe:" in said
+    assert "tools.convert.function: 'other_tools:convrt' there, 'other_tools:convert' asked for" in said
+
+
 def test_a_directory_that_is_no_run_is_left_alone(mistake, tmp_path):
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     (tmp_path / "runs" / "tiny" / "thesis.txt").write_text("years of work")

@@ -57,15 +57,21 @@ def alone_in(run: RunDirectory) -> Iterator[None]:
 def claim(run: RunDirectory, recipe: Recipe, command: str, *, may_grow: bool = False) -> None:
     """Write the manifest of a new run, or make sure that the one there is of this recipe.
 
-    Keys that change no result may differ from one try to the next, and the number of a trainer's processes. With `may_grow`
-    evaluations may ask for more than in the manifest, which stays as it is.
+    Keys that change no result may differ from one try to the next, and the number of a trainer's processes. With `may_grow`,
+    for which this process has to be `alone_in` the run, evaluations may ask for more than in the manifest, which stays as it
+    is; and where no stage has begun nothing is bound to the recipe that is there: the run becomes one of this one.
     """
     resolved = recipe.model_dump(mode="json")
-    if not run.manifest.exists():
+    if run.manifest.exists():
+        recorded_recipe(run)  # of another format, or damaged: not ours to replace
+        is_taken_over = may_grow and not _has_begun(run)
+    else:
+        is_taken_over = True
         if any(not entry.name.endswith(".tmp") for entry in run.path.iterdir()):  # a kill may leave half a manifest
             raise RunError(
                 f"{run.path}: not empty, and not a run directory (no manifest.json). Choose another with --runs or --name."
             )
+    if is_taken_over:
         write_json(
             run.manifest,
             {
@@ -78,8 +84,13 @@ def claim(run: RunDirectory, recipe: Recipe, command: str, *, may_grow: bool = F
                 "stages": _graph(recipe),
             },
         )
-        return
-    check_recipe(run, resolved, may_grow=may_grow)
+    else:
+        check_recipe(run, resolved, may_grow=may_grow)
+
+
+def _has_begun(run: RunDirectory) -> bool:
+    """Whether anything was made there, or put aside. A stage that begins writes its lineage first."""
+    return run.metrics.exists() or any(any((run.path / place).glob("*")) for place in ("stages", "stale"))
 
 
 def reclaim(run: RunDirectory, recipe: Recipe, command: str) -> None:
