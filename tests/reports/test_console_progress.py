@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from strop.reports.console import ConsoleProgress, print_plan
+from strop.runs import RunDirectory, write_json
 
 _METRICS = {
     "rollout/reward_mean": 0.512,
@@ -85,6 +86,15 @@ def test_the_end_shows_before_and_after_and_what_is_missing():
     assert before.split()[:2] == ["before", "3.1%"]
     assert "missing" in before
     assert last.split()[:6] == ["after", "84.2%", "78.7%", "–", "89.3%", "6.2%"]
+
+
+def test_the_end_marks_what_is_stale(tmp_path):
+    progress, shown, _ = _progress()
+    write_json(RunDirectory(tmp_path).stage("after").stale, {"because": "rl was made anew"})
+    progress.finished([{"stage": "before", "accuracy": 0.275}, {"stage": "after", "accuracy": 0.592}], tmp_path / "report.html")
+    before, last = [line for line in shown.getvalue().splitlines() if line.startswith(("before", "after"))]
+    assert before.split()[:2] == ["before", "27.5%"]
+    assert last.split()[:3] == ["after", "(stale)", "59.2%"]
 
 
 def test_the_end_fits_into_80_columns_without_breaking_a_figure_and_breaks_names_at_hyphens():

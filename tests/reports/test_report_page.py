@@ -2,6 +2,7 @@ import html
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -313,6 +314,47 @@ def test_before_and_after_are_of_one_line_of_descent(evaluated, compared):
     pair = log.before_and_after
     assert (pair and [each.stage for each in pair]) == compared
     assert compared or "a model that it was trained from" in verdict(log).support
+
+
+STALE = {"model": "", "sft": "model", "rl": "sft", "before": "sft", "during": "sft", "after": "rl"}
+
+
+def _with_stale(*stale: str) -> RunLog:
+    """Before 10%, during 50% and after 80%, of a run whose stages `stale` are so."""
+    log = _log(_evaluation("before", 0.1), _evaluation("during", 0.5), _evaluation("after", 0.8), inits=STALE)
+    stages = [replace(each, why_stale="sft was made anew" if each.name in stale else "") for each in log.stages]
+    return replace(log, stages=tuple(stages))
+
+
+def test_what_a_stale_stage_found_is_neither_before_nor_after():
+    assert [each.stage for each in _with_stale("after").before_and_after] == ["before", "during"]
+    assert [each.stage for each in _with_stale("before").before_and_after] == ["during", "after"]
+    assert verdict(_with_stale("after")).text == "Accuracy rose from 10.0% to 50.0%."
+
+
+def test_a_verdict_without_a_pair_names_what_is_stale_and_what_makes_it_anew():
+    told = verdict(_with_stale("rl", "during", "after"))
+    assert told.text == "After stage before: accuracy 10.0%."
+    assert told.support == "Stale, so compared with nothing: during, after. `strop train` with --from rl evaluates anew."
+    assert verdict(_with_stale("before", "during", "after")).text == "No evaluation of what the recipe makes now."
+
+
+def test_a_stale_evaluation_is_shown_in_the_table_as_stale_and_nowhere_else(run):
+    for name in ("cold", "after"):
+        write_json(run.stage(name).stale, {"because": f"what {name} stands on was made anew"})
+    page = _page(run)
+    assert "After stage before: accuracy 3.1%." in page
+    assert "Accuracy rose" not in page
+    assert not [each for each in _Elements(page).named("div") if each.get("class") == "card figure"]
+    [table] = re.findall("<h2>Before and after</h2>.*?</table>", page, flags=re.DOTALL)
+    rows = re.findall(r"<tr><th>(\w+)(.*?)</th>\s*<td>(.*?)</td>", table)
+    assert [(name, "stale</small>" in mark, accuracy) for name, mark, accuracy in rows] == [
+        ("before", False, "3.1%"),
+        ("cold", True, "34.8%"),
+        ("after", True, "84.2%"),
+    ]
+    assert 'title="what after stands on was made anew">stale' in page
+    assert page.count("<em>stale</em>") == 2  # in the list of stages
 
 
 def test_controls_with_broken_tools_are_not_the_after():

@@ -152,6 +152,12 @@ def test_an_evaluation_stands_at_the_last_step_of_what_it_measured_and_a_control
     assert first < last
 
 
+def test_an_evaluation_whose_stage_is_stale_stands_nowhere():
+    stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5)}, **{"after-rl2": {"why_stale": "anew"}})
+    found = [evaluation("after-rl1", 0.35), evaluation("after-rl2", 0.65)]
+    assert [name for _, name, _ in dots(str(draw_across(log_of(stages, found))))] == ["after-rl1"]
+
+
 def test_a_figure_that_no_step_logged_is_named():
     stages = program(
         **{name: {"steps": {1: {"rollout/accuracy": 0.5, "rollout/length_tokens_mean": 9.0}}} for name in ("rl1", "rl2")}

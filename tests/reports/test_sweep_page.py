@@ -1,11 +1,22 @@
 """Figures over seeds, and curves against time."""
 
 import pytest
+from fake_run import write_run
 
 from strop.evaluation.statistics import mean_of_seeds
 from strop.reports.compare import compare_plots
 from strop.reports.sweep import results_table, sweep_page
-from strop.reports.sweep_log import State, SweepArm, SweepLog, SweepRun, curves_by_step, curves_by_time, difference
+from strop.reports.sweep_log import (
+    State,
+    SweepArm,
+    SweepLog,
+    SweepRun,
+    curves_by_step,
+    curves_by_time,
+    difference,
+    read_sweep_run,
+)
+from strop.runs import write_json
 
 METRIC = "rollout/accuracy"
 
@@ -40,6 +51,15 @@ def log_of(**arms):
         jobs=1,
         arms=tuple(SweepArm(name=name, changes=(), runs=tuple(runs)) for name, runs in arms.items()),
     )
+
+
+def test_a_run_whose_evaluation_is_stale_has_no_result(tmp_path):
+    words = {"seed": 0, "state": State.DONE, "failure": "", "stage": "rl", "result": "after.accuracy", "curves": ()}
+    written = write_run(tmp_path / "run", num_steps=2)
+    assert read_sweep_run(written, **words).result == 0.842
+    write_json(written.stage("after").stale, {"because": "rl was made anew"})
+    stale = read_sweep_run(written, **words)
+    assert (stale.result, stale.low, stale.high) == (None, None, None)
 
 
 def test_the_interval_over_seeds_is_students():

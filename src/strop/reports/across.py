@@ -126,7 +126,7 @@ def _dots(log: RunLog, stages: Sequence[StageLog], offsets: Sequence[int]) -> li
     of = {stage.name: stage.init for stage in log.stages}
     return [
         _Dot(x=at[of[each.stage]], stage=each.stage, figures=each.figures)
-        for each in log.evaluations
+        for each in log.current_evaluations
         if not each.condition and of.get(each.stage) in at
     ]
 

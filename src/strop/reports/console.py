@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,8 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from strop.reports.log import STEPPED
+from strop.reports.log import STEPPED, why_stale
 from strop.reports.scales import Unit, duration, figure
+from strop.runs import RunDirectory
 
 _SHOWN = {  # metric -> how it is called in a line, and its unit
     "rollout/reward_mean": ("reward {}", Unit.PLAIN),
@@ -116,7 +117,9 @@ class ConsoleProgress:
         self.close()
         self._console.print()
         if results:
-            self._console.print(_result_table(results, width=self._console.width), markup=False)
+            names = [str(result.get("stage", "")) for result in results]
+            stale = {name for name in names if name and why_stale(RunDirectory(report.parent).stage(name))}
+            self._console.print(_result_table(results, stale, width=self._console.width), markup=False)
         self._say(f"report: {report}", style="bold")
 
     def _say(self, text: str, style: str | None = None) -> None:
@@ -181,15 +184,19 @@ def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, c
     console.print(f"{estimate}Nothing was run.", highlight=False)
 
 
-def _result_table(results: Sequence[Mapping[str, Any]], *, width: int) -> Table:
-    """Figures are never broken; a name too long for what they leave of `width` is, behind a hyphen where it has one."""
+def _result_table(results: Sequence[Mapping[str, Any]], stale: Set[str], *, width: int) -> Table:
+    """Results of `stale` stages say that they are.
+
+    Figures are never broken; a name too long for what they leave of `width` is, behind a hyphen where it has one.
+    """
     table = _table("stage", "accuracy", "95% interval", "tool\nerrors", "when\nright", "tokens", "truncated")
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
     room = max(12, width - _FIGURES_WIDTH)
     for result in results:
+        name = str(result.get("stage", ""))
         table.add_row(
-            "\n".join(textwrap.wrap(str(result.get("stage", "")), room)),
+            "\n".join(textwrap.wrap(f"{name} (stale)" if name in stale else name, room)),
             _shown(result, "accuracy"),
             f"{_shown(result, 'accuracy_low')} – {_shown(result, 'accuracy_high')}",
             _shown(result, "tool_error_rate"),

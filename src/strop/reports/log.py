@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.runs import RunDirectory, StageDirectory, read_json, read_lines
 
 Metrics: TypeAlias = Mapping[str, float]
 STEPPED = ("rl", "expert_iteration")
@@ -100,15 +100,25 @@ class RunLog:
     warnings: tuple[Warned, ...]
 
     @property
+    def stale(self) -> dict[str, str]:
+        """The stages that are, by name: why what each made is not what the recipe would make now."""
+        return {stage.name: stage.why_stale for stage in self.stages if stage.state is StageState.STALE}
+
+    @property
+    def current_evaluations(self) -> tuple[Evaluation, ...]:
+        """Those that a headline, a comparison or a plot may use: what a stale stage found is of another model or recipe."""
+        return tuple(each for each in self.evaluations if each.stage not in self.stale)
+
+    @property
     def before_and_after(self) -> tuple[Evaluation, Evaluation] | None:
         """The last evaluation that an earlier one can be compared with, and the first of those; None where there is none.
 
-        Both are of one line of descent: what the later one evaluated was trained from what the earlier one did. A student and
-        its teacher are not, nor two models that began alike. Evaluations with their tools taken away or made noisy are
-        controls: they are compared only where nothing else is.
+        Both are current, and of one line of descent: what the later one evaluated was trained from what the earlier one did. A
+        student and its teacher are not, nor two models that began alike. Evaluations with their tools taken away or made noisy
+        are controls: they are compared only where nothing else is.
         """
         for is_control in (False, True):
-            candidates = [each for each in self.evaluations if bool(each.condition) is is_control]
+            candidates = [each for each in self.current_evaluations if bool(each.condition) is is_control]
             for last in reversed(candidates):
                 line = self._line_of(last)
                 first = next(each for each in candidates if each.terms == last.terms and self._init_of(each) in line)
@@ -158,6 +168,11 @@ def read_run(run: RunDirectory) -> RunLog:
     )
 
 
+def why_stale(stage: StageDirectory) -> str:
+    """Why what the stage made is not what the recipe would make now; "" where it is."""
+    return str(read_json(stage.stale).get("because", "")) if stage.stale.exists() else ""
+
+
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
     """The entries of `values` that are finite numbers."""
     return {
@@ -186,7 +201,7 @@ def _stage(
         switches=_switches(events, name),
         inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
         is_begun=directory.path.exists(),
-        why_stale=str(read_json(directory.stale).get("because", "")) if directory.stale.exists() else "",
+        why_stale=why_stale(directory),
     )
 
 

@@ -116,14 +116,16 @@ def _verdict_without_pair(log: RunLog) -> Verdict:
             support="Missing: stages/<name>/eval/result.json of an evaluation before and of one after training.",
             tone="flat",
         )
-    last = log.evaluations[-1]
+    support = "Missing: an evaluation of the same tasks of a model that it was trained from, to compare with."
+    if stale := [each.stage for each in log.evaluations if each.stage in log.stale]:
+        first = next(iter(log.stale))
+        support = f"Stale, so compared with nothing: {', '.join(stale)}. `strop train` with --from {first} evaluates anew."
+    if not log.current_evaluations:
+        return Verdict(text="No evaluation of what the recipe makes now.", support=support, tone="flat")
+    last = log.current_evaluations[-1]
     accuracy = last.figures.get("accuracy")
     shown = "accuracy is missing" if accuracy is None else f"accuracy {figure(accuracy, Unit.PERCENT)}"
-    return Verdict(
-        text=f"After stage {last.stage}: {shown}.",
-        support="Missing: an evaluation of the same tasks of a model that it was trained from, to compare with.",
-        tone="flat",
-    )
+    return Verdict(text=f"After stage {last.stage}: {shown}.", support=support, tone="flat")
 
 
 def cards(before: Evaluation, after: Evaluation) -> list[Card]:

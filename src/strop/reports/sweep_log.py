@@ -135,7 +135,7 @@ def read_sweep_run(
     if run.manifest.exists():
         log = read_run(run)
         steps = next((each.steps for each in log.stages if each.name == stage), {})
-        figures = next((each.figures for each in log.evaluations if each.stage == name), {})
+        figures = next((each.figures for each in log.current_evaluations if each.stage == name), {})
         if not result and steps and state is State.DONE:  # no evaluation: what the last step said
             figure = next((metric for metric in (*curves, *USUAL_CURVES) if metric in steps[max(steps)]), "")
             figures = steps[max(steps)]
