@@ -17,6 +17,7 @@ from strop.errors import CannotLearnError
 from strop.evaluation.summary import entropy_metrics, rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.demonstrations import as_demonstration
+from strop.pipelines.idle_parts import IdleParts
 from strop.pipelines.recipe import ExpertIterationStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, model_of
@@ -56,6 +57,7 @@ class _Loop:
 
     def __init__(self, context: StageContext, stage: ExpertIterationStage, trainer: Trainer, rollouts: StepRollouts) -> None:
         self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
+        self.idle_parts = IdleParts(context)
 
     async def step(self, step: int, stage: ExpertIterationStage, weights: str) -> StepResult:
         """One step of `stage`, as its schedule has it now, from the policy with checksum `weights`."""
@@ -93,6 +95,7 @@ class _Loop:
                 "time/step_s": clock.total,
             }
         )
+        self.idle_parts.look(step, stage.reward, groups)
         self.context.event("step_finished", step=step, weights=weights)
         return StepResult(figures=figures, weights=weights, problems=problems, updates=update_rows(reports), gave_up=gave_up)
 

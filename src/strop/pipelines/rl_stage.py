@@ -19,6 +19,7 @@ from strop.evaluation.summary import rollout_metrics, tool_call_metrics
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.ahead import Ahead, staleness_metrics
 from strop.pipelines.critic import critic_metrics, critic_rows, judge, update_critic_or_keep
+from strop.pipelines.idle_parts import IdleParts
 from strop.pipelines.recipe import RlStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, model_of
@@ -67,6 +68,7 @@ class _Loop:
 
     def __init__(self, context: StageContext, stage: RlStage, trainer: Trainer, rollouts: StepRollouts) -> None:
         self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
+        self.idle_parts = IdleParts(context)
         self.ahead = Ahead(context, stage, rollouts, is_used=lambda step, group: bool(self._select(step, group).kept))
 
     async def step(self, step: int, stage: RlStage, weights: str) -> StepResult:
@@ -116,6 +118,7 @@ class _Loop:
                 "time/step_s": clock.total,
             }
         )
+        self.idle_parts.look(step, stage.reward, groups)
         self.context.event("step_finished", step=step, weights=weights)
         # What leaves no gradient because most rollouts are right is no reason to give up.
         is_solved = figures.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or figures.get("update/grad_norm", 0.0) == 0)

@@ -25,6 +25,7 @@ from strop.rewards.r1_zero import (
     r1_zero_reward_fn,
 )
 from strop.rewards.repetition import repetition_penalty
+from strop.rewards.routing import is_for
 from strop.rewards.scorers.judge import ModelJudge
 from strop.rewards.scorers.opening import open_scorer
 from strop.rewards.service import RunService
@@ -120,7 +121,7 @@ class SumReward:
 
     def _parts_for(self, task: Task) -> dict[str, AnyPart]:
         """Raises `TaskError` where no part is for the task."""
-        parts = {name: part for name, part in self.config.parts.items() if _is_for(part, task)}
+        parts = {name: part for name, part in self.config.parts.items() if is_for(part, task)}
         if not parts:
             raise TaskError(
                 f"task {task.id!r}: no part of the reward is for it; its facts: {dict(task.facts)}. Widen a part's `where`, or"
@@ -185,10 +186,6 @@ def judge_group(reward: object, group: Group) -> Group:
 def _is_independent(part: AnyPart) -> bool:
     """Whether the trajectory alone says its value."""
     return not isinstance(part, CosinePart | LengthPart)
-
-
-def _is_for(part: AnyPart, task: Task) -> bool:
-    return all(task.facts.get(fact, "") in values for fact, values in part.where.items())
 
 
 def _of(judge: Callable[[Task, Trajectory], float | None]) -> Scorer:

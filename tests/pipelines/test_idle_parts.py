@@ -1,0 +1,33 @@
+"""A part of a reward that is for no rollout of a step: who trains without it is told so."""
+
+import json
+
+import pytest
+
+from scripted_runs import RECIPE, run_recipe
+from strop.pipelines.recipe import Recipe, resolve
+
+STAGES = {
+    "rl": {"kind": "rl", "method": "grpo", "tasks_per_step": 3, "group_size": 4},
+    "expert_iteration": {"kind": "expert_iteration", "tasks_per_step": 3, "group_size": 4, "batch_size": 3},
+}
+
+
+def warnings_of(directory, kind, where):
+    parts = {"accuracy": {"kind": "math"}, "brief": {"kind": "repetition", "where": where}}
+    stage = STAGES[kind] | {"init": "base", "steps": 2, "reward": {"kind": "sum", "parts": parts}}
+    recipe = RECIPE | {"stages": {"base": RECIPE["stages"]["base"], "it": stage}}
+    return run_recipe(directory, Recipe.model_validate_json(json.dumps(resolve(recipe)))).progress.warnings
+
+
+@pytest.mark.parametrize("kind", STAGES)
+def test_a_part_that_is_for_no_task_of_a_step_is_told_once_a_stage(tmp_path, kind):
+    assert warnings_of(tmp_path / "run", kind, {"domain": ["chess"]}) == [
+        "step 1: reward.parts.brief is for none of its 3 tasks, so all were judged without it: `where` wants domain = 'chess',"
+        " a fact that none of them carries. Facts that they carry: 'expression'. If no later step brings such tasks, mend"
+        " `where`, or carry the column along with tasks.facts."
+    ]
+
+
+def test_a_part_that_is_for_some_task_of_a_step_is_not_told(tmp_path):
+    assert warnings_of(tmp_path / "run", "rl", {"domain": ["chess", ""]}) == []
