@@ -24,10 +24,12 @@ from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.step_figures import (
     Clock,
     cost_metrics,
+    how_many_cut_off,
     not_made,
     selection_metrics,
     update_metrics,
     update_rows,
+    why_calls_fail,
     why_no_progress,
     why_void,
 )
@@ -136,5 +138,6 @@ def _why_stuck(groups: Sequence[Group], selections: Sequence[Selection], reports
         return void
     if not any(selection.kept for selection in selections):
         num = sum(len(group.trajectories) for group in groups)
-        return [f"none of {num} rollouts is right, so there is nothing to imitate."]
+        why = f"none of {num} rollouts is right, so there is nothing to imitate.{how_many_cut_off(groups)}"
+        return [why, *why_calls_fail(groups)]
     return why_no_progress(groups, reports)

@@ -26,10 +26,12 @@ from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.step_figures import (
     Clock,
     cost_metrics,
+    how_many_cut_off,
     not_made,
     selection_metrics,
     update_metrics,
     update_rows,
+    why_calls_fail,
     why_no_progress,
     why_void,
 )
@@ -217,7 +219,7 @@ def _tie(groups: Sequence[Group], advantages: Sequence[Sequence[Tensor]], *, has
     else:
         is_tied = not has_critic and all(group.is_tied for group in groups) and not _has_any(advantages)
         same = "within each, all rewards are equal"
-    return f"every group is tied: {same}." if rewards and is_tied else ""
+    return f"every group is tied: {same}.{how_many_cut_off(groups)}" if rewards and is_tied else ""
 
 
 def _has_any(advantages: Sequence[Sequence[Tensor]]) -> bool:
@@ -235,11 +237,12 @@ def _why_stuck(
     if void := why_void(groups):
         return void
     if tie:
-        return [tie]
+        return [tie, *why_calls_fail(groups)]
     if not any(selection.kept for selection in selections):
         reasons = Counter(decision.reason for selection in selections for decision in selection.decisions)
         num_scored = sum(len(group.trajectories) for group in groups)
-        return [f"the method kept none of {num_scored} rollouts, most often because: {reasons.most_common(1)[0][0]}."]
+        why = f"the method kept none of {num_scored} rollouts, most often because: {reasons.most_common(1)[0][0]}."
+        return [f"{why}{how_many_cut_off(groups)}", *why_calls_fail(groups)]
     of_critic = [
         f"update {report.update} of the critic was skipped: {report.skip_reason}"
         for report in critic_reports

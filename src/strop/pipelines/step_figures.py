@@ -79,13 +79,25 @@ def why_void(groups: Sequence[Group]) -> list[str]:
     return ["every rollout is void: engine, tools or judge fail; the ledger beside the step's rollouts says how."]
 
 
-def why_no_progress(groups: Sequence[Group], reports: Sequence[UpdateReport]) -> list[str]:
-    """Why updates that had something to learn from taught nothing, or will soon; empty when all is well."""
+def why_calls_fail(groups: Sequence[Group]) -> list[str]:
+    """A sentence where tools were called and no call of the step came off, with what the policy was shown last."""
     of_each = [each.trajectory.calls for group in groups for each in group.trajectories]
     calls = [call for calls in of_each for call in calls if call.outcome.is_counted]
-    problems = []
-    if calls and all(call.outcome.is_error for call in calls):
-        problems.append(f"every one of {len(calls)} tool calls failed; the last said {calls[-1].text[:120]!r}.")
+    if not calls or not all(call.outcome.is_error for call in calls):
+        return []
+    return [f"every one of {len(calls)} tool calls failed; the last said {calls[-1].text[:120]!r}."]
+
+
+def how_many_cut_off(groups: Sequence[Group]) -> str:
+    """A sentence, with a space before it, where rollouts ran out of tokens before the policy ended them; else empty."""
+    scored = [each.trajectory for group in groups for each in group.trajectories]
+    num = sum(each.is_truncated for each in scored)
+    return f" {num} of {len(scored)} rollouts {'was' if num == 1 else 'were'} cut off at sampling.max_tokens." if num else ""
+
+
+def why_no_progress(groups: Sequence[Group], reports: Sequence[UpdateReport]) -> list[str]:
+    """Why updates that had something to learn from taught nothing, or will soon; empty when all is well."""
+    problems = why_calls_fail(groups)
     problems += [f"update {report.update} was skipped: {report.skip_reason}" for report in reports if report.is_skipped]
     if reports and all(report.grad_norm == 0 for report in reports):
         problems.append("the gradient is zero.")
