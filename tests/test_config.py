@@ -1,4 +1,4 @@
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import pytest
 from pydantic import Field
@@ -10,6 +10,8 @@ from strop.errors import ConfigError
 class Grpo(Config):
     name: Literal["grpo"] = "grpo"
     clip_low: float = 0.2
+    loss: str = "clip"
+    also_called: ClassVar[dict[str, str]] = {"epsilon": "clip_low"}
 
 
 class Ppo(Config):
@@ -57,6 +59,11 @@ def test_a_key_is_named_with_its_path_in_the_recipe_even_where_a_stage_is_called
 def test_a_key_that_resembles_nothing_points_to_the_list():
     said = complaint(stages(zzz=1))
     assert said == "r.toml: stages.rl.zzz: unknown key. Remove it, or see docs/recipes.md for the keys that exist."
+
+
+def test_a_key_by_the_name_that_others_give_it_is_told_with_ours():
+    said = complaint(stages(method={"name": "grpo", "epsilon": 0.1}))
+    assert said == "r.toml: stages.rl.method.epsilon: unknown key. Did you mean 'clip_low'?"
 
 
 def test_a_key_of_another_kind_is_said_to_be_one():
@@ -133,6 +140,29 @@ def test_an_override_that_makes_no_sense_is_explained(tmp_path, override, messag
     with pytest.raises(ConfigError) as told:
         load_toml(tmp_path / "r.toml", [override])
     assert str(told.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("method.clip_low=0.3", 'method={name="grpo", clip_low=0.3}'),
+        ("method.loss=cispo", 'method={name="grpo", loss="cispo"}'),
+        ("method.loss={a=[1, true]}", 'method={name="grpo", loss={"a"=[1, true]}}'),
+        ("method.deep.down=1", 'method={name="grpo", deep.down=1}'),
+        ("steps.clip_low=0.3", None),
+        ("operators.clip_low=0.3", None),
+    ],
+)
+def test_an_override_through_a_word_that_stands_for_a_table_is_told_the_table(tmp_path, override, remedy):
+    path = tmp_path / "r.toml"
+    path.write_text('name = "x"\n[stages.rl]\nkind = "rl"\nmethod = "grpo"\nsteps = 3\noperators = ["+"]\n')
+    with pytest.raises(ConfigError) as told:
+        load_toml(path, [f"stages.rl.{override}"], model=Root)
+    told = str(told.value)
+    assert "which has no keys of its own." in told
+    assert told.partition(" Write ")[2] == (f"a table, as in --set 'stages.rl.{remedy}'." if remedy else "")
+    if remedy:
+        assert load_toml(path, [f"stages.rl.{remedy}"])["stages"]["rl"]["method"]["name"] == "grpo"
 
 
 def test_a_file_that_is_no_recipe_is_explained(tmp_path):

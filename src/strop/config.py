@@ -9,17 +9,18 @@ from __future__ import annotations
 import difflib
 import importlib
 import json
+import shlex
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from types import ModuleType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, UserError
 
 
 class Config(BaseModel):
@@ -27,12 +28,18 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
+    also_called: ClassVar[Mapping[str, str]] = {}
+    """Keys by names that others give them: not accepted, but whoever writes one is told ours."""
+
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def load_toml(path: Path, overrides: Sequence[str] = (), *, model: type[Config] | None = None) -> dict[str, Any]:
     """The recipe at `path` as a tree, with each `a.b=c` of `overrides` put in its place.
+
+    Args:
+        model: what the tree is to become, by which an override that goes through a word is told what to write instead.
 
     Raises:
         ConfigError: the file is missing or not TOML, or an override has no `=` or goes through a value.
@@ -48,7 +55,7 @@ def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}.") from error
     for override in overrides:
-        _apply(tree, override)
+        _apply(tree, override, model)
     return tree
 
 
@@ -90,14 +97,30 @@ def import_object(path: str, *, key: str) -> Any:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = importlib.import_module(module)
     except (ImportError, AttributeError, SyntaxError, NameError) as error:
-        raise ConfigError(
-            f"{key}: {path!r} cannot be imported: {error}. Run strop where {module}.py lies, or install the module."
-        ) from error
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        remedy = f"Run strop where {module}.py lies, or install the module." if is_missing else f"Mend {module}."
+        raise ConfigError(f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}. {remedy}") from error
+    except UserError as error:  # a decorator of ours refused something there
+        raise ConfigError(f"{key}: {path!r} cannot be imported: {error}") from error
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
+        place = getattr(found, "__file__", None) or f"module {module}"
+        raise ConfigError(f"{key}: {path!r}: {place} has no attribute {name!r}.{_hint_at_names(found, name)}") from error
 
 
-def _apply(tree: dict[str, Any], override: str) -> None:
+def _hint_at_names(module: ModuleType, name: str) -> str:
+    """What of `module` may have been meant by `name`: what resembles it, or else what was defined there."""
+    public = [each for each in vars(module) if not each.startswith("_")]
+    if nearest := difflib.get_close_matches(name, public, n=1, cutoff=0.5):
+        return f" Did you mean {nearest[0]!r}?"
+    own = [each for each in public if getattr(vars(module)[each], "__module__", None) == module.__name__]
+    return f" It defines {', '.join(own[:8])}." if own else ""
+
+
+def _apply(tree: dict[str, Any], override: str, model: type[Config] | None) -> None:
     key, equals, raw = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -115,9 +138,30 @@ def _apply(tree: dict[str, Any], override: str) -> None:
     for depth, part in enumerate(parts[:-1]):
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override}: {'.'.join(parts[: depth + 1])} is {child!r}, which has no keys of its own.")
+            through, below = parts[: depth + 1], ".".join(parts[depth + 1 :])
+            remedy = "" if model is None else _table_for_word(model, through, child, f"{below}={_as_toml(value)}")
+            raise ConfigError(f"--set {override}: {'.'.join(through)} is {child!r}, which has no keys of its own.{remedy}")
         node = child
     node[parts[-1]] = value
+
+
+def _table_for_word(model: type[BaseModel], path: Sequence[str], word: object, setting: str) -> str:
+    """What to write for the word at `path`, so that it has `setting`, if the word stands for a table; else ""."""
+    members = _members(_place(model, path).expected)
+    key = _tag_key(members)
+    if word not in [tag for each in members for tag in _tags(each, key)]:
+        return ""
+    table = f"{'.'.join(path)}={{{key}={_as_toml(word)}, {setting}}}"
+    return f" Write a table, as in --set {shlex.quote(table)}."
+
+
+def _as_toml(value: object) -> str:
+    """As it may stand in an override."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{json.dumps(key)}={_as_toml(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_as_toml, value)) + "]"
+    return json.dumps(value, default=str)  # of words, numbers and truths the two agree
 
 
 def _explain(
@@ -154,7 +198,8 @@ def _hint_at_keys(model: type[BaseModel], location: Sequence[str]) -> str:
     place = _place(model, above)
     own, all_members = _members(place.expected), place.family
     keys = dict.fromkeys(name for each in (*own, *all_members) for name in each.model_fields)
-    nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    ours = [each.also_called[key] for each in own if issubclass(each, Config) and key in each.also_called]
+    nearest = ours or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
     if not nearest:
         return " Remove it, or see docs/recipes.md for the keys that exist."
     if any(nearest[0] in each.model_fields for each in own):

@@ -83,6 +83,27 @@ def test_a_misspelt_method_is_named_with_those_that_exist(mistake, tmp_path):
     assert "Did you mean 'grpo_roc'?" in said
 
 
+def test_a_setting_of_a_method_that_is_a_word_is_told_with_the_table_to_write_instead(mistake, tmp_path):
+    said = mistake("train", TINY, "--set", "stages.rl.method.clip_high=0.3", "--runs", tmp_path / "runs")
+    assert said == (
+        "error: --set stages.rl.method.clip_high=0.3: stages.rl.method is 'grpo', which has no keys of its own. Write a table,"
+        " as in --set 'stages.rl.method={name=\"grpo\", clip_high=0.3}'.\n"
+    )
+
+
+def test_a_setting_of_a_method_by_the_name_that_papers_give_it_is_told_with_ours(mistake, tmp_path):
+    words = ["--set", 'stages.rl.method={name="grpo", beta=0.1}', "--runs", tmp_path / "runs"]
+    assert "stages.rl.method.beta: unknown key. Did you mean 'kl_coefficient'?" in mistake("train", TINY, *words)
+
+
+def test_a_group_of_one_is_refused_with_a_remedy_that_a_method_of_one_word_can_take(mistake, tmp_path):
+    words = ["train", TINY, "--runs", tmp_path / "runs", "--set", "stages.rl.group_size=1"]
+    said = mistake(*words)
+    assert 'Raise it; GRPO alone also takes one, with method = {name = "grpo", allow_group_of_one = true}.' in said
+    remedy = 'stages.rl.method={name = "grpo", allow_group_of_one = true}'
+    assert "group_size" not in mistake(*words, "--set", remedy, "--set", "stages.base.path=nowhere")
+
+
 def test_a_wrong_type_is_named_with_what_was_given(mistake, tmp_path):
     said = mistake("train", TINY, "--set", 'stages.rl.steps="many"', "--runs", tmp_path / "runs")
     assert "stages.rl.steps: Input should be a valid integer (got 'many')." in said
@@ -186,7 +207,7 @@ def convert(x: float) -> float:
 
 
 def first_try_with_a_tool_misspelt(mistake, tmp_path, monkeypatch, module):
-    """The words of a command whose first try ended before any stage began, as only the name of its tool's function was wrong."""
+    """The words of a command whose first try ended before any stage began: one word after them was wrong."""
     (tmp_path / f"{module}.py").write_text(CONVERT)
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(tmp_path, stages={"base": RECIPE["stages"]["base"]}, tools={"convert": {"kind": "function"}})

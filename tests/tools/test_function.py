@@ -7,6 +7,7 @@ import enum
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -314,6 +315,65 @@ def test_a_recipe_names_a_function_by_its_module_and_may_rename_it() -> None:
     for path, named in (("nowhere:convert", "cannot be imported"), ("math:pi", "of type float, not a function")):
         with pytest.raises((ConfigError, UserError), match=named):
             config.model_copy(update={"function": path}).open(key="tools.outdent")
+
+
+OWN = '''
+from strop.tools import tool
+
+def convert(x: float) -> float:
+    """Converts."""
+    return x
+
+def nohints(x):
+    """Has no types."""
+    return x
+
+def nodoc(x: float) -> float:
+    return x
+'''
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("convrt", "{file} has no attribute 'convrt'. Did you mean 'convert'?"),
+        ("zzz", "{file} has no attribute 'zzz'. It defines convert, nohints, nodoc."),
+        ("nohints", "tool nohints ({file}:8): parameter 'x' has no type. Write one, as in `x: str`."),
+        ("nodoc", "tool nodoc ({file}:12): it has no docstring."),
+    ],
+)
+def test_what_is_wrong_in_a_module_that_is_there_is_told_with_the_key_and_the_place_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    file = tmp_path / "own_functions.py"
+    file.write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_functions", raising=False)
+    with pytest.raises(UserError) as told:
+        FunctionToolConfig(kind="function", function=f"own_functions:{name}").open(key="tools.own")
+    assert str(told.value).startswith(f"tools.own.function: 'own_functions:{name}': {said.format(file=file)}")
+    assert "Run strop where" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import no_such_library", "ModuleNotFoundError: No module named 'no_such_library'. Mend broken_functions."),
+        ("def f(:", "SyntaxError: invalid syntax (broken_functions.py, line 1). Mend broken_functions."),
+        ("from strop.tools import tool\n\n@tool\ndef f(x: int):\n    pass\n", "tool f ({file}:3): it has no docstring."),
+    ],
+)
+def test_a_module_that_is_there_and_broken_is_to_be_mended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, said: str
+) -> None:
+    file = tmp_path / "broken_functions.py"
+    file.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken_functions", raising=False)
+    with pytest.raises(UserError) as told:
+        FunctionToolConfig(kind="function", function="broken_functions:f").open(key="tools.own")
+    expected = f"tools.own.function: 'broken_functions:f' cannot be imported: {said.format(file=file)}"
+    assert str(told.value).startswith(expected)
 
 
 class Chain(BaseModel):

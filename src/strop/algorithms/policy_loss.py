@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -34,6 +35,12 @@ class Loss(StrEnum):
 
 class PolicyLoss(Config):
     """token loss = mismatch weight * surrogate + kl_in_loss * KL - entropy_coefficient * entropy."""
+
+    also_called: ClassVar[Mapping[str, str]] = {  # in papers, and in TRL
+        "beta": "kl_coefficient",
+        "epsilon": "clip_low",
+        "epsilon_high": "clip_high",
+    }
 
     loss: Loss = Loss.CLIP
     ratio: RatioLevel = RatioLevel.TOKEN  # of the surrogate and of the KL; sequence: GSPO (arXiv:2507.18071)

@@ -78,5 +78,5 @@ def check_group_size(group_size: int, *, allow_group_of_one: bool) -> None:
     if group_size < (1 if allow_group_of_one else 2):
         raise ConfigError(
             f"group_size is {group_size}: a trajectory is judged against the others of its group, so 2 is the least."
-            " Raise it (GRPO alone also takes method.allow_group_of_one = true)."
+            ' Raise it; GRPO alone also takes one, with method = {name = "grpo", allow_group_of_one = true}.'
         )

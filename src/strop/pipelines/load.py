@@ -23,7 +23,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
     Raises:
         ConfigError: naming each mistake and its place; or a prompt and a reward that do not fit.
     """
-    tree = load_toml(path, overrides)
+    tree = load_toml(path, overrides, model=Recipe)
     check_stages((override.partition("=")[0].strip() for override in overrides), _with_kind(tree), place="--set ")
     if name is not None:
         tree["name"] = name

@@ -114,7 +114,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     file = validate(SweepFile, {"name": path.stem} | load_toml(path), place=str(path))
     recipe = Path(os.path.normpath(relative_to(path.parent, file.recipe)))
     common = (*as_words(file.set), *overrides)
-    stages = load_toml(recipe, common).get("stages", {})
+    stages = load_toml(recipe, common, model=Recipe).get("stages", {})
     arms, problems = [], []
     for name, changes in _expand(file).items():
         try:

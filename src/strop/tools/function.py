@@ -39,7 +39,10 @@ class FunctionToolConfig(CallLimits):
         function = found.function if isinstance(found, FunctionTool) else found
         if not callable(function):
             raise UserError(f"{key}.function: {self.function!r} is of type {type(function).__name__}, not a function.")
-        return tool(function, name=self.name, wall_s=self.wall_s)
+        try:
+            return tool(function, name=self.name, wall_s=self.wall_s)
+        except UserError as error:
+            raise UserError(f"{key}.function: {self.function!r}: {error}") from error
 
 
 class FunctionTool(Tool):
@@ -120,19 +123,26 @@ def tool(function: Callable[..., Any], *, name: str | None = None, wall_s: float
         UserError: no docstring, a parameter without a type, one that cannot be passed by name, or of a type that JSON lacks.
     """
     shown = name or str(getattr(function, "__name__", type(function).__name__))
+    place = shown + _place_of(function)
     docstring = inspect.getdoc(function)
     if not docstring:
-        raise UserError(f"tool {shown}: it has no docstring. Write one: it is all that tells the policy what the tool does.")
+        raise UserError(f"tool {place}: it has no docstring. Write one: it is all that tells the policy what the tool does.")
     description, told = read_docstring(docstring)
     try:
-        arguments = create_model(shown, __config__=ConfigDict(extra="forbid", strict=True), **_fields(function, shown, told))
-        parameters = parameters_schema(arguments.model_json_schema(), tool=shown)
+        arguments = create_model(shown, __config__=ConfigDict(extra="forbid", strict=True), **_fields(function, place, told))
+        parameters = parameters_schema(arguments.model_json_schema(), tool=place)
     except PydanticUserError as error:
         raise UserError(
-            f"tool {shown}: a parameter has a type that JSON cannot carry: {error.message.splitlines()[0]} Take text, numbers,"
+            f"tool {place}: a parameter has a type that JSON cannot carry: {error.message.splitlines()[0]} Take text, numbers,"
             " lists, dataclasses or pydantic models."
         ) from error
     return FunctionTool(function, ToolSpec(name=shown, description=description, parameters=parameters), arguments, wall_s)
+
+
+def _place_of(function: Callable[..., Any]) -> str:
+    """Where `function` is written, behind its name in a message; "" of what has no line, as a callable object."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
 def _fields(function: Callable[..., Any], name: str, told: Mapping[str, str]) -> dict[str, Any]:
