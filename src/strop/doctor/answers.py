@@ -66,7 +66,8 @@ _BOTH_WAYS = (
 async def check_answers(examination: Examination) -> Finding:
     """Judge known answers, the recipe's own first; say which are misjudged, and what kind of mistake that looks like."""
     if examination.parts.stage.reward.kind != "math":
-        return Finding.fine(NAME, f"of kind {examination.parts.stage.reward.kind!r}: no answers are known to be right or wrong")
+        kind = examination.parts.stage.reward.kind
+        return Finding.not_made(NAME, f"of a reward of kind {kind!r} no answers are known to be right or wrong")
     known = [*_of_tasks(examination.parts.tasks[:_NUM_TASKS]), *_BOTH_WAYS]
     try:
         misjudged = [each for each in known if await _is_misjudged(examination, each)]

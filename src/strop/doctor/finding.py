@@ -9,15 +9,21 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one check measured. With a remedy it is a problem; without one all is well."""
+    """What one check measured. With a remedy it is a problem; without one all is well, or there was nothing to measure."""
 
     check: str
     detail: str
     remedy: str
+    is_made: bool = True
 
     @classmethod
     def fine(cls, check: str, detail: str) -> Self:
         return cls(check=check, detail=detail, remedy="")
+
+    @classmethod
+    def not_made(cls, check: str, why: str) -> Self:
+        """Nothing in recipe and model that the check is about."""
+        return cls(check=check, detail=f"not made: {why}", remedy="", is_made=False)
 
     @classmethod
     def from_message(cls, check: str, message: str) -> Self:

@@ -48,11 +48,17 @@ def _table(diagnosis: Diagnosis) -> Padding:
     for finding in diagnosis.findings:
         table.add_row(*_row(finding))
     for name in diagnosis.not_made:
-        table.add_row(Text("-", style="dim"), Text(name, style="dim"), Text("not checked", style="dim"))
+        table.add_row(*_dim(name, "not checked"))
     return Padding(table, (0, 2))
 
 
+def _dim(check: str, detail: str) -> tuple[Text, Text, Text]:
+    return Text("-", style="dim"), Text(check, style="dim"), Text(detail, style="dim")
+
+
 def _row(finding: Finding) -> tuple[Text, Text, Text]:
+    if not finding.is_made:
+        return _dim(finding.check, finding.detail)
     if not finding.is_problem:
         return Text("✓", style="green"), Text(finding.check), Text(finding.detail)
     told = Text.assemble(finding.detail, "\n", ("Remedy: ", "bold"), finding.remedy)

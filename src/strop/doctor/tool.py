@@ -14,7 +14,7 @@ async def check_tool(examination: Examination) -> Finding:
     """Follow one call from the policy's text through parser, tool and sandbox, back into the ids that the policy reads."""
     conversation = examination.conversations[0]
     if not conversation.call:
-        return Finding.fine(NAME, "not made: the prompt tells of no tools, or none of the recipe's runs Python")
+        return Finding.not_made(NAME, "the prompt tells of no tools, or none of the recipe's runs Python")
     turn = conversation.trajectory.turns[0]
     if conversation.tool_fault:
         return Finding(
