@@ -26,6 +26,7 @@ def test_an_evaluation_of_what_was_made_anew_is_marked_and_compared_with_nothing
     run, shown = remade
     [row] = [line for line in shown.splitlines() if re.match(r"after .*%", line)]
     assert row.startswith("after (stale) ")
+    assert "✓ rl: 1 step of grpo, 1 update (" in shown
     page = run.report.read_text(encoding="utf-8")
     assert "<strong>After stage before: accuracy" in page
     assert "Stale, so compared with nothing: after. `strop train` with --from after evaluates anew." in page

@@ -20,6 +20,7 @@ from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.step_figures import cost_metrics
 from strop.pipelines.stepping import take_updates
 from strop.pipelines.validation import keep_if_best, write_product
+from strop.reports.scales import counted
 from strop.rollout.call_format import make_call_format
 from strop.rollout.chat import ChatFormat
 from strop.rollout.prompt import load_prompt
@@ -69,8 +70,8 @@ async def run_dpo_stage(context: StageContext, stage: DpoStage) -> tuple[Path, s
         found = await _learn(context, stage, trainer, sets.train, held_out, steps)
         product = await write_product(context, trainer, stage)
         return product, (
-            f"{steps} updates on {len(sets.train)} pairs; {held_out.num} held out: accuracy {found['accuracy']:.3f}, margin"
-            f" {found['margin']:.3f}"
+            f"{counted(steps, 'update')} on {counted(len(sets.train), 'pair')}; {held_out.num} held out:"
+            f" accuracy {found['accuracy']:.3f}, margin {found['margin']:.3f}"
         )
 
 

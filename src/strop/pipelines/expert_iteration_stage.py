@@ -36,6 +36,7 @@ from strop.pipelines.step_figures import (
 from strop.pipelines.step_rollouts import StepRollouts, open_rollouts, write_selection
 from strop.pipelines.stepping import StepResult, take_steps
 from strop.pipelines.validation import write_product
+from strop.reports.scales import counted
 from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer, UpdateReport
 from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
@@ -51,7 +52,8 @@ async def run_expert_iteration_stage(context: StageContext, stage: ExpertIterati
         rollouts = await opened.enter_async_context(open_rollouts(context, stage, init))
         taken = await take_steps(context, stage, trainer, rollouts, _Loop(context, stage, trainer, rollouts).step)
         product = await write_product(context, trainer, stage)
-        return product, f"{taken.steps} steps of expert iteration, {trainer.num_updates} updates{taken.note}"
+        updates = counted(trainer.num_updates, "update")
+        return product, f"{counted(taken.steps, 'step')} of expert iteration, {updates}{taken.note}"
 
 
 class _Loop:

@@ -33,6 +33,7 @@ from strop.pipelines.recipe import (
 from strop.pipelines.schedule import Done, first_steps
 from strop.pipelines.selection import stages_until
 from strop.pipelines.tiny_model import tiny_llama_config
+from strop.reports.scales import counted
 
 _MIB = 2**20
 _IDLE_MIB = 600  # an interpreter with torch and transformers imported
@@ -108,22 +109,24 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             longest = recipe.engine.max_length if stage.num_demonstrations else stage.trainer.max_tokens_per_microbatch
             memory += 3 * weights_mib + _activations_mib(stage, size, stage.batch_size * longest)
             if stage.num_demonstrations is None:
-                arithmetic = f"{stage.steps} steps x {stage.batch_size} of the conversations of {', '.join(stage.data)}"
+                arithmetic = (
+                    f"{counted(stage.steps, 'step')} x {stage.batch_size} of the conversations of {', '.join(stage.data)}"
+                )
             else:
                 epochs = stage.steps * stage.batch_size / stage.num_demonstrations
                 arithmetic = (
-                    f"{stage.steps} steps x {stage.batch_size} of {stage.num_demonstrations} demonstrations ="
+                    f"{counted(stage.steps, 'step')} x {stage.batch_size} of {stage.num_demonstrations} demonstrations ="
                     f" {epochs:.1f} epochs"
                 )
             if stage.only_right:
                 arithmetic += "; of those that are right alone, so more epochs where some are wrong"
         case RewardModelStage():
             memory += 3 * weights_mib
-            arithmetic = f"{stage.epochs} epochs over {stage.path} in batches of {stage.batch_size}"
+            arithmetic = f"{counted(stage.epochs, 'epoch')} over {stage.path} in batches of {stage.batch_size}"
         case DpoStage():
             memory += 0 if stage.trainer.lora is not None else 4 * weights_mib  # the reference is one of them
             arithmetic = (
-                f"{stage.epochs} epochs over the pairs of {stage.path} in batches of {stage.batch_size}; up to"
+                f"{counted(stage.epochs, 'epoch')} over the pairs of {stage.path} in batches of {stage.batch_size}; up to"
                 f" {stage.validation.num_pairs} held out measured every {stage.validation.every_steps} steps"
             )
         case FilterStage() | RejectionSamplingStage():
@@ -164,9 +167,10 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
                 memory += 4 * weights_mib
             updates = stage.updates_per_step * stage.epochs
             arithmetic = (
-                f"{stage.steps} steps x {stage.tasks_per_step} tasks x {stage.rollouts_per_task} rollouts = {rollouts} a step;"
-                f" {stage.method.name} keeps {stage.group_size} a task = {kept}; {_counted(updates, 'update')} a step of"
-                f" {kept // stage.updates_per_step} rollouts = {stage.num_updates} updates"
+                f"{counted(stage.steps, 'step')} x {stage.tasks_per_step} tasks x {stage.rollouts_per_task} rollouts ="
+                f" {rollouts} a step; {stage.method.name} keeps {stage.group_size} a task = {kept};"
+                f" {counted(updates, 'update')} a step of {kept // stage.updates_per_step} rollouts ="
+                f" {counted(stage.num_updates, 'update')}"
             )
             arithmetic += "; each step's rollouts are played while the step before is trained on" if stage.max_staleness else ""
         case ExpertIterationStage():
@@ -177,9 +181,9 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             of_update = min(stage.batch_size, rollouts) * recipe.engine.max_length
             memory += 3 * weights_mib + engine_mib + _activations_mib(stage, size, of_update)
             arithmetic = (
-                f"{stage.steps} steps x {stage.tasks_per_step} tasks x {stage.group_size} rollouts = {rollouts} a step; those"
-                f" that are right are imitated for {stage.epochs} epochs in batches of up to {stage.batch_size}: up to"
-                f" {_counted(updates, 'update')} a step"
+                f"{counted(stage.steps, 'step')} x {stage.tasks_per_step} tasks x {stage.group_size} rollouts ="
+                f" {rollouts} a step; those that are right are imitated for {counted(stage.epochs, 'epoch')} in batches of up"
+                f" to {stage.batch_size}: up to {counted(updates, 'update')} a step"
             )
     time_s = _TOKEN_SHARE * flops / rate
     if isinstance(stage, RolloutStage) and stage.budget_s is not None:
@@ -230,10 +234,6 @@ def _lines_of_schedule(stage: RolloutStage) -> Iterator[str]:
         step = f" (step {alone + -(-entry.at_update // updates) + 1})" if entry.at_update and updates else ""
         step = f" (by a metric; step {firsts[place] + 1} at the earliest)" if place in firsts else step
         yield f"{entry.moment}{step}: {entry.what}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' if number != 1 else ''}"
 
 
 def _activations_mib(stage: SftStage | RlStage | ExpertIterationStage, size: ModelSize, num_tokens: int) -> float:

@@ -16,6 +16,7 @@ from strop.pipelines.skipped import keep_skipped
 from strop.pipelines.stage import StageContext, model_of
 from strop.pipelines.step_figures import cost_metrics
 from strop.pipelines.stepping import take_updates
+from strop.reports.scales import counted
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.runs import write_directory, write_json
 from strop.training.preferences import Preference, PreferenceRows, as_rows
@@ -51,7 +52,8 @@ async def _train(context: StageContext, stage: RewardModelStage, opened: AsyncEx
         await trainer.close()
     auc = "unknown" if quality.auc is None else f"{quality.auc:.3f}"
     return context.directory.model, (
-        f"{steps} updates on {len(sets.train)} preferences; {quality.num} held out: accuracy {quality.accuracy:.3f}, AUC {auc}"
+        f"{counted(steps, 'update')} on {counted(len(sets.train), 'preference')}; {quality.num} held out:"
+        f" accuracy {quality.accuracy:.3f}, AUC {auc}"
     )
 
 

@@ -38,6 +38,7 @@ from strop.pipelines.step_figures import (
 from strop.pipelines.step_rollouts import StepRollouts, open_rollouts, write_selection
 from strop.pipelines.stepping import StepResult, take_steps
 from strop.pipelines.validation import write_product
+from strop.reports.scales import counted
 from strop.training.batch import Ban, TokenBatch, pack, split_by_group
 from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer, UpdateReport
@@ -62,7 +63,8 @@ async def run_rl_stage(context: StageContext, stage: RlStage) -> tuple[Path, str
         opened.push_async_callback(loop.ahead.close)
         taken = await take_steps(context, stage, trainer, rollouts, loop.step)
         product = await write_product(context, trainer, stage)
-        return product, f"{taken.steps} steps of {stage.method.name}, {trainer.num_updates} updates{taken.note}"
+        updates = counted(trainer.num_updates, "update")
+        return product, f"{counted(taken.steps, 'step')} of {stage.method.name}, {updates}{taken.note}"
 
 
 class _Loop:

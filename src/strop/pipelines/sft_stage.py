@@ -19,6 +19,7 @@ from strop.pipelines.stage_data import Row, rows_of
 from strop.pipelines.step_figures import cost_metrics
 from strop.pipelines.stepping import take_updates
 from strop.pipelines.validation import FineTuningValidator, open_fine_tuning_validator, write_product
+from strop.reports.scales import counted
 from strop.tasks import make_tasks
 from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer
@@ -36,7 +37,7 @@ async def run_sft_stage(context: StageContext, stage: SftStage) -> tuple[Path, s
         _check_number(context, stage, len(on_disk), tally)
         product, loss = await _train(context, stage, init, on_disk)
         told = f"{len(on_disk)} demonstrations" if tally is None else str(tally)
-    return product, f"{stage.steps} updates on {told}, last loss {loss:.3f}"
+    return product, f"{counted(stage.steps, 'update')} on {told}, last loss {loss:.3f}"
 
 
 def _check_number(context: StageContext, stage: SftStage, num: int, tally: Tally | None) -> None:

@@ -14,6 +14,11 @@ class Unit(StrEnum):
     SECONDS = "seconds"
 
 
+def counted(number: int, noun: str) -> str:
+    """As in "1 step" and "2 steps"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def nice_ticks(low: float, high: float, *, count: int = 4, is_integer: bool = False) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten: about `count` steps that cover [low, high].
 
