@@ -126,7 +126,7 @@ def test_a_file_of_tasks_to_come_is_found_beside_the_recipe_and_counts_as_data_o
     (tmp_path / "later.jsonl").write_text('{"question": "1+1", "answer": "2"}\n')
     rl = RECIPE["stages"]["rl"] | {"schedule": [{"at_step": 2, "tasks": {"kind": "jsonl", "path": "later.jsonl"}}]}
     (tmp_path / "recipe.json").write_text(json.dumps(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}))
-    monkeypatch.setattr(load, "load_toml", lambda path, overrides: json.loads(path.read_text()))
+    monkeypatch.setattr(load, "load_toml", lambda path, overrides, **words: json.loads(path.read_text()))
     recipe = load.load_recipe(tmp_path / "recipe.json")
     assert recipe.stages["rl"].schedule[0].tasks.path == tmp_path / "later.jsonl"
     [(key, facts)] = lineages(recipe, RunDirectory(tmp_path / "run"))["rl"]["data"].items()
