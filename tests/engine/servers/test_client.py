@@ -7,7 +7,7 @@ import pytest
 from strop.engine.servers.client import ServerClient
 from strop.errors import EngineLost
 
-_ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 12\r\n\r\n{"done":true}'.replace(b"12", b"13")
+_ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n{"done":true}'
 
 
 @pytest.mark.parametrize("at_once", [False, True])
