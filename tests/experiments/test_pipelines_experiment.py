@@ -246,7 +246,7 @@ def test_what_a_part_compares_is_in_its_recipe_and_its_hypothesis_was_written(na
     part = pipelines.PARTS[name]
     said = (EXPERIMENTS / "hypotheses" / "pipelines.md").read_text()
     assert f"\n## {name}: " in said
-    assert pipelines.PILOT_SEED not in pipelines.SEEDS
+    assert pipelines.PILOT_SEED not in part.seeds
     assert {side.stage for each in part.differences for side in (each.first, each.second)} <= set(part.evaluations)
     assert any(each.is_deciding for each in part.differences)
     if part.sweep is None:
@@ -259,6 +259,11 @@ def test_what_a_part_compares_is_in_its_recipe_and_its_hypothesis_was_written(na
     }
     wanted = drawn | set(part.evaluations)
     assert all(wanted <= set(stages) for stages in arms.values())
+
+
+def test_ppo_is_compared_on_seeds_whose_figures_were_not_known():
+    known = read_json(EXPERIMENTS / "results" / "ppo-lambda.json")["arms"]["grpo"]["results"]
+    assert not {int(seed) for seed in known} & set(pipelines.PARTS["ppo"].seeds)
 
 
 def test_together_it_says_which_parts_were_not_run(tmp_path):
