@@ -1,5 +1,6 @@
 import json
 
+import numpy as np
 import pytest
 
 from strop.errors import RunError
@@ -57,6 +58,37 @@ def test_no_difference_is_no_certainty():
     assert (lengths.difference.low, lengths.difference.high) == (0.0, 0.0)
 
 
+def test_the_smallest_difference_that_would_be_found_follows_from_the_standard_error():
+    """100 problems, 10 better and 10 worse: variance 20 / 99, and z is 1.96 for the level and 0.84 for the power."""
+    paired = paired_difference([0.0] * 10 + [1.0] * 10 + [0.0] * 80, [1.0] * 10 + [0.0] * 90, seed=0)
+    assert paired.standard_error == pytest.approx((20 / 99 / 100) ** 0.5)  # 0.0449
+    assert paired.detectable() == pytest.approx((1.959964 + 0.841621) * (20 / 99 / 100) ** 0.5, rel=1e-6)
+    assert paired.detectable(power=0.5) == pytest.approx(1.959964 * (20 / 99 / 100) ** 0.5, rel=1e-6)
+    assert paired.detectable(level=0.9) < paired.detectable()
+
+
+def test_a_difference_of_that_size_is_found_in_four_of_five_evaluations():
+    """Drawn anew 400 times: 200 problems of which 20 % differ by themselves, and a true difference of `detectable`."""
+    draw = np.random.default_rng(0)
+    size = paired_difference([0.0] * 100, [1.0] * 10 + [-1.0] * 10 + [0.0] * 80, seed=0).detectable() / 2**0.5  # of 200
+    rise = (0.2 + size) / 2, (0.2 - size) / 2
+    found = 0
+    for _ in range(400):
+        differences = draw.choice([1.0, -1.0, 0.0], size=200, p=[*rise, 0.8])
+        paired = paired_difference([0.0] * 200, differences.tolist(), seed=0, num_resamples=500)
+        found += paired.difference.low > 0
+    assert 0.72 < found / 400 < 0.88  # 0.8 ± 4 standard errors of 400 draws
+
+
+def test_where_all_problems_differ_alike_a_share_has_a_bound_and_a_length_has_none():
+    none = paired_difference([1.0] * 10, [1.0] * 10, seed=0)
+    assert none.standard_error == pytest.approx(((1 - 0.025**0.1) / 10) ** 0.5)  # as if so many could differ by 1
+    assert paired_difference([0.0] * 10, [1.0] * 10, seed=0).standard_error == none.standard_error
+    lengths = paired_difference([7.0] * 10, [9.0] * 10, seed=0, is_share=False)
+    assert (lengths.standard_error, lengths.detectable()) == (None, None)
+    assert paired_difference([7.0], [9.0], seed=0, is_share=False).detectable() is None  # one says nothing of others
+
+
 def test_only_shared_problems_count_and_attempts_may_differ_in_number(tmp_path):
     first = files(tmp_path, {"a": [1, 0], "b": [0, 0], "only first": [1, 1]}, k=2)
     second = files(tmp_path, {"b": [1], "a": [1], "void": []})
@@ -66,7 +98,8 @@ def test_only_shared_problems_count_and_attempts_may_differ_in_number(tmp_path):
     assert (accuracy.metric, accuracy.first, accuracy.second) == ("accuracy", 0.25, 1.0)
     assert accuracy.paired.difference.mean == 0.75
     assert found.settings == {"k": (2, 1)}
-    json.dumps(found.as_json(), allow_nan=False)
+    told = json.loads(json.dumps(found.as_json(), allow_nan=False))["metrics"]
+    assert [each["detectable"] for each in told] == [each.paired.detectable() for each in found.metrics]
 
 
 def test_every_figure_that_both_have_is_compared(tmp_path):

@@ -45,6 +45,7 @@ def test_compare_prints_a_table_and_json_on_request(tmp_path):
     put(tmp_path / "b", [1, 1, 1, 1])
     told = invoke("compare", tmp_path / "a", tmp_path / "b").output
     assert "sums: 4 problems in both" in told
+    assert "with a chance of 80% from 70.0% on" in told  # 2.80 times 0.25, the standard error of three 1s and a 0
     assert "+75.0%" in told
     [accuracy] = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)["metrics"]
     assert (accuracy["paired"]["num_better"], accuracy["paired"]["p_value"]) == (3, 0.25)

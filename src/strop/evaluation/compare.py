@@ -50,7 +50,8 @@ class Comparison:
     metrics: tuple[MetricComparison, ...]
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        metrics = [{**asdict(each), "detectable": each.paired.detectable()} for each in self.metrics]
+        return {**asdict(self), "metrics": metrics}
 
 
 def compare(first: EvalFiles, second: EvalFiles, *, seed: int = 0) -> Comparison:

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
@@ -47,7 +48,7 @@ def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float =
     means = _task_means(scores)
     mean = float(means.mean())
     if np.all(means == means[0]) and means[0] in (0.0, 1.0):
-        reach = 1 - ((1 - level) / 2) ** (1 / len(means))
+        reach = _unseen(len(means), level)
         return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
     low, high = np.quantile(_resampled_means(means, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(mean=mean, low=float(low), high=float(high))
@@ -61,6 +62,19 @@ class PairedDifference:
     p_value: float
     num_better: int  # tasks where the second is higher
     num_worse: int
+    standard_error: float | None  # of the mean difference; None where nothing tells it
+
+    def detectable(self, *, level: float = 0.95, power: float = 0.8) -> float | None:
+        """The smallest true difference that a comparison with this standard error finds with a chance of `power`.
+
+        (z of (1 + level) / 2 + z of power) times the standard error, from the normal distribution: 2.80 times for 0.95 and 0.8.
+        What is smaller may well be there unseen. Where few tasks differ it is a little more: of n tasks with 0 or 1 each, the
+        exact test finds nothing below 6 / n.
+        """
+        if self.standard_error is None:
+            return None
+        normal = NormalDist()
+        return (normal.inv_cdf((1 + level) / 2) + normal.inv_cdf(power)) * self.standard_error
 
 
 def paired_difference(
@@ -82,7 +96,8 @@ def paired_difference(
         first, second: the mean of each task, in the same order.
         seed: of resampling and swaps.
         is_share: the values lie between 0 and 1. Where no task differs, the interval is then the exact binomial bound on the
-            share of tasks that would; of other values it is a point.
+            share of tasks that would, and the standard error what so many that differ by 1 would make; of other values the
+            interval is a point, and nothing tells the standard error.
 
     Raises:
         ValueError: there is no task, or the two have different numbers of them.
@@ -92,15 +107,38 @@ def paired_difference(
     differences = np.subtract(np.asarray(second, dtype=np.float64), np.asarray(first, dtype=np.float64))
     mean = float(differences.mean())
     if not differences.any():
-        reach = 1 - ((1 - level) / 2) ** (1 / len(differences)) if is_share else 0.0
-        return PairedDifference(difference=Estimate(mean=0.0, low=-reach, high=reach), p_value=1.0, num_better=0, num_worse=0)
+        reach = _unseen(len(differences), level) if is_share else 0.0
+        return PairedDifference(
+            difference=Estimate(mean=0.0, low=-reach, high=reach),
+            p_value=1.0,
+            num_better=0,
+            num_worse=0,
+            standard_error=_standard_error(differences, is_share=is_share, level=level),
+        )
     low, high = np.quantile(_resampled_means(differences, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
     return PairedDifference(
         difference=Estimate(mean=mean, low=float(low), high=float(high)),
         p_value=_swap_test(differences[differences != 0], seed, num_resamples),
         num_better=int((differences > 0).sum()),
         num_worse=int((differences < 0).sum()),
+        standard_error=_standard_error(differences, is_share=is_share, level=level),
     )
+
+
+def _standard_error(differences: np.ndarray, *, is_share: bool, level: float) -> float | None:
+    """Of the mean, from the unbiased variance. Where all tasks differ alike, that is 0 and would promise certainty.
+
+    Of shares the variance is then at most the share of tasks that may be otherwise, by the exact binomial bound.
+    """
+    num = len(differences)
+    if differences.min() < differences.max():
+        return float(differences.std(ddof=1)) / math.sqrt(num)
+    return math.sqrt(_unseen(num, level) / num) if is_share else None
+
+
+def _unseen(num: int, level: float) -> float:
+    """The exact binomial bound on the share of tasks that are otherwise, where none of `num` is."""
+    return 1 - math.pow((1 - level) / 2, 1 / num)
 
 
 def _swap_test(differences: np.ndarray, seed: int, num_resamples: int) -> float:

@@ -27,6 +27,11 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     alone = comparison.num_only_first + comparison.num_only_second
     lines = [f"{comparison.benchmark}: {comparison.num_shared} problems in both" + (f", {alone} left out" if alone else "")]
     lines += [f"{key}: {_told(first)} and {_told(second)}" for key, (first, second) in comparison.settings.items()]
+    for each in comparison.metrics:
+        if each.metric == "accuracy" and (smallest := each.paired.detectable()) is not None:
+            lines.append(
+                f"a true difference in accuracy is found with a chance of 80% from {figure(smallest, Unit.PERCENT)} on"
+            )
     return lines
 
 
