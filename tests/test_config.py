@@ -171,3 +171,21 @@ def test_a_file_that_is_no_recipe_is_explained(tmp_path):
         load_toml(tmp_path / "r.toml")
     with pytest.raises(ConfigError, match="cannot be read as a recipe"):
         load_toml(tmp_path)
+
+
+class WithNewer(Config):
+    newer: ClassVar[tuple[str, ...]] = ("late", "list_of_late")
+    old: int = 1
+    late: float | None = None
+    list_of_late: tuple[str, ...] = Field(default_factory=tuple)
+
+
+class AroundIt(Config):
+    inner: WithNewer = WithNewer()
+
+
+def test_a_key_that_runs_are_older_than_is_written_down_only_where_it_says_something():
+    assert AroundIt().model_dump(mode="json") == {"inner": {"old": 1}}
+    assert AroundIt(inner=WithNewer(late=None)).model_dump(mode="json") == {"inner": {"old": 1}}
+    assert WithNewer(late=0.0, list_of_late=("a",)).model_dump(mode="json") == {"old": 1, "late": 0.0, "list_of_late": ["a"]}
+    assert WithNewer(old=1, late=0.0).model_dump(exclude_defaults=True) == {"late": 0.0}

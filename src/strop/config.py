@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
 
 from strop.errors import ConfigError, UserError
 
@@ -30,6 +30,16 @@ class Config(BaseModel):
 
     also_called: ClassVar[Mapping[str, str]] = {}
     """Keys by names that others give them: not accepted, but whoever writes one is told ours."""
+    newer: ClassVar[tuple[str, ...]] = ()
+    """Keys that some runs are older than. At its default such a key is not written down: recipes and digests of those runs stay
+    what they were, so that they go on."""
+
+    @model_serializer(mode="wrap")
+    def _as_older_runs_have_it(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = serialize(self)
+        fields = type(self).model_fields
+        idle = {key for key in self.newer if getattr(self, key) == fields[key].get_default(call_default_factory=True)}
+        return {key: value for key, value in found.items() if key not in idle}
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)

@@ -6,9 +6,9 @@ Whether a rule holds follows from the metrics of the steps so far, so a run that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypeAlias
+from typing import Any, ClassVar, Self, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from strop.config import Config
 
@@ -21,6 +21,8 @@ _KINDS = ("truncated_above", "truncated_below", "plateau_of")
 
 class MetricRule(Config):
     """One thing to wait for: more or fewer rollouts that run out of tokens, or held-out accuracy that rises no more."""
+
+    newer: ClassVar[tuple[str, ...]] = ("truncated_below",)
 
     truncated_above: float | None = Field(default=None, ge=0, lt=1)  # mean share of the last `over_steps` steps
     truncated_below: float | None = Field(default=None, gt=0, le=1)  # likewise
@@ -40,12 +42,6 @@ class MetricRule(Config):
         if self.plateau_of is None and self.min_gain != 0:
             raise ValueError("min_gain belongs to plateau_of. Leave it out.")
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is newer than some runs and not set, so that their recipes and digests stay what they were."""
-        found: dict[str, Any] = serialize(self)
-        return {key: value for key, value in found.items() if key != "truncated_below" or value is not None}
 
     @property
     def what(self) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, model_serializer, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from strop.config import Config
 from strop.pipelines.metric_rule import MetricRule, Steps
@@ -59,6 +59,8 @@ class RewardSwitch(Config):
 class ScheduleEntry(Config):
     """What changes, and when. Settings change between two steps; later entries are put over earlier ones."""
 
+    newer: ClassVar[tuple[str, ...]] = ("when",)
+
     at_step: int | None = Field(default=None, ge=2)  # before this step is played
     at_update: int | None = Field(default=None, ge=1)  # before the first step that begins with so many updates made
     every_steps: int | None = Field(default=None, ge=1)  # after each so many steps
@@ -85,12 +87,6 @@ class ScheduleEntry(Config):
                 " once. Make an entry with at_step or at_update of it."
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without a rule that is not set: runs that are older than rules keep their recipes and digests."""
-        found: dict[str, Any] = serialize(self)
-        return {key: value for key, value in found.items() if key != "when" or value is not None}
 
     @property
     def is_repeated(self) -> bool:

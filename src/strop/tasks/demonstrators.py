@@ -11,9 +11,9 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from strop.config import Config
 from strop.errors import TaskError
@@ -30,16 +30,12 @@ Reply: TypeAlias = Callable[[str], str]
 class ArithmeticDemonstrator(Config):
     """Computes with the tool, and is deliberately flawed: it guesses some answers, and some of its first calls raise."""
 
+    newer: ClassVar[tuple[str, ...]] = ("foreign_fraction",)
+
     kind: Literal["arithmetic"] = "arithmetic"
     guess_fraction: float = Field(default=0.5, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
     error_fraction: float = Field(default=0.4, ge=0, le=1)  # of the others: the first call raises, the next one mends it
     foreign_fraction: float = Field(default=0.0, ge=0, le=1)  # of the thoughts, each by itself: in Russian
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is newer than some runs and not set, so that their recipes and digests stay what they were."""
-        found: dict[str, Any] = serialize(self)
-        return {key: value for key, value in found.items() if key != "foreign_fraction" or value}
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without an expression."""
