@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from strop.curation.config import CurationConfig
-from strop.curation.curate import curate, make_rule
+from strop.curation.curate import curate, make_rule, read_benchmark
 from strop.curation.load import load_curation
 from strop.curation.parts import row_of
 from strop.curation.run import CHUNK_TASKS, run_curation
 from strop.errors import ConfigError, RunError, TaskError
 from strop.pipelines.load import load_recipe
 from strop.tasks import load_rows
-from strop.tasks.config import JsonlConfig
+from strop.tasks.config import HubConfig, JsonlConfig
 
 from .problems import problems, reworded
 
@@ -235,6 +235,36 @@ def test_rows_that_the_limits_of_a_source_leave_out_are_dropped_by_name(tmp_path
     assert dropped["rest/1"] == ("max_question_chars", "2000 characters, more than 1000")
     assert dropped["rest/2"] == ("max_solution_steps", "2 steps of its solution, more than 1")
     assert dropped["rest/9"] == ("limit", "behind the first 5 that are wanted")
+
+
+def test_rows_of_another_type_are_dropped_by_the_rule_where_even_without_an_answer(tmp_path):
+    kinds = ["has_answer_extracted", "converted_proof", "no_answer_extracted", "has_answer_extracted"]
+    answers = ["1", "2", "", ""]  # the last one has none though it should
+    write(
+        tmp_path / "rows.jsonl",
+        [
+            {"problem": f"p{n}", "expected_answer": answer, "problem_type": kind}
+            for n, (kind, answer) in enumerate(zip(kinds, answers, strict=True))
+        ],
+    )
+    (tmp_path / "file.toml").write_text(
+        'name = "test"\n[[sources]]\nkind = "jsonl"\ndataset = "openmathreasoning"\npath = "rows.jsonl"\n'
+        '[[rules]]\nkind = "integer_answer"\n'
+    )
+    summary = run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1)
+    found = [(rule["name"], rule["num_seen"], rule["num_dropped"]) for rule in summary["rules"]]
+    assert found == [("where", 4, 2), ("unreadable", 2, 1), ("integer_answer", 1, 0)]
+    dropped = {row["question"]: row for row in read(tmp_path / "out" / "dropped.jsonl")}
+    assert (dropped["p1"]["rule"], dropped["p1"]["answer"]) == ("where", "2")
+    assert dropped["p2"]["reason"] == "its problem_type is 'no_answer_extracted', not 'has_answer_extracted'"
+    assert "Dropped by where" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_decontamination_against_a_set_without_a_test_split_reads_what_there_is(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra strop[data]")
+    write(tmp_path / "test.jsonl", [{"description": "Add them all up.", "solution": "1"}])
+    found = read_benchmark(HubConfig(name=str(tmp_path), dataset="project-euler"))
+    assert [task.question for task in found] == ["Add them all up."]
 
 
 TWO_SOURCES = """

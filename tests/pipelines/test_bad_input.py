@@ -128,6 +128,14 @@ def test_a_recipe_that_is_not_toml_is_told_the_line(mistake, tmp_path):
     assert "line 1" in said
 
 
+def test_an_evaluation_of_a_set_without_test_rows_is_refused_before_anything_is_trained(mistake, tmp_path):
+    tasks = 'stages.before.tasks={kind="hub", dataset="dapo-math-17k"}'
+    said = mistake("train", TINY, "--set", tasks, "--runs", tmp_path / "runs")
+    assert "tasks.dataset = 'dapo-math-17k' is published without a test split" in said
+    assert "Evaluate on another set (`tasks` of the evaluation's own), or hold rows back: tasks.train_split = " in said
+    assert not (tmp_path / "runs" / "tiny" / "stages" / "sft").exists()
+
+
 def test_nothing_to_resample_from_is_refused_with_the_remedy(mistake, tmp_path):
     words = ["--set", 'stages.rl.method={name="grpo_roc", oversample=0.5}']
     said = mistake("train", TINY, *words, "--runs", tmp_path / "runs")

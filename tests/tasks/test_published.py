@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
 
 from strop.errors import TaskError
-from strop.tasks import iterate_rows, load_rows
+from strop.tasks import iterate_rows, load_rows, open_rows
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.published import PUBLISHED
 
@@ -195,6 +196,130 @@ def test_a_row_without_an_answer_stops_the_reading_unless_such_rows_are_skipped(
         load_rows(JsonlConfig(path=path), split="train")
     assert len(load_rows(JsonlConfig(path=path, bad_rows="skip"), split="train")) == 1
     assert "1 rows were left out that are no tasks; the first: " in caplog.text
+
+
+def openmath(problem, kind, answer, **columns):
+    """A row as nvidia/OpenMathReasoning has them."""
+    return {
+        "problem": problem,
+        "generated_solution": "<think>...</think>",
+        "generation_model": "DeepSeek-R1",
+        "problem_type": kind,
+        "expected_answer": answer,
+        "problem_source": "aops_c6_high_school_olympiads",
+        "inference_mode": "cot",
+        "pass_rate_72b_tir": "0.5" if kind == "has_answer_extracted" else "n/a",
+        "used_in_kaggle": True,
+    } | columns
+
+
+OPENMATH = [
+    openmath("p1", "has_answer_extracted", "14"),
+    openmath("p2", "no_answer_extracted", "3"),  # what most of a model's solutions say
+    openmath("p3", "converted_proof", "1"),
+    openmath("p4", "no_answer_extracted", ""),
+    openmath("p5", "has_answer_extracted", "15"),
+]
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_of_openmathreasoning_only_rows_with_an_answer_of_their_authors_are_read_and_the_others_are_told(
+    tmp_path, caplog, form
+):
+    if form == "jsonl":
+        config = JsonlConfig(path=write_jsonl(tmp_path / "rows.jsonl", *OPENMATH), dataset="openmathreasoning")
+    else:
+        config = ParquetConfig(path=write_parquet(tmp_path / "rows.parquet", *OPENMATH), dataset="openmathreasoning")
+    opened = open_rows(config, split="train")
+    assert [opened[number].question for number in range(len(opened))] == ["p1", "p5"]
+    assert [task.answer for task in load_rows(config, split="train")] == ["14", "15"]
+    place = r"rows\.jsonl:2" if form == "jsonl" else r"rows\.parquet:row 1"
+    told = (
+        r'3 rows were left out under where = \{ problem_type = \["has_answer_extracted"\] \}; the first: '
+        + place
+        + r": its problem_type is 'no_answer_extracted', not 'has_answer_extracted'\. tasks\.where = \{\} reads all\."
+    )
+    assert [bool(re.search(told, record.getMessage())) for record in caplog.records] == [True, True]
+
+
+def test_which_rows_are_read_can_be_said_otherwise(tmp_path, caplog):
+    path = write_jsonl(tmp_path / "rows.jsonl", *OPENMATH[:3])
+
+    def asked(**columns):
+        return [task.question for task in load_rows(JsonlConfig(path=path, **columns), split="train")]
+
+    assert asked(dataset="openmathreasoning", where={}) == ["p1", "p2", "p3"]
+    assert not caplog.records
+    proofs_too = {"problem_type": ("has_answer_extracted", "converted_proof"), "used_in_kaggle": ("true",)}
+    assert asked(dataset="openmathreasoning", where=proofs_too) == ["p1", "p3"]
+    own = {"question": "problem", "answer": "expected_answer"}
+    assert asked(**own) == ["p1", "p2", "p3"]
+    assert asked(**own, where={"pass_rate_72b_tir": ("n/a",)}) == ["p2", "p3"]
+
+
+def test_a_column_that_is_null_is_an_empty_value(tmp_path):
+    rows = [{"question": "q1", "answer": "1", "flaw": None}, {"question": "q2", "answer": "2", "flaw": "typo"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
+    assert [task.answer for task in load_rows(JsonlConfig(path=path, where={"flaw": ("",)}), split="train")] == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"dataset": "openmathreasoning"},
+            r"no column 'problem_type'.*where rows have no such column .* set tasks\.where = \{\}",
+        ),
+        (
+            {"question": "problem", "answer": "expected_answer", "where": {"kind": ("a",)}},
+            r"no column 'kind'.* Where rows have no",
+        ),
+    ],
+)
+def test_rows_without_the_column_that_they_are_chosen_by_name_the_remedy(tmp_path, columns, message):
+    path = write_jsonl(tmp_path / "rows.jsonl", {"problem": "p", "expected_answer": "1"})
+    with pytest.raises(TaskError, match=message):
+        load_rows(JsonlConfig(path=path, **columns), split="train")
+
+
+def test_where_no_row_is_as_asked_the_condition_is_told(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", *OPENMATH[1:3])
+    told = r'none of its 2 rows is left under where = \{ problem_type = \["has_answer_extracted"\] \}\. Loosen that'
+    with pytest.raises(TaskError, match=told):
+        load_rows(JsonlConfig(path=path, dataset="openmathreasoning"), split="train")
+
+
+def test_a_condition_that_is_not_set_is_not_written_down_so_that_digests_of_older_runs_stay():
+    assert "where" not in JsonlConfig(path=Path("x"), dataset="openmathreasoning").model_dump(mode="json")
+    assert JsonlConfig(path=Path("x"), where={}).model_dump(mode="json")["where"] == {}
+
+
+@pytest.mark.parametrize("dataset", [name for name, known in PUBLISHED.items() if known.test_split is None])
+def test_a_set_without_a_test_split_says_what_to_evaluate_on_instead(dataset):
+    """Before anything is fetched: these are not on this machine."""
+    one = PUBLISHED[dataset].train_split
+    told = (
+        rf"tasks\.dataset = '{dataset}' is published without a test split, and what is trained on \('{one}'\) tests nothing\."
+        rf' Evaluate on another set .* tasks\.train_split = "{one}\[500:\]" and tasks\.test_split = "{one}\[:500\]"'
+    )
+    with pytest.raises(TaskError, match=told):
+        load_rows(HubConfig(dataset=dataset), split="test")
+
+
+def test_rows_of_the_one_split_can_be_held_back(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra strop[data]")
+    rows = [{"target": number, "nums": [number]} for number in range(10)]
+    write_jsonl(tmp_path / "train.jsonl", *rows)
+    config = HubConfig(name=str(tmp_path), dataset="countdown", train_split="train[3:]", test_split="train[:3]")
+    assert [task.answer for task in load_rows(config, split="test")] == ["0", "1", "2"]
+    assert [task.answer for task in load_rows(config, split="train")] == list("3456789")
+
+
+def test_a_split_that_is_not_there_names_the_key_that_says_which(tmp_path):
+    pytest.importorskip("datasets", reason="needs the extra strop[data]")
+    write_jsonl(tmp_path / "train.jsonl", {"question": "q", "answer": "#### 42"})
+    with pytest.raises(TaskError, match=r"its split 'test' cannot be loaded: .* Check name, subset and test_split"):
+        load_rows(HubConfig(name=str(tmp_path), dataset="gsm8k"), split="test")
 
 
 def test_a_data_set_that_is_not_known_names_the_nearest():

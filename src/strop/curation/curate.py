@@ -25,7 +25,7 @@ from strop.curation.decontamination import Decontamination
 from strop.curation.outcomes import Agreement, Difficulty, read_outcomes
 from strop.curation.verdict import AnyRule, Verdict, comparisons, rules_alone, scoped
 from strop.tasks import iterate_rows
-from strop.tasks.config import HubConfig
+from strop.tasks.rows import has_test_rows
 from strop.types import Task
 
 
@@ -72,8 +72,7 @@ def make_rules(config: CurationConfig) -> list[AnyRule]:
 
 def read_benchmark(source: RowsSource) -> Iterator[Task]:
     """The problems that are evaluated: the test rows where `source` tells them apart, else all."""
-    has_test = isinstance(source, HubConfig) or source.test_path is not None
-    return iterate_rows(source, split="test" if has_test else "train")
+    return iterate_rows(source, split="test" if has_test_rows(source) else "train")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from strop.curation.tally import Tally
 from strop.curation.verdict import AnyRule, comparisons, rules_alone
 from strop.errors import DeadlineExceeded, MachineError, RunError
 from strop.runs import read_json, write_json, writing_to
-from strop.tasks.rows import LIMITS, BadRow, LeftOut, read_tasks
+from strop.tasks.rows import LIMITS, WHERE, BadRow, LeftOut, read_tasks
 from strop.types import Task
 
 CHUNK_TASKS = 1000
@@ -189,8 +189,9 @@ def _write(file: TextIO, row: dict[str, Any]) -> None:
 
 
 def _summary(config: CurationConfig, rules: list[AnyRule], tally: Tally, made_of: dict[str, Any]) -> dict[str, Any]:
+    first = [WHERE, UNREADABLE] if any(source.rows_where for source in config.sources) else [UNREADABLE]
     limits = [key for key in LIMITS if any(getattr(source, key) is not None for source in config.sources)]
-    order = [UNREADABLE, *limits, *(rule.name for rule in rules_alone(rules)), *(rule.name for rule in comparisons(rules))]
+    order = [*first, *limits, *(rule.name for rule in rules_alone(rules)), *(rule.name for rule in comparisons(rules))]
     return {
         "name": config.name,
         "num_tasks": tally.num_tasks,

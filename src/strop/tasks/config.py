@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from strop.config import Config
 from strop.tasks.published import COUNTDOWN_WORDING, PUBLISHED
@@ -91,12 +92,27 @@ class Columns(Config):
     answer: str = "answer"
     answer_after: str = ""  # the answer is what follows the last of these marks in its column; GSM8K's is "####"
     facts: tuple[str, ...] = ()  # further columns to carry along, for rewards and reports
+    # Columns, and the values of rows that are read; others are counted in a warning. Unset: as `dataset` is published.
+    where: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] | None = None
     max_question_chars: int | None = Field(default=None, ge=1)
     max_solution_steps: int | None = Field(default=None, ge=0)  # GSM8K's calculations, written <<48/2=24>>
     limit: int | None = Field(default=None, ge=1)  # the first rows of those that are left
     bad_rows: Literal["error", "skip"] = (
         "error"  # of rows without a question or an answer; skipped ones are counted in a warning
     )
+
+    @property
+    def rows_where(self) -> Mapping[str, tuple[str, ...]]:
+        """The columns that say whether a row is read, with the values of those that are."""
+        if self.where is not None:
+            return self.where
+        return PUBLISHED[self.dataset].where if self.dataset is not None else {}
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Without what is newer than some runs and not set, so that their recipes and digests stay what they were."""
+        found: dict[str, Any] = serialize(self)
+        return {key: value for key, value in found.items() if key != "where" or value is not None}
 
     @model_validator(mode="after")
     def _names_columns_once(self) -> Self:

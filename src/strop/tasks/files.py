@@ -108,8 +108,11 @@ def read_parquet(path: Path) -> Rows:
         ) from error
 
 
-def read_hub(name: str, *, subset: str | None, split: str, revision: str | None) -> Rows:
+def read_hub(name: str, *, subset: str | None, split: str, revision: str | None, split_key: str = "split") -> Rows:
     """The rows of a data set of the hub, or of a directory that `datasets` loads.
+
+    Args:
+        split_key: what an error calls the key that says which split.
 
     Raises:
         TaskError: the `datasets` package, the data set or its split is missing.
@@ -128,8 +131,8 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None)
         rows = load_dataset(source, None if is_local else subset, split=split, revision=revision)
     except (ValueError, OSError) as error:  # unknown split or subset; not found, offline
         raise TaskError(
-            f"{name}: its split {split!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and split; a machine"
-            " without network needs a local directory as the name."
+            f"{name}: its split {split!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and {split_key}; a"
+            " machine without network needs a local directory as the name."
         ) from error
     for number, row in enumerate(rows):
         yield f"{name}[{split}] row {number}", row

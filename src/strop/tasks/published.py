@@ -17,7 +17,11 @@ COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """One data set. `facts` that a row leaves out or empty are left out of its task; question and answer must be there."""
+    """One data set. `facts` that a row leaves out or empty are left out of its task; question and answer must be there.
+
+    Rows that are not as `where` says are no tasks to play, as their publishers put it, and are left out unless a recipe says
+    otherwise. A set without a `test_split` has but one split, which is trained on.
+    """
 
     hub: str
     question: Reader
@@ -27,7 +31,8 @@ class Published:
     id: Reader | None = None  # by default the row's place
     subset: str | None = None
     train_split: str = "train"
-    test_split: str = "test"
+    test_split: str | None = "test"
+    where: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # columns, and the values of rows that are tasks
 
 
 _VERL = {"ability": Read("ability"), "data_source": Read("data_source"), "index": Read("extra_info.index")}
@@ -108,6 +113,7 @@ PUBLISHED: Mapping[str, Published] = {
         answer=Read("reward_model.ground_truth"),
         facts=_VERL,
         source="Yu et al., 2025 (DAPO, arXiv:2503.14476); its file holds each problem about a hundred times",
+        test_split=None,
     ),
     "dapo-math-17k-processed": Published(
         hub="open-r1/DAPO-Math-17k-Processed",
@@ -116,18 +122,22 @@ PUBLISHED: Mapping[str, Published] = {
         answer=Read("solution"),
         facts=_VERL,
         source="data card of open-r1/DAPO-Math-17k-Processed: prompt, solution, data_source, ability, reward_model, extra_info",
+        test_split=None,
     ),
     "openmathreasoning": Published(
         hub="nvidia/OpenMathReasoning",
         question=_PROBLEM,
         answer=Read("expected_answer"),
         facts={
-            "problem_type": Read("problem_type"),  # has_answer_extracted is what has an answer to judge by
+            "problem_type": Read("problem_type"),
             "problem_source": Read("problem_source"),
             "pass_rate_72b_tir": Read("pass_rate_72b_tir"),
         },
         source="Moshkov et al., 2025 (arXiv:2504.16891); splits cot, tir, genselect, additional_problems",
         train_split="cot",
+        test_split=None,
+        # Of no_answer_extracted and converted_proof the expected answer is what most of a model's solutions say.
+        where={"problem_type": ("has_answer_extracted",)},
     ),
     "project-euler": Published(
         hub="PatrickHaller/pecc",
@@ -137,6 +147,7 @@ PUBLISHED: Mapping[str, Published] = {
         facts={"title": Read("title"), "difficulty": Read("difficulty")},
         source="Haller et al., 2024 (PECC, arXiv:2404.18766); id, title, description, difficulty, solution, ...",
         train_split="test",
+        test_split=None,
     ),
     "countdown": Published(
         hub="Jiayi-Pan/Countdown-Tasks-3to4",
@@ -144,6 +155,7 @@ PUBLISHED: Mapping[str, Published] = {
         answer=Read("target"),
         facts={"numbers": Read("nums", is_list=True), "target": Read("target")},
         source="Pan et al., 2025 (TinyZero); columns target, nums",
+        test_split=None,
     ),
     "tulu3-math": Published(
         hub="allenai/RLVR-MATH",
@@ -152,6 +164,7 @@ PUBLISHED: Mapping[str, Published] = {
         answer=Read("ground_truth"),
         facts={"dataset": Read("dataset")},
         source="Lambert et al., 2024 (Tulu 3, arXiv:2411.15124), RLVR-MATH and RLVR-GSM; messages, ground_truth, dataset",
+        test_split=None,
     ),
     "arpo-mix": Published(
         hub="dongguanting/ARPO-RL-Reasoning-10K",

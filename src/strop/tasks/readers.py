@@ -118,6 +118,13 @@ def as_text(value: Any, column: str) -> str:
     return str(value)
 
 
+def word_of(value: Any, column: str) -> str:
+    """A value that rows are told apart by: none is empty, and truth is as JSON writes it."""
+    if value is None:
+        return ""
+    return json.dumps(value) if isinstance(value, bool) else as_text(value, column)
+
+
 def _joined(value: Any, column: str) -> str:
     if not isinstance(value, list) or not value:
         raise Unreadable(f"its {column!r} is no list with elements")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import random
@@ -18,7 +19,7 @@ from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, S
 from strop.tasks.files import Rows, read_hub, read_jsonl, read_rows, row_of_line, unreadable
 from strop.tasks.line_file import LineFile
 from strop.tasks.published import PUBLISHED, Published
-from strop.tasks.readers import MissingColumn, Read, Reader, Row, Unreadable
+from strop.tasks.readers import MissingColumn, Read, Reader, Row, Unreadable, find, word_of
 from strop.tasks.task_files import LineTasks, Tasks, spooled
 from strop.types import Task
 
@@ -39,15 +40,16 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A task that the config's limits leave out: by which key, and why."""
+    """A task that the config leaves out: by which key, and why. Of a row that `where` leaves out, what can be read of it."""
 
     task: Task
     key: str
     reason: str
 
 
+WHERE = "where"
 LIMITS = ("max_question_chars", "max_solution_steps", "limit")
-"""The keys of `Columns` that leave rows out."""
+"""The keys of `Columns` that leave rows out: by a column, before the row is read as a task, and tasks by their size."""
 
 
 class RowTasks:
@@ -128,8 +130,9 @@ def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
 
 def _kept(judged: Iterable[Task | LeftOut | BadRow], config: RowsConfig) -> Iterator[tuple[int, Task]]:
     """The tasks among `judged`, up to the limit, with their places there."""
-    num_tasks = num_skipped = 0
+    num_tasks = num_skipped = num_elsewhere = 0
     first_skipped = ""
+    first_elsewhere: LeftOut | None = None
     for at, each in enumerate(judged):
         if isinstance(each, Task):
             yield at, each
@@ -137,18 +140,26 @@ def _kept(judged: Iterable[Task | LeftOut | BadRow], config: RowsConfig) -> Iter
             if num_tasks == config.limit:
                 break
         elif isinstance(each, LeftOut):
-            continue
+            if each.key == WHERE:
+                num_elsewhere += 1
+                first_elsewhere = first_elsewhere or each
         elif config.bad_rows == "error":
             raise TaskError(f'{each.problem} Mend or remove the row, or leave such rows out with tasks.bad_rows = "skip".')
         else:
             num_skipped += 1
             first_skipped = first_skipped or each.problem
+    if first_elsewhere is not None:
+        logger.warning(
+            "%s: %d rows were left out under %s; the first: %s: %s. tasks.where = {} reads all.",
+            *(first_elsewhere.task.source, num_elsewhere, _where_in_words(config)),
+            *(first_elsewhere.task.id, first_elsewhere.reason),
+        )
     if num_skipped:
         logger.warning("%d rows were left out that are no tasks; the first: %s", num_skipped, first_skipped)
 
 
 def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | LeftOut | BadRow]:
-    """Each row of `split`: as a task, as one that the config's limits leave out, or as one that is none.
+    """Each row of `split`: as a task, as one that the config leaves out, or as one that is none.
 
     Raises:
         TaskError: no such file, data set, split or column, or no rows left.
@@ -161,6 +172,9 @@ def _judged(rows: Rows, config: RowsConfig, source: str) -> Iterator[Task | Left
     for place, row in rows:
         num_rows += 1
         try:
+            if reason := _why_elsewhere(row, config, place):
+                yield LeftOut(task=_as_far_as_read(row, config, place, source), key=WHERE, reason=reason)
+                continue
             task = _task_of(row, config, place=place, source=source)
         except Unreadable as error:
             yield BadRow(place=place, source=source, problem=f"{place}: {error}.", row=row)
@@ -171,9 +185,12 @@ def _judged(rows: Rows, config: RowsConfig, source: str) -> Iterator[Task | Left
     if not num_rows:
         raise TaskError(f"{source}: it has no rows. Give it at least one.")
     if not num_tasks:
+        limits = [f"{key} = {most}" for key in LIMITS if (most := getattr(config, key)) is not None]
+        limits += [_where_in_words(config)] if config.rows_where else []
         raise TaskError(
-            f"{source}: none of its {num_rows} rows is left under max_question_chars = {config.max_question_chars} and"
-            f" max_solution_steps = {config.max_solution_steps}. Raise them."
+            f"{source}: none of its {num_rows} rows is left under {' and '.join(limits)}. Loosen that."
+            if limits
+            else f"{source}: none of its {num_rows} rows is a task. Give it rows with a question and an answer."
         )
 
 
@@ -188,7 +205,8 @@ def _open(config: RowsConfig, split: Split) -> Rows:
     if isinstance(config, HubConfig):
         known = PUBLISHED[config.dataset] if config.dataset else None
         subset = config.subset or (known.subset if known else None)
-        return read_hub(_hub_name(config), subset=subset, split=_hub_split(config, split), revision=config.revision)
+        chosen, key = _hub_split(config, split), f"{split}_split"
+        return read_hub(_hub_name(config), subset=subset, split=chosen, revision=config.revision, split_key=key)
     path = _path(config, split)
     return read_jsonl(path) if isinstance(config, JsonlConfig) else read_rows(path)
 
@@ -200,11 +218,25 @@ def _hub_name(config: HubConfig) -> str:
     return name
 
 
+def has_test_rows(config: RowsConfig) -> bool:
+    """Whether the config tells rows to test on apart from those to train on."""
+    if not isinstance(config, HubConfig):
+        return config.test_path is not None
+    return config.test_split is not None or config.dataset is None or PUBLISHED[config.dataset].test_split is not None
+
+
 def _hub_split(config: HubConfig, split: Split) -> str:
     known = PUBLISHED[config.dataset] if config.dataset else None
     chosen = config.train_split if split == "train" else config.test_split
     published = (known.train_split if split == "train" else known.test_split) if known else split
-    return chosen or published
+    if found := chosen or published:
+        return found
+    one = config.train_split or (known.train_split if known else "train")
+    raise TaskError(
+        f"tasks.dataset = {config.dataset!r} is published without a test split, and what is trained on ({one!r}) tests nothing."
+        " Evaluate on another set (`tasks` of the evaluation's own), or hold rows back:"
+        f' tasks.train_split = "{one}[500:]" and tasks.test_split = "{one}[:500]".'
+    )
 
 
 def _path(config: JsonlConfig | ParquetConfig, split: Split) -> Path:
@@ -234,6 +266,45 @@ def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
         raise Unreadable("a row without an answer")
     facts |= _known_facts(row, shape)
     return Task(id=name, question=question, answer=answer, source=_source(row, shape, source), facts=facts)
+
+
+def _why_elsewhere(row: Row, columns: Columns, place: str) -> str:
+    """Why the config's `where` leaves the row out; empty where it does not. Raises as `_task_of` does."""
+    for column, values in columns.rows_where.items():
+        try:
+            value = word_of(find(row, column), column)
+        except MissingColumn as error:
+            kind = f"{_remedy(columns, row)}; w" if columns.dataset else "W"
+            raise TaskError(
+                f"{place}: {error}. {kind}here rows have no such column since they were chosen before, set tasks.where = {{}}."
+            ) from error
+        if value not in values:
+            return f"its {column} is {value!r}, not {' or '.join(map(repr, values))}"
+    return ""
+
+
+def _as_far_as_read(row: Row, columns: Columns, place: str, source: str) -> Task:
+    """A row that is left out, as a task: its question and its answer, where it has them."""
+    shape = PUBLISHED[columns.dataset] if columns.dataset else _shape_of(columns)
+
+    def text(read: Reader | None, otherwise: str) -> str:
+        try:
+            return otherwise if read is None else read(row).strip()
+        except Unreadable:
+            return otherwise
+
+    return Task(
+        id=text(shape.id, os.path.basename(place)),
+        question=text(shape.question, ""),
+        answer=text(shape.answer, ""),
+        source=_source(row, shape, source),
+    )
+
+
+def _where_in_words(columns: Columns) -> str:
+    """As a recipe has it."""
+    told = ", ".join(f"{column} = {json.dumps(values)}" for column, values in columns.rows_where.items())
+    return f"where = {{ {told} }}"
 
 
 def _remedy(columns: Columns, row: Row) -> str:
