@@ -13,7 +13,7 @@ _METHOD, _ADAMW, _BRANCH = "stages.rl.method.", "stages.rl.trainer.optimizer.", 
 
 UNPUBLISHED = {
     r"name|description": "what the run is called",
-    r"stages\.\w+\.(kind|init|data)": "what stands on what: GRAPHS holds it",
+    r"stages\.\w+\.(kind|init|data|results)": "what stands on what: GRAPHS holds it",
     r"tools\.search\.backend\.key_env": "the name of a variable on the user's machine",
     r"limits\.(deadline_s|max_response_tokens)": "ARPO and R1 give no limit of a rollout's time and of an answer's length",
 }
@@ -29,15 +29,29 @@ LIMIT_KEYS = ("max_turns", "max_calls", "max_calls_per_turn")
 """Of `limits`, what every RL preset with tools has in this table, likewise: what ends a rollout, and which calls run."""
 
 DEVIATIONS = {
-    ("r1-rl2", "updates"): (1700, 1712, "a rollout is 16 updates, and 1700 is no multiple of 16"),
-    ("r1-rl2", "switch"): (1300, 1312, "nor is 1300; so the last 400 updates are 400"),
-    ("r1-zero", "switch"): (8200, 8208, "nor is 8200"),
+    ("r1-rl2", "rl", "updates"): (1700, 1712, "a rollout is 16 updates, and 1700 is no multiple of 16"),
+    ("r1-rl2", "rl", "switch"): (1300, 1312, "nor is 1300; so the last 400 updates are 400"),
+    ("r1-zero", "rl", "switch"): (8200, 8208, "nor is 8200"),
+    ("r1-pipeline", "rl2", "updates"): (1700, 1712, "as r1-rl2"),
+    ("r1-pipeline", "rl2", "switch"): (1300, 1312, "as r1-rl2"),
 }
-"""What a preset does otherwise than the source although the source gives it: (the source's number, the preset's, why)."""
-UPDATES = {"r1-zero": 10_400, "r1-rl2": 1700}
+"""What a stage does otherwise than the source although the source gives it: (the source's number, the stage's, why)."""
+UPDATES = {("r1-zero", "rl"): 10_400, ("r1-rl2", "rl"): 1700, ("r1-pipeline", "rl2"): 1700}
 """Of the whole stage, as published; how far a preset may be off says DEVIATIONS."""
-SWITCHES = {"r1-zero": (0, 8200), "r1-rl2": (0, 1300)}
+SWITCHES = {("r1-zero", "rl"): (0, 8200), ("r1-rl2", "rl"): (0, 1300), ("r1-pipeline", "rl2"): (0, 1300)}
 """The schedule's entry, and the number of updates that its source gives for it."""
+PARTS = {
+    "rstar2-pipeline": {
+        **{name: ("rstar2-sft", name) for name in ("base", "toolace", "apigen_mt", "glaive", "magicoder", "tulu3", "nemotron")},
+        "sft": ("rstar2-sft", "sft"),
+        "stages_1_2": ("rstar2-paper", "rl"),
+        "hard": ("rstar2-stage3", "hard"),
+        "stage_3": ("rstar2-stage3", "rl"),
+        "aime24": ("rstar2-stage3", "aime24"),
+    },
+    "r1-pipeline": {"base": ("r1-zero", "base"), "rl1": ("r1-rl1", "rl"), "rl2": ("r1-rl2", "rl")},
+}
+"""Of a whole program, its stages that are a stage of another preset, too: that preset, and what it is called there."""
 
 
 def _under(prefix: str, **values: Any) -> Values:
@@ -56,6 +70,12 @@ _PLAIN = {
 }
 _BFLOAT16 = {"engine.dtype": "bfloat16", "stages.rl.trainer.precision": "bfloat16"}
 _VERL = {**_BFLOAT16, **_under(_ADAMW, betas=[0.9, 0.999], weight_decay=0.01, grad_clip=1.0)}  # the defaults of its optimizer
+
+
+def _of_stage(values: Values, stage: str, name: str) -> Values:
+    """The rows of `values` that are about `stage`, for a stage of another preset that is called `name`."""
+    prefix = f"stages.{stage}."
+    return {f"stages.{name}.{key.removeprefix(prefix)}": value for key, value in values.items() if key.startswith(prefix)}
 
 
 def _hub(stage: str, dataset: str) -> Values:
@@ -382,6 +402,108 @@ PUBLISHED: dict[str, Values] = {
 }
 
 _SETS = ("toolace", "apigen_mt", "glaive", "magicoder", "tulu3", "nemotron")
+
+
+def _rstar2_eval(stage: str, dataset: str, num: int) -> Values:
+    """Section 5.1: 16 samples of each question, 30K tokens, temperature 0.6, T = 30."""
+    return {
+        **_hub(stage, dataset),
+        **_under(f"stages.{stage}.", k=16, num_tasks=num, prompt="rstar2", tools="real", split="test"),
+        **_under(f"stages.{stage}.sampling.", temperature=0.6, max_tokens=30720),
+        f"stages.{stage}.limits.max_turns": 30,
+    }
+
+
+_RSTAR2_MATH = {"math500": 500, "aime24": 30, "aime25": 30, "hmmt25": 30}
+PUBLISHED["rstar2-pipeline"] = {
+    **{key: value for key, value in PUBLISHED["rstar2-stage3"].items() if not key.startswith("stages.")},
+    **{key: value for key, value in PUBLISHED["rstar2-sft"].items() if not key.startswith("stages.sft.tasks.")},
+    **{f"stages.{name}.prompt": "plain" for name in _SETS},
+    **_of_stage(PUBLISHED["rstar2-paper"], "rl", "stages_1_2"),
+    **_of_stage(PUBLISHED["rstar2-stage3"], "hard", "hard"),
+    **_of_stage(PUBLISHED["rstar2-stage3"], "rl", "stage_3"),
+    **{
+        key: value
+        for name in ("math500", "aime24", "aime25")
+        for key, value in _rstar2_eval(f"sft_{name}", name, _RSTAR2_MATH[name]).items()
+    },
+    **{key: value for name in ("aime24", "aime25") for key, value in _rstar2_eval(f"stage_2_{name}", name, 30).items()},
+    **{key: value for name, num in _RSTAR2_MATH.items() for key, value in _rstar2_eval(name, name, num).items()},
+    **_rstar2_eval("gpqa_diamond", "gpqa-diamond", 198),
+    **_under("stages.gpqa_diamond.reward.", kind="sum"),
+    **_under("stages.gpqa_diamond.reward.parts.accuracy.", kind="function", weight=1.0),
+    "stages.gpqa_diamond.reward.parts.accuracy.function": "strop.evaluation.multiple_choice:right_letter",
+}
+
+
+def _r1_sft(stage: str, *, batch: int, steps: int, lr: float) -> Values:
+    """B.4.2 and B.4.3: a cosine to a tenth, with no warm-up named."""
+    return {
+        **_under(f"stages.{stage}.", batch_size=batch, steps=steps, prompt="r1_zero", only_right=False),
+        **_under(f"stages.{stage}.", **{"sampling.max_tokens": 32768, "trainer.precision": "bfloat16"}),
+        **_under(f"stages.{stage}.trainer.optimizer.", lr=lr, schedule="cosine", final_lr_fraction=0.1, warmup_updates=0),
+    }
+
+
+def _r1_recorded(stage: str, num: int) -> Values:
+    """Conversations that somebody else has to bring, question by question."""
+    return {
+        **_under(f"stages.{stage}.", num_demonstrations=num, prompt="r1_zero"),
+        **_under(f"stages.{stage}.demonstrator.", kind="recorded", response_fact="response"),
+        **_under(f"stages.{stage}.tasks.", kind="jsonl", facts=["response"]),
+    }
+
+
+def _r1_reward_model(stage: str, judged_on: str) -> Values:
+    """Section 3.1: one epoch of batches of 256 at 6e-6, 8192 tokens, for both."""
+    return {
+        **_under(f"stages.{stage}.", judged_on=judged_on, max_length=8192, batch_size=256, epochs=1, is_prefilled=False),
+        **_under(f"stages.{stage}.trainer.optimizer.", lr=6e-6, schedule="constant", warmup_updates=0),
+    }
+
+
+def _r1_eval(stage: str, dataset: str) -> Values:
+    """D.1: temperature 0.6, 32 768 tokens, 64 samples of AIME and 16 of MATH; top-p 0.95 is left out."""
+    num, k = {"aime24": (30, 64), "math500": (500, 16)}[dataset]
+    return {
+        **_hub(stage, dataset),
+        **_under(f"stages.{stage}.", k=k, num_tasks=num, prompt="r1_zero", split="test"),
+        **_under(f"stages.{stage}.sampling.", temperature=0.6, max_tokens=32768),
+    }
+
+
+_R1_AIME = {
+    "dev1_aime24": "cold_start",
+    "dev2_aime24": "rl1",
+    "dev3_aime24": "sft",
+    "aime24": "rl2",
+    "student_aime24": "student",
+}
+_R1_MATH = {"math500": "rl2", "student_math500": "student"}
+_R1_SAMPLES = 600_000 + 200_000  # B.3.3: "about 600k" and "approximately 200k"
+PUBLISHED["r1-pipeline"] = {
+    **{key: value for key, value in PUBLISHED["r1-rl1"].items() if not key.startswith("stages.")},
+    "stages.base.path": "deepseek-ai/DeepSeek-V3-Base",
+    **_r1_recorded("cold_start", 5000),  # "thousands"
+    **_r1_sft("cold_start", batch=128, steps=2 * (5000 // 128), lr=5e-5),
+    **_of_stage(PUBLISHED["r1-rl1"], "rl", "rl1"),
+    **_under("stages.rejection.", k=16, num_tasks=None, max_per_task=None, drop_repeats=True, prompt="r1_zero"),
+    **_under("stages.rejection.", max_foreign_share=0.0, max_paragraph_chars=2000, allow_code_blocks=False),
+    **_under("stages.rejection.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 32768}),
+    **_under("stages.rejection.tasks.", kind="jsonl", dataset="strop"),
+    **_r1_recorded("general", 200_000),
+    **_under("stages.mixed.counts.", rejection=600_000, general=200_000),
+    **_r1_sft("sft", batch=128, steps=2 * _R1_SAMPLES // 128, lr=5e-5),
+    **_r1_reward_model("helpful", "summary"),
+    **_r1_reward_model("safety", "response"),
+    **_of_stage(PUBLISHED["r1-rl2"], "rl", "rl2"),
+    **_under("stages.rl2.reward.parts.", **{"helpful.scorer.stage": "helpful", "safety.scorer.stage": "safety"}),
+    "stages.small.path": "Qwen/Qwen2.5-14B",
+    **_r1_sft("student", batch=64, steps=2 * _R1_SAMPLES // 64, lr=7e-5),
+    **{key: value for name in _R1_AIME for key, value in _r1_eval(name, "aime24").items()},
+    **{key: value for name in _R1_MATH for key, value in _r1_eval(name, "math500").items()},
+}
+
 _RL = {"base": "model", "rl": "rl(base)"}
 _CS336_GRAPH = {**_RL, "after": "eval(rl)"}
 GRAPHS: dict[str, dict[str, str]] = {
@@ -398,5 +520,34 @@ GRAPHS: dict[str, dict[str, str]] = {
     "cs336-expert-iteration": {"base": "model", "expert": "expert_iteration(base)", "after": "eval(expert)"},
     **dict.fromkeys(("cs336-grpo", "cs336-grpo-off-policy", "cs336-leaderboard"), _CS336_GRAPH),
     "dapo": {**_RL, "aime24": "eval(rl)"},
+    "rstar2-pipeline": {
+        "base": "model",
+        **dict.fromkeys(_SETS, "conversations"),
+        "sft": f"sft(base, {', '.join(_SETS)})",
+        "stages_1_2": "rl(sft)",
+        "hard": "filter(stages_1_2)",
+        "stage_3": "rl(stages_1_2, hard)",
+        **{f"sft_{name}": "eval(sft)" for name in ("math500", "aime24", "aime25")},
+        **{f"stage_2_{name}": "eval(stages_1_2)" for name in ("aime24", "aime25")},
+        **dict.fromkeys((*_RSTAR2_MATH, "gpqa_diamond"), "eval(stage_3)"),
+        "release": f"export(stage_3, {', '.join(_RSTAR2_MATH)}, gpqa_diamond)",
+    },
+    "r1-pipeline": {
+        "base": "model",
+        "cold_start": "sft(base)",
+        "rl1": "rl(cold_start)",
+        "rejection": "rejection_sampling(rl1)",
+        "general": "demonstrations(base)",
+        "mixed": "mix(rejection, general)",
+        "sft": "sft(base, mixed)",
+        "helpful": "reward_model(sft)",
+        "safety": "reward_model(sft)",
+        "rl2": "rl(sft, helpful, safety)",
+        "small": "model",
+        "student": "sft(small, mixed)",
+        **{name: f"eval({init})" for name, init in (_R1_AIME | _R1_MATH).items()},
+        "release": "export(rl2, dev1_aime24, dev2_aime24, dev3_aime24, aime24, math500)",
+        "student_release": "export(student, student_aime24, student_math500)",
+    },
 }
 """What stands on what: each stage's kind, and in brackets the stages that it names."""

@@ -6,8 +6,8 @@ import re
 from itertools import pairwise
 
 import pytest
-from preset_values import DEVIATIONS, GRAPHS, LIMIT_KEYS, METHOD_KEYS, PUBLISHED, SWITCHES, UNPUBLISHED, UPDATES
-from presets import NAMES, ROOT, Leaf, leaves_of, parsed, paths_of, preset_path, resolved, unlisted, value_at
+from preset_values import DEVIATIONS, GRAPHS, LIMIT_KEYS, METHOD_KEYS, PARTS, PUBLISHED, SWITCHES, UNPUBLISHED, UPDATES
+from presets import NAMES, ROOT, Leaf, differing, leaves_of, parsed, paths_of, preset_path, resolved, unlisted, value_at
 from typer.testing import CliRunner
 
 from strop.algorithms.policy_loss import Loss
@@ -23,8 +23,16 @@ LISTED = [
     *("rstar2-sft", "rstar2-stage1", "rstar2-paper", "rstar2-stage3", "rstar2-qwen2.5-32b", "rstar2-grpo-tool"),
     *("rstar2-released", "arpo-reasoning", "arpo-deepsearch-8b", "arpo-deepsearch-14b", "r1-zero", "r1-rl1", "r1-rl2"),
     *("cs336-zero-shot", "cs336-sft", "cs336-expert-iteration", "cs336-grpo", "cs336-grpo-off-policy", "cs336-leaderboard"),
-    *("drgrpo-1.5b", "drgrpo-7b", "dapo"),
+    *("drgrpo-1.5b", "drgrpo-7b", "dapo", "rstar2-pipeline", "r1-pipeline"),
 ]
+UNUSED = {
+    "model": ("tasks", "prompt", "sampling", "limits", "reward", "trainer"),
+    "conversations": ("tasks", "sampling", "limits", "reward", "trainer"),
+    "sft": ("tasks", "limits", "reward"),
+    "filter": ("trainer",),
+    "eval": ("trainer",),
+}
+"""By kind of stage: tables that every stage may have, and that are none of its business in these presets."""
 
 
 def test_the_presets_are_those_that_are_listed():
@@ -103,25 +111,46 @@ def test_the_stages_of_a_preset_stand_on_each_other_as_its_source_says(name):
     assert graph == GRAPHS[name]
 
 
+@pytest.mark.parametrize(("whole", "stage"), [(whole, stage) for whole, parts in PARTS.items() for stage in parts])
+def test_a_stage_of_a_whole_program_is_that_of_the_preset_that_has_it_alone(whole, stage):
+    preset, name = PARTS[whole][stage]
+    one, other = resolved(whole).stages[stage], resolved(preset).stages[name]
+    where = ["init", "data", r"reward\.parts\.\w+\.scorer\.(path|stage)"]  # what makes it a part: on what it stands
+    where += [rf"{table}\b.*" for table in UNUSED.get(one.kind, ())]
+    changed = differing(one.model_dump(mode="json"), other.model_dump(mode="json"))
+    assert [path for path in changed if not re.fullmatch("|".join(where), path)] == []
+
+
+def test_every_rl_stage_of_a_whole_program_is_one_of_another_preset():
+    stages = {(whole, name) for whole in PARTS for name, stage in resolved(whole).stages.items() if isinstance(stage, RlStage)}
+    assert stages == {
+        ("rstar2-pipeline", "stages_1_2"),
+        ("rstar2-pipeline", "stage_3"),
+        ("r1-pipeline", "rl1"),
+        ("r1-pipeline", "rl2"),
+    }
+    assert all(stage in PARTS[whole] for whole, stage in stages)
+
+
 def test_updates_are_as_many_as_published_but_for_the_deviations_that_are_named():
     found = {}
-    for name in NAMES:
-        for stage in resolved(name).stages.values():
-            if isinstance(stage, RlStage) and name in UPDATES:
-                found[name, "updates"] = (UPDATES[name], stage.num_updates)
-                entry, published = SWITCHES[name]
-                assert stage.schedule[entry].at_update == published
-                each = stage.updates_per_step * stage.epochs
-                begun = (Done(steps=step, updates=step * each) for step in range(stage.steps))
-                switched = next(done.updates for done in begun if stage.schedule[entry].is_reached(done))
-                found[name, "switch"] = (published, switched)
+    for (name, stage_name), published_updates in UPDATES.items():
+        stage = resolved(name).stages[stage_name]
+        found[name, stage_name, "updates"] = (published_updates, stage.num_updates)
+        entry, published = SWITCHES[name, stage_name]
+        assert stage.schedule[entry].at_update == published
+        each = stage.updates_per_step * stage.epochs
+        begun = (Done(steps=step, updates=step * each) for step in range(stage.steps))
+        switched = next(done.updates for done in begun if stage.schedule[entry].is_reached(done))
+        found[name, stage_name, "switch"] = (published, switched)
     assert {key: pair for key, pair in found.items() if pair[0] != pair[1]} == {
         key: (published, ours) for key, (published, ours, _) in DEVIATIONS.items()
     }
 
 
-def test_the_second_rl_stage_of_r1_keeps_the_last_400_updates_for_general_data_and_each_new_reference():
-    stage = resolved("r1-rl2").stages["rl"]
+@pytest.mark.parametrize(("name", "stage_name"), [("r1-rl2", "rl"), ("r1-pipeline", "rl2")])
+def test_the_second_rl_stage_of_r1_keeps_the_last_400_updates_for_general_data_and_each_new_reference(name, stage_name):
+    stage = resolved(name).stages[stage_name]
     each = stage.updates_per_step
     moments = [Done(steps=step, updates=step * each) for step in range(stage.steps + 1)]
     general = [done for done in moments[:-1] if stage.at(done).tasks != stage.tasks]

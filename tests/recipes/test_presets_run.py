@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from presets import NAMES, differing, parsed, preset_path, resolved
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from strop.config import validate
 from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import Recipe, TinyModel
+from strop.pipelines.recipe import Recipe, TinyModel, resolve
 from strop.pipelines.tiny_model import make_tiny_model
 from strop.pipelines.train import train
 from strop.reports.progress import Silent
@@ -25,11 +27,12 @@ from strop.tasks.conversations import call_text
 
 _STAGE, _ENTRY = r"stages\.\w+\.", r"stages\.\w+\.schedule\[\d+\]\."
 ALLOWED = {
-    _STAGE + r"path": "the model; of conversations the data",
+    _STAGE + r"path": "the model; of conversations and preferences the data",
     _STAGE + r"reward\.parts\.\w+\.scorer\.path": "the model that judges",
     rf"({_STAGE}|{_ENTRY})tasks\.(kind|path|test_path|dataset|name|question|answer|facts)": "the data: rows of a file",
     r"tools\.search\.backend\.\w+": "the data that a search finds: kept results, whose table is another one than a service's",
     _STAGE + r"(steps|batch_size|num_demonstrations|num_tasks|k)": "sizes",
+    _STAGE + r"counts\.\w+": "sizes of a mix",
     _STAGE + r"(tasks_per_step|group_size|updates_per_step|branching\.initial_rollouts)": "sizes of a step",
     _STAGE + r"validation\.(num_tasks|every_steps)": "sizes",
     r"engine\.max_length|" + _STAGE + r"sampling\.max_tokens": "lengths in tokens",
@@ -41,13 +44,16 @@ ALLOWED = {
 }
 """What may differ between a preset and what is run of it here, leaf by leaf of the resolved recipes, and why."""
 _ROLLOUTS = {"rl": {"steps": 1, "tasks_per_step": 2, "group_size": 4}, "expert_iteration": {"steps": 1, "tasks_per_step": 2}}
-NOWHERE = {"model": "m", "scorer": "q", "rows": "r", "said": "c", "results": "s"}
+NOWHERE = {"model": "m", "able": "a", "scorer": "q", "rows": "r", "said": "c", "results": "s", "judged": "j"}
 """Places for a recipe that is looked at, and not run."""
 
 
-def scaled_down(name: str, *, model: str, scorer: str, rows: str, said: str, results: str) -> dict[str, object]:
-    """Keys and values for `--set`, by the stages that the preset has."""
+def scaled_down(
+    name: str, *, model: str, able: str, scorer: str, rows: str, said: str, results: str, judged: str
+) -> dict[str, object]:
+    """Keys and values for `--set`, by the stages that the preset has. What keeps right rollouts alone begins with `able`."""
     tree = parsed(name)
+    kinds = {stage["kind"] for stage in tree["stages"].values()}
     data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response"]}
     sets: dict[str, object] = {"threads": 1, "tasks": data, "engine.slots": 8, "engine.max_length": 2048}
     sets["sampling.max_tokens"] = 32
@@ -62,9 +68,17 @@ def scaled_down(name: str, *, model: str, scorer: str, rows: str, said: str, res
         sizes: dict[str, object] = dict(_ROLLOUTS.get(stage["kind"], {}))
         match stage["kind"]:
             case "model":
-                sizes = {"path": model}
+                sizes = {"path": able if "rejection_sampling" in kinds else model}
             case "filter":
                 sizes = {"num_tasks": 2}
+            case "rejection_sampling":
+                sizes = {"num_tasks": 8, "k": 4}
+            case "demonstrations":
+                sizes = {"num_demonstrations": 4}
+            case "mix":
+                sizes = {f"counts.{each}": 2 for each in stage["counts"]}
+            case "reward_model":
+                sizes = {"path": f"{judged}/{stage['judged_on']}.jsonl", "batch_size": 2}
             case "eval":
                 sizes = {"num_tasks": 2, "k": min(2, stage["k"])}
             case "conversations":
@@ -202,8 +216,12 @@ def small(tmp_path_factory):
     AutoTokenizer.from_pretrained(directory / "model").save_pretrained(directory / "scorer")
     (directory / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (directory / "results.json").write_text(json.dumps({"one": "1"}))
+    for judged_on, preferences in preferences_by_what_is_judged().items():
+        (directory / f"{judged_on}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferences))
     return {
         "model": str(directory / "model"),
+        "able": str(able_model(directory)),
+        "judged": str(directory),
         "scorer": str(directory / "scorer"),
         "said": str(directory / "said.jsonl"),
         "rows": str(directory / "rows.jsonl"),
@@ -211,8 +229,42 @@ def small(tmp_path_factory):
     }
 
 
-# Two are quick and reach most of what presets have: a filter, RoC, calls and an evaluation; a schedule, KL and scorers.
-QUICK = ("rstar2-stage3", "r1-rl2")
+def able_model(directory: Path) -> Path:
+    """The small model after it has learnt the responses of the rows by heart, so that some of its rollouts are right."""
+    tree = {
+        "name": "able",
+        "threads": 1,
+        "prompt": "r1_zero",
+        "tasks": {"kind": "jsonl", "path": str(directory / "rows.jsonl"), "facts": ["response"]},
+        "stages": {
+            "base": {"kind": "model", "path": str(directory / "model")},
+            "able": {
+                "kind": "sft",
+                "init": "base",
+                "demonstrator": {"kind": "recorded"},
+                "num_demonstrations": 8,
+                "steps": 80,
+                "batch_size": 8,
+                "trainer": {"optimizer": {"lr": 1e-2}},
+            },
+        },
+    }
+    recipe = validate(Recipe, resolve(tree), place="able")
+    return asyncio.run(train(recipe, directory / "able", progress=Silent(), command="test")).run.stage("able").model
+
+
+def preferences_by_what_is_judged() -> dict[str, list[dict[str, str]]]:
+    """Twenty of each sort: pairs, of which a summary is judged, and single responses with a label."""
+    prompts = [f"What is {n}+1?" for n in range(20)]
+    pairs = [{"prompt": prompt, "chosen": "Two.", "rejected": "I would rather not say."} for prompt in prompts]
+    labels = [("Two.", "safe"), ("I took it away.", "unsafe")]
+    single = [{"prompt": prompt, "response": text, "label": label} for prompt in prompts[:10] for text, label in labels]
+    return {"summary": pairs, "response": single}
+
+
+# These are quick and reach most of what presets have: a filter, RoC, calls and an evaluation; a schedule, KL and scorers; and a
+# whole program, with demonstrations, rejection sampling, a mix, reward models and exports.
+QUICK = ("rstar2-stage3", "r1-rl2", "r1-pipeline")
 
 
 @pytest.mark.timeout(600)
