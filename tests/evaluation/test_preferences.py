@@ -49,3 +49,16 @@ def test_single_responses_are_right_on_their_side_of_0():
     quality = label_quality([1.0, -1.0, 2.0, 0.0], [True, False, False, True], [1, 1, 1, 1])
     assert quality.accuracy == 0.625  # right, right, wrong, a half
     assert quality.auc == 0.5  # 1 > -1, 1 < 2, 0 > -1, 0 < 2
+
+
+def test_of_single_responses_length_is_compared_within_a_label():
+    # Bad ones are 20 longer, and 4 lower: over all -0.94. Within each label the longer one is scored 1 higher: 1.
+    quality = label_quality([2.0, 3.0, -2.0, -1.0], [True, True, False, False], [10, 12, 30, 32])
+    assert quality.length_correlation == pytest.approx(-78 / (17 * 404) ** 0.5)
+    assert quality.length_correlation_in_labels == pytest.approx(1.0)
+    assert quality.length_correlation_in_pairs is None
+
+
+def test_scores_that_are_equal_within_each_label_have_nothing_to_do_with_length():
+    quality = label_quality([0.1, 0.1, 0.1, -0.7, -0.7, -0.7], [True] * 3 + [False] * 3, [1, 2, 4, 5, 7, 9])
+    assert quality.length_correlation_in_labels is None

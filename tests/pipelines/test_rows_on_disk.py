@@ -88,8 +88,12 @@ def test_preferences_come_back_as_they_were_in_any_order_and_leave_no_file(tmp_p
     def ids():
         return tuple(draw.randrange(2**31) for _ in range(draw.randrange(1, 9)))
 
-    pairs = [PreferenceRows(rows=(ids(), ids())) for _ in range(20)]
-    single = [PreferenceRows(rows=(ids(),), is_good=number % 3 > 0) for number in range(20)]
+    def rows(num, is_good=True):
+        prompt = draw.choice([(), ids()])
+        return PreferenceRows(rows=tuple(prompt + ids() for _ in range(num)), num_prompt_ids=len(prompt), is_good=is_good)
+
+    pairs = [rows(2) for _ in range(20)]
+    single = [rows(1, is_good=number % 3 > 0) for number in range(20)]
     for expected in (pairs, single):
         with PreferenceFile(tmp_path / "data", iter(expected)) as file:
             assert [file[number] for number in reversed(range(len(file)))] == expected[::-1]

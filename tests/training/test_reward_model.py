@@ -53,7 +53,7 @@ def test_the_gradient_of_a_pair_is_the_probability_of_the_wrong_order():
 
 
 def rows_of(*lengths, is_good=True):
-    return PreferenceRows(rows=tuple(tuple(range(5, 5 + length)) for length in lengths), is_good=is_good)
+    return PreferenceRows(rows=tuple(tuple(range(5, 5 + length)) for length in lengths), num_prompt_ids=3, is_good=is_good)
 
 
 PAIRS = [rows_of(9, 4), rows_of(5, 12), rows_of(3, 3), rows_of(20, 6)]

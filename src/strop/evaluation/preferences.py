@@ -16,8 +16,9 @@ class PreferenceQuality:
     num: int  # pairs, or single responses
     accuracy: float  # of pairs in the right order, a tie a half; of single responses on the right side of 0
     auc: float | None  # how often any good response is scored above any bad one, of all prompts; a tie a half
-    length_correlation: float | None  # Pearson's, of score and length in tokens
+    length_correlation: float | None  # Pearson's, of score and length in tokens, of the response alone
     length_correlation_in_pairs: float | None  # of their differences within a pair, where the prompt cannot matter
+    length_correlation_in_labels: float | None  # of single responses: of both, each less its label's mean
 
     def as_json(self) -> dict[str, int | float | None]:
         return asdict(self)
@@ -37,11 +38,13 @@ def pair_quality(
         auc=area_under_curve(chosen, rejected),
         length_correlation=correlation([*chosen, *rejected], [*chosen_lengths, *rejected_lengths]),
         length_correlation_in_pairs=correlation(both_margins.tolist(), both_lengths.tolist()),
+        length_correlation_in_labels=None,
     )
 
 
 def label_quality(scores: Sequence[float], is_good: Sequence[bool], lengths: Sequence[int]) -> PreferenceQuality:
-    """Of single responses."""
+    """Of single responses. Where bad ones are the longer ones, a model that is right scores long ones low without looking at
+    their length: what is left of that within a label is its own."""
     good = [score for score, label in zip(scores, is_good, strict=True) if label]
     bad = [score for score, label in zip(scores, is_good, strict=True) if not label]
     right = [0.5 if score == 0 else float((score > 0) == label) for score, label in zip(scores, is_good, strict=True)]
@@ -51,6 +54,7 @@ def label_quality(scores: Sequence[float], is_good: Sequence[bool], lengths: Seq
         auc=area_under_curve(good, bad),
         length_correlation=correlation(scores, lengths),
         length_correlation_in_pairs=None,
+        length_correlation_in_labels=correlation(_less_the_mean_of(is_good, scores), _less_the_mean_of(is_good, lengths)),
     )
 
 
@@ -70,6 +74,15 @@ def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
     left, right = _centred(one), _centred(other)
     norm = float(np.sqrt((left**2).sum() * (right**2).sum()))
     return float((left * right).sum() / norm) if norm > 0 else None
+
+
+def _less_the_mean_of(labels: Sequence[bool], values: Sequence[float]) -> list[float]:
+    """Each less the mean of its label's; exact zeros where these are equal, whose mean in binary may not be one of them."""
+    means = dict[bool, float]()
+    for label in set(labels):
+        of_label = [value for value, each in zip(values, labels, strict=True) if each == label]
+        means[label] = of_label[0] if min(of_label) == max(of_label) else float(np.mean(of_label))
+    return [value - means[label] for value, label in zip(values, labels, strict=True)]
 
 
 def _centred(values: Sequence[float]) -> NDArray[np.float64]:

@@ -9,12 +9,18 @@ from strop.training.preferences import PreferenceRows
 
 
 class PreferenceFile(IdFile[PreferenceRows]):
-    """A run of ids a row, marked where the preference is of something good."""
+    """The ids of the question, then those of each response, marked where the preference is of something good."""
 
     @staticmethod
     def runs_of(item: PreferenceRows) -> Sequence[MarkedIds]:
-        return [(ids, item.is_good) for ids in item.rows]
+        num = item.num_prompt_ids
+        return [(item.rows[0][:num], False), *((ids[num:], item.is_good) for ids in item.rows)]
 
     @staticmethod
     def item_of(runs: Sequence[MarkedIds]) -> PreferenceRows:
-        return PreferenceRows(rows=tuple(ids for ids, _ in runs), is_good=all(is_good for _, is_good in runs))
+        (prompt, _), *responses = runs
+        return PreferenceRows(
+            rows=tuple(prompt + ids for ids, _ in responses),
+            num_prompt_ids=len(prompt),
+            is_good=all(is_good for _, is_good in responses),
+        )

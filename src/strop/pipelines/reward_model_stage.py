@@ -87,7 +87,7 @@ async def _measure(trainer: RewardTrainer, test: IdFile[PreferenceRows]) -> Pref
         part = [test[number] for number in range(start, min(len(test), start + _MEASURED_AT_ONCE))]
         rows = [row for each in part for row in each.rows]
         scores += await trainer.score(rows)
-        lengths += map(len, rows)
+        lengths += (length for each in part for length in each.response_lengths)
         are_good += [each.is_good for each in part]
     if test[0].is_pair:
         return pair_quality(scores[::2], scores[1::2], lengths[::2], lengths[1::2])

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from strop.errors import TaskError
-from strop.rewards.scorers.protocol import Exchange
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.rewards.text import final_summary
 from strop.tasks.line_file import LineFile
@@ -53,12 +52,18 @@ Preference: TypeAlias = Pair | Labelled
 class PreferenceRows:
     """A preference as a reward model reads it: the ids of chosen and rejected, or those of one response."""
 
-    rows: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[int, ...], ...]  # each of question and response
+    num_prompt_ids: int  # of the question, with which all rows begin
     is_good: bool = True  # of one response alone
 
     @property
     def is_pair(self) -> bool:
         return len(self.rows) == 2
+
+    @property
+    def response_lengths(self) -> list[int]:
+        """Tokens of each response; how long the question is says nothing of how long-winded an answer is."""
+        return [len(row) - self.num_prompt_ids for row in self.rows]
 
 
 def read_preferences(path: Path) -> PreferenceLines:
@@ -139,15 +144,16 @@ def as_rows(
 def _rows(
     preference: Preference, exchanges: ExchangeFormat, summary: Callable[[str], str | None] | None, max_length: int
 ) -> PreferenceRows | None:
-    rows = []
+    prompt, rows = exchanges.prompt_ids(preference.prompt), []
     for response in preference.responses:
         judged = response if summary is None else summary(response)
         if judged is None:
             return None
-        rows.append(exchanges.ids(Exchange(prompt=preference.prompt, response=judged)))
+        rows.append((*prompt, *exchanges.response_ids(judged)))
     if max(map(len, rows)) > max_length:
         return None
-    return PreferenceRows(rows=tuple(rows), is_good=not isinstance(preference, Labelled) or preference.is_good)
+    is_good = not isinstance(preference, Labelled) or preference.is_good
+    return PreferenceRows(rows=tuple(rows), num_prompt_ids=len(prompt), is_good=is_good)
 
 
 def _preference(line: str, place: str) -> Preference:

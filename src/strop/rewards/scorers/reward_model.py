@@ -46,10 +46,16 @@ class ExchangeFormat:
 
     def ids(self, exchange: Exchange) -> tuple[int, ...]:
         """The question as a user's turn, and the response as a whole turn of the assistant."""
-        question = Message(role="user", spans=(Span(text=exchange.prompt, is_ours=False),))
+        return (*self.prompt_ids(exchange.prompt), *self.response_ids(exchange.response))
+
+    def prompt_ids(self, prompt: str) -> tuple[int, ...]:
+        """What stands before the response: the user's turn, and the beginning of the assistant's."""
+        return self._chat.prompt_ids([Message(role="user", spans=(Span(text=prompt, is_ours=False),))])
+
+    def response_ids(self, response: str) -> tuple[int, ...]:
+        """The response, and the end of its turn."""
         num_begun = len(self.tokenizer.encode(""))
-        response = self._chat.raw_ids([Span(text=exchange.response, is_ours=False)])[num_begun:]
-        return (*self._chat.prompt_ids([question]), *response, self._chat.end_of_turn_id)
+        return (*self._chat.raw_ids([Span(text=response, is_ours=False)])[num_begun:], self._chat.end_of_turn_id)
 
 
 def load_reward_model(directory: Path) -> PreTrainedModel:
