@@ -152,7 +152,7 @@ experiments-grader: setup
 experiments-two-tools: setup
 	$(BIN)/python experiments/two_tools.py
 
-# A tiny reward model learns a planted preference, with and without a bias of length; writes experiments/results/reward-model.{json,txt}.
+# Tiny reward models learn what is planted in pairs and in single responses, with controls; writes experiments/results/reward-model.{json,txt}.
 experiments-reward-model: setup
 	$(BIN)/python experiments/reward_model.py
 
