@@ -1,10 +1,13 @@
+import difflib
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
 
 from strop.curation.decontamination import Decontamination
+from strop.curation.text import words
 from strop.tasks import load_rows
 from strop.tasks.config import JsonlConfig, ParquetConfig
 from strop.types import Task
@@ -37,6 +40,7 @@ def test_a_planted_contamination_is_found_without_one_false_alarm():
 
 REAL = {
     "gsm8k": {"dataset": "gsm8k"},
+    "aime24": {"dataset": "aime24"},
     "math500": {},
     "hotpotqa": {"dataset": "arpo-eval"},
     "bamboogle": {"dataset": "arpo-eval"},
@@ -52,7 +56,7 @@ def real(name, split="test"):
 
 @pytest.fixture(scope="module")
 def benchmarks():
-    return {name: real(name) for name in REAL}
+    return {name: real(name) for name in REAL if name != "aime24"}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +109,74 @@ def test_what_else_is_an_alarm_in_real_problems_is_a_copy_or_a_near_copy(benchma
     assert {row for row, reason in found.items() if reason} == {"4413", "7373"}
 
 
+@pytest.fixture(scope="module")
+def ordinary():
+    """Real problems to train on: ARPO's mix, half of it mathematics, and GSM8K's training set."""
+    pytest.importorskip("pyarrow", reason="needs the extra strop[data]")
+    mix = DATA / "arpo" / "train_10k.parquet"
+    if not mix.exists():
+        pytest.skip(f"no {mix}; set STROP_DATA to a directory that holds it")
+    return [*load_rows(ParquetConfig(path=mix, dataset="arpo-mix", bad_rows="skip"), split="train"), *real("gsm8k", "train")]
+
+
+def in_ten_thousand(benchmark, ordinary, *, num_words, seed):
+    """Rows with 50 problems of `benchmark` among them, 20 of these with `num_words` others at each end; and these 50."""
+    draw = random.Random(seed)
+    chosen = draw.sample(benchmark, 50)
+    planted = [*chosen[:30], *(reworded(each, num_words=num_words) for each in chosen[30:])]
+    mixed = [*draw.sample(ordinary, 10_000 - 50), *planted]
+    draw.shuffle(mixed)
+    return mixed, {id(each) for each in planted}
+
+
+def same_but_for_numbers(one, other):
+    """How much of two questions is alike, word by word, where every number is one."""
+    said = [[re.sub(r"\d+", "#", word) for word in words(each)] for each in (one, other)]
+    return difflib.SequenceMatcher(None, *said, autojunk=False).ratio()
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_fifty_real_problems_planted_in_ten_thousand_are_all_found_and_what_else_is_an_alarm_is_a_near_copy(ordinary, seed):
+    benchmark = [*real("gsm8k"), *real("aime24")]
+    rule = Decontamination(benchmark)
+    mixed, planted = in_ten_thousand(benchmark, ordinary, num_words=2, seed=seed)
+    alarms = [each for each in mixed if rule.judge(each)]
+    assert planted <= {id(each) for each in alarms}
+    others = [each for each in alarms if id(each) not in planted]
+    nearest = [max(same_but_for_numbers(each.question, known.question) for known in benchmark) for each in others]
+    told = "".join(f"\n{each.id}, {share:.2f}: {each.question}" for each, share in zip(others, nearest, strict=True))
+    # A train, of 270 or of 360 miles in 3 hours, where GSM8K's test set has a plane with the same question.
+    assert {each.id for each in others} <= {"train.jsonl:1315", "train.jsonl:5163"}, told
+    assert all(share > 0.9 for share in nearest), told
+
+
+def test_every_problem_of_gsm8k_and_aime_is_found_with_two_other_words_at_each_end():
+    benchmark = [*real("gsm8k"), *real("aime24")]
+    rule = Decontamination(benchmark)
+    assert len(benchmark) == 1349
+    assert [each.id for each in benchmark if not rule.judge(reworded(each, num_words=2))] == []
+
+
+def test_math500_alone_is_found_but_for_its_shortest_problems_and_makes_four_alarms_of_which_two_are_false(ordinary):
+    """The limit: 57 of its 500 problems keep too few words of their own, and 500 problems tell little of how rare a word is."""
+    benchmark = real("math500")
+    rule = Decontamination(benchmark)
+    missed = [each for each in benchmark if not rule.judge(reworded(each, num_words=2))]
+    assert len(missed) == 57
+    assert sum(len(words(each.question)) < 3 * rule.n for each in missed) == 52
+    assert all(rule.judge(each) for each in benchmark)
+    alarms = {each.id.partition("row ")[2]: each for each in ordinary if rule.judge(each)}
+    # Two are near copies; of two more the sentence is the same ("the constant term in the expansion of"), but not the formula.
+    assert set(alarms) == {"4413", "7373", "6883", "9738"}
+    nearest = {
+        row: max(same_but_for_numbers(each.question, known.question) for known in benchmark) for row, each in alarms.items()
+    }
+    assert {row for row, share in nearest.items() if share > 0.8} == {"4413", "7373"}
+    mixed, planted = in_ten_thousand(benchmark, ordinary, num_words=2, seed=0)
+    found = {id(each) for each in mixed if rule.judge(each)} & planted
+    assert len(found) == 47
+
+
 def test_the_papers_strict_rule_drops_for_one_shared_8_gram():
     benchmark = task(
         "The answer is m over n where m and n are relatively prime positive integers, and more of it follows here, about a"
@@ -130,9 +202,9 @@ def test_a_short_benchmark_problem_is_found_as_a_whole_but_not_as_a_phrase():
 
 
 def test_the_reason_names_the_benchmark_problem_of_the_largest_share():
-    words = [f"word{number}" for number in range(12)]
-    short, long = task(" ".join(words), "short"), task(" ".join([*words, *map(str, range(100))]), "long")
-    assert "of short of test" in Decontamination([long, short]).judge(task(" ".join(words)))
+    said = [f"word{number}" for number in range(12)]
+    short, long = task(" ".join(said), "short"), task(" ".join([*said, *map(str, range(100))]), "long")
+    assert "of short of test" in Decontamination([long, short]).judge(task(" ".join(said)))
 
 
 SHORT = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import Field, model_validator
 
 from strop.config import Config
 from strop.tasks.published import COUNTDOWN_WORDING, PUBLISHED
@@ -87,6 +87,8 @@ class LookupConfig(Config):
 class Columns(Config):
     """Which columns of a row make a task, and which rows are left out."""
 
+    newer: ClassVar[tuple[str, ...]] = ("where",)
+
     dataset: str | None = None  # a published data set, whose columns are known: gsm8k, math500, dapo-math-17k, ...
     question: str = "question"
     answer: str = "answer"
@@ -107,12 +109,6 @@ class Columns(Config):
         if self.where is not None:
             return self.where
         return PUBLISHED[self.dataset].where if self.dataset is not None else {}
-
-    @model_serializer(mode="wrap")
-    def _as_before(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without what is newer than some runs and not set, so that their recipes and digests stay what they were."""
-        found: dict[str, Any] = serialize(self)
-        return {key: value for key, value in found.items() if key != "where" or value is not None}
 
     @model_validator(mode="after")
     def _names_columns_once(self) -> Self:
