@@ -153,6 +153,8 @@ def test_the_win_rate_is_of_summed_verdicts_and_its_interval_draws_questions():
     many = win_rate([(6.0, 6.0), (0.0, 2.0)] * 100, seed=0)
     assert 0.65 < many.low < 0.75 < many.high < 0.85
     assert win_rate([(2.0, 2.0)] * 10, seed=0).low == pytest.approx(0.025 ** (1 / 10))  # all won is no certainty
+    by_place = win_rate([(3.0, 6.0)] * 10, seed=0)  # nor is a judge that goes by place: 0.308 of others may be won or lost
+    assert (by_place.low, by_place.high) == (pytest.approx(0.346, abs=1e-3), pytest.approx(0.654, abs=1e-3))
 
 
 def result(found, service, **keys):

@@ -54,6 +54,9 @@ def test_no_difference_is_no_certainty():
     none = paired_difference([1.0] * 10, [1.0] * 10, seed=0)
     assert (none.difference.mean, none.p_value) == (0.0, 1.0)
     assert none.difference.high == pytest.approx(1 - 0.025**0.1)
+    all_better = paired_difference([0.0] * 10, [1.0] * 10, seed=0)
+    assert (all_better.difference.low, all_better.difference.high) == (pytest.approx(1 - 2 * (1 - 0.025**0.1)), 1.0)
+    assert all_better.p_value == pytest.approx(2 / 2**10)
     lengths = paired_difference([7.0] * 10, [7.0] * 10, seed=0, is_share=False)
     assert (lengths.difference.low, lengths.difference.high) == (0.0, 0.0)
 

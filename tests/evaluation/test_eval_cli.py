@@ -7,6 +7,7 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.evaluation.results import write_eval
+from strop.runs import write_json
 
 
 def put(directory, correct):
@@ -49,6 +50,36 @@ def test_compare_prints_a_table_and_json_on_request(tmp_path):
     assert "+75.0%" in told
     [accuracy] = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)["metrics"]
     assert (accuracy["paired"]["num_better"], accuracy["paired"]["p_value"]) == (3, 0.25)
+
+
+def test_compare_and_the_leaderboard_tell_what_is_stale_and_why(tmp_path, monkeypatch):
+    put(tmp_path / "a", [0, 0, 0, 1])
+    put(tmp_path / "b", [1, 1, 1, 1])
+    both = (tmp_path / "a", tmp_path / "b")
+    assert invoke("compare", *both).stderr == ""
+    stage = tmp_path / "b" / "stages" / "test"
+    write_json(stage / "stale.json", {"because": "rl was made anew"})
+    warning = f"warning: {stage}: stale, so its figures are not those of what the recipe makes now: rl was made anew."
+    for words in (both, (both[0], stage), (both[0], stage / "eval" / "result.json")):
+        found = invoke("compare", *words)
+        assert found.stderr == f"{warning} `strop train` with --from test makes it anew.\n"
+        assert "+75.0%" in found.stdout
+    monkeypatch.chdir(stage / "eval")
+    assert invoke("compare", both[0], "result.json").stderr.startswith(warning)
+    found = invoke("compare", *both, "--json")
+    assert found.stderr.startswith(warning)
+    [told] = json.loads(found.stdout)["stale"]
+    assert f"warning: {told}".startswith(warning)
+    write_json(tmp_path / "a" / "stages" / "test" / "stale.json", {})
+    assert (
+        "a/stages/test: stale, so its figures are not those of what the recipe makes now: what it stands on has changed. "
+        in (invoke("compare", *both).stderr)
+    )
+    (tmp_path / "a" / "stages" / "test" / "stale.json").unlink()
+    board = invoke("leaderboard", tmp_path)
+    assert board.stderr.startswith("left out: ")
+    assert "stale, so it is not ranked: rl was made anew. `strop train` with --from test makes it anew" in board.stderr
+    assert "rl was made anew" in (tmp_path / "leaderboard.html").read_text()
 
 
 def test_the_leaderboard_is_a_table_a_page_and_a_file(tmp_path):

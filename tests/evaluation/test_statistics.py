@@ -67,6 +67,11 @@ def test_interval_promises_no_certainty_when_all_tasks_agree():
     assert average_at_k([[0.0]] * 100, seed=0).high == pytest.approx(0.0362, abs=1e-4)  # 1 - 0.025 ** (1 / 100)
     perfect = average_at_k([[1.0, 1.0]], seed=0)
     assert (perfect.low, perfect.mean, perfect.high) == (pytest.approx(0.025), 1.0, 1.0)
+    # Half of the attempts at each of 10: 1 - 0.025 ** 0.1 = 0.308 of other problems may be solved always, or never.
+    halves = average_at_k([[0.0, 1.0]] * 10, seed=0)
+    assert (halves.low, halves.high) == (pytest.approx(0.5 - 0.154, abs=1e-3), pytest.approx(0.5 + 0.154, abs=1e-3))
+    beyond = average_at_k([[-2.0]] * 10, seed=0)  # no share, so nothing bounds what is unseen
+    assert (beyond.low, beyond.high) == (-2.0, -2.0)
 
 
 def test_interval_depends_on_the_seed_alone(monkeypatch):

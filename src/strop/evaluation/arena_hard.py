@@ -20,7 +20,7 @@ import numpy as np
 
 from strop.errors import TaskError
 from strop.evaluation.arena_hard_prompt import PROMPT
-from strop.evaluation.statistics import Estimate
+from strop.evaluation.statistics import Estimate, unseen_share
 from strop.rewards.scorers.chat_client import ChatClient, ChatServiceConfig, Reply
 from strop.rewards.scorers.judge import JudgeConfig, ModelJudge
 from strop.rewards.scorers.refusals import Refusals
@@ -268,8 +268,8 @@ def win_rate(wins: Sequence[tuple[float, float]], *, seed: int) -> Estimate:
     """
     won, of = (np.array(column, dtype=np.float64) for column in zip(*wins, strict=True))
     mean = float(won.sum() / of.sum())
-    if mean in (0.0, 1.0):  # all resamples would agree and promise certainty: the exact bound over questions instead
-        reach = 1 - 0.025 ** (1 / len(won))
+    if np.all(won / of == won[0] / of[0]):  # all resamples would agree and promise certainty: the exact bound over questions
+        reach = unseen_share(len(won))
         return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
     generator = np.random.default_rng(seed)
     rates = np.empty(_NUM_RESAMPLES)

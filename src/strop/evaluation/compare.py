@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
 from strop.errors import RunError
-from strop.evaluation.results import EvalFiles
+from strop.evaluation.results import RESULT, EvalFiles, place_of
 from strop.evaluation.statistics import PairedDifference, paired_difference
 
 Problems: TypeAlias = Mapping[tuple[str, int], Mapping[str, Any]]
@@ -47,6 +47,7 @@ class Comparison:
     num_only_first: int
     num_only_second: int
     settings: Mapping[str, tuple[Any, Any]]  # those that differ
+    stale: tuple[str, ...]  # for each that is, where and why
     metrics: tuple[MetricComparison, ...]
 
     def as_json(self) -> dict[str, Any]:
@@ -56,6 +57,8 @@ class Comparison:
 
 def compare(first: EvalFiles, second: EvalFiles, *, seed: int = 0) -> Comparison:
     """Accuracy, every part of the reward that both have, lengths, calls, errors and truncation, each tested in pairs.
+
+    A stale evaluation is compared as any other, and told of.
 
     Raises:
         RunError: one keeps no problems, they share none, they were judged in different ways, or one question has two answers.
@@ -87,6 +90,7 @@ def compare(first: EvalFiles, second: EvalFiles, *, seed: int = 0) -> Comparison
         num_only_first=len(of_first) - len(shared),
         num_only_second=len(of_second) - len(shared),
         settings=_differing(first.result, second.result),
+        stale=tuple(_told_stale(each) for each in (first, second) if each.why_stale),
         metrics=tuple(_metric(name, pairs, seed) for name in _metric_names(pairs)),
     )
 
@@ -134,6 +138,14 @@ def _judging(tree: Mapping[str, Any], place: str, free: Set[str]) -> dict[str, A
         else:
             found[f"{place}.{key}"] = value
     return found
+
+
+def _told_stale(files: EvalFiles) -> str:
+    stage = place_of(files.directory / RESULT)
+    return (
+        f"{stage}: stale, so its figures are not those of what the recipe makes now: {files.why_stale}. `strop train` with"
+        f" --from {stage.name} makes it anew."
+    )
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import RunError
-from strop.evaluation.results import find_results
-from strop.runs import StageDirectory, read_json
+from strop.evaluation.results import find_results, place_of, why_stale
+from strop.runs import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +73,8 @@ def _entry(path: Path) -> Entry:
     result = read_json(path)
     if not isinstance(result, dict) or not isinstance(result.get("accuracy"), int | float):
         raise RunError(f"{path}: no result of an evaluation that can be ranked (no 'accuracy': nothing said what is right)")
-    place = path.parent.parent if path.parent.name == "eval" else path.parent
-    if (marked := StageDirectory(place).stale).exists():
-        because = read_json(marked).get("because", "what it stands on has changed")
+    place = place_of(path)
+    if because := why_stale(path):
         raise RunError(f"{path}: stale, so it is not ranked: {because}. `strop train` with --from {place.name} makes it anew")
     return Entry(
         benchmark=str(result.get("benchmark") or result.get("stage") or "unnamed"),

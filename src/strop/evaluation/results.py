@@ -16,7 +16,7 @@ from strop.errors import RunError
 from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
 from strop.evaluation.summary import rollout_metrics
 from strop.evaluation.verdict import USUAL, Verdict
-from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
+from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, write_json, write_text
 from strop.types import Group
 
 RESULT, PROBLEMS = "result.json", "problems.jsonl"
@@ -29,6 +29,7 @@ class EvalFiles:
     directory: Path
     result: Mapping[str, Any]
     problems: Sequence[Mapping[str, Any]]
+    why_stale: str = ""  # why its stage is marked so; "" where it is not
 
 
 def figures_of(
@@ -133,7 +134,12 @@ def read_eval(path: Path) -> EvalFiles:
             f"{found[0]}: no result of an evaluation (neither 'accuracy' nor 'num_tasks'). Give a run of `strop eval`, or its"
             " stage."
         )
-    return EvalFiles(directory=found[0].parent, result=result, problems=read_lines(found[0].parent / PROBLEMS))
+    return EvalFiles(
+        directory=found[0].parent,
+        result=result,
+        problems=read_lines(found[0].parent / PROBLEMS),
+        why_stale=why_stale(found[0]),
+    )
 
 
 def find_results(path: Path) -> list[Path]:
@@ -144,6 +150,18 @@ def find_results(path: Path) -> list[Path]:
     if (path / RESULT).is_file():
         return [path / RESULT]
     return sorted(each for each in path.rglob(f"eval/{RESULT}") if each.is_file() and not _is_put_aside(each, path))
+
+
+def place_of(result: Path) -> Path:
+    """The directory of the evaluation that wrote `result`, whole: of its stage, or of an import."""
+    folder = result.resolve().parent
+    return folder.parent if folder.name == "eval" else folder
+
+
+def why_stale(result: Path) -> str:
+    """Why the stage that wrote `result` is marked as one that the recipe would make otherwise now; "" where it is not."""
+    marked = StageDirectory(place_of(result)).stale
+    return str(read_json(marked).get("because") or "what it stands on has changed") if marked.exists() else ""
 
 
 def _is_put_aside(result: Path, below: Path) -> bool:

@@ -33,8 +33,9 @@ def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float =
     """avg@k, pass@1 in rStar2-Agent section 5: the mean score of an attempt, with a bootstrap interval clustered by task.
 
     Attempts at one task share its difficulty, so whole tasks are drawn with replacement and the percentiles of the resampled
-    means are the interval. Where every score is 0 (or every score is 1) all resamples agree and would promise certainty;
-    the exact binomial bound over tasks stands in: 1 - ((1 - level) / 2) ** (1 / num_tasks).
+    means are the interval. Where all tasks have one mean (every score is 0, say) all resamples agree and would promise
+    certainty. Where it is a share, the exact binomial bound on tasks that are otherwise stands in, as if those were 0 or 1:
+    1 - ((1 - level) / 2) ** (1 / num_tasks).
 
     Args:
         scores: per task, the score of each attempt; the numbers of attempts may differ.
@@ -47,8 +48,8 @@ def average_at_k(scores: Sequence[Sequence[float]], *, seed: int, level: float =
     """
     means = _task_means(scores)
     mean = float(means.mean())
-    if np.all(means == means[0]) and means[0] in (0.0, 1.0):
-        reach = _unseen(len(means), level)
+    if np.all(means == means[0]) and 0 <= means[0] <= 1:
+        reach = unseen_share(len(means), level=level)
         return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
     low, high = np.quantile(_resampled_means(means, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
     return Estimate(mean=mean, low=float(low), high=float(high))
@@ -95,9 +96,9 @@ def paired_difference(
     Args:
         first, second: the mean of each task, in the same order.
         seed: of resampling and swaps.
-        is_share: the values lie between 0 and 1. Where no task differs, the interval is then the exact binomial bound on the
-            share of tasks that would, and the standard error what so many that differ by 1 would make; of other values the
-            interval is a point, and nothing tells the standard error.
+        is_share: the values lie between 0 and 1. Where all tasks differ alike (by 0, say), the interval then has the exact
+            binomial bound on the share of tasks that would do otherwise, by -1 or 1, and the standard error is what such would
+            make; of other values the interval is a point, and nothing tells the standard error.
 
     Raises:
         ValueError: there is no task, or the two have different numbers of them.
@@ -106,37 +107,23 @@ def paired_difference(
         raise ValueError("the difference over no tasks is undefined")
     differences = np.subtract(np.asarray(second, dtype=np.float64), np.asarray(first, dtype=np.float64))
     mean = float(differences.mean())
-    if not differences.any():
-        reach = _unseen(len(differences), level) if is_share else 0.0
-        return PairedDifference(
-            difference=Estimate(mean=0.0, low=-reach, high=reach),
-            p_value=1.0,
-            num_better=0,
-            num_worse=0,
-            standard_error=_standard_error(differences, is_share=is_share, level=level),
-        )
-    low, high = np.quantile(_resampled_means(differences, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
+    if differences.min() < differences.max():
+        low, high = np.quantile(_resampled_means(differences, seed, num_resamples), [(1 - level) / 2, (1 + level) / 2])
+        standard_error: float | None = float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    else:
+        reach = unseen_share(len(differences), level=level) if is_share else 0.0
+        low, high = mean - reach * (1 + mean), mean + reach * (1 - mean)
+        standard_error = math.sqrt(reach / len(differences)) if is_share else None
     return PairedDifference(
         difference=Estimate(mean=mean, low=float(low), high=float(high)),
         p_value=_swap_test(differences[differences != 0], seed, num_resamples),
         num_better=int((differences > 0).sum()),
         num_worse=int((differences < 0).sum()),
-        standard_error=_standard_error(differences, is_share=is_share, level=level),
+        standard_error=standard_error,
     )
 
 
-def _standard_error(differences: np.ndarray, *, is_share: bool, level: float) -> float | None:
-    """Of the mean, from the unbiased variance. Where all tasks differ alike, that is 0 and would promise certainty.
-
-    Of shares the variance is then at most the share of tasks that may be otherwise, by the exact binomial bound.
-    """
-    num = len(differences)
-    if differences.min() < differences.max():
-        return float(differences.std(ddof=1)) / math.sqrt(num)
-    return math.sqrt(_unseen(num, level) / num) if is_share else None
-
-
-def _unseen(num: int, level: float) -> float:
+def unseen_share(num: int, *, level: float = 0.95) -> float:
     """The exact binomial bound on the share of tasks that are otherwise, where none of `num` is."""
     return 1 - math.pow((1 - level) / 2, 1 / num)
 

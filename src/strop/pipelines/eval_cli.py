@@ -79,6 +79,8 @@ def compare(
     from strop.reports.evaluations import comparison_lines, comparison_table
 
     found = compare_files(read_eval(first), read_eval(second))
+    for told in found.stale:
+        typer.echo(f"warning: {told}", err=True)
     if as_json:
         typer.echo(json.dumps(found.as_json(), indent=2))
         return
