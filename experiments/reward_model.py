@@ -1,6 +1,6 @@
 """Does a tiny reward model learn what is planted in responses, and not their length?
 
-    make experiments-reward-model    (about five minutes on 2 cores)
+    make experiments-reward-model    (about two minutes of one core)
 
 Pairs (DeepSeek-R1's helpful model): of two responses to a question the polite one is better; politeness is one of six phrases
 somewhere in it. In arm `clean` chosen and rejected are equally long on average; in arm `long` the chosen one is the longer one

@@ -184,3 +184,13 @@ def test_the_hypothesis_names_every_arm_and_no_seed_is_the_pilots():
     said = (ROOT / "experiments" / "hypotheses" / "reward-models.md").read_text()
     assert [name for name in ARMS if f"`{name}`" not in said] == []
     assert 100 not in reward_model.SEEDS
+
+
+def test_what_was_written_is_of_these_arms_and_seeds():
+    kept = read_json(ROOT / "experiments" / "results" / "reward-model.json")
+    assert {name: [run["seed"] for run in found] for name, found in kept["arms"].items()} == {
+        name: list(reward_model.SEEDS[:3] if arm.is_pairs else reward_model.SEEDS) for name, arm in ARMS.items()
+    }
+    assert kept["bars"] == bars_of(kept["arms"])
+    written = (ROOT / "experiments" / "results" / "reward-model.txt").read_text()
+    assert written == table(kept["arms"], kept["bars"])
