@@ -25,6 +25,7 @@ from strop.reports.sweep_console import SweepConsole
 from strop.runs import read_json, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "experiments" / "results"
 SWEEP = ROOT / "recipes" / "sweeps" / "ppo-lambda.toml"
 COMMAND = "make experiments-ppo-lambda"
 CURVES: Mapping[str, Unit] = {  # metric -> what it counts
@@ -37,9 +38,13 @@ _DIGITS = 4
 
 
 def summarise(sweep: Mapping[str, Any]) -> dict[str, Any]:
-    """The comparison, from the `sweep.json` of a sweep; arms are compared with its first, seed by seed."""
+    """The comparison, from the `sweep.json` of a sweep; arms are compared with its first, seed by seed.
+
+    A run without a result (it did not end, or its evaluation is stale) is in no figure, and neither is what it would be
+    compared with.
+    """
     runs = {
-        arm: {run["seed"]: run for run in sweep["runs"] if run["arm"] == arm and run["state"] == "done"}
+        arm: {run["seed"]: run for run in sweep["runs"] if run["arm"] == arm and run["result"] is not None}
         for arm in sweep["arms"]
     }
     first = next(iter(runs.values()))
@@ -112,19 +117,25 @@ def write_plots(results: Mapping[str, Any], directory: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=ROOT / "runs", help="holds the sweep's directory")
-    parser.add_argument("--results", type=Path, default=ROOT / "experiments" / "results")
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="another value of the recipe: a pilot")
     options = parser.parse_args(arguments)
+    if options.set and options.results == RESULTS:
+        parser.error("--set makes a pilot, which must not take the place of the results: name another place with --results")
     sweep, directory = load_sweep(SWEEP, options.set), options.runs / SWEEP.stem
     with SweepConsole() as progress:
         log = run_sweep(sweep, directory, jobs=options.jobs, progress=progress, command=COMMAND)
+    if log.failures:
+        failed = ", ".join(run.name for run in log.failures)
+        print(f"{failed} failed, so the results stay as they were. The same command goes on.", file=sys.stderr)
+        return 1
     results = summarise(read_json(directory / "sweep.json"))
     write_json(options.results / "ppo-lambda.json", results)
     write_text(options.results / "ppo-lambda.txt", table(results) + "\n")
     write_plots(results, options.results / "ppo-lambda")
     print(table(results))
-    return 1 if log.failures or not all(bar["holds"] for bar in results["bars"].values()) else 0
+    return 0 if all(bar["holds"] for bar in results["bars"].values()) else 1
 
 
 if __name__ == "__main__":
