@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from strop.curation.load import load_curation
 from strop.curation.run import run_curation
 from strop.errors import MachineError, RunError
 from strop.pipelines.filter_stage import why_dropped
+from strop.pipelines.load import load_recipe
 from strop.pipelines.mix_stage import counts_of
 from strop.pipelines.recipe import EvalStage, FilterStage, MixStage, Recipe, RejectionSamplingStage, resolve
 from strop.pipelines.rejection_stage import foreign_share, reasons
@@ -19,6 +21,7 @@ from strop.pipelines.stage_data import RowsWriter
 from strop.runs import RunDirectory, read_json, read_lines
 from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
 
+RECIPES = Path(__file__).parents[2] / "recipes"
 TASK = Task(id="t", question="1+1", answer="2", source="by hand")
 SHARED = {"tasks": {"kind": "arithmetic"}, "init": "sft", "num_tasks": 1}
 
@@ -146,6 +149,25 @@ def test_an_evaluation_at_temperature_0_makes_one_attempt(keys, message):
 def test_rejection_sampling_drops_what_does_not_read_well(text, reason):
     stage = stage_of(RejectionSamplingStage, kind="rejection_sampling")
     [found] = reasons(group(rollout(text)), stage)
+    assert found.partition(":")[0] == reason
+
+
+@pytest.mark.parametrize("stage", ["rejection", "teacher"])
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ("<reason>{}</reason>", ""),
+        ("<reason>{}\n" + "so it is " * 220 + "</reason>", "long paragraph"),
+        ("<reason>{}\n\n" + "\n\n".join(["so it is " * 100] * 3) + "</reason>", ""),  # as long, in paragraphs
+        ("<reason>{}\n```python\nprint(12)\n```</reason>", "code block"),
+        ('<reason>{}</reason><tool_call>{{"name": "python", "arguments": {{"code": "print(12)"}}}}</tool_call>', ""),
+    ],
+)
+def test_r1_pipeline_drops_long_paragraphs_and_code_blocks_though_its_tiny_model_writes_none(stage, said, reason):
+    """Of otherwise the same right response, as a policy with more tokens would write them."""
+    config = load_recipe(RECIPES / "r1-pipeline.toml").stages[stage]
+    text = said.format("I add the numbers and then check the sum.") + "<answer>\\boxed{12}</answer>"
+    [found] = reasons(group(rollout(text)), config)
     assert found.partition(":")[0] == reason
 
 
