@@ -544,7 +544,7 @@ GRAPHS: dict[str, dict[str, str]] = {
         "safety": "reward_model(sft)",
         "rl2": "rl(sft, helpful, safety)",
         "small": "model",
-        "student": "sft(small, mixed)",
+        "student": "distil(small, mixed)",
         **{name: f"eval({init})" for name, init in (_R1_AIME | _R1_MATH).items()},
         "release": "export(rl2, dev1_aime24, dev2_aime24, dev3_aime24, aime24, math500)",
         "student_release": "export(student, student_aime24, student_math500)",

@@ -83,7 +83,7 @@ def scaled_down(
                 sizes = {"num_tasks": 2, "k": min(2, stage["k"])}
             case "conversations":
                 sizes = {"path": said}
-            case "sft":
+            case "sft" | "distil":
                 sizes = {"steps": 2, "batch_size": 2} | ({} if "data" in stage else {"num_demonstrations": 4})
                 if "warmup_updates" in stage["trainer"]["optimizer"]:
                     sizes["trainer.optimizer.warmup_updates"] = 1
@@ -275,6 +275,6 @@ def test_a_preset_runs_from_its_first_stage_to_its_last(name, small, tmp_path):
     result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test"))
     for stage_name, stage in recipe.stages.items():
         assert (tmp_path / "run" / "stages" / stage_name / "done.json").exists(), stage_name
-        if stage.kind in ("rl", "expert_iteration", "sft"):
+        if stage.kind in ("rl", "expert_iteration", "sft", "distil"):
             steps = [line for line in read_lines(result.run.metrics) if line["stage"] == stage_name]
             assert len(steps) == stage.steps, stage_name

@@ -20,6 +20,7 @@ from strop.pipelines.data_config import (
     RejectionSamplingStage,
     SampledStage,
 )
+from strop.pipelines.distillation import problem_with_distillation
 from strop.pipelines.dpo_config import DpoStage
 from strop.pipelines.graph import Node, in_order
 from strop.pipelines.reward_model_config import RewardModelStage
@@ -33,6 +34,7 @@ from strop.pipelines.stage_config import (
     Stage,
     TinyModel,
     TrainingStage,
+    init_of,
 )
 from strop.rollout.scheduling import SchedulerConfig
 from strop.sandbox.config import SandboxConfig
@@ -122,6 +124,15 @@ class Recipe(Config):
         return {name: stages[name] for name in in_order(nodes)}
 
     @model_validator(mode="after")
+    def _distils_from_a_teacher(self) -> Self:
+        for name, stage in self.stages.items():
+            if not isinstance(stage, SftStage) or stage.kind != "distil":
+                continue
+            if problem := problem_with_distillation(name, self.stages):
+                raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
     def _can_branch(self) -> Self:
         for name, stage in self.stages.items():
             if not isinstance(stage, RlStage) or stage.branching is None:
@@ -162,11 +173,6 @@ class Recipe(Config):
                     " max_tokens."
                 )
         return self
-
-
-def init_of(stage: Stage) -> str:
-    """The stage whose model it begins with; empty where it begins with none."""
-    return next((each.stage for each in stage.inputs() if each.key == "init"), "")
 
 
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:

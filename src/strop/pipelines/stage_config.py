@@ -72,6 +72,11 @@ class Stage(Config):
         return ()
 
 
+def init_of(stage: Stage) -> str:
+    """The stage whose model it begins with; empty where it begins with none."""
+    return next((each.stage for each in stage.inputs() if each.key == "init"), "")
+
+
 def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "trainer.optimizer") -> None:
     """Raises `ValueError` when a cosine over `num_updates` would end before its warm-up does."""
     if optimizer.schedule is Schedule.COSINE and optimizer.warmup_updates >= num_updates:
@@ -128,9 +133,13 @@ class TrainingStage(Stage):
 
 
 class SftStage(TrainingStage):
-    """Supervised fine-tuning on conversations of other stages, or on demonstrations played in the real environment."""
+    """Supervised fine-tuning on conversations of other stages, or on demonstrations played in the real environment.
 
-    kind: Literal["sft"]
+    Called `distil`, it says that those conversations are a teacher's, another model than the student starts from;
+    distillation.py holds the recipe to that.
+    """
+
+    kind: Literal["sft", "distil"]
     data: tuple[str, ...] = ()  # stages whose conversations it imitates; instead of a demonstrator
     demonstrator: DemonstratorConfig | None = None
     num_demonstrations: int | None = Field(default=None, ge=1)
@@ -157,6 +166,12 @@ class SftStage(TrainingStage):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
+        if self.kind == "distil" and (self.demonstrator is not None or self.num_demonstrations is not None or not self.data):
+            wrong = "data names no stage" if not self.data else "a demonstrator is no model"
+            raise ValueError(
+                f"kind is 'distil', which imitates a teacher, but {wrong}. Name stages with rollouts of the teacher in data"
+                " (kind = 'rejection_sampling'), and leave demonstrator and num_demonstrations out; or set kind = 'sft'."
+            )
         if bool(self.data) == (self.demonstrator is not None):
             raise ValueError(
                 "give either data (stages that make conversations) or demonstrator (who plays them now), and not both."

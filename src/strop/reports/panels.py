@@ -113,7 +113,7 @@ def trailing_mean(points: Sequence[Point], window: int) -> tuple[Point, ...]:
 
 
 def _is_fine_tuning(stage: StageLog) -> bool:
-    return stage.kind == "sft" or any(key.startswith("sft/") for key in stage.metrics)
+    return stage.kind in ("sft", "distil") or any(key.startswith("sft/") for key in stage.metrics)
 
 
 def _called_tools(stages: Sequence[StageLog]) -> bool:
