@@ -27,26 +27,31 @@ def lineage(config: CurationConfig) -> dict[str, Any]:
     return {"digest": whole, "files": files}
 
 
-def _files(config: CurationConfig) -> Iterator[Path]:
-    for source in config.sources:
-        yield from _files_of(source)
+def named_files(config: CurationConfig) -> dict[str, Path]:
+    """The files and directories that `config` names, by key; of hub data sets those that are local directories."""
+    found: dict[str, Path] = {}
+    for number, source in enumerate(config.sources):
+        found |= _named_by(source, f"sources.{number}")
     for rule in config.rules:
         if isinstance(rule, DecontaminationRule):
-            for source in rule.against:
-                yield from _files_of(source)
+            for number, source in enumerate(rule.against):
+                found |= _named_by(source, f"rules.{rule.kind}.against.{number}")
         elif isinstance(rule, AgreementRule | DifficultyRule):
-            yield rule.outcomes
+            found[f"rules.{rule.kind}.outcomes"] = rule.outcomes
+    return found
 
 
-def _files_of(source: RowsSource) -> Iterator[Path]:
+def _files(config: CurationConfig) -> Iterator[Path]:
+    for path in named_files(config).values():
+        yield from _below(path)
+
+
+def _named_by(source: RowsSource, place: str) -> dict[str, Path]:
     if isinstance(source, HubConfig):
         directory = Path(source.name or "").expanduser()
-        if source.name and directory.is_dir():
-            yield from _below(directory)
-        return
-    for path in (source.path, source.test_path):
-        if path is not None:
-            yield from _below(path.expanduser())
+        return {f"{place}.name": directory} if source.name and directory.is_dir() else {}
+    paths = {"path": source.path, "test_path": source.test_path}
+    return {f"{place}.{key}": path.expanduser() for key, path in paths.items() if path is not None}
 
 
 def _below(path: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -39,7 +40,7 @@ _CHUNK_DEADLINE_S = 600.0
 AnyRow: TypeAlias = Task | LeftOut | BadRow
 
 Progress = Callable[[int], None]
-"""Told how many more rows were judged."""
+"""Told how many more rows were judged. What it raises ends the curation, which the same call goes on with."""
 
 
 def run_curation(
@@ -66,7 +67,7 @@ def run_curation(
     rules = make_rules(config)
     _open_parts(parts, made_of["digest"])
     _judge_all(config, rules, parts, jobs=jobs, progress=progress)
-    tally = _compare_all(rules, parts, directory)
+    tally = _compare_all(rules, parts, directory, progress)
     summary = _summary(config, rules, tally, made_of)
     write_page(directory / "report.html", config.name, summary, tally)
     write_json(done, summary)
@@ -135,8 +136,9 @@ _alone: Alone | None = None  # of a worker process
 
 
 def _start(config: CurationConfig) -> None:
-    """Set a worker up, and see to it that it does not outlive a parent that is killed."""
+    """Set a worker up, and see to it that it does not outlive a parent that is killed. Ctrl-C is the parent's to answer."""
     global _alone
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _alone = Alone(make_rules(config))
 
@@ -163,14 +165,19 @@ def _judge(alone: Alone, row: AnyRow) -> Judged:
             return unreadable(row)
 
 
-def _compare_all(rules: list[AnyRule], parts: Path, directory: Path) -> Tally:
-    """The comparisons over all parts; writes kept.jsonl and dropped.jsonl, each whole or not at all."""
+def _compare_all(rules: list[AnyRule], parts: Path, directory: Path, progress: Progress) -> Tally:
+    """The comparisons over all parts; writes kept.jsonl and dropped.jsonl, each whole or not at all.
+
+    `progress` is called now and then, with no more rows, so that it can end this.
+    """
     tally = Tally()
     kept, dropped = directory / ".kept.jsonl.tmp", directory / ".dropped.jsonl.tmp"
     with writing_to(directory):
         with kept.open("w", encoding="utf-8") as kept_file, dropped.open("w", encoding="utf-8") as dropped_file:
             for verdict in compare(read_parts(parts), rules):
                 tally.add(verdict)
+                if not tally.num_tasks % CHUNK_TASKS:
+                    progress(0)
                 row = row_of(verdict.task)
                 if verdict.is_kept:
                     _write(kept_file, row)

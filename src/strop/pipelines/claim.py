@@ -25,7 +25,7 @@ _FREE_KEYS = re.compile(
     r"engine\.(replicas|slots|deadline_s|devices|cached_prompts|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
     r"kv_mib|memory_fraction)|"
     r"sandbox\.(max_running|max_alive|zygotes|warm|recycle_after|url|token_env)|"
-    r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints|"
+    r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints|jobs|"
     r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates|(critic\.)?optimizer\.moments)|"
     # How a service is reached, and how patiently: not what it says. Another model or prompt of it is another recipe.
     r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."

@@ -45,6 +45,20 @@ class SampledStage(Stage):
         return self
 
 
+class CurationStage(Stage):
+    """Problems that pass the rules of a curation file, as `strop data curate` keeps them; docs/data.md."""
+
+    makes: ClassVar[Product] = Product.TASKS
+    kind: Literal["curation"]
+    recipe: str  # the curation file: sources and rules
+    # By rule of the file that judges by a model's rollouts: the stage that plays them, instead of the rule's own `outcomes`.
+    outcomes: dict[Literal["agreement", "difficulty"], str] = Field(default={})
+    jobs: int = Field(default=2, ge=1)  # processes that judge
+
+    def inputs(self) -> tuple[Input, ...]:
+        return Input.each("outcomes", self.outcomes.values(), Product.TASKS, Product.CONVERSATIONS)
+
+
 class FilterStage(SampledStage):
     """Keeps the tasks that a policy gets right neither too often nor too rarely.
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from strop.errors import TaskError
 from strop.evaluation.verdict import Verdict, verdict_of
 from strop.pipelines.recipe import FilterStage
-from strop.pipelines.sampled import outcome_row, outcomes_path, play_sampled
+from strop.pipelines.sampled import outcome_row, play_sampled
 from strop.pipelines.stage import StageContext
-from strop.pipelines.stage_data import RowsWriter, dropped_path, kept_path
+from strop.pipelines.stage_data import RowsWriter, dropped_path, kept_path, outcomes_path
 from strop.types import Group
 
 

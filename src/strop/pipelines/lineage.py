@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 
 import strop
 from strop.pipelines.claim import differences, without_free_keys
-from strop.pipelines.recipe import Recipe
+from strop.pipelines.curations import files_of
+from strop.pipelines.recipe import CurationStage, Recipe
 from strop.pipelines.stage import weights_digest
 from strop.runs import RunDirectory, read_json, write_json
 
@@ -45,9 +46,12 @@ def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
         tree = _divided_as(resolved["stages"][name], recorded.get("recipe", {}).get("stages", {}).get(name, {}))
         cleaned: Mapping[str, Any] = without_free_keys({**root, "stages": {name: tree}})
         code = recorded.get("code") or {"strop": strop.__version__, "source": _source_digest()}
+        before = recorded.get("data", {})
+        of_curation = files_of(stage) if isinstance(stage, CurationStage) else {}
         lineage: Lineage = {
             "recipe": cleaned,
-            "data": _data({"tools": root["tools"], **tree}, recorded.get("data", {}), is_whole="source" in code),
+            "data": _data({"tools": root["tools"], **tree}, before, is_whole="source" in code)
+            | {key: _facts(path, str(path), before.get(key, {})) for key, path in of_curation.items() if path.exists()},
             "code": code,
             "parents": {f"{each.key}.{each.stage}": made[each.stage]["digest"] for each in stage.inputs()},
         }

@@ -14,7 +14,7 @@ from strop.pipelines.answers import check_answers
 from strop.pipelines.recipe import Recipe, relative_to, resolve, written_at
 from strop.runs import RunDirectory, read_json
 
-_PATH_KEYS = ("path", "test_path")
+_PATH_KEYS = ("path", "test_path", "recipe")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> Recipe:

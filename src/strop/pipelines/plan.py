@@ -10,9 +10,11 @@ from pathlib import Path
 import torch
 import transformers
 
+from strop.pipelines.curations import check_curations, curation_of
 from strop.pipelines.machine import check_machine, is_missing, scorers_of
 from strop.pipelines.recipe import (
     ConversationsStage,
+    CurationStage,
     DemonstrationsStage,
     DpoStage,
     EvalStage,
@@ -79,7 +81,9 @@ def plan(recipe: Recipe, *, until: str | None = None, start: str | None = None) 
     wanted = stages_until(recipe, until, start)
     if start is not None:  # what lies before it is there already
         wanted = wanted[wanted.index(start) :]
-    check_machine(recipe, done=[name for name in recipe.stages if name not in wanted], is_plan=True)
+    not_planned = [name for name in recipe.stages if name not in wanted]
+    check_machine(recipe, done=not_planned, is_plan=True)
+    check_curations(recipe, done=not_planned)
     rate = _matmul_flops()
     sizes: dict[str, ModelSize] = {}
     stages = []
@@ -128,6 +132,12 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             arithmetic = (
                 f"{counted(stage.epochs, 'epoch')} over the pairs of {stage.path} in batches of {stage.batch_size}; up to"
                 f" {stage.validation.num_pairs} held out measured every {stage.validation.every_steps} steps"
+            )
+        case CurationStage():
+            config = curation_of(name, stage)
+            arithmetic = (
+                f"{counted(len(config.sources), 'source')}, {counted(len(config.rules), 'rule')} of {stage.recipe}:"
+                f" {', '.join(rule.kind for rule in config.rules)}"
             )
         case FilterStage() | RejectionSamplingStage():
             arithmetic = f"{stage.num_tasks or 'all'} tasks x {stage.k} rollouts"

@@ -13,6 +13,7 @@ from strop.config import Config
 from strop.engine.config import EngineChoice, EngineConfig
 from strop.pipelines.data_config import (
     ConversationsStage,
+    CurationStage,
     DemonstrationsStage,
     ExportStage,
     FilterStage,
@@ -43,6 +44,7 @@ from strop.tools.toolbox import TOOL_KINDS, ToolConfig
 
 __all__ = [
     "ConversationsStage",
+    "CurationStage",
     "DemonstrationsStage",
     "DpoStage",
     "EvalStage",
@@ -83,6 +85,7 @@ StageConfig: TypeAlias = Annotated[
     | EvalStage
     | RlStage
     | ExpertIterationStage
+    | CurationStage
     | FilterStage
     | RejectionSamplingStage
     | MixStage

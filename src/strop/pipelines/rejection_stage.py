@@ -10,9 +10,16 @@ from strop.errors import TaskError
 from strop.evaluation.verdict import verdict_of
 from strop.pipelines.judged import why_not_right
 from strop.pipelines.recipe import RejectionSamplingStage
-from strop.pipelines.sampled import outcome_row, outcomes_path, play_sampled
+from strop.pipelines.sampled import outcome_row, play_sampled
 from strop.pipelines.stage import StageContext, load_chat, model_of
-from strop.pipelines.stage_data import RowsWriter, as_conversation, dropped_path, kept_path, tokenizer_digest
+from strop.pipelines.stage_data import (
+    RowsWriter,
+    as_conversation,
+    dropped_path,
+    kept_path,
+    outcomes_path,
+    tokenizer_digest,
+)
 from strop.rewards.language import scripts_of
 from strop.rewards.text import written
 from strop.rollout.prompt import load_prompt

@@ -20,15 +20,10 @@ from strop.pipelines.stage import StageContext, load_chat, make_player, model_of
 from strop.pipelines.stage_data import tasks_to_play
 from strop.rewards import judge_group, make_reward
 from strop.rollout.play import play
-from strop.runs import StageDirectory, read_lines
+from strop.runs import read_lines
 from strop.types import Group
 
 _TASKS_AT_ONCE = 256  # their rollouts are held in memory until their groups are closed
-
-
-def outcomes_path(directory: StageDirectory) -> Path:
-    """How often each task was solved: what the rules `agreement` and `difficulty` of a curation read."""
-    return directory.path / "data" / "outcomes.jsonl"
 
 
 def outcome_row(group: Group, verdict: Verdict) -> dict[str, Any]:

@@ -38,6 +38,11 @@ def dropped_path(directory: StageDirectory) -> Path:
     return directory.path / "data" / "dropped.jsonl"
 
 
+def outcomes_path(directory: StageDirectory) -> Path:
+    """How often each task was solved: what the rules `agreement` and `difficulty` of a curation read."""
+    return directory.path / "data" / "outcomes.jsonl"
+
+
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     with RowsWriter(path) as file:
         for row in rows:

@@ -14,6 +14,8 @@ import torch
 from strop.engine.opening import open_engines
 from strop.pipelines.claim import alone_in, new_layouts
 from strop.pipelines.conversations import run_demonstrations_stage
+from strop.pipelines.curation_stage import run_curation_stage
+from strop.pipelines.curations import check_curations
 from strop.pipelines.dpo_stage import run_dpo_stage
 from strop.pipelines.eval_stage import run_eval_stage
 from strop.pipelines.expert_iteration_stage import run_expert_iteration_stage
@@ -27,6 +29,7 @@ from strop.pipelines.mix_stage import run_mix_stage
 from strop.pipelines.model_stage import run_model_stage
 from strop.pipelines.recipe import (
     ConversationsStage,
+    CurationStage,
     DemonstrationsStage,
     DpoStage,
     EvalStage,
@@ -97,7 +100,9 @@ async def train(
     wanted = stages_until(recipe, until, start)
     is_done_before = {name for name in recipe.stages if run.stage(name).done.exists() and start is None}
     is_done_before -= asked_for_more(run, recipe)
-    check_machine(recipe, done=[name for name in recipe.stages if name in is_done_before or name not in wanted])
+    not_made = [name for name in recipe.stages if name in is_done_before or name not in wanted]
+    check_machine(recipe, done=not_made)
+    check_curations(recipe, done=not_made)
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
     if recipe.threads is not None:
@@ -167,6 +172,7 @@ RUNNERS: Mapping[type[Stage], Runner] = {
     RlStage: run_rl_stage,
     ExpertIterationStage: run_expert_iteration_stage,
     EvalStage: _evaluation,
+    CurationStage: run_curation_stage,
     FilterStage: run_filter_stage,
     RejectionSamplingStage: run_rejection_stage,
     MixStage: run_mix_stage,

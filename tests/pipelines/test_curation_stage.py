@@ -1,0 +1,311 @@
+"""Curation as a stage of a recipe: what it makes, what it stands on, and that a kill costs nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from killing import kill_when
+
+from curation.problems import problems, reworded
+from scripted_runs import RECIPE, Watching, run_recipe
+from strop.config import validate
+from strop.curation.parts import row_of
+from strop.errors import ConfigError, RunError, TaskError
+from strop.pipelines import curation_stage
+from strop.pipelines.claim import differences
+from strop.pipelines.load import load_recipe
+from strop.pipelines.plan import plan
+from strop.pipelines.recipe import Recipe, resolve
+from strop.runs import RunDirectory, read_json, read_lines
+
+CURATION = """
+name = "sums"
+
+[[sources]]
+kind = "jsonl"
+path = "sums.jsonl"
+
+[[rules]]
+kind = "integer_answer"
+
+[[rules]]
+kind = "decontamination"
+against = [{ kind = "jsonl", path = "benchmark.jsonl" }]
+
+[[rules]]
+kind = "exact_duplicates"
+"""
+AGREEMENT = """
+[[rules]]
+kind = "agreement"
+outcomes = "none.jsonl"
+num_rollouts = 4
+min_right = 2
+"""
+
+
+DUPLICATES = '[[rules]]\nkind = "exact_duplicates"\n'
+WITH_AGREEMENT = CURATION.replace(DUPLICATES, AGREEMENT + DUPLICATES)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sums(*pairs):
+    return [{"question": f"{a}+{b}", "answer": str(a + b)} for a, b in pairs]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """12 sums, with one of a benchmark, one twice, one whose answer is no integer, and one row that is no problem."""
+    rows = sums(*((n + 10, 2 * n + 11) for n in range(12)), (10, 11), (50, 50))
+    write(tmp_path / "sums.jsonl", [*rows, {"question": "1+1.5", "answer": "2.5"}, {"question": "", "answer": "1"}])
+    write(tmp_path / "benchmark.jsonl", sums((50, 50)))
+    (tmp_path / "rules.toml").write_text(CURATION)
+    return tmp_path
+
+
+def recipe_of(directory, *, file="rules.toml", **stages):
+    curated = {"kind": "curation", "recipe": str(directory / file), "jobs": 1}
+    tree = RECIPE | {"stages": {"problems": curated, **stages}}
+    return validate(Recipe, resolve(tree), place="test")
+
+
+def kept(run, stage):
+    return read_lines(run.stage(stage).path / "data" / "kept.jsonl")
+
+
+MODELS = {name: RECIPE["stages"][name] for name in ("base", "sft")}
+
+
+def test_its_problems_are_trained_on_and_its_last_line_says_how_many_fell_to_which_rule(directory):
+    rl = RECIPE["stages"]["rl"] | {"data": ["problems"], "steps": 1}
+    progress = Watching()
+    run = run_recipe(directory / "run", recipe_of(directory, **MODELS, rl=rl), progress=progress).run
+    assert dict(progress.stages)["problems"].startswith(
+        "12 of 16 problems kept; dropped: 1 by unreadable, 1 by integer_answer, 1 by decontamination, 1 by exact_duplicates ("
+    )
+    questions = {row["question"] for row in kept(run, "problems")}
+    assert questions == {f"{n + 10}+{2 * n + 11}" for n in range(12)}
+    assert {each["task"]["question"] for each in read_json(run.stage("rl").selection(1))["groups"]} <= questions
+    data = run.stage("problems").path / "data"
+    assert {row["rule"] for row in read_lines(data / "dropped.jsonl")} == {
+        *("unreadable", "integer_answer", "decontamination", "exact_duplicates")
+    }
+    assert "Dropped by decontamination" in (data / "report.html").read_text()
+    assert not (data / "parts").exists()
+
+
+def test_its_lineage_has_the_contents_of_its_file_and_of_all_that_this_reads(directory):
+    run = run_recipe(directory / "run", recipe_of(directory)).run
+    lineage = read_json(run.stage("problems").lineage)
+    assert {key: Path(facts["path"]).name for key, facts in lineage["data"].items()} == {
+        "recipe": "rules.toml",
+        "recipe.sources.0.path": "sums.jsonl",
+        "recipe.rules.decontamination.against.0.path": "benchmark.jsonl",
+    }
+    assert lineage["product"]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("sums.jsonl", r"recipe\.sources\.0\.path"),
+        ("benchmark.jsonl", r"recipe\.rules\.decontamination\.against\.0\.path"),
+        ("rules.toml", "recipe"),
+    ],
+)
+def test_a_file_that_changes_makes_it_stale_with_all_that_stands_on_it_and_from_makes_it_anew(directory, name, key):
+    recipe = recipe_of(directory, mixed={"kind": "mix", "data": ["problems"]})
+    run = run_recipe(directory / "run", recipe).run
+    more = "\n" if name == "rules.toml" else json.dumps({"question": "70+7", "answer": "77"}) + "\n"
+    with (directory / name).open("a") as file:
+        file.write(more)
+    with pytest.raises(RunError, match=rf"problems: \S*{name} \({key}\) has other contents(.|\n)*mixed: problems is stale"):
+        run_recipe(run.path, recipe)
+    run_recipe(run.path, recipe, start="problems")
+    assert len(kept(run, "mixed")) == (13 if name == "sums.jsonl" else 12)
+
+
+def test_rules_over_rollouts_read_those_of_a_stage_of_the_run(directory):
+    (directory / "agreed.toml").write_text(WITH_AGREEMENT)
+    stages = {
+        "answers": {"kind": "filter", "init": "sft", "data": ["problems"], "k": 4, "max_right": 4},
+        "agreed": {
+            "kind": "curation",
+            "recipe": str(directory / "agreed.toml"),
+            "outcomes": {"agreement": "answers"},
+        },
+    }
+    recipe = recipe_of(directory, **MODELS, **stages)
+    assert list(recipe.stages)[-2:] == ["answers", "agreed"]
+    run = run_recipe(directory / "run", recipe).run
+    outcomes = {row["task_id"]: row for row in read_lines(run.stage("answers").path / "data" / "outcomes.jsonl")}
+    assert len(outcomes) == 12
+    agreed = {row["id"] for row in kept(run, "agreed")}
+    assert agreed == {name for name, row in outcomes.items() if row["num_right"] >= 2}
+    assert 0 < len(agreed) < 12
+    lineage = read_json(run.stage("agreed").lineage)
+    assert list(lineage["parents"]) == ["outcomes.answers"]
+    assert "recipe.rules.agreement.outcomes" not in lineage["data"]
+
+
+FILES = {
+    "a rule that there is none of": (CURATION.replace("integer_answer", "integer_anser"), "Did you mean 'integer_answer'?"),
+    "no TOML": ("name = \n", "rules.toml: not valid TOML"),
+    "rules in a wrong order": (
+        CURATION + '[[rules]]\nkind = "small_numbers"\n',
+        "rules has exact_duplicates before small_numbers",
+    ),
+    "a source that is not there": (
+        CURATION.replace("sums.jsonl", "other.jsonl"),
+        "other.jsonl (sources.0.path) is not there. Set it to a file of rows",
+    ),
+    "rollouts that are not there": (
+        WITH_AGREEMENT,
+        "none.jsonl (rules.agreement.outcomes) is not there. The rule 'agreement' judges by rollouts of a model: let a stage of"
+        " kind 'filter' or 'rejection_sampling' play them and set stages.problems.outcomes.agreement to its name",
+    ),
+}
+
+
+@pytest.mark.parametrize("does", [plan, lambda recipe: run_recipe(Path("nowhere"), recipe)], ids=["plan", "train"])
+@pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES)
+def test_what_is_wrong_with_its_file_is_told_with_its_name_before_anything_begins(directory, monkeypatch, does, text, message):
+    monkeypatch.chdir(directory)
+    (directory / "rules.toml").write_text(text)
+    with pytest.raises((ConfigError, TaskError)) as told:
+        does(recipe_of(directory))
+    assert str(told.value).startswith("stages.problems.recipe: ")
+    assert message in str(told.value)
+    assert not (directory / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "message"),
+    [
+        ({"difficulty": "answers"}, "names the rule 'difficulty', but .*rules.toml has none: integer_answer, decontamination"),
+        (
+            {"agreement": "mixed"},
+            "names 'mixed', a stage of kind 'mix', which plays no set of tasks. Name one of kind 'filter'",
+        ),
+    ],
+)
+def test_outcomes_that_no_stage_or_no_rule_has_are_refused(directory, outcomes, message):
+    stages = {
+        "mixed": {"kind": "mix", "data": ["problems"]},
+        "answers": {"kind": "filter", "init": "base", "data": ["problems"], "k": 4},
+        "agreed": {"kind": "curation", "recipe": str(directory / "agreed.toml"), "outcomes": outcomes},
+    }
+    (directory / "agreed.toml").write_text(WITH_AGREEMENT if "agreement" in outcomes else CURATION)
+    message = message.replace("rules.toml", "agreed.toml")
+    with pytest.raises(ConfigError, match=r"stages\.agreed\.outcomes(\.agreement)? " + message):
+        plan(recipe_of(directory, **MODELS, **stages))
+
+
+def test_where_nothing_passes_the_run_ends_with_the_rules_that_dropped_it_and_so_does_the_next_try(directory):
+    write(directory / "sums.jsonl", [{"question": "1+1.5", "answer": "2.5"}, *sums((50, 50))])
+    recipe = recipe_of(directory, mixed={"kind": "mix", "data": ["problems"]})
+    told = r"stages\.problems: none of the 2 problems passes the rules of .*: 1 by integer_answer, 1 by decontamination\."
+    for _ in range(2):
+        with pytest.raises(TaskError, match=told):
+            run_recipe(directory / "run", recipe)
+    assert not RunDirectory(directory / "run").stage("problems").done.exists()
+
+
+def test_a_row_of_other_columns_names_the_stage_and_the_row(directory):
+    write(directory / "sums.jsonl", [{"problem": "1+1", "answer": "2"}])
+    with pytest.raises(TaskError, match=r"stages\.problems: \S*sums\.jsonl:1: no column 'question'"):
+        run_recipe(directory / "run", recipe_of(directory))
+
+
+def test_its_path_is_looked_for_beside_the_recipe_and_paths_in_its_file_beside_that(directory, monkeypatch):
+    (directory / "curation").mkdir()
+    for name in ("rules.toml", "sums.jsonl", "benchmark.jsonl"):
+        shutil.move(directory / name, directory / "curation" / name)
+    (directory / "recipe.toml").write_text(
+        'name = "curated"\n[tasks]\nkind = "arithmetic"\n[stages.problems]\nkind = "curation"\nrecipe = "curation/rules.toml"\n'
+    )
+    monkeypatch.chdir("/")
+    recipe = load_recipe(directory / "recipe.toml")
+    assert recipe.stages["problems"].recipe == str(directory / "curation" / "rules.toml")
+    [planned] = plan(recipe)
+    assert planned.arithmetic.startswith("1 source, 3 rules of ")
+    assert planned.arithmetic.endswith(": integer_answer, decontamination, exact_duplicates")
+    assert len(kept(run_recipe(directory / "run", recipe).run, "problems")) == 12
+
+
+def test_how_many_processes_judge_may_differ_from_try_to_try():
+    assert differences({"stages": {"problems": {"jobs": 1}}}, {"stages": {"problems": {"jobs": 8}}}) == []
+
+
+@pytest.fixture
+def large(tmp_path):
+    """5500 problems, of which 20 are a benchmark's under other words, in a recipe for a process of its own."""
+    benchmark = problems(200, seed=1, source="benchmark")
+    rows = [*problems(5480, seed=2), *map(reworded, benchmark[:20])]
+    write(tmp_path / "sums.jsonl", [row_of(each) for each in rows])
+    write(tmp_path / "benchmark.jsonl", [row_of(each) for each in benchmark])
+    (tmp_path / "rules.toml").write_text(CURATION)
+    (tmp_path / "recipe.toml").write_text(
+        'name = "curated"\n[tasks]\nkind = "arithmetic"\n'
+        '[stages.problems]\nkind = "curation"\nrecipe = "rules.toml"\njobs = 1\n'
+    )
+    return tmp_path
+
+
+def test_killed_it_goes_on_behind_what_was_judged_to_the_same_end(large):
+    run = RunDirectory(large / "run")
+    parts = run.stage("problems").path / "data" / "parts"
+    kill_when(run, lambda: len(list(parts.glob("part-*.jsonl"))) >= 2, recipe=large / "recipe.toml")
+    assert not run.stage("problems").done.exists()
+    known = sorted(parts.glob("part-*.jsonl"))
+    doctored = RunDirectory(shutil.copytree(run.path, large / "doctored"))
+    first, *others = known[0].read_text().splitlines(keepends=True)
+    row = json.loads(first) | {"rule": "integer_answer", "reason": "by hand"}
+    path = doctored.stage("problems").path / "data" / "parts" / known[0].name
+    path.write_text("".join([json.dumps(row) + "\n", *others]))
+
+    recipe = load_recipe(large / "recipe.toml")
+    in_two_processes = load_recipe(large / "recipe.toml", ["stages.problems.jobs=2"])
+    whole = run_recipe(large / "whole", in_two_processes).run
+    run_recipe(run.path, recipe)
+    assert len(kept(whole, "problems")) == 5480
+    for name in ("kept.jsonl", "dropped.jsonl", "report.html"):
+        assert len({(each.stage("problems").path / "data" / name).read_bytes() for each in (run, whole)}) == 1
+    run_recipe(doctored.path, in_two_processes)
+    dropped = read_lines(doctored.stage("problems").path / "data" / "dropped.jsonl")
+    assert [row["id"] for row in dropped if row["reason"] == "by hand"] == [row["task"]["id"]]  # what was judged is not anew
+
+
+def test_a_run_that_is_cancelled_ends_the_judging_too_and_says_meanwhile_how_far_it_is(directory, monkeypatch):
+    ended = threading.Event()
+    told = []
+
+    def endless(config, directory, *, jobs, progress):
+        try:
+            while True:
+                progress(10)
+                time.sleep(0.01)
+        finally:
+            ended.set()
+
+    class Told(Watching):
+        def note(self, text):
+            told.append(text)
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(curation_stage, "run_curation", endless)
+    monkeypatch.setattr(curation_stage, "_TOLD_EVERY_S", 0.2)
+    with pytest.raises(asyncio.CancelledError):
+        run_recipe(directory / "run", recipe_of(directory), progress=Told())
+    assert ended.wait(10)
+    assert told[0].endswith(" rows judged")
+    assert int(told[0].split()[0].replace(",", "")) >= 10
