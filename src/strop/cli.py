@@ -74,9 +74,14 @@ def train(
     until: Annotated[
         str | None, typer.Option("--until", help="The last stage to run.", metavar="STAGE", show_default=False)
     ] = None,
-    start: Annotated[
-        str | None,
-        typer.Option("--from", help="Make this stage anew, and all that stands on it.", metavar="STAGE", show_default=False),
+    starts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            help="Make this stage anew, and all that stands on it. May be given often.",
+            metavar="STAGE",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Start a run, or resume it. The same command goes on from where the last one was stopped, killed or cut off."""
@@ -87,11 +92,11 @@ def train(
 
     loaded = load_recipe(recipe, overrides or [], name=name)
     if dry_run:
-        print_plan(loaded.name, loaded.description, plan(loaded, until=until, start=start))
+        print_plan(loaded.name, loaded.description, plan(loaded, until=until, start=starts or ()))
         return
     command = shlex.join(["strop", *sys.argv[1:]])
     with ConsoleProgress() as progress:
-        asyncio.run(run_recipe(loaded, runs / loaded.name, progress=progress, command=command, until=until, start=start))
+        asyncio.run(run_recipe(loaded, runs / loaded.name, progress=progress, command=command, until=until, start=starts or ()))
 
 
 @app.command()

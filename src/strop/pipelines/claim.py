@@ -59,7 +59,7 @@ def claim(run: RunDirectory, recipe: Recipe, command: str, *, may_grow: bool = F
 
     Keys that change no result may differ from one try to the next, and the number of a trainer's processes. With `may_grow`,
     for which this process has to be `alone_in` the run, evaluations may ask for more than in the manifest, which stays as it
-    is; and where no stage has begun nothing is bound to the recipe that is there: the run becomes one of this one.
+    is; stages that have not begun may be others than there; and where none has begun the run becomes one of this recipe.
     """
     resolved = recipe.model_dump(mode="json")
     if run.manifest.exists():
@@ -113,14 +113,24 @@ def _graph(recipe: Recipe) -> dict[str, dict[str, Any]]:
 
 
 def check_recipe(run: RunDirectory, resolved: Mapping[str, Any], *, may_grow: bool = False) -> None:
-    """Make sure that the run in `run` is of the recipe `resolved`, a `Recipe` as JSON, but for evaluations that `may_grow`.
+    """Make sure that the run in `run` is of the recipe `resolved`, a `Recipe` as JSON.
+
+    With `may_grow` evaluations may ask for more, and stages that have not begun are bound to nothing.
 
     Raises:
         RunError: naming the first keys that differ.
     """
     there = recorded_recipe(run)
-    grown = grown_evaluations(there, resolved) if may_grow else set()
-    differing = [each for each in hindrances(there, resolved) if not any(each[0] in _size_keys(name) for name in grown)]
+    differing = hindrances(there, resolved)
+    if may_grow:
+        grown = grown_evaluations(there, resolved)
+        unbegun = {name for name in {*there["stages"], *resolved["stages"]} if not run.stage(name).path.exists()}
+        differing = [
+            each
+            for each in differing
+            if not any(each[0] in _size_keys(name) for name in grown)
+            and not any(f"{each[0]}.".startswith(f"stages.{name}.") for name in unbegun)
+        ]
     if differing:
         raise RunError(
             f"{run.path} holds a run of another recipe:\n{shown(differing)}\nGive this one a name of its own with --name, make"

@@ -33,7 +33,7 @@ from strop.pipelines.recipe import (
     init_of,
 )
 from strop.pipelines.schedule import Done, first_steps
-from strop.pipelines.selection import stages_until
+from strop.pipelines.selection import Starts, named_starts, stages_until
 from strop.pipelines.tiny_model import tiny_llama_config
 from strop.reports.scales import counted
 
@@ -71,7 +71,7 @@ class ModelSize:
 _NO_MODEL = ModelSize(num_parameters=0, kv_bytes_per_token=0)
 
 
-def plan(recipe: Recipe, *, until: str | None = None, start: str | None = None) -> list[PlannedStage]:
+def plan(recipe: Recipe, *, until: str | None = None, start: Starts = ()) -> list[PlannedStage]:
     """Every stage of `recipe` from `start` until `until`, with rough estimates for this machine.
 
     Raises:
@@ -79,8 +79,8 @@ def plan(recipe: Recipe, *, until: str | None = None, start: str | None = None) 
         UserError: this machine lacks something that such a stage will open.
     """
     wanted = stages_until(recipe, until, start)
-    if start is not None:  # what lies before it is there already
-        wanted = wanted[wanted.index(start) :]
+    if start:  # what lies before it is there already
+        wanted = wanted[min(wanted.index(each) for each in named_starts(start)) :]
     not_planned = [name for name in recipe.stages if name not in wanted]
     check_machine(recipe, done=not_planned, is_plan=True)
     check_curations(recipe, done=not_planned)

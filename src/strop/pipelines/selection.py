@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import logging
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from strop.errors import ConfigError, RunError
 from strop.pipelines.claim import claim, grown_evaluations, hindrances, reclaim, recorded_recipe, shown
@@ -15,9 +17,13 @@ from strop.pipelines.graph import Node, standing_on
 from strop.pipelines.growth import growing, take_back, take_up
 from strop.pipelines.lineage import Lineage, begun_with_other_code, lineages, why_stale
 from strop.pipelines.recipe import Recipe
-from strop.runs import RunDirectory, read_json, write_json
+from strop.pipelines.stage import cut_back
+from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
 
 _log = logging.getLogger(__name__)
+
+Starts: TypeAlias = str | Sequence[str]
+"""Stages that are made anew, with all that stands on them; empty: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,23 +35,29 @@ class Selected:
     left_stale: Mapping[str, str]
 
 
-def stages_until(recipe: Recipe, until: str | None, start: str | None) -> tuple[str, ...]:
+def named_starts(start: Starts) -> tuple[str, ...]:
+    """The stages that `start` names."""
+    return (start,) if isinstance(start, str) else tuple(start)
+
+
+def stages_until(recipe: Recipe, until: str | None, start: Starts) -> tuple[str, ...]:
     """The stages up to `until`, in the order in which they run. Raises `ConfigError` for a stage that is not there."""
     names = list(recipe.stages)
-    for option, name in (("--until", until), ("--from", start)):
-        if name is not None and name not in names:
+    starts = named_starts(start)
+    for option, name in (*([("--until", until)] if until is not None else []), *(("--from", each) for each in starts)):
+        if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ConfigError(f"{option} {name}: no such stage.{hint} The stages of {recipe.name!r}: {', '.join(names)}.")
     selected = tuple(names if until is None else names[: names.index(until) + 1])
-    if start is not None and start not in selected:
+    if late := [name for name in starts if name not in selected]:
         raise ConfigError(
-            f"--from {start} comes after --until {until}: nothing would be made. Exchange them, or leave one out."
+            f"--from {late[0]} comes after --until {until}: nothing would be made. Exchange them, or leave one out."
         )
     return selected
 
 
-def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: str | None) -> Selected:
+def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: Starts) -> Selected:
     """Take the run directory for `recipe`, and put aside what `start` makes anew; what is left is there to go on from.
 
     The same command after a kill puts nothing aside a second time. Evaluations of which the recipe asks for more than they
@@ -55,7 +67,8 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
         RunError: the run is of another recipe, or stages of it are stale, and `start` does not make them anew.
     """
     stages = stages_until(recipe, until, start)
-    if start is None:
+    starts = named_starts(start)
+    if not starts:
         take_back(run, recipe)
         try:
             claim(run, recipe, command, may_grow=True)
@@ -63,29 +76,30 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
             raise RunError(f"{error}{_stale_under(run, recipe)}") from error
         anew: set[str] = set()
     else:
-        anew = _anew(recipe, start) & set(stages)
+        led_to = _anew(recipe, starts)
+        anew = led_to & set(stages)
         if not run.manifest.exists():
             claim(run, recipe, command)
         else:
-            _refuse_other_changes(run, recipe, anew | (_anew(recipe, start) - set(stages)), start)
+            _refuse_other_changes(run, recipe, led_to, starts)
     now = lineages(recipe, run)
     stale = why_stale(run, recipe, now)
     grown = (growing(run, recipe, now, stale) & set(stages)) - anew
     if hindering := {name: why for name, why in stale.items() if name in stages and name not in anew | grown}:
-        first = next(iter(hindering))
+        first = _as_options(name for name in hindering if not _parents(recipe, name) & hindering.keys())
         told = "\n".join(f"  {name}: {why}" for name, why in hindering.items())
         played = "".join(f" {name} keeps what it has, and plays what is missing." for name in stages if name in grown)
         raise RunError(
-            f"{run.path}: what these stages made is stale:\n{told}\nMake them anew with --from {first} (what they made is moved"
+            f"{run.path}: what these stages made is stale:\n{told}\nMake them anew with {first} (what they made is moved"
             f" to {run.path / 'stale'}), restore what has changed, or give this run a name of its own with --name.{played}"
         )
-    if start is not None or hindrances(recorded_recipe(run), recipe.model_dump(mode="json")):
+    if starts or hindrances(recorded_recipe(run), recipe.model_dump(mode="json")):
         reclaim(run, recipe, command)
-    if start is not None:
-        _put_aside(run, [name for name in stages if name in anew], start, now)
+    if starts:
+        _put_aside(run, [name for name in stages if name in anew], starts, now)
     for name in grown:
         take_up(run, name, now[name])
-    if start is not None or grown:
+    if starts or grown:
         now = lineages(recipe, run)  # of the code as it is now, where they begin again
         stale = why_stale(run, recipe, now)
     if older := [name for name in begun_with_other_code(now) if name in stages]:
@@ -109,8 +123,8 @@ def _mark(run: RunDirectory, recipe: Recipe, stale: Mapping[str, str]) -> None:
     While what a stage stands on is not made, nobody knows whether that comes out as before: a mark that is there stays.
     """
     unknown: set[str] = set()
-    for name, stage in recipe.stages.items():
-        parents = {each.stage for each in stage.inputs()}
+    for name in recipe.stages:
+        parents = _parents(recipe, name)
         if name in stale:
             write_json(run.stage(name).stale, {"because": stale[name]})
         elif parents & unknown or not all(run.stage(each).done.exists() for each in parents):
@@ -140,13 +154,21 @@ def _stale_under(run: RunDirectory, recipe: Recipe) -> str:
     return f"\nBy that, what these stages made is stale:{lines}" if told else ""
 
 
-def _anew(recipe: Recipe, start: str) -> set[str]:
+def _anew(recipe: Recipe, starts: Collection[str]) -> set[str]:
     nodes = {name: Node(makes=stage.makes, inputs=stage.inputs()) for name, stage in recipe.stages.items()}
-    return standing_on({start}, nodes)
+    return standing_on(set(starts), nodes)
 
 
-def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection[str], start: str) -> None:
-    """Raises `RunError` where the recipe differs from the run's in more than stages that `start` leads to."""
+def _parents(recipe: Recipe, name: str) -> set[str]:
+    return {each.stage for each in recipe.stages[name].inputs()}
+
+
+def _as_options(starts: Iterable[str]) -> str:
+    return " ".join(f"--from {name}" for name in starts)
+
+
+def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection[str], starts: Sequence[str]) -> None:
+    """Raises `RunError` where the recipe differs from the run's in more than stages that `starts` lead to."""
     there, here = recorded_recipe(run), recipe.model_dump(mode="json")
     begun = [name for name in there["stages"] if run.stage(name).path.exists()]
     kept = {*allowed, *grown_evaluations(there, here)}
@@ -156,8 +178,8 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
     parts = [{"stages": {name: each["stages"][name] for name in others}} for each in (there, here)]
     if differing := [*hindrances(*roots), *hindrances(*parts)]:
         raise RunError(
-            f"{run.path} holds a run of another recipe, in more than --from {start} makes anew:\n{shown(differing)}\nGive this"
-            " one a name of its own with --name, or make an earlier stage anew."
+            f"{run.path} holds a run of another recipe, in more than {_as_options(starts)} makes anew:\n{shown(differing)}\n"
+            "Give this one a name of its own with --name, or make an earlier stage anew."
         )
     if gone:
         raise RunError(
@@ -166,15 +188,27 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
         )
 
 
-def _put_aside(run: RunDirectory, names: list[str], start: str, now: Mapping[str, Lineage]) -> None:
+def _put_aside(run: RunDirectory, names: list[str], starts: Sequence[str], now: Mapping[str, Lineage]) -> None:
     """Move what the stages made so far, unless a try of the same command did."""
-    wanted = {"from": start, "stages": {name: {"recipe": now[name]["recipe"], "data": now[name]["data"]} for name in names}}
+    parts = {name: {"recipe": now[name]["recipe"], "data": now[name]["data"]} for name in names}
+    wanted = {"from": list(starts), "stages": parts}
     if _record(run).exists() and read_json(_record(run)) == wanted:
         return
     for name in names:
         if run.stage(name).path.exists():
+            _copy_lines(run, name)
             shutil.move(run.stage(name).path, _free_place(run.path / "stale", name))
+        for path in (run.metrics, run.updates):
+            cut_back(path, name, 0)
     write_json(_record(run), wanted)
+
+
+def _copy_lines(run: RunDirectory, name: str) -> None:
+    """The stage's steps as the run has them, into its own directory."""
+    for path in (run.metrics, run.updates):
+        if lines := [line for line in read_lines(path) if line["stage"] == name]:
+            text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+            write_text(run.stage(name).path / path.name, text)
 
 
 def _free_place(directory: Path, name: str) -> Path:

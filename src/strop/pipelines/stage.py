@@ -88,11 +88,11 @@ class StageMetrics:
     """Appends the metrics of each step, and shows them. Steps after the checkpoint that a run resumes from are cut off."""
 
     def __init__(self, context: StageContext, done_steps: int) -> None:
-        self.steps: list[Mapping[str, Any]] = _cut_back(context.run.metrics, context.name, done_steps)
+        self.steps: list[Mapping[str, Any]] = cut_back(context.run.metrics, context.name, done_steps)
         """What each step got, those of earlier tries too."""
         self.last: Mapping[str, Any] = self.steps[-1] if self.steps else {}
         """What the last step before this try got; empty when there was none."""
-        _cut_back(context.run.updates, context.name, done_steps)
+        cut_back(context.run.updates, context.name, done_steps)
         self._context = context
         self._writer = LineWriter(context.run.metrics)
         self._updates_writer: LineWriter | None = None  # not every stage has a table of updates
@@ -125,7 +125,7 @@ def _finite(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in figures.items() if not isinstance(value, float) or math.isfinite(value)}
 
 
-def _cut_back(path: Path, stage: str, done_steps: int) -> list[Mapping[str, Any]]:
+def cut_back(path: Path, stage: str, done_steps: int) -> list[Mapping[str, Any]]:
     """Take the stage's lines of later steps off `path`; returns those of it that stay."""
     lines = read_lines(path)
     kept = [line for line in lines if line["stage"] != stage or line["step"] <= done_steps]

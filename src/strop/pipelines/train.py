@@ -51,7 +51,7 @@ from strop.pipelines.reward_model_stage import run_reward_model_stage
 from strop.pipelines.reward_models import with_reward_models
 from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.room import check_room
-from strop.pipelines.selection import finished, select, stages_until
+from strop.pipelines.selection import Starts, finished, select, stages_until
 from strop.pipelines.sft_stage import run_sft_stage
 from strop.pipelines.stage import EngineFactory, StageContext, load_chat, model_of
 from strop.pipelines.written import run_conversations_stage
@@ -79,7 +79,7 @@ async def train(
     progress: Progress,
     command: str = "",
     until: str | None = None,
-    start: str | None = None,
+    start: Starts = (),
     runner: RunService | None = None,
     open_engines: EngineFactory = open_engines,
 ) -> TrainResult:
@@ -88,7 +88,7 @@ async def train(
     Args:
         command: how the user asked for it; kept in the manifest.
         until: the last stage to run, in the order of the graph; all when None.
-        start: make this stage anew, and all that stands on it; what they made is put aside.
+        start: make this stage anew, or these, and all that stands on them; what they made is put aside.
         runner: where programs run and answers are compared; a sandbox on this machine when there is none.
         open_engines: makes the engines of a stage; those that the recipe asks for by default.
 
@@ -98,7 +98,7 @@ async def train(
     """
     run = RunDirectory(directory)
     wanted = stages_until(recipe, until, start)
-    is_done_before = {name for name in recipe.stages if run.stage(name).done.exists() and start is None}
+    is_done_before = {name for name in recipe.stages if run.stage(name).done.exists() and not start}
     is_done_before -= asked_for_more(run, recipe)
     not_made = [name for name in recipe.stages if name in is_done_before or name not in wanted]
     check_machine(recipe, done=not_made)

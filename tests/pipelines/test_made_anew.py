@@ -1,0 +1,80 @@
+"""What `--from` makes anew, what becomes of what was there, and what may change without it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from scripted_runs import answer, make_recipe, run_recipe
+from strop.errors import ConfigError, RunError
+from strop.runs import RunDirectory, read_json, read_lines, write_json
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    return run_recipe(tmp_path_factory.mktemp("done") / "run").run
+
+
+@pytest.fixture
+def run(done, tmp_path):
+    return RunDirectory(shutil.copytree(done.path, tmp_path / "run"))
+
+
+def never_right(conversation, draw):
+    return answer(draw.choice([0, 1]))
+
+
+def of_stage(lines, name):
+    return [line for line in lines if line["stage"] == name]
+
+
+def test_the_steps_of_what_is_put_aside_lie_beside_it(run):
+    before = read_lines(run.metrics)
+    run_recipe(run.path, start="rl", say=never_right)
+    put_aside = run.path / "stale" / "rl-1"
+    assert read_lines(put_aside / "metrics.jsonl") == of_stage(before, "rl") != []
+    assert not (run.path / "stale" / "after-1" / "metrics.jsonl").exists()  # an evaluation has none
+    now = read_lines(run.metrics)
+    assert of_stage(now, "sft") == of_stage(before, "sft")
+    assert of_stage(now, "rl") != of_stage(before, "rl")
+
+
+def test_siblings_that_are_stale_are_made_anew_by_one_command(run):
+    for name in ("before", "rl"):
+        recorded = read_json(run.stage(name).lineage)
+        write_json(run.stage(name).lineage, recorded | {"parent_products": {"sft": "of other weights"}})
+    with pytest.raises(RunError, match=r"Make them anew with --from before --from rl \(what they made"):
+        run_recipe(run.path)
+    with pytest.raises(RunError, match="rl: sft was made anew"):
+        run_recipe(run.path, start="before")
+    run_recipe(run.path, start=("before", "rl"))
+    assert {path.name for path in (run.path / "stale").iterdir()} >= {"before-1", "rl-1", "after-1"}
+    run_recipe(run.path)
+
+
+@pytest.mark.parametrize("start", ["rll", ("rl", "rll")])
+def test_a_start_that_is_no_stage_is_named(run, start):
+    with pytest.raises(ConfigError, match=r"--from rll: no such stage. Did you mean 'rl'\?"):
+        run_recipe(run.path, start=start)
+
+
+def test_a_stage_that_has_not_begun_may_change_be_added_and_be_removed(tmp_path):
+    path = tmp_path / "run"
+    run_recipe(path, until="sft")
+    changed = make_recipe(steps=1)
+    tree = changed.model_dump(mode="json")
+    tree["stages"]["once_more"] = tree["stages"]["after"]
+    del tree["stages"]["before"]
+    changed = type(changed).model_validate_json(json.dumps(tree))
+    run_recipe(path, changed)
+    manifest = read_json(path / "manifest.json")["recipe"]
+    assert manifest == changed.model_dump(mode="json")
+    assert len(of_stage(read_lines(path / "metrics.jsonl"), "rl")) == 1
+    assert (path / "stages" / "once_more" / "done.json").exists()
+
+
+def test_a_stage_that_has_begun_may_not(run):
+    with pytest.raises(RunError, match=r"stages.rl.steps: \d there, 9 asked for"):
+        run_recipe(run.path, make_recipe(steps=9))
