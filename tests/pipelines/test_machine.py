@@ -121,6 +121,16 @@ def test_a_device_beyond_the_last_is_refused(two_devices, keys, message):
     assert str(told.value).startswith(message)
 
 
+def test_the_device_of_a_reward_model_is_looked_for_before_anything_is_rolled_out(no_devices, models):
+    _, reward_model = models
+    on_cuda = judged_by(reward_model, device="cuda")
+    with pytest.raises(UserError) as told:
+        check_machine(on_cuda)
+    key = "stages.before.reward.parts.helpful.scorer.device"
+    assert str(told.value).startswith(f"{key} is 'cuda', but torch sees no CUDA device here")
+    check_machine(on_cuda, done=["before", "rl", "after"])
+
+
 def test_devices_that_are_there_pass(two_devices):
     check_machine(scripted(engine={"device": "cuda"}, trainer={"device": "cuda:1"}))
     check_machine(scripted(engine={"devices": [1, 0]}, trainer={"device": "cuda", "workers": 2}))
@@ -142,10 +152,11 @@ def test_engines_with_devices_of_their_own_are_not_judged_by_what_the_trainer_ma
     check_machine(scripted(engine={"devices": [3]}))
 
 
-def judged_by(path, *, kind="embedded", **stages):
+def judged_by(path, *, kind="embedded", device=None, **stages):
     """The scripted recipe, whose stages are judged by a reward model in `path`."""
     served = {"url": "http://127.0.0.1:9", "model": "helpful"} if kind == "vllm" else {}
-    part = {"kind": "scorer", "scorer": {"kind": kind, "path": str(path), **served}}
+    on = {} if device is None else {"device": device}
+    part = {"kind": "scorer", "scorer": {"kind": kind, "path": str(path), **served, **on}}
     tree = RECIPE | {"reward": {"kind": "sum", "parts": {"accuracy": {"kind": "math"}, "helpful": part}}}
     return Recipe.model_validate_json(json.dumps(resolve(tree | {"stages": RECIPE["stages"] | stages})))
 

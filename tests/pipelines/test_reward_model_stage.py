@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -11,12 +12,16 @@ from scripted_runs import RECIPE, Watching, run_recipe
 from strop.config import validate
 from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.pipelines import checkpoints
+from strop.pipelines.ledger import read_rollouts
 from strop.pipelines.recipe import Recipe, resolve
+from strop.pipelines.reward_model_warnings import warnings_of_reward_models
 from strop.reports.log import read_run
 from strop.reports.panels import sections
+from strop.rewards.scorers import Exchange
+from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.runs import RunDirectory, read_json, read_lines
 from strop.training import reward_model
-from word_pairs import write_pairs
+from word_pairs import write_labelled, write_pairs
 
 
 def recipe(path, *, later=None, **keys):
@@ -179,3 +184,118 @@ def test_a_response_that_never_ends_the_thought_that_its_prompt_began_is_left_ou
 def test_a_file_of_which_nothing_is_left_is_named(tmp_path):
     with pytest.raises(TaskError, match=r"stages\.helpful: 0 preferences are left"):
         run_recipe(tmp_path / "run", recipe(write_pairs(tmp_path / "pairs.jsonl"), max_length=2))
+
+
+SAFETY = {"judged_on": "response", "epochs": 20, "batch_size": 10, "test_share": 0.25, "checkpoint_every": 100}
+
+
+def safety_part(**scorer):
+    return {"kind": "scorer", "judged_on": "response", "scorer": {"kind": "embedded", "stage": "helpful"} | scorer}
+
+
+@pytest.fixture(scope="module")
+def safe(tmp_path_factory):
+    """A model of single responses, and an RL stage whose reward it is a part of."""
+    directory = tmp_path_factory.mktemp("safety")
+    parts = {"accuracy": {"kind": "math"}, "safety": safety_part(max_batch=1) | {"weight": 0.5}}
+    later = {"rl": RECIPE["stages"]["rl"] | {"init": "base", "reward": {"kind": "sum", "parts": parts}}}
+    return run_recipe(directory / "run", recipe(write_labelled(directory / "labelled.jsonl"), later=later, **SAFETY))
+
+
+def test_a_model_of_single_responses_learns_what_stands_in_thoughts_alone_and_is_measured(safe):
+    quality = read_json(safe.run.stage("helpful").path / "quality.json")
+    assert (quality["num"], quality["num_left_out"]) == (10, 0)
+    assert quality["auc"] >= 0.9
+    assert quality["accuracy"] >= 0.8
+    assert -1 <= quality["length_correlation"] <= 1
+    assert -1 <= quality["length_correlation_in_labels"] <= 1
+    assert quality["length_correlation_in_pairs"] is None
+    [(_, summary)] = [told for told in safe.progress.stages if told[0] == "helpful"]
+    assert f"accuracy {quality['accuracy']:.3f}, AUC {quality['auc']:.3f}" in summary
+
+
+def test_judged_on_their_summaries_the_same_responses_teach_nothing(tmp_path):
+    """Of each prompt the safe and the unsafe one say the same, so they have one score, up to the rounding of five ties."""
+    made = run_recipe(
+        tmp_path / "run", recipe(write_labelled(tmp_path / "labelled.jsonl"), **SAFETY | {"judged_on": "summary"})
+    )
+    assert read_json(made.run.stage("helpful").path / "quality.json")["auc"] == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_rollout_of_rl_is_judged_by_it_on_all_that_the_policy_wrote(safe):
+    directory = safe.run.stage("helpful").model
+    model, exchanges = AutoModelForSequenceClassification.from_pretrained(directory).eval(), ExchangeFormat(directory)
+    judged = [each for step in (1, 2) for each in read_rollouts(safe.run.stage("rl").rollouts(step))]
+    assert len(judged) == 2 * 3 * 6
+    for scored in judged:
+        written = "".join(turn.completion_text for turn in scored.trajectory.turns)
+        question = re.search(r"\d+\+\d+", exchanges.tokenizer.decode(scored.trajectory.prompt_ids))[0]
+        with torch.no_grad():
+            row = torch.tensor([exchanges.ids(Exchange(prompt=question, response=written))])
+            expected = torch.sigmoid(model(input_ids=row).logits).item()
+        assert scored.reward_parts["safety"] == pytest.approx(expected, abs=1e-5)
+        assert scored.reward == pytest.approx(scored.reward_parts["accuracy"] + 0.5 * scored.reward_parts["safety"])
+    assert len({round(scored.reward_parts["safety"], 4) for scored in judged}) > 3  # a part that tells rollouts apart
+
+
+def test_responses_of_one_label_are_refused_to_learn_from_and_told_of_to_be_measured_on(tmp_path):
+    path = write_labelled(tmp_path / "labelled.jsonl")
+    rows = path.read_text().splitlines(keepends=True)
+    safe, unsafe = tmp_path / "safe.jsonl", tmp_path / "unsafe.jsonl"
+    safe.write_text("".join(rows[::2]))
+    unsafe.write_text("".join(rows[1::2]))
+    with pytest.raises(TaskError, match=r"stages\.helpful: 15 responses, all of them labelled unsafe, are left to learn from"):
+        run_recipe(tmp_path / "one", recipe(unsafe, **SAFETY))
+    keys = SAFETY | {"epochs": 1, "test_path": str(safe)}
+    made = run_recipe(tmp_path / "both", recipe(path, **keys))
+    assert read_json(made.run.stage("helpful").path / "quality.json")["auc"] is None
+    told = "\n".join(made.progress.warnings)
+    assert "20 responses, all of them labelled safe, are left to be measured on, so there is no AUC" in told
+    assert f"20 of 20 preferences in {safe} have prompts that are in {path} too" in told
+
+
+def test_prompts_of_their_own_to_be_measured_on_are_no_reason_to_warn(tmp_path):
+    path = write_pairs(tmp_path / "pairs.jsonl")
+    rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(rows[:20]))
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(rows[20:]))
+    assert run_recipe(tmp_path / "run", recipe(path, epochs=1, test_path=str(other))).progress.warnings == []
+
+
+def warned(path, *, judged_on="response", engine=None, stages=("judged",), part=None, **scorer):
+    """What is said before anything runs, of `stages` that are judged by the model."""
+    reward = {"kind": "sum", "parts": {"safety": safety_part(**scorer) | (part or {})}}
+    later = {name: {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward} for name in stages}
+    made = recipe(path, later=later, judged_on=judged_on)
+    made = made.model_copy(update={"engine": made.engine.model_copy(update=engine or {})})
+    return warnings_of_reward_models(made, made.stages)
+
+
+def test_batches_that_hang_on_the_clock_are_told_once_with_the_remedy_where_a_run_is_to_repeat_itself(tmp_path):
+    [told] = warned(tmp_path / "pairs.jsonl", stages=("judged", "again"), max_batch=8)
+    assert told.startswith("reward.parts.safety.scorer.max_batch is 8 (stages judged, again): ")
+    assert "Set max_batch = 1" in told
+    assert warned(tmp_path / "pairs.jsonl", max_batch=1) == []
+    assert warned(tmp_path / "pairs.jsonl", max_tokens_per_batch=1) == []
+    assert warned(tmp_path / "pairs.jsonl", engine={"deterministic": False}) == []
+
+
+def test_a_model_that_is_shown_another_part_of_a_response_than_it_was_trained_on_is_told_of(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    [told] = warned(path, judged_on="summary", max_batch=1)
+    assert told.startswith(
+        'reward.parts.safety.judged_on is "response", but stages.helpful.judged_on is "summary" (stage judged)'
+    )
+    [told] = warned(path, judged_on="summary", part={"judged_on": "summary", "think_tag": "reason"}, max_batch=1)
+    assert told.startswith('reward.parts.safety.think_tag is "reason", but stages.helpful.think_tag is "think" (stage judged)')
+    assert warned(path, judged_on="summary", part={"judged_on": "summary"}, max_batch=1) == []
+
+
+def test_a_run_begins_with_these_warnings_and_has_none_of_stages_that_are_done(tmp_path):
+    reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": "helpful"}}}}
+    later = {"judged": {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward}}
+    made = recipe(write_pairs(tmp_path / "pairs.jsonl"), later=later, epochs=1)
+    for expected in (1, 0):
+        progress = run_recipe(tmp_path / "run", made).progress
+        assert sum("hangs on the clock" in warning for warning in progress.warnings) == expected

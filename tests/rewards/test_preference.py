@@ -70,6 +70,8 @@ def test_a_score_lies_between_0_and_1_unless_it_is_wanted_raw():
         trajectory("<think>never done"),
         trajectory("<think>done</think>  "),
         trajectory("four", stop_reason=StopReason.LENGTH),
+        trajectory("<think>let me see</think><python>print(4)</python>", stop_reason=StopReason.TURN_LIMIT),
+        trajectory("<think>let me see</think><python>print(4)</python>", stop_reason=StopReason.TOOL_BUDGET),
         trajectory(),
     ],
 )

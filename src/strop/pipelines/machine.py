@@ -15,7 +15,6 @@ from strop.pipelines.recipe import DpoStage, PlayedStage, Recipe, RewardModelSta
 from strop.rewards.scorers.config import EmbeddedScorerConfig, VllmScorerConfig
 from strop.rewards.scorers.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.sum_config import ScorerPart, SumRewardConfig
-from strop.training.config import TrainerConfig
 
 
 def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool = False) -> None:
@@ -35,7 +34,10 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool =
             check_interpreter(recipe.engine)
     for name, stage in stages.items():
         if isinstance(stage, SftStage | SteppedStage | RewardModelStage | DpoStage):
-            _check_trainer_device(stage.trainer, f"stages.{name}.trainer")
+            _check_device(stage.trainer.device, f"stages.{name}.trainer", workers=stage.trainer.workers)
+        for part, config in scorer_parts_of(stage).items():
+            if isinstance(config.scorer, EmbeddedScorerConfig):
+                _check_device(config.scorer.device, f"stages.{name}.reward.parts.{part}.scorer")
     scorers = {f"stages.{name}.{key}": config for name, stage in stages.items() for key, config in scorers_of(stage)}
     _check_scorers({key: config for key, config in scorers.items() if not (is_plan and is_missing(config))})
 
@@ -46,13 +48,17 @@ def is_missing(config: EmbeddedScorerConfig | VllmScorerConfig) -> bool:
 
 def scorers_of(stage: StageConfig) -> Iterator[tuple[str, EmbeddedScorerConfig | VllmScorerConfig]]:
     """The scorers with a directory that judge rollouts of the stage, by key."""
+    for name, part in scorer_parts_of(stage).items():
+        if isinstance(part.scorer, EmbeddedScorerConfig | VllmScorerConfig) and part.scorer.path is not None:
+            yield f"reward.parts.{name}.scorer.path", part.scorer
+
+
+def scorer_parts_of(stage: StageConfig) -> dict[str, ScorerPart]:
+    """The parts with a reward model of the reward that judges rollouts of the stage; of a stage that is not judged, none."""
     is_judged = isinstance(stage, PlayedStage) or (isinstance(stage, SftStage) and stage.is_judged)
     if not is_judged or not isinstance(stage.reward, SumRewardConfig):
-        return
-    for name, part in stage.reward.parts.items():
-        scorer = part.scorer if isinstance(part, ScorerPart) else None
-        if isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) and scorer.path is not None:
-            yield f"reward.parts.{name}.scorer.path", scorer
+        return {}
+    return {name: part for name, part in stage.reward.parts.items() if isinstance(part, ScorerPart)}
 
 
 def _check_scorers(scorers: Mapping[str, EmbeddedScorerConfig | VllmScorerConfig]) -> None:
@@ -82,19 +88,19 @@ def _check_engine_devices(config: EngineConfig) -> None:
     _ = config.torch_device
 
 
-def _check_trainer_device(config: TrainerConfig, key: str) -> None:
+def _check_device(name: str, key: str, *, workers: int = 0) -> None:
     try:
-        device = torch.device(config.device)
+        device = torch.device(name)
     except RuntimeError as error:
-        raise UserError(f'{key}.device is {config.device!r}, which is no device. Write "cpu", "cuda" or "cuda:1".') from error
+        raise UserError(f'{key}.device is {name!r}, which is no device. Write "cpu", "cuda" or "cuda:1".') from error
     if device.type != "cuda":
         return
-    num_devices, num_wanted = torch.cuda.device_count(), max(1, config.workers, (device.index or 0) + 1)
+    num_devices, num_wanted = torch.cuda.device_count(), max(1, workers, (device.index or 0) + 1)
     if num_wanted > num_devices:
-        of_workers = f" and {key}.workers is {config.workers}" if config.workers else ""
+        of_workers = f" and {key}.workers is {workers}" if workers else ""
         raise UserError(
-            f"{key}.device is {config.device!r}{of_workers}, but {_what_torch_sees(num_devices)}."
-            ' Use "cpu", or a device that is there' + (", or fewer workers." if config.workers else ".")
+            f"{key}.device is {name!r}{of_workers}, but {_what_torch_sees(num_devices)}."
+            ' Use "cpu", or a device that is there' + (", or fewer workers." if workers else ".")
         )
 
 

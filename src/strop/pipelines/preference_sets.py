@@ -42,7 +42,7 @@ def open_sets(
     remedy: str,
 ) -> PreferenceSets[ItemT]:
     """The preferences of `path`, and of `test_path` or a share of the prompts of `path`, as `opened` files; with a warning
-    where some are left out.
+    where some are left out, or where prompts are in both files.
 
     Args:
         keep: writes those that can be learnt from into a directory.
@@ -62,6 +62,12 @@ def open_sets(
         if type(found[0]) is not type(other[0]):
             raise TaskError(f"{stage.test_path}: not of the form of {stage.path}: one has pairs, the other single responses.")
         sets = [(each, array("Q", range(len(each)))) for each in (found, other)]
+        learnt = {_digest(each.prompt) for each in found}
+        if num_learnt := sum(_digest(each.prompt) in learnt for each in other):
+            context.warn(
+                f"{num_learnt} of {len(other)} preferences in {stage.test_path} have prompts that are in {stage.path} too, so"
+                " what is measured is partly what was learnt by heart. Take them out of one of them."
+            )
     fit = [opened.enter_context(keep(context.directory.path, (lines[number] for number in numbers))) for lines, numbers in sets]
     num_found = sum(len(numbers) for _, numbers in sets)
     num_left_out = num_found - len(fit[0]) - len(fit[1])
@@ -80,8 +86,7 @@ def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple
     places: dict[bytes, int] = {}  # by a digest of each prompt, since prompts may be long: its place among them
     of_row = array("Q")
     for prompt in prompts:
-        digest = hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-        of_row.append(places.setdefault(digest, len(places)))
+        of_row.append(places.setdefault(_digest(prompt), len(places)))
     order = array("Q", range(len(places)))
     random.Random(seed).shuffle(order)
     held_out = set(order[: max(1, round(share * len(order)))])
@@ -89,6 +94,10 @@ def split_by_prompt(prompts: Iterable[str], *, share: float, seed: int) -> tuple
         array("Q", (number for number, place in enumerate(of_row) if place not in held_out)),
         array("Q", (number for number, place in enumerate(of_row) if place in held_out)),
     )
+
+
+def _digest(prompt: str) -> bytes:
+    return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def count_steps(context: StageContext, stage: RewardModelStage | DpoStage, num: int) -> int:

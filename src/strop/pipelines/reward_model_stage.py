@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from strop.errors import TaskError
 from strop.evaluation.preferences import PreferenceQuality, label_quality, pair_quality
 from strop.pipelines.id_file import IdFile
 from strop.pipelines.preference_file import PreferenceFile
@@ -29,7 +30,7 @@ async def run_reward_model_stage(context: StageContext, stage: RewardModelStage)
     """Train from the last checkpoint to the last step; returns the model directory and one sentence about it.
 
     Raises:
-        TaskError: the preferences cannot be read, or too few are left.
+        TaskError: the preferences cannot be read, or too few are left, or those of one label alone.
         CannotLearnError: too many updates in a row were skipped.
     """
     async with AsyncExitStack() as opened:
@@ -39,6 +40,7 @@ async def run_reward_model_stage(context: StageContext, stage: RewardModelStage)
 async def _train(context: StageContext, stage: RewardModelStage, opened: AsyncExitStack) -> tuple[Path, str]:
     init = model_of(context.run, stage.init)
     sets = _open(context, stage, ExchangeFormat(init), opened)
+    _check_labels(context, sets)
     steps = count_steps(context, stage, len(sets.train))
     trainer = RewardTrainer(init, stage.trainer, total_updates=steps)
     try:
@@ -116,6 +118,34 @@ def _open(
         why_left_out=f"a response of more than max_length = {stage.max_length} tokens, or without a summary to be judged on",
         remedy="Raise max_length or test_share, set judged_on = 'response', or give more.",
     )
+
+
+def _check_labels(context: StageContext, sets: PreferenceSets[PreferenceRows]) -> None:
+    """Warn of single responses to be measured on that are all good or all bad.
+
+    Raises:
+        TaskError: those to learn from are.
+    """
+    if _has_one_label(sets.train):
+        raise TaskError(
+            f"stages.{context.name}: {_all_of_a_label(sets.train)} to learn from, so a model would learn to say that of every"
+            " response. Give responses of both labels, or pairs."
+        )
+    if _has_one_label(sets.test):
+        context.warn(
+            f"{_all_of_a_label(sets.test)} to be measured on, so there is no AUC. Raise test_share, or name a test_path with"
+            " both labels."
+        )
+
+
+def _has_one_label(rows: IdFile[PreferenceRows]) -> bool:
+    """Whether all are single responses of one label; reads until it meets the other one."""
+    first = rows[0]
+    return not first.is_pair and all(rows[number].is_good == first.is_good for number in range(1, len(rows)))
+
+
+def _all_of_a_label(rows: IdFile[PreferenceRows]) -> str:
+    return f"{counted(len(rows), 'response')}, all of them labelled {'safe' if rows[0].is_good else 'unsafe'}, are left"
 
 
 def _move(source: Path, directory: Path) -> None:

@@ -48,6 +48,7 @@ from strop.pipelines.recipe import (
 )
 from strop.pipelines.rejection_stage import run_rejection_stage
 from strop.pipelines.reward_model_stage import run_reward_model_stage
+from strop.pipelines.reward_model_warnings import warnings_of_reward_models
 from strop.pipelines.reward_models import with_reward_models
 from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.room import check_room
@@ -122,6 +123,9 @@ async def train(
             progress.warning(f"{key} is {here}, and was {there} when the run began: what follows is equal up to rounding.")
         for name, why in selected.left_stale.items():
             progress.warning(f"{name} is stale: {why}. --from {name} makes it anew.")
+        to_run = [name for name in selected.stages if not run.stage(name).done.exists()]
+        for warning in warnings_of_reward_models(recipe, to_run):
+            progress.warning(warning)
         for name in selected.stages:
             stage = recipe.stages[name]
             context = StageContext(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable
 
+from strop.rewards.answers import final_text
 from strop.rewards.scorers.judge import ModelJudge
 from strop.rewards.scorers.protocol import Exchange, Scorer
 from strop.rewards.sum_config import JudgePart, PreferencePart, ScorerPart
@@ -44,11 +45,12 @@ def judged_text(part: PreferencePart, trajectory: Trajectory) -> str | None:
     """What of the rollout is judged; None where there is no such thing."""
     if part.judged_on == "response":
         return written(trajectory) or None
-    if not trajectory.turns or trajectory.is_truncated:
-        return None
+    last = final_text(trajectory)
+    if last is None:
+        return None  # cut off, or at a call that was not run: the policy did not come to a summary
     if part.is_prefilled and f"</{part.think_tag}>" not in written(trajectory):
         return None  # the prompt began a thought, and nothing that was written ends it
-    return final_summary(trajectory.turns[-1].completion_text, think_tag=part.think_tag)
+    return final_summary(last, think_tag=part.think_tag)
 
 
 def _sigmoid(value: float) -> float:

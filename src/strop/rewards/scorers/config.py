@@ -28,6 +28,11 @@ class EmbeddedScorerConfig(Config):
             raise ValueError("give either path (a directory of a reward model) or stage (one that trains it), and not both.")
         return self
 
+    @property
+    def judges_alone(self) -> bool:
+        """No response shares a batch with another, so a score hangs on nothing but the response."""
+        return self.max_batch == 1 or self.max_tokens_per_batch == 1
+
 
 class HttpScorerConfig(WebServiceConfig):
     """Any service that takes {"exchanges": [{"prompt", "response"}]} and answers {"scores": [number]}."""
