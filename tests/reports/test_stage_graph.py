@@ -5,6 +5,7 @@ import re
 import pytest
 
 from strop.reports.across import draw as draw_across
+from strop.reports.across import stages_in_sequence
 from strop.reports.log import Evaluation, RunLog, StageLog, StageState, read_run
 from strop.reports.page import write_report
 from strop.reports.stage_graph import draw
@@ -156,6 +157,18 @@ def test_an_evaluation_whose_stage_is_stale_stands_nowhere():
     stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5)}, **{"after-rl2": {"why_stale": "anew"}})
     found = [evaluation("after-rl1", 0.35), evaluation("after-rl2", 0.65)]
     assert [name for _, name, _ in dots(str(draw_across(log_of(stages, found))))] == ["after-rl1"]
+
+
+def test_stages_side_by_side_and_stale_ones_do_not_follow_each_other():
+    """Two arms of RL from one cold start, the second of which goes on."""
+    again = StageLog(name="arm", kind="rl", init="cold", is_done=True, steps=steps(0.9, 0.9), inputs={"init": ("cold",)})
+    stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5)})
+    assert [each.name for each in stages_in_sequence(log_of([*stages, again]))] == ["rl1", "rl2"]
+    assert "90.0%" not in str(draw_across(log_of([*stages, again])))
+    stale = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5), "why_stale": "rl1 was made anew"})
+    assert draw_across(log_of(stale)) == ""
+    arms = [each for each in stages if each.name != "rl2"] + [again]
+    assert [each.name for each in stages_in_sequence(log_of(arms))] == ["arm"]  # neither stands on the other
 
 
 def test_a_figure_that_no_step_logged_is_named():

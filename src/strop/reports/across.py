@@ -88,9 +88,23 @@ class _Scene:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * (value - low) / (high - low)
 
 
+def stages_in_sequence(log: RunLog) -> list[StageLog]:
+    """Stages of rollouts that have logged steps and are not stale, each of which the last stands on: the longest such row.
+
+    Of rows that are equally long the later one. Stages that stand side by side do not follow each other.
+    """
+    standing: dict[str, set[str]] = {}  # on which stages each stands, however far
+    for stage in log.stages:
+        parents = {stage.init, *(name for names in stage.inputs.values() for name in names)} & standing.keys()
+        standing[stage.name] = parents.union(*(standing[name] for name in parents))
+    stepped = [stage for stage in log.stages if stage.is_stepped and stage.steps and not stage.why_stale]
+    rows = [[each for each in stepped if each is last or each.name in standing[last.name]] for last in reversed(stepped)]
+    return max(rows, key=len, default=[])
+
+
 def draw(log: RunLog) -> Markup:
-    """The drawing as an <svg> element; empty where fewer than two stages of rollouts have logged steps."""
-    stages = [stage for stage in log.stages if stage.is_stepped and stage.steps]
+    """The drawing as an <svg> element; empty where no two stages of rollouts with steps follow each other."""
+    stages = stages_in_sequence(log)
     if len(stages) < 2:
         return Markup("")
     offsets = offsets_of(stages)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from strop.reports.across import draw as draw_across
+from strop.reports.across import stages_in_sequence
 from strop.reports.html import render
 from strop.reports.log import Evaluation, RunLog, read_run
 from strop.reports.panels import sections
@@ -65,11 +66,18 @@ def report_page(log: RunLog, rollouts: RolloutTable, timelines: Sequence[Timelin
             "cards": cards(*pair) if pair else (),
             "graph": draw_graph(log.stages),
             "across": draw_across(log),
+            "beside": _beside(log),
             "sections": sections(log),
             "timelines": draw_timelines(timelines) if timelines else "",
             "table": rollouts,
         },
     )
+
+
+def _beside(log: RunLog) -> list[str]:
+    """Stages of rollouts with steps that are not in the sequence that is drawn."""
+    drawn = [stage.name for stage in stages_in_sequence(log)]
+    return [stage.name for stage in log.stages if stage.is_stepped and stage.steps and stage.name not in drawn]
 
 
 def verdict(log: RunLog) -> Verdict:
