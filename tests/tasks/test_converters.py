@@ -104,6 +104,20 @@ def convert(dataset, row):
     return converter_of(dataset)(row, id="row", source="test")
 
 
+def with_turn(row, place, value):
+    """`row` of turns, in which another `value` is said at `place`."""
+    turns = list(row["conversations"])
+    turns[place] = {**turns[place], "value": value}
+    return {**row, "conversations": turns}
+
+
+def solved_by(*pieces):
+    return {**MAGICODER, "solution": "\n".join(pieces)}
+
+
+EXAMPLE, SOLUTION = "```python\nx = 1\n```", "```python\nprint(6 * 7)\n```"
+
+
 def test_every_converter_has_a_row_here():
     assert [name for name, *_ in CASES] == list(CONVERTERS)
 
@@ -133,6 +147,43 @@ def test_a_thought_before_the_code_stays_before_the_call():
     assert convert("magicoder", MAGICODER).messages[-1].content.startswith("I multiply.\n<tool_call>")
 
 
+@pytest.mark.parametrize(
+    "before",
+    ["```bash\npip install six\n```\nThen", "```\n$ python six.py\n```", "Say `six`:"],
+    ids=["another language", "a block that does not parse", "no block"],
+)
+def test_the_one_block_of_python_is_the_code_whatever_stands_around_it(before):
+    for language in ("python", "Python", "python3", "py", ""):
+        said = convert("magicoder", solved_by(before, f"```{language}\nprint(6 * 7)\n```", "Done.")).messages[-1].content
+        (call,) = parse_tool_calls(said, max_calls=8)
+        assert call.arguments == {"code": "print(6 * 7)", "input": ""}
+        assert said.startswith(f"{before}\n<tool_call>")
+
+
+@pytest.mark.parametrize(
+    "code", ['print("input(")  # sys.stdin', "p.stdin.write(x)", "self.input()", "open(1)", "from sys import argv"]
+)
+def test_code_that_only_looks_like_reading_is_a_call(code):
+    assert convert("magicoder", solved_by(f"```python\n{code}\n```")).messages[-1].content.startswith("<tool_call>")
+
+
+def test_text_before_a_call_of_glaive_stays_before_it():
+    chat = GLAIVE["chat"].replace("<functioncall>", "I look it up. <functioncall>")
+    said = convert("glaive", {**GLAIVE, "chat": chat}).messages[2].content
+    assert said.startswith("I look it up.\n<tool_call>\n")
+    assert len(parse_tool_calls(said, max_calls=8)) == 1
+
+
+def test_a_tool_that_is_wrapped_as_a_function_is_offered_as_one_that_is_not():
+    wrapped = json.dumps([{"type": "function", "function": tool} for tool in json.loads(APIGEN["tools"])])
+    assert convert("apigen-mt", {**APIGEN, "tools": wrapped}).messages == convert("apigen-mt", APIGEN).messages
+
+
+def test_brackets_that_hold_no_call_stay():
+    said = "It rains [see the map] in [Rome](https://rome.example), where f(a=1) is 2; x[0] == 1."
+    assert convert("toolace", with_turn(TOOLACE, 3, said)).messages[-1].content == said
+
+
 def test_results_within_a_text_of_tool_star_become_messages_of_their_own():
     messages = convert("tool-star", TOOL_STAR).messages
     assert [each.content for each in messages if each.role == "tool"] == ["330 m", "660"]
@@ -156,9 +207,47 @@ def test_a_text_of_tool_star_that_was_not_played_to_its_end_is_refused(output):
     [
         ("magicoder", {**MAGICODER, "lang": "rust"}, "in rust, which the Python tool cannot run"),
         ("magicoder", {**MAGICODER, "solution": "```python\nprint(\n```"}, "no block of Python that parses"),
+        ("magicoder", solved_by("First an example:", EXAMPLE, "The solution:", SOLUTION), "2 blocks of Python, of which any"),
+        ("magicoder", solved_by(SOLUTION, "It is used so:", EXAMPLE), "2 blocks of Python, of which any"),
+        ("magicoder", solved_by(SOLUTION, "It is used so:", "```\nx = 1\n```"), "2 blocks of Python, of which any"),
+        ("magicoder", solved_by("```python\nprint(6 *\n```", SOLUTION), "2 blocks of Python, of which any"),
+        ("magicoder", solved_by(SOLUTION, "```python\nprint("), "does not open and close"),
+        ("magicoder", solved_by("```python\nprint(int(input()) + 1)\n```"), "reads a standard input that the row does not"),
+        ("magicoder", solved_by("```python\nimport sys\nfor line in sys.stdin:\n  print(line)\n```"), "a standard input"),
+        ("magicoder", solved_by("```python\nfrom sys import stdin\nprint(stdin.read())\n```"), "reads a standard input"),
+        ("magicoder", solved_by("```python\nprint(open(0).read())\n```"), "reads a standard input"),
         ("llama-nemotron-chat", {**NEMOTRON, "reasoning": "on"}, "reasons in <think> tags"),
         ("toolace", {**TOOLACE, "conversations": TOOLACE["conversations"][:3]}, "its last message is of the role 'tool'"),
+        ("toolace", with_turn(TOOLACE, 1, '[Get Tide(city="Rome")]'), "'Get Tide', which is none of its functions"),
+        ("toolace", {**TOOLACE, "system": "Answer."}, "'Get Weather', which is none of its functions"),
+        ("toolace", {**TOOLACE, "system": '[{"name": "f"}, 3]'}, "are not all objects"),
+        ("toolace", with_turn(TOOLACE, 1, 'Sure: [Get Weather(city="Rome")]'), "a call stands within other text"),
+        ("toolace", with_turn(TOOLACE, 3, "No. [Get Weather()]"), "a call stands within other text"),
+        ("toolace", with_turn(TOOLACE, 1, 'Sure: [Get Tide(city="Rome")]'), "a call stands within other text"),
+        (
+            "apigen-mt",
+            with_turn(APIGEN, 1, '{"name": "cancel", "arguments": {}}'),
+            "^a call of 'cancel', which is none of its functions",
+        ),
+        ("apigen-mt", {**APIGEN, "tools": "[]"}, "'book', which is none of its functions"),
+        (
+            "glaive-sharegpt",
+            with_turn(APIGEN, 1, '[{"name": "book", "arguments": {}}, {"name": "cancel", "arguments": {}}]'),
+            "^a call of 'cancel', which is none of its functions",
+        ),
+        ("glaive", {**GLAIVE, "system": "SYSTEM: You are helpful."}, "'rate', which is none of its functions"),
+        (
+            "glaive",
+            {**GLAIVE, "chat": GLAIVE["chat"].replace('"name": "rate"', '"name": "rates"')},
+            "'rates', which is none of its functions",
+        ),
+        (
+            "glaive",
+            {**GLAIVE, "chat": 'USER: x\n\n\nASSISTANT: <functioncall> {"name": "f", "arguments": {}}'},
+            "'f', which is none of its functions",
+        ),
         ("apigen-mt", {**APIGEN, "tools": "{oops"}, "its 'tools' is not JSON"),
+        ("apigen-mt", {**APIGEN, "tools": '[{"type": "function", "function": "book"}]'}, "its 'tools' is no list of objects"),
         (
             "apigen-mt",
             {**APIGEN, "conversations": [{"from": "human", "value": "x"}, {"from": "function_call", "value": "call it"}]},

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from strop.tasks.readers import Unreadable
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _KEY = re.compile(r"\s*([A-Za-z_$][\w.$\[\]-]*)\s*=\s*")
+_CALL = re.compile(r"\[[^\[\]()\n]+\(\s*[A-Za-z_$][\w.$-]*\s*=[^=]")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-def parse_bracket_calls(text: str, names: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
+def parse_bracket_calls(text: str, names: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
     """(name, arguments) of each call.
 
     Args:
-        names: of the functions that may be called; any where there are none.
+        names: of the functions that may be called; any by default.
 
     Raises:
         Unreadable: `text` is no such list, or calls what it may not.
@@ -31,18 +32,28 @@ def parse_bracket_calls(text: str, names: Sequence[str] = ()) -> list[tuple[str,
         raise Unreadable(f"no list of calls: {text[:80]!r}")
     calls = []
     for call in _split(text[1:-1]):
-        name, opening, rest = _name_of(call.strip(), names)
+        name, opening, rest = _name_of(call.strip(), names or ())
         if not opening or not rest.rstrip().endswith(")") or not name:
             raise Unreadable(f"no call of the form name(key=value): {call.strip()[:80]!r}")
-        if names and name not in names:
-            raise Unreadable(f"a call of {name!r}, which is none of its functions")
+        if names is not None and name not in names:
+            raise not_offered(name)
         calls.append((name, _arguments(rest.rstrip()[:-1])))
     if not calls:
         raise Unreadable("an empty list of calls")
     return calls
 
 
-def _name_of(call: str, names: Sequence[str]) -> tuple[str, str, str]:
+def holds_bracket_call(text: str, names: Collection[str]) -> bool:
+    """Whether a call stands anywhere in `text`: of one of `names`, or of any function with an argument."""
+    return bool(_CALL.search(text)) or any(re.search(rf"\[\s*{re.escape(name)}\s*\(", text) for name in names)
+
+
+def not_offered(name: str) -> Unreadable:
+    """What is told of a call of a function that is none of those offered."""
+    return Unreadable(f"a call of {name!r}, which is none of its functions")
+
+
+def _name_of(call: str, names: Collection[str]) -> tuple[str, str, str]:
     """The name, its bracket and what follows: by the longest name that is offered, for names may hold brackets."""
     for name in sorted(names, key=len, reverse=True):
         rest = call.removeprefix(name).lstrip()

@@ -11,12 +11,12 @@ import ast
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import TaskError
-from strop.tasks.bracket_calls import parse_bracket_calls
+from strop.tasks.bracket_calls import holds_bracket_call, not_offered, parse_bracket_calls
 from strop.tasks.conversations import Conversation, Message, Role, call_text, conversation_of, tools_text
 from strop.tasks.readers import Row, Unreadable, as_text, find
 
@@ -34,7 +34,8 @@ PYTHON_TOOL: Mapping[str, Any] = {
 _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_CALL = re.compile(r"<functioncall>(.*)", re.DOTALL)
 _GLAIVE_ARGUMENTS = re.compile(r"(\"arguments\"\s*:\s*)'(.*)'(\s*\}\s*)$", re.DOTALL)
-_CODE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
 _TAG_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
 _TAG_CALL = re.compile(r"<(?P<name>search|python)>(?P<content>(?:(?!<(?:search|python)>).)*)</(?P=name)>$", re.DOTALL)
 _SHAREGPT: Mapping[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
@@ -59,7 +60,7 @@ class Converter:
 def _toolace(row: Row) -> list[Message]:
     """Calls are written `[Name(a="x", n=1), Other()]`, the system message tells of the functions as a JSON list."""
     tools = _list_within(as_text(find(row, "system"), "system"))
-    names = [str(tool.get("name")) for tool in tools]
+    names = _names(tools)
     said = [] if not tools else [Message(role="system", content=tools_text(map(_as_object, tools)))]
     for sender, value in _turns(row):
         if sender == "tool":
@@ -69,6 +70,8 @@ def _toolace(row: Row) -> list[Message]:
         elif _SHAREGPT[sender] == "assistant" and value.lstrip().startswith("["):
             calls = parse_bracket_calls(value, names)
             said.append(Message(role="assistant", content="\n".join(call_text(*call) for call in calls)))
+        elif _SHAREGPT[sender] == "assistant" and holds_bracket_call(value, names):
+            raise Unreadable(f"a call stands within other text: {value[:80]!r}")
         else:
             said.append(Message(role=_SHAREGPT[sender], content=value))
     return said
@@ -77,11 +80,13 @@ def _toolace(row: Row) -> list[Message]:
 def _sharegpt_calls(row: Row) -> list[Message]:
     """Turns from human, gpt, function_call and observation; `tools` is a JSON list, as a text or as it is."""
     system = str(row.get("system") or "").strip()
-    offered = tools_text(_tools(row.get("tools")))
-    said = [Message(role="system", content=text)] if (text := "\n\n".join(filter(None, (system, offered)))) else []
+    tools = _tools(row.get("tools"))
+    names = _names(tools)
+    text = "\n\n".join(filter(None, (system, tools_text(tools))))
+    said = [Message(role="system", content=text)] if text else []
     for sender, value in _turns(row):
         if sender == "function_call":
-            said.append(Message(role="assistant", content=_json_calls(value)))
+            said.append(Message(role="assistant", content=_json_calls(value, names)))
         elif sender == "observation":
             said.append(Message(role="tool", content=value))
         elif sender in _SHAREGPT:
@@ -95,6 +100,7 @@ def _glaive(row: Row) -> list[Message]:
     """`system` lists functions as JSON objects, `chat` is one text with USER:, ASSISTANT: and FUNCTION RESPONSE:."""
     system = as_text(find(row, "system"), "system").removeprefix("SYSTEM:").strip()
     tools = _objects_within(system)
+    names = _names(tools)
     said = [Message(role="system", content=tools_text(tools) if tools else system)]
     pieces = _GLAIVE_TURN.split(as_text(find(row, "chat"), "chat"))
     for speaker, text in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -105,38 +111,71 @@ def _glaive(row: Row) -> list[Message]:
             said.append(Message(role="tool", content=text))
         elif call := _GLAIVE_CALL.search(text):
             before = text[: call.start()].strip()
-            said.append(Message(role="assistant", content=(before + "\n" if before else "") + _glaive_call(call[1])))
+            calls = _glaive_call(call[1], names)
+            said.append(Message(role="assistant", content=f"{before}\n{calls}" if before else calls))
         else:
             said.append(Message(role="assistant", content=text))
     return said
 
 
-def _glaive_call(text: str) -> str:
+def _glaive_call(text: str, names: Collection[str]) -> str:
     """The arguments are JSON within single quotes, which JSON itself does not know."""
     quoted = _GLAIVE_ARGUMENTS.search(text)
     if quoted is None:
-        return _json_calls(text)
+        return _json_calls(text, names)
     arguments = quoted[2].replace("\\'", "'")
-    return _json_calls(f"{text[: quoted.start()]}{quoted[1]}{arguments}{quoted[3]}")
+    return _json_calls(f"{text[: quoted.start()]}{quoted[1]}{arguments}{quoted[3]}", names)
 
 
 def _magicoder(row: Row) -> list[Message]:
-    """A problem and a solution with a block of code, which becomes the code of a call. Only Python, which the tool can run."""
+    """A problem and a solution with one block of code, which becomes the code of a call. Only Python, which the tool can run.
+
+    Of several blocks any may be the solution, and of a program that reads nobody has said what: both are refused.
+    """
     problem, solution = ("problem", "solution") if "problem" in row else ("instruction", "response")
     question, answer = as_text(find(row, problem), problem), as_text(find(row, solution), solution)
     language = str(row.get("lang", "python")).lower()
     if language != "python":
         raise Unreadable(f"its solution is in {language}, which the Python tool cannot run")
-    block = next((each for each in _CODE.finditer(answer) if _is_python(each[1])), None)
-    if block is None:
-        raise Unreadable("its solution holds no block of Python that parses")
-    thought = answer[: block.start()].strip()
-    call = call_text(str(PYTHON_TOOL["name"]), {"code": block[1].strip(), "input": ""})
+    block = _only_python(answer)
+    code, thought = block[2].strip(), answer[: block.start()].strip()
+    if _reads_input(ast.parse(code)):
+        raise Unreadable("its solution reads a standard input that the row does not tell")
+    call = call_text(str(PYTHON_TOOL["name"]), {"code": code, "input": ""})
     return [
         Message(role="system", content=tools_text([PYTHON_TOOL])),
         Message(role="user", content=question),
         Message(role="assistant", content=f"{thought}\n{call}" if thought else call),
     ]
+
+
+def _only_python(text: str) -> re.Match[str]:
+    """The one block of Python in `text`. Raises `Unreadable` where there is none, or more than one."""
+    if "```" in _BLOCK.sub("", text):
+        raise Unreadable("its solution has a block of code that does not open and close on lines of its own")
+    blocks = []
+    for each in _BLOCK.finditer(text):
+        language = each[1].strip().lower()
+        if language in _PYTHON or (not language and _is_python(each[2])):
+            blocks.append(each)
+    if len(blocks) > 1:
+        raise Unreadable(f"its solution holds {len(blocks)} blocks of Python, of which any may be the one to run")
+    if not blocks or not _is_python(blocks[0][2]):
+        raise Unreadable("its solution holds no block of Python that parses")
+    return blocks[0]
+
+
+def _reads_input(tree: ast.AST) -> bool:
+    """Whether the program reads its standard input anywhere: input(), sys.stdin, open(0)."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Name(id="input")) | ast.Call(func=ast.Name(id="open"), args=[ast.Constant(value=0), *_]):
+                return True
+            case ast.Attribute(value=ast.Name(id="sys"), attr="stdin"):
+                return True
+            case ast.ImportFrom(module="sys", names=names) if any(each.name == "stdin" for each in names):
+                return True
+    return False
 
 
 def _messages(row: Row) -> list[Message]:
@@ -263,24 +302,37 @@ def _tools(value: Any) -> list[Mapping[str, Any]]:
         tools = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:
         raise Unreadable(f"its 'tools' is not JSON: {error}") from error
+    if isinstance(tools, list):
+        tools = [tool.get("function", tool) if isinstance(tool, Mapping) else tool for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
         raise Unreadable("its 'tools' is no list of objects")
-    return [tool.get("function", tool) for tool in tools]
+    return tools
 
 
-def _json_calls(text: str) -> str:
-    """One call, or a list of calls, as JSON; arguments that are JSON in a text are taken out of it."""
+def _names(tools: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [str(tool.get("name")) for tool in tools]
+
+
+def _json_calls(text: str, names: Collection[str]) -> str:
+    """One call, or a list of calls, as JSON; arguments that are JSON in a text are taken out of it.
+
+    Args:
+        names: of the functions that are offered; a call of another is refused.
+    """
     try:
         value = json.loads(text)
         calls = []
         for call in value if isinstance(value, list) else [value]:
             arguments = call["arguments"]
-            calls.append(call_text(str(call["name"]), json.loads(arguments) if isinstance(arguments, str) else arguments))
+            calls.append((str(call["name"]), dict(json.loads(arguments) if isinstance(arguments, str) else arguments)))
     except (ValueError, KeyError, TypeError) as error:
         raise Unreadable(
             f"a call is no JSON object of name and arguments ({type(error).__name__}: {error}): {text[:80]!r}"
         ) from error
-    return "\n".join(calls)
+    for name, _ in calls:
+        if name not in names:
+            raise not_offered(name)
+    return "\n".join(call_text(*call) for call in calls)
 
 
 def _objects_within(text: str) -> list[Mapping[str, Any]]:
@@ -306,6 +358,8 @@ def _list_within(text: str) -> list[Mapping[str, Any]]:
         value, _ = json.JSONDecoder().raw_decode(text, opening.start())
     except ValueError as error:
         raise Unreadable(f"the functions of its system message are not JSON: {error}") from error
+    if not all(isinstance(each, Mapping) for each in value):
+        raise Unreadable("the functions of its system message are not all objects")
     return list(value)
 
 
