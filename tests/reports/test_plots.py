@@ -1,5 +1,6 @@
 import html
 import json
+import math
 import re
 import xml.etree.ElementTree as ET
 
@@ -20,6 +21,7 @@ from strop.reports.scales import Unit, duration, figure, nice_ticks, tick_labels
         (0.0, 12_000.0, Unit.PLAIN, ["0", "2k", "4k", "6k", "8k", "10k", "12k"]),
         (0.0, 0.02, Unit.PERCENT, ["0.0%", "0.5%", "1.0%", "1.5%", "2.0%"]),
         (3.0, 3.0, Unit.SECONDS, ["1 s", "2 s", "3 s", "4 s", "5 s"]),
+        (0.5, math.nextafter(0.5, 1), Unit.PLAIN, ["0.2", "0.3", "0.4", "0.5", "0.6", "0.7", "0.8"]),  # a mean of equal values
     ],
 )
 def test_ticks_are_round_cover_the_range_and_share_their_decimals(low, high, unit, expected):

@@ -22,9 +22,10 @@ def counted(number: int, noun: str) -> str:
 def nice_ticks(low: float, high: float, *, count: int = 4, is_integer: bool = False) -> list[float]:
     """Multiples of 1, 2 or 5 times a power of ten: about `count` steps that cover [low, high].
 
-    Where `low` equals `high` the range is opened around the value, so there are always at least two ticks.
+    Where `low` equals `high`, but for what rounding leaves, the range is opened around the value, so there are always at least
+    two ticks, and they differ.
     """
-    if low == high:
+    if math.isclose(low, high, rel_tol=1e-12):
         reach = abs(low) / 2 or 0.5
         low, high = low - reach, high + reach
     step = _nice_step((high - low) / count)
