@@ -130,3 +130,26 @@ def test_which_are_left_out_follows_from_the_seed(seed):
     pairs = lengths(*[(20, 10)] * 6, *[(10, 20)] * 3)
     assert balanced(pairs, seed=seed) == balanced(pairs, seed=seed)
     assert len(balanced(pairs, seed=seed)) == 6
+
+
+class Slow(Scripted):
+    """Keeps how many wait for its answer at most."""
+
+    num_waiting = most_waiting = 0
+
+    async def reply(self, messages, *, draw=0):
+        self.num_waiting += 1
+        self.most_waiting = max(self.most_waiting, self.num_waiting)
+        await asyncio.sleep(0.01)
+        self.num_waiting -= 1
+        return await super().reply(messages, draw=draw)
+
+
+def test_of_many_candidates_a_part_waits_for_the_judge_at_a_time_and_the_pairs_are_the_same(monkeypatch):
+    many = [Candidates(prompt=f"q{n}", first="GOOD", second="POOR") for n in range(11)]
+    at_once, _ = made(better(">>"), many)
+    monkeypatch.setattr("strop.training.pair_making._AT_ONCE", 3)
+    client = Slow(better(">>"))
+    assert asyncio.run(make_pairs(ModelJudge(CONFIG, client), many)) == at_once
+    assert len(at_once.pairs) == 11
+    assert client.most_waiting == 3 * 4

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 Judged = Callable[[str], str | None]
 """What of a response is judged; None where it has no such part."""
 
+_AT_ONCE = 1024  # candidates that wait for their judgements: each takes 30 KB and four times its texts meanwhile
 _LENGTH_STEP = 0.1  # pairs are matched within bands of so much of (longer - shorter) / longer
 
 
@@ -160,9 +161,12 @@ async def make_pairs(
         for each in candidates
         if (first := judged(each.first)) is not None and (second := judged(each.second)) is not None
     ]
-    differences = await asyncio.gather(
-        *(_difference(judge, each.prompt, first, second, num_judgements) for each, first, second in shown)
-    )
+    differences: list[float | None] = []
+    for start in range(0, len(shown), _AT_ONCE):
+        part = shown[start : start + _AT_ONCE]
+        differences += await asyncio.gather(
+            *(_difference(judge, each.prompt, first, second, num_judgements) for each, first, second in part)
+        )
     with_verdict = [(each, found) for (each, _, _), found in zip(shown, differences, strict=True) if found is not None]
     clear = [_pair(each, found) for each, found in with_verdict if abs(found) > threshold]
     kept = balanced(clear, seed=seed, length=lambda response: len(judged(response) or ""))
