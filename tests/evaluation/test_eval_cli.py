@@ -104,8 +104,8 @@ def test_other_harnesses_are_printed_as_commands_and_their_results_taken_in(tmp_
     score.parent.mkdir(parents=True)
     score.write_text('{"accuracy": 0.5, "correct_count": 2, "total_count": 4}\n')
     told = invoke("import", "bfcl-eval", tmp_path / "score", "--runs", tmp_path / "runs").output
-    assert told.startswith("bfcl/simple: 0.500 of 4")
-    assert "bfcl/simple" in invoke("leaderboard", tmp_path / "runs").output
+    assert told.startswith("bfcl-v3/simple: 0.500 of 4")
+    assert "bfcl-v3/simple" in invoke("leaderboard", tmp_path / "runs").output
 
 
 def test_what_an_import_leaves_out_is_named_beside_what_it_takes(tmp_path):

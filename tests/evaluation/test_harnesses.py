@@ -18,8 +18,8 @@ STAMP = "2025-11-22T01-00-00.000000"
 FILES = Path(__file__).with_name("harness_files")
 
 
-def put_bfcl(root, category, right, total, *, group=""):
-    path = root / "Qwen_Qwen3-4B" / group / f"BFCL_v3_{category}_score.json"
+def put_bfcl(root, category, right, total, *, group="", version="v3"):
+    path = root / "Qwen_Qwen3-4B" / group / f"BFCL_{version}_{category}_score.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     failed = {"id": f"{category}_0", "valid": False, "error": ["wrong"]}
     lines = [{"accuracy": right / total, "correct_count": right, "total_count": total}, failed]
@@ -77,7 +77,7 @@ def test_bfcl_scores_become_one_result_a_category_in_either_layout(tmp_path):
     put_bfcl(tmp_path, "multi_turn_base", 120, 200, group="multi_turn")
     put_bfcl(tmp_path, "simple", 380, 400)
     multi, simple = sorted(read_bfcl(tmp_path).found, key=lambda each: each.result["benchmark"])
-    assert (multi.result["benchmark"], multi.result["run"]) == ("bfcl/multi_turn_base", "Qwen_Qwen3-4B")
+    assert (multi.result["benchmark"], multi.result["run"]) == ("bfcl-v3/multi_turn_base", "Qwen_Qwen3-4B")
     assert (multi.result["accuracy"], multi.result["num_tasks"]) == (0.6, 200)
     assert multi.result["accuracy_low"] == pytest.approx(0.6 - 1.96 * (0.24 / 200) ** 0.5)
     assert simple.result["accuracy"] == 0.95
@@ -117,6 +117,16 @@ def put_gsm8k(root):
     (root / f"samples_gsm8k_{STAMP}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
 
 
+def test_all_right_and_all_wrong_are_no_certainty_whatever_error_the_harness_tells(tmp_path):
+    """lm-eval's standard error of four right answers is 0, and so is a share's."""
+    put_lm_eval(tmp_path / "out", [True] * 4)
+    [found] = read_lm_eval(tmp_path / "out").found
+    assert (found.result["accuracy_low"], found.result["accuracy_high"]) == (pytest.approx(0.025**0.25), 1.0)
+    put_bfcl(tmp_path / "score", "simple", 0, 4)
+    [found] = read_bfcl(tmp_path / "score").found
+    assert (found.result["accuracy_low"], found.result["accuracy_high"]) == (0.0, pytest.approx(1 - 0.025**0.25))
+
+
 def test_a_metric_of_two_filters_has_the_error_and_the_problems_of_the_one_that_is_told(tmp_path):
     put_gsm8k(tmp_path)
     [found] = read_lm_eval(tmp_path).found
@@ -145,14 +155,27 @@ def test_every_category_of_bfcl_is_its_models_however_deep_its_file_lies():
     ):
         found = {each.result["benchmark"]: each.result for each in read_bfcl(place).found}
         assert {each["run"] for each in found.values()} == {"tiny_a"}
-        assert (found["bfcl/memory_kv"]["accuracy"], found["bfcl/memory_kv"]["num_tasks"]) == (0.5, 2)
+        assert (found["bfcl-v4/memory_kv"]["accuracy"], found["bfcl-v4/memory_kv"]["num_tasks"]) == (0.5, 2)
+
+
+def test_a_category_of_v3_is_another_benchmark_than_v4s_of_the_same_name(tmp_path):
+    for version in ("v3", "v4"):
+        put_bfcl(tmp_path / version, "multi_turn_base", 1, 4, version=version)
+    found = read_bfcl(tmp_path).found
+    assert [each.result["benchmark"] for each in found] == ["bfcl-v3/multi_turn_base", "bfcl-v4/multi_turn_base"]
+    assert len({each.name for each in found}) == 2
 
 
 def test_answers_that_bfcl_never_got_are_counted_and_named():
     harvest = read_bfcl(FILES / "bfcl")
     failed = {each.result["benchmark"]: each.result["num_requests_failed"] for each in harvest.found}
     # Of simple_python the failures say it, of live_irrelevance, where no answer is a right one, the answers beside the scores.
-    assert failed == {"bfcl/memory_kv": 0, "bfcl/live_irrelevance": 1, "bfcl/multi_turn_base": 1, "bfcl/simple_python": 1}
+    assert failed == {
+        "bfcl-v4/memory_kv": 0,
+        "bfcl-v4/live_irrelevance": 1,
+        "bfcl-v4/multi_turn_base": 1,
+        "bfcl-v4/simple_python": 1,
+    }
     assert len(harvest.notes) == 3
     assert any("simple_python_score.json: 1 of 4 have no answer of the server" in each for each in harvest.notes)
 

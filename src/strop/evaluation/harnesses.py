@@ -15,9 +15,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from strop.errors import ConfigError, RunError
+from strop.evaluation.statistics import unseen_share
 from strop.runs import read_json, read_lines
 
-_SCORE_FILE = re.compile(r"BFCL_v\d+_(?P<category>\w+)_score\.json")
+_SCORE_FILE = re.compile(r"BFCL_(?P<version>v\d+)_(?P<category>\w+)_score\.json")
 _NO_ANSWER = "Error during inference:"
 _HEADLINE = {"ifeval": "prompt_level_strict_acc"}
 _USUAL = ("acc", "exact_match", "acc_norm", "pass@1")
@@ -91,7 +92,7 @@ def read_bfcl(directory: Path) -> Harvest:
     silence where nothing is to be called; such are counted (`num_requests_failed`), and noted.
 
     Raises:
-        RunError: there is no score file, one begins with no summary, or two tell of the same model and category.
+        RunError: there is no score file, one begins with no summary, or two tell of the same model, version and category.
     """
     paths = [path for path in sorted(directory.rglob("*_score.json")) if _SCORE_FILE.fullmatch(path.name)]
     if not paths:
@@ -104,7 +105,7 @@ def read_bfcl(directory: Path) -> Harvest:
         each = _of_category(path)
         if each.name in found:
             raise RunError(
-                f"{path} and {origins[each.name]} tell of the same model and category. Give the folder of one alone."
+                f"{path} and {origins[each.name]} tell of the same model, version and category. Give the folder of one alone."
             )
         found[each.name], origins[each.name] = each, path
     notes = [
@@ -122,17 +123,17 @@ _GROUPS = ("live", "non_live", "multi_turn", "agentic", "format_sensitivity", "m
 def _of_category(path: Path) -> Found:
     match = _SCORE_FILE.fullmatch(path.name)
     assert match is not None
-    category = match["category"]
+    version, category = match["version"], match["category"]  # v3's problems and v4's differ under one category's name
     summary = _first_line(path)
     model = next((part for part in reversed(path.absolute().parent.parts) if part not in _GROUPS), "unnamed")
     result = _result(
         harness="bfcl-eval",
-        benchmark=f"bfcl/{category}",
+        benchmark=f"bfcl-{version}/{category}",
         run=model,
         accuracy=float(summary["accuracy"]),
         num_tasks=int(summary["total_count"]),
     )
-    return Found(name=f"{model}-{category}", result=result | {"num_requests_failed": _num_failed(path)}, problems=())
+    return Found(name=f"{model}-{version}-{category}", result=result | {"num_requests_failed": _num_failed(path)}, problems=())
 
 
 def _num_failed(path: Path) -> int:
@@ -258,12 +259,17 @@ def _samples(path: Path, task: str, metric: str, answer_filter: str) -> list[dic
 def _result(
     *, harness: str, benchmark: str, run: str, accuracy: float, num_tasks: int, reach: float | None = None
 ) -> dict[str, Any]:
-    """As ours, with the interval by the harness's standard error, else the normal one of a share."""
+    """As ours, with the interval by the harness's standard error, else the normal one of a share.
+
+    Where all are right, or all wrong, either is 0 and would promise certainty: it is the exact binomial bound then.
+    """
     if not 0 <= accuracy <= 1:
         raise RunError(
             f"{harness} tells an accuracy of {accuracy} for {benchmark!r}, which is no share. Is it another version?"
         )
-    if reach is None:
+    if accuracy in (0, 1):
+        reach = unseen_share(max(1, num_tasks))
+    elif reach is None:
         reach = 1.96 * (accuracy * (1 - accuracy) / max(1, num_tasks)) ** 0.5
     return {
         "harness": harness,
