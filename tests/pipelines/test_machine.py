@@ -227,3 +227,26 @@ def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, 
     assert exit_.value.code == 2
     assert f"engine.python: {tmp_path / 'none'} does not exist." in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("stage", "key"),
+    [
+        ({"kind": "conversations", "path": "late.jsonl"}, "path"),
+        ({"kind": "dpo", "init": "rl", "path": "late.jsonl"}, "path"),
+        (
+            {"kind": "reward_model", "init": "rl", "path": "there.jsonl", "test_path": "late.jsonl", "judged_on": "response"},
+            "test_path",
+        ),
+    ],
+)
+def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monkeypatch, stage, key):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.jsonl").write_text("{}\n")
+    tree = RECIPE | {"stages": RECIPE["stages"] | {"late": stage}}
+    late = Recipe.model_validate_json(json.dumps(resolve(tree)))
+    with pytest.raises(UserError, match=rf"stages\.late\.{key}: .*late\.jsonl: no such file\. Put the file there"):
+        run_recipe(tmp_path / "run", late)
+    assert not (tmp_path / "run").exists()
+    check_machine(late, is_plan=True)
+    check_machine(late, done=["late"])

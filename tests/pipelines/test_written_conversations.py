@@ -195,3 +195,6 @@ def test_the_first_rows_alone_may_be_asked_for_and_a_file_without_any_is_refused
     path.write_text(json.dumps(row("Q", "No call.", "42", "A")) + "\n")
     with pytest.raises(TaskError, match=r"none of the 1 conversations of .* can be imitated\. r: a tool answers"):
         run_recipe(tmp_path / "other", recipe_of(path))
+    path.write_text("")
+    with pytest.raises(TaskError, match=r"stages\.read\.path: .*rows\.jsonl has no rows\. Name a file of conversations\."):
+        run_recipe(tmp_path / "third", recipe_of(path))

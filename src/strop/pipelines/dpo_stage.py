@@ -61,7 +61,7 @@ async def run_dpo_stage(context: StageContext, stage: DpoStage) -> tuple[Path, s
             opened,
             keep,
             why_left_out=f"a prompt and a response of more than max_length = {stage.max_length} tokens",
-            remedy="Raise max_length or test_share, or give more.",
+            remedy="Give preferences of more prompts, or raise max_length.",
         )
         steps = count_steps(context, stage, len(sets.train))
         trainer = open_trainer(init, stage.trainer, reference=init, total_updates=steps)

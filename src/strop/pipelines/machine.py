@@ -11,7 +11,16 @@ import torch
 from strop.engine.config import EngineConfig
 from strop.engine.servers.remedies import check_interpreter
 from strop.errors import ModelError, UserError
-from strop.pipelines.recipe import DpoStage, PlayedStage, Recipe, RewardModelStage, SftStage, StageConfig, SteppedStage
+from strop.pipelines.recipe import (
+    ConversationsStage,
+    DpoStage,
+    PlayedStage,
+    Recipe,
+    RewardModelStage,
+    SftStage,
+    StageConfig,
+    SteppedStage,
+)
 from strop.rewards.scorers.config import EmbeddedScorerConfig, VllmScorerConfig
 from strop.rewards.scorers.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.sum_config import ScorerPart, SumRewardConfig
@@ -21,10 +30,11 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool =
     """Look for what the stages of `recipe` will open, those that are `done` left aside.
 
     Args:
-        is_plan: a reward model may still be made or fetched; one that is there must be one.
+        is_plan: a reward model or a file of data may still be made or fetched; a reward model that is there must be one.
 
     Raises:
-        UserError: `engine.python` cannot be run here, a CUDA device or a reward model is not there, and a stage will need it.
+        UserError: `engine.python` cannot be run here, or a CUDA device, a reward model or a file of data is not there, and a
+            stage will need it.
     """
     stages = {name: stage for name, stage in recipe.stages.items() if name not in done}
     if any(isinstance(stage, PlayedStage) for stage in stages.values()):
@@ -40,6 +50,8 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool =
                 _check_device(config.scorer.device, f"stages.{name}.reward.parts.{part}.scorer")
     scorers = {f"stages.{name}.{key}": config for name, stage in stages.items() for key, config in scorers_of(stage)}
     _check_scorers({key: config for key, config in scorers.items() if not (is_plan and is_missing(config))})
+    if not is_plan:
+        _check_files(stages)
 
 
 def is_missing(config: EmbeddedScorerConfig | VllmScorerConfig) -> bool:
@@ -74,6 +86,18 @@ def _check_scorers(scorers: Mapping[str, EmbeddedScorerConfig | VllmScorerConfig
             ExchangeFormat(Path(config.path))
         except ModelError as error:
             raise UserError(f"{key}: {error}") from error
+
+
+def _check_files(stages: Mapping[str, StageConfig]) -> None:
+    """Files of tasks are looked at with the first model, whose prompts they are to fit."""
+    for name, stage in stages.items():
+        if not isinstance(stage, ConversationsStage | RewardModelStage | DpoStage):
+            continue
+        named = {"path": stage.path, "test_path": None if isinstance(stage, ConversationsStage) else stage.test_path}
+        for key, path in named.items():
+            if path is not None and not Path(path).expanduser().is_file():
+                why = "is a directory" if Path(path).expanduser().is_dir() else "no such file"
+                raise UserError(f"stages.{name}.{key}: {path}: {why}. Put the file there or name another; nothing was begun.")
 
 
 def _check_engine_devices(config: EngineConfig) -> None:

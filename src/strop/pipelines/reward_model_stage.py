@@ -116,7 +116,7 @@ def _open(
         opened,
         keep,
         why_left_out=f"a response of more than max_length = {stage.max_length} tokens, or without a summary to be judged on",
-        remedy="Raise max_length or test_share, set judged_on = 'response', or give more.",
+        remedy="Give preferences of more prompts, raise max_length, or set judged_on = 'response'.",
     )
 
 

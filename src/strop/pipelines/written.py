@@ -48,9 +48,11 @@ async def run_conversations_stage(context: StageContext, stage: ConversationsSta
             kept.add(as_row(conversation) | {"prompt": stage.prompt})
             if num_kept == stage.limit:
                 break
+    if not num_kept and not num_dropped:
+        raise TaskError(f"stages.{context.name}.path: {stage.path} has no rows. Name a file of conversations.")
     if not num_kept:
         raise TaskError(
-            f"stages.{context.name}.path: none of the {num_dropped} conversations of {stage.path} can be imitated. {first}."
+            f"stages.{context.name}.path: none of the {num_dropped} conversations of {stage.path} can be imitated. {first.rstrip('.')}."
             " Give the stage a prompt whose calls are those of its rows, or name another file."
         )
     told = f", {num_dropped} dropped; the first is {first}" if num_dropped else ""
