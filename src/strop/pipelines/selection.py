@@ -6,7 +6,7 @@ import difflib
 import json
 import logging
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -86,11 +86,11 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     stale = why_stale(run, recipe, now)
     grown = (growing(run, recipe, now, stale) & set(stages)) - anew
     if hindering := {name: why for name, why in stale.items() if name in stages and name not in anew | grown}:
-        first = _as_options(name for name in hindering if not _parents(recipe, name) & hindering.keys())
+        first = " --from ".join(name for name in hindering if not _parents(recipe, name) & hindering.keys())
         told = "\n".join(f"  {name}: {why}" for name, why in hindering.items())
         played = "".join(f" {name} keeps what it has, and plays what is missing." for name in stages if name in grown)
         raise RunError(
-            f"{run.path}: what these stages made is stale:\n{told}\nMake them anew with {first} (what they made is moved"
+            f"{run.path}: what these stages made is stale:\n{told}\nMake them anew with --from {first} (what they made is moved"
             f" to {run.path / 'stale'}), restore what has changed, or give this run a name of its own with --name.{played}"
         )
     if starts or hindrances(recorded_recipe(run), recipe.model_dump(mode="json")):
@@ -163,10 +163,6 @@ def _parents(recipe: Recipe, name: str) -> set[str]:
     return {each.stage for each in recipe.stages[name].inputs()}
 
 
-def _as_options(starts: Iterable[str]) -> str:
-    return " ".join(f"--from {name}" for name in starts)
-
-
 def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection[str], starts: Sequence[str]) -> None:
     """Raises `RunError` where the recipe differs from the run's in more than stages that `starts` lead to."""
     there, here = recorded_recipe(run), recipe.model_dump(mode="json")
@@ -178,8 +174,8 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
     parts = [{"stages": {name: each["stages"][name] for name in others}} for each in (there, here)]
     if differing := [*hindrances(*roots), *hindrances(*parts)]:
         raise RunError(
-            f"{run.path} holds a run of another recipe, in more than {_as_options(starts)} makes anew:\n{shown(differing)}\n"
-            "Give this one a name of its own with --name, or make an earlier stage anew."
+            f"{run.path} holds a run of another recipe, in more than --from {' --from '.join(starts)} makes anew:\n"
+            f"{shown(differing)}\nGive this one a name of its own with --name, or make an earlier stage anew."
         )
     if gone:
         raise RunError(

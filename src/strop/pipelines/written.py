@@ -41,7 +41,7 @@ async def run_conversations_stage(context: StageContext, stage: ConversationsSta
                 turns_of(conversation, calls)
             except Unreadable as error:
                 num_dropped += 1
-                first = first or f"{conversation.id}: {error}"
+                first = first or f"{conversation.id}: {error}".rstrip(".")
                 dropped.add(as_row(conversation) | {"reason": str(error)})
                 continue
             num_kept += 1
@@ -52,7 +52,7 @@ async def run_conversations_stage(context: StageContext, stage: ConversationsSta
         raise TaskError(f"stages.{context.name}.path: {stage.path} has no rows. Name a file of conversations.")
     if not num_kept:
         raise TaskError(
-            f"stages.{context.name}.path: none of the {num_dropped} conversations of {stage.path} can be imitated. {first.rstrip('.')}."
+            f"stages.{context.name}.path: none of the {num_dropped} conversations of {stage.path} can be imitated. {first}."
             " Give the stage a prompt whose calls are those of its rows, or name another file."
         )
     told = f", {num_dropped} dropped; the first is {first}" if num_dropped else ""
