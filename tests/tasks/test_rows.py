@@ -8,8 +8,9 @@ from pydantic import TypeAdapter
 
 from strop.config import Config, validate
 from strop.errors import ConfigError, TaskError
-from strop.tasks import RowTasks, TaskConfig, load_rows, make_tasks
-from strop.tasks.config import HubConfig, JsonlConfig
+from strop.tasks import RowTasks, TaskConfig, load_rows, make_tasks, open_rows
+from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
+from strop.tasks.rows import BadRow, read_tasks
 from strop.types import Task
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -76,6 +77,112 @@ def test_the_easy_rows_are_kept(tmp_path):
 def test_a_row_that_is_no_task_is_named_with_its_place(tmp_path, rows, message):
     with pytest.raises(TaskError, match=message):
         load(write(tmp_path / "rows.jsonl", *rows), answer_after="####")
+
+
+def put(path, *lines):
+    """A file of these lines: rows, or what stands where one should."""
+    path.write_bytes(b"\n".join(line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines) + b"\n")
+    return path
+
+
+GOOD = {"question": "q", "answer": "1"}
+RAGGED = [
+    # columns of the config, the good rows, the bad one, what is told of it
+    ({}, GOOD, {"question": "q"}, "no column 'answer'. It has 'question'"),
+    ({}, GOOD, {"answer": "1"}, "no column 'question'. It has 'answer'"),
+    ({}, GOOD, {}, "no column 'question'. It has none"),
+    ({"facts": ("level",)}, {**GOOD, "level": "3"}, GOOD, "no column 'level'. It has 'question', 'answer'"),
+    ({"where": {"flaw": ("",)}}, {**GOOD, "flaw": None}, GOOD, "no column 'flaw'. It has 'question', 'answer'"),
+    ({"answer": "gold.value"}, {"question": "q", "gold": {"value": "1"}}, {"question": "q"}, "no column 'gold.value'. It has"),
+    (
+        {"answer": "gold.value"},
+        {"question": "q", "gold": {"value": "1"}},
+        {"question": "q", "gold": {}},
+        "'gold.value'. It has",
+    ),
+    ({"answer": "gold.value"}, {"question": "q", "gold.value": "1"}, {"question": "q"}, "no column 'gold.value'. It has"),
+    ({"dataset": "gsm8k"}, {"question": "q", "answer": "#### 1"}, {"question": "q"}, "no column 'answer'. It has 'question'"),
+    ({}, GOOD, b'{"question": "q", "ans', "not JSON: Invalid control character at"),
+    ({}, GOOD, b"[1]", "a JSON list, not an object. Each row must be one JSON object"),
+    ({}, GOOD, b'{"question": "q\xff", "answer": "1"}', "cannot be read: 'utf-8' codec can't decode byte 0xff in position 15"),
+]
+
+
+@pytest.mark.parametrize("read", [load_rows, open_rows], ids=["list", "disk"])
+@pytest.mark.parametrize(("columns", "good", "bad", "problem"), RAGGED)
+def test_a_bad_row_behind_good_ones_is_one_row_that_stops_the_reading_or_is_skipped_and_counted(
+    tmp_path, caplog, read, columns, good, bad, problem
+):
+    path = put(tmp_path / "rows.jsonl", good, bad, good)
+    with pytest.raises(TaskError) as caught:
+        read(JsonlConfig(path=path, **columns), split="train")
+    assert str(caught.value).startswith(f"{path}:2: ")
+    assert problem in str(caught.value)
+    assert str(caught.value).endswith('Mend or remove the row, or leave such rows out with tasks.bad_rows = "skip".')
+    assert "Set tasks." not in str(caught.value)
+    tasks = read(JsonlConfig(path=path, bad_rows="skip", **columns), split="train")
+    assert [tasks[number].id for number in range(len(tasks))] == ["rows.jsonl:1", "rows.jsonl:3"]
+    assert f"1 rows were left out that are no tasks; the first: {path}:2: " in caplog.text
+
+
+@pytest.mark.parametrize("read", [load_rows, open_rows], ids=["list", "disk"])
+@pytest.mark.parametrize(
+    ("columns", "rows", "message"),
+    [
+        ({}, [{"question": "q"}, GOOD], r"rows\.jsonl:1: no column 'answer'\. It has 'question'\. Set tasks\.answer to"),
+        ({}, [{"answer": "1"}, GOOD], r"rows\.jsonl:1: no column 'question'\. It has 'answer'\. Set tasks\.question to"),
+        ({"facts": ("level",)}, [GOOD, GOOD], r"rows\.jsonl:1: no column 'level'.* Set tasks\.facts to columns that it has\."),
+        ({"facts": ("answer",)}, [{"question": "q"}], r"no column 'answer'.* Set tasks\.answer to the one meant\."),
+        ({"where": {"flaw": ("",)}}, [GOOD, GOOD], r"rows\.jsonl:1: no column 'flaw'.* set tasks\.where = \{\}\."),
+        (
+            {"where": {"level": ("1",)}},
+            [{"question": "q", "level": 2}, {"question": "q", "level": 1}],
+            r"rows\.jsonl:2: no column 'answer'.*Set tasks\.answer",
+        ),
+        ({"dataset": "gsm8k"}, [{"question": None}, {"question": "q"}], r"rows\.jsonl:2: no column 'answer'.*'gsm8k' expects"),
+        ({}, [b"\x1f\x8b\x08", GOOD], r"rows\.jsonl:1: cannot be read: .* It must be a JSONL file in UTF-8\."),
+        ({}, [b"[", GOOD], r"rows\.jsonl:1: not JSON: .* Each line must be one JSON object\."),
+        ({}, [b"[1]", GOOD], r"rows\.jsonl:1: a JSON list, not an object"),
+    ],
+)
+def test_what_no_row_before_had_is_wrong_with_the_whole_file_and_is_never_skipped(tmp_path, read, columns, rows, message):
+    path = put(tmp_path / "rows.jsonl", *rows)
+    with pytest.raises(TaskError, match=message):
+        read(JsonlConfig(path=path, bad_rows="skip", **columns), split="train")
+
+
+def test_bad_rows_of_a_directory_are_skipped_in_each_kind_of_file(tmp_path, caplog):
+    put(tmp_path / "a.jsonl", GOOD, b"{oops", GOOD)
+    (tmp_path / "b.json").write_text(json.dumps([{"question": "q"}, 7, GOOD]))
+    tasks = load_rows(ParquetConfig(path=tmp_path, bad_rows="skip"), split="train")
+    assert [task.id for task in tasks] == ["a.jsonl:1", "a.jsonl:3", "b.json:row 2"]
+    assert "3 rows were left out" in caplog.text
+
+
+def test_a_line_that_is_no_row_is_given_with_its_text(tmp_path):
+    path = put(tmp_path / "rows.jsonl", GOOD, b"{oops \xff", b"{oops")
+    _, *bad = read_tasks(JsonlConfig(path=path), split="train")
+    assert all(isinstance(each, BadRow) for each in bad)
+    assert [each.row for each in bad] == [{"text": "{oops \ufffd"}, {"text": "{oops"}]
+
+
+def test_rows_of_which_none_is_a_task_are_told_with_the_first(tmp_path):
+    path = put(tmp_path / "rows.jsonl", {**GOOD, "answer": None}, b"{oops")
+    with pytest.raises(
+        TaskError, match=r"none of its 2 rows is a task\. .* The first that is no task: .*:1: its 'answer' is empty"
+    ):
+        load(path, bad_rows="skip")
+    with pytest.raises(TaskError, match=r"left under limit = 3\. Loosen that\. The first that is no task: .*:1: its 'answer'"):
+        load(path, bad_rows="skip", limit=3)
+
+
+@pytest.mark.parametrize("read", [load_rows, open_rows], ids=["list", "disk"])
+def test_a_directory_in_place_of_a_file_is_called_one_and_a_file_in_it_is_named(tmp_path, read):
+    with pytest.raises(TaskError, match=r"cannot be read: it is a directory\. Give the path of a JSONL file\.$"):
+        read(JsonlConfig(path=tmp_path), split="train")
+    put(tmp_path / "train.jsonl", GOOD)
+    with pytest.raises(TaskError, match=r"it is a directory\. Give the path of a JSONL file, as \S*/train\.jsonl\.$"):
+        read(JsonlConfig(path=tmp_path), split="train")
 
 
 def test_filters_that_leave_nothing_are_named(tmp_path):

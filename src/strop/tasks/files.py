@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,58 +18,95 @@ from strop.tasks.readers import Row
 Rows: TypeAlias = Iterator[tuple[str, Row]]
 """(place, row): the place is what an error names, as in train.jsonl:17."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoRow:
+    """What stands where a row should, and why it is none, in a sentence that does not name its place."""
+
+    problem: str
+    text: str
+
+
+Found: TypeAlias = Iterator[tuple[str, Row | NoRow]]
+"""As `Rows`, with what is no row where it stands."""
+
 _EXTRA = "which is not installed. Install it with pip install 'strop[data]'"
 _BATCH_ROWS = 1024
+_JSONL = "It must be a JSONL file in UTF-8"
 
 
 def read_rows(path: Path) -> Rows:
     """The rows of a file by its ending (.jsonl, .json, .parquet), or of all such files of a directory by their names.
 
     Raises:
-        TaskError: there is no such file, or it is not what its ending says.
+        TaskError: there is no such file, it is not what its ending says, or what stands in it is no row.
     """
+    return _rows(find_rows(path))
+
+
+def read_jsonl(path: Path) -> Rows:
+    """One JSON object a line. Raises as `read_rows` does."""
+    return _rows(find_jsonl(path))
+
+
+def _rows(found: Found) -> Rows:
+    for place, row in found:
+        if isinstance(row, NoRow):
+            raise TaskError(f"{place}: {row.problem}.")
+        yield place, row
+
+
+def find_rows(path: Path) -> Found:
+    """As `read_rows`, which raises where this gives what is no row."""
     if path.is_dir():
         files = sorted(each for each in path.rglob("*") if each.suffix in _READERS and not each.name.startswith("."))
         if not files:
             raise TaskError(f"{path}: no file in it ends with {', '.join(_READERS)}. Give it rows in one of these forms.")
         for file in files:
-            yield from read_rows(file)
+            yield from find_rows(file)
         return
-    yield from _READERS.get(path.suffix, read_jsonl)(path)
+    yield from _READERS.get(path.suffix, find_jsonl)(path)
 
 
-def read_jsonl(path: Path) -> Rows:
+def find_jsonl(path: Path) -> Found:
     """One JSON object a line. Blank lines are skipped, and counted."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file):
-                row = row_of_line(line, number, path)
+                row = row_of_line(line, number)
                 if row is not None:
                     yield f"{path}:{number + 1}", row
     except OSError as error:
         raise unreadable(path, error) from error
 
 
-def row_of_line(line: bytes, number: int, path: Path) -> Row | None:
-    """The row that is line `number`, from 0, of a JSONL file; None where the line is blank. Raises `TaskError`."""
+def row_of_line(line: bytes, number: int) -> Row | NoRow | None:
+    """What is line `number`, from 0, of a JSONL file; None where the line is blank."""
     try:
         text = line.decode("utf-8-sig" if number == 0 else "utf-8")
     except UnicodeDecodeError as error:
-        raise unreadable(path, error) from error
+        return NoRow(problem=f"cannot be read: {error}. {_JSONL}", text=line.decode(errors="replace").strip())
     if not text.strip():
         return None
-    place = f"{path}:{number + 1}"
-    return _row(_parsed(text, place=place, form="Each line must be one JSON object"), place=place)
+    try:
+        return _row(json.loads(text))
+    except ValueError as error:
+        return NoRow(problem=f"not JSON: {error}. Each line must be one JSON object", text=text.strip())
 
 
-def unreadable(path: Path, error: Exception) -> TaskError:
-    """What is told of a JSONL file for which the system or its encoding raised `error`."""
+def unreadable(path: Path, error: OSError) -> TaskError:
+    """What is told of a JSONL file for which the system raised `error`."""
     if isinstance(error, FileNotFoundError):
         return missing(path)
-    return TaskError(f"{path}: cannot be read: {error}. It must be a JSONL file in UTF-8.")
+    if path.is_dir():
+        inside = sorted(path.glob("*.jsonl"))
+        return TaskError(
+            f"{path}: cannot be read: it is a directory. Give the path of a JSONL file{f', as {inside[0]}' if inside else ''}."
+        )
+    return TaskError(f"{path}: cannot be read: {error}. {_JSONL}.")
 
 
-def read_json(path: Path) -> Rows:
+def find_json(path: Path) -> Found:
     """A list of JSON objects."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -76,12 +114,14 @@ def read_json(path: Path) -> Rows:
         raise missing(path) from error
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{path}: cannot be read: {error}. It must be a JSON list in UTF-8.") from error
-    rows = _parsed(text, place=str(path), form="It must be one list of JSON objects")
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise TaskError(f"{path}: not JSON: {error}. It must be one list of JSON objects.") from error
     if not isinstance(rows, list):
         raise TaskError(f"{path}: a JSON {type(rows).__name__}, not a list of objects. One object a line is a .jsonl file.")
     for number, row in enumerate(rows):
-        place = f"{path}:row {number}"
-        yield place, _row(row, place=place)
+        yield f"{path}:row {number}", _row(row)
 
 
 def read_parquet(path: Path) -> Rows:
@@ -138,7 +178,7 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None,
         yield f"{name}[{split}] row {number}", row
 
 
-_READERS: dict[str, Callable[[Path], Rows]] = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet}
+_READERS: dict[str, Callable[[Path], Found]] = {".jsonl": find_jsonl, ".json": find_json, ".parquet": read_parquet}
 
 
 def missing(path: Path) -> TaskError:
@@ -148,14 +188,8 @@ def missing(path: Path) -> TaskError:
     return TaskError(f"{path}: no such file.{hint} Give the path of a file of rows.")
 
 
-def _parsed(text: str, *, place: str, form: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise TaskError(f"{place}: not JSON: {error}. {form}.") from error
-
-
-def _row(value: Any, *, place: str) -> Row:
-    if not isinstance(value, dict):
-        raise TaskError(f"{place}: a JSON {type(value).__name__}, not an object. Each row must be one JSON object.")
-    return value
+def _row(value: Any) -> Row | NoRow:
+    if isinstance(value, dict):
+        return value
+    problem = f"a JSON {type(value).__name__}, not an object. Each row must be one JSON object"
+    return NoRow(problem=problem, text=json.dumps(value, ensure_ascii=False))

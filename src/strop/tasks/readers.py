@@ -17,7 +17,11 @@ class Unreadable(ValueError):  # noqa: N818 - named for what it says of the row
 
 
 class MissingColumn(Unreadable):
-    """The row has no such column at all, so that the whole file is likely of another kind."""
+    """The row has no such column at all: where no row before it had it, the whole file is likely of another kind."""
+
+    def __init__(self, column: str, row: Row) -> None:
+        super().__init__(f"no column {column!r}. It has {', '.join(map(repr, row)) or 'none'}")
+        self.column = column
 
 
 class Reader(Protocol):
@@ -105,8 +109,7 @@ def find(row: Row, column: str) -> Any:
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            known = ", ".join(map(repr, row)) or "none"
-            raise MissingColumn(f"no column {column!r}. It has {known}")
+            raise MissingColumn(column, row)
         value = value[name]
     return value
 

@@ -7,7 +7,7 @@ import logging
 import os
 import random
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TypeAlias
 from strop.errors import TaskError
 from strop.seeds import derive_seed
 from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, Split
-from strop.tasks.files import Rows, read_hub, read_jsonl, read_rows, row_of_line, unreadable
+from strop.tasks.files import Found, NoRow, find_jsonl, find_rows, read_hub, row_of_line, unreadable
 from strop.tasks.line_file import LineFile
 from strop.tasks.published import PUBLISHED, Published
 from strop.tasks.readers import MissingColumn, Read, Reader, Row, Unreadable, find, word_of
@@ -30,7 +30,7 @@ RowsConfig: TypeAlias = JsonlConfig | ParquetConfig | HubConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A row that is no task, and why, in a sentence that names its place."""
+    """A row that is no task, and why, in a sentence that names its place. What is no row at all is the `text` of one."""
 
     place: str
     source: str
@@ -107,16 +107,16 @@ def open_rows(config: RowsConfig, *, split: Split) -> Tasks:
         raise unreadable(path, error) from error
     of_rows = array("Q")  # the lines that are not blank
 
-    def rows() -> Rows:
+    def rows() -> Found:
         for number in range(len(lines)):
-            row = row_of_line(lines[number], number, path)
+            row = row_of_line(lines[number], number)
             if row is not None:
                 of_rows.append(number)
                 yield f"{path}:{number + 1}", row
 
     def make(line: bytes, number: int) -> Task:
-        row = row_of_line(line, number, path)
-        assert row is not None
+        row = row_of_line(line, number)
+        assert isinstance(row, Mapping)
         return _task_of(row, config, place=f"{path}:{number + 1}", source=source)
 
     numbers = array("Q", (of_rows[at] for at, _ in _kept(_judged(rows(), config, source), config)))
@@ -167,31 +167,55 @@ def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | LeftOut |
     yield from _judged(_open(config, split), config, source_of(config, split))
 
 
-def _judged(rows: Rows, config: RowsConfig, source: str) -> Iterator[Task | LeftOut | BadRow]:
+def _judged(rows: Found, config: RowsConfig, source: str) -> Iterator[Task | LeftOut | BadRow]:
     num_rows = num_tasks = 0
+    columns = set[str]()  # that rows have had so far
+    first_bad = ""
     for place, row in rows:
         num_rows += 1
-        try:
-            if reason := _why_elsewhere(row, config, place):
-                yield LeftOut(task=_as_far_as_read(row, config, place, source), key=WHERE, reason=reason)
-                continue
-            task = _task_of(row, config, place=place, source=source)
-        except Unreadable as error:
-            yield BadRow(place=place, source=source, problem=f"{place}: {error}.", row=row)
-            continue
-        left_out = _left_out(task, config, num_tasks)
-        num_tasks += left_out is None
-        yield left_out or task
+        judged = _judge(row, config, place=place, source=source, known=columns)
+        if isinstance(row, Mapping):
+            columns.update(row)
+        if isinstance(judged, BadRow):
+            first_bad = first_bad or f" The first that is no task: {judged.problem}"
+        elif isinstance(judged, Task):
+            left_out = _left_out(judged, config, num_tasks)
+            num_tasks += left_out is None
+            judged = left_out or judged
+        yield judged
     if not num_rows:
         raise TaskError(f"{source}: it has no rows. Give it at least one.")
     if not num_tasks:
         limits = [f"{key} = {most}" for key in LIMITS if (most := getattr(config, key)) is not None]
         limits += [_where_in_words(config)] if config.rows_where else []
         raise TaskError(
-            f"{source}: none of its {num_rows} rows is left under {' and '.join(limits)}. Loosen that."
+            f"{source}: none of its {num_rows} rows is left under {' and '.join(limits)}. Loosen that.{first_bad}"
             if limits
-            else f"{source}: none of its {num_rows} rows is a task. Give it rows with a question and an answer."
+            else f"{source}: none of its {num_rows} rows is a task. Give it rows with a question and an answer.{first_bad}"
         )
+
+
+def _judge(row: Row | NoRow, config: RowsConfig, *, place: str, source: str, known: Collection[str]) -> Task | LeftOut | BadRow:
+    """`row` before any limit is looked at; `known` are the columns of the rows before it.
+
+    Raises:
+        TaskError: what is wrong with it may be of the whole file: no row before it was one, or had the column.
+    """
+    if isinstance(row, NoRow):
+        if not known:
+            raise TaskError(f"{place}: {row.problem}.")
+        return BadRow(place=place, source=source, problem=f"{place}: {row.problem}.", row={"text": row.text})
+    try:
+        if reason := _why_elsewhere(row, config):
+            return LeftOut(task=_as_far_as_read(row, config, place, source), key=WHERE, reason=reason)
+        return _task_of(row, config, place=place, source=source)
+    except MissingColumn as error:
+        if error.column not in known and error.column.partition(".")[0] not in known:
+            raise TaskError(f"{place}: {error}. {_remedy(config, error.column)}.") from error
+        problem = f"{place}: {error}."
+    except Unreadable as error:
+        problem = f"{place}: {error}."
+    return BadRow(place=place, source=source, problem=problem, row=row)
 
 
 def source_of(config: RowsConfig, split: Split) -> str:
@@ -201,14 +225,14 @@ def source_of(config: RowsConfig, split: Split) -> str:
     return str(_path(config, split))
 
 
-def _open(config: RowsConfig, split: Split) -> Rows:
+def _open(config: RowsConfig, split: Split) -> Found:
     if isinstance(config, HubConfig):
         known = PUBLISHED[config.dataset] if config.dataset else None
         subset = config.subset or (known.subset if known else None)
         chosen, key = _hub_split(config, split), f"{split}_split"
         return read_hub(_hub_name(config), subset=subset, split=chosen, revision=config.revision, split_key=key)
     path = _path(config, split)
-    return read_jsonl(path) if isinstance(config, JsonlConfig) else read_rows(path)
+    return find_jsonl(path) if isinstance(config, JsonlConfig) else find_rows(path)
 
 
 def _hub_name(config: HubConfig) -> str:
@@ -249,17 +273,11 @@ def _path(config: JsonlConfig | ParquetConfig, split: Split) -> Path:
 
 
 def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
-    """Raises `Unreadable` for a row that is no task, `TaskError` for one of another kind of file."""
+    """Raises `Unreadable` for a row that is no task, `MissingColumn` for one that may be of another kind of file."""
     shape = PUBLISHED[columns.dataset] if columns.dataset else _shape_of(columns)
-    try:
-        question, answer = shape.question(row), shape.answer(row).strip()
-        name = os.path.basename(place) if shape.id is None else shape.id(row)
-    except MissingColumn as error:
-        raise TaskError(f"{place}: {error}. {_remedy(columns, row)}.") from error
-    try:
-        facts = {name: Read(name)(row) for name in columns.facts}
-    except MissingColumn as error:
-        raise TaskError(f"{place}: {error}. Set tasks.facts to columns that it has.") from error
+    question, answer = shape.question(row), shape.answer(row).strip()
+    name = os.path.basename(place) if shape.id is None else shape.id(row)
+    facts = {name: Read(name)(row) for name in columns.facts}
     if not question.strip():
         raise Unreadable("a row without a question")
     if not answer:
@@ -268,16 +286,10 @@ def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
     return Task(id=name, question=question, answer=answer, source=_source(row, shape, source), facts=facts)
 
 
-def _why_elsewhere(row: Row, columns: Columns, place: str) -> str:
+def _why_elsewhere(row: Row, columns: Columns) -> str:
     """Why the config's `where` leaves the row out; empty where it does not. Raises as `_task_of` does."""
     for column, values in columns.rows_where.items():
-        try:
-            value = word_of(find(row, column), column)
-        except MissingColumn as error:
-            kind = f"{_remedy(columns, row)}; w" if columns.dataset else "W"
-            raise TaskError(
-                f"{place}: {error}. {kind}here rows have no such column since they were chosen before, set tasks.where = {{}}."
-            ) from error
+        value = word_of(find(row, column), column)
         if value not in values:
             return f"its {column} is {value!r}, not {' or '.join(map(repr, values))}"
     return ""
@@ -307,14 +319,21 @@ def _where_in_words(columns: Columns) -> str:
     return f"where = {{ {told} }}"
 
 
-def _remedy(columns: Columns, row: Row) -> str:
-    if not columns.dataset:
-        key = "question" if columns.question not in row else "answer"
-        return f"Set tasks.{key} to the one meant"
-    return (
+def _remedy(columns: Columns, column: str) -> str:
+    """What to do about rows that do not have `column`, which the config reads."""
+    published = (
         f"tasks.dataset = {columns.dataset!r} expects the columns of {PUBLISHED[columns.dataset].source}; where yours differ,"
         " leave dataset out and name them with tasks.question and tasks.answer"
+        if columns.dataset
+        else ""
     )
+    if column in columns.rows_where:
+        kind = f"{published}; w" if published else "W"
+        return f"{kind}here rows have no such column since they were chosen before, set tasks.where = {{}}"
+    named = () if columns.dataset else (columns.question, columns.answer)
+    if column in columns.facts and column not in named:
+        return "Set tasks.facts to columns that it has"
+    return published or f"Set tasks.{'question' if column == columns.question else 'answer'} to the one meant"
 
 
 def _shape_of(columns: Columns) -> Published:
