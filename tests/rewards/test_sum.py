@@ -172,6 +172,7 @@ def test_a_task_whose_own_answer_is_no_mathematics_is_excluded_once_asked():
     task = a_task("x =")
     scored = score({"it": {"kind": "math"}}, trajectory(RIGHT), task, service)
     assert dict(scored.reward_parts) == {"excluded": 1.0}
+    assert scored.reward_parts.why == "part 'it': the answer of task 't', 'x =', cannot be read"
     assert service.pairs == [("x =", "x =")]
     assert score({"it": {"kind": "math", "unreadable_gold": "wrong"}}, trajectory(RIGHT), task, service).reward == 0
 

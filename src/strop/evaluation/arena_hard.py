@@ -172,7 +172,7 @@ async def judge_answers(
 
     Raises:
         TaskError: there is no such question.
-        ServiceRefused: the judge failed, or gave no verdict in its first judgements.
+        ServiceRefused: the judge failed, or gave no verdict on several questions in a row.
     """
     both = [question for question in questions if question.id in answers.texts and question.id in baseline.texts]
     if not both:

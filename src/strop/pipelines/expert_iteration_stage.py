@@ -31,6 +31,7 @@ from strop.pipelines.step_figures import (
     update_rows,
     why_calls_fail,
     why_no_progress,
+    why_some_are_void,
     why_void,
 )
 from strop.pipelines.step_rollouts import StepRollouts, open_rollouts, write_selection
@@ -77,6 +78,7 @@ class _Loop:
         problems = _why_stuck(groups, selections, reports)
         if not reports:
             reports = not_made(stage.epochs, problems[0], update=self.trainer.num_updates)
+        problems += why_some_are_void(groups, self.context.directory.rollouts(step)) if problems else []
         update_s = clock.lap()
         # Imitation is a policy gradient whose advantage is 1 wherever something was kept.
         imitated = [[torch.ones(len(each.trajectory.ids)) for each in selection.kept] for selection in selections]

@@ -18,6 +18,7 @@ from strop.pipelines.stage_data import TASK, TRAJECTORY, Row, RowsWriter
 from strop.pipelines.true_answers import compares_answers
 from strop.rewards import judge_group, make_reward
 from strop.rollout.play import Judge
+from strop.rollout.protocol import Excluded
 from strop.rollout.table import all_of
 from strop.runs import StageDirectory
 from strop.types import Group, Task, Trajectory
@@ -148,7 +149,8 @@ async def _judged(judge: Judge, verdict: Verdict, task: Task, attempt: Trajector
             continue
         alone = judge_group(judge.reward, Group(task=task, task_index=attempt.key.task_index, trajectories=(scored,)))
         if not alone.trajectories:
-            reason = "void: no judge could judge it"
+            why = scored.reward_parts.why if isinstance(scored.reward_parts, Excluded) else "no judge could judge it"
+            reason = f"void: {why}"
         else:
             parts, reason = alone.trajectories[0].reward_parts, why_not_right(verdict(alone.trajectories[0]))
         break

@@ -66,6 +66,17 @@ def read_closed(rollouts: Path) -> ClosedStep | None:
     return ClosedStep(groups=tuple(groups), figures=closed["figures"], time_s=closed["time_s"])
 
 
+def void_reasons(rollouts: Path) -> list[str]:
+    """Why rollouts of that rollouts file's step are void, one reason each, in canonical order."""
+    reasons: dict[RolloutKey, str] = {}
+    for line in read_lines(_ledger_of(rollouts)):
+        if line["event"] == "finished":  # by a later try; where nobody can judge it, that is told behind this line
+            reasons.pop(RolloutKey(**line["key"]), None)
+        elif line["event"] == "voided":
+            reasons[RolloutKey(**line["key"])] = line["reason"]
+    return [reasons[key] for key in sorted(reasons)]
+
+
 class StepLedger:
     """The two files of one step, open for appending. Implements `PlayObserver` and `ToolObserverFactory`."""
 

@@ -33,6 +33,7 @@ from strop.pipelines.step_figures import (
     update_rows,
     why_calls_fail,
     why_no_progress,
+    why_some_are_void,
     why_void,
 )
 from strop.pipelines.step_rollouts import StepRollouts, open_rollouts, write_selection
@@ -127,6 +128,7 @@ class _Loop:
         # What leaves no gradient because most rollouts are right is no reason to give up.
         is_solved = figures.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or figures.get("update/grad_norm", 0.0) == 0)
         problems = [] if is_solved else problems
+        problems += why_some_are_void(groups, self.context.directory.rollouts(step)) if problems else []
         updates = [*update_rows(reports), *critic_rows(critic_reports)]
         return StepResult(figures=figures, weights=weights, problems=problems, updates=updates, gave_up=gave_up)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from strop.algorithms.protocol import Selection
+from strop.pipelines.ledger import void_reasons
 from strop.training.protocol import UpdateReport
 from strop.types import Group
 
@@ -76,7 +79,20 @@ def why_void(groups: Sequence[Group]) -> list[str]:
     """A sentence where no rollout of the step was scored."""
     if any(group.trajectories for group in groups):
         return []
-    return ["every rollout is void: engine, tools or judge fail; the ledger beside the step's rollouts says how."]
+    return [
+        "every rollout is void: engine, tools or judges fail, or nobody can judge it; the ledger beside the step's rollouts has"
+        " the reason of each."
+    ]
+
+
+def why_some_are_void(groups: Sequence[Group], rollouts: Path) -> list[str]:
+    """A sentence where rollouts of the step are void, with the reason met most often in the ledger of that rollouts file."""
+    num_void = sum(group.num_void for group in groups)
+    reasons = Counter(void_reasons(rollouts)).most_common(1) if num_void else []
+    if not reasons:
+        return []
+    num = num_void + sum(len(group.trajectories) for group in groups)
+    return [f"{num_void} of {num} rollouts are void, most often because: {reasons[0][0].rstrip('.')}."]
 
 
 def why_calls_fail(groups: Sequence[Group]) -> list[str]:

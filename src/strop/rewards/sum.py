@@ -28,6 +28,7 @@ from strop.rewards.repetition import repetition_penalty
 from strop.rewards.routing import is_for
 from strop.rewards.scorers.judge import ModelJudge
 from strop.rewards.scorers.opening import open_scorer
+from strop.rewards.scorers.reasons import reasons_told
 from strop.rewards.service import RunService
 from strop.rewards.shaping import has_called
 from strop.rewards.sum_config import (
@@ -50,12 +51,10 @@ from strop.rewards.sum_config import (
 )
 from strop.rewards.text import num_sampled_tokens, written
 from strop.rewards.verifier import MathVerifier
+from strop.rollout.protocol import EXCLUDED, Excluded
 from strop.sandbox.numbers import exact_match
 from strop.tasks.boxes import boxed
 from strop.types import Group, Task, Trajectory
-
-EXCLUDED = "excluded"
-"""The one part of a rollout that no judge could judge; `judge_group` takes it out of its group."""
 
 Scorer = Callable[[Task, Trajectory], Awaitable[float | None]]
 
@@ -79,10 +78,10 @@ class SumReward:
     async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
         of_task = self._parts_for(task)
         names = [name for name in of_task if name in self._scorers]
-        values = await asyncio.gather(*(self._scorers[name](task, trajectory) for name in names))
-        judged = {name: value for name, value in zip(names, values, strict=True) if value is not None}
+        values = await asyncio.gather(*(self._value_or_why(name, task, trajectory) for name in names))
+        judged = {name: value for name, value in zip(names, values, strict=True) if not isinstance(value, str)}
         if len(judged) < len(names):
-            return {EXCLUDED: 1.0}
+            return Excluded("; ".join(value for value in values if isinstance(value, str)))
         for name, part in of_task.items():
             if isinstance(part, CosinePart):
                 is_correct = judged.get(part.accuracy, 0.0) > 0
@@ -118,6 +117,12 @@ class SumReward:
                 for scored, value in zip(trajectories, values, strict=True)
             )
         return replace(group, trajectories=trajectories)
+
+    async def _value_or_why(self, name: str, task: Task, trajectory: Trajectory) -> float | str:
+        """What the part says of `trajectory`, or why it cannot judge it."""
+        with reasons_told() as told:
+            value = await self._scorers[name](task, trajectory)
+        return f"part {name!r}: {'; '.join(told) or _why_none(self.config.parts[name], task)}" if value is None else value
 
     def _parts_for(self, task: Task) -> dict[str, AnyPart]:
         """Raises `TaskError` where no part is for the task."""
@@ -186,6 +191,17 @@ def judge_group(reward: object, group: Group) -> Group:
 def _is_independent(part: AnyPart) -> bool:
     """Whether the trajectory alone says its value."""
     return not isinstance(part, CosinePart | LengthPart)
+
+
+def _why_none(part: AnyPart, task: Task) -> str:
+    """Why `part` has no value for a rollout of `task`, where nobody told."""
+    match part:
+        case FunctionPart():
+            return f"{part.function} returned None"
+        case ScorerPart():
+            return "the reward model refused to look at it; a warning says what its service answered"
+        case _:
+            return f"the answer of task {task.id!r}, {task.answer!r}, cannot be read"
 
 
 def _of(judge: Callable[[Task, Trajectory], float | None]) -> Scorer:

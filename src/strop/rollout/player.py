@@ -15,7 +15,7 @@ from strop.errors import RequestTooLong, UserError
 from strop.rollout.branching import Branching
 from strop.rollout.fleet.fleet import Fleet
 from strop.rollout.fleet.seat import Seat
-from strop.rollout.protocol import Environment, EnvironmentFactory, ForkableEnvironment, Reward
+from strop.rollout.protocol import Environment, EnvironmentFactory, Excluded, ForkableEnvironment, Reward
 from strop.seeds import derive_seed
 from strop.types import Completion, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
 
@@ -66,7 +66,8 @@ class Judge:
     async def score(self, task: Task, trajectory: Trajectory) -> ScoredTrajectory:
         parts = await self.reward(task, trajectory)
         total = sum(self.weights.get(name, 0.0) * value for name, value in parts.items())
-        return ScoredTrajectory(trajectory=trajectory, reward=total, reward_parts=dict(parts))
+        kept = parts if isinstance(parts, Excluded) else dict(parts)
+        return ScoredTrajectory(trajectory=trajectory, reward=total, reward_parts=kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,11 +54,25 @@ class EnvironmentFactory(Protocol):
     def __call__(self, task: Task, *, seed: int) -> Environment: ...
 
 
+EXCLUDED = "excluded"
+"""The one part of a rollout that no judge could judge, whoever is to blame."""
+
+
+class Excluded(dict[str, float]):
+    """The parts of such a rollout: EXCLUDED alone. Beside them, `why` no judge could judge it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__({EXCLUDED: 1.0})
+        self.why = why
+
+
 class Reward(Protocol):
     """Judges a finished trajectory. Pure in (task, trajectory)."""
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
         """Named parts; their weighted sum is the reward. A wrong or missing answer is a value, not an exception.
+
+        `Excluded` where another try could not judge it either, and its group is better off without it.
 
         Raises:
             MachineError: the judge itself was lost; retried, then the trajectory is void (law 3).
@@ -81,7 +95,8 @@ class PlayObserver(Protocol):
 
     def finished(self, scored: ScoredTrajectory) -> None: ...
 
-    def voided(self, key: RolloutKey, *, reason: str) -> None: ...
+    def voided(self, key: RolloutKey, *, reason: str) -> None:
+        """It counts for nothing; after `finished` where it was played to its end, but no judge could judge it."""
 
     def displaced(self, key: RolloutKey, spent: Spent) -> None:
         """A branch is given up, finished or not, for one that stands before it, or since its parent begins anew."""

@@ -11,7 +11,7 @@ from strop.errors import EngineLost, MachineError, RequestTooLong
 from strop.rollout.fleet.dispatch import Dispatch
 from strop.rollout.fleet.seat import Seat
 from strop.rollout.player import Forking, Opened, Past, Player
-from strop.rollout.protocol import PlayObserver
+from strop.rollout.protocol import Excluded, PlayObserver
 from strop.seeds import derive_seed
 from strop.types import RolloutKey, ScoredTrajectory, Task
 
@@ -141,6 +141,8 @@ class Table:
                 reason = str(error)
                 continue
             self.observer.finished(scored)
+            if isinstance(scored.reward_parts, Excluded):
+                self.observer.voided(key, reason=scored.reward_parts.why)
             return scored
         if forked_anew is not None:
             await forked_anew()

@@ -88,6 +88,68 @@ def test_a_judge_that_talks_nonsense_from_the_start_is_told_of():
     calls = [lambda judge, n=n: judge.score(Exchange(prompt="2+2?", response=str(n))) for n in range(8)]
     with serving(lambda *_: said("I like turtles")) as service, pytest.raises(UserError, match=r"'judge'.*no verdict.*turtles"):
         ask(judging(service), *calls)
+    assert len(service.asked) == 16
+
+
+def scores(*exchanges):
+    return [lambda judge, p=p, r=r: judge.score(Exchange(prompt=p, response=r)) for p, r in exchanges]
+
+
+DIFFERENT = [(f"{n}+{n}?", str(n)) for n in range(40)]
+
+
+def test_a_judge_that_turns_to_nonsense_is_told_of_with_its_name_address_and_last_words(caplog):
+    with serving(lambda _, number: said("[[5]]" if number < 3 else "bla bla")) as service:
+        with pytest.raises(UserError) as raised:
+            ask(judging(service), *scores(*DIFFERENT))
+        assert len(service.asked) == 3 + 8 * 2
+        name = f"the judge 'judge' at {service.url} gave no verdict"
+    assert f"{name} on 8 different responses in a row, in 2 replies each (8 of 11 judgements so far hold none)" in str(
+        raised.value
+    )
+    assert "the last reply ends with 'bla bla'" in str(raised.value)
+    warned = [record.getMessage() for record in caplog.records if "no verdict" in record.getMessage()]
+    assert [text.partition(" judgements")[0] for text in warned] == ["1 of 4", "2 of 5", "4 of 7"]
+    assert all(f"{name} in 2 replies; the last reply ends with 'bla bla'" in text for text in warned)
+
+
+def test_seven_in_a_row_are_not_yet_the_fault_of_the_judge():
+    confusing = {f"{n}+{n}?" for n in range(40) if n % 8}
+
+    def answer(asked, _):
+        return said("what?" if any(each in asked.body["messages"][0]["content"] for each in confusing) else "[[5]]")
+
+    with serving(answer) as service:
+        values = ask(judging(service, tries=1), *scores(*((f" {prompt}", response) for prompt, response in DIFFERENT)))
+    assert values == [None if n % 8 else 5.0 for n in range(40)]
+
+
+def test_a_request_that_confuses_a_judge_with_all_of_its_responses_is_not_the_judges_fault():
+    def answer(asked, _):
+        return said("what?" if "zzz?" in asked.body["messages"][0]["content"] else "[[5]]")
+
+    asked = [("2+2?", "4"), *(("zzz?", str(n)) for n in range(20)), ("3+3?", "6")]
+    with serving(answer) as service:
+        assert ask(judging(service, tries=1), *scores(*asked)) == [5.0, *[None] * 20, 5.0]
+
+
+def test_nonsense_that_ended_a_run_is_not_kept_so_the_same_calls_go_on_when_the_judge_is_mended(tmp_path):
+    with serving(lambda _, number: said("[[5]]" if number < 3 else "bla bla")) as service:
+        config = judging(service)
+        config = config.model_copy(update={"service": config.service.model_copy(update={"cache": str(tmp_path)})})
+        with pytest.raises(UserError, match="in a row"):
+            ask(config, *scores(*DIFFERENT))
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 3
+    with serving(lambda *_: said("[[6]]")) as service:
+        moved = config.model_copy(update={"service": config.service.model_copy(update={"url": service.url})})
+        assert ask(moved, *scores(*DIFFERENT)) == [5.0] * 3 + [6.0] * 37
+        assert len(service.asked) == 37
+
+
+def test_a_reply_that_was_cut_off_before_its_verdict_is_told_as_such(caplog):
+    with serving(lambda *_: said("On the one hand", "length")) as service:
+        assert ask(judging(service), *scores(("2+2?", "4"))) == [None]
+    assert "the last reply, cut off at service.max_tokens, ends with 'On the one hand'" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import asyncio
 import hashlib
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,16 @@ class Reply:
 class ChatClient:
     """Many callers of one event loop may ask at once; the same question in flight twice is sent once.
 
+    Args:
+        is_kept: whether what the model said is worth a place in the cache; otherwise it is asked for again in another run.
+
     Raises:
         UserError: the environment variable of the key is not set.
     """
 
-    def __init__(self, config: ChatServiceConfig) -> None:
+    def __init__(self, config: ChatServiceConfig, *, is_kept: Callable[[str], bool] = lambda text: True) -> None:
         self.config = config
+        self._is_kept = is_kept
         self.num_asked = 0
         """Replies that came from the service, not from disk."""
         self._service = JsonService(config, cache=config.cache)
@@ -91,11 +95,11 @@ class ChatClient:
 
     async def _reply(self, body: Mapping[str, Any], digest: str) -> Reply:
         path = None if self.config.cache is None else Path(self.config.cache) / digest[:2] / f"{digest}.json"
-        if path is not None and (kept := _kept(path)) is not None:
+        if path is not None and (kept := _kept(path)) is not None and self._is_kept(kept.text):
             return kept
         reply = await self._service.post("/chat/completions", body, _parsed)
         self.num_asked += 1
-        if path is not None:
+        if path is not None and self._is_kept(reply.text):
             await asyncio.to_thread(_keep, path, {"request": dict(body), "reply": asdict(reply)})
         return reply
 

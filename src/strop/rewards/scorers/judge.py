@@ -2,8 +2,8 @@
 
 A pair is shown in random order and judged by five verdicts, as in Arena-Hard and in the preference data of DeepSeek-R1
 (arXiv 2501.12948, section 3.1); a single response gets a number. A reply without a verdict is asked for again; one that never
-gives any is None, which is no score at all, as is one that the service refuses to look at (too long, say). A judge that gives
-nothing but that is told of.
+gives any is None, which is no score at all, as is one that the service refuses to look at (too long, say). How many there are
+is told as they come, and a judge that gives several different responses in a row nothing but that ends the run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Self, TypeAlias
 from pydantic import Field, field_validator, model_validator
 
 from strop.config import Config
-from strop.rewards.scorers.chat_client import ChatClient, ChatServiceConfig
+from strop.rewards.scorers.chat_client import ChatClient, ChatServiceConfig, Reply
 from strop.rewards.scorers.protocol import Exchange
-from strop.rewards.scorers.refusals import MOST_AT_THE_START, Refusals
+from strop.rewards.scorers.reasons import tell_why
+from strop.rewards.scorers.refusals import Refusals
+from strop.rewards.scorers.unclear import Unclear
 from strop.seeds import derive_seed
 from strop.web import ServiceRefused
 
@@ -109,8 +111,10 @@ class ModelJudge:
 
     def __init__(self, config: JudgeConfig, client: ChatClient | None = None) -> None:
         self.config = config
-        self.client = ChatClient(config.service) if client is None else client
-        self._num_clear = self._num_unclear = 0
+        # Nonsense that is kept would end a later run, too, of a judge that is mended by then.
+        self.client = ChatClient(config.service, is_kept=self._has_verdict) if client is None else client
+        self._name = f"the judge {config.service.model!r} at {config.service.url}"
+        self._unclear = Unclear(self._name)
         self._refusals = Refusals()
 
     async def compare(self, prompt: str, first: str, second: str, *, judgement: int = 0) -> float | None:
@@ -120,7 +124,7 @@ class ModelJudge:
             judgement: its number; each draws its own order, the same in every run.
 
         Raises:
-            ServiceRefused: the service failed, or none of its first judgements holds a verdict.
+            ServiceRefused: the service failed, or several judgements in a row, of different responses, hold no verdict.
         """
         is_swapped = random.Random(derive_seed("judge", prompt, first, second, judgement)).random() < 0.5
         a, b = (second, first) if is_swapped else (first, second)
@@ -130,7 +134,7 @@ class ModelJudge:
     async def compare_as_shown(self, prompt: str, a: str, b: str, *, judgement: int = 0) -> float | None:
         """How much better `a` is than `b`, with `a` shown first: for whoever has both orders judged. As `compare` otherwise."""
         asked = Template(self.config.pair_prompt or PAIR_PROMPT).substitute(prompt=prompt, a=a, b=b)
-        return await self._ask(asked, _verdict, judgement=judgement)
+        return await self._ask(asked, _verdict, about=prompt, judgement=judgement)
 
     async def score(self, exchange: Exchange, *, judgement: int = 0) -> float | None:
         """From `lowest` to `highest`; None where no reply holds a number between them. Raises as `compare`."""
@@ -140,7 +144,7 @@ class ModelJudge:
             lowest=f"{self.config.lowest:g}",
             highest=f"{self.config.highest:g}",
         )
-        return await self._ask(asked, self._number, judgement=judgement)
+        return await self._ask(asked, self._number, about=exchange.prompt, judgement=judgement)
 
     async def close(self) -> None:
         await self.client.close()
@@ -150,8 +154,11 @@ class ModelJudge:
         value = float(found[-1]) if found else None
         return value if value is not None and self.config.lowest <= value <= self.config.highest else None
 
-    async def _ask(self, asked: str, parse: Parse, *, judgement: int) -> float | None:
-        text = ""
+    def _has_verdict(self, text: str) -> bool:
+        return _verdict(text) is not None or self._number(text) is not None
+
+    async def _ask(self, asked: str, parse: Parse, *, about: str, judgement: int) -> float | None:
+        replies: list[Reply] = []
         for number in range(self.config.tries):
             try:
                 reply = await self.client.reply(
@@ -159,20 +166,20 @@ class ModelJudge:
                 )
             except ServiceRefused as refused:
                 self._refusals.add(refused)
+                tell_why(f"{self._name} refused it: {refused}")
                 return None
             self._refusals.judged()
-            text = reply.text
-            if (found := parse(text)) is not None:
-                self._num_clear += 1
+            replies.append(reply)
+            if (found := parse(reply.text)) is not None:
+                self._unclear.clear()
                 return found
-        self._num_unclear += 1
-        if not self._num_clear and self._num_unclear >= MOST_AT_THE_START:
-            raise ServiceRefused(
-                f"the judge {self.config.service.model!r} at {self.config.service.url} gave no verdict in its first"
-                f" {self._num_unclear} judgements of {self.config.tries} replies each; the last reply ends with"
-                f" {text[-200:]!r}. Take a model that follows the prompt, raise service.max_tokens if it is cut off, or change"
-                " the prompt."
-            )
+        why = self._unclear.add(
+            asked,
+            about=about,
+            replies=[reply.text for reply in replies],
+            is_cut_off=replies[-1].finish_reason == "length",
+        )
+        tell_why(why)
         return None
 
 
