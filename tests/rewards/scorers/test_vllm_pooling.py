@@ -1,17 +1,11 @@
 """A reward model that was trained here, behind vLLM's pooling runner. Run by `make test-vllm`."""
 
 import asyncio
-import os
-import socket
-from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.engine.servers.process import ServerProcess
-from strop.engine.servers.vllm import shared_memory_of
 from strop.errors import UserError
 from strop.pipelines.tiny_model import make_tokenizer
 from strop.rewards.scorers import EmbeddedScorerConfig, Exchange, VllmScorerConfig, open_scorer
@@ -20,8 +14,9 @@ from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.preferences import Pair, as_rows
 from strop.training.reward_model import RewardTrainer
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+from .vllm_service import start_vllm
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 MAX_LENGTH, BATCHED = 512, 128  # of a row, and of what the server computes at once: longer rows are prefilled in parts
 SERVED = "politeness"
 WORDS = "please kindly thank you would now give me that at once"
@@ -60,12 +55,7 @@ def reward_model(tmp_path_factory):
 
 def served(directory, folder, scenario):
     """What `scenario` returns, given the address of a server of `directory`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = f"http://127.0.0.1:{port}"
     options = {
-        "--model": directory,
         "--served-model-name": SERVED,
         "--runner": "pooling",
         "--dtype": "float32",
@@ -73,33 +63,14 @@ def served(directory, folder, scenario):
         "--max-num-batched-tokens": BATCHED,
         "--max-num-seqs": 8,
         "--kv-cache-memory-bytes": 16 << 20,
-        "--host": "127.0.0.1",
-        "--port": port,
     }
-    # Not `vllm serve`: that fails in the CPU build, which looks for the version of a package called vllm.
-    words = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-    words += [word for option in options.items() for word in option]
-
-    async def is_up():
-        try:
-            async with httpx.AsyncClient() as client:
-                return (await client.get(f"{address}/health", timeout=5)).is_success
-        except httpx.HTTPError:
-            return False
 
     async def run():
-        environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
-        environment |= {"VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1"}
-        log = folder / "vllm.log"
-        argv = [str(word) for word in words]
-        server = await ServerProcess.start(argv, env=environment, log=log, is_ready=is_up, deadline_s=240)
-        shared = shared_memory_of(server.pid)
+        server = await start_vllm(directory, folder, options)
         try:
-            return await scenario(address)
+            return await scenario(server.address)
         finally:
-            await server.stop()
-            for path in shared:  # its processes do not get to it when they are killed
-                path.unlink(missing_ok=True)
+            await server.close()
 
     return asyncio.run(run())
 
