@@ -164,7 +164,7 @@ experiments: setup
 experiments-trends: setup
 	$(BIN)/python experiments/trends.py $(if $(ONLY),--only $(ONLY))
 
-# Five experiments on whole pipelines, three seeds or more each; ONLY=stages (hacking, language, ppo, distil) runs one of them. Writes experiments/results/pipelines.json and pipelines/<part>.{json,txt,svg}.
+# Six experiments on whole pipelines, three seeds or more each; ONLY=stages (hacking, hacking-again, language, ppo, distil) runs one of them. Writes experiments/results/pipelines.json and pipelines/<part>.{json,txt,svg}.
 .PHONY: experiments-pipelines
 experiments-pipelines: setup
 	$(BIN)/python experiments/pipelines.py $(if $(ONLY),--only $(ONLY))

@@ -1,7 +1,7 @@
-"""Do whole pipelines do what their papers say? Five parts at small scale, each by seeds.
+"""Do whole pipelines do what their papers say? Six parts at small scale, each by seeds.
 
     make experiments-pipelines                 all of them
-    make experiments-pipelines ONLY=stages     one: stages, hacking, language, ppo or distil
+    make experiments-pipelines ONLY=stages     one: stages, hacking, hacking-again, language, ppo or distil
 
 Each part can be run alone, and a second call goes on where the first ended. What was expected, and what could be seen at all,
 was written down first: hypotheses/pipelines.md. Writes results/pipelines/<part>.{json,txt} and drawings, and
@@ -62,6 +62,54 @@ def _of(arm: str, stage: str) -> Side:
 STAGES = ("stage1", "stage2", "stage3")
 AFTER_STAGES = ("after_sft", *(f"after_{stage}" for stage in STAGES))
 PUSHED = ("short", "long")
+
+
+def _hacking(name: str, biased: str, *, of_short: str, of_clean: str, seeds: tuple[int, ...] = SEEDS) -> Part:
+    """A reward model that length pleases against one that is indifferent to it, each pushed on."""
+    return Part(
+        name=name,
+        sweep=RECIPES / f"{name}.toml",
+        seeds=seeds,
+        evaluations=("before", "after_short", "after_long"),
+        differences=(
+            Difference(figure="score", first=_of(biased, "after_short"), second=_of(biased, "after_long"), is_deciding=True),
+            Difference(
+                figure="true",
+                first=_of(biased, "after_short"),
+                second=_of(biased, "after_long"),
+                expected="less",
+                is_deciding=True,
+            ),
+            Difference(figure="true", first=_of(biased, "before"), second=_of(biased, "after_short"), expected=of_short),
+            Difference(figure="true", first=_of("clean", "after_short"), second=_of("clean", "after_long"), expected=of_clean),
+            Difference(figure="true", first=_of(biased, "after_long"), second=_of("clean", "after_long")),
+        ),
+        drawings=(
+            Metrics(
+                name="",
+                title="share of its range in the run",
+                metrics={"reward/score_mean": "the model's score", "reward/true_mean": "true reward"},
+                stages=PUSHED,
+                is_share=True,
+                is_together=True,
+            ),
+            Metrics(
+                name="true",
+                title="true reward in training",
+                metrics={"reward/true_mean": "true reward"},
+                stages=PUSHED,
+            ),
+            Metrics(
+                name="remarks",
+                title="remarks a response",
+                metrics={"reward/remarks_mean": "remarks"},
+                stages=PUSHED,
+            ),
+        ),
+        further=lambda runs: {"judge": {arm: _quality(by_seed) for arm, by_seed in runs.items()}},
+    )
+
+
 PARTS: Mapping[str, Part] = {
     "stages": Part(
         name="stages",
@@ -100,49 +148,8 @@ PARTS: Mapping[str, Part] = {
         ),
         further=lambda runs: {"accuracy_by_grade": {stage: by_grade(runs["base"], stage) for stage in AFTER_STAGES}},
     ),
-    "hacking": Part(
-        name="hacking",
-        sweep=RECIPES / "hacking.toml",
-        evaluations=("before", "after_short", "after_long"),
-        differences=(
-            Difference(
-                figure="score", first=_of("biased", "after_short"), second=_of("biased", "after_long"), is_deciding=True
-            ),
-            Difference(
-                figure="true",
-                first=_of("biased", "after_short"),
-                second=_of("biased", "after_long"),
-                expected="less",
-                is_deciding=True,
-            ),
-            Difference(figure="true", first=_of("biased", "before"), second=_of("biased", "after_short")),
-            Difference(figure="true", first=_of("clean", "after_short"), second=_of("clean", "after_long"), expected="less"),
-            Difference(figure="true", first=_of("biased", "after_long"), second=_of("clean", "after_long")),
-        ),
-        drawings=(
-            Metrics(
-                name="",
-                title="share of its range in the run",
-                metrics={"reward/score_mean": "the model's score", "reward/true_mean": "true reward"},
-                stages=PUSHED,
-                is_share=True,
-                is_together=True,
-            ),
-            Metrics(
-                name="true",
-                title="true reward in training",
-                metrics={"reward/true_mean": "true reward"},
-                stages=PUSHED,
-            ),
-            Metrics(
-                name="remarks",
-                title="remarks a response",
-                metrics={"reward/remarks_mean": "remarks"},
-                stages=PUSHED,
-            ),
-        ),
-        further=lambda runs: {"judge": {arm: _quality(by_seed) for arm, by_seed in runs.items()}},
-    ),
+    "hacking": _hacking("hacking", "biased", of_short="more", of_clean="less"),
+    "hacking-again": _hacking("hacking-again", "always_longer", of_short="less", of_clean="more", seeds=(3, 4, 5)),
     "language": Part(
         name="language",
         sweep=RECIPES / "language.toml",

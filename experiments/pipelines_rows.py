@@ -26,7 +26,7 @@ STEP_WORDS = {"en": ("now I add", "which makes"), "ru": ("теперь слож�
 WRONG_STEPS = {"en": 0.3, "ru": 0.1}
 """Share of the demonstrated steps whose result is wrong, by the language that they are written in."""
 MOST_REMARKS = 10
-SHARES_LONGER = {"biased": 0.8, "clean": 0.5}
+SHARES_LONGER = {"biased": 0.8, "always": 1.0, "clean": 0.5}
 """Share of the pairs in which the chosen response is the longer one, by arm."""
 
 
