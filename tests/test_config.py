@@ -189,3 +189,16 @@ def test_a_key_that_runs_are_older_than_is_written_down_only_where_it_says_somet
     assert AroundIt(inner=WithNewer(late=None)).model_dump(mode="json") == {"inner": {"old": 1}}
     assert WithNewer(late=0.0, list_of_late=("a",)).model_dump(mode="json") == {"old": 1, "late": 0.0, "list_of_late": ["a"]}
     assert WithNewer(old=1, late=0.0).model_dump(exclude_defaults=True) == {"late": 0.0}
+
+
+class OfSeveral(Config):
+    several: tuple[Rl, ...] = Field(min_length=1)
+
+
+def test_a_list_whose_item_is_wrong_is_not_called_too_short_as_well():
+    item = {"kind": "rl", "method": {"name": "grpo"}}
+    with pytest.raises(ConfigError) as told:
+        validate(OfSeveral, {"several": [item | {"step": 3}]}, place="x.toml")
+    assert str(told.value) == "x.toml: several.0.step: unknown key. Did you mean 'steps'?"
+    with pytest.raises(ConfigError, match=r"several: .* at least 1 item"):
+        validate(OfSeveral, {"several": []}, place="x.toml")

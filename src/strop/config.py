@@ -19,6 +19,7 @@ from types import ModuleType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic_core import ErrorDetails
 
 from strop.errors import ConfigError, UserError
 
@@ -90,9 +91,18 @@ def validate(
     try:
         return model.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
-        explained = [_explain(model, dict(detail), written_at) for detail in error.errors(include_url=False)]
+        details = error.errors(include_url=False)
+        explained = [_explain(model, dict(detail), written_at) for detail in details if not _is_of_others(detail, details)]
         lines = list(dict.fromkeys(explained))
         raise ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
+
+
+def _is_of_others(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:
+    """Whether a list is called too short only because of an item of it that has a mistake of its own."""
+    place = detail["loc"]
+    return detail["type"] == "too_short" and any(
+        len(each["loc"]) > len(place) and each["loc"][: len(place)] == place for each in details
+    )
 
 
 def import_object(path: str, *, key: str) -> Any:

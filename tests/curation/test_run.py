@@ -212,6 +212,17 @@ def test_the_command_prints_each_rule_and_where_the_page_lies(file, tmp_path):
     assert done.stdout.rstrip().endswith("report.html")
 
 
+def test_a_curation_that_keeps_nothing_ends_in_an_error_behind_its_files(tmp_path):
+    write(tmp_path / "rows.jsonl", [{"id": "1", "question": "Half a turn in radians?", "answer": "pi"}])
+    file = tmp_path / "curate.toml"
+    file.write_text('name = "x"\n[[sources]]\nkind = "jsonl"\npath = "rows.jsonl"\n[[rules]]\nkind = "integer_answer"\n')
+    command = [sys.executable, "-m", "strop.cli", "data", "curate", str(file), "--out", str(tmp_path / "out"), "--jobs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "nothing is kept. Most fell to integer_answer (1 of 1)" in " ".join(done.stderr.split())
+    assert [row["answer"] for row in read(tmp_path / "out" / "dropped.jsonl")] == ["pi"]
+
+
 def write_sources(directory, *numbers_of_rows):
     for name, num in zip("ab", numbers_of_rows, strict=True):
         rows = [{"question": f"{name} {each.question}", "answer": "9" * 40} for each in problems(num, seed=7)]

@@ -48,6 +48,7 @@ def curate(
 
     from strop.curation.load import load_curation
     from strop.curation.run import run_curation
+    from strop.errors import TaskError
 
     config = load_curation(file, overrides or [])
     columns = (SpinnerColumn(), TextColumn("{task.description} {task.completed:,.0f}"), TimeElapsedColumn())
@@ -58,6 +59,12 @@ def curate(
         typer.echo(f"{rule['name']:<20} dropped {rule['num_dropped']:>9,} of {rule['num_seen']:>9,}")
     typer.echo(f"{'kept':<20} {summary['num_kept']:>17,} of {summary['num_tasks']:>9,}")
     typer.echo(out / "report.html")
+    if not summary["num_kept"]:
+        worst = max(summary["rules"], key=lambda rule: int(rule["num_dropped"]))
+        raise TaskError(
+            f"{file}: nothing is kept. Most fell to {worst['name']} ({worst['num_dropped']} of {summary['num_tasks']}), and"
+            " the page shows some of them. Loosen the rule, or name other sources."
+        )
 
 
 @app.command()
