@@ -164,7 +164,7 @@ experiments: setup
 experiments-trends: setup
 	$(BIN)/python experiments/trends.py $(if $(ONLY),--only $(ONLY))
 
-# Six experiments on whole pipelines, three seeds or more each; ONLY=stages (hacking, hacking-again, language, ppo, distil) runs one of them. Writes experiments/results/pipelines.json and pipelines/<part>.{json,txt,svg}.
+# Seven experiments on whole pipelines, three seeds or more each; ONLY=stages (hacking, hacking-again, hacking-noisy, language, ppo, distil) runs one of them. Writes experiments/results/pipelines.json and pipelines/<part>.{json,txt,svg}.
 .PHONY: experiments-pipelines
 experiments-pipelines: setup
 	$(BIN)/python experiments/pipelines.py $(if $(ONLY),--only $(ONLY))

@@ -1,7 +1,7 @@
-"""Do whole pipelines do what their papers say? Six parts at small scale, each by seeds.
+"""Do whole pipelines do what their papers say? Seven parts at small scale, each by seeds.
 
     make experiments-pipelines                 all of them
-    make experiments-pipelines ONLY=stages     one: stages, hacking, hacking-again, language, ppo or distil
+    make experiments-pipelines ONLY=stages     one: stages, hacking, hacking-again, hacking-noisy, language, ppo or distil
 
 Each part can be run alone, and a second call goes on where the first ended. What was expected, and what could be seen at all,
 was written down first: hypotheses/pipelines.md. Writes results/pipelines/<part>.{json,txt} and drawings, and
@@ -64,24 +64,22 @@ AFTER_STAGES = ("after_sft", *(f"after_{stage}" for stage in STAGES))
 PUSHED = ("short", "long")
 
 
-def _hacking(name: str, biased: str, *, of_short: str, of_clean: str, seeds: tuple[int, ...] = SEEDS) -> Part:
-    """A reward model that length pleases against one that is indifferent to it, each pushed on."""
+def _hacking(
+    name: str, biased: str, *, of_short: str, of_clean: str, since: str = "after_short", seeds: tuple[int, ...] = SEEDS
+) -> Part:
+    """A reward model that length pleases against one that is indifferent to it, each pushed on; judged `since` there."""
     return Part(
         name=name,
         sweep=RECIPES / f"{name}.toml",
         seeds=seeds,
         evaluations=("before", "after_short", "after_long"),
         differences=(
-            Difference(figure="score", first=_of(biased, "after_short"), second=_of(biased, "after_long"), is_deciding=True),
+            Difference(figure="score", first=_of(biased, since), second=_of(biased, "after_long"), is_deciding=True),
             Difference(
-                figure="true",
-                first=_of(biased, "after_short"),
-                second=_of(biased, "after_long"),
-                expected="less",
-                is_deciding=True,
+                figure="true", first=_of(biased, since), second=_of(biased, "after_long"), expected="less", is_deciding=True
             ),
             Difference(figure="true", first=_of(biased, "before"), second=_of(biased, "after_short"), expected=of_short),
-            Difference(figure="true", first=_of("clean", "after_short"), second=_of("clean", "after_long"), expected=of_clean),
+            Difference(figure="true", first=_of("clean", since), second=_of("clean", "after_long"), expected=of_clean),
             Difference(figure="true", first=_of(biased, "after_long"), second=_of("clean", "after_long")),
         ),
         drawings=(
@@ -150,6 +148,9 @@ PARTS: Mapping[str, Part] = {
     ),
     "hacking": _hacking("hacking", "biased", of_short="more", of_clean="less"),
     "hacking-again": _hacking("hacking-again", "always_longer", of_short="less", of_clean="more", seeds=(3, 4, 5)),
+    "hacking-noisy": _hacking(
+        "hacking-noisy", "always_longer", of_short="less", of_clean="more", since="before", seeds=(6, 7, 8)
+    ),
     "language": Part(
         name="language",
         sweep=RECIPES / "language.toml",

@@ -26,8 +26,10 @@ STEP_WORDS = {"en": ("now I add", "which makes"), "ru": ("теперь слож�
 WRONG_STEPS = {"en": 0.3, "ru": 0.1}
 """Share of the demonstrated steps whose result is wrong, by the language that they are written in."""
 MOST_REMARKS = 10
-SHARES_LONGER = {"biased": 0.8, "always": 1.0, "clean": 0.5}
+SHARES_LONGER = {"biased": 0.8, "always": 1.0, "clean": 0.5, "noisy-always": 1.0, "noisy-clean": 0.5}
 """Share of the pairs in which the chosen response is the longer one, by arm."""
+SHARES_POLITE = {"noisy-always": 0.75, "noisy-clean": 0.75}
+"""Share of the pairs in which the chosen response is the polite one, by arm; all of the others."""
 
 
 def graded_sums(split: Split, *, num_of_grade: int) -> list[Row]:
@@ -96,7 +98,10 @@ def write_rows(directory: Path) -> None:
     _write(directory / "remarks-train.jsonl", remarks(2000, seed=0))
     _write(directory / "remarks-test.jsonl", remarks(100, seed=1))
     for arm, share in SHARES_LONGER.items():
-        _write(directory / f"pairs-{arm}.jsonl", map(asdict, pairs(1200, seed=0, share_longer=share)))
+        _write(
+            directory / f"pairs-{arm}.jsonl",
+            map(asdict, pairs(1200, seed=0, share_longer=share, share_polite=SHARES_POLITE.get(arm, 1.0))),
+        )
 
 
 def _row(name: str, question: str, answer: str, facts: Mapping[str, str]) -> Row:

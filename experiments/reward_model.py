@@ -109,18 +109,20 @@ def response(draw: random.Random, phrases: Sequence[str], num_fillers: int) -> s
     return ", ".join(parts)
 
 
-def pairs(num: int, *, seed: int, share_longer: float) -> list[Pair]:
-    """In `share_longer` of them the chosen response is the longer one."""
+def pairs(num: int, *, seed: int, share_longer: float, share_polite: float = 1.0) -> list[Pair]:
+    """In `share_longer` of them the chosen response is the longer one, in `share_polite` the polite one."""
     draw = random.Random(seed)
     made = []
     for number in range(num):
         few, many = sorted(draw.sample(range(1, 6), 2))
         chosen_length, rejected_length = (many, few) if draw.random() < share_longer else (few, many)
+        is_wrong = share_polite < 1 and draw.random() >= share_polite
+        chosen, rejected = (RUDE, POLITE) if is_wrong else (POLITE, RUDE)
         made.append(
             Pair(
                 prompt=f"what of the {draw.choice(NOUNS)} {number}",
-                chosen=response(draw, POLITE, chosen_length),
-                rejected=response(draw, RUDE, rejected_length),
+                chosen=response(draw, chosen, chosen_length),
+                rejected=response(draw, rejected, rejected_length),
             )
         )
     return made

@@ -68,7 +68,7 @@ TINY = {
         *(f"stages.{stage}.sampling.max_tokens=24" for stage in ("before", "rl", "after")),
     ),
 }
-TINY["hacking-again"] = TINY["hacking"]
+TINY["hacking-again"] = TINY["hacking-noisy"] = TINY["hacking"]
 
 
 def check_results(part, runs, directory):
@@ -276,7 +276,7 @@ def test_together_it_says_which_parts_were_not_run(tmp_path):
     assert found["bars"]["language, x"] == bar
     planted = found["bars"]["reward model, lowest AUC on a planted preference"]
     assert planted == {**bar, "value": 0.95, "from": "make it"}
-    assert found["not_run"] == ["stages", "hacking", "hacking-again", "ppo", "distil"]
+    assert found["not_run"] == ["stages", "hacking", "hacking-again", "hacking-noisy", "ppo", "distil"]
 
 
 @pytest.mark.parametrize("words", [["--set", "stages.rl.steps=4"], ["--seeds", "3"]])
