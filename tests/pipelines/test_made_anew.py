@@ -9,6 +9,8 @@ import pytest
 
 from scripted_runs import answer, make_recipe, run_recipe
 from strop.errors import ConfigError, RunError
+from strop.pipelines.claim import new_layouts
+from strop.pipelines.recipe import Recipe
 from strop.runs import RunDirectory, read_json, read_lines, write_json
 
 
@@ -47,7 +49,7 @@ def test_siblings_that_are_stale_are_made_anew_by_one_command(run):
         write_json(run.stage(name).lineage, recorded | {"parent_products": {"sft": "of other weights"}})
     with pytest.raises(RunError, match=r"Make them anew with --from before --from rl \(what they made"):
         run_recipe(run.path)
-    with pytest.raises(RunError, match="rl: sft was made anew"):
+    with pytest.raises(RunError, match=r"rl: sft was made anew\n(.*\n)*Make them anew with --from before --from rl \("):
         run_recipe(run.path, start="before")
     run_recipe(run.path, start=("before", "rl"))
     assert {path.name for path in (run.path / "stale").iterdir()} >= {"before-1", "rl-1", "after-1"}
@@ -78,3 +80,75 @@ def test_a_stage_that_has_not_begun_may_change_be_added_and_be_removed(tmp_path)
 def test_a_stage_that_has_begun_may_not(run):
     with pytest.raises(RunError, match=r"stages.rl.steps: \d there, 9 asked for"):
         run_recipe(run.path, make_recipe(steps=9))
+
+
+def stops(conversation, draw):
+    raise KeyboardInterrupt
+
+
+def put_aside(run):
+    return sorted(path.name for path in (run.path / "stale").iterdir())
+
+
+def test_what_is_put_aside_once_is_not_put_aside_again_by_the_same_stages_in_other_words(run):
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(run.path, start=("before", "rl"), say=stops)
+    assert put_aside(run) == ["after-1", "before-1", "rl-1"]
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(run.path, start=("rl", "before"), say=stops)
+    run_recipe(run.path, until="sft")  # ends, and something is still owed
+    run_recipe(run.path, start=("rl", "before"))
+    assert put_aside(run) == ["after-1", "before-1", "rl-1"]
+    assert not (run.path / "anew.json").exists()
+
+
+def test_a_stage_that_began_with_what_its_parent_made_before_does_not_go_on(run):
+    """As after a kill while the parent was made anew: it had no product then that could have been compared."""
+    recorded = read_json(run.stage("rl").lineage)
+    sft = read_json(run.stage("sft").lineage)
+    write_json(run.stage("sft").lineage, {key: value for key, value in sft.items() if key != "product"})
+    write_json(run.stage("rl").lineage, recorded | {"parent_products": {"sft": "of other weights"}})
+    run.stage("sft").done.unlink()
+    with pytest.raises(RunError, match=r"stage rl had begun with what sft made before, .* Make it anew with --from rl \("):
+        run_recipe(run.path)
+    assert read_json(run.stage("rl").lineage)["parent_products"] == {"sft": "of other weights"}
+    run_recipe(run.path, start="rl")
+
+
+def test_a_stage_that_has_begun_may_not_be_left_out(run):
+    tree = make_recipe().model_dump(mode="json")
+    del tree["stages"]["after"]
+    without = Recipe.model_validate_json(json.dumps(tree))
+    for start in ((), "rl"):
+        with pytest.raises(RunError, match=r"has stages that the recipe has no more: after\. Give this run a name"):
+            run_recipe(run.path, without, start=start)
+
+
+def test_the_manifest_has_the_processes_with_which_stages_began_and_those_that_others_will_have(tmp_path):
+    path = tmp_path / "run"
+    run_recipe(path, until="sft")
+    tree = make_recipe().model_dump(mode="json")
+    for name in ("sft", "rl"):
+        tree["stages"][name]["trainer"]["workers"] = 2
+    divided = Recipe.model_validate_json(json.dumps(tree))
+    run_recipe(path, divided, until="sft")
+    stages = read_json(path / "manifest.json")["recipe"]["stages"]
+    assert (stages["sft"]["trainer"]["workers"], stages["rl"]["trainer"]["workers"]) == (0, 2)
+    assert [key for key, _, _ in new_layouts(RunDirectory(path), divided)] == ["stages.sft.trainer.workers"]
+
+
+def test_an_evaluation_may_be_taken_back_while_what_has_not_begun_changes(tmp_path):
+    path = tmp_path / "run"
+    run_recipe(path, until="before")
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(path, with_tasks(5), until="before", say=stops)
+    run_recipe(path, with_tasks(3, steps=1), until="before")
+    stages = read_json(path / "manifest.json")["recipe"]["stages"]
+    assert (stages["before"]["num_tasks"], stages["rl"]["steps"]) == (3, 1)
+
+
+def with_tasks(num, **rl):
+    """The scripted recipe with another number of tasks of its first evaluation."""
+    tree = make_recipe(**rl).model_dump(mode="json")
+    tree["stages"]["before"]["num_tasks"] = num
+    return Recipe.model_validate_json(json.dumps(tree))

@@ -6,7 +6,7 @@ import fcntl
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, TypeAlias
@@ -97,6 +97,8 @@ def reclaim(run: RunDirectory, recipe: Recipe, command: str) -> None:
     """The run is of `recipe` from now on. Whoever calls has seen to what was made by another."""
     manifest = read_json(run.manifest)
     resolved = recipe.model_dump(mode="json")
+    for key, there, _ in new_layouts(run, recipe):
+        resolved["stages"][key.split(".")[1]]["trainer"]["workers"] = there
     write_json(run.manifest, manifest | {"command": command, "recipe": resolved, "stages": _graph(recipe)})
 
 
@@ -121,21 +123,30 @@ def check_recipe(run: RunDirectory, resolved: Mapping[str, Any], *, may_grow: bo
         RunError: naming the first keys that differ.
     """
     there = recorded_recipe(run)
+    refuse_without(run, there, resolved)
     differing = hindrances(there, resolved)
     if may_grow:
-        grown = grown_evaluations(there, resolved)
-        unbegun = {name for name in {*there["stages"], *resolved["stages"]} if not run.stage(name).path.exists()}
-        differing = [
-            each
-            for each in differing
-            if not any(each[0] in _size_keys(name) for name in grown)
-            and not any(f"{each[0]}.".startswith(f"stages.{name}.") for name in unbegun)
-        ]
+        free = {*_size_keys_of(grown_evaluations(there, resolved)), *keys_of_unbegun(run, there, resolved)}
+        differing = [each for each in differing if not f"{each[0]}.".startswith(tuple(free))]
     if differing:
         raise RunError(
             f"{run.path} holds a run of another recipe:\n{shown(differing)}\nGive this one a name of its own with --name, make"
             " the stages that this concerns anew with --from STAGE, or remove that directory."
         )
+
+
+def refuse_without(run: RunDirectory, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raises `RunError` where recipe `here` lacks a stage of recipe `there` that has begun."""
+    if gone := [name for name in there["stages"] if name not in here["stages"] and run.stage(name).path.exists()]:
+        raise RunError(
+            f"{run.path} has stages that the recipe has no more: {', '.join(gone)}. Give this run a name of its own with"
+            " --name."
+        )
+
+
+def keys_of_unbegun(run: RunDirectory, there: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:
+    """How keys begin of stages of either recipe that have not begun: nothing of these is bound to the recipe of the run."""
+    return {f"stages.{name}." for name in {*there["stages"], *here["stages"]} if not run.stage(name).path.exists()}
 
 
 def recorded_recipe(run: RunDirectory) -> Mapping[str, Any]:
@@ -176,24 +187,44 @@ def grown_evaluations(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[
     return found
 
 
+def _size_keys_of(names: Iterable[str]) -> set[str]:
+    return {f"{key}." for name in names for key in _size_keys(name)}
+
+
 def _size_keys(name: str) -> tuple[str, str]:
     """What says how large the evaluation `name` is."""
     return f"stages.{name}.num_tasks", f"stages.{name}.k"
 
 
 def new_layouts(run: RunDirectory, recipe: Recipe) -> list[Difference]:
-    """Where the run goes on with another number of processes than its manifest has."""
+    """Where stages that have begun go on with another number of processes than the run's manifest has."""
+    there, here = recorded_recipe(run), recipe.model_dump(mode="json")
+    unbegun = tuple(keys_of_unbegun(run, there, here))
+    return [each for each in differences(there, here) if _LAYOUT.fullmatch(each[0]) and not each[0].startswith(unbegun)]
+
+
+def is_other_than_recorded(run: RunDirectory, recipe: Recipe) -> bool:
+    """Whether the manifest is to say something else, `new_layouts` left aside: these are of one try."""
     found = differences(recorded_recipe(run), recipe.model_dump(mode="json"))
-    return [each for each in found if _LAYOUT.fullmatch(each[0])]
+    return len(found) > len(new_layouts(run, recipe))
 
 
-def without_free_keys(tree: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+def without_layout(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as JSON, or some of its tables, without how a trainer is divided."""
+    return _without(tree, _LAYOUT, "")
+
+
+def without_free_keys(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as JSON, or some of its tables, without the keys that change no result."""
+    return _without(tree, _FREE_KEYS, "")
+
+
+def _without(tree: Mapping[str, Any], keys: re.Pattern[str], path: str) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for key, value in tree.items():
         place = f"{path}.{key}" if path else str(key)
-        if not _FREE_KEYS.fullmatch(place):
-            kept[key] = without_free_keys(value, place) if isinstance(value, Mapping) else value
+        if not keys.fullmatch(place):
+            kept[key] = _without(value, keys, place) if isinstance(value, Mapping) else value
     return kept
 
 

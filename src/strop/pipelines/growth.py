@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.evaluation.results import PROBLEMS
-from strop.pipelines.claim import differences, grown_evaluations, hindrances, recorded_recipe
+from strop.pipelines.claim import differences, grown_evaluations, hindrances, keys_of_unbegun, recorded_recipe
 from strop.pipelines.lineage import Lineage, has_other_product, recorded_lineage, write_lineage
 from strop.pipelines.recipe import EvalStage, Recipe
 from strop.runs import RunDirectory, StageDirectory, read_json, write_directory, write_json, writing_to
@@ -57,8 +57,8 @@ def take_back(run: RunDirectory, recipe: Recipe) -> None:
     there, here = recorded_recipe(run), recipe.model_dump(mode="json")
     stages = {name: here["stages"][name] for name in recipe.stages if _was_before(run, name, here["stages"][name])}
     before = {**there, "stages": {**there["stages"], **stages}}
-    grown = tuple(f"stages.{name}." for name in grown_evaluations(before, here))
-    if not stages or any(not key.startswith(grown) for key, _, _ in hindrances(before, here)):
+    free = (*(f"stages.{name}." for name in grown_evaluations(before, here)), *keys_of_unbegun(run, before, here))
+    if not stages or any(not f"{key}.".startswith(free) for key, _, _ in hindrances(before, here)):
         return
     write_json(run.manifest, read_json(run.manifest) | {"recipe": before})
     for name in stages:

@@ -9,10 +9,20 @@ import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from strop.errors import ConfigError, RunError
-from strop.pipelines.claim import claim, grown_evaluations, hindrances, reclaim, recorded_recipe, shown
+from strop.pipelines.claim import (
+    claim,
+    grown_evaluations,
+    hindrances,
+    is_other_than_recorded,
+    reclaim,
+    recorded_recipe,
+    refuse_without,
+    shown,
+    without_layout,
+)
 from strop.pipelines.graph import Node, standing_on
 from strop.pipelines.growth import growing, take_back, take_up
 from strop.pipelines.lineage import Lineage, begun_with_other_code, lineages, why_stale
@@ -86,17 +96,17 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     stale = why_stale(run, recipe, now)
     grown = (growing(run, recipe, now, stale) & set(stages)) - anew
     if hindering := {name: why for name, why in stale.items() if name in stages and name not in anew | grown}:
-        first = " --from ".join(name for name in hindering if not _parents(recipe, name) & hindering.keys())
+        first = " --from ".join([*starts, *_first_of(recipe, hindering)])
         told = "\n".join(f"  {name}: {why}" for name, why in hindering.items())
         played = "".join(f" {name} keeps what it has, and plays what is missing." for name in stages if name in grown)
         raise RunError(
             f"{run.path}: what these stages made is stale:\n{told}\nMake them anew with --from {first} (what they made is moved"
             f" to {run.path / 'stale'}), restore what has changed, or give this run a name of its own with --name.{played}"
         )
-    if starts or hindrances(recorded_recipe(run), recipe.model_dump(mode="json")):
+    if starts or is_other_than_recorded(run, recipe):
         reclaim(run, recipe, command)
     if starts:
-        _put_aside(run, [name for name in stages if name in anew], starts, now)
+        _put_aside(run, [name for name in stages if name in anew], now)
     for name in grown:
         take_up(run, name, now[name])
     if starts or grown:
@@ -105,7 +115,7 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     if older := [name for name in begun_with_other_code(now) if name in stages]:
         _log.warning(
             "%s: strop has changed since these stages began, and what they made is kept: %s. --from %s makes them anew.",
-            *(run.path, ", ".join(older), older[0]),
+            *(run.path, ", ".join(older), " --from ".join(_first_of(recipe, older))),
         )
     left = {name: why for name, why in stale.items() if name not in stages}
     _mark(run, recipe, left)
@@ -113,8 +123,9 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
 
 
 def finished(run: RunDirectory) -> None:
-    """Everything that was to be made anew is made."""
-    _record(run).unlink(missing_ok=True)
+    """A try has ended; where everything that was to be made anew is made, nothing is owed any more."""
+    if _record(run).exists() and all(run.stage(name).done.exists() for name in read_json(_record(run))["stages"]):
+        _record(run).unlink()
 
 
 def _mark(run: RunDirectory, recipe: Recipe, stale: Mapping[str, str]) -> None:
@@ -159,6 +170,11 @@ def _anew(recipe: Recipe, starts: Collection[str]) -> set[str]:
     return standing_on(set(starts), nodes)
 
 
+def _first_of(recipe: Recipe, names: Collection[str]) -> list[str]:
+    """Those of `names` that stand on no other of them."""
+    return [name for name in names if not _parents(recipe, name) & set(names)]
+
+
 def _parents(recipe: Recipe, name: str) -> set[str]:
     return {each.stage for each in recipe.stages[name].inputs()}
 
@@ -169,7 +185,6 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
     begun = [name for name in there["stages"] if run.stage(name).path.exists()]
     kept = {*allowed, *grown_evaluations(there, here)}
     others = [name for name in begun if name not in kept and name in here["stages"]]
-    gone = [name for name in begun if name not in here["stages"]]
     roots = [{key: value for key, value in each.items() if key != "stages"} for each in (there, here)]
     parts = [{"stages": {name: each["stages"][name] for name in others}} for each in (there, here)]
     if differing := [*hindrances(*roots), *hindrances(*parts)]:
@@ -177,26 +192,40 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
             f"{run.path} holds a run of another recipe, in more than --from {' --from '.join(starts)} makes anew:\n"
             f"{shown(differing)}\nGive this one a name of its own with --name, or make an earlier stage anew."
         )
-    if gone:
-        raise RunError(
-            f"{run.path} has stages that the recipe has no more: {', '.join(gone)}. Give this run a name of its own with"
-            " --name."
-        )
+    refuse_without(run, there, here)
 
 
-def _put_aside(run: RunDirectory, names: list[str], starts: Sequence[str], now: Mapping[str, Lineage]) -> None:
-    """Move what the stages made so far, unless a try of the same command did."""
-    parts = {name: {"recipe": now[name]["recipe"], "data": now[name]["data"]} for name in names}
-    wanted = {"from": list(starts), "stages": parts}
-    if _record(run).exists() and read_json(_record(run)) == wanted:
+def _put_aside(run: RunDirectory, names: Sequence[str], now: Mapping[str, Lineage]) -> None:
+    """Move what the stages made so far, unless a try that was to make the same stages anew did.
+
+    What stands on others goes first: a kill on the way leaves no stage beside one that its parent did not make.
+    """
+    wanted = {name: {"recipe": without_layout(now[name]["recipe"]), "data": _digests(now[name])} for name in names}
+    if _record(run).exists() and _recorded_parts(run) == wanted:
         return
-    for name in names:
+    for name in reversed(names):
         if run.stage(name).path.exists():
             _copy_lines(run, name)
             shutil.move(run.stage(name).path, _free_place(run.path / "stale", name))
         for path in (run.metrics, run.updates):
             cut_back(path, name, 0)
-    write_json(_record(run), wanted)
+    write_json(_record(run), {"stages": wanted})
+
+
+def _recorded_parts(run: RunDirectory) -> dict[str, Any]:
+    """What was to be made anew, by stage; an older strop wrote more of it."""
+    parts = read_json(_record(run))["stages"]
+    return {
+        name: {
+            "recipe": without_layout(part["recipe"]),
+            "data": {key: each["digest"] if isinstance(each, dict) else each for key, each in part["data"].items()},
+        }
+        for name, part in parts.items()
+    }
+
+
+def _digests(lineage: Lineage) -> dict[str, str]:
+    return {key: facts["digest"] for key, facts in lineage["data"].items()}
 
 
 def _copy_lines(run: RunDirectory, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from strop.engine.opening import open_engines
+from strop.errors import RunError
 from strop.pipelines.claim import alone_in, new_layouts
 from strop.pipelines.conversations import run_demonstrations_stage
 from strop.pipelines.curation_stage import run_curation_stage
@@ -23,7 +24,7 @@ from strop.pipelines.export_stage import run_export_stage
 from strop.pipelines.filter_stage import run_filter_stage
 from strop.pipelines.graph import Product
 from strop.pipelines.growth import asked_for_more
-from strop.pipelines.lineage import Lineage, write_lineage
+from strop.pipelines.lineage import Lineage, has_other_product, recorded_lineage, write_lineage
 from strop.pipelines.machine import check_machine
 from strop.pipelines.mix_stage import run_mix_stage
 from strop.pipelines.model_stage import run_model_stage
@@ -187,7 +188,19 @@ RUNNERS: Mapping[type[Stage], Runner] = {
 """By kind of stage. A new kind is a config in recipe.py's `StageConfig` and a line here."""
 
 
+def _refuse_other_parents(context: StageContext, lineage: Lineage) -> None:
+    """Raises `RunError` where the stage has begun with what a parent had made before this try made that anew."""
+    run, name = context.run, context.name
+    recorded = recorded_lineage(run, name)
+    if other := [each for each in lineage["stands_on"] if recorded and has_other_product(run, recorded, each)]:
+        raise RunError(
+            f"{run.path}: stage {name} had begun with what {', '.join(other)} made before, and that has come out otherwise."
+            f" Make it anew with --from {name} (what it made is moved to {run.path / 'stale'})."
+        )
+
+
 async def _run_stage(context: StageContext, stage: StageConfig, lineage: Lineage) -> None:
+    _refuse_other_parents(context, lineage)
     done = context.directory.done
     if done.exists():
         context.progress.stage_finished(context.name, f"{read_json(done)['summary']} (done before)")
