@@ -103,6 +103,15 @@ def test_a_mistake_in_the_recipe_is_the_one_thing_reported(recipe_path, service,
     assert remedy in problem.remedy
 
 
+@pytest.mark.parametrize("kind", ["sft", "distil"])
+def test_a_warmup_past_the_end_is_arithmetic_under_every_name_of_sft(recipe_path, run, kind):
+    optimizer = '{optimizer={schedule="cosine", warmup_updates=9}}'
+    student = f'stages.student={{kind="{kind}", init="base", data=["base"], steps=2, trainer={optimizer}}}'
+    (problem,) = run(examine_file(recipe_path, [student], model=None)).problems
+    assert problem.check == "batch arithmetic"
+    assert "warmup_updates is 9" in problem.detail
+
+
 def test_a_model_that_is_not_there_is_a_finding(recipe_path, run, tmp_path):
     (problem,) = run(examine_file(recipe_path, [], model=tmp_path)).findings
     assert problem.check == "model"

@@ -74,7 +74,7 @@ def findings_of_file(path: Path, overrides: Sequence[str], error: ConfigError) -
 
 def _is_arithmetic(kind: str, place: tuple[int | str, ...]) -> bool:
     """Whether a whole training stage was refused, which its own validators do when its numbers do not fit each other."""
-    return kind == "value_error" and len(place) == 3 and place[-1] in ("rl", "sft", "expert_iteration")
+    return kind == "value_error" and len(place) == 3 and place[-1] in ("rl", "sft", "distil", "expert_iteration")
 
 
 def _length_problem(examination: Examination, longest: int, max_tokens: int) -> tuple[str, str] | None:
