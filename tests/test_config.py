@@ -191,6 +191,16 @@ def test_a_key_that_runs_are_older_than_is_written_down_only_where_it_says_somet
     assert WithNewer(old=1, late=0.0).model_dump(exclude_defaults=True) == {"late": 0.0}
 
 
+class WithEvenNewer(WithNewer):
+    newer: ClassVar[tuple[str, ...]] = ("latest",)
+    latest: int = 0
+
+
+def test_a_class_with_newer_keys_keeps_those_of_the_class_that_it_is_made_from():
+    assert WithEvenNewer().model_dump(mode="json") == {"old": 1}
+    assert WithEvenNewer(late=0.5, latest=1).model_dump(mode="json") == {"old": 1, "late": 0.5, "latest": 1}
+
+
 class OfSeveral(Config):
     several: tuple[Rl, ...] = Field(min_length=1)
 

@@ -33,13 +33,18 @@ class Config(BaseModel):
     """Keys by names that others give them: not accepted, but whoever writes one is told ours."""
     newer: ClassVar[tuple[str, ...]] = ()
     """Keys that some runs are older than. At its default such a key is not written down: recipes and digests of those runs stay
-    what they were, so that they go on."""
+    what they were, so that they go on. A class names its own."""
+
+    @classmethod
+    def newer_keys(cls) -> frozenset[str]:
+        """What is named in `newer` of this class and of all that it is made from."""
+        return frozenset(key for each in cls.__mro__ for key in vars(each).get("newer", ()))
 
     @model_serializer(mode="wrap")
     def _as_older_runs_have_it(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = serialize(self)
         fields = type(self).model_fields
-        idle = {key for key in self.newer if getattr(self, key) == fields[key].get_default(call_default_factory=True)}
+        idle = {key for key in self.newer_keys() if getattr(self, key) == fields[key].get_default(call_default_factory=True)}
         return {key: value for key, value in found.items() if key not in idle}
 
 

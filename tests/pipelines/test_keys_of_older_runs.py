@@ -33,11 +33,11 @@ def test_a_key_that_older_runs_do_not_have_is_left_out_at_its_default():
         f"{model.__name__}.{key}"
         for model in of_older
         for key in model.model_fields
-        if f"{model.__name__}.{key}" not in known and key not in model.newer
+        if f"{model.__name__}.{key}" not in known and key not in model.newer_keys()
     }
     assert unnamed == set()
 
 
-@pytest.mark.parametrize("model", [model for model in _models(Recipe) if model.newer], ids=lambda model: model.__name__)
+@pytest.mark.parametrize("model", [model for model in _models(Recipe) if model.newer_keys()], ids=lambda model: model.__name__)
 def test_what_is_newer_is_a_key_with_a_default(model):
-    assert not any(model.model_fields[key].is_required() for key in model.newer)
+    assert not any(model.model_fields[key].is_required() for key in model.newer_keys())
