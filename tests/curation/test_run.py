@@ -4,16 +4,21 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from strop.curation.config import CurationConfig
+from strop.curation import run
+from strop.curation.config import AgreementRule, CurationConfig, IntegerAnswerRule
 from strop.curation.curate import curate, make_rule, read_benchmark
+from strop.curation.inputs import lineage
 from strop.curation.load import load_curation
+from strop.curation.outcomes import key_of
 from strop.curation.parts import row_of
 from strop.curation.run import CHUNK_TASKS, run_curation
-from strop.errors import ConfigError, RunError, TaskError
+from strop.errors import ConfigError, MachineError, RunError, TaskError
 from strop.pipelines.load import load_recipe
 from strop.tasks import load_rows
 from strop.tasks.config import HubConfig, JsonlConfig
@@ -134,6 +139,30 @@ def wait_for(path, deadline_s=100):
         time.sleep(0.05)
 
 
+def test_a_worker_that_is_killed_before_the_next_chunk_is_handed_in_ends_in_a_clear_error(file, tmp_path, monkeypatch):
+    pools = []
+
+    class Kept(ProcessPoolExecutor):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            pools.append(self)
+
+    def chunks(rows):
+        yield list(islice(rows, 10))
+        for process in list(pools[0]._processes.values()):
+            process.kill()
+        end = time.monotonic() + 60
+        while not pools[0]._broken:
+            assert time.monotonic() < end, "the pool never saw that its process is gone"
+            time.sleep(0.01)
+        yield list(islice(rows, 10))
+
+    monkeypatch.setattr(run, "ProcessPoolExecutor", Kept)
+    monkeypatch.setattr(run, "_chunks", chunks)
+    with pytest.raises(MachineError, match="a process that judged tasks was killed"):
+        run_curation(load_curation(file), tmp_path / "out", jobs=2)
+
+
 @pytest.mark.slow
 def test_no_process_outlives_a_curation_that_is_killed(file, tmp_path):
     """Workers whose parent is killed with no chance to tell them must end by themselves."""
@@ -173,6 +202,46 @@ def test_parts_of_other_rules_are_not_gone_on_with(file, tmp_path):
     (stale / "inputs.json").write_text('"another"')
     (stale / "part-000000.jsonl").write_text("")
     assert run_curation(load_curation(file), tmp_path / "out", jobs=1)["num_tasks"] == 2941
+
+
+def stop(_):
+    raise KeyboardInterrupt
+
+
+def outcomes_of(tasks, *, num_right):
+    keys = [key_of(each) for each in tasks]
+    return [{"task_id": name, "question_digest": of, "num_right": num_right, "num_judged": 16} for name, of in keys]
+
+
+def test_outcomes_count_with_what_they_say_and_not_with_where_they_lie(tmp_path):
+    tasks = problems(4, seed=3)
+    write(tmp_path / "rows.jsonl", map(row_of, tasks))
+    write(tmp_path / "here.jsonl", outcomes_of(tasks, num_right=2))
+    (tmp_path / "there.jsonl").write_bytes((tmp_path / "here.jsonl").read_bytes())
+    source = JsonlConfig(path=tmp_path / "rows.jsonl", dataset="strop")
+    here, there = (
+        CurationConfig(name="agreed", sources=(source,), rules=(AgreementRule(outcomes=tmp_path / name),))
+        for name in ("here.jsonl", "there.jsonl")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run_curation(here, tmp_path / "out", jobs=1, progress=stop)
+    part = tmp_path / "out" / "parts" / "part-000000.jsonl"
+    judged, seen = part.stat().st_mtime_ns, []
+    first = run_curation(there, tmp_path / "out", jobs=1, progress=lambda _: seen.append(part.stat().st_mtime_ns))
+    assert set(seen) == {judged}
+    assert first["num_kept"] == 4
+    assert str(tmp_path / "there.jsonl") in first["inputs"]["files"]
+    assert run_curation(here, tmp_path / "out", jobs=1) == first
+    write(tmp_path / "here.jsonl", outcomes_of(tasks, num_right=1))
+    with pytest.raises(RunError, match="files that have changed since"):
+        run_curation(here, tmp_path / "out", jobs=1)
+
+
+def test_a_curation_without_outcomes_has_the_digest_that_those_made_before_have(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "rows.jsonl", [{"question": "1+1", "answer": "2"}])
+    config = CurationConfig(name="sums", sources=(JsonlConfig(path=Path("rows.jsonl")),), rules=(IntegerAnswerRule(),))
+    assert lineage(config)["digest"] == "372905ad67c02578b025e252b2ca5d14ceac071c18d3ed4ffd91133b1626adbf"
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,22 @@ _FORMAT = 1  # of parts; another number makes old parts useless
 def lineage(config: CurationConfig) -> dict[str, Any]:
     """The digests of all that the result depends on, and one over them.
 
+    Sources and benchmarks count with their paths, which their rows have as source. Of outcomes the content alone does: those
+    of a stage lie where the run does, which may be moved or spelt otherwise from try to try.
+
     Raises:
         TaskError: a file is not there.
     """
-    files = {str(path): _digest(path) for path in sorted(set(_files(config)))}
-    rules = config.model_dump(mode="json")
-    whole = hashlib.sha256(json.dumps([_FORMAT, rules, files], sort_keys=True).encode()).hexdigest()
-    return {"digest": whole, "files": files}
+    outcomes = {rule.kind: rule.outcomes for rule in config.rules if isinstance(rule, AgreementRule | DifficultyRule)}
+    judged_by = {kind: _digest(path) for kind, path in outcomes.items()}
+    named = [path for key, path in named_files(config).items() if not key.endswith(".outcomes")]
+    files = {str(path): _digest(path) for path in sorted({each for path in named for each in _below(path)})}
+    said = config.model_dump(mode="json")
+    for rule in said["rules"]:
+        if rule["kind"] in judged_by:
+            rule["outcomes"] = judged_by[rule["kind"]]
+    whole = hashlib.sha256(json.dumps([_FORMAT, said, files], sort_keys=True).encode()).hexdigest()
+    return {"digest": whole, "files": files | {str(path): judged_by[kind] for kind, path in outcomes.items()}}
 
 
 def named_files(config: CurationConfig) -> dict[str, Path]:
@@ -39,11 +48,6 @@ def named_files(config: CurationConfig) -> dict[str, Path]:
         elif isinstance(rule, AgreementRule | DifficultyRule):
             found[f"rules.{rule.kind}.outcomes"] = rule.outcomes
     return found
-
-
-def _files(config: CurationConfig) -> Iterator[Path]:
-    for path in named_files(config).values():
-        yield from _below(path)
 
 
 def _named_by(source: RowsSource, place: str) -> dict[str, Path]:

@@ -95,17 +95,20 @@ def _judge_all(config: CurationConfig, rules: list[AnyRule], parts: Path, *, job
             progress(len(chunk))
         return
     context = multiprocessing.get_context("spawn")  # the parent may hold threads, of pyarrow for one
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(config,)) as pool:
-        running: dict[Future[None], int] = {}
-        for number, chunk in chunks:
-            if part_path(parts, number).exists():
-                progress(len(chunk))
-                continue
-            if len(running) >= 2 * jobs:
+    try:
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(config,)) as pool:
+            running: dict[Future[None], int] = {}
+            for number, chunk in chunks:
+                if part_path(parts, number).exists():
+                    progress(len(chunk))
+                    continue
+                if len(running) >= 2 * jobs:
+                    progress(_collect(running, pool))
+                running[pool.submit(_judge_chunk, part_path(parts, number), chunk)] = len(chunk)
+            while running:
                 progress(_collect(running, pool))
-            running[pool.submit(_judge_chunk, part_path(parts, number), chunk)] = len(chunk)
-        while running:
-            progress(_collect(running, pool))
+    except BrokenProcessPool as error:  # which whoever hands in or collects the next chunk is told
+        raise MachineError("curation: a process that judged tasks was killed. The same command goes on from there.") from error
 
 
 def _chunks(rows: Iterator[AnyRow]) -> Iterator[list[AnyRow]]:
@@ -123,12 +126,7 @@ def _collect(running: dict[Future[None], int], pool: ProcessPoolExecutor) -> int
     num_rows = 0
     for future in done:
         num_rows += running.pop(future)
-        try:
-            future.result()
-        except BrokenProcessPool as error:
-            raise MachineError(
-                "curation: a process that judged tasks was killed. The same command goes on from there."
-            ) from error
+        future.result()
     return num_rows
 
 
