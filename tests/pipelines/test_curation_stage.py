@@ -7,6 +7,7 @@ import json
 import shutil
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from strop.config import validate
 from strop.curation.parts import row_of
 from strop.errors import ConfigError, RunError, TaskError
 from strop.pipelines import curation_stage
-from strop.pipelines.claim import differences
+from strop.pipelines.claim import alone_in, differences
 from strop.pipelines.load import load_recipe
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
@@ -157,6 +158,24 @@ def test_rules_over_rollouts_read_those_of_a_stage_of_the_run(directory):
     assert "recipe.rules.agreement.outcomes" not in lineage["data"]
 
 
+@pytest.mark.parametrize("place", ["run", "moved"])
+def test_a_kill_behind_its_result_costs_nothing_where_the_run_is_spelt_otherwise_or_moved(directory, monkeypatch, place):
+    (directory / "agreed.toml").write_text(WITH_AGREEMENT)
+    stages = {
+        "answers": {"kind": "filter", "init": "base", "data": ["problems"], "k": 4, "max_right": 4},
+        "agreed": {"kind": "curation", "recipe": str(directory / "agreed.toml"), "outcomes": {"agreement": "answers"}},
+    }
+    recipe = recipe_of(directory, base=MODELS["base"], **stages)
+    run = run_recipe(directory / "run", recipe).run
+    run.stage("agreed").done.unlink()  # as a kill leaves it between curation.json and done.json
+    made = (run.stage("agreed").path / "data" / "kept.jsonl").stat().st_mtime_ns
+    monkeypatch.chdir(directory)
+    Path("run").rename(place)
+    again = run_recipe(Path(place), recipe).run.stage("agreed")
+    assert again.done.exists()
+    assert (again.path / "data" / "kept.jsonl").stat().st_mtime_ns == made
+
+
 FILES = {
     "a rule that there is none of": (CURATION.replace("integer_answer", "integer_anser"), "Did you mean 'integer_answer'?"),
     "no TOML": ("name = \n", "rules.toml: not valid TOML"),
@@ -285,9 +304,12 @@ def test_killed_it_goes_on_behind_what_was_judged_to_the_same_end(large):
     assert [row["id"] for row in dropped if row["reason"] == "by hand"] == [row["task"]["id"]]  # what was judged is not anew
 
 
-def test_a_run_that_is_cancelled_ends_the_judging_too_and_says_meanwhile_how_far_it_is(directory, monkeypatch):
+def test_a_run_that_is_cancelled_ends_the_judging_before_it_frees_the_run_and_says_meanwhile_how_far_it_is(
+    directory, monkeypatch
+):
     ended = threading.Event()
     told = []
+    when_freed = []
 
     def endless(config, directory, *, jobs, progress):
         try:
@@ -295,7 +317,16 @@ def test_a_run_that_is_cancelled_ends_the_judging_too_and_says_meanwhile_how_far
                 progress(10)
                 time.sleep(0.01)
         finally:
+            time.sleep(0.5)  # a part that is being written
             ended.set()
+
+    @contextmanager
+    def watched(run):
+        with alone_in(run):
+            try:
+                yield
+            finally:
+                when_freed.append(ended.is_set())
 
     class Told(Watching):
         def note(self, text):
@@ -304,8 +335,9 @@ def test_a_run_that_is_cancelled_ends_the_judging_too_and_says_meanwhile_how_far
 
     monkeypatch.setattr(curation_stage, "run_curation", endless)
     monkeypatch.setattr(curation_stage, "_TOLD_EVERY_S", 0.2)
+    monkeypatch.setattr("strop.pipelines.train.alone_in", watched)
     with pytest.raises(asyncio.CancelledError):
         run_recipe(directory / "run", recipe_of(directory), progress=Told())
-    assert ended.wait(10)
+    assert when_freed == [True]
     assert told[0].endswith(" rows judged")
     assert int(told[0].split()[0].replace(",", "")) >= 10

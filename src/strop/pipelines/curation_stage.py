@@ -49,7 +49,10 @@ class _Stopped(Exception):  # noqa: N818 - named for what happened
 
 
 async def _in_thread(context: StageContext, config: CurationConfig, directory: Path, *, jobs: int) -> Mapping[str, Any]:
-    """The curation in a thread, for the event loop only waits; it tells how far it is, and stops where the run does."""
+    """The curation in a thread, for the event loop only waits; it tells how far it is, and stops where the run does.
+
+    It has ended when this returns, whatever ended it: nothing writes parts any more when the run is another process's.
+    """
     is_stopped = threading.Event()
     num_judged = 0
 
@@ -66,3 +69,5 @@ async def _in_thread(context: StageContext, config: CurationConfig, directory: P
         return running.result()
     finally:
         is_stopped.set()
+        await asyncio.wait({running})
+        running.exception()  # looked at: `_Stopped`, or what `result` has raised already
