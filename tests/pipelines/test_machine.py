@@ -250,3 +250,18 @@ def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monk
     assert not (tmp_path / "run").exists()
     check_machine(late, is_plan=True)
     check_machine(late, done=["late"])
+    late_plan = next(each for each in plan(late) if each.name == "late")
+    assert [line for line in late_plan.schedule if "NOT FOUND" in line] == [
+        f"{key}: late.jsonl: NOT FOUND. Put it there, or name another."
+    ]
+
+
+def test_a_plan_names_the_files_of_tasks_that_are_not_there(tmp_path):
+    tree = RECIPE | {"tasks": {"kind": "jsonl", "dataset": "strop", "path": str(tmp_path / "a.jsonl"), "test_path": "b.jsonl"}}
+    found = {each.name: each.schedule for each in plan(Recipe.model_validate_json(json.dumps(resolve(tree))))}
+    assert [line for line in found["rl"] if "NOT FOUND" in line] == [
+        f"tasks: {tmp_path}/a.jsonl: NOT FOUND. Put it there, or name another."
+    ]
+    assert [line for line in found["after"] if "NOT FOUND" in line] == [
+        "tasks: b.jsonl: NOT FOUND. Put it there, or name another."
+    ]

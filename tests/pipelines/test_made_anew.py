@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
-from scripted_runs import answer, make_recipe, run_recipe
-from strop.errors import ConfigError, RunError
+from scripted_runs import RECIPE, answer, make_recipe, run_recipe
+from strop.errors import ConfigError, RunError, TaskError
 from strop.pipelines.claim import new_layouts
-from strop.pipelines.recipe import Recipe
+from strop.pipelines.recipe import Recipe, resolve
 from strop.runs import RunDirectory, read_json, read_lines, write_json
 
 
@@ -152,3 +152,37 @@ def with_tasks(num, **rl):
     tree = make_recipe(**rl).model_dump(mode="json")
     tree["stages"]["before"]["num_tasks"] = num
     return Recipe.model_validate_json(json.dumps(tree))
+
+
+def with_root(**keys):
+    tree = make_recipe().model_dump(mode="json") | keys
+    return Recipe.model_validate_json(json.dumps(tree))
+
+
+def test_a_key_of_the_root_may_change_where_all_that_has_begun_is_made_anew(run):
+    with pytest.raises(RunError, match=r"threads: 1 there, 2 asked for\n(.*\n?)*--from base makes all"):
+        run_recipe(run.path, with_root(threads=2), start="rl")
+    run_recipe(run.path, with_root(threads=2), start="base")
+    assert read_json(run.manifest)["recipe"]["threads"] == 2
+    assert "base-1" in put_aside(run)
+
+
+def test_a_stage_that_ended_before_it_made_anything_has_not_begun(tmp_path):
+    path = tmp_path / "run"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+
+    def with_written(limit):
+        written = {"kind": "conversations", "path": str(rows), "limit": limit}
+        tree = make_recipe().model_dump(mode="json")
+        tree["stages"] = {
+            "base": tree["stages"]["base"],
+            "written": resolve({**RECIPE, "stages": {"written": written}})["stages"]["written"],
+        }
+        return Recipe.model_validate_json(json.dumps(tree))
+
+    with pytest.raises(TaskError, match="has no rows"):
+        run_recipe(path, with_written(3))
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}) + "\n")
+    run_recipe(path, with_written(2))
+    assert read_json(path / "manifest.json")["recipe"]["stages"]["written"]["limit"] == 2

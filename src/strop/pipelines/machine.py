@@ -14,6 +14,7 @@ from strop.errors import ModelError, UserError
 from strop.pipelines.recipe import (
     ConversationsStage,
     DpoStage,
+    EvalStage,
     PlayedStage,
     Recipe,
     RewardModelStage,
@@ -24,6 +25,7 @@ from strop.pipelines.recipe import (
 from strop.rewards.scorers.config import EmbeddedScorerConfig, VllmScorerConfig
 from strop.rewards.scorers.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.sum_config import ScorerPart, SumRewardConfig
+from strop.tasks.config import JsonlConfig, ParquetConfig
 
 
 def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool = False) -> None:
@@ -91,13 +93,29 @@ def _check_scorers(scorers: Mapping[str, EmbeddedScorerConfig | VllmScorerConfig
 def _check_files(stages: Mapping[str, StageConfig]) -> None:
     """Files of tasks are looked at with the first model, whose prompts they are to fit."""
     for name, stage in stages.items():
-        if not isinstance(stage, ConversationsStage | RewardModelStage | DpoStage):
-            continue
-        named = {"path": stage.path, "test_path": None if isinstance(stage, ConversationsStage) else stage.test_path}
-        for key, path in named.items():
-            if path is not None and not Path(path).expanduser().is_file():
-                why = "is a directory" if Path(path).expanduser().is_dir() else "no such file"
+        for key, path in _files_of(stage):
+            if not path.is_file():
+                why = "is a directory" if path.is_dir() else "no such file"
                 raise UserError(f"stages.{name}.{key}: {path}: {why}. Put the file there or name another; nothing was begun.")
+
+
+def missing_files(stage: StageConfig) -> Iterator[tuple[str, Path]]:
+    """The files and directories of data that the stage will read and that are not there, by key."""
+    yield from ((key, path) for key, path in _files_of(stage) if not path.exists())
+    if isinstance(stage, EvalStage) or (isinstance(stage, PlayedStage) and not stage.data):
+        for number, each in enumerate(stage.with_each_tasks() if isinstance(stage, SteppedStage) else (stage,)):
+            if isinstance(each.tasks, JsonlConfig | ParquetConfig) and (number == 0 or each.tasks != stage.tasks):
+                held_out = each.tasks.test_path if isinstance(each, EvalStage) else None
+                path = held_out or each.tasks.path
+                if not path.expanduser().exists():
+                    yield "tasks" if number == 0 else "schedule.tasks", path
+
+
+def _files_of(stage: StageConfig) -> Iterator[tuple[str, Path]]:
+    if isinstance(stage, ConversationsStage | RewardModelStage | DpoStage):
+        yield "path", Path(stage.path).expanduser()
+    if isinstance(stage, RewardModelStage | DpoStage) and stage.test_path is not None:
+        yield "test_path", Path(stage.test_path).expanduser()
 
 
 def _check_engine_devices(config: EngineConfig) -> None:

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from strop.pipelines.curations import check_curations, curation_of
-from strop.pipelines.machine import check_machine, is_missing, scorers_of
+from strop.pipelines.machine import check_machine, is_missing, missing_files, scorers_of
 from strop.pipelines.recipe import (
     ConversationsStage,
     CurationStage,
@@ -209,11 +209,13 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
         tokens=tokens,
         memory_mib=memory if size.num_parameters else 0.0,
         time_s=time_s,
-        schedule=(*(_lines_of_schedule(stage) if isinstance(stage, RolloutStage) else ()), *_missing_scorers(stage)),
+        schedule=(*(_lines_of_schedule(stage) if isinstance(stage, RolloutStage) else ()), *_missing(stage)),
     )
 
 
-def _missing_scorers(stage: StageConfig) -> Iterator[str]:
+def _missing(stage: StageConfig) -> Iterator[str]:
+    for key, path in missing_files(stage):
+        yield f"{key}: {path}: NOT FOUND. Put it there, or name another."
     for key, config in scorers_of(stage):
         if is_missing(config):
             yield f"{key}: {config.path}: NOT FOUND. Make it first, or name another."

@@ -62,7 +62,7 @@ def stages_until(recipe: Recipe, until: str | None, start: Starts) -> tuple[str,
     selected = tuple(names if until is None else names[: names.index(until) + 1])
     if late := [name for name in starts if name not in selected]:
         raise ConfigError(
-            f"--from {late[0]} comes after --until {until}: nothing would be made. Exchange them, or leave one out."
+            f"--from {late[0]} comes after --until {until}, so it would not be made anew. Leave one of them out, or end later."
         )
     return selected
 
@@ -187,10 +187,13 @@ def _refuse_other_changes(run: RunDirectory, recipe: Recipe, allowed: Collection
     others = [name for name in begun if name not in kept and name in here["stages"]]
     roots = [{key: value for key, value in each.items() if key != "stages"} for each in (there, here)]
     parts = [{"stages": {name: each["stages"][name] for name in others}} for each in (there, here)]
-    if differing := [*hindrances(*roots), *hindrances(*parts)]:
+    is_all_anew = set(begun) <= set(allowed)
+    if differing := [*([] if is_all_anew else hindrances(*roots)), *hindrances(*parts)]:
+        everything = " --from ".join(name for name in recipe.stages if not _parents(recipe, name))
         raise RunError(
             f"{run.path} holds a run of another recipe, in more than --from {' --from '.join(starts)} makes anew:\n"
-            f"{shown(differing)}\nGive this one a name of its own with --name, or make an earlier stage anew."
+            f"{shown(differing)}\nGive this one a name of its own with --name, put back what differs, or make an earlier stage"
+            f" anew: --from {everything} makes all."
         )
     refuse_without(run, there, here)
 

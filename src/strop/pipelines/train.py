@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
@@ -61,7 +62,7 @@ from strop.reports.page import write_report
 from strop.reports.progress import Progress
 from strop.reports.trackers import make_trackers
 from strop.rewards.service import RunService
-from strop.runs import LineWriter, RunDirectory, read_json, write_json, writing_to
+from strop.runs import LineWriter, RunDirectory, StageDirectory, read_json, write_json, writing_to
 from strop.sandbox.opening import open_service
 from strop.tools.toolbox import open_tools
 
@@ -188,6 +189,12 @@ RUNNERS: Mapping[type[Stage], Runner] = {
 """By kind of stage. A new kind is a config in recipe.py's `StageConfig` and a line here."""
 
 
+def _let_go(directory: StageDirectory) -> None:
+    """A stage that ended before it made anything has not begun: what was wrong with it may be changed."""
+    if all(path.is_dir() or path == directory.lineage or not path.stat().st_size for path in directory.path.rglob("*")):
+        shutil.rmtree(directory.path)
+
+
 def _refuse_other_parents(context: StageContext, lineage: Lineage) -> None:
     """Raises `RunError` where the stage has begun with what a parent had made before this try made that anew."""
     run, name = context.run, context.name
@@ -208,7 +215,11 @@ async def _run_stage(context: StageContext, stage: StageConfig, lineage: Lineage
     started = time.perf_counter()
     context.event("stage_started")
     write_lineage(context.run, context.name, lineage)
-    made, summary = await RUNNERS[type(stage)](context, with_reward_models(stage, context.run))
+    try:
+        made, summary = await RUNNERS[type(stage)](context, with_reward_models(stage, context.run))
+    except BaseException:
+        _let_go(context.directory)
+        raise
     elapsed = time.perf_counter() - started
     key = "model" if stage.makes in (Product.MODEL, Product.REWARD_MODEL) else "data"
     product = {} if made is None else {key: _as_seen_from(context.run.path, made)}
