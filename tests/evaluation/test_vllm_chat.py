@@ -218,7 +218,7 @@ def test_pairs_outlive_a_judge_that_talks_nonsense_and_one_that_takes_too_long(s
 def test_arena_hard_goes_on_after_a_kill_and_after_a_judge_without_a_verdict(server, tmp_path):
     folder, runs = tmp_path / "arena-test", tmp_path / "runs"
     folder.mkdir()
-    asked = [*(f"Write {n} sentences about rivers." for n in range(2, 8)), "word " * (2 * MAX_LENGTH)]
+    asked = [*(f"Write {n} sentences about rivers." for n in range(2, 10)), "word " * (2 * MAX_LENGTH)]
     put(folder / "question.jsonl", [{"uid": str(at), "category": "all", "prompt": each} for at, each in enumerate(asked)])
     theirs = [
         {"uid": str(at), "model": "theirs", "messages": [{"content": {"answer": f"No, {at}."}}]} for at in range(len(asked))
@@ -250,11 +250,11 @@ def test_arena_hard_goes_on_after_a_kill_and_after_a_judge_without_a_verdict(ser
         "judge 'smollm2' at .* gave no verdict .* the last reply.* Take a model that follows the prompt", error_of(err)
     )
     answered = kept_in(place / "replies")
-    assert len(answered) == 6
+    assert len(answered) == 8
     assert killed_with.items() <= answered.items()
     assert not (place / "eval" / "result.json").exists()
     rows = {row["uid"]: row for row in read_lines(place / "answers.jsonl")}
-    assert sorted(rows) == [str(at) for at in range(6)]
+    assert sorted(rows) == [str(at) for at in range(8)]
     cut = sum(row["metadata"]["finish_reason"] == "length" for row in rows.values())
     assert cut > 0
 
@@ -262,14 +262,14 @@ def test_arena_hard_goes_on_after_a_kill_and_after_a_judge_without_a_verdict(ser
     before = server.num_requests()
     status, said, err = strop(*words)
     assert status == 0, err
-    assert server.num_requests() - before == 2 * 6  # both orders of each; no answer is asked for again
-    assert f"preferred in 50.0% [27.0%, 73.0%] of 6 questions; 1 without an answer, {cut} cut off, 0 without a verdict" in said
+    assert server.num_requests() - before == 2 * 8  # both orders of each; no answer is asked for again
+    assert f"preferred in 50.0% [31.5%, 68.5%] of 8 questions; 1 without an answer, {cut} cut off, 0 without a verdict" in said
     result = read_json(place / "eval" / "result.json")
-    assert result["verdicts"] == {"baseline_first": {"much worse": 6}, "model_first": {"much better": 6}}
+    assert result["verdicts"] == {"baseline_first": {"much worse": 8}, "model_first": {"much better": 8}}
 
     gone = service | {"url": "http://127.0.0.1:9/v1", "retries": 0}  # nobody is needed any more, but for what was refused
     toml(tmp_path / "judge.toml", pair_prompt=FOLLOWED, service=gone)
-    put(folder / "question.jsonl", [{"uid": str(at), "category": "all", "prompt": each} for at, each in enumerate(asked[:6])])
+    put(folder / "question.jsonl", [{"uid": str(at), "category": "all", "prompt": each} for at, each in enumerate(asked[:8])])
     toml(tmp_path / "model.toml", **gone)
     status, again, err = strop(*words)
     assert status == 0, err

@@ -57,28 +57,29 @@ def test_a_judge_that_turns_to_nonsense_ends_the_run_and_the_same_command_goes_o
         return said(VERDICT) if is_mended or number < 2 else replace(said(NONSENSE), delay_s=0.05)  # behind the verdicts
 
     with serving(turns_to_nonsense) as service:
-        recipe = make_recipe(reward=with_judge(service, cache=tmp_path / "replies"))
+        recipe = make_recipe(reward=with_judge(service, cache=tmp_path / "replies", max_running=1))
         with pytest.raises(UserError) as raised:
             run_recipe(tmp_path / "run", recipe, say=says_anything)
         told = str(raised.value)
-        assert f"the judge 'the-judge' at {service.url} gave no verdict on 8 different responses in a row" in told
-        assert re.search(r"\(\d+ of \d+ judgements so far hold none\)", told)
+        assert f"the judge 'the-judge' at {service.url} gave no verdict on " in told
+        row, num_unclear, num = map(int, re.search(r"on (\d+) different .*\((\d+) of (\d+) judgements so far", told).groups())
+        assert 8 <= row <= num_unclear == num - 2 <= 10  # of groups of six, of which four count each
         assert f"the last reply ends with '{NONSENSE}'" in told
         counts = [re.findall(r"(\d+ of \d+) judgements so far hold no verdict", each.getMessage()) for each in caplog.records]
-        assert [found[0] for found in counts if found] == ["1 of 3", "2 of 4", "4 of 6"]
+        assert [found[0] for found in counts if found][:3] == ["1 of 3", "2 of 4", "4 of 6"]
         assert all(service.url in each.getMessage() for each, found in zip(caplog.records, counts, strict=True) if found)
 
         run = RunDirectory(tmp_path / "run")
         before = of_step(run, 1)
         assert len(before) - len(voids(before)) == 2  # what it had judged is on disk
         why = f"part 'clear': the judge 'the-judge' at {service.url} gave no verdict in 2 replies; the last reply ends with"
-        assert void_reasons(run.stage("rl").rollouts(1)) == [f"{why} '{NONSENSE}'"] * 7
+        assert void_reasons(run.stage("rl").rollouts(1)) == [f"{why} '{NONSENSE}'"] * (num_unclear - 1)
 
         is_mended, num_before = True, len(service.asked)
         done = run_recipe(tmp_path / "run", recipe, say=says_anything)
         after = of_step(done.run, 1)
         assert after[: len(before)] == before
-        assert (len(after), len(voids(after))) == (18, 7)
+        assert (len(after), len(voids(after))) == (18, num_unclear - 1)
         assert len(of_step(done.run, 2)) == 18
         asked_again = {question(each) for each in service.asked[num_before:]} & {
             question(each) for each in service.asked[:num_before]

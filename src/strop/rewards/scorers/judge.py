@@ -134,7 +134,8 @@ class ModelJudge:
     async def compare_as_shown(self, prompt: str, a: str, b: str, *, judgement: int = 0) -> float | None:
         """How much better `a` is than `b`, with `a` shown first: for whoever has both orders judged. As `compare` otherwise."""
         asked = Template(self.config.pair_prompt or PAIR_PROMPT).substitute(prompt=prompt, a=a, b=b)
-        return await self._ask(asked, _verdict, about=prompt, judgement=judgement)
+        pair = (prompt, *sorted((a, b)))  # in either order the same
+        return await self._ask(asked, _verdict, judged=pair, about=prompt, judgement=judgement)
 
     async def score(self, exchange: Exchange, *, judgement: int = 0) -> float | None:
         """From `lowest` to `highest`; None where no reply holds a number between them. Raises as `compare`."""
@@ -144,7 +145,8 @@ class ModelJudge:
             lowest=f"{self.config.lowest:g}",
             highest=f"{self.config.highest:g}",
         )
-        return await self._ask(asked, self._number, about=exchange.prompt, judgement=judgement)
+        judged = (exchange.prompt, exchange.response)
+        return await self._ask(asked, self._number, judged=judged, about=exchange.prompt, judgement=judgement)
 
     async def close(self) -> None:
         await self.client.close()
@@ -157,30 +159,33 @@ class ModelJudge:
     def _has_verdict(self, text: str) -> bool:
         return _verdict(text) is not None or self._number(text) is not None
 
-    async def _ask(self, asked: str, parse: Parse, *, about: str, judgement: int) -> float | None:
-        replies: list[Reply] = []
-        for number in range(self.config.tries):
-            try:
-                reply = await self.client.reply(
-                    [{"role": "user", "content": asked}], draw=judgement * self.config.tries + number
-                )
-            except ServiceRefused as refused:
-                self._refusals.add(refused)
-                tell_why(f"{self._name} refused it: {refused}")
-                return None
-            self._refusals.judged()
-            replies.append(reply)
-            if (found := parse(reply.text)) is not None:
-                self._unclear.clear()
-                return found
-        why = self._unclear.add(
-            asked,
-            about=about,
-            replies=[reply.text for reply in replies],
-            is_cut_off=replies[-1].finish_reason == "length",
-        )
-        tell_why(why)
-        return None
+    async def _ask(self, asked: str, parse: Parse, *, judged: tuple[str, ...], about: str, judgement: int) -> float | None:
+        number = self._unclear.begin()
+        try:
+            replies: list[Reply] = []
+            for draw in range(judgement * self.config.tries, (judgement + 1) * self.config.tries):
+                try:
+                    reply = await self.client.reply([{"role": "user", "content": asked}], draw=draw)
+                except ServiceRefused as refused:
+                    self._refusals.add(refused)
+                    tell_why(f"{self._name} refused it: {refused}")
+                    return None
+                self._refusals.judged()
+                replies.append(reply)
+                if (found := parse(reply.text)) is not None:
+                    self._unclear.clear(number)
+                    return found
+            why = self._unclear.add(
+                number,
+                judged=judged,
+                about=about,
+                replies=[reply.text for reply in replies],
+                is_cut_off=replies[-1].finish_reason == "length",
+            )
+            tell_why(why)
+            return None
+        finally:
+            self._unclear.end(number)
 
 
 def _verdict(text: str) -> float | None:
