@@ -237,7 +237,7 @@ PARTS: Mapping[str, Part] = {
         drawings=(
             Rungs(
                 name="",
-                title="accuracy (0 demonstrated, 1 demonstrated without guesses, 2 distilled, 3 the teacher)",
+                title="0 all, 1 no guesses, 2 distilled, 3 the teacher",
                 evaluations=("after_demonstrated", "after_demonstrated_right", "after_distilled", "after_teacher"),
             ),
         ),
