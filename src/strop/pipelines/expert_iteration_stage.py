@@ -101,7 +101,7 @@ class _Loop:
                 "time/step_s": clock.total,
             }
         )
-        self.idle_parts.look(step, stage.reward, groups)
+        self.idle_parts.look(step, stage, groups)
         self.context.event("step_finished", step=step, weights=weights)
         return StepResult(figures=figures, weights=weights, problems=problems, updates=update_rows(reports), gave_up=gave_up)
 

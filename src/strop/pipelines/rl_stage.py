@@ -123,7 +123,7 @@ class _Loop:
                 "time/step_s": clock.total,
             }
         )
-        self.idle_parts.look(step, stage.reward, groups)
+        self.idle_parts.look(step, stage, groups)
         self.context.event("step_finished", step=step, weights=weights)
         # What leaves no gradient because most rollouts are right is no reason to give up.
         is_solved = figures.get("rollout/accuracy", 0.0) > 0.5 and (bool(tie) or figures.get("update/grad_norm", 0.0) == 0)
