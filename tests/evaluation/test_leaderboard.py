@@ -25,6 +25,20 @@ def test_the_best_of_a_benchmark_comes_first_and_benchmarks_are_apart(tmp_path):
     }
 
 
+def test_several_stages_of_one_run_are_told_apart(tmp_path):
+    put(tmp_path / "run", 0.5)
+    put(tmp_path / "alone", 0.4)
+    put(tmp_path / "run", 0.9, benchmark="aime24")
+    (tmp_path / "run" / "stages" / "test").rename(tmp_path / "run" / "stages" / "other")
+    put(tmp_path / "run", 0.6)
+    put(tmp_path / "twice", 0.3)
+    (tmp_path / "twice" / "stages" / "test").rename(tmp_path / "twice" / "stages" / "before")
+    put(tmp_path / "twice", 0.7)
+    board = gather([tmp_path])
+    assert [each.name for each in board.benchmarks["gsm8k"]] == ["twice/test", "run", "alone", "twice/before"]
+    assert [each.name for each in board.benchmarks["aime24"]] == ["run"]
+
+
 def test_a_directory_given_twice_is_shown_once(tmp_path):
     put(tmp_path / "run", 0.5)
     assert len(gather([tmp_path, tmp_path / "run"]).benchmarks["gsm8k"]) == 1

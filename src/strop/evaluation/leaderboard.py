@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ class Entry:
     """One evaluation. `result` is its result.json."""
 
     benchmark: str
-    name: str  # of the run; its directory's where it does not say
+    name: str  # of the run, its directory's where it does not say; and of the stage where the run has several of the benchmark
     place: Path
     result: Mapping[str, Any]
 
@@ -62,11 +63,21 @@ def gather(directories: Sequence[Path]) -> Leaderboard:
     if not entries:
         told = "; ".join(left_out) or "no eval/result.json lies there"
         raise RunError(f"{', '.join(map(str, directories))}: no evaluation to show: {told}. `strop eval` makes one.")
+    entries = _told_apart(entries)
     entries.sort(key=lambda each: (each.benchmark, -each.accuracy, each.name, str(each.place)))
     names = dict.fromkeys(each.benchmark for each in entries)
     return Leaderboard(
         benchmarks={name: [each for each in entries if each.benchmark == name] for name in names}, left_out=left_out
     )
+
+
+def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
+    """With the stage behind the run's name where the run has several of a benchmark."""
+    counts = Counter((each.benchmark, _run_of(each.place)) for each in entries)
+    return [
+        replace(each, name=f"{each.name}/{each.place.name}") if counts[each.benchmark, _run_of(each.place)] > 1 else each
+        for each in entries
+    ]
 
 
 def _entry(path: Path) -> Entry:
