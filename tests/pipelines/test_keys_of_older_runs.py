@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, get_args
 
-import pytest
-
 from strop.config import Config
 from strop.pipelines.recipe import Recipe
 from strop.runs import FORMAT_VERSION
@@ -38,6 +36,7 @@ def test_a_key_that_older_runs_do_not_have_is_left_out_at_its_default():
     assert unnamed == set()
 
 
-@pytest.mark.parametrize("model", [model for model in _models(Recipe) if model.newer_keys()], ids=lambda model: model.__name__)
-def test_what_is_newer_is_a_key_with_a_default(model):
-    assert not any(model.model_fields[key].is_required() for key in model.newer_keys())
+def test_what_is_newer_is_a_key_with_a_default():
+    newer = {(model, key) for model in _models(Recipe) for key in model.newer_keys()}
+    assert len(newer) > 3
+    assert [(model.__name__, key) for model, key in newer if model.model_fields[key].is_required()] == []
