@@ -27,16 +27,6 @@ def digests(run, **root):
     return {name: each["digest"] for name, each in lineages_of(run, **root).items()}
 
 
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    return run_recipe(tmp_path_factory.mktemp("done") / "run").run
-
-
-@pytest.fixture
-def run(done, tmp_path):
-    return RunDirectory(shutil.copytree(done.path, tmp_path / "run"))
-
-
 @pytest.fixture
 def package(tmp_path, monkeypatch):
     """A package of strop that lies elsewhere."""

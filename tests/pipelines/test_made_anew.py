@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import pytest
 
@@ -12,16 +11,6 @@ from strop.errors import ConfigError, RunError, TaskError
 from strop.pipelines.claim import new_layouts
 from strop.pipelines.recipe import Recipe, resolve
 from strop.runs import RunDirectory, read_json, read_lines, write_json
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    return run_recipe(tmp_path_factory.mktemp("done") / "run").run
-
-
-@pytest.fixture
-def run(done, tmp_path):
-    return RunDirectory(shutil.copytree(done.path, tmp_path / "run"))
 
 
 def never_right(conversation, draw):

@@ -12,17 +12,7 @@ from strop.evaluation.leaderboard import gather
 from strop.pipelines import lineage
 from strop.pipelines.recipe import Recipe, resolve
 from strop.reports.log import StageState, read_run
-from strop.runs import RunDirectory, read_json, write_json
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    return run_recipe(tmp_path_factory.mktemp("done") / "run").run
-
-
-@pytest.fixture
-def run(done, tmp_path):
-    return RunDirectory(shutil.copytree(done.path, tmp_path / "run"))
+from strop.runs import read_json, write_json
 
 
 def marked(run):
