@@ -150,6 +150,16 @@ def test_an_evaluation_may_ask_for_more_and_nothing_else_runs_again(sweep):
         sweep(TWO_ARMS | {"set": {"stages.after.k": 2}})
 
 
+def test_a_run_that_takes_stages_over_may_ask_for_more_than_it_began_with(sweep, run_of):
+    less, more = (TWO_ARMS | {"seeds": [0], "set": {"stages.after.k": k}} for k in (2, 4))
+    sweep(less, train=FakeTrain(fails={"lr-0.01-seed-0": "sft"}))  # so the other arm makes what the two share
+    train = FakeTrain()
+    log, _ = sweep(more, train=train)
+    assert not log.failures
+    assert [stage for run, stage in train.stages if run == "lr-0.01-seed-0"] == ["rl", "after"]
+    assert made_by(run_of("lr-0.01-seed-0"), "sft") == "lr-0.001-seed-0"
+
+
 def test_arms_of_one_seed_share_the_stages_that_they_have_in_common(sweep, run_of):
     train = FakeTrain()
     _, watching = sweep(TWO_ARMS, train=train)

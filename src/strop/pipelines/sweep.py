@@ -138,7 +138,8 @@ class _Driver:
         if source is not run:
             with writing_to(run.directory.path):
                 run.directory.path.mkdir(parents=True, exist_ok=True)
-            claim(run.directory, run.recipe, run.command)
+            with alone_in(run.directory):
+                claim(run.directory, run.recipe, run.command, may_grow=True)  # as `plan_runs` looked at it
             take_over(run.directory, source.directory, run.resolved, num=num)
         self.progress.run_started(run.name, state=run.state, shared="" if source is run else source.name)
         self.children.start(run.name, [*_TRAIN, *run.words], self._log_of(run))
