@@ -65,7 +65,7 @@ def test_files_take_the_place_of_the_hub(tmp_path):
     rows.write_text(json.dumps({"question": "Who?", "answer": ["Frank Lowy", "Lowy"]}) + "\n")
     where = f'stages.hotpotqa.tasks={{kind="jsonl", path="{rows}", test_path="{rows}", dataset="arpo-eval"}}'
     recipe, stages = evaluations(preset("qa"), where)
-    [(_, task)] = tasks_of(recipe, stages["hotpotqa"])
+    [(_, task)] = tasks_of(recipe, "hotpotqa", stages["hotpotqa"])
     assert (task.answer, json.loads(task.facts["references"])) == ("Frank Lowy", ["Frank Lowy", "Lowy"])
 
 
@@ -74,6 +74,6 @@ def test_real_aime_is_read_from_a_file():
     rows = DATA / "aime24" / "test.jsonl"
     where = f'stages.aime24.tasks={{kind="jsonl", path="{rows}", test_path="{rows}", dataset="aime24"}}'
     recipe, stages = evaluations(preset("math"), where)
-    tasks = tasks_of(recipe, stages["aime24"])
+    tasks = tasks_of(recipe, "aime24", stages["aime24"])
     assert len(tasks) == 30
     assert all(task.answer.isdigit() for _, task in tasks)

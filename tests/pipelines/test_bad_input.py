@@ -62,6 +62,8 @@ def as_toml(tree):
     def inline(value):
         if isinstance(value, dict):
             return "{" + ", ".join(f"{json.dumps(key)} = {inline(each)}" for key, each in value.items()) + "}"
+        if isinstance(value, list):
+            return "[" + ", ".join(map(inline, value)) + "]"
         return json.dumps(value)
 
     return "".join(f"{key} = {inline(value)}\n" for key, value in tree.items())
@@ -165,6 +167,26 @@ def test_a_row_without_an_answer_is_named_by_file_and_line(mistake, tmp_path):
     recipe = write_recipe(tmp_path, tasks={"kind": "jsonl", "path": "rows.jsonl"})
     said = mistake("train", recipe, "--runs", tmp_path / "runs")
     assert f"{tmp_path / 'rows.jsonl'}:2: a row without an answer. Mend or remove the row, or leave such rows out with" in said
+
+
+@pytest.mark.parametrize(("name", "split"), [("rl", "train"), ("after", "test")])
+def test_what_is_wrong_with_tasks_is_told_with_the_stage_that_reads_them(mistake, tmp_path, name, split):
+    columns = {"train": "answer", "test": "answer", split: "solution"}
+    for each, column in columns.items():
+        (tmp_path / f"{each}.jsonl").write_text(json.dumps({"question": "1+1", column: "2"}) + "\n")
+    tasks = {"kind": "jsonl", "path": "train.jsonl", "test_path": "test.jsonl"}
+    recipe = write_recipe(tmp_path, stages=stage(name, tasks=tasks))
+    said = mistake("train", recipe, "--runs", tmp_path / "runs")
+    assert said.startswith(f"error: stages.{name}.tasks: {tmp_path / split}.jsonl:1: no column 'answer'")
+    assert not (tmp_path / "runs" / "scripted" / "stages" / "sft").exists()
+
+
+def test_tasks_that_a_schedule_brings_are_told_with_it(mistake, tmp_path):
+    (tmp_path / "later.jsonl").write_text('{"question": "1+1"}\n')
+    later = {"at_step": 2, "tasks": {"kind": "jsonl", "path": "later.jsonl"}}
+    recipe = write_recipe(tmp_path, stages=stage("rl", schedule=[later]))
+    said = mistake("train", recipe, "--runs", tmp_path / "runs")
+    assert said.startswith(f"error: stages.rl.schedule.tasks: {tmp_path / 'later.jsonl'}:1: no column 'answer'")
 
 
 def test_a_model_that_is_not_there_is_named(mistake, tmp_path):

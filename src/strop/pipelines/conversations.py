@@ -13,11 +13,11 @@ from strop.pipelines.demonstrations import as_demonstration, play_demonstrations
 from strop.pipelines.recipe import DemonstrationsStage
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.stage_data import TASK, TRAJECTORY, RowsWriter, as_conversation, kept_path, tokenizer_digest
+from strop.pipelines.stage_tasks import open_tasks
 from strop.pipelines.written import as_written_demonstration
 from strop.rollout.call_format import make_call_format
 from strop.rollout.chat import ChatFormat
 from strop.rollout.prompt import load_prompt
-from strop.tasks import make_tasks
 from strop.tools.protocol import Tool
 from strop.training.sft import Demonstration, Segment
 from strop.types import Task, Trajectory
@@ -27,7 +27,7 @@ async def run_demonstrations_stage(context: StageContext, stage: DemonstrationsS
     """Play and write; returns the file of conversations and one sentence about it."""
     chat = load_chat(model_of(context.run, stage.init))
     context.progress.stage_started(context.name, stage.kind, 1, 0)
-    source = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+    source = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
     prompt, specs = load_prompt(stage.prompt), [tool.spec for tool in context.tools()]
     facts = {"prompt": stage.prompt, "tokenizer": tokenizer_digest(chat)}
     num = 0

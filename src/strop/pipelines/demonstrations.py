@@ -18,12 +18,12 @@ from strop.pipelines.recipe import Stage
 from strop.pipelines.row_files import RowFile
 from strop.pipelines.stage import StageContext
 from strop.pipelines.stage_data import RowsWriter
+from strop.pipelines.stage_tasks import open_tasks
 from strop.rollout.chat import ChatFormat
 from strop.rollout.demonstrate import demonstrate
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.seeds import derive_seed
-from strop.tasks import make_tasks
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.readers import Unreadable
 from strop.training.sft import Demonstration, Segment
@@ -52,7 +52,7 @@ async def play_demonstrations(
     Raises:
         TaskError: it can do none of them.
     """
-    tasks = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+    tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
     tool = context.tools()[0].spec.name
     environments = ToolEnvironments(chat, load_prompt(stage.prompt), context.tools(), stage.limits)
     gate = asyncio.Semaphore(_AT_ONCE)

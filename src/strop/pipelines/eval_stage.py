@@ -24,11 +24,11 @@ from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import EvalStage, Recipe
 from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, load_chat, make_player, model_of, weights_digest
+from strop.pipelines.stage_tasks import open_tasks
 from strop.rewards import judge_group, make_reward
 from strop.rollout.play import play
 from strop.runs import LineWriter, StageDirectory, read_json, read_lines, write_json
 from strop.seeds import derive_seed
-from strop.tasks import make_tasks
 from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, PythonTasksConfig
 from strop.tools.protocol import Tool
 from strop.types import Group, RolloutKey, ScoredTrajectory, Task
@@ -74,7 +74,7 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
         MachineError: every rollout is void.
     """
     chat = load_chat(model)
-    tasks = tasks_of(context.recipe, stage)
+    tasks = tasks_of(context.recipe, context.name, stage)
     context.progress.stage_started(context.name, stage.kind, len(tasks), 0)
     fleet = await open_fleet(context, model, chat)
     reward = make_reward(stage.reward, context.runner)
@@ -162,9 +162,9 @@ class _Ledger(StepLedger):
         self._clock.tick()
 
 
-def tasks_of(recipe: Recipe, stage: EvalStage) -> list[tuple[int, Task]]:
-    """The evaluation's problems with their indices. Raises `TaskError` where they cannot be had, or have no answers."""
-    source = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split)
+def tasks_of(recipe: Recipe, name: str, stage: EvalStage) -> list[tuple[int, Task]]:
+    """The problems of the evaluation `name` with their indices. Raises as `open_tasks` does."""
+    source = open_tasks(recipe, name, stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split)
     num_tasks = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks, source.num_tasks)
     return [(index, source.task(index)) for index in range(num_tasks)]
 

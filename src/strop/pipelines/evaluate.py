@@ -37,7 +37,7 @@ async def evaluate_model(
     origin = ModelStage(kind="model", path=str(find_model(str(model))), **shared)
     stages = {"model": origin, name: chosen.model_copy(update={"init": "model"})}
     place = RunDirectory(directory).stage(name)
-    if place.done.exists() and (changed := changed_tasks(place, tasks_of(recipe, chosen))):
+    if place.done.exists() and (changed := changed_tasks(place, tasks_of(recipe, name, chosen))):
         raise RunError(
             f"{place.path}: this evaluation is finished, but {len(changed)} of its problems are no longer what they were (the"
             f" first is number {min(changed)}). Give the new ones a place of their own with --name, or restore the data."

@@ -17,11 +17,12 @@ from strop.pipelines.recipe import (
     TrainingStage,
     init_of,
 )
+from strop.pipelines.stage_tasks import open_tasks
 from strop.rollout.chat import ChatFormat
 from strop.rollout.fleet import Fleet
 from strop.rollout.prompt import load_prompt
 from strop.seeds import derive_seed
-from strop.tasks import TaskSource, make_tasks
+from strop.tasks import TaskSource
 from strop.tools.protocol import Tool
 from strop.types import Task
 
@@ -79,11 +80,12 @@ def _longest_prompt(
 ) -> tuple[str, int]:
     """Of the tasks that the stage begins with, or all of an evaluation, the one with the longest prompt, and its tokens."""
     if isinstance(stage, EvalStage):
-        source, num = make_tasks(stage.tasks, seed=derive_seed("eval", recipe.seed), split=stage.split), stage.num_tasks
+        seed, num = derive_seed("eval", recipe.seed), stage.num_tasks
+        source = open_tasks(recipe, name, stage.tasks, seed=seed, split=stage.split)
     else:
         wanted = stage.num_tasks or _NUM_TASKS if isinstance(stage, SampledStage) else stage.tasks_per_step
         seed, num = derive_seed("run", recipe.seed, name, "tasks"), min(wanted, _NUM_TASKS)
-        source = source or make_tasks(stage.tasks, seed=seed, split="train")
+        source = source or open_tasks(recipe, name, stage.tasks, seed=seed, split="train")
     num = num if source.num_tasks is None else min(num, source.num_tasks)
     tasks = [source.task(index) for index in range(num)]
     lengths = prompt_lengths(stage, tasks, chat, tools)

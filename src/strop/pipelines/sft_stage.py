@@ -16,11 +16,11 @@ from strop.pipelines.recipe import SftStage
 from strop.pipelines.skipped import update_or_keep
 from strop.pipelines.stage import StageContext, load_chat, model_of
 from strop.pipelines.stage_data import Row, rows_of
+from strop.pipelines.stage_tasks import open_tasks
 from strop.pipelines.step_figures import cost_metrics
 from strop.pipelines.stepping import take_updates
 from strop.pipelines.validation import FineTuningValidator, open_fine_tuning_validator, write_product
 from strop.reports.scales import counted
-from strop.tasks import make_tasks
 from strop.training.opening import open_trainer
 from strop.training.protocol import Trainer
 from strop.training.sft import Demonstration, pack_demonstrations, sft_token_loss, sft_token_statistics
@@ -80,7 +80,7 @@ def _attempts(context: StageContext, stage: SftStage) -> Iterable[tuple[Task, Tr
     """The same as attempts at their tasks, one for each and in the same order."""
     if stage.data:
         return attempts_in(_rows(context, stage))
-    tasks = make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+    tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
     return ((tasks.task(each.key.task_index), each) for each in played_before(context))
 
 

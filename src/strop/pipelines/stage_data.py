@@ -18,9 +18,10 @@ from strop.errors import RunError, TaskError
 from strop.pipelines.recipe import RolloutStage, SampledStage
 from strop.pipelines.row_files import RowFile
 from strop.pipelines.stage import StageContext
+from strop.pipelines.stage_tasks import open_tasks
 from strop.rollout.chat import ChatFormat
 from strop.runs import RunDirectory, StageDirectory, read_json, writing_to
-from strop.tasks import RowTasks, TaskSource, make_tasks
+from strop.tasks import RowTasks, TaskSource
 from strop.types import Task, Trajectory
 
 Row: TypeAlias = Mapping[str, Any]
@@ -103,7 +104,7 @@ def tasks_to_play(context: StageContext, stage: RolloutStage | SampledStage) -> 
         TaskError: there are none, or a row of them is no task.
     """
     if not stage.data:
-        return make_tasks(stage.tasks, seed=context.seed("tasks"), split="train")
+        return open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
     tasks = _StageTasks(context.run, stage.data)
     if not len(tasks):
         raise TaskError(

@@ -17,6 +17,7 @@ from strop.pipelines.ledger import StepLedger
 from strop.pipelines.recipe import DpoStage, EvalStage, SftStage, TrainingStage
 from strop.pipelines.room import check_engines
 from strop.pipelines.stage import StageContext, load_chat, make_player
+from strop.pipelines.stage_tasks import open_tasks
 from strop.rewards import judge_group, make_reward
 from strop.rollout.chat import ChatFormat
 from strop.rollout.fleet import Fleet
@@ -24,7 +25,6 @@ from strop.rollout.play import play
 from strop.rollout.protocol import Reward
 from strop.runs import write_directory, write_json
 from strop.seeds import derive_seed
-from strop.tasks import make_tasks
 from strop.training.protocol import Trainer
 from strop.types import Group
 
@@ -54,7 +54,7 @@ class Validator:
         check_engines(context.recipe, context.name, evaluation, chat, context.tools(), fleet)
         # Not those of evaluations: what the best policy was chosen by says too much good of it.
         seed = derive_seed("validation", context.recipe.seed)
-        source = make_tasks(evaluation.tasks, seed=seed, split=evaluation.split)
+        source = open_tasks(context.recipe, context.name, evaluation.tasks, seed=seed, split=evaluation.split)
         num = evaluation.num_tasks if source.num_tasks is None else min(evaluation.num_tasks, source.num_tasks)
         self._tasks = [(index, source.task(index)) for index in range(num)]
 
