@@ -302,6 +302,31 @@ def test_a_file_is_converted_and_what_was_dropped_lies_beside_it_with_its_reason
     assert "rust" in dropped["reason"]
 
 
+def test_a_damaged_line_is_dropped_and_told_with_its_number_and_those_behind_it_are_converted(tmp_path, caplog):
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    whole = json.dumps(MAGICODER)
+    source.write_bytes("\n".join([whole[:40], whole, '["a list"]', whole, ""]).encode() + b"\xff\n" + whole.encode())
+    result = convert_file("magicoder", str(source), out)
+    assert (result.num_converted, result.num_dropped) == (3, 3)
+    assert [conversation.id for conversation in read_conversations(out)] == ["rows.jsonl:2", "rows.jsonl:4", "rows.jsonl:6"]
+    first, second, third = map(json.loads, result.dropped_path.read_text().splitlines())
+    assert first["place"] == f"{source}:1"
+    assert first["reason"].startswith("not JSON: Invalid control character")
+    assert first["row"] == {"text": whole[:40]}
+    assert second["reason"] == "a JSON list, not an object. Each row must be one JSON object"
+    assert third["place"] == f"{source}:5"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"3 of the dropped are no JSON objects; the first: {source}:1: not JSON: Invalid control character")
+
+
+def test_a_file_with_no_line_that_is_whole_is_refused_with_the_first(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    source.write_text("{\n}\n")
+    with pytest.raises(TaskError, match=r"none of its 2 rows is a conversation of glaive\. .*rows\.jsonl:1: not JSON"):
+        convert_file("glaive", str(source), tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def test_a_file_of_another_schema_is_named_with_its_first_row_and_leaves_nothing_behind(tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps(TULU) + "\n")

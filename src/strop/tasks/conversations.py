@@ -7,6 +7,7 @@ format of rStar2-Agent (arXiv 2508.20722, section 2.1), Hermes and Qwen. The too
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from typing import Any, Literal, TypeAlias
 
 from strop.errors import TaskError
 from strop.runs import writing_to
-from strop.tasks.files import Rows, read_hub, read_rows
+from strop.tasks.files import Found, NoRow, find_rows, read_hub, read_rows
 from strop.tasks.readers import Unreadable
+
+logger = logging.getLogger(__name__)
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
 _ROLES = ("system", "user", "assistant", "tool")
@@ -93,7 +96,9 @@ def tools_text(tools: Iterable[Mapping[str, Any]]) -> str:
 
 
 def convert_file(dataset: str, source: str, out: Path, *, split: str | None = None) -> Conversion:
-    """Convert every row of `source` into `out`; rows that cannot be go to `<out>.dropped.jsonl`, with the reason.
+    """Convert every row of `source` into `out`; what cannot be goes to `<out>.dropped.jsonl`, with the reason.
+
+    So does a line that is no JSON object, as the `text` of a row; how many there are is told in a warning, with the first.
 
     Raises:
         TaskError: an unknown data set, a source that cannot be read, or no row that could be converted.
@@ -103,18 +108,23 @@ def convert_file(dataset: str, source: str, out: Path, *, split: str | None = No
     converter = converter_of(dataset)
     dropped_path = out.with_name(f"{out.name}.dropped.jsonl")
     temporary = [path.with_name(f".{path.name}.tmp") for path in (out, dropped_path)]
-    num_converted = num_dropped = 0
-    first = ""
+    num_converted = num_dropped = num_no_rows = 0
+    first = first_no_row = ""
     with writing_to(out):
         out.parent.mkdir(parents=True, exist_ok=True)
         with temporary[0].open("w", encoding="utf-8") as kept, temporary[1].open("w", encoding="utf-8") as dropped:
             for place, row in _open(source, split=split or converter.split, subset=converter.subset):
                 try:
+                    if isinstance(row, NoRow):
+                        num_no_rows += 1
+                        first_no_row = first_no_row or f"{place}: {row.problem}"
+                        raise Unreadable(row.problem)
                     conversation = converter(row, id=Path(place).name, source=dataset)
                 except Unreadable as error:
                     num_dropped += 1
                     first = first or f"{place}: {error}"
-                    dropped.write(json.dumps({"place": place, "reason": str(error), "row": row}, default=str) + "\n")
+                    was = {"text": row.text} if isinstance(row, NoRow) else row
+                    dropped.write(json.dumps({"place": place, "reason": str(error), "row": was}, default=str) + "\n")
                     continue
                 num_converted += 1
                 kept.write(json.dumps(as_row(conversation), ensure_ascii=False) + "\n")
@@ -130,6 +140,8 @@ def convert_file(dataset: str, source: str, out: Path, *, split: str | None = No
             )
         temporary[0].replace(out)
         temporary[1].replace(dropped_path)
+    if num_no_rows:
+        logger.warning("%d of the dropped are no JSON objects; the first: %s.", num_no_rows, first_no_row)
     return Conversion(num_converted=num_converted, num_dropped=num_dropped, dropped_path=dropped_path)
 
 
@@ -171,7 +183,7 @@ def as_row(conversation: Conversation) -> dict[str, Any]:
     return {"id": conversation.id, "source": conversation.source, "messages": messages, "facts": dict(conversation.facts)}
 
 
-def _open(source: str, *, split: str, subset: str | None) -> Rows:
+def _open(source: str, *, split: str, subset: str | None) -> Found:
     path = Path(source).expanduser()
     looks_local = path.exists() or path.suffix in (".jsonl", ".json", ".parquet")
-    return read_rows(path) if looks_local else read_hub(source, subset=subset, split=split, revision=None)
+    return find_rows(path) if looks_local else read_hub(source, subset=subset, split=split, revision=None)
