@@ -117,7 +117,7 @@ class Watching(Silent):
     warnings: list = field(default_factory=list)
     stages: list = field(default_factory=list)
 
-    def warning(self, text):
+    def warning(self, text, *, stage=""):
         self.warnings.append(text)
 
     def stage_finished(self, name, summary):

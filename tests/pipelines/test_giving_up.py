@@ -28,6 +28,18 @@ def test_a_policy_that_is_always_right_is_no_reason_to_give_up(tmp_path):
     ] * 4
 
 
+class ByStage(Watching):
+    def warning(self, text, *, stage=""):
+        super().warning(f"{stage}: {text}")
+
+
+def test_a_warning_of_a_stage_comes_with_its_name(tmp_path):
+    progress = ByStage()
+    with pytest.raises(CannotLearnError):
+        run_recipe(tmp_path / "run", make_recipe(steps=2, give_up_after=1), say=endless, progress=progress)
+    assert progress.warnings[0].startswith("rl: step 1 cannot learn: ")
+
+
 def endless(conversation, draw):
     return "x" * 1000
 

@@ -64,10 +64,11 @@ def write_run(path: Path, *, num_steps: int = 60, seed: int = 7, question: str =
         writer.append({"stage": "rl", "step": step} | _rl_metrics(step / num_steps, chance))
     writer.close()
     events = LineWriter(run.events)
-    warning = "rl step 4: 11 of 16 groups are tied, so most of the batch teaches nothing. Raise tasks.difficulty."
+    warning = "step 4: 11 of 16 groups are tied, so most of the batch teaches nothing. Raise tasks.difficulty."
     for event in (
         *[{"event": "stage_started", "stage": name} for name in STAGES],
         *[{"event": "warning", "stage": "rl", "text": warning}] * 3,
+        {"event": "warning", "stage": "sft", "text": warning},
     ):
         events.append(event)
     events.close()

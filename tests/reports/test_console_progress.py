@@ -69,6 +69,13 @@ def test_what_changes_on_the_way_has_a_line_of_its_own_behind_that_of_the_step()
     assert shown.getvalue().splitlines()[-1] == "  → from step 2: reward.weights = { accuracy = 1.0 } (at_step = 2)"
 
 
+def test_a_warning_names_the_stage_that_it_is_about():
+    progress, shown, _ = _progress()
+    progress.warning("step 4: nothing is learnt", stage="rl")
+    progress.warning("stages.rl.trainer.workers is 2")
+    assert shown.getvalue().splitlines() == ["  ! rl: step 4: nothing is learnt", "  ! stages.rl.trainer.workers is 2"]
+
+
 def test_what_the_user_wrote_is_not_taken_for_markup():
     progress, shown, _ = _progress()
     progress.warning("all rewards are [red]0[/red]")

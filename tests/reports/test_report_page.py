@@ -56,8 +56,12 @@ def test_the_page_opens_with_what_was_learnt(finished):
     page = _page(finished)
     assert page.index("Accuracy rose from 3.1% to 84.2%.") < page.index("Before and after") < page.index("Rollouts")
     assert "Stage before against stage after: the 95% intervals lie apart." in page
-    assert "11 of 16 groups are tied" in page
-    assert "3 times" in page
+
+
+def test_a_warning_is_told_with_its_stage_and_how_often_it_was_given(finished):
+    told = re.findall(r"<li>(<b>\w+</b>: step 4: 11 of 16 groups are tied).*?(<small>.*?</small>)?</li>", _page(finished))
+    said = ": step 4: 11 of 16 groups are tied"
+    assert told == [(f"<b>rl</b>{said}", "<small>3 times</small>"), (f"<b>sft</b>{said}", "")]
 
 
 def test_the_page_is_one_small_file_that_needs_no_other(finished):

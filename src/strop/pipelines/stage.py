@@ -74,7 +74,7 @@ class StageContext:
     def warn(self, text: str) -> None:
         """Tell the user now, and keep it for the report."""
         self.event("warning", text=text)
-        self.progress.warning(text)
+        self.progress.warning(text, stage=self.name)
 
     def metrics(self, *, done_steps: int) -> StageMetrics:
         """This stage's part of metrics.jsonl and updates.jsonl, cut back to `done_steps`."""

@@ -110,8 +110,8 @@ class ConsoleProgress:
     def note(self, text: str) -> None:
         self._say(f"  → {text}", style="cyan")
 
-    def warning(self, text: str) -> None:
-        self._say(f"  ! {text}", style="yellow")
+    def warning(self, text: str, *, stage: str = "") -> None:
+        self._say(f"  ! {stage}: {text}" if stage else f"  ! {text}", style="yellow")
 
     def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
         self.close()

@@ -80,8 +80,9 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Warned:
-    """One warning, and how often it was given."""
+    """One warning, the stage that gave it, and how often it did."""
 
+    stage: str
     text: str
     count: int
 
@@ -280,8 +281,9 @@ def _evaluation(stage: str, result: Mapping[str, Any], recipe: Mapping[str, Any]
 
 
 def _warnings(events: list[dict[str, Any]]) -> tuple[Warned, ...]:
-    counts = Counter(str(event.get("text", "")) for event in events if event.get("event") == "warning")
-    return tuple(Warned(text=text, count=count) for text, count in counts.items())
+    warnings = (event for event in events if event.get("event") == "warning")
+    counts = Counter((str(event.get("stage", "")), str(event.get("text", ""))) for event in warnings)
+    return tuple(Warned(stage=stage, text=text, count=count) for (stage, text), count in counts.items())
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -21,7 +21,8 @@ class Progress(Protocol):
     def note(self, text: str) -> None:
         """Something else than a step happened in the stage, as its recipe asks."""
 
-    def warning(self, text: str) -> None: ...
+    def warning(self, text: str, *, stage: str = "") -> None:
+        """`stage` is the one that it is about; empty where it is about the run."""
 
     def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
         """The run is done; `results` are those of its evaluations, in order."""
@@ -42,7 +43,7 @@ class Silent:
     def note(self, text: str) -> None:
         pass
 
-    def warning(self, text: str) -> None:
+    def warning(self, text: str, *, stage: str = "") -> None:
         pass
 
     def finished(self, results: Sequence[Mapping[str, Any]], report: Path) -> None:
