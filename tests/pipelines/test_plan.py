@@ -1,6 +1,9 @@
 """What `strop train --dry-run` tells: the stages that would run, what they lack, and how much memory they may take."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +51,21 @@ def test_a_directory_without_weights_is_told(tmp_path):
     assert told.startswith(f"{tmp_path / 'model'}: NO WEIGHTS there")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"")
     assert plan(load_recipe(recipe))[0].arithmetic == str(tmp_path / "model")
+
+
+def test_a_hub_that_cannot_be_reached_is_told_once_and_in_the_plan():
+    zero_shot = Path(__file__).parents[2] / "recipes" / "presets" / "cs336-zero-shot.toml"
+    unreachable = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9", "COLUMNS": "300"}
+    done = subprocess.run(
+        [sys.executable, "-m", "strop.cli", "train", str(zero_shot), "--dry-run"],
+        env=os.environ | unreachable,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("Qwen/Qwen2.5-Math-1.5B: NOT FOUND, so memory and time are not estimated.") == 1
 
 
 def test_a_small_update_is_not_planned_for_a_whole_micro_batch():

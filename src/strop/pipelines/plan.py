@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import huggingface_hub
 import torch
 import transformers
 
@@ -258,10 +259,13 @@ def _size_of(stage: ModelStage) -> ModelSize:
     if stage.tiny is not None:
         return _count(tiny_llama_config(stage.tiny, vocab_size=stage.tiny.vocab_size, eos_token_id=2))
     assert stage.path is not None  # the config's validator saw to it
+    directory = Path(stage.path)
     try:
-        return _count(transformers.AutoConfig.from_pretrained(stage.path, local_files_only=Path(stage.path).is_dir()))
-    except (OSError, ValueError):
-        return ModelSize(num_parameters=0, kv_bytes_per_token=0)
+        if not directory.is_dir():  # `AutoConfig` would ask an absent network six times, for 23 seconds
+            directory = Path(huggingface_hub.snapshot_download(stage.path, allow_patterns="config.json"))
+        return _count(transformers.AutoConfig.from_pretrained(directory, local_files_only=True))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
+        return _NO_MODEL
 
 
 def _origin_in_words(stage: ModelStage, size: ModelSize) -> str:
