@@ -31,6 +31,7 @@ from strop.curation.tally import Tally
 from strop.curation.verdict import AnyRule, comparisons, rules_alone
 from strop.errors import DeadlineExceeded, MachineError, RunError
 from strop.runs import read_json, write_json, writing_to
+from strop.tasks.commits import keeping_commits
 from strop.tasks.rows import LIMITS, WHERE, BadRow, LeftOut, read_tasks
 from strop.types import Task
 
@@ -64,11 +65,13 @@ def run_curation(
             )
         shutil.rmtree(parts, ignore_errors=True)  # of a call that was killed between its last two lines
         return summary
-    rules = make_rules(config)
-    _open_parts(parts, made_of["digest"])
-    _judge_all(config, rules, parts, jobs=jobs, progress=progress)
+    commits = dict[str, str]()
+    with keeping_commits(commits):
+        rules = make_rules(config)
+        _open_parts(parts, made_of["digest"])
+        _judge_all(config, rules, parts, jobs=jobs, progress=progress, commits=commits)
     tally = _compare_all(rules, parts, directory, progress)
-    summary = _summary(config, rules, tally, made_of)
+    summary = _summary(config, rules, tally, made_of | ({"hub": commits} if commits else {}))
     write_page(directory / "report.html", config.name, summary, tally)
     write_json(done, summary)
     shutil.rmtree(parts)
@@ -83,8 +86,14 @@ def _open_parts(parts: Path, digest: str) -> None:
     write_json(made_of, digest)
 
 
-def _judge_all(config: CurationConfig, rules: list[AnyRule], parts: Path, *, jobs: int, progress: Progress) -> None:
-    """Write a part for each chunk of the input that has none yet."""
+def _judge_all(
+    config: CurationConfig, rules: list[AnyRule], parts: Path, *, jobs: int, progress: Progress, commits: dict[str, str]
+) -> None:
+    """Write a part for each chunk of the input that has none yet.
+
+    Args:
+        commits: at which the benchmarks were read, and are to be read by other processes.
+    """
     rows = chain.from_iterable(read_tasks(source, split="train") for source in config.sources)
     chunks = enumerate(_chunks(rows))
     if jobs == 1:
@@ -96,7 +105,7 @@ def _judge_all(config: CurationConfig, rules: list[AnyRule], parts: Path, *, job
         return
     context = multiprocessing.get_context("spawn")  # the parent may hold threads, of pyarrow for one
     try:
-        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(config,)) as pool:
+        with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(config, commits)) as pool:
             running: dict[Future[None], int] = {}
             for number, chunk in chunks:
                 if part_path(parts, number).exists():
@@ -133,12 +142,13 @@ def _collect(running: dict[Future[None], int], pool: ProcessPoolExecutor) -> int
 _alone: Alone | None = None  # of a worker process
 
 
-def _start(config: CurationConfig) -> None:
+def _start(config: CurationConfig, commits: dict[str, str]) -> None:
     """Set a worker up, and see to it that it does not outlive a parent that is killed. Ctrl-C is the parent's to answer."""
     global _alone
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _alone = Alone(make_rules(config))
+    with keeping_commits(commits):
+        _alone = Alone(make_rules(config))
 
 
 def _end_with_parent() -> None:

@@ -58,6 +58,8 @@ def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:
         content = lineage | {"data": {key: facts["digest"] for key, facts in lineage["data"].items()}}
         digest = _digest(json.dumps(content, sort_keys=True).encode())
         made[name] = {"digest": digest, **lineage, "stands_on": list(dict.fromkeys(each.stage for each in stage.inputs()))}
+        if "hub" in recorded:  # the commits that it has read go on to be those that it reads
+            made[name]["hub"] = recorded["hub"]
     return made
 
 

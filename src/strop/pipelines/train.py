@@ -64,6 +64,7 @@ from strop.reports.trackers import make_trackers
 from strop.rewards.service import RunService
 from strop.runs import LineWriter, RunDirectory, StageDirectory, read_json, write_json, writing_to
 from strop.sandbox.opening import open_service
+from strop.tasks.commits import keeping_commits
 from strop.tools.toolbox import open_tools
 
 
@@ -214,16 +215,18 @@ async def _run_stage(context: StageContext, stage: StageConfig, lineage: Lineage
         return
     started = time.perf_counter()
     context.event("stage_started")
+    commits = dict(lineage.get("hub", {}))
     write_lineage(context.run, context.name, lineage)
     try:
-        made, summary = await RUNNERS[type(stage)](context, with_reward_models(stage, context.run))
+        with keeping_commits(commits, tell=lambda: write_lineage(context.run, context.name, lineage | {"hub": commits})):
+            made, summary = await RUNNERS[type(stage)](context, with_reward_models(stage, context.run))
     except BaseException:
         _let_go(context.directory)
         raise
     elapsed = time.perf_counter() - started
     key = "model" if stage.makes in (Product.MODEL, Product.REWARD_MODEL) else "data"
     product = {} if made is None else {key: _as_seen_from(context.run.path, made)}
-    write_lineage(context.run, context.name, lineage, product=made)
+    write_lineage(context.run, context.name, lineage | ({"hub": commits} if commits else {}), product=made)
     write_json(done, {"summary": summary, "time_s": elapsed, **product})
     context.event("stage_finished")
     context.progress.stage_finished(context.name, f"{summary} ({elapsed:.0f} s)")

@@ -158,7 +158,7 @@ class HubConfig(Columns):
     kind: Literal["hub"] = "hub"
     name: str | None = None  # by default where `dataset` is published
     subset: str | None = None  # likewise
-    revision: str | None = None  # a commit, so that a run can be repeated
+    revision: str | None = None  # a commit or a tag, so that a run can be repeated; else the newest when a stage begins
     train_split: str | None = None  # by default "train", or as `dataset` is published
     test_split: str | None = None  # likewise, "test"
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from strop.errors import TaskError
+from strop.tasks.commits import keep_commit, kept_commit
 from strop.tasks.readers import Row
 
 Rows: TypeAlias = Iterator[tuple[str, Row]]
@@ -32,6 +34,7 @@ Found: TypeAlias = Iterator[tuple[str, Row | NoRow]]
 
 _EXTRA = "which is not installed. Install it with pip install 'strop[data]'"
 _BATCH_ROWS = 1024
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _JSONL = "It must be a JSONL file in UTF-8"
 
 
@@ -151,11 +154,14 @@ def read_parquet(path: Path) -> Rows:
 def read_hub(name: str, *, subset: str | None, split: str, revision: str | None, split_key: str = "split") -> Rows:
     """The rows of a data set of the hub, or of a directory that `datasets` loads.
 
+    Work that goes on reads a data set of the hub at the commit at which it began to; that commit is kept the first time.
+
     Args:
+        revision: a commit, a tag or a branch; the newest where it is None.
         split_key: what an error calls the key that says which split.
 
     Raises:
-        TaskError: the `datasets` package, the data set or its split is missing.
+        TaskError: the `datasets` package, the data set or its split is missing, or there is another commit than the one meant.
     """
     try:
         from datasets import load_dataset
@@ -165,17 +171,34 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None,
             ' kind = "jsonl".'
         ) from error
     is_local = Path(name).expanduser().is_dir()
+    dataset = name if revision is None else f"{name}@{revision}"
+    began_with = None if is_local else kept_commit(dataset)
     try:
         # A directory of files has no configurations: the published one is of the hub's copy.
         source = str(Path(name).expanduser()) if is_local else name
-        rows = load_dataset(source, None if is_local else subset, split=split, revision=revision)
+        rows = load_dataset(source, None if is_local else subset, split=split, revision=began_with or revision)
     except (ValueError, OSError) as error:  # unknown split or subset; not found, offline
         raise TaskError(
             f"{name}: its split {split!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and {split_key}; a"
             " machine without network needs a local directory as the name."
         ) from error
+    commit = None if is_local else _commit_of(rows)
+    if commit is not None:
+        meant = began_with or revision
+        if meant is not None and _COMMIT.fullmatch(meant) and commit != meant:
+            raise TaskError(
+                f"{name}: commit {meant} is meant, but a machine that cannot reach the hub reads its newest copy, which is of"
+                f" {commit}. Let it reach the hub; or, to read the copy, set revision to its commit and begin anew."
+            )
+        keep_commit(dataset, commit)
     for number, row in enumerate(rows):
         yield f"{name}[{split}] row {number}", row
+
+
+def _commit_of(rows: Any) -> str | None:
+    """At which commit `datasets` read `rows`: its copy of them lies in a directory of that name. None where it tells none."""
+    directories = {Path(each["filename"]).parent.name for each in rows.cache_files}
+    return next((name for name in directories if _COMMIT.fullmatch(name)), None)
 
 
 _READERS: dict[str, Callable[[Path], Found]] = {".jsonl": find_jsonl, ".json": find_json, ".parquet": read_parquet}

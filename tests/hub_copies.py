@@ -1,0 +1,25 @@
+"""Copies of data sets of the hub on this machine, as the `datasets` package keeps them and reads them without network."""
+
+import json
+import shutil
+from pathlib import Path
+
+
+def offline(monkeypatch, directory):
+    """The `datasets` package reaches no hub, and keeps its copies in `directory`; none is there."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(directory))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def keep_copy(directory, name, commit, rows):
+    """As if `rows` had been read of the data set `org/name` at `commit`, later than any copy that is there."""
+    import datasets
+
+    there = directory / f"org___{name}" / "default" / "0.0.0" / commit
+    source = directory / commit / name / "train.jsonl"
+    source.parent.mkdir(parents=True)
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (made,) = datasets.load_dataset(str(source.parent), split="train").cache_files
+    shutil.copytree(Path(made["filename"]).parent, there)
