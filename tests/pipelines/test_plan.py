@@ -1,5 +1,6 @@
 """What `strop train --dry-run` tells: the stages that would run, what they lack, and how much memory they may take."""
 
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from strop.cli import app
+from strop.errors import TaskError
+from strop.pipelines import plan as plan_module
 from strop.pipelines.load import load_recipe
 from strop.pipelines.plan import plan
 from strop.pipelines.tiny_model import tiny_llama_config
@@ -81,3 +84,54 @@ def test_a_small_update_is_not_planned_for_a_whole_micro_batch():
 def test_one_update_is_one():
     assert "; 1 update a step of 24 rollouts" in planned("stages.rl.updates_per_step=1")["rl"].arithmetic
     assert "; 2 updates a step of 12 rollouts" in planned()["rl"].arithmetic
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "told", "num_rollouts"),
+    [(100, "10 tasks x 2 rollouts = 20 rollouts, tools real", 20), (3, "3 tasks x 2 rollouts = 6 rollouts, tools real", 6)],
+)
+def test_an_evaluation_of_a_file_is_planned_for_the_rows_that_are_there(num_tasks, told, num_rollouts, tmp_path):
+    stage = planned(*held_out(tmp_path, num_rows=10), f"stages.after.num_tasks={num_tasks}")["after"]
+    assert stage.arithmetic == told
+    assert stage.tokens == num_rollouts * 128
+
+
+@pytest.mark.parametrize(
+    ("filtered", "told"), [("", "10 tasks"), ("num_tasks=4,", "4 tasks"), ("num_tasks=12,data=['hard'],", "up to 12 tasks")]
+)
+def test_a_filter_of_a_file_is_planned_for_the_rows_that_are_there_and_not_for_those_that_are_still_to_be_made(
+    filtered, told, tmp_path
+):
+    tasks = f"tasks={{kind='jsonl',path={str(rows(tmp_path, 10))!r}}}"
+    words = [
+        f"stages.hard={{kind='filter',init='sft',{tasks}}}",
+        f"stages.easy={{kind='filter',init='sft',k=2,{filtered}{tasks}}}",
+    ]
+    assert planned(*words)["easy"].arithmetic == f"{told} x 2 rollouts"
+
+
+def test_rows_that_would_be_dear_to_count_are_told_as_a_maximum(tmp_path, monkeypatch):
+    words = held_out(tmp_path, num_rows=10)
+    monkeypatch.setattr(plan_module, "_MOST_COUNTED_MIB", 0)
+    far = planned("stages.after.tasks={kind='hub',dataset='math500'}")["after"].arithmetic
+    missing = planned(*words, f"stages.after.tasks.test_path={str(tmp_path / 'none.jsonl')!r}")["after"].arithmetic
+    assert far == missing == planned(*words)["after"].arithmetic == "up to 8 tasks x 2 rollouts = up to 16 rollouts, tools real"
+
+
+def test_a_row_that_is_no_task_is_met_by_the_plan(tmp_path):
+    words = held_out(tmp_path, num_rows=2)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"question": "7 + 7"}\n')
+    with pytest.raises(TaskError, match=r"stages\.after\.tasks: .*rows\.jsonl:3"):
+        planned(*words)
+
+
+def rows(directory, num):
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n} + 1", "answer": f"{n + 1}"}) + "\n" for n in range(num)))
+    return path
+
+
+def held_out(directory, *, num_rows):
+    path = str(rows(directory, num_rows))
+    return [f"stages.after.tasks={{kind='jsonl',path={path!r},test_path={path!r}}}"]

@@ -29,14 +29,17 @@ from strop.pipelines.recipe import (
     RewardModelStage,
     RlStage,
     RolloutStage,
+    SampledStage,
     SftStage,
     StageConfig,
     init_of,
 )
 from strop.pipelines.schedule import Done, first_steps
 from strop.pipelines.selection import Starts, named_starts, stages_until
+from strop.pipelines.stage_tasks import open_tasks
 from strop.pipelines.tiny_model import tiny_llama_config
 from strop.reports.scales import counted
+from strop.tasks.config import ArithmeticConfig, CountdownConfig, JsonlConfig, LookupConfig, ParquetConfig
 
 _MIB = 2**20
 _IDLE_MIB = 600  # an interpreter with torch and transformers imported
@@ -44,6 +47,7 @@ _IDLE_MIB = 600  # an interpreter with torch and transformers imported
 _DECODE_SHARE = 0.15
 _TRAIN_SHARE = 0.35
 _TOKEN_SHARE = 1 / 3
+_MOST_COUNTED_MIB = 16  # of a file whose rows are counted: some 50 000 problems, in about a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +82,7 @@ def plan(recipe: Recipe, *, until: str | None = None, start: Starts = ()) -> lis
     Raises:
         ConfigError: there is no such stage.
         UserError: this machine lacks something that such a stage will open.
+        TaskError: a file that such a stage will play holds what is no task.
     """
     wanted = stages_until(recipe, until, start)
     if start:  # what lies before it is there already
@@ -141,8 +146,10 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
                 f" {', '.join(rule.kind for rule in config.rules)}"
             )
         case FilterStage() | RejectionSamplingStage():
-            arithmetic = f"{stage.num_tasks or 'all'} tasks x {stage.k} rollouts"
-            tokens = (stage.num_tasks or 0) * stage.k * stage.sampling.max_tokens
+            limit, num_tasks = _played(name, stage, recipe)
+            told = f"{limit}{counted(num_tasks, 'task')}" if num_tasks else "all tasks"
+            arithmetic = f"{told} x {counted(stage.k, 'rollout')}"
+            tokens = num_tasks * stage.k * stage.sampling.max_tokens
             flops = 2 * size.num_parameters * tokens / _DECODE_SHARE
             memory += engine_mib
         case DemonstrationsStage():
@@ -156,11 +163,13 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
         case ExportStage():
             arithmetic = "a model directory with card and lineage"
         case EvalStage():
-            tokens = stage.num_tasks * stage.k * stage.sampling.max_tokens
+            limit, num_tasks = _played(name, stage, recipe)
+            tokens = num_tasks * stage.k * stage.sampling.max_tokens
             flops = 2 * size.num_parameters * tokens / _DECODE_SHARE
             memory += engine_mib
             arithmetic = (
-                f"{stage.num_tasks} tasks x {stage.k} rollouts = {stage.num_tasks * stage.k} rollouts, tools {stage.tools}"
+                f"{limit}{counted(num_tasks, 'task')} x {counted(stage.k, 'rollout')} ="
+                f" {limit}{counted(num_tasks * stage.k, 'rollout')}, tools {stage.tools}"
             )
         case RlStage():
             rollouts = stage.tasks_per_step * stage.rollouts_per_task
@@ -212,6 +221,41 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
         time_s=time_s,
         schedule=(*(_lines_of_schedule(stage) if isinstance(stage, RolloutStage) else ()), *_missing(stage)),
     )
+
+
+def _played(name: str, stage: EvalStage | SampledStage, recipe: Recipe) -> tuple[str, int]:
+    """How many tasks the stage plays, and before it whether there may be fewer; 0 where nothing says how many there are.
+
+    Raises `TaskError` as `open_tasks` does.
+    """
+    there = _num_there(name, stage, recipe)
+    if there is None:
+        return "up to ", stage.num_tasks or 0
+    return "", min(there, stage.num_tasks or there)
+
+
+def _num_there(name: str, stage: EvalStage | SampledStage, recipe: Recipe) -> int | None:
+    """How many tasks there are, or as many as are asked for without end; None where that is not known before they are read.
+
+    What is far away (the hub), large, made by other stages or by a program of the user's is not read for a plan.
+    """
+    if isinstance(stage, SampledStage) and stage.data:
+        return None
+    match stage.tasks:
+        case ArithmeticConfig() | CountdownConfig() | LookupConfig():
+            return stage.num_tasks
+        case JsonlConfig() | ParquetConfig():
+            split = stage.split if isinstance(stage, EvalStage) else "train"
+            path = stage.tasks.path if split == "train" else stage.tasks.test_path
+            if path is not None and not _is_counted(path.expanduser()):
+                return None
+            return open_tasks(recipe, name, stage.tasks, seed=recipe.seed, split=split).num_tasks
+        case _:
+            return None
+
+
+def _is_counted(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * _MIB
 
 
 def _missing(stage: StageConfig) -> Iterator[str]:
