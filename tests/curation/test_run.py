@@ -86,6 +86,16 @@ def test_the_page_shows_counts_and_samples_of_every_rule_and_escapes_what_a_row_
     assert "src=" not in page  # it needs no other file
 
 
+def test_the_page_keeps_an_id_on_one_line_by_its_ends_and_has_it_whole_beside(file, tmp_path):
+    rows = read(tmp_path / "rows.jsonl")
+    named = [{**rows[0], "id": "a-file-of-a-long-name.jsonl:1"}, {**rows[1], "id": "a-file-of-22-chars.j:2"}]
+    write(tmp_path / "rows.jsonl", named)
+    run_curation(load_curation(file), tmp_path / "out", jobs=1)
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert '<th title="a-file-of-a-long-name.jsonl:1">a-file-…g-name.jsonl:1</th>' in page
+    assert '<th title="a-file-of-22-chars.j:2">a-file-of-22-chars.j:2</th>' in page
+
+
 def test_two_processes_write_what_one_writes(file, tmp_path):
     for jobs in (1, 2):
         run_curation(load_curation(file), tmp_path / f"out-{jobs}", jobs=jobs)

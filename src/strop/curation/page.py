@@ -11,6 +11,7 @@ from strop.reports.html import render
 from strop.runs import write_text
 
 _SHOWN_CHARS = 600
+_ID_CHARS = 22
 
 
 def write_page(path: Path, name: str, summary: Mapping[str, Any], tally: Tally) -> None:
@@ -22,9 +23,15 @@ def write_page(path: Path, name: str, summary: Mapping[str, Any], tally: Tally) 
         "rules": rules,
         "kept": tally.samples(),
         "shorten": _shorten,
+        "shorten_id": _shorten_id,
     }
     write_text(path, render("curation.html.j2", values))
 
 
 def _shorten(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]} … ({len(text)} characters)"
+
+
+def _shorten_id(name: str) -> str:
+    """Both ends, and more of the second: there is what tells the rows of one file apart."""
+    return name if len(name) <= _ID_CHARS else f"{name[: _ID_CHARS // 3]}…{name[1 - _ID_CHARS + _ID_CHARS // 3 :]}"
