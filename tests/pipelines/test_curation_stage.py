@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import threading
 import time
@@ -102,6 +103,12 @@ def test_its_problems_are_trained_on_and_its_last_line_says_how_many_fell_to_whi
     }
     assert "Dropped by decontamination" in (data / "report.html").read_text()
     assert not (data / "parts").exists()
+
+
+def test_the_report_of_the_run_leads_to_its_page(directory):
+    run = run_recipe(directory / "run", recipe_of(directory)).run
+    (link,) = re.findall(r'<a href="(.*?)">problems</a>', run.report.read_text())
+    assert "Dropped by decontamination" in (run.path / link).read_text()
 
 
 def test_its_lineage_has_the_contents_of_its_file_and_of_all_that_this_reads(directory):
