@@ -13,7 +13,7 @@ NUMBER = re.compile(r"-?\$?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?")
 
 
 def is_last_said(task: Task, trajectory: Trajectory) -> float:
-    """1 where the answer is a number and the response's last number equals it, or where its last box holds the answer's own text."""
+    """1 where the answer is a number that the last one said equals, or where the last box holds the answer's own text."""
     text = final_text(trajectory) or ""
     boxes = boxed(text)
     said = boxes[-1].strip() if boxes else next(iter(NUMBER.findall(text)[-1:]), "")

@@ -6,10 +6,10 @@ Hypothesis, written before any run: the two engines sample from the same distrib
 on each benchmark the 95 % interval of the paired difference in accuracy holds 0, and so does that in length. These are four
 intervals: were all four hypotheses true, one or more would miss 0 in up to 19 of 100 runs of the program (1 - 0.95^4).
 
-A model of 135 M parameters writes no form that it is asked for (in an earlier run, with the Python tool and an answer tag, it was
-right on nothing and called nothing), so it gets the question alone, and the last number that it says is its answer
-(experiments/smollm2_answers.py). 48 problems of each benchmark were played beforehand to see that it solves some at all: 1 and 1 at
-temperature 0.2, none of GSM8K at 0.6.
+A model of 135 M parameters writes no form that it is asked for (in an earlier run, with the Python tool and an answer tag, it
+was right on nothing and called nothing), so it gets the question alone, and the last number that it says is its answer
+(experiments/smollm2_answers.py). 48 problems of each benchmark were played beforehand to see that it solves some at all: one of
+either at temperature 0.2, none of GSM8K at 0.6.
 
 An interval that holds 0 shows little where few problems can differ, so beside it stands what the comparison could have seen:
 the smallest true difference that it finds with a chance of 80 %, 2.80 times the standard error of the paired differences.
