@@ -54,6 +54,25 @@ def test_the_same_sentence_with_another_answer_is_another_problem_unless_answers
     assert list(dropped(tasks, NearDuplicates(needs_same_answer=False))) == ["second"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "is_alike"),
+    [
+        ("What is the height of the tower?", "What is the height of the bridge?", False),  # 4 of 6 triples: 0.67
+        (
+            "How tall is the tower that stands in the north of Paris?",
+            "How tall is the tower that stands in the north of Lyon?",
+            True,
+        ),
+        ("2+2", "2*2", True),  # signs do not count
+        ("What is 2+2?", "What is 2*2?", True),
+        ("1+3", "3+1", True),  # too few words for a triple
+        ("What is 1+3?", "What is 3+1?", False),
+    ],
+)
+def test_what_is_near_of_short_questions_with_one_answer(first, second, is_alike):
+    assert bool(dropped([task(first, "a"), task(second, "b")], NearDuplicates())) is is_alike
+
+
 def test_planted_near_copies_are_found_among_thousands_without_a_false_alarm():
     rest = problems(3000, seed=1)
     copies = [
