@@ -201,6 +201,8 @@ def _explain(
         return f"{path}: required, but not set."
     if kind in ("union_tag_not_found", "dict_type") and _tag_key(members := _members(place.expected)):
         return _explain_untagged(path, members, detail["input"])
+    if kind == "tuple_type" and isinstance(detail["input"], Mapping) and _members(_inside(place.expected, "0")):
+        return f"{path}: one table, where a list of them belongs. Write [[{_list_at(path)}]]."
     if kind == "union_tag_invalid":
         expected, tag = [_unquoted(each) for each in detail["ctx"]["expected_tags"].split(",")], detail["ctx"]["tag"]
         nearest = difflib.get_close_matches(str(tag), expected, n=1, cutoff=0.4)
@@ -245,7 +247,14 @@ def _explain_untagged(path: str, members: Sequence[type[BaseModel]], given: Any)
         said = f"{given[key]!r} is not one of {known}" if key in given else f"required, but not set; one of {known}"
         return f"{path}.{key}: {said}."
     tag, others = (given, "") if given in tags else (tags[0], f" (one of {known})")
+    if path.rpartition(".")[2].isdigit():
+        return f'{path}: {given!r} is not a table. Write [[{_list_at(path)}]] with {key} = "{tag}"{others}.'
     return f'{path}: {given!r} is not a table. Write [{path}] with {key} = "{tag}", or --set {path}.{key}={tag}{others}.'
+
+
+def _list_at(path: str) -> str:
+    """As TOML has the list of tables at `path`, or that of which one lies there."""
+    return ".".join(step for step in path.split(".") if not step.isdigit())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -259,7 +259,17 @@ def test_a_curation_without_outcomes_has_the_digest_that_those_made_before_have(
     [
         ('rules=[{kind="near_duplicates"}, {kind="integer_answer"}]', "near_duplicates before integer_answer.* last"),
         ('rules=[{kind="integer_answer"}, {kind="integer_answer"}]', "integer_answer twice"),
-        ('rules=[{kind="integer_answers"}]', "Did you mean 'integer_answer'"),
+        ('rules=[{kind="integer_answers"}]', r"file\.toml: rules\.0\.kind: 'integer_answers' .* Did you mean 'integer_answer'"),
+        ('rules=[{kind="near_duplicates", treshold=1.0}]', r"rules\.0\.treshold: unknown key\. Did you mean 'threshold'"),
+        ('rules={kind="exact_duplicates"}', r"rules: one table, where a list of them belongs\. Write \[\[rules\]\]\.$"),
+        (
+            'rules=["exact_duplicates"]',
+            r"rules\.0: 'exact_duplicates' is not a table\. Write \[\[rules\]\] with kind = \"exact_duplicates\"\.$",
+        ),
+        (
+            'rules=[{kind="decontamination", against=["gsm8k"]}]',
+            r"rules\.0\.against\.0: 'gsm8k' is not a table\. Write \[\[rules\.against\]\] with kind = \"jsonl\" \(one of",
+        ),
         ("rules=[]", "rules"),
     ],
 )
