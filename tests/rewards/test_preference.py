@@ -2,9 +2,10 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
-from scorers.chat_service import Answer, said, serving
+from scorers.chat_service import Answer, Service, said, serving
 from trajectories import TASK, trajectory
 
 from strop.config import validate
@@ -136,6 +137,68 @@ def test_a_scorer_that_refuses_everything_stops_the_run():
         pytest.raises(UserError, match=r"answered 400.*no such key"),
     ):
         judged(reward(helpful=scorer(service)), *(trajectory("x" * n) for n in range(1, 20)))
+
+
+def refuses_from(number, status, body=None):
+    def answer(asked, at):
+        return lengths(asked, at) if at < number else Answer(body=body or {"error": "out of order"}, status=status)
+
+    return answer
+
+
+def one_by_one(config, *asked):
+    async def run():
+        judge = SumReward(config)
+        try:
+            return [await judge(replace(TASK, question=question), trajectory(text)) for question, text in asked]
+        finally:
+            await judge.close()
+
+    return asyncio.run(run())
+
+
+def test_a_scorer_that_refuses_every_request_after_its_first_scores_stops_the_run_at_the_eighth():
+    asked = [(f"What is {n}?", "x" * (n + 1)) for n in range(20)]
+    with serving(refuses_from(3, 400)) as service, pytest.raises(UserError) as raised:
+        one_by_one(reward(helpful=scorer(service)), *asked)
+    assert len(service.asked) == 3 + 8
+    assert "8 different responses in a row were refused, to 8 different requests" in str(raised.value)
+    assert f"{service.url} answered 400" in str(raised.value)
+    assert "out of order" in str(raised.value)
+
+
+def test_a_request_that_a_scorer_refuses_with_all_its_responses_is_one_and_others_between_end_the_row():
+    same = [("What is it?", "x" * (n + 1)) for n in range(60)]
+    mixed = [(f"What is {n}?", "y" * (1 if n % 8 == 7 else 200)) for n in range(40)]
+    with serving(refuses_from(1, 422)) as service:
+        found = one_by_one(reward(helpful=scorer(service)), *same)
+    assert [each == {"excluded": 1.0} for each in found] == [False] + 59 * [True]
+    with serving(refuses_long_ones) as service:
+        found = one_by_one(reward(helpful=scorer(service)), ("What?", "y"), *mixed)
+    assert sum(each == {"excluded": 1.0} for each in found) == 35
+
+
+@pytest.mark.parametrize(("status", "num_tries"), [(401, 1), (404, 1), (503, 2)])
+def test_a_scorer_that_fails_whatever_it_is_asked_stops_the_run_at_once_after_its_first_scores_too(status, num_tries):
+    asked = [(f"What is {n}?", "four") for n in range(20)]
+    with serving(refuses_from(3, status)) as service, pytest.raises(UserError, match=f"answered {status}.*out of order"):
+        one_by_one(reward(helpful=scorer(service)), *asked)
+    assert len(service.asked) == 3 + num_tries
+
+
+def test_a_scorer_that_is_gone_after_its_first_scores_stops_the_run_at_once():
+    async def run(service):
+        judge = SumReward(reward(helpful=scorer(service, scale="raw")))
+        try:
+            assert await judge(TASK, trajectory("four")) == {"helpful": 4.0}
+            service.close()
+            await judge(TASK, trajectory("five"))
+        finally:
+            await judge.close()
+
+    service = Service(lambda asked, at: replace(lengths(asked, at), headers={"Connection": "close"}))
+    with pytest.raises(UserError, match=r"cannot be reached.*the last of 2 tries"):
+        asyncio.run(run(service))
 
 
 def test_a_judge_gives_a_share_of_its_range_and_excludes_what_it_cannot_judge():

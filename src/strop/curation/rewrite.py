@@ -156,17 +156,18 @@ async def _rewrite(
     question, response = texts
     asked = [{"role": "user", "content": Template(config.prompt).substitute(question=question, response=response)}]
     reason = ""
-    for draw in range(config.tries):
-        try:
-            reply = await client.reply(asked, draw=draw)
-        except ServiceRefused as refused:
-            refusals.add(refused)
-            return row, f"refused: {refused}"
-        refusals.judged()
-        text = reply.text.strip()
-        reason = _fault(config, response, text, reply.finish_reason)
-        if not reason:
-            return _with_text(config, row, text, response), ""
+    with refusals.asking() as asking:
+        for draw in range(config.tries):
+            try:
+                reply = await client.reply(asked, draw=draw)
+            except ServiceRefused as refused:
+                refusals.add(refused, *asking, judged=texts, about="")  # rows may be sorted by length: counted as one request's
+                return row, f"refused: {refused}"
+            refusals.judged(asking)
+            text = reply.text.strip()
+            reason = _fault(config, response, text, reply.finish_reason)
+            if not reason:
+                return _with_text(config, row, text, response), ""
     return row, reason
 
 

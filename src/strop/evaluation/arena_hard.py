@@ -115,19 +115,20 @@ async def ask_for_answers(questions: Sequence[Question], service: ChatServiceCon
     a warning tells how many are.
 
     Raises:
-        ServiceRefused: the service failed, or refused all of its first requests.
+        ServiceRefused: the service failed, or refused all of its first requests, or several different ones in a row.
     """
     if "max_tokens" not in service.model_fields_set:
         service = service.model_copy(update={"max_tokens": _MAX_TOKENS})
     client, refusals = ChatClient(service), Refusals(what="without an answer")
 
     async def ask(question: Question) -> Reply | None:
-        try:
-            reply = await client.reply([{"role": "user", "content": question.prompt}])
-        except ServiceRefused as refused:
-            refusals.add(refused)
-            return None
-        refusals.judged()
+        with refusals.asking() as asking:
+            try:
+                reply = await client.reply([{"role": "user", "content": question.prompt}])
+            except ServiceRefused as refused:
+                refusals.add(refused, *asking, judged=question.id, about=question.prompt)
+                return None
+            refusals.judged(asking)
         return reply
 
     try:

@@ -232,8 +232,8 @@ def test_what_is_remembered_of_a_long_run_does_not_grow():
         clear = unclear.begin()
         unclear.clear(clear)
         unclear.end(clear)
-    assert len(unclear._by_first) == len(unclear._by_last) == 1024
-    assert not unclear._open
+    assert len(unclear._rows._by_first) == len(unclear._rows._by_last) == 1024
+    assert not unclear._rows._open
 
 
 def test_a_judge_that_turns_to_nonsense_is_told_of_with_its_name_address_and_last_words(caplog):
@@ -325,3 +325,13 @@ def test_a_service_that_refuses_every_judgement_is_told_of():
     ):
         ask(judging(service), *calls)
     assert len(service.asked) == 8
+
+
+def test_a_service_that_refuses_every_judgement_after_its_first_ones_is_told_of():
+    def answer(_, number):
+        return said("[[5]]") if number < 3 else Answer(body={"error": "maximum context length"}, status=400)
+
+    calls = [lambda judge, n=n: judge.score(Exchange(prompt=f"{n}+2?", response="4")) for n in range(20)]
+    with serving(answer) as service, pytest.raises(UserError, match=r"8 different responses in a row.*maximum context length"):
+        ask(judging(service), *calls)
+    assert len(service.asked) == 3 + 8

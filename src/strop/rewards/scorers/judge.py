@@ -3,7 +3,7 @@
 A pair is shown in random order and judged by five verdicts, as in Arena-Hard and in the preference data of DeepSeek-R1
 (arXiv 2501.12948, section 3.1); a single response gets a number. A reply without a verdict is asked for again; one that never
 gives any is None, which is no score at all, as is one that the service refuses to look at (too long, say). How many there are
-is told as they come, and a judge that gives several different responses in a row nothing but that ends the run.
+is told as they come, and a judge that gives several different responses in a row nothing but one of the two ends the run.
 """
 
 from __future__ import annotations
@@ -163,18 +163,19 @@ class ModelJudge:
         number = self._unclear.begin()
         try:
             replies: list[Reply] = []
-            for draw in range(judgement * self.config.tries, (judgement + 1) * self.config.tries):
-                try:
-                    reply = await self.client.reply([{"role": "user", "content": asked}], draw=draw)
-                except ServiceRefused as refused:
-                    self._refusals.add(refused)
-                    tell_why(f"{self._name} refused it: {refused}")
-                    return None
-                self._refusals.judged()
-                replies.append(reply)
-                if (found := parse(reply.text)) is not None:
-                    self._unclear.clear(number)
-                    return found
+            with self._refusals.asking() as asking:
+                for draw in range(judgement * self.config.tries, (judgement + 1) * self.config.tries):
+                    try:
+                        reply = await self.client.reply([{"role": "user", "content": asked}], draw=draw)
+                    except ServiceRefused as refused:
+                        self._refusals.add(refused, *asking, judged=judged, about=about)
+                        tell_why(f"{self._name} refused it: {refused}")
+                        return None
+                    self._refusals.judged(asking)
+                    replies.append(reply)
+                    if (found := parse(reply.text)) is not None:
+                        self._unclear.clear(number)
+                        return found
             why = self._unclear.add(
                 number,
                 judged=judged,

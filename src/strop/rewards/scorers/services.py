@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from strop.rewards.scorers.config import HttpScorerConfig, VllmScorerConfig
 from strop.rewards.scorers.protocol import Exchange, checked_scores
@@ -13,6 +13,8 @@ from strop.rewards.scorers.refusals import Refusals
 from strop.rewards.scorers.reward_model import ExchangeFormat
 from strop.rewards.scorers.web import JsonService
 from strop.web import ServiceRefused
+
+_Score: TypeAlias = Callable[[Sequence[Exchange]], Awaitable[list[float]]]
 
 
 class HttpScorer:
@@ -81,22 +83,30 @@ class VllmScorer:
         return ExchangeFormat(Path(self._config.path))
 
 
-async def _score_each(
-    exchanges: Sequence[Exchange], score: Callable[[Sequence[Exchange]], Awaitable[list[float]]], refusals: Refusals
-) -> list[float | None]:
+async def _score_each(exchanges: Sequence[Exchange], score: _Score, refusals: Refusals) -> list[float | None]:
     """The scores of a batch. One that is refused is asked for in halves, until what alone is refused is found: that is None."""
+    with refusals.asking(len(exchanges)) as numbers:
+        return await _score_numbered(exchanges, numbers, score, refusals)
+
+
+async def _score_numbered(
+    exchanges: Sequence[Exchange], numbers: Sequence[int], score: _Score, refusals: Refusals
+) -> list[float | None]:
     try:
         scores: list[float | None] = [*await score(exchanges)]
     except ServiceRefused as refused:
         if not refused.is_of_what_was_asked:
             raise
         if len(exchanges) == 1:
-            refusals.add(refused)
+            refusals.add(refused, numbers[0], judged=exchanges[0], about=exchanges[0].prompt)
             return [None]
         middle = len(exchanges) // 2
-        halves = [await _score_each(half, score, refusals) for half in (exchanges[:middle], exchanges[middle:])]
+        halves = [
+            await _score_numbered(exchanges[part], numbers[part], score, refusals)
+            for part in (slice(None, middle), slice(middle, None))
+        ]
         return [each for half in halves for each in half]
-    refusals.judged()
+    refusals.judged(numbers)
     return scores
 
 
