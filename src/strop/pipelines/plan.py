@@ -147,8 +147,8 @@ def _planned(name: str, stage: StageConfig, recipe: Recipe, size: ModelSize, rat
             )
         case FilterStage() | RejectionSamplingStage():
             limit, num_tasks = _played(name, stage, recipe)
-            told = f"{limit}{counted(num_tasks, 'task')}" if num_tasks else "all tasks"
-            arithmetic = f"{told} x {counted(stage.k, 'rollout')}"
+            tasks = f"{limit}{counted(num_tasks, 'task')}" if num_tasks else "all tasks"
+            arithmetic = f"{tasks} x {counted(stage.k, 'rollout')}"
             tokens = num_tasks * stage.k * stage.sampling.max_tokens
             flops = 2 * size.num_parameters * tokens / _DECODE_SHARE
             memory += engine_mib
