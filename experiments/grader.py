@@ -103,6 +103,9 @@ GRADERS = {
         MathPart(kind="math", needs_box=False, verify_deadline_s=PATIENCE_S), 'kind = "math", needs_box = false', "DeepSeek-R1"
     ),
     "math, exact": _math_part(MathPart(kind="math", judge="exact"), 'kind = "math", judge = "exact"', "two-tools"),
+    "math, fused": _math_part(
+        MathPart(kind="math", judge="fused", verify_deadline_s=PATIENCE_S), 'kind = "math", judge = "fused"', "rstar2-released"
+    ),
     "r1_zero, fast": _r1_zero_grader(R1ZeroPart(kind="r1_zero", fast=True), "CS336, drgrpo-1.5b"),
     "r1_zero": _r1_zero_grader(R1ZeroPart(kind="r1_zero", fast=False), "CS336, when asked for"),
     "question_only, fast": _r1_zero_grader(R1ZeroPart(kind="question_only", fast=True), "DAPO"),

@@ -285,6 +285,9 @@ PUBLISHED: dict[str, Values] = {
         **_under(_METHOD, selection="greedy", min_positives=2, min_negatives=2),
         **_under(_METHOD, dual_clip=3.0, aggregation="token_mean", quota_rounding="half_even"),
         **_under("tools.python.", name="python_code_with_standard_io", max_chars=256),
+        **_under("stages.rl.reward.", kind="sum", weights=None),
+        **_under("stages.rl.reward.parts.accuracy.", kind="math", judge="fused", weight=1.0),
+        "stages.rl.reward.weights.accuracy": None,
         "stages.base.path": "Qwen/Qwen3-14B-Base",
     },
     "arpo-reasoning": {
