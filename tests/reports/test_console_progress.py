@@ -136,3 +136,29 @@ def test_a_plan_is_shown_with_its_estimates():
     assert "≤ 12,345" in shown.getvalue()
     assert "810 MiB" in shown.getvalue()
     assert "about 3 min 05 s in all" in shown.getvalue()
+
+
+def test_a_plan_on_80_columns_breaks_no_name_no_figure_and_no_word_and_leaves_nothing_out():
+    stages = [
+        SimpleNamespace(
+            name="distilled-student",
+            kind="rejection_sampling",
+            init="the-small-base-model, rejection-of-reasoning, general-demonstrations",
+            arithmetic="107 steps x 512 tasks x 16 rollouts = 8192 a step; grpo_roc keeps 8 a task = 4096; 16 updates a step",
+            schedule=("at_update = 1300 (step 83): tasks = { kind = 'jsonl', path = 'data/r1-general.jsonl' }",),
+            tokens=28_722_593_792,
+            memory_mib=1604.2,
+            time_s=9185.0,
+        ),
+        SimpleNamespace(name="base", kind="model", init="", arithmetic="m", schedule=(), tokens=0, memory_mib=0.0, time_s=0.0),
+    ]
+    shown = io.StringIO()
+    print_plan("demo", "", stages, console=Console(file=shown, width=80))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    whole = " ".join(shown.getvalue().split())
+    assert f"distilled-student · rejection_sampling · from {stages[0].init}" in whole
+    assert f"{stages[0].arithmetic} {stages[0].schedule[0]} ≤ 28,722,593,792 tokens, 1,604 MiB, 2 h 33 min" in whole
+    assert lines[lines.index("base · model") + 1] == "  m"
+    headings = [line.split()[0] for line in lines[1:] if not line.startswith(" ")]
+    assert headings == ["distilled-student", "base", "about", "Nothing"]

@@ -32,6 +32,7 @@ _SHOWN = {  # metric -> how it is called in a line, and its unit
     "rollout/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
     "sft/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
 }
+_PLAN_TABLE_WIDTH = 120  # where a terminal has less, columns would leave what a stage does too little of it
 _FIGURES_WIDTH = 64  # of all columns of the final table but the first, with what stands between them
 _LINES_PER_STAGE = 20  # of a stage whose steps are too quick to be read one by one
 
@@ -169,19 +170,32 @@ def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, c
     for column in table.columns[4:]:
         column.justify = "right"
     for stage in stages:
-        table.add_row(
-            stage.name,
-            stage.kind,
-            stage.init or "–",
-            "\n".join((stage.arithmetic, *stage.schedule)),
-            f"≤ {stage.tokens:,}" if stage.tokens else "–",
-            f"{stage.memory_mib:,.0f} MiB" if stage.memory_mib else "–",
-            duration(stage.time_s) if stage.time_s else "–",
-        )
-    console.print(table, markup=False)
-    total_s = sum(stage.time_s for stage in stages)
-    estimate = f"about {duration(total_s)} in all: rough, measured on this machine just now. " if total_s else ""
-    console.print(f"{estimate}Nothing was run.", highlight=False)
+        what = "\n".join((stage.arithmetic, *stage.schedule))
+        table.add_row(stage.name, stage.kind, stage.init or "–", what, *(each or "–" for each in _estimates(stage)))
+    return table
+
+
+def _print_planned(stage: PlannedStage, console: Console) -> None:
+    """The stage's name and where it starts from, and below them, indented, what it does and takes."""
+    origin = f" · from {stage.init}" if stage.init else ""
+    tokens, *others = _estimates(stage)
+    takes = ", ".join(each for each in (tokens and f"{tokens} tokens", *others) if each)
+    heading = textwrap.wrap(
+        f"{stage.name} · {stage.kind}{origin}", console.width, subsequent_indent="    ", break_on_hyphens=False
+    )
+    console.print("\n".join(heading), style="bold", markup=False, highlight=False)
+    for text in filter(None, (stage.arithmetic, *stage.schedule, takes)):
+        lines = textwrap.wrap(text, console.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        console.print("\n".join(lines), markup=False, highlight=False)
+
+
+def _estimates(stage: PlannedStage) -> tuple[str, str, str]:
+    """Tokens, memory and time; empty where nothing is known, or nothing is to be told."""
+    return (
+        f"≤ {stage.tokens:,}" if stage.tokens else "",
+        f"{stage.memory_mib:,.0f} MiB" if stage.memory_mib else "",
+        duration(stage.time_s) if stage.time_s else "",
+    )
 
 
 def _result_table(results: Sequence[Mapping[str, Any]], stale: Set[str], *, width: int) -> Table:
@@ -192,6 +206,18 @@ def _result_table(results: Sequence[Mapping[str, Any]], stale: Set[str], *, widt
     table = _table("stage", "accuracy", "95% interval", "tool\nerrors", "when\nright", "tokens", "truncated")
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
+    if console.width >= _PLAN_TABLE_WIDTH:
+        console.print(_plan_table(stages), markup=False)
+    else:
+        for stage in stages:
+            _print_planned(stage, console)
+    total_s = sum(stage.time_s for stage in stages)
+    if total_s:
+        console.print(f"about {duration(total_s)} in all: rough, measured on this machine just now", highlight=False)
+    console.print("Nothing was run.", highlight=False)
+
+
+def _plan_table(stages: Sequence[PlannedStage]) -> Table:
     room = max(12, width - _FIGURES_WIDTH)
     for result in results:
         name = str(result.get("stage", ""))
