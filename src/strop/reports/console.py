@@ -166,6 +166,18 @@ def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, c
     """Show what a recipe would do, with its estimates."""
     console = Console() if console is None else console
     console.print(f"{name}: {description}" if description else name, style="bold", markup=False, highlight=False)
+    if console.width >= _PLAN_TABLE_WIDTH:
+        console.print(_plan_table(stages), markup=False)
+    else:
+        for stage in stages:
+            _print_planned(stage, console)
+    total_s = sum(stage.time_s for stage in stages)
+    if total_s:
+        console.print(f"about {duration(total_s)} in all: rough, measured on this machine just now", highlight=False)
+    console.print("Nothing was run.", highlight=False)
+
+
+def _plan_table(stages: Sequence[PlannedStage]) -> Table:
     table = _table("stage", "kind", "from", "what", "tokens", "memory", "time")
     for column in table.columns[4:]:
         column.justify = "right"
@@ -206,18 +218,6 @@ def _result_table(results: Sequence[Mapping[str, Any]], stale: Set[str], *, widt
     table = _table("stage", "accuracy", "95% interval", "tool\nerrors", "when\nright", "tokens", "truncated")
     for column in table.columns[1:]:
         column.justify, column.no_wrap = "right", True
-    if console.width >= _PLAN_TABLE_WIDTH:
-        console.print(_plan_table(stages), markup=False)
-    else:
-        for stage in stages:
-            _print_planned(stage, console)
-    total_s = sum(stage.time_s for stage in stages)
-    if total_s:
-        console.print(f"about {duration(total_s)} in all: rough, measured on this machine just now", highlight=False)
-    console.print("Nothing was run.", highlight=False)
-
-
-def _plan_table(stages: Sequence[PlannedStage]) -> Table:
     room = max(12, width - _FIGURES_WIDTH)
     for result in results:
         name = str(result.get("stage", ""))
