@@ -8,7 +8,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -16,11 +16,12 @@ from strop.analysis.cli import analyze
 from strop.curation.cli import app as data_app
 from strop.errors import StropError, UserError
 from strop.pipelines.eval_cli import app as eval_app
+from strop.pipelines.stopping import Stopped, run_until_stopped, sigterm_as_interrupt
 from strop.reports.simulate import simulate
 from strop.sandbox.cli import app as sandbox_app
 from strop.tools.search.cli import app as search_app
 
-_INTERRUPTED = 130
+_INTERRUPTED, _TERMINATED = 130, 143
 _GOES_ON = "The same command goes on from the last checkpoint."
 
 app = typer.Typer(
@@ -95,8 +96,9 @@ def train(
         print_plan(loaded.name, loaded.description, plan(loaded, until=until, start=starts or ()))
         return
     command = shlex.join(["strop", *sys.argv[1:]])
-    with ConsoleProgress() as progress:
-        asyncio.run(run_recipe(loaded, runs / loaded.name, progress=progress, command=command, until=until, start=starts or ()))
+    progress = ConsoleProgress()
+    place, start = runs / loaded.name, starts or ()
+    run_until_stopped(run_recipe(loaded, place, progress=progress, command=command, until=until, start=start), progress)
 
 
 @app.command()
@@ -172,20 +174,29 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it could not do is told once, in our words
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    try:
-        app()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
-    except StropError as error:
-        print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
-        if _keeps_checkpoints():
-            print(_GOES_ON, file=sys.stderr)
-        sys.exit(1)
-    except SystemExit as error:
-        if error.code == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
-            print("\nstopped." + (f" {_GOES_ON}" if _keeps_checkpoints() else ""), file=sys.stderr)
-        raise
+    with sigterm_as_interrupt() as terminated:
+        try:
+            app()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except StropError as error:
+            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            if _keeps_checkpoints():
+                print(_GOES_ON, file=sys.stderr)
+            sys.exit(1)
+        except Stopped as stopped:
+            _end_stopped(str(stopped), is_terminated=stopped.is_terminated or bool(terminated))
+        except SystemExit as error:
+            if error.code == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+                _end_stopped("", is_terminated=bool(terminated))
+            raise
+
+
+def _end_stopped(place: str, *, is_terminated: bool) -> NoReturn:
+    words = ["stopped", *(["by SIGTERM"] if is_terminated else []), *([place] if place else [])]
+    print(f"\n{' '.join(words)}." + (f" {_GOES_ON}" if _keeps_checkpoints() else ""), file=sys.stderr)
+    sys.exit(_TERMINATED if is_terminated else _INTERRUPTED)
 
 
 def _keeps_checkpoints() -> bool:

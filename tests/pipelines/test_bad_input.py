@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -320,28 +321,39 @@ def test_the_command_itself_exits_with_2_and_one_message(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_control_c_stops_a_run_with_one_line_and_130(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "of_control_c", "file", "said", "status"),
+    [
+        (signal.SIGINT, signal.SIG_DFL, "events", "stopped in sft", 130),
+        (signal.SIGTERM, signal.SIG_DFL, "metrics", r"stopped by SIGTERM in sft, with \d+ of \d+ steps done", 143),
+        # A job in the background of a shell ignores Ctrl-C, and its children do with it.
+        (signal.SIGTERM, signal.SIG_IGN, "metrics", r"stopped by SIGTERM in sft, with \d+ of \d+ steps done", 143),
+    ],
+    ids=["Ctrl-C", "SIGTERM", "SIGTERM in the background"],
+)
+def test_a_signal_stops_a_run_with_one_line_that_says_where(tmp_path, number, of_control_c, file, said, status):
     process = subprocess.Popen(
-        [*STROP, "train", str(TINY)],
+        [*STROP, "train", str(TINY), "--set", "stages.sft.steps=100000"],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A job in the background of a shell ignores Ctrl-C, and its children would with it.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, of_control_c),
+        start_new_session=True,
     )
-    events = tmp_path / "runs" / "tiny" / "events.jsonl"
+    lines = tmp_path / "runs" / "tiny" / f"{file}.jsonl"
     try:
         deadline = time.monotonic() + 30
-        while not any(line.get("stage") == "sft" for line in read_lines(events)):
+        while not any(line.get("stage") == "sft" for line in read_lines(lines)):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        os.kill(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=20)
+        os.kill(process.pid, number)
+        _, told = process.communicate(timeout=20)
     finally:
         process.kill()
         process.wait()
-    assert "Traceback" not in said
-    assert "stopped. The same command goes on from the last checkpoint." in said
-    assert process.returncode == 130
+    assert re.fullmatch(rf"\n{said}\. The same command goes on from the last checkpoint\.\n", told), told
+    assert process.returncode == status
+    with pytest.raises(ProcessLookupError):  # no process of the session is left
+        os.killpg(process.pid, 0)

@@ -144,13 +144,16 @@ def test_killed_with_a_run_under_way_it_goes_on_with_the_same_command(undisturbe
     assert_as_undisturbed(tmp_path, undisturbed)
 
 
-def test_interrupted_it_ends_its_run_cleanly_and_goes_on_with_the_same_command(undisturbed, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "status", "by"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, " by SIGTERM")], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_interrupted_it_ends_its_run_cleanly_and_goes_on_with_the_same_command(undisturbed, tmp_path, number, status, by):
     with started(tmp_path) as process:
         wait_until(in_rl(tmp_path, "one"), process, tmp_path)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 130
-    assert "stopped. The same command goes on from the last checkpoint." in said(tmp_path)
-    assert "stopped." in (tmp_path / "out" / "logs" / "one-seed-0.log").read_text()  # it ended itself
+        process.send_signal(number)
+        assert process.wait(LIMIT_S) == status
+    assert f"stopped{by}. The same command goes on from the last checkpoint." in said(tmp_path)
+    assert "stopped in rl" in (tmp_path / "out" / "logs" / "one-seed-0.log").read_text()  # it ended itself
     assert not trainers(tmp_path)
     assert (tmp_path / "out" / "sweep.html").exists()
     finish(tmp_path)

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from strop.pipelines.stopping import run_until_stopped
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -63,8 +65,8 @@ def run(
     if name is None:
         digest = model_digest(find_model(str(model)))[:12]
         loaded = loaded.model_copy(update={"name": f"eval-{stage or first_evaluation(loaded)}-{digest}"})
-    with ConsoleProgress() as progress:
-        asyncio.run(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=progress))
+    progress = ConsoleProgress()
+    run_until_stopped(evaluate_model(loaded, model, runs / loaded.name, stage=stage, progress=progress), progress)
 
 
 @app.command()

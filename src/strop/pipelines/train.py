@@ -215,6 +215,7 @@ async def _run_stage(context: StageContext, stage: StageConfig, lineage: Lineage
         return
     started = time.perf_counter()
     context.event("stage_started")
+    context.progress.stage_entered(context.name)
     commits = dict(lineage.get("hub", {}))
     write_lineage(context.run, context.name, lineage)
     try:

@@ -45,6 +45,7 @@ class _Stage:
     kind: str
     total: int
     done_before: int
+    done: int
     started: float
     bar: TaskID | None
 
@@ -56,6 +57,7 @@ class ConsoleProgress:
         self._console = Console() if console is None else console
         self._clock = clock
         self._stage: _Stage | None = None
+        self._entered = ""
         self._bars = Progress(
             TextColumn("  {task.description}"),
             BarColumn(bar_width=32),
@@ -76,10 +78,21 @@ class ConsoleProgress:
         """Take the bar away. Safe to call twice."""
         self._bars.stop()
 
+    @property
+    def place(self) -> str:
+        """How far the stage that is running has come, in words; empty where none is."""
+        stage = self._stage
+        if stage is None:
+            return f"in {self._entered}" if self._entered else ""
+        done = f", with {stage.done} of {stage.total} {_unit(stage.kind)} done" if stage.total > 1 else ""
+        return f"in {stage.name}{done}"
+
+    def stage_entered(self, name: str) -> None:
+        self._entered = name
+
     def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
         resumed = f", {done_steps} done before" if done_steps else ""
-        unit = "tasks" if kind == "eval" else "steps"
-        size = f" · {total_steps} {unit}{resumed}" if total_steps > 1 else ""
+        size = f" · {total_steps} {_unit(kind)}{resumed}" if total_steps > 1 else ""
         self._console.print()
         self._say(f"{name} · {kind}{size}" if name != kind else f"{name}{size}", style="bold")
         bar = None
@@ -87,11 +100,20 @@ class ConsoleProgress:
             bar = self._bars.add_task(name, total=total_steps, completed=done_steps, left="")
             self._bars.start()
             self._console.show_cursor(True)  # a process that is killed here must not leave a terminal without one
-        self._stage = _Stage(name=name, kind=kind, total=total_steps, done_before=done_steps, started=self._clock(), bar=bar)
+        self._stage = _Stage(
+            name=name,
+            kind=kind,
+            total=total_steps,
+            done_before=done_steps,
+            done=done_steps,
+            started=self._clock(),
+            bar=bar,
+        )
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
         stage = self._stage
         assert stage is not None, "a step of no stage: stage_started comes first"
+        stage.done = step
         left = self._time_left(stage, step)
         if stage.bar is not None:
             self._bars.update(stage.bar, completed=step, left=left)
@@ -105,7 +127,7 @@ class ConsoleProgress:
         if self._stage is not None and self._stage.bar is not None:
             self._bars.remove_task(self._stage.bar)
             self._bars.stop()
-        self._stage = None
+        self._stage, self._entered = None, ""
         self._say(f"  ✓ {name}: {summary}", style="green")
 
     def note(self, text: str) -> None:
@@ -139,6 +161,11 @@ class ConsoleProgress:
         if not metrics and stage.bar is not None:
             return False
         return step % math.ceil(stage.total / (_LINES_PER_STAGE if metrics else 4)) == 0
+
+
+def _unit(kind: str) -> str:
+    """What the steps of a stage of this kind are called."""
+    return "tasks" if kind == "eval" else "steps"
 
 
 class PlannedStage(Protocol):

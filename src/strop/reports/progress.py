@@ -10,6 +10,9 @@ from typing import Any, Protocol
 class Progress(Protocol):
     """Follows a run. Calls come from one thread, in order."""
 
+    def stage_entered(self, name: str) -> None:
+        """From here on everything is for this stage; it may take a while until `stage_started` tells how many steps it has."""
+
     def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
         """`done_steps` of `total_steps` were done by an earlier try."""
 
@@ -30,6 +33,9 @@ class Progress(Protocol):
 
 class Silent:
     """Nobody watches."""
+
+    def stage_entered(self, name: str) -> None:
+        pass
 
     def stage_started(self, name: str, kind: str, total_steps: int, done_steps: int) -> None:
         pass

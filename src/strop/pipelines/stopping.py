@@ -1,0 +1,57 @@
+"""Ends what a command runs in order, at SIGTERM as at Ctrl-C, and tells how far it had come."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+from strop.reports.console import ConsoleProgress
+
+
+class Stopped(Exception):  # noqa: N818 - named for what happened
+    """A signal ended a run in order; the text says where, and is empty where no stage had begun."""
+
+    def __init__(self, place: str, *, is_terminated: bool) -> None:
+        super().__init__(place)
+        self.is_terminated = is_terminated
+
+
+def run_until_stopped(work: Coroutine[Any, Any, object], progress: ConsoleProgress) -> None:
+    """As `asyncio.run`, with `progress` closed behind it. Raises `Stopped` where Ctrl-C or SIGTERM ends it."""
+    before = signal.getsignal(signal.SIGTERM)
+    with progress:
+        try:
+            asyncio.run(_cancelled_by_sigterm(work))
+        except (KeyboardInterrupt, asyncio.CancelledError) as error:
+            raise Stopped(progress.place, is_terminated=not isinstance(error, KeyboardInterrupt)) from error
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+async def _cancelled_by_sigterm(work: Coroutine[Any, Any, object]) -> None:
+    """As asyncio does at Ctrl-C, where a shell that put the process into the background has not made that ignored."""
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
+
+
+@contextmanager
+def sigterm_as_interrupt() -> Iterator[list[int]]:
+    """Where nothing else is done about it, SIGTERM raises what Ctrl-C does; the list has the signal once it has come."""
+    come: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        del frame
+        come.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield come
+    finally:
+        signal.signal(signal.SIGTERM, before)
