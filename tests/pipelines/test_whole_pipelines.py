@@ -6,6 +6,7 @@ and what `NO_SIZES` lists: a test holds that, leaf by leaf.
 
 import random
 import re
+import shlex
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -91,6 +92,13 @@ def test_the_filter_of_rstar2_is_over_the_whole_set_that_the_stages_before_it_tr
     assert stages["hard"].tasks == stages["stage1"].tasks == stages["stage2"].tasks
     assert stages["hard"].tasks.path.name == "rstar2-tasks.jsonl"
     assert stages["hard"].num_tasks is None
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_guide_tells_the_command_that_is_run_here(name):
+    page = (RECIPES.parent / "docs" / "guides" / "whole-pipelines.md").read_text(encoding="utf-8")
+    [sizes] = re.findall(rf"^sizes=\(\n([^()]*)^\)\nstrop train recipes/{name}\.toml ", page, re.MULTILINE)
+    assert shlex.split(sizes) == SIZES[name].split()
 
 
 @pytest.mark.parametrize("pattern", [*SIZES_ARE, *NO_SIZES])
