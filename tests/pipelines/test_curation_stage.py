@@ -190,6 +190,8 @@ FILES = {
         CURATION + '[[rules]]\nkind = "small_numbers"\n',
         "rules has exact_duplicates before small_numbers",
     ),
+}
+MISSING = {
     "a source that is not there": (
         CURATION.replace("sums.jsonl", "other.jsonl"),
         "other.jsonl (sources.0.path) is not there. Set it to a file of rows",
@@ -202,8 +204,17 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("does", [plan, lambda recipe: run_recipe(Path("nowhere"), recipe)], ids=["plan", "train"])
-@pytest.mark.parametrize(("text", "message"), FILES.values(), ids=FILES)
+def trained(recipe):
+    return run_recipe(Path("nowhere"), recipe)
+
+
+@pytest.mark.parametrize(
+    ("does", "text", "message"),
+    [
+        *(pytest.param(plan, *each, id=f"plan-{name}") for name, each in FILES.items()),
+        *(pytest.param(trained, *each, id=f"train-{name}") for name, each in (FILES | MISSING).items()),
+    ],
+)
 def test_what_is_wrong_with_its_file_is_told_with_its_name_before_anything_begins(directory, monkeypatch, does, text, message):
     monkeypatch.chdir(directory)
     (directory / "rules.toml").write_text(text)
@@ -212,6 +223,19 @@ def test_what_is_wrong_with_its_file_is_told_with_its_name_before_anything_begin
     assert str(told.value).startswith("stages.problems.recipe: ")
     assert message in str(told.value)
     assert not (directory / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (MISSING["a source that is not there"][0], r"recipe\.sources\.0\.path: \S*other\.jsonl: NOT FOUND\."),
+        (MISSING["rollouts that are not there"][0], r"recipe\.rules\.agreement\.outcomes: \S*none\.jsonl: NOT FOUND\."),
+    ],
+)
+def test_what_its_file_reads_and_is_not_there_is_told_by_the_plan_as_of_other_stages(directory, text, told):
+    (directory / "rules.toml").write_text(text)
+    [line] = next(stage for stage in plan(recipe_of(directory)) if stage.name == "problems").schedule
+    assert re.match(told, line), line
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,11 @@ def files_of(stage: CurationStage) -> Mapping[str, Path]:
     return found | {f"recipe.{key}": path for key, path in named_files(config).items() if key not in of_stages}
 
 
-def check_curations(recipe: Recipe, *, done: Collection[str] = ()) -> None:
+def check_curations(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool = False) -> None:
     """Look at the curation files of all stages of `recipe` but those that are `done`, before time is spent on anything.
+
+    Args:
+        is_plan: what a file reads from elsewhere may still be made or fetched.
 
     Raises:
         ConfigError: naming the stage, and what is wrong with its file.
@@ -71,7 +74,7 @@ def check_curations(recipe: Recipe, *, done: Collection[str] = ()) -> None:
                     " no set of tasks. Name one of kind 'filter' or 'rejection_sampling'."
                 )
         for key, path in files_of(stage).items():
-            if not path.exists():
+            if not is_plan and not path.exists():
                 raise TaskError(
                     f"stages.{name}.recipe: {path} ({key.removeprefix('recipe.')}) is not there. {_remedy(name, key)}"
                 )

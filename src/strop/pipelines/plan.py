@@ -11,7 +11,7 @@ import huggingface_hub
 import torch
 import transformers
 
-from strop.pipelines.curations import check_curations, curation_of
+from strop.pipelines.curations import check_curations, curation_of, files_of
 from strop.pipelines.machine import check_machine, is_missing, missing_files, scorers_of
 from strop.pipelines.recipe import (
     ConversationsStage,
@@ -89,7 +89,7 @@ def plan(recipe: Recipe, *, until: str | None = None, start: Starts = ()) -> lis
         wanted = wanted[min(wanted.index(each) for each in named_starts(start)) :]
     not_planned = [name for name in recipe.stages if name not in wanted]
     check_machine(recipe, done=not_planned, is_plan=True)
-    check_curations(recipe, done=not_planned)
+    check_curations(recipe, done=not_planned, is_plan=True)
     rate = _matmul_flops()
     sizes: dict[str, ModelSize] = {}
     stages = []
@@ -261,6 +261,10 @@ def _is_counted(path: Path) -> bool:
 def _missing(stage: StageConfig) -> Iterator[str]:
     for key, path in missing_files(stage):
         yield f"{key}: {path}: NOT FOUND. Put it there, or name another."
+    if isinstance(stage, CurationStage):
+        for key, path in files_of(stage).items():
+            if not path.exists():
+                yield f"{key}: {path}: NOT FOUND. Put it there, or name another."
     for key, config in scorers_of(stage):
         if is_missing(config):
             yield f"{key}: {config.path}: NOT FOUND. Make it first, or name another."
