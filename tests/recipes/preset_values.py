@@ -480,9 +480,10 @@ _R1_AIME = {
     "dev2_aime24": "rl1",
     "dev3_aime24": "sft",
     "aime24": "rl2",
+    "small_aime24": "small",
     "student_aime24": "student",
 }
-_R1_MATH = {"math500": "rl2", "student_math500": "student"}
+_R1_MATH = {"math500": "rl2", "small_math500": "small", "student_math500": "student"}
 _R1_SAMPLES = 600_000 + 200_000  # B.3.3: "about 600k" and "approximately 200k"
 PUBLISHED["r1-pipeline"] = {
     **{key: value for key, value in PUBLISHED["r1-rl1"].items() if not key.startswith("stages.")},
