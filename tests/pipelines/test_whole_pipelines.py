@@ -47,7 +47,7 @@ SIZES = {
     "r1-pipeline": COMMON
     + COLD_START.format("cold-start")
     + "".join(RL.format(name) for name in ("rl1", "rl2"))
-    + "".join(EVAL.format(name) for name in ("after-rl1", "after-rl2", "after-student"))
+    + "".join(EVAL.format(name) for name in ("after-rl1", "after-rl2", "before-student", "after-student"))
     + """
     stages.rejection.num_tasks=128 stages.teacher.num_tasks=48 stages.mixed.total=64
     stages.general.num_demonstrations=24 stages.general.tasks.max_digits=1
