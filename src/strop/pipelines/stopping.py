@@ -23,21 +23,30 @@ class Stopped(Exception):  # noqa: N818 - named for what happened
 def run_until_stopped(work: Coroutine[Any, Any, object], progress: ConsoleProgress) -> None:
     """As `asyncio.run`, with `progress` closed behind it. Raises `Stopped` where Ctrl-C or SIGTERM ends it."""
     before = signal.getsignal(signal.SIGTERM)
+    is_terminated = False
+
+    async def cancelled_by_sigterm() -> None:
+        """As asyncio does at Ctrl-C, where a shell that put the process into the background has not made that ignored."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def terminate() -> None:
+            nonlocal is_terminated
+            is_terminated = True
+            task.cancel()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, terminate)
+        await work
+
     with progress:
         try:
-            asyncio.run(_cancelled_by_sigterm(work))
+            asyncio.run(cancelled_by_sigterm())
         except (KeyboardInterrupt, asyncio.CancelledError) as error:
-            raise Stopped(progress.place, is_terminated=not isinstance(error, KeyboardInterrupt)) from error
+            if not is_terminated and not isinstance(error, KeyboardInterrupt):
+                raise  # no signal did that: a defect, whose traceback says where
+            raise Stopped(progress.place, is_terminated=is_terminated) from error
         finally:
             signal.signal(signal.SIGTERM, before)
-
-
-async def _cancelled_by_sigterm(work: Coroutine[Any, Any, object]) -> None:
-    """As asyncio does at Ctrl-C, where a shell that put the process into the background has not made that ignored."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await work
 
 
 @contextmanager
