@@ -26,6 +26,7 @@ import ppo_lambda
 from pipelines_drawings import Metrics, Rungs, across
 from pipelines_measures import Difference, Runs, Side, bars, by_grade, judged, spent, told
 from pipelines_rows import write_rows
+from provenance import provenance
 
 from strop.errors import UserError
 from strop.pipelines.children import Children
@@ -303,6 +304,7 @@ def summarise(part: Part, runs: Runs, *, overrides: Sequence[str] = ()) -> dict[
         "seeds": seeds,
         "is_pilot": len(seeds) < 2,
         "changes": list(overrides),
+        "provenance": provenance((run for by_seed in runs.values() for run in by_seed.values()), ROOT),
         "bars": bars(differences),
         "differences": differences,
         "figures": told(runs, part.evaluations),

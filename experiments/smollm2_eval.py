@@ -88,7 +88,7 @@ class Evaluated:
 
     @property
     def interval_holds_0(self) -> dict[str, bool]:
-        return {each.metric: each.paired.difference.low <= 0 <= each.paired.difference.high for each in self.judged}
+        return {each.metric: bar(each)["holds"] for each in self.judged}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -168,8 +168,16 @@ def summarise(evaluated: Sequence[Evaluated]) -> dict[str, Any]:
         }
         for each in evaluated
     }
-    made_of = provenance(runs, ROOT)
-    return {"command": COMMAND, "model": MODEL, "settings": [*SETTINGS], "provenance": made_of, "benchmarks": benchmarks}
+    bars = {f"{each.benchmark}, {metric.metric}: difference": bar(metric) for each in evaluated for metric in each.judged}
+    made_of = {"model": MODEL, "settings": [*SETTINGS], "provenance": provenance(runs, ROOT)}
+    return {"command": COMMAND, "bars": bars, **made_of, "benchmarks": benchmarks}
+
+
+def bar(metric: MetricComparison) -> dict[str, Any]:
+    """That the two engines do not differ."""
+    found = metric.paired.difference
+    interval = {"low": found.low, "high": found.high}
+    return {"value": found.mean, **interval, "bar": "95 % interval holds 0", "holds": found.low <= 0 <= found.high}
 
 
 def told_of(each: Evaluated) -> str:

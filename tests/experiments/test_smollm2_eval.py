@@ -97,6 +97,14 @@ def test_both_benchmarks_are_played_compared_and_told_and_a_larger_number_plays_
     # Random weights are never right: 2.8016 * ((1 - 0.025^0.5) / 2)^0.5.
     assert accuracy["detectable"] == pytest.approx(2.8016 * math.sqrt((1 - 0.025**0.5) / 2), rel=1e-4)
     assert found["interval_holds_0"]["accuracy"] is True
+    told = {
+        "value": 0.0,
+        **{end: accuracy["paired"]["difference"][end] for end in ("low", "high")},
+        "bar": "95 % interval holds 0",
+        "holds": True,
+    }
+    assert figures["bars"]["gsm8k, accuracy: difference"] == told
+    assert len(figures["bars"]) == 4
     assert figures["provenance"]["versions"].keys() == {"strop", "torch"}
     text = (tmp_path / "results" / "smollm2-eval.txt").read_text()
     assert text.startswith("gsm8k: 2 problems; the interval of the difference holds 0: accuracy yes, length_tokens ")
