@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from hub_copies import keep_copy, offline, reach_hub
 from scripted_runs import RecordingEngine, answer, make_recipe, run_recipe, sums_and_errors
 from strop.errors import EngineLost, MachineError, RunError, TaskError
 from strop.evaluation.results import read_eval
@@ -190,6 +191,21 @@ def test_a_file_that_changed_under_a_finished_evaluation_is_refused(tmp_path, mo
     write_rows(rows, *SUMS[:3], ("1+2", "3"))
     with pytest.raises(RunError, match="1 of its problems are no longer"):
         evaluate(tmp_path / "run", model, evaluation(rows), monkeypatch=monkeypatch)
+
+
+def test_a_finished_evaluation_of_the_hub_is_held_to_the_commit_that_it_read_and_grows_there(tmp_path, model, monkeypatch):
+    pytest.importorskip("datasets", reason="needs the extra strop[data]")
+    offline(monkeypatch, tmp_path / "copies")
+    keep_copy(tmp_path / "copies", "sums", "a" * 40, [{"question": asked, "answer": right} for asked, right in SUMS])
+    of_hub = {"kind": "hub", "name": "org/sums", "test_split": "train"}
+    small, large = (evaluation(tmp_path / "no file", tasks=of_hub, k=k) for k in (2, 3))
+    done = evaluate(tmp_path / "run", model, small, monkeypatch=monkeypatch)[0]
+    keep_copy(tmp_path / "copies", "sums", "b" * 40, [{"question": "1+2", "answer": "3"}] * 4)
+    reach_hub(monkeypatch, tmp_path / "copies")
+    assert evaluate(tmp_path / "run", model, small, monkeypatch=monkeypatch) == (done, [])
+    grown, [engine] = evaluate(tmp_path / "run", model, large, monkeypatch=monkeypatch)
+    assert (grown["num_taken_over"], len(engine.answers)) == (4 * 2, 4)
+    assert [line["question"] for line in read_eval(tmp_path / "run").problems] == [asked for asked, _ in SUMS]
 
 
 def test_a_benchmark_without_answers_is_one_message_before_anything_is_played(tmp_path, model, monkeypatch):

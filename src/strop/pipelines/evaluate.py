@@ -8,11 +8,13 @@ from typing import Any
 
 from strop.errors import ConfigError, RunError
 from strop.pipelines.eval_stage import changed_tasks, tasks_of
+from strop.pipelines.lineage import recorded_lineage
 from strop.pipelines.model_stage import find_model
 from strop.pipelines.recipe import EvalStage, ModelStage, Recipe
 from strop.pipelines.train import train
 from strop.reports.progress import Progress
 from strop.runs import RunDirectory
+from strop.tasks.commits import keeping_commits
 
 
 async def evaluate_model(
@@ -36,12 +38,17 @@ async def evaluate_model(
     shared = {key: getattr(chosen, key) for key in ("tasks", "prompt", "sampling", "limits", "reward", "trainer")}
     origin = ModelStage(kind="model", path=str(find_model(str(model))), **shared)
     stages = {"model": origin, name: chosen.model_copy(update={"init": "model"})}
-    place = RunDirectory(directory).stage(name)
-    if place.done.exists() and (changed := changed_tasks(place, tasks_of(recipe, name, chosen))):
-        raise RunError(
-            f"{place.path}: this evaluation is finished, but {len(changed)} of its problems are no longer what they were (the"
-            f" first is number {min(changed)}). Give the new ones a place of their own with --name, or restore the data."
-        )
+    run = RunDirectory(directory)
+    place = run.stage(name)
+    if place.done.exists():
+        with keeping_commits(dict(recorded_lineage(run, name).get("hub", {}))):
+            changed = changed_tasks(place, tasks_of(recipe, name, chosen))
+        if changed:
+            raise RunError(
+                f"{place.path}: this evaluation is finished, but {len(changed)} of its problems are no longer what they were"
+                f" (the first is number {min(changed)}). Give the new ones a place of their own with --name, or restore the"
+                " data."
+            )
     result = await train(recipe.model_copy(update={"stages": stages}), directory, progress=progress)
     return result.evaluations[0]
 
