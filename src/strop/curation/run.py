@@ -65,10 +65,15 @@ def run_curation(
             )
         shutil.rmtree(parts, ignore_errors=True)  # of a call that was killed between its last two lines
         return summary
-    commits = dict[str, str]()
+    commits = _open_parts(parts, made_of["digest"])
+
+    def keep() -> None:
+        write_json(parts / "inputs.json", {"digest": made_of["digest"], "hub": commits})
+
     with keeping_commits(commits):
         rules = make_rules(config)
-        _open_parts(parts, made_of["digest"])
+    keep()
+    with keeping_commits(commits, tell=keep):
         _judge_all(config, rules, parts, jobs=jobs, progress=progress, commits=commits)
     tally = _compare_all(rules, parts, directory, progress)
     summary = _summary(config, rules, tally, made_of | ({"hub": commits} if commits else {}))
@@ -78,12 +83,19 @@ def run_curation(
     return summary
 
 
-def _open_parts(parts: Path, digest: str) -> None:
-    """Parts of the same rules and inputs are gone on with; of others they are worth nothing."""
+def _open_parts(parts: Path, digest: str) -> dict[str, str]:
+    """Parts of the same rules and inputs are gone on with; of others they are worth nothing.
+
+    Returns:
+        at which commits the parts that are there read data sets of the hub, and the others are to.
+    """
     made_of = parts / "inputs.json"
-    if made_of.exists() and read_json(made_of) != digest:
+    begun = read_json(made_of) if made_of.exists() else {}
+    if isinstance(begun, dict) and begun.get("digest") == digest:
+        return dict(begun["hub"])
+    if parts.exists():  # with the digest alone, of an older strop: nobody knows which commits they are of
         shutil.rmtree(parts)
-    write_json(made_of, digest)
+    return {}
 
 
 def _judge_all(
