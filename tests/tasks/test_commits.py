@@ -1,5 +1,7 @@
 """At which commit a data set of the hub is read, by the real `datasets` package on copies that a machine has kept."""
 
+import shutil
+
 import pytest
 
 from hub_copies import keep_copy, offline
@@ -55,6 +57,12 @@ def test_what_goes_on_asks_for_the_commit_with_which_it_began(copies, asked_for)
 def test_a_newer_copy_is_not_taken_for_the_commit_with_which_the_work_began(copies):
     keep_copy(copies, "sums", NEW, [{"question": "2+2", "answer": "4"}])
     with keeping_commits({"org/sums": OLD}), pytest.raises(TaskError, match=f"commit {OLD} is meant, but .* is of {NEW}"):
+        load_rows(SUMS, split="train")
+
+
+def test_of_a_commit_that_is_nowhere_any_more_the_remedy_is_to_begin_anew(copies):
+    shutil.rmtree(copies / "org___sums")
+    with keeping_commits({"org/sums": OLD}), pytest.raises(TaskError, match=f"at commit {OLD}, .* begin anew"):
         load_rows(SUMS, split="train")
 
 

@@ -177,10 +177,11 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None,
         # A directory of files has no configurations: the published one is of the hub's copy.
         source = str(Path(name).expanduser()) if is_local else name
         rows = load_dataset(source, None if is_local else subset, split=split, revision=began_with or revision)
-    except (ValueError, OSError) as error:  # unknown split or subset; not found, offline
+    except (ValueError, OSError) as error:  # unknown split or subset; not found, offline; a commit that is gone
+        gone = f" It is read at commit {began_with}, as before; if that is gone from the hub, begin anew." if began_with else ""
         raise TaskError(
             f"{name}: its split {split!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and {split_key}; a"
-            " machine without network needs a local directory as the name."
+            f" machine without network needs a local directory as the name.{gone}"
         ) from error
     commit = None if is_local else _commit_of(rows)
     if commit is not None:
