@@ -13,6 +13,7 @@ from strop.errors import UserError
 from strop.pipelines.machine import check_machine
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
+from strop.runs import RunDirectory
 
 TINY = Path(__file__).with_name("tiny.toml")
 
@@ -229,6 +230,10 @@ def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, 
     assert not (tmp_path / "runs").exists()
 
 
+LATE = {"kind": "jsonl", "path": "late.jsonl"}
+PLAYED = {"demonstrator": {"kind": "arithmetic"}, "num_demonstrations": 2}
+
+
 @pytest.mark.parametrize(
     ("stage", "key"),
     [
@@ -238,14 +243,24 @@ def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, 
             {"kind": "reward_model", "init": "rl", "path": "there.jsonl", "test_path": "late.jsonl", "judged_on": "response"},
             "test_path",
         ),
+        ({"kind": "demonstrations", "init": "rl", "tasks": LATE, **PLAYED}, "tasks"),
+        ({"kind": "sft", "init": "rl", "tasks": LATE, "steps": 1, "batch_size": 1, **PLAYED}, "tasks"),
+        (
+            {"kind": "sft", "init": "rl", "data": ["played"], "steps": 1, "tasks": LATE, "validation": {"every_steps": 1}},
+            "tasks",
+        ),
+        ({"kind": "filter", "init": "rl", "tasks": {"kind": "lookup", "path": "late.jsonl"}, "num_tasks": 1}, "tasks"),
+        (RECIPE["stages"]["rl"] | {"schedule": [{"at_step": 2, "tasks": LATE}]}, "schedule.tasks"),
+        ({"kind": "model", "tiny": {}, "demonstrator": {"kind": "arithmetic"}, "tasks": LATE}, "tasks"),
     ],
 )
 def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monkeypatch, stage, key):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "there.jsonl").write_text("{}\n")
-    tree = RECIPE | {"stages": RECIPE["stages"] | {"late": stage}}
+    played = {"kind": "demonstrations", "init": "base", **PLAYED}
+    tree = RECIPE | {"stages": RECIPE["stages"] | {"played": played, "late": stage}}
     late = Recipe.model_validate_json(json.dumps(resolve(tree)))
-    with pytest.raises(UserError, match=rf"stages\.late\.{key}: .*late\.jsonl: no such file\. Put the file there"):
+    with pytest.raises(UserError, match=rf"stages\.late\.{key}: .*late\.jsonl: no such file\. .* Nothing was begun\."):
         run_recipe(tmp_path / "run", late)
     assert not (tmp_path / "run").exists()
     check_machine(late, is_plan=True)
@@ -254,6 +269,20 @@ def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monk
     assert [line for line in late_plan.schedule if "NOT FOUND" in line] == [
         f"{key}: late.jsonl: NOT FOUND. Put it there, or name another."
     ]
+
+
+def test_a_file_that_an_earlier_stage_may_make_is_not_missed(tmp_path):
+    run = RunDirectory(tmp_path / "run")
+
+    def reading(name):
+        tasks = {"kind": "jsonl", "path": str(run.stage(name).path / "data" / "kept.jsonl")}
+        late = {"kind": "demonstrations", "init": "base", "tasks": tasks, **PLAYED}
+        return Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": RECIPE["stages"] | {"late": late}})))
+
+    check_machine(reading("sft"), run=run)
+    for name, done in (("sft", ["base", "sft"]), ("late", [])):
+        with pytest.raises(UserError, match=rf"stages\.late\.tasks: .*{name}/data/kept\.jsonl: no such file"):
+            check_machine(reading(name), done=done, run=run)
 
 
 def test_a_plan_names_the_files_of_tasks_that_are_not_there(tmp_path):

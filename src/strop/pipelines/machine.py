@@ -10,29 +10,37 @@ import torch
 
 from strop.engine.config import EngineConfig
 from strop.engine.servers.remedies import check_interpreter
-from strop.errors import ModelError, UserError
+from strop.errors import ModelError, TaskError, UserError
 from strop.pipelines.recipe import (
     ConversationsStage,
+    DemonstrationsStage,
     DpoStage,
     EvalStage,
+    ModelStage,
     PlayedStage,
     Recipe,
     RewardModelStage,
     SftStage,
     StageConfig,
     SteppedStage,
+    TrainingStage,
 )
 from strop.rewards.scorers.config import EmbeddedScorerConfig, VllmScorerConfig
 from strop.rewards.scorers.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.sum_config import ScorerPart, SumRewardConfig
-from strop.tasks.config import JsonlConfig, ParquetConfig
+from strop.runs import RunDirectory
+from strop.tasks.config import JsonlConfig, LookupConfig, ParquetConfig, Split, TaskConfig
+from strop.tasks.files import missing
 
 
-def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool = False) -> None:
+def check_machine(
+    recipe: Recipe, *, done: Collection[str] = (), is_plan: bool = False, run: RunDirectory | None = None
+) -> None:
     """Look for what the stages of `recipe` will open, those that are `done` left aside.
 
     Args:
         is_plan: a reward model or a file of data may still be made or fetched; a reward model that is there must be one.
+        run: where it will be run; a file of data in the directory of an earlier stage there may still be made by that.
 
     Raises:
         UserError: `engine.python` cannot be run here, or a CUDA device, a reward model or a file of data is not there, and a
@@ -53,7 +61,7 @@ def check_machine(recipe: Recipe, *, done: Collection[str] = (), is_plan: bool =
     scorers = {f"stages.{name}.{key}": config for name, stage in stages.items() for key, config in scorers_of(stage)}
     _check_scorers({key: config for key, config in scorers.items() if not (is_plan and is_missing(config))})
     if not is_plan:
-        _check_files(stages)
+        _check_files(stages, run)
 
 
 def is_missing(config: EmbeddedScorerConfig | VllmScorerConfig) -> bool:
@@ -90,25 +98,25 @@ def _check_scorers(scorers: Mapping[str, EmbeddedScorerConfig | VllmScorerConfig
             raise UserError(f"{key}: {error}") from error
 
 
-def _check_files(stages: Mapping[str, StageConfig]) -> None:
-    """Files of tasks are looked at with the first model, whose prompts they are to fit."""
+def _check_files(stages: Mapping[str, StageConfig], run: RunDirectory | None) -> None:
+    """What is in them is looked at later: in those of tasks with the first model, whose prompts they are to fit."""
+    made_before: list[Path] = []
     for name, stage in stages.items():
+        for key, path in (*_files_of(stage), *_files_of_tasks(stage)):
+            if not path.exists() and not any(path.resolve().is_relative_to(each) for each in made_before):
+                raise TaskError(f"stages.{name}.{key}: {missing(path)} Nothing was begun.")
         for key, path in _files_of(stage):
-            if not path.is_file():
-                why = "is a directory" if path.is_dir() else "no such file"
-                raise UserError(f"stages.{name}.{key}: {path}: {why}. Put the file there or name another; nothing was begun.")
+            if path.is_dir():
+                raise UserError(f"stages.{name}.{key}: {path}: is a directory. Name a file of it; nothing was begun.")
+        made_before += [run.stage(name).path.resolve()] if run is not None else []
 
 
 def missing_files(stage: StageConfig) -> Iterator[tuple[str, Path]]:
     """The files and directories of data that the stage will read and that are not there, by key."""
-    yield from ((key, path) for key, path in _files_of(stage) if not path.exists())
-    if isinstance(stage, EvalStage) or (isinstance(stage, PlayedStage) and not stage.data):
-        for number, each in enumerate(stage.with_each_tasks() if isinstance(stage, SteppedStage) else (stage,)):
-            if isinstance(each.tasks, JsonlConfig | ParquetConfig) and (number == 0 or each.tasks != stage.tasks):
-                held_out = each.tasks.test_path if isinstance(each, EvalStage) else None
-                path = held_out or each.tasks.path
-                if not path.expanduser().exists():
-                    yield "tasks" if number == 0 else "schedule.tasks", path
+    by_path: dict[Path, str] = {}
+    for key, path in (*_files_of(stage), *_files_of_tasks(stage)):
+        by_path.setdefault(path, key)
+    yield from ((key, path) for path, key in by_path.items() if not path.exists())
 
 
 def _files_of(stage: StageConfig) -> Iterator[tuple[str, Path]]:
@@ -116,6 +124,36 @@ def _files_of(stage: StageConfig) -> Iterator[tuple[str, Path]]:
         yield "path", Path(stage.path).expanduser()
     if isinstance(stage, RewardModelStage | DpoStage) and stage.test_path is not None:
         yield "test_path", Path(stage.test_path).expanduser()
+
+
+def _files_of_tasks(stage: StageConfig) -> Iterator[tuple[str, Path]]:
+    """Files and directories."""
+    for key, tasks, split in _tasks_of(stage):
+        match tasks:
+            case LookupConfig():
+                yield key, tasks.path
+            case JsonlConfig() | ParquetConfig():
+                path = tasks.path if split == "train" else (tasks.test_path or tasks.path)
+                yield key, path.expanduser()
+
+
+def _tasks_of(stage: StageConfig) -> Iterator[tuple[str, TaskConfig, Split]]:
+    """The sets of tasks that the stage opens, by key, each with the part of it that it opens."""
+    if isinstance(stage, EvalStage):
+        yield "tasks", stage.tasks, "test"
+    elif _is_of_training_tasks(stage):
+        yield "tasks", stage.tasks, "train"
+    if isinstance(stage, SteppedStage):
+        yield from (("schedule.tasks", entry.tasks, "train") for entry in stage.schedule if entry.tasks is not None)
+    if isinstance(stage, TrainingStage) and stage.validation is not None:
+        yield "tasks", stage.tasks, stage.validation.split
+
+
+def _is_of_training_tasks(stage: StageConfig) -> bool:
+    """Whether the stage plays training tasks of its own, or a demonstrator does for it."""
+    if isinstance(stage, ModelStage):
+        return stage.tiny is not None
+    return isinstance(stage, DemonstrationsStage) or (isinstance(stage, PlayedStage | SftStage) and not stage.data)
 
 
 def _check_engine_devices(config: EngineConfig) -> None:

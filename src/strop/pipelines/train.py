@@ -105,7 +105,7 @@ async def train(
     is_done_before = {name for name in recipe.stages if run.stage(name).done.exists() and not start}
     is_done_before -= asked_for_more(run, recipe)
     not_made = [name for name in recipe.stages if name in is_done_before or name not in wanted]
-    check_machine(recipe, done=not_made)
+    check_machine(recipe, done=not_made, run=run)
     check_curations(recipe, done=not_made)
     with writing_to(directory):
         directory.mkdir(parents=True, exist_ok=True)
