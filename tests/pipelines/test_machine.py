@@ -10,7 +10,7 @@ import pytest
 from scripted_runs import RECIPE, run_recipe
 from strop import cli
 from strop.errors import UserError
-from strop.pipelines.machine import check_machine
+from strop.pipelines.machine import check_machine, missing_files
 from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
 from strop.runs import RunDirectory
@@ -294,3 +294,16 @@ def test_a_plan_names_the_files_of_tasks_that_are_not_there(tmp_path):
     assert [line for line in found["after"] if "NOT FOUND" in line] == [
         "tasks: b.jsonl: NOT FOUND. Put it there, or name another."
     ]
+
+
+@pytest.mark.parametrize(("split", "missed"), [("train", "a.jsonl"), ("test", "b.jsonl")])
+def test_of_an_evaluation_the_file_of_its_split_alone_is_looked_for(tmp_path, monkeypatch, split, missed):
+    monkeypatch.chdir(tmp_path)
+    tasks = {"kind": "jsonl", "path": "a.jsonl", "test_path": "b.jsonl"}
+    after = RECIPE["stages"]["after"] | {"tasks": tasks, "split": split}
+    split_recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": RECIPE["stages"] | {"after": after}})))
+    for there in ("a.jsonl", "b.jsonl"):
+        (tmp_path / there).write_text("{}\n")
+        found = [str(path) for _, path in missing_files(split_recipe.stages["after"])]
+        assert found == ([] if there == missed else [missed])
+        (tmp_path / there).unlink()

@@ -133,14 +133,15 @@ def _files_of_tasks(stage: StageConfig) -> Iterator[tuple[str, Path]]:
             case LookupConfig():
                 yield key, tasks.path
             case JsonlConfig() | ParquetConfig():
-                path = tasks.path if split == "train" else (tasks.test_path or tasks.path)
-                yield key, path.expanduser()
+                path = tasks.path if split == "train" else tasks.test_path
+                if path is not None:
+                    yield key, path.expanduser()
 
 
 def _tasks_of(stage: StageConfig) -> Iterator[tuple[str, TaskConfig, Split]]:
     """The sets of tasks that the stage opens, by key, each with the part of it that it opens."""
     if isinstance(stage, EvalStage):
-        yield "tasks", stage.tasks, "test"
+        yield "tasks", stage.tasks, stage.split
     elif _is_of_training_tasks(stage):
         yield "tasks", stage.tasks, "train"
     if isinstance(stage, SteppedStage):
