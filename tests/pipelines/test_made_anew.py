@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from scripted_runs import RECIPE, answer, make_recipe, run_recipe
+from scripted_runs import RECIPE, Watching, answer, make_recipe, run_recipe
 from strop.errors import ConfigError, RunError, TaskError
 from strop.pipelines.claim import new_layouts
 from strop.pipelines.recipe import Recipe, resolve
@@ -175,3 +175,31 @@ def test_a_stage_that_ended_before_it_made_anything_has_not_begun(tmp_path):
     rows.write_text(json.dumps({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}) + "\n")
     run_recipe(path, with_written(2))
     assert read_json(path / "manifest.json")["recipe"]["stages"]["written"]["limit"] == 2
+
+
+class Stopped(Watching):
+    """Ends the run behind a step of which no checkpoint is kept."""
+
+    def step(self, metrics, step):
+        raise KeyboardInterrupt
+
+
+def test_a_stage_that_is_let_go_leaves_no_steps_behind(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        2 * (json.dumps({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]}) + "\n")
+    )
+    base, written = RECIPE["stages"]["base"], {"kind": "conversations", "path": str(rows)}
+    sft = {"kind": "sft", "init": "base", "data": ["written"], "steps": 4, "batch_size": 1, "checkpoint_every": 4}
+
+    def with_stages(**stages):
+        return Recipe.model_validate_json(
+            json.dumps(resolve(RECIPE | {"stages": {"base": base, "written": written, **stages}}))
+        )
+
+    run = RunDirectory(tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(run.path, with_stages(sft=sft), progress=Stopped())
+    assert not run.stage("sft").path.exists()
+    run_recipe(run.path, with_stages())
+    assert [*read_lines(run.metrics), *read_lines(run.updates)] == []

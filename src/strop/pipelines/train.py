@@ -56,13 +56,13 @@ from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.room import check_room
 from strop.pipelines.selection import Starts, finished, select, stages_until
 from strop.pipelines.sft_stage import run_sft_stage
-from strop.pipelines.stage import EngineFactory, StageContext, load_chat, model_of
+from strop.pipelines.stage import EngineFactory, StageContext, cut_back, load_chat, model_of
 from strop.pipelines.written import run_conversations_stage
 from strop.reports.page import write_report
 from strop.reports.progress import Progress
 from strop.reports.trackers import make_trackers
 from strop.rewards.service import RunService
-from strop.runs import LineWriter, RunDirectory, StageDirectory, read_json, write_json, writing_to
+from strop.runs import LineWriter, RunDirectory, read_json, write_json, writing_to
 from strop.sandbox.opening import open_service
 from strop.tasks.commits import keeping_commits
 from strop.tools.toolbox import open_tools
@@ -190,9 +190,12 @@ RUNNERS: Mapping[type[Stage], Runner] = {
 """By kind of stage. A new kind is a config in recipe.py's `StageConfig` and a line here."""
 
 
-def _let_go(directory: StageDirectory) -> None:
+def _let_go(run: RunDirectory, name: str) -> None:
     """A stage that ended before it made anything has not begun: what was wrong with it may be changed."""
+    directory = run.stage(name)
     if all(path.is_dir() or path == directory.lineage or not path.stat().st_size for path in directory.path.rglob("*")):
+        for path in (run.metrics, run.updates):
+            cut_back(path, name, 0)
         shutil.rmtree(directory.path)
 
 
@@ -222,7 +225,7 @@ async def _run_stage(context: StageContext, stage: StageConfig, lineage: Lineage
         with keeping_commits(commits, tell=lambda: write_lineage(context.run, context.name, lineage | {"hub": commits})):
             made, summary = await RUNNERS[type(stage)](context, with_reward_models(stage, context.run))
     except BaseException:
-        _let_go(context.directory)
+        _let_go(context.run, context.name)
         raise
     elapsed = time.perf_counter() - started
     key = "model" if stage.makes in (Product.MODEL, Product.REWARD_MODEL) else "data"
