@@ -96,3 +96,23 @@ def test_what_other_code_of_strop_made_is_kept_and_told(run, caplog, monkeypatch
         in caplog.text
     )
     assert "--from base makes them anew" in caplog.text
+
+
+def test_a_start_that_goes_on_after_an_update_of_strop_is_not_told_to_make_anew(run, caplog, monkeypatch):
+    def stops(conversation, draw):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_recipe(run.path, start="base", say=stops)
+    monkeypatch.setattr(lineage, "_source_digest", lambda: "0" * 64)
+    run_recipe(run.path, start="base")
+    assert not (run.path / "stale" / "base-2").exists()
+    assert (
+        "is kept: base, sft, before. --from base goes on with what it began; once that is done, it makes them anew"
+        in caplog.text
+    )
+    caplog.clear()
+    run_recipe(run.path)
+    assert "--from base makes them anew" in caplog.text
+    run_recipe(run.path, start="base")
+    assert (run.path / "stale" / "base-2").exists()
