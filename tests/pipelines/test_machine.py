@@ -231,6 +231,7 @@ def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, 
 
 
 LATE = {"kind": "jsonl", "path": "late.jsonl"}
+HELD_OUT = {"kind": "jsonl", "path": "there.jsonl", "test_path": "late.jsonl"}
 PLAYED = {"demonstrator": {"kind": "arithmetic"}, "num_demonstrations": 2}
 
 
@@ -246,7 +247,7 @@ PLAYED = {"demonstrator": {"kind": "arithmetic"}, "num_demonstrations": 2}
         ({"kind": "demonstrations", "init": "rl", "tasks": LATE, **PLAYED}, "tasks"),
         ({"kind": "sft", "init": "rl", "tasks": LATE, "steps": 1, "batch_size": 1, **PLAYED}, "tasks"),
         (
-            {"kind": "sft", "init": "rl", "data": ["played"], "steps": 1, "tasks": LATE, "validation": {"every_steps": 1}},
+            {"kind": "sft", "init": "rl", "data": ["played"], "steps": 1, "tasks": HELD_OUT, "validation": {"every_steps": 1}},
             "tasks",
         ),
         ({"kind": "filter", "init": "rl", "tasks": {"kind": "lookup", "path": "late.jsonl"}, "num_tasks": 1}, "tasks"),

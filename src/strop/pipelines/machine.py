@@ -20,6 +20,8 @@ from strop.pipelines.recipe import (
     PlayedStage,
     Recipe,
     RewardModelStage,
+    RolloutStage,
+    SampledStage,
     SftStage,
     StageConfig,
     SteppedStage,
@@ -154,7 +156,9 @@ def _is_of_training_tasks(stage: StageConfig) -> bool:
     """Whether the stage plays training tasks of its own, or a demonstrator does for it."""
     if isinstance(stage, ModelStage):
         return stage.tiny is not None
-    return isinstance(stage, DemonstrationsStage) or (isinstance(stage, PlayedStage | SftStage) and not stage.data)
+    return isinstance(stage, DemonstrationsStage) or (
+        isinstance(stage, SampledStage | RolloutStage | SftStage) and not stage.data
+    )
 
 
 def _check_engine_devices(config: EngineConfig) -> None:

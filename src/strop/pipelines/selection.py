@@ -113,11 +113,11 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
         now = lineages(recipe, run)  # of the code as it is now, where they begin again
         stale = why_stale(run, recipe, now)
     if older := [name for name in begun_with_other_code(now) if name in stages]:
-        first = _first_of(recipe, older)
-        is_owed = _record(run).exists() and set(read_json(_record(run))["stages"]) == _anew(recipe, first) & set(stages)
+        remedy = _first_of(recipe, older)
+        is_owed = _record(run).exists() and set(read_json(_record(run))["stages"]) == _anew(recipe, remedy) & set(stages)
         _log.warning(
             "%s: strop has changed since these stages began, and what they made is kept: %s. --from %s %s.",
-            *(run.path, ", ".join(older), " --from ".join(first)),
+            *(run.path, ", ".join(older), " --from ".join(remedy)),
             "goes on with what it began; once that is done, it makes them anew" if is_owed else "makes them anew",
         )
     left = {name: why for name, why in stale.items() if name not in stages}
