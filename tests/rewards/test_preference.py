@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -158,7 +159,7 @@ def one_by_one(config, *asked):
 
 
 def test_a_scorer_that_refuses_every_request_after_its_first_scores_stops_the_run_at_the_eighth():
-    asked = [(f"What is {n}?", "x" * (n + 1)) for n in range(20)]
+    asked = [(f"What is {n}?", "x" * (100 - 2 * n)) for n in range(20)]
     with serving(refuses_from(3, 400)) as service, pytest.raises(UserError) as raised:
         one_by_one(reward(helpful=scorer(service)), *asked)
     assert len(service.asked) == 3 + 8
@@ -168,14 +169,48 @@ def test_a_scorer_that_refuses_every_request_after_its_first_scores_stops_the_ru
 
 
 def test_a_request_that_a_scorer_refuses_with_all_its_responses_is_one_and_others_between_end_the_row():
-    same = [("What is it?", "x" * (n + 1)) for n in range(60)]
-    mixed = [(f"What is {n}?", "y" * (1 if n % 8 == 7 else 200)) for n in range(40)]
+    same = [("What is it?", "x" * (100 - n)) for n in range(60)]
+    mixed = [(f"What is {n}?", "y" if n % 8 == 7 else "z") for n in range(40)]
     with serving(refuses_from(1, 422)) as service:
         found = one_by_one(reward(helpful=scorer(service)), *same)
     assert [each == {"excluded": 1.0} for each in found] == [False] + 59 * [True]
-    with serving(refuses_long_ones) as service:
-        found = one_by_one(reward(helpful=scorer(service)), ("What?", "y"), *mixed)
+
+    def refuses_z(asked, at):
+        is_refused = any(each["response"] == "z" for each in asked.body["exchanges"])
+        return Answer(body={"error": "no"}, status=400) if is_refused else lengths(asked, at)
+
+    with serving(refuses_z) as service:
+        found = one_by_one(reward(helpful=scorer(service)), ("What is the question?", "y"), *mixed)
     assert sum(each == {"excluded": 1.0} for each in found) == 35
+
+
+def test_the_longest_rollouts_of_a_step_are_asked_about_last_and_refused_without_ending_the_run():
+    draw = random.Random(2)
+    num_tokens = [max(10, int(draw.lognormvariate(5, 0.5))) for _ in range(64 * 8)]
+    limit = sorted(num_tokens)[-1 - len(num_tokens) // 20]
+    # A token has 4 bytes, give or take 10 %: of those refused 13 have fewer bytes than one that is judged.
+    texts = ["x" * num + " " * int(num * (3 + draw.gauss(0, 0.4))) for num in num_tokens]
+
+    def answer(asked, at):
+        is_long = any(each["response"].count("x") > limit for each in asked.body["exchanges"])
+        return Answer(body={"error": "maximum context length"}, status=400) if is_long else lengths(asked, at)
+
+    async def run(service):
+        judge = SumReward(reward(helpful=scorer(service, judged_on="response")))
+        as_they_end = sorted(range(len(texts)), key=num_tokens.__getitem__)
+        excluded = 0
+        try:
+            for start in range(0, len(texts), 64):
+                asked = as_they_end[start : start + 64]
+                tasks = [replace(TASK, question=f"Question {n // 8}?") for n in asked]
+                found = await asyncio.gather(*(judge(task, trajectory(texts[n])) for task, n in zip(tasks, asked, strict=True)))
+                excluded += sum(each == {"excluded": 1.0} for each in found)
+        finally:
+            await judge.close()
+        return excluded
+
+    with serving(answer) as service:
+        assert asyncio.run(run(service)) == sum(num > limit for num in num_tokens) >= 20
 
 
 @pytest.mark.parametrize(("status", "num_tries"), [(401, 1), (404, 1), (503, 2)])

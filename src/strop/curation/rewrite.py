@@ -93,7 +93,7 @@ async def rewrite_file(config: RewriteConfig, source: Path, out: Path) -> Rewrit
 
     Raises:
         TaskError: the rows cannot be read, or have no such text; or none could be rewritten.
-        ServiceRefused: the service failed, or refused all of its first requests.
+        ServiceRefused: the service failed, or refused all of its first requests, or several different ones in a row.
     """
     failed_path = out.with_name(f"{out.name}.failed.jsonl")
     temporary = [path.with_name(f".{path.name}.tmp") for path in (out, failed_path)]
@@ -156,12 +156,12 @@ async def _rewrite(
     question, response = texts
     asked = [{"role": "user", "content": Template(config.prompt).substitute(question=question, response=response)}]
     reason = ""
-    with refusals.asking() as asking:
+    with refusals.asking((question, response) if question else (response,)) as asking:
         for draw in range(config.tries):
             try:
                 reply = await client.reply(asked, draw=draw)
             except ServiceRefused as refused:
-                refusals.add(refused, *asking, judged=texts, about="")  # rows may be sorted by length: counted as one request's
+                refusals.add(refused, *asking)
                 return row, f"refused: {refused}"
             refusals.judged(asking)
             text = reply.text.strip()

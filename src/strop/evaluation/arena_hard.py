@@ -122,11 +122,11 @@ async def ask_for_answers(questions: Sequence[Question], service: ChatServiceCon
     client, refusals = ChatClient(service), Refusals(what="without an answer")
 
     async def ask(question: Question) -> Reply | None:
-        with refusals.asking() as asking:
+        with refusals.asking((question.prompt,)) as asking:
             try:
                 reply = await client.reply([{"role": "user", "content": question.prompt}])
             except ServiceRefused as refused:
-                refusals.add(refused, *asking, judged=question.id, about=question.prompt)
+                refusals.add(refused, *asking)
                 return None
             refusals.judged(asking)
         return reply

@@ -331,7 +331,7 @@ def test_a_service_that_refuses_every_judgement_after_its_first_ones_is_told_of(
     def answer(_, number):
         return said("[[5]]") if number < 3 else Answer(body={"error": "maximum context length"}, status=400)
 
-    calls = [lambda judge, n=n: judge.score(Exchange(prompt=f"{n}+2?", response="4")) for n in range(20)]
+    calls = [lambda judge, n=n: judge.score(Exchange(prompt=f"{n:02}+2?", response="4")) for n in range(20)]
     with serving(answer) as service, pytest.raises(UserError, match=r"8 different responses in a row.*maximum context length"):
         ask(judging(service), *calls)
     assert len(service.asked) == 3 + 8

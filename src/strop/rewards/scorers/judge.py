@@ -163,12 +163,12 @@ class ModelJudge:
         number = self._unclear.begin()
         try:
             replies: list[Reply] = []
-            with self._refusals.asking() as asking:
+            with self._refusals.asking(judged) as asking:
                 for draw in range(judgement * self.config.tries, (judgement + 1) * self.config.tries):
                     try:
                         reply = await self.client.reply([{"role": "user", "content": asked}], draw=draw)
                     except ServiceRefused as refused:
-                        self._refusals.add(refused, *asking, judged=judged, about=about)
+                        self._refusals.add(refused, *asking)
                         tell_why(f"{self._name} refused it: {refused}")
                         return None
                     self._refusals.judged(asking)

@@ -85,7 +85,7 @@ class VllmScorer:
 
 async def _score_each(exchanges: Sequence[Exchange], score: _Score, refusals: Refusals) -> list[float | None]:
     """The scores of a batch. One that is refused is asked for in halves, until what alone is refused is found: that is None."""
-    with refusals.asking(len(exchanges)) as numbers:
+    with refusals.asking(*((each.prompt, each.response) for each in exchanges)) as numbers:
         return await _score_numbered(exchanges, numbers, score, refusals)
 
 
@@ -98,7 +98,7 @@ async def _score_numbered(
         if not refused.is_of_what_was_asked:
             raise
         if len(exchanges) == 1:
-            refusals.add(refused, numbers[0], judged=exchanges[0], about=exchanges[0].prompt)
+            refusals.add(refused, numbers[0])
             return [None]
         middle = len(exchanges) // 2
         halves = [
