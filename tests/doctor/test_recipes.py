@@ -118,6 +118,13 @@ def test_a_model_that_is_not_there_is_a_finding(recipe_path, run, tmp_path):
     assert "no config.json there" in problem.detail
 
 
+def test_tasks_that_are_not_there_are_told_with_their_stage(recipe_path, service, run):
+    missing = 'stages.rl.tasks={kind="jsonl", path="nowhere.jsonl", question="q", answer="a"}'
+    (problem,) = run(examine_file(recipe_path, [service, missing], model=None)).findings
+    assert problem.detail.startswith("stages.rl.tasks: ")
+    assert "nowhere.jsonl" in problem.detail
+
+
 def test_the_demo_is_healthy_and_the_command_shows_its_mask():
     result = CliRunner().invoke(app, ["doctor", "recipes/demo.toml", "--set", "threads=1"])
     assert result.exit_code == 0, result.output

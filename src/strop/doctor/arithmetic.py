@@ -43,7 +43,7 @@ async def check_arithmetic(examination: Examination) -> Finding:
                 )
     for name, stage in parts.recipe.stages.items():
         if isinstance(stage, PlayedStage):
-            longest = max(prompt_lengths(stage, first_tasks(parts.recipe, stage), parts.chat, parts.tools))
+            longest = max(prompt_lengths(stage, first_tasks(parts.recipe, name), parts.chat, parts.tools))
             problem = _length_problem(examination, longest, stage.sampling.max_tokens)
             if problem is not None:
                 detail, remedy = problem

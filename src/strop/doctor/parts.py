@@ -22,6 +22,7 @@ from strop.pipelines.model_stage import find_model, run_model_stage
 from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, Stage
 from strop.pipelines.room import prompt_lengths
 from strop.pipelines.stage import StageContext, load_chat
+from strop.pipelines.stage_tasks import open_tasks
 from strop.reports.progress import Silent
 from strop.rewards import RunService, make_reward
 from strop.rollout.chat import ChatFormat
@@ -32,7 +33,6 @@ from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, VerifyReq
 from strop.sandbox.scripted import ScriptedSandbox
 from strop.sandbox.verify_process import ProcessVerifier
 from strop.seeds import derive_seed
-from strop.tasks import make_tasks
 from strop.tools.protocol import Tool
 from strop.tools.python import PythonTool, PythonToolConfig
 from strop.tools.toolbox import open_tools
@@ -110,9 +110,10 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
         place = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="strop-doctor-")))
         tools = await opened.enter_async_context(open_tools(recipe.tools, runner))
         directory, words = await _find_or_make_model(recipe, model, place, tools)
-        stage = stage_under_examination(recipe)
+        name = stage_under_examination(recipe)
+        stage = recipe.stages[name]
         chat = load_chat(directory)
-        tasks = first_tasks(recipe, stage)
+        tasks = first_tasks(recipe, name)
         longest = max(prompt_lengths(stage, tasks, chat, tools))
         config = recipe.engine.model_copy(
             update={
@@ -143,19 +144,18 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
         )
 
 
-def stage_under_examination(recipe: Recipe) -> Stage:
-    """The first stage that learns from its own rollouts; where none does, the first that evaluates, else the last."""
-    stages = list(recipe.stages.values())
+def stage_under_examination(recipe: Recipe) -> str:
+    """Names the first stage that learns from its own rollouts; where none does, the first that evaluates, else the last."""
     for kind in ((RlStage, ExpertIterationStage), EvalStage):
-        for stage in stages:
+        for name, stage in recipe.stages.items():
             if isinstance(stage, kind):
-                return stage
-    return stages[-1]
+                return name
+    return list(recipe.stages)[-1]
 
 
-def first_tasks(recipe: Recipe, stage: Stage) -> tuple[Task, ...]:
-    """The first training tasks of `stage`. Raises `TaskError` when there are none."""
-    source = make_tasks(stage.tasks, seed=derive_seed("doctor", recipe.seed), split="train")
+def first_tasks(recipe: Recipe, name: str) -> tuple[Task, ...]:
+    """The first training tasks of the stage `name`. Raises `TaskError` when there are none."""
+    source = open_tasks(recipe, name, recipe.stages[name].tasks, seed=derive_seed("doctor", recipe.seed), split="train")
     num = _NUM_TASKS if source.num_tasks is None else min(_NUM_TASKS, source.num_tasks)
     return tuple(source.task(index) for index in range(num))
 
