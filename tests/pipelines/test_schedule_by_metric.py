@@ -13,6 +13,7 @@ from strop.pipelines.plan import plan
 from strop.pipelines.recipe import Recipe, resolve
 from strop.pipelines.schedule import Done, RulesWatch, ScheduleEntry, reached
 from strop.pipelines.stage import StageMetrics
+from strop.pipelines.step_rollouts import StepRollouts
 from strop.reports.console import print_plan
 from strop.reports.log import read_run
 from strop.runs import RunDirectory, read_lines
@@ -205,6 +206,27 @@ def test_what_a_stage_ends_with_switches_nothing(tmp_path):
     done = run_recipe(tmp_path / "run", recipe, say=wordy)
     assert [line["step"] for line in lines_of(done.run)] == [1, 2]
     assert told_by(done.run) == []
+
+
+def test_what_comes_due_is_done_where_the_validation_of_a_last_step_finds_a_gain_and_the_stage_goes_on(tmp_path, monkeypatch):
+    async def validate(rollouts, trainer, step, stage, weights, *, last):
+        return {"validation/accuracy": 0.5 if step < 5 else 0.6} if stage.validation.is_due(step, last=last) else {}
+
+    monkeypatch.setattr(StepRollouts, "validate", validate)
+    entry = {"every_steps": 5, "refresh_reference": True}
+    done = run_recipe(
+        tmp_path / "run",
+        make_recipe(
+            steps=6,
+            method={"name": "grpo", "kl_coefficient": 0.01},
+            validation=VALIDATION,
+            schedule=[entry],
+            end_when=[{"plateau_of": 1, "from_step": 5}],
+        ),
+    )
+    found = {line["step"]: line["validation/accuracy"] for line in lines_of(done.run) if "validation/accuracy" in line}
+    assert found == {2: 0.5, 4: 0.5, 5: 0.6, 6: 0.6}  # of step 5 since it may be the last
+    assert [line["step"] for line in told_by(done.run)] == [6]
 
 
 def test_expert_iteration_waits_for_metrics_too(tmp_path):

@@ -122,7 +122,7 @@ async def take_steps(
                 context.event("ended_early", step=step, because=over)
             watch.look(metrics.steps)
             after = Done(steps=step, updates=trainer.num_updates, held=watch.held)
-            if step < last and not over:
+            if step < stage.steps and not over and not clock.is_spent:
                 await _follow_schedule(context, stage, trainer, before, after, watch.why)
             before = after
             for problem in result.problems:
