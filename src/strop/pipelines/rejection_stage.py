@@ -23,7 +23,7 @@ from strop.pipelines.stage_data import (
 from strop.rewards.language import scripts_of
 from strop.rewards.text import written
 from strop.rollout.prompt import load_prompt
-from strop.types import Group, ScoredTrajectory
+from strop.types import Group, ScoredTrajectory, Trajectory
 
 _CALLS = re.compile(r"<(tool_call|python)>.*?(?:</\1>|\Z)", re.DOTALL)
 _EAST_ASIAN = frozenset({"han", "kana"})  # Japanese writes with both
@@ -100,12 +100,18 @@ def why_rejected(scored: ScoredTrajectory, stage: RejectionSamplingStage) -> str
     text = _CALLS.sub(" ", written(scored.trajectory))
     if not stage.allow_code_blocks and "```" in text:
         return "code block: it has one outside of a tool call"
-    longest = max((len(each.strip()) for each in re.split(r"\n\s*\n", text)), default=0)
+    longest = max(map(len, _paragraphs(scored.trajectory)))
     if stage.max_paragraph_chars is not None and longest > stage.max_paragraph_chars:
         return f"long paragraph: of {longest} characters"
     if stage.max_foreign_share is not None and (share := foreign_share(text)) > stage.max_foreign_share:
         return f"mixed languages: {share:.1%} of its words are in another script than most"
     return ""
+
+
+def _paragraphs(trajectory: Trajectory) -> list[str]:
+    """Between empty lines, calls, and turns: where a tool has answered, another paragraph begins."""
+    apart = "\n\n".join(turn.completion_text for turn in trajectory.turns)
+    return [each.strip() for each in re.split(r"\n\s*\n", _CALLS.sub("\n\n", apart))]
 
 
 def foreign_share(text: str) -> float:
