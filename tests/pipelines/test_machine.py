@@ -148,6 +148,15 @@ def test_only_stages_that_will_run_need_their_device(no_devices):
         check_machine(of_the_engine, done=["before", "rl"])
 
 
+def test_of_what_a_start_leaves_as_it_is_nothing_is_asked(run, monkeypatch):
+    """Another machine may have trained it."""
+    asked = []
+    monkeypatch.setattr("strop.pipelines.train.check_machine", lambda recipe, *, done, run: asked.append(set(done)))
+    run_recipe(run.path, start="after")
+    run_recipe(run.path, start="rl")
+    assert asked == [{"base", "sft", "before", "rl"}, {"base", "sft", "before"}]
+
+
 def test_engines_with_devices_of_their_own_are_not_judged_by_what_the_trainer_may_see(no_devices, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     check_machine(scripted(engine={"devices": [3]}))

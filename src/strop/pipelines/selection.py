@@ -86,7 +86,7 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
             raise RunError(f"{error}{_stale_under(run, recipe)}") from error
         anew: set[str] = set()
     else:
-        led_to = _anew(recipe, starts)
+        led_to = standing_on_starts(recipe, starts)
         anew = led_to & set(stages)
         if not run.manifest.exists():
             claim(run, recipe, command)
@@ -114,7 +114,8 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
         stale = why_stale(run, recipe, now)
     if older := [name for name in begun_with_other_code(now) if name in stages]:
         remedy = _first_of(recipe, older)
-        is_owed = _record(run).exists() and set(read_json(_record(run))["stages"]) == _anew(recipe, remedy) & set(stages)
+        would_be_anew = standing_on_starts(recipe, remedy) & set(stages)
+        is_owed = _record(run).exists() and set(read_json(_record(run))["stages"]) == would_be_anew
         _log.warning(
             "%s: strop has changed since these stages began, and what they made is kept: %s. --from %s %s.",
             *(run.path, ", ".join(older), " --from ".join(remedy)),
@@ -168,7 +169,8 @@ def _stale_under(run: RunDirectory, recipe: Recipe) -> str:
     return f"\nBy that, what these stages made is stale:{lines}" if told else ""
 
 
-def _anew(recipe: Recipe, starts: Collection[str]) -> set[str]:
+def standing_on_starts(recipe: Recipe, starts: Collection[str]) -> set[str]:
+    """The stages that `--from` each of `starts` makes anew: these, and all that stand on them."""
     nodes = {name: Node(makes=stage.makes, inputs=stage.inputs()) for name, stage in recipe.stages.items()}
     return standing_on(set(starts), nodes)
 

@@ -54,7 +54,7 @@ from strop.pipelines.reward_model_warnings import warnings_of_reward_models
 from strop.pipelines.reward_models import with_reward_models
 from strop.pipelines.rl_stage import run_rl_stage
 from strop.pipelines.room import check_room
-from strop.pipelines.selection import Starts, finished, select, stages_until
+from strop.pipelines.selection import Starts, finished, named_starts, select, stages_until, standing_on_starts
 from strop.pipelines.sft_stage import run_sft_stage
 from strop.pipelines.stage import EngineFactory, StageContext, cut_back, load_chat, model_of
 from strop.pipelines.written import run_conversations_stage
@@ -102,7 +102,8 @@ async def train(
     """
     run = RunDirectory(directory)
     wanted = stages_until(recipe, until, start)
-    is_done_before = {name for name in recipe.stages if run.stage(name).done.exists() and not start}
+    is_done_before = {name for name in recipe.stages if run.stage(name).done.exists()}
+    is_done_before -= standing_on_starts(recipe, named_starts(start))
     is_done_before -= asked_for_more(run, recipe)
     not_made = [name for name in recipe.stages if name in is_done_before or name not in wanted]
     check_machine(recipe, done=not_made, run=run)
