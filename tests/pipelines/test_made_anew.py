@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -49,6 +50,12 @@ def test_siblings_that_are_stale_are_made_anew_by_one_command(run):
 def test_a_start_that_is_no_stage_is_named(run, start):
     with pytest.raises(ConfigError, match=r"--from rll: no such stage. Did you mean 'rl'\?"):
         run_recipe(run.path, start=start)
+
+
+def test_a_model_that_is_gone_is_told_with_its_stage_and_how_to_have_it_again(run):
+    shutil.rmtree(run.stage("rl").path / "model")
+    with pytest.raises(RunError, match=r"rl/model: missing, though stage 'rl' is done\. Restore it, or .* with --from rl\."):
+        run_recipe(run.path, start="after")
 
 
 def test_a_stage_that_has_not_begun_may_change_be_added_and_be_removed(tmp_path):

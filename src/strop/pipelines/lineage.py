@@ -98,6 +98,9 @@ def why_stale(run: RunDirectory, recipe: Recipe, now: Mapping[str, Lineage]) -> 
             f"{key}: {there!r} then, {here!r} now" for key, there, here in differences(recorded["recipe"], now[name]["recipe"])
         ]
         before = recorded["data"]
+        if not told:  # else a file of before may be one that the recipe names no more
+            gone = [(key, facts["path"]) for key, facts in before.items() if key not in now[name]["data"]]
+            told += [f"{path} ({key}) is not there any more" for key, path in gone]
         told += [
             f"{facts['path']} ({key}) has other contents"
             for key, facts in now[name]["data"].items()

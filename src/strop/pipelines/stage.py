@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
 from strop.engine.opening import Detokenizer
 from strop.engine.protocol import InferenceEngine
-from strop.errors import ModelError
+from strop.errors import ModelError, RunError
 from strop.pipelines.recipe import Recipe, RlStage, Stage
 from strop.reports.progress import Progress
 from strop.reports.trackers import Tracker
@@ -135,8 +135,13 @@ def cut_back(path: Path, stage: str, done_steps: int) -> list[Mapping[str, Any]]
 
 
 def model_of(run: RunDirectory, stage: str) -> Path:
-    """The model directory that `stage` made. Raises `RunError` when the stage is not done."""
-    return run.path / str(read_json(run.stage(stage).done)["model"])
+    """The model directory that `stage` made. Raises `RunError` when the stage is not done, or its directory is gone."""
+    path = run.path / str(read_json(run.stage(stage).done)["model"])
+    if not path.exists():
+        raise RunError(
+            f"{path}: missing, though stage {stage!r} is done. Restore it, or run that stage anew with --from {stage}."
+        )
+    return path
 
 
 def weights_digest(model: Path) -> str:
