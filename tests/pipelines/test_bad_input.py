@@ -220,6 +220,14 @@ def test_a_model_directory_that_is_not_whole_says_what_it_lacks(mistake, scripte
     assert str(model) in said
 
 
+@pytest.mark.parametrize("name", ["../evil", "a/b", "a.b", "", ".hidden", "x y", "-x"])
+def test_a_name_of_a_stage_that_is_no_name_of_a_directory_is_refused(mistake, tmp_path, name):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'name = "named"\n[stages."{name}"]\nkind = "model"\npath = "nowhere"\ntasks.kind = "arithmetic"\n')
+    told = mistake("train", recipe, "--dry-run")
+    assert f"{name!r} cannot be the name of a directory and part of a key. Name the stage with letters" in told
+
+
 def test_a_run_directory_of_another_recipe_is_left_alone(mistake, scripted_run, tmp_path):
     recipe = write_recipe(tmp_path, stages=stage("rl", group_size=4))
     before = contents(scripted_run.run.path)

@@ -26,7 +26,7 @@ TASK = Task(id="t", question="1+1", answer="2", source="by hand")
 SHARED = {"tasks": {"kind": "arithmetic"}, "init": "sft", "num_tasks": 1}
 
 
-def rollout(text, *, right=True, attempt=0, stop=StopReason.ANSWERED):
+def turn_of(text):
     ids = tuple(text.encode())
     said = Completion(
         ids=ids,
@@ -37,9 +37,13 @@ def rollout(text, *, right=True, attempt=0, stop=StopReason.ANSWERED):
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )
-    turn = Turn(completion=said, calls=(), observation_ids=(), completion_text=text, observation_text="")
+    return Turn(completion=said, calls=(), observation_ids=(), completion_text=text, observation_text="")
+
+
+def rollout(*texts, right=True, attempt=0, stop=StopReason.ANSWERED):
+    """One of a turn for each of `texts`."""
     key = RolloutKey(task_index=0, attempt=attempt)
-    trajectory = Trajectory(key=key, task_id="t", prompt_ids=(1,), turns=(turn,), stop_reason=stop)
+    trajectory = Trajectory(key=key, task_id="t", prompt_ids=(1,), turns=tuple(map(turn_of, texts)), stop_reason=stop)
     parts = {"language": 1.0} if right is None else {"accuracy": float(right)}
     return ScoredTrajectory(trajectory=trajectory, reward=float(right or 0.0), reward_parts=parts)
 
@@ -152,6 +156,14 @@ def test_rejection_sampling_drops_what_does_not_read_well(text, reason):
     assert found.partition(":")[0] == reason
 
 
+def test_turns_are_no_one_paragraph_since_a_tool_has_answered_between_them():
+    stage = stage_of(RejectionSamplingStage, kind="rejection_sampling")
+    call = '<tool_call>{"name": "python", "arguments": {"code": "print(2)"}}</tool_call>'
+    long_alone, long_together = "so it is " * 250, "so it is " * 100
+    assert reasons(group(rollout(*[long_together + call] * 4, "two")), stage) == [""]
+    assert reasons(group(rollout(long_together + call, long_alone)), stage) == ["long paragraph: of 2249 characters"]
+
+
 @pytest.mark.parametrize("stage", ["rejection", "teacher"])
 @pytest.mark.parametrize(
     ("said", "reason"),
@@ -191,6 +203,11 @@ def test_rejection_sampling_keeps_right_whole_and_different_rollouts_up_to_a_num
 def test_the_share_of_foreign_words_leaves_out_code_mathematics_and_variables():
     assert foreign_share("два x y z три `print(two)` $alpha$") == 0
     assert foreign_share("one two 三 four") == pytest.approx(1 / 4)
+
+
+def test_a_mix_names_each_of_its_sets_once():
+    with pytest.raises(ValidationError, match=r"data names a twice, but rows are drawn without replacement\. Name it once\."):
+        MixStage.model_validate_json(json.dumps({"kind": "mix", "tasks": {"kind": "arithmetic"}, "data": ["a", "b", "a"]}))
 
 
 def test_shares_of_a_total_add_up_to_it():
@@ -388,4 +405,7 @@ def test_a_file_of_tasks_whose_contents_change_makes_stale_what_was_made_of_it(t
     assert str(rows) in json.dumps(read_json(run.stage("hard").lineage)["data"])
     rows.write_text(rows.read_text() + json.dumps({"question": "9+1", "answer": "10"}) + "\n")
     with pytest.raises(RunError, match=r"hard: .*rows\.jsonl .* has other contents\n  rl: hard is stale"):
+        run_recipe(tmp_path / "run", recipe, until="rl")
+    rows.unlink()
+    with pytest.raises(RunError, match=r"hard: .*rows\.jsonl \(.*tasks\.path\) is not there any more\n  rl: hard is stale"):
         run_recipe(tmp_path / "run", recipe, until="rl")

@@ -114,6 +114,8 @@ class MixStage(Stage):
 
     @model_validator(mode="after")
     def _says_how_many_once(self) -> Self:
+        if repeated := sorted({name for name in self.data if self.data.count(name) > 1}):
+            raise ValueError(f"data names {', '.join(repeated)} twice, but rows are drawn without replacement. Name it once.")
         if self.counts is not None and self.shares is not None:
             raise ValueError("give counts (rows of each stage) or shares of total, and not both.")
         if (self.shares is None) != (self.total is None):

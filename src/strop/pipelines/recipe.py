@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -74,6 +75,7 @@ __all__ = [
 
 SHARED_TABLES = ("tasks", "prompt", "sampling", "limits", "reward", "trainer")
 """Tables of the recipe's root that are defaults of every stage; a stage's own keys are put over them."""
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # a directory of the run, and a step of a key
 SERVERS = ("vllm", "sglang")
 """Kinds of engine that compute in a process and with kernels of their own."""
 
@@ -123,6 +125,12 @@ class Recipe(Config):
     @classmethod
     def _stages_stand_on_each_other(cls, stages: dict[str, StageConfig]) -> dict[str, StageConfig]:
         """In the order in which they run: as they are written, but each behind those that it stands on."""
+        for name in stages:
+            if not _STAGE_NAME.fullmatch(name):
+                raise ValueError(
+                    f"stages.{name}: {name!r} cannot be the name of a directory and part of a key. Name the stage with letters,"
+                    " digits, - and _, a letter or digit first."
+                )
         nodes = {name: Node(makes=stage.makes, inputs=stage.inputs()) for name, stage in stages.items()}
         return {name: stages[name] for name in in_order(nodes)}
 
