@@ -89,6 +89,29 @@ def test_what_cannot_be_rewritten_is_counted_shown_and_written_with_its_reason(t
     assert (tried.count("cut"), tried.count("long")) == (2, 1)  # another draw may help the first, and not the second
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        ("so \\boxed{7}", "<think>a draft: \\boxed{9}</think> Clean: \\boxed{7}", "thoughts that the original does not have"),
+        (
+            "so \\boxed{7}",
+            "a draft</think> Clean: \\boxed{7}",
+            "thoughts that the original does not have",
+        ),  # opened by the template
+        ("<think>7</think> so \\boxed{7}", "\\boxed{7}", "thoughts of the original are gone"),
+        ("<think>7</think> so \\boxed{7}", "<think>it is 7</think> \\boxed{7}", ""),
+    ],
+)
+def test_what_the_rewriter_thinks_is_no_part_of_a_rewrite(before, after, reason, tmp_path):
+    source = conversations(tmp_path / "rows.jsonl", before, "fine")
+    with serving(lambda asked, at: said(after) if shown(asked) == before else politely(asked, at)) as service:
+        made = asyncio.run(rewrite_file(config(service), source, tmp_path / "out.jsonl"))
+        free = asyncio.run(rewrite_file(config(service, keeps_thoughts=False), source, tmp_path / "free.jsonl"))
+    assert list(made.failures) == ([reason] if reason else [])
+    assert all("1 </think>" in row["reason"] for row in read_lines(made.failed_path))
+    assert (free.num_rewritten, free.failures) == (2, {})  # the prompt may ask for it
+
+
 def test_a_call_that_was_cut_short_asks_only_for_the_rest(tmp_path):
     source = conversations(tmp_path / "rows.jsonl", *map(str, range(12)))
     out = tmp_path / "out.jsonl"

@@ -41,6 +41,7 @@ $question
 $response
 </response>"""
 
+_THOUGHTS = ("<think>", "</think>")
 _IDS = ("trajectory", "tokenizer")  # of a row that a stage sampled: the tokens of what it said before
 Row: TypeAlias = Mapping[str, Any]
 
@@ -53,6 +54,7 @@ class RewriteConfig(Config):
     column: str | None = None  # a column of text; unset: the last message of `messages`, which has to be an assistant's
     question: str = "question"  # the column that $question is, where `column` is set; else it is the last user's message
     keeps_answer: bool = True  # a rewrite whose last \boxed{} is another than before is none
+    keeps_thoughts: bool = True  # nor is one with more or fewer <think> and </think>: a rewriter's own thoughts
     tries: int = Field(default=2, ge=1)  # replies asked for until one is a rewrite
 
     @field_validator("prompt")
@@ -177,6 +179,14 @@ def _fault(config: RewriteConfig, before: str, after: str, finish_reason: str) -
         return f"cut off: the reply has more than service.max_tokens = {config.service.max_tokens} tokens"
     if not after:
         return "empty: the reply says nothing"
+    thoughts = [[text.count(tag) for tag in _THOUGHTS] for text in (before, after)]
+    if config.keeps_thoughts and thoughts[0] != thoughts[1]:
+        what = "that the original does not have" if thoughts[1] > thoughts[0] else "of the original are gone"
+        return (
+            f"thoughts {what}: the reply has {_tags(thoughts[1])} instead of {_tags(thoughts[0])}. Let the service keep what"
+            " the model thinks apart (a reasoning parser) and remove the replies that are kept, or set keeps_thoughts = false"
+            " where the prompt asks for other thoughts"
+        )
     answers = [boxed(text)[-1:] for text in (before, after)]
     if config.keeps_answer and answers[0] != answers[1]:
         return f"answer changed: from {_shown(answers[0])} to {_shown(answers[1])}"
@@ -210,6 +220,10 @@ def _with_text(config: RewriteConfig, row: Row, text: str, before: str) -> Row:
 
 def _write(file: TextIO, row: Row) -> None:
     file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def _tags(counts: list[int]) -> str:
+    return " and ".join(f"{count} {tag}" for count, tag in zip(counts, _THOUGHTS, strict=True))
 
 
 def _shown(answer: list[str]) -> str:
