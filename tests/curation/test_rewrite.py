@@ -129,6 +129,21 @@ def test_a_call_that_was_cut_short_asks_only_for_the_rest(tmp_path):
     assert len(read_lines(out)) == 12
 
 
+def test_a_row_to_which_the_model_said_nothing_is_asked_for_again_by_the_next_call(tmp_path):
+    source = conversations(tmp_path / "rows.jsonl", "fine", "silent")
+    is_mended = False
+
+    def answer(asked, at):
+        return politely(asked, at) if is_mended or shown(asked) == "fine" else said("")
+
+    with serving(answer) as service:
+        first = asyncio.run(rewrite_file(config(service), source, tmp_path / "out.jsonl"))
+        is_mended = True
+        second = asyncio.run(rewrite_file(config(service), source, tmp_path / "out.jsonl"))
+    assert (first.failures, second.failures) == ({"empty": 1}, {})
+    assert [shown(asked) for asked in service.asked].count("fine") == 1
+
+
 def test_a_column_of_plain_rows_is_rewritten_with_its_question(tmp_path):
     source = tmp_path / "rows.jsonl"
     source.write_text(json.dumps({"question": "2+2?", "response": "four", "answer": "4"}) + "\n")

@@ -102,7 +102,7 @@ async def rewrite_file(config: RewriteConfig, source: Path, out: Path) -> Rewrit
     service = config.service
     if service.cache is None:
         service = service.model_copy(update={"cache": str(out.with_name(f"{out.name}.replies"))})
-    client = ChatClient(service)
+    client = ChatClient(service, is_kept=lambda text: bool(text.strip()))  # silence would be the answer for ever
     failures: Counter[str] = Counter()
     num_rewritten, first_failure = 0, ""
     try:
