@@ -33,6 +33,14 @@ def test_a_pair_of_hundreds_is_no_number_of_thousands():
         ("\\text{(C)}", "Which? (A) 1 (B) 2 (C) 3", "letter of a multiple choice"),
         ("D", "Which? A. 1 B. 2 C. 3 D. 4", "letter of a multiple choice"),
         ("the triangle is isosceles", "What follows?", "prose"),
+        ("\\text{Yes}", "Is 7 prime?", "guessed right"),
+        ("$\\mathrm{False}$", "Is 7 prime?", "guessed right"),
+        ("\\text{No}.", "Is 7 prime?", "guessed right"),
+        ("\\textbf{No.}", "Is 7 prime?", "guessed right"),
+        ("No.", "Is 7 prime?", "guessed right"),
+        ("\\text{Evelyn}", "Who is the eldest?", "prose"),
+        ("\\text{the function is not continuous}", "What follows?", "prose"),
+        ("abx", "Simplify.", "prose"),  # as words are
         ("p = 2", "Prove that p is even.", "asks for a proof"),
         ("n \\geq 2", "Show that n is at least 2.", "asks for a proof"),
     ],
@@ -49,6 +57,12 @@ def test_what_no_rule_can_verify_is_dropped(answer, question, reason):
         ("\\begin{pmatrix} 1 \\\\ 2 \\end{pmatrix}", "Which vector?"),
         ("12\\text{ inches}", "How long?"),
         ("\\frac{\\sin x}{\\operatorname{arctan} 2}", "Simplify."),
+        *(("12" + text + "{ inches}", "How long?") for text in ("\\textrm", "\\mathrm")),
+        ("\\text{cm}", "In which unit?"),
+        *(
+            (answer, "Simplify.")
+            for answer in ("xyz", "\\frac{abc}{2}", "\\angle ABCD", "arctan(2)", "\\arctan(2)", "\\text{arctan}")
+        ),
         ("6", "Show your work and justify your answer."),
     ],
 )

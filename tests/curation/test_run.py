@@ -13,7 +13,7 @@ import pytest
 from strop.curation import run
 from strop.curation.config import AgreementRule, CurationConfig, IntegerAnswerRule
 from strop.curation.curate import curate, make_rule, read_benchmark
-from strop.curation.inputs import lineage
+from strop.curation.inputs import VERDICTS, lineage
 from strop.curation.load import load_curation
 from strop.curation.outcomes import key_of
 from strop.curation.parts import row_of
@@ -211,6 +211,15 @@ def test_parts_of_other_rules_are_not_gone_on_with(file, tmp_path):
     stale.mkdir(parents=True)
     (stale / "inputs.json").write_text('"another"')
     (stale / "part-000000.jsonl").write_text("")
+    assert run_curation(load_curation(file), tmp_path / "out", jobs=1)["num_tasks"] == 2941
+
+
+def test_parts_of_an_older_strop_whose_rules_judged_otherwise_are_not_gone_on_with(file, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_curation(load_curation(file), tmp_path / "out", jobs=1, progress=stop)
+    begun = tmp_path / "out" / "parts" / "inputs.json"
+    begun.write_text(json.dumps(json.loads(begun.read_text()) | {"verdicts": VERDICTS - 1}))
+    (tmp_path / "out" / "parts" / "part-000000.jsonl").write_text("")  # as if it said something else
     assert run_curation(load_curation(file), tmp_path / "out", jobs=1)["num_tasks"] == 2941
 
 

@@ -20,16 +20,18 @@ _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+|/\d+)?")
 _DIGITS = re.compile(r"(?<![.\d])\d+")  # before the decimal point
 _SCIENTIFIC = re.compile(r"\de\+?(\d{2,})", re.IGNORECASE)
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
-_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mbox|operatorname)\s*\{[^{}]*\}")
+_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _PROSE = re.compile(r"[^\W\d_]{3,}")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[^{}]*\}(?:\{[^{}]*\})?")
 _PROOF = re.compile(r"\b(?:dis)?prove\b|\bshow\s+that\b", re.IGNORECASE)
 _CHOICE = re.compile(r"\(?\s*(?:\\text(?:bf)?\s*\{)?\s*\(?([A-Ea-e])\)?\s*\}?\s*[.)]?")
 _CHOICES = re.compile(r"(?:\(|\\text(?:bf)?\{\(?|\b)([A-E])(?:\)|\.)", re.MULTILINE)
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"  # xyz and ABC, a run of them, are products and corners; no word is
 _OPINIONS = frozenset({"yes", "no", "true", "false"})
 _FUNCTIONS = frozenset(
-    ("sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "frac", "mod", "min", "max", "gcd", "lcm")
+    {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp", "sqrt", "frac", "mod", "min", "max", "gcd", "lcm"}
 )
+_FUNCTIONS |= {"arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"}
 
 
 def bare(answer: str) -> str:
@@ -61,10 +63,12 @@ class VerifiableAnswer:
             return "the question asks for a proof"
         if _CHOICE.fullmatch(answer) and len(set(_CHOICES.findall(task.question))) >= 3:
             return f"the answer {_short(answer)} is a letter of a multiple choice"
-        if answer.lower() in _OPINIONS and not self.max_words:
+        if whole := _TEXT.fullmatch(answer.rstrip(".")):
+            answer = whole[1].strip()
+        if answer.rstrip(".").lower() in _OPINIONS and not self.max_words:
             return f"the answer {_short(answer)} is guessed right half of the time"
         formula = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", answer)))
-        prose = [word for word in _PROSE.findall(formula) if word.lower() not in _FUNCTIONS]
+        prose = [word for word in map(str.lower, _PROSE.findall(formula)) if word not in _FUNCTIONS and word not in _LETTERS]
         if len(prose) > self.max_words:
             return f"the answer {_short(answer)} is prose, which no rule verifies"
         return None

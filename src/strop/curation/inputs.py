@@ -12,7 +12,8 @@ from strop.curation.config import AgreementRule, CurationConfig, Decontamination
 from strop.errors import TaskError
 from strop.tasks.config import HubConfig
 
-_FORMAT = 1  # of parts; another number makes old parts useless
+_FORMAT = 1  # of a result; another number makes one that is finished useless
+VERDICTS = 2  # of parts; another number, where rules say other things than they did, makes old parts useless
 
 
 def lineage(config: CurationConfig) -> dict[str, Any]:

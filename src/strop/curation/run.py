@@ -24,7 +24,7 @@ from typing import Any, TextIO, TypeAlias
 
 from strop.curation.config import CurationConfig
 from strop.curation.curate import Alone, Judged, compare, make_rules
-from strop.curation.inputs import lineage
+from strop.curation.inputs import VERDICTS, lineage
 from strop.curation.page import write_page
 from strop.curation.parts import UNREADABLE, left_out, part_path, read_parts, row_of, unreadable, write_part
 from strop.curation.tally import Tally
@@ -68,7 +68,7 @@ def run_curation(
     commits = _open_parts(parts, made_of["digest"])
 
     def keep() -> None:
-        write_json(parts / "inputs.json", {"digest": made_of["digest"], "hub": commits})
+        write_json(parts / "inputs.json", {"digest": made_of["digest"], "verdicts": VERDICTS, "hub": commits})
 
     with keeping_commits(commits):
         rules = make_rules(config)
@@ -84,18 +84,17 @@ def run_curation(
 
 
 def _open_parts(parts: Path, digest: str) -> dict[str, str]:
-    """Parts of the same rules and inputs are gone on with; of others they are worth nothing.
+    """Parts of the same rules and inputs are gone on with; of others, or of a strop that judged otherwise, they go.
 
     Returns:
         at which commits the parts that are there read data sets of the hub, and the others are to.
     """
     made_of = parts / "inputs.json"
     begun = read_json(made_of) if made_of.exists() else {}
-    if isinstance(begun, dict) and begun.get("digest") == digest:
-        return dict(begun["hub"])
-    if parts.exists():  # with the digest alone, of an older strop: nobody knows which commits they are of
+    is_same = isinstance(begun, dict) and begun.get("digest") == digest  # once it was the digest alone, without the commits
+    if parts.exists() and not (is_same and begun.get("verdicts") == VERDICTS):
         shutil.rmtree(parts)
-    return {}
+    return dict(begun["hub"]) if is_same else {}
 
 
 def _judge_all(
