@@ -16,6 +16,7 @@ from strop.types import Task
 _INTEGER = re.compile(r"[+-]?\d+")
 _THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s*|\\,\s*|\{,\})(?=\d{3}(?!\d))")  # which LaTeX alone writes
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")  # with bare commas only as a whole: (100,200) is a pair
+_SEPARATED = re.compile(r"(?<![\d,(\[])(?<!\\\{)\d{1,3}(,|~|\\? )\d{3}(?:\1\d{3})+(?!\1?\d)")  # in a bracket it is a list
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+|/\d+)?")
 _DIGITS = re.compile(r"(?<![.\d])\d+")  # before the decimal point
 _SCIENTIFIC = re.compile(r"\de\+?(\d{2,})", re.IGNORECASE)
@@ -103,7 +104,7 @@ class SmallNumbers:
     name: str = "small_numbers"
 
     def judge(self, task: Task) -> str | None:
-        answer = bare(task.answer)
+        answer = _SEPARATED.sub(lambda number: number[0].replace(number[1], ""), bare(task.answer))
         longest = max((len(digits) for digits in _DIGITS.findall(answer)), default=0)
         if longest > self.max_digits:
             return f"the answer has a number of {longest} digits, more than {self.max_digits}"
