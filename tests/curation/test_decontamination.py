@@ -1,4 +1,5 @@
 import difflib
+import json
 import os
 import random
 import re
@@ -6,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from strop.curation.config import DecontaminationRule
+from strop.curation.curate import make_rule
 from strop.curation.decontamination import Decontamination
 from strop.curation.text import words
 from strop.tasks import load_rows
@@ -205,6 +208,45 @@ def test_the_reason_names_the_benchmark_problem_of_the_largest_share():
     said = [f"word{number}" for number in range(12)]
     short, long = task(" ".join(said), "short"), task(" ".join([*said, *map(str, range(100))]), "long")
     assert "of short of test" in Decontamination([long, short]).judge(task(" ".join(said)))
+
+
+STEM = (
+    "A particle of spin one half and mass m moves in a uniform magnetic field along the z axis and is prepared at time zero in"
+    " the state up along x; which gives the expected value of the y component of its spin after a time t?"
+)
+CHOICES = [
+    f"{sign} one half h bar times the {function} of {times} the Larmor frequency, and zero at every {when} that the field lasts"
+    for sign, function, times, when in [
+        ("plus", "sine", "once", "odd period of the driving laser pulse"),
+        ("minus", "cosine", "twice", "even multiple of the decay constant"),
+        ("plus", "tangent", "half", "crossing of the two energy levels"),
+        ("minus", "cotangent", "thrice", "turn of the rotating frame used here"),
+    ]
+]
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        STEM,
+        "\n".join([STEM, *(f"{letter}. {text}" for letter, text in zip("ABCD", reversed(CHOICES), strict=True))]),
+        "Tell us, please: " + STEM.partition(" ")[2],
+    ],
+)
+def test_a_multiple_choice_is_found_by_its_question_whatever_choices_a_copy_has(copy, tmp_path):
+    wrong = {f"Incorrect Answer {number}": text for number, text in enumerate(CHOICES[1:], 1)}
+    row = {"Question": STEM, "Correct Answer": CHOICES[0], **wrong}
+    (tmp_path / "gpqa.jsonl").write_text(json.dumps(row) + "\n")
+    against = JsonlConfig(path=tmp_path / "gpqa.jsonl", dataset="gpqa-diamond")
+    rule = make_rule(DecontaminationRule(against=(against,)))
+    assert "of the 8-grams of gpqa.jsonl:1 of" in rule.judge(task(copy))
+
+
+@pytest.mark.parametrize(("first", "second"), [("(A)", "(B)"), ("A.", "B."), ("A)", "B)"), ("A:", "B:")])
+def test_a_short_question_of_a_multiple_choice_is_found_however_its_choices_are_lettered(first, second):
+    of = f"Which moon did Huygens discover?\n  {first} Titan, in sixteen fifty five\n  {second} Rhea, long after all the others"
+    rule = Decontamination([task(of), *SHORT])
+    assert "of the short t of test" in rule.judge(task("Tell us: which moon did Huygens discover, please?"))
 
 
 SHORT = [

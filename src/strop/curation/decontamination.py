@@ -5,16 +5,22 @@ benchmark. That is `min_share = 0`. Measured, it drops 4.6% of the mathematics o
 2024, nearly all for phrases such as "where m and n are relatively prime positive integers"; a problem that is a benchmark's,
 even with its first and last words rewritten, shares most of that benchmark problem's 8-grams, and hardly any other shares half.
 A short benchmark problem (most of HotpotQA, all of Bamboogle) has too few 8-grams left by then: see `reworded`.
+
+Of a multiple choice the question is a problem of its own, too: the choices may be most of its words, and a copy need not have
+them, or has them in another order.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 
 from strop.curation.reworded import Reworded
 from strop.curation.text import grams, words
 from strop.types import Task
+
+_CHOICES = re.compile(r"^\s*\(?A[).:]\s.*^\s*\(?B[).:]\s", re.MULTILINE | re.DOTALL)  # lettered, each on a line of its own
 
 
 class Decontamination:
@@ -37,15 +43,14 @@ class Decontamination:
         self._whole: dict[str, int] = {}  # all words of a problem that has fewer than n
         questions = []
         for task in benchmarks:
-            num_words = self._add(task)
-            questions.append((task.question, num_words < 3 * n))
+            for text in _texts(task.question):
+                questions.append((text, self._add(task, words(text)) < 3 * n))
         self.num_short = sum(is_short for _, is_short in questions)
         self._short = Reworded(questions, min_share=short_share)
 
-    def _add(self, task: Task) -> int:
+    def _add(self, task: Task, said: list[str]) -> int:
         index = len(self._names)
         self._names.append(f"{task.id} of {task.source}")
-        said = words(task.question)
         own = dict.fromkeys(grams(said, self.n))
         self._num_grams.append(len(own))
         if not own:
@@ -81,3 +86,9 @@ class Decontamination:
         if run is None:
             return None
         return f'shares {run.share:.0%} of the short {self._names[run.index]}, rare words counting more: "{run.text}"'
+
+
+def _texts(question: str) -> list[str]:
+    """`question`, and what of it stands before the choices that it may have."""
+    choices = _CHOICES.search(question)
+    return [question, question[: choices.start()]] if choices and choices.start() else [question]
