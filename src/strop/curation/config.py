@@ -160,8 +160,11 @@ class CurationConfig(Config):
         """What the problems that `rule` judges have as their source; None where it judges all."""
         if not rule.sources:
             return None
-        called = [source for source in self.sources if any(_is_called(source, name) for name in rule.sources)]
-        return frozenset([*rule.sources, *(source_of(source, "train") for source in called)])
+        return frozenset[str]().union(*map(self.called, rule.sources))
+
+    def called(self, name: str) -> frozenset[str]:
+        """What problems may have as their source of which a rule speaks as `name`."""
+        return frozenset([name, *(source_of(source, "train") for source in self.sources if _is_called(source, name))])
 
 
 def _names_of(source: RowsSource) -> list[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.curation.tally import Tally
+from strop.curation.tally import RuleTally
+from strop.curation.verdict import Verdict
 from strop.reports.html import render
 from strop.runs import write_text
 
@@ -14,14 +15,13 @@ _SHOWN_CHARS = 600
 _ID_CHARS = 22
 
 
-def write_page(path: Path, name: str, summary: Mapping[str, Any], tally: Tally) -> None:
+def write_page(path: Path, name: str, summary: Mapping[str, Any], rules: Sequence[RuleTally], kept: Sequence[Verdict]) -> None:
     """One file that needs no other. Raises `RunError` when it cannot be written."""
-    rules = tally.by_rule([rule["name"] for rule in summary["rules"]])
     values = {
         "name": name,
         "summary": summary,
         "rules": rules,
-        "kept": tally.samples(),
+        "kept": kept,
         "shorten": _shorten,
         "shorten_id": _shorten_id,
     }

@@ -9,7 +9,9 @@ save what the comparisons remember of each kept task: a few KB.
 
 from __future__ import annotations
 
+import difflib
 import json
+import logging
 import multiprocessing
 import os
 import shutil
@@ -27,13 +29,15 @@ from strop.curation.curate import Alone, Judged, compare, make_rules
 from strop.curation.inputs import VERDICTS, lineage
 from strop.curation.page import write_page
 from strop.curation.parts import UNREADABLE, left_out, part_path, read_parts, row_of, unreadable, write_part
-from strop.curation.tally import Tally
+from strop.curation.tally import RuleTally, Tally
 from strop.curation.verdict import AnyRule, comparisons, rules_alone
 from strop.errors import DeadlineExceeded, MachineError, RunError
 from strop.runs import read_json, write_json, writing_to
 from strop.tasks.commits import keeping_commits
 from strop.tasks.rows import LIMITS, WHERE, BadRow, LeftOut, read_tasks
 from strop.types import Task
+
+logger = logging.getLogger(__name__)
 
 CHUNK_TASKS = 1000
 _CHUNK_DEADLINE_S = 600.0
@@ -76,8 +80,10 @@ def run_curation(
     with keeping_commits(commits, tell=keep):
         _judge_all(config, rules, parts, jobs=jobs, progress=progress, commits=commits)
     tally = _compare_all(rules, parts, directory, progress)
-    summary = _summary(config, rules, tally, made_of | ({"hub": commits} if commits else {}))
-    write_page(directory / "report.html", config.name, summary, tally)
+    _tell_of_unmet_sources(config, tally)
+    told = tally.by_rule(_scopes(config, rules))
+    summary = _summary(config, tally, told, made_of | ({"hub": commits} if commits else {}))
+    write_page(directory / "report.html", config.name, summary, told, tally.samples())
     write_json(done, summary)
     shutil.rmtree(parts)
     return summary
@@ -214,18 +220,37 @@ def _write(file: TextIO, row: dict[str, Any]) -> None:
     file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
-def _summary(config: CurationConfig, rules: list[AnyRule], tally: Tally, made_of: dict[str, Any]) -> dict[str, Any]:
+def _scopes(config: CurationConfig, rules: list[AnyRule]) -> dict[str, frozenset[str] | None]:
+    """By the name of each rule, and of what stands for one, in the order in which they judge, the sources that it judges."""
     first = [WHERE, UNREADABLE] if any(source.rows_where for source in config.sources) else [UNREADABLE]
     limits = [key for key in LIMITS if any(getattr(source, key) is not None for source in config.sources)]
-    order = [*first, *limits, *(rule.name for rule in rules_alone(rules)), *(rule.name for rule in comparisons(rules))]
+    scope_of: dict[str, frozenset[str] | None] = {rule.kind: config.scope(rule) for rule in config.rules}
+    names = [*(rule.name for rule in rules_alone(rules)), *(rule.name for rule in comparisons(rules))]
+    return dict.fromkeys([*first, *limits]) | {name: scope_of[name] for name in names}
+
+
+def _tell_of_unmet_sources(config: CurationConfig, tally: Tally) -> None:
+    """A name that no row has as its source is misspelt, or the rows are others than were meant: its rule judged none of it."""
+    for rule in config.rules:
+        for name in rule.sources:
+            if config.called(name).isdisjoint(tally.verdicts):
+                nearest = difflib.get_close_matches(name, tally.verdicts, n=1)
+                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+                known = ", ".join(sorted(tally.verdicts)[:8])
+                logger.warning(
+                    "sources of %s has %r, which no row has as its source, so the rule judged none of it. Rows have: %s.%s",
+                    *(rule.kind, name, known, hint),
+                )
+
+
+def _summary(config: CurationConfig, tally: Tally, rules: list[RuleTally], made_of: dict[str, Any]) -> dict[str, Any]:
+    by_source = {name: (counts[""], counts.total() - counts[""]) for name, counts in tally.verdicts.items()}
     return {
         "name": config.name,
         "num_tasks": tally.num_tasks,
         "num_kept": tally.num_kept,
-        "rules": [
-            {"name": each.name, "num_seen": each.num_seen, "num_dropped": each.num_dropped} for each in tally.by_rule(order)
-        ],
-        "sources": {name: {"num_kept": kept, "num_dropped": dropped} for name, (kept, dropped) in tally.sources.items()},
+        "rules": [{"name": each.name, "num_seen": each.num_seen, "num_dropped": each.num_dropped} for each in rules],
+        "sources": {name: {"num_kept": kept, "num_dropped": dropped} for name, (kept, dropped) in by_source.items()},
         "inputs": made_of,
         "config": config.model_dump(mode="json"),
     }
