@@ -29,6 +29,36 @@ def test_operators_make_another_question():
     assert dropped([task("What is 3+4?", "a"), task("What is 3-4?", "b")], ExactDuplicates()) == {}
 
 
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Compute 3²", "Compute 32"),
+        ("Convert 10₂", "Convert 102"),
+        ("What is 1 2/3?", "What is 12/3?"),
+        ("Multiply $12$ $3$", "Multiply $1$ $23$"),
+        ("Find $x^{2}3$", "Find $x^23$"),
+    ],
+)
+def test_other_numbers_make_another_question_however_they_are_set(one, other):
+    assert dropped([task(one, "a"), task(other, "b")], ExactDuplicates()) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("$\\int x\\,dx$", "$\\int x dx$"),
+        ("$\\left(x\\right)\\;y$", "$(x)y$"),
+        ("Compute 3²", "Compute $3^2$"),
+        ("Find $x^{2}+1$", "Find $x^2 + 1$"),
+        ("Compute 10¹²", "Compute $10^{12}$"),
+        ("Add $1\\,000$ and $2,\\!000$", "Add 1000 and 2,000"),
+        ("Multiply 12 \n 3", "Multiply 12 3"),
+    ],
+)
+def test_the_same_formula_set_otherwise_makes_no_other_question(one, other):
+    assert list(dropped([task(one, "a"), task(other, "b")], ExactDuplicates())) == ["b"]
+
+
 def test_two_answers_to_one_question_are_told():
     found = dropped([task("Q?", "a", "7"), task("Q?", "b", "23")], ExactDuplicates())
     assert found == {"b": "the same question as a, whose answer is '7' where this one's is '23'"}

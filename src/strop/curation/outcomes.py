@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.curation.text import fingerprint
+from strop.curation.text import question_digest
 from strop.errors import TaskError
 from strop.tasks.files import read_jsonl
 from strop.types import Group, ScoredTrajectory, Task
@@ -34,7 +34,7 @@ TaskKey: TypeAlias = tuple[str, str]
 
 
 def key_of(task: Task) -> TaskKey:
-    return task.id, fingerprint(task.question).hex()
+    return task.id, question_digest(task.question)
 
 
 def outcome_of(group: Group, verdict: Callable[[ScoredTrajectory], bool | None]) -> Outcome:

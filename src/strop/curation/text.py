@@ -7,17 +7,24 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-_STYLE = re.compile(r"\\(?:left|right|displaystyle|textstyle|limits|quad|qquad|[,;:! ])(?![a-zA-Z])|\$|~")
+_NAMES = "left|right|displaystyle|textstyle|limits|quad|qquad"
+_STYLE = re.compile(rf"\\(?:(?:{_NAMES})(?![a-zA-Z])|[,;:! ])|\$|~")
+_RECORDED_STYLE = re.compile(rf"\\(?:{_NAMES}|[,;:! ])(?![a-zA-Z])|\$|~")  # that leaves `\,` before a letter
 _FRACTION = re.compile(r"\\[dtc]frac(?![a-zA-Z])")
+_RAISED = re.compile("[⁰¹²³⁴-⁹⁺⁻ⁿ]+")
+_LOWERED = re.compile("[₀-₉₊₋ₙ]+")
+_THOUSANDS = re.compile(r"(?<=\d)\\[,!]\s*(?=\d{3}(?!\d))")
+_BRACES = re.compile(r"([\^_])\{(\w)\}(?!\d)")  # x^{2} is x^2
+_SPACE = re.compile(r"(?<!\d) | (?!\d)")  # not that of 1 2/3
 _ONE_WORD = r"[\u3040-\u30ff\u3400-\u9fff]|[^\W_\u3040-\u30ff\u3400-\u9fff]+"  # or one sign of Chinese or Japanese
 _WORD = re.compile(_ONE_WORD)
 _SIGN_OR_WORD = re.compile(rf"{_ONE_WORD}|[-+*/^=<>!|]")
 
 
-def plain(text: str) -> str:
+def plain(text: str, style: re.Pattern[str] = _STYLE) -> str:
     """`text` in lower case and one form of Unicode, without what only sets a formula."""
     text = unicodedata.normalize("NFKC", text)
-    return _STYLE.sub(" ", _FRACTION.sub(r"\\frac", text)).lower()
+    return style.sub(" ", _FRACTION.sub(r"\\frac", text)).lower()
 
 
 def words(text: str) -> list[str]:
@@ -36,5 +43,16 @@ def grams(of: Sequence[str], n: int) -> list[str]:
 
 
 def fingerprint(text: str) -> bytes:
-    """16 bytes that two texts share only when they are equal but for layout; operators and brackets count."""
-    return hashlib.blake2b("".join(plain(text).split()).encode(), digest_size=16).digest()
+    """16 bytes that two texts share only when they are equal but for layout; operators, brackets and powers count."""
+    text = _LOWERED.sub(r"_{\g<0>}", _RAISED.sub(r"^{\g<0>}", text))
+    text = " ".join(plain(_THOUSANDS.sub("", text)).split())
+    return _digest(_BRACES.sub(r"\1\2", _SPACE.sub("", text)))
+
+
+def question_digest(text: str) -> str:
+    """What recorded outcomes know a question by. It never changes, or no problem would have them any more."""
+    return _digest("".join(plain(text, _RECORDED_STYLE).split())).hex()
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()
