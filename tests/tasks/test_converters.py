@@ -9,7 +9,7 @@ import pytest
 from strop.errors import TaskError
 from strop.rollout.tool_calls import ParsedCall, parse_tool_calls
 from strop.tasks.bracket_calls import parse_bracket_calls
-from strop.tasks.conversations import convert_file, read_conversations
+from strop.tasks.conversations import Message, convert_file, read_conversations
 from strop.tasks.converters import CONVERTERS, converter_of
 from strop.tasks.readers import Unreadable
 
@@ -195,11 +195,22 @@ def test_results_within_a_text_of_tool_star_become_messages_of_their_own():
 
 @pytest.mark.parametrize(
     "output",
-    ["I know. <result>1</result> So 1.", "<search>a</search><result> </result>1", "<search>a</search><result>1</result>"],
+    [
+        "I know. <result>1</result> So 1.",
+        "<search>a</search><result>1</result>",
+        "<search>a</search><result>1</result> Then <python>print(1)</python>",
+        "<search>a</search> or <search>b</search><result>1</result> So 1.",
+    ],
 )
 def test_a_text_of_tool_star_that_was_not_played_to_its_end_is_refused(output):
     with pytest.raises(Unreadable):
         convert("tool-star", {**TOOL_STAR, "output": output})
+
+
+def test_a_tool_may_answer_nothing():
+    assert convert("apigen-mt", with_turn(APIGEN, 2, "")).messages[3] == Message(role="tool", content="")
+    with pytest.raises(Unreadable, match="an empty message"):
+        convert("apigen-mt", with_turn(APIGEN, 0, ""))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +286,9 @@ def test_bracket_calls_are_read(text, calls):
 
 
 @pytest.mark.parametrize(
-    "text", ["[f(1)]", "[f(a=open())]", '[f(a="x)]', "f(a=1)", "[]", "[f(a=1, a=2)]", "[f(a=__import__('os'))]", "[f]"]
+    "text",
+    ["[f(1)]", "[f(a=open())]", '[f(a="x)]', "f(a=1)", "[]", "[f(a=1, a=2)]", "[f(a=__import__('os'))]", "[f]"]
+    + [f"[f(a={value})]" for value in ("{1, 2}", "...", "b'x'", "1j", "{(1, 2): 3}", "1e999")],  # literals of Python alone
 )
 def test_text_that_is_no_list_of_calls_is_refused(text):
     with pytest.raises(Unreadable):
@@ -317,6 +330,33 @@ def test_a_damaged_line_is_dropped_and_told_with_its_number_and_those_behind_it_
     assert third["place"] == f"{source}:5"
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"3 of the dropped are no JSON objects; the first: {source}:1: not JSON: Invalid control character")
+
+
+def test_half_of_a_character_is_a_damage_of_its_row_alone(tmp_path):
+    source, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    whole = json.dumps(MAGICODER)
+    within = {**APIGEN, "tools": APIGEN["tools"].replace('"book"', '"book", "note": "\\ud83d"', 1)}  # JSON in JSON
+    emoji = json.dumps({**MAGICODER, "problem": "\U0001f600"})
+    source.write_text("\n".join([whole, whole.replace('"problem": "', '"problem": "\\ud83d'), emoji]) + "\n")
+    assert convert_file("magicoder", str(source), out).num_converted == 2
+    (dropped,) = map(json.loads, out.with_name("out.jsonl.dropped.jsonl").read_text().splitlines())
+    assert (dropped["place"], dropped["reason"]) == (
+        f"{source}:2",
+        "holds half of a character, \\ud83d. Write the whole character, or none",
+    )
+    source.write_text(json.dumps(APIGEN) + "\n" + json.dumps(within) + "\n")
+    result = convert_file("apigen-mt", str(source), out)
+    assert (result.num_converted, result.num_dropped) == (1, 1)
+    assert "holds half of a character" in result.dropped_path.read_text()
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(tmp_path, monkeypatch):
+    source = tmp_path / "rows.jsonl"
+    source.write_text(json.dumps(MAGICODER) + "\n")
+    monkeypatch.setattr("strop.tasks.conversations.as_row", lambda conversation: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        convert_file("magicoder", str(source), tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_a_file_with_no_line_that_is_whole_is_refused_with_the_first(tmp_path):

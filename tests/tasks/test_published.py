@@ -139,6 +139,21 @@ def test_a_row_of_the_published_schema_becomes_a_task(tmp_path, dataset, row, qu
     assert fact is None or task.facts[fact]
 
 
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        (r"Thus the sum is $\boxed 2$.", "2"),
+        (r"So $\boxed{3}$, and not $\boxed 4$; that is \boxed 12.", "12"),
+        (r"At first $\boxed 3$, in the end $\boxed {5}$.", "5"),
+        (r"It is \fbox 2.5.", "2.5"),
+    ],
+)
+def test_the_answer_of_a_solution_of_math_may_stand_in_a_box_without_braces(tmp_path, solution, answer):
+    row = {"problem": "p", "level": "Level 1", "type": "Algebra", "solution": solution}
+    (task,) = load_rows(JsonlConfig(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="math"), split="train")
+    assert task.answer == answer
+
+
 @pytest.mark.parametrize(("dataset", "row", "question", "answer", "fact"), ROWS, ids=[name for name, *_ in ROWS])
 def test_parquet_gives_the_same_task_as_jsonl(tmp_path, dataset, row, question, answer, fact):
     path = write_parquet(tmp_path / "rows.parquet", row)

@@ -61,6 +61,9 @@ def test_the_easy_rows_are_kept(tmp_path):
     ("rows", "message"),
     [
         (["{oops"], r"rows.jsonl:1: not JSON"),
+        (["[" * 100_000], r"rows.jsonl:1: not JSON: maximum recursion depth"),
+        ([{**ROW, "note": "\ud83d"}], r"rows.jsonl:1: holds half of a character, \\ud83d\. Write the whole character"),
+        ([{"question": "q", "answer": float("nan")}], r"rows.jsonl:1: its 'answer' is nan, which is no number"),
         (["[1]"], r"rows.jsonl:1: a JSON list, not an object"),
         ([ROW, {"question": "q", "answer": ""}], r"rows.jsonl:2: its 'answer' holds no '####'"),
         ([{"question": "q", "answer": "x ####  "}], r"rows.jsonl:1: a row without an answer"),

@@ -6,6 +6,7 @@ Names may hold spaces, dots and slashes. Values are literals as Python or JSON w
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Collection
 from typing import Any
@@ -77,10 +78,11 @@ def _arguments(text: str) -> dict[str, Any]:
 
 def _literal(text: str) -> Any:
     try:
-        tree = ast.parse(text, mode="eval").body
-        return ast.literal_eval(_WithoutJson().visit(tree))
+        value = ast.literal_eval(_WithoutJson().visit(ast.parse(text, mode="eval").body))
+        json.dumps(value, allow_nan=False)  # Python has literals that JSON has not: sets, bytes, complex numbers, 1e999
+        return value
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise Unreadable(f"a value that is no literal: {text[:80]!r}") from error
+        raise Unreadable(f"a value that is no literal of JSON: {text[:80]!r}") from error
 
 
 class _WithoutJson(ast.NodeTransformer):

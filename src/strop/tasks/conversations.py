@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 from strop.errors import TaskError
 from strop.runs import writing_to
-from strop.tasks.files import Found, NoRow, find_rows, read_hub, read_rows
+from strop.tasks.files import Found, NoRow, find_rows, half_of_a_character, read_hub, read_rows
 from strop.tasks.readers import Unreadable
 
 logger = logging.getLogger(__name__)
@@ -58,8 +59,8 @@ class Conversation:
                 raise Unreadable(f"a tool answers a message of the role {before!r}")
             if before == after and before in ("user", "assistant"):
                 raise Unreadable(f"two messages of the role {before!r} follow one another")
-        if any(not message.content.strip() for message in self.messages):
-            raise Unreadable("it has an empty message")
+        if any(not message.content.strip() for message in self.messages if message.role != "tool"):
+            raise Unreadable("it has an empty message")  # that a tool answers nothing is an answer: APIGen-MT's `think` does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +111,9 @@ def convert_file(dataset: str, source: str, out: Path, *, split: str | None = No
     temporary = [path.with_name(f".{path.name}.tmp") for path in (out, dropped_path)]
     num_converted = num_dropped = num_no_rows = 0
     first = first_no_row = ""
-    with writing_to(out):
+    with writing_to(out), ExitStack() as left:
+        for path in temporary:
+            left.callback(path.unlink, missing_ok=True)
         out.parent.mkdir(parents=True, exist_ok=True)
         with temporary[0].open("w", encoding="utf-8") as kept, temporary[1].open("w", encoding="utf-8") as dropped:
             for place, row in _open(source, split=split or converter.split, subset=converter.subset):
@@ -119,7 +122,7 @@ def convert_file(dataset: str, source: str, out: Path, *, split: str | None = No
                         num_no_rows += 1
                         first_no_row = first_no_row or f"{place}: {row.problem}"
                         raise Unreadable(row.problem)
-                    conversation = converter(row, id=Path(place).name, source=dataset)
+                    line = _line(converter(row, id=Path(place).name, source=dataset))
                 except Unreadable as error:
                     num_dropped += 1
                     first = first or f"{place}: {error}"
@@ -127,13 +130,11 @@ def convert_file(dataset: str, source: str, out: Path, *, split: str | None = No
                     dropped.write(json.dumps({"place": place, "reason": str(error), "row": was}, default=str) + "\n")
                     continue
                 num_converted += 1
-                kept.write(json.dumps(as_row(conversation), ensure_ascii=False) + "\n")
+                kept.write(line)
             for file in (kept, dropped):
                 file.flush()
                 os.fsync(file.fileno())
         if not num_converted:
-            for path in temporary:
-                path.unlink()
             raise TaskError(
                 f"{source}: none of its {num_dropped} rows is a conversation of {dataset}. {first or 'It has no rows'}. The"
                 f" schema is that of {converter.source}; choose the data set that fits with `strop data list`."
@@ -181,6 +182,14 @@ def conversation_of(row: Mapping[str, Any], *, id: str, source: str) -> Conversa
 def as_row(conversation: Conversation) -> dict[str, Any]:
     messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
     return {"id": conversation.id, "source": conversation.source, "messages": messages, "facts": dict(conversation.facts)}
+
+
+def _line(conversation: Conversation) -> str:
+    """As a file holds it. Raises `Unreadable` where no file can: a part that was JSON within JSON may hold half a character."""
+    line = json.dumps(as_row(conversation), ensure_ascii=False) + "\n"
+    if (half := half_of_a_character(line)) is not None:
+        raise Unreadable(half)
+    return line
 
 
 def _open(source: str, *, split: str, subset: str | None) -> Found:

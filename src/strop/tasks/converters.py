@@ -37,6 +37,7 @@ _GLAIVE_ARGUMENTS = re.compile(r"(\"arguments\"\s*:\s*)'(.*)'(\s*\}\s*)$", re.DO
 _BLOCK = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t\r]*$", re.DOTALL | re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 _TAG_RESULT = re.compile(r"<result>(.*?)</result>", re.DOTALL)
+_TAG = re.compile(r"</?(?:search|python)>")
 _TAG_CALL = re.compile(r"<(?P<name>search|python)>(?P<content>(?:(?!<(?:search|python)>).)*)</(?P=name)>$", re.DOTALL)
 _SHAREGPT: Mapping[str, Role] = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"}
 
@@ -212,7 +213,7 @@ def _tool_star(row: Row) -> list[Message]:
         elif place < len(pieces) - 1:
             said.append(Message(role="assistant", content=_tag_call(piece)))
         elif piece.strip():
-            said.append(Message(role="assistant", content=piece.strip()))
+            said.append(Message(role="assistant", content=_without_calls(piece.strip())))
     return [*asked, *said]
 
 
@@ -223,7 +224,14 @@ def _tag_call(text: str) -> str:
         raise Unreadable(f"a result answers no call: {text[-80:]!r}")
     name, content = called["name"], called["content"]
     arguments = {"query": content} if name == "search" else {"code": content, "input": ""}
-    return text[: called.start()].lstrip() + call_text(name, arguments)
+    return _without_calls(text[: called.start()].lstrip()) + call_text(name, arguments)
+
+
+def _without_calls(text: str) -> str:
+    """`text`, if it holds no call in tags. Raises `Unreadable`: no result answers that one."""
+    if tag := _TAG.search(text):
+        raise Unreadable(f"a call that no result answers: {text[tag.start() :][:80]!r}")
+    return text
 
 
 CONVERTERS: Mapping[str, Converter] = {

@@ -35,6 +35,7 @@ Found: TypeAlias = Iterator[tuple[str, Row | NoRow]]
 _EXTRA = "which is not installed. Install it with pip install 'strop[data]'"
 _BATCH_ROWS = 1024
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes half of a character beyond the first 65,536; two make one
 _JSONL = "It must be a JSONL file in UTF-8"
 
 
@@ -92,9 +93,10 @@ def row_of_line(line: bytes, number: int) -> Row | NoRow | None:
     if not text.strip():
         return None
     try:
-        return _row(json.loads(text))
-    except ValueError as error:
+        row = _row(json.loads(text))
+    except (ValueError, RecursionError) as error:
         return NoRow(problem=f"not JSON: {error}. Each line must be one JSON object", text=text.strip())
+    return _whole(row) if _HALF.search(text) else row
 
 
 def unreadable(path: Path, error: OSError) -> TaskError:
@@ -119,12 +121,13 @@ def find_json(path: Path) -> Found:
         raise TaskError(f"{path}: cannot be read: {error}. It must be a JSON list in UTF-8.") from error
     try:
         rows = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TaskError(f"{path}: not JSON: {error}. It must be one list of JSON objects.") from error
     if not isinstance(rows, list):
         raise TaskError(f"{path}: a JSON {type(rows).__name__}, not a list of objects. One object a line is a .jsonl file.")
+    may_have_halves = _HALF.search(text) is not None
     for number, row in enumerate(rows):
-        yield f"{path}:row {number}", _row(row)
+        yield f"{path}:row {number}", _whole(_row(row)) if may_have_halves else _row(row)
 
 
 def read_parquet(path: Path) -> Rows:
@@ -217,3 +220,20 @@ def _row(value: Any) -> Row | NoRow:
         return value
     problem = f"a JSON {type(value).__name__}, not an object. Each row must be one JSON object"
     return NoRow(problem=problem, text=json.dumps(value, ensure_ascii=False))
+
+
+def _whole(row: Row | NoRow) -> Row | NoRow:
+    """`row`, but none where it holds a text that no file in UTF-8 can."""
+    if isinstance(row, NoRow):
+        return row
+    half = half_of_a_character(json.dumps(row, ensure_ascii=False))
+    return row if half is None else NoRow(problem=f"{half}. Write the whole character, or none", text=json.dumps(row))
+
+
+def half_of_a_character(text: str) -> str | None:
+    """What is told of `text` where half of a character stands alone, which UTF-8 does not have; None where none does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"holds half of a character, \\u{ord(text[error.start]):04x}"
+    return None

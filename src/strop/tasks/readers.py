@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +13,8 @@ from typing import Any, Protocol
 from strop.tasks.boxes import boxed
 
 Row = Mapping[str, Any]
+
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s${}\\]+)")  # as TeX takes it; some published solutions write so
 
 
 class Unreadable(ValueError):  # noqa: N818 - named for what it says of the row
@@ -72,10 +77,11 @@ class Read:
         return said[-1]
 
     def _unboxed(self, text: str) -> str:
-        boxes = boxed(text, is_fbox_one=True)
-        if not boxes:
+        bare = next(iter(deque(_BARE_BOX.finditer(text), maxlen=1)), None)
+        boxes = boxed(text if bare is None else text[bare.end() :], is_fbox_one=True)
+        if not boxes and bare is None:
             raise Unreadable(f"its {self.column!r} holds no \\boxed{{}} with the answer")
-        return boxes[-1]
+        return boxes[-1] if boxes or bare is None else bare[1].rstrip(".,;")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ def as_text(value: Any, column: str) -> str:
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         what = "is empty" if value is None else f"is a {type(value).__name__}"
         raise Unreadable(f"its {column!r} {what}; a text or a number was expected")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise Unreadable(f"its {column!r} is {value}, which is no number")
     return str(value)
 
 
