@@ -43,6 +43,17 @@ def test_a_reply_is_what_the_service_said():
     assert service.asked[0].body == {"model": "judge", "messages": HELLO, "temperature": 0.5, "max_tokens": 1024, "seed": 3}
 
 
+@pytest.mark.parametrize(
+    ("apart", "ended"), [({}, "length"), ({"reasoning_content": "Hm"}, "stop"), ({"reasoning": "Hm"}, "stop")]
+)
+def test_a_reply_of_thoughts_alone_that_the_service_keeps_apart_says_nothing_and_is_no_fault(apart, ended):
+    message = {"role": "assistant", "content": None} | apart
+    thoughts = {"choices": [{"index": 0, "message": message, "finish_reason": ended}]}
+    with serving(lambda *_: Answer(body=thoughts)) as service:
+        [reply], num_asked = ask(config(service), (HELLO, 0))
+    assert (reply.text, reply.finish_reason, num_asked) == ("", ended, 1)
+
+
 def test_what_was_said_once_is_not_asked_for_again_even_at_another_address(tmp_path):
     cache = str(tmp_path / "replies")
     with serving(lambda asked, number: said(f"reply {number}")) as service:

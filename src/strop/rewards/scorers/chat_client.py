@@ -125,6 +125,8 @@ def _parsed(answer: Any) -> Reply:
     try:
         choice = answer["choices"][0]
         text = choice["message"]["content"]
+        if text is None and _is_thought_alone(choice):
+            text = ""
     except (KeyError, IndexError, TypeError):
         text = None
     if not isinstance(text, str):
@@ -135,6 +137,12 @@ def _parsed(answer: Any) -> Reply:
         num_prompt_tokens=_number(answer.get("usage"), "prompt_tokens"),
         num_completion_tokens=_number(answer.get("usage"), "completion_tokens"),
     )
+
+
+def _is_thought_alone(choice: Mapping[str, Any]) -> bool:
+    """Whether all that was said are thoughts, which a parser of the service keeps apart: cut off, or ended, among them."""
+    message = choice["message"]
+    return choice.get("finish_reason") == "length" or bool(message.get("reasoning_content") or message.get("reasoning"))
 
 
 def _number(usage: Any, name: str) -> int:
