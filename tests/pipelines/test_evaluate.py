@@ -184,6 +184,17 @@ def test_a_problem_that_changed_meanwhile_is_played_again_and_a_finished_evaluat
         evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
 
 
+def test_a_problem_that_changed_is_played_again_also_where_the_try_that_would_have_is_killed(tmp_path, model, monkeypatch):
+    recipe = evaluation(tmp_path / "no file", tasks={"kind": "python", "source": "test_evaluate:published"})
+    with pytest.raises(EngineLost):
+        evaluate(tmp_path / "run", model, recipe, lost_after=11, monkeypatch=monkeypatch)
+    monkeypatch.setattr("test_evaluate.PUBLISHED", [*SUMS[:3], ("1+2", "3")])
+    with pytest.raises(EngineLost):
+        evaluate(tmp_path / "run", model, recipe, lost_after=0, monkeypatch=monkeypatch)
+    _, [engine] = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
+    assert 3 <= len(engine.answers) <= 4
+
+
 def test_a_file_that_changed_under_a_finished_evaluation_is_refused(tmp_path, model, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     write_rows(rows, *SUMS)

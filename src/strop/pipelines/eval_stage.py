@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from collections import Counter
@@ -27,11 +28,11 @@ from strop.pipelines.stage import StageContext, load_chat, make_player, model_of
 from strop.pipelines.stage_tasks import open_tasks
 from strop.rewards import judge_group, make_reward
 from strop.rollout.play import play
-from strop.runs import LineWriter, StageDirectory, read_json, read_lines, write_json
+from strop.runs import LineWriter, StageDirectory, read_json, read_lines, write_json, write_text
 from strop.seeds import derive_seed
 from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, PythonTasksConfig
 from strop.tools.protocol import Tool
-from strop.types import Group, RolloutKey, ScoredTrajectory, Task
+from strop.types import Group, ScoredTrajectory, Task
 
 _SHARED_COLUMNS = frozenset(("arpo-eval", "arpo-mix", "flashrag", "strop", "tulu3-math"))
 """Data sets that are a form of rows, in which files of many benchmarks are written: the file says which."""
@@ -85,9 +86,9 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     try:
         check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet)
         path = context.directory.rollouts(0)
+        _leave_out_changed(context.directory, tasks)
         clock = TriesClock(context.directory.evaluation.with_name("clock.jsonl"), weights=weights, started=started)
         with closing(clock), closing(_Ledger(path, weights, fleet.policy_version, clock)) as ledger:
-            finished = _still_asked(context.directory, tasks, ledger.finished_before)
             tools = _under_condition(context.tools(), stage.tools)
             playing = play(
                 tasks,
@@ -95,7 +96,7 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
                 num_rollouts=stage.k,
                 seed=derive_seed("eval", context.recipe.seed, "rollouts"),
                 observer=ledger,
-                finished=finished,
+                finished=ledger.finished_before,
             )
             async for group in playing:
                 groups.append(judge_group(reward, group))
@@ -115,7 +116,7 @@ async def evaluate(context: StageContext, stage: EvalStage, model: Path) -> Eval
     figures |= {
         "time_s": clock.before_s + time.perf_counter() - started,
         "tokens": num_sampled_tokens(groups),
-        "num_taken_over": len(finished),
+        "num_taken_over": len(ledger.finished_before),
     }
     figures |= _identity(context, stage, weights)
     verdict = verdict_of(stage.reward)
@@ -171,8 +172,7 @@ def tasks_of(recipe: Recipe, name: str, stage: EvalStage) -> list[tuple[int, Tas
 
 def changed_tasks(directory: StageDirectory, tasks: Sequence[tuple[int, Task]]) -> set[int]:
     """Indices of tasks that are not what they were when the evaluation in `directory` began; empty where none did."""
-    path = _tasks_record(directory)
-    before: dict[str, str] = read_json(path) if path.exists() else {}
+    before = _recorded_tasks(directory)
     return {index for index, task in tasks if before.get(str(index), _digest(task)) != _digest(task)}
 
 
@@ -218,14 +218,21 @@ def _identity(context: StageContext, stage: EvalStage, weights: str) -> dict[str
     }
 
 
-def _still_asked(
-    directory: StageDirectory, tasks: Sequence[tuple[int, Task]], finished: dict[RolloutKey, ScoredTrajectory]
-) -> dict[RolloutKey, ScoredTrajectory]:
-    """Finished rollouts whose tasks are the same as then. Writes down what the tasks are now."""
-    changed = changed_tasks(directory, tasks)
-    kept = {key: scored for key, scored in finished.items() if key.task_index not in changed}
-    write_json(_tasks_record(directory), {str(index): _digest(task) for index, task in tasks})
-    return kept
+def _leave_out_changed(directory: StageDirectory, tasks: Sequence[tuple[int, Task]]) -> None:
+    """Let go of finished rollouts whose tasks are no longer what they were, and then write down what the tasks are now.
+
+    In this order a kill leaves nothing that was judged by an older answer beside a record of the newer one.
+    """
+    if changed := changed_tasks(directory, tasks):
+        path = directory.rollouts(0)
+        lines = [line for line in read_lines(path) if line["rollout"]["trajectory"]["key"]["task_index"] not in changed]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+    write_json(_tasks_record(directory), _recorded_tasks(directory) | {str(index): _digest(task) for index, task in tasks})
+
+
+def _recorded_tasks(directory: StageDirectory) -> dict[str, str]:
+    path = _tasks_record(directory)
+    return dict(read_json(path)) if path.exists() else {}
 
 
 def _tasks_record(directory: StageDirectory) -> Path:
