@@ -120,6 +120,15 @@ def test_an_attempt_that_nobody_gave_a_part_to_is_in_no_mean_of_it(tmp_path):
     assert (f1.metric, f1.first, f1.second) == ("f1", 0.5, 0.75)  # of "a" alone; nobody gave "b" one in the first
 
 
+def test_equal_values_in_another_order_are_no_difference(tmp_path):
+    first, second = (files(tmp_path, {name: [1, 1, 1] for name in "abcdefgh"}) for _ in range(2))
+    for each, values in ((first, [0.1, 0.2, 0.3]), (second, [0.3, 0.2, 0.1])):
+        for problem in each.problems:
+            problem["parts"] = {"f1": values}
+    f1 = compare(first, second).metrics[-1]
+    assert (f1.paired.difference.mean, f1.paired.p_value) == (0, 1)
+
+
 def test_a_question_that_is_asked_twice_is_two_problems(tmp_path):
     first, second = files(tmp_path, {"a": [1]}), files(tmp_path, {"a": [0]})
     twice = [EvalFiles(directory=each.directory, result=each.result, problems=[*each.problems] * 2) for each in (first, second)]

@@ -230,7 +230,7 @@ def _task_means(scores: Sequence[Sequence[float]]) -> np.ndarray:
     for task, attempts in enumerate(scores):
         if not attempts:
             raise ValueError(f"task {task} has no attempt; leave out tasks whose attempts are all void")
-    return np.array([sum(attempts) / len(attempts) for attempts in scores], dtype=np.float64)
+    return np.array([math.fsum(attempts) / len(attempts) for attempts in scores], dtype=np.float64)
 
 
 def _resampled_means(means: np.ndarray, seed: int, num_resamples: int) -> np.ndarray:
