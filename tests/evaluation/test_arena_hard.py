@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from rewards.scorers.chat_service import Answer, said, serving
 from strop.cli import app
-from strop.errors import TaskError
+from strop.errors import RunError, TaskError
 from strop.evaluation.arena_hard import (
     Answers,
     Judged,
@@ -223,6 +223,15 @@ def test_an_answer_that_is_cut_off_is_counted_and_told_of_and_stays_so_in_the_fi
         assert result(found, service).figures["num_cut_off"] == 0
 
 
+def test_questions_of_one_category_are_read_alone_since_each_has_a_baseline_of_its_own(tmp_path):
+    poem = {"uid": "p", "category": "creative_writing", "prompt": "ask p"}
+    path = put(tmp_path / "question.jsonl", [*V2["questions"], poem])
+    assert [each.id for each in read_questions(path)] == [*NAMES, "p"]
+    assert [each.id for each in read_questions(path, categories=["creative_writing"])] == ["p"]
+    with pytest.raises(TaskError, match=r"of the category 'poems'\. They are of hard_prompt, creative_writing\."):
+        read_questions(path, categories=["poems"])
+
+
 @pytest.mark.parametrize(("keys", "asked_for"), [({}, 16_384), ({"max_tokens": 1024}, 1024)])
 def test_an_answer_may_be_longer_than_a_judgement_unless_the_file_says_how_long(keys, asked_for, tmp_path):
     with serving(lambda *_: said("ours")) as service:
@@ -241,11 +250,11 @@ def test_the_command_writes_what_comparisons_and_the_leaderboard_read_and_goes_o
     put(data / "theirs.jsonl", rows)
     put(data / "ours.jsonl", V2["answers"])
 
-    def typed(service, name):
+    def typed(service, name, *more):
         judge = put(tmp_path / "judge.toml", [])
         judge.write_text(f'tries = 1\n[service]\nurl = "{service.url}"\nmodel = "judge"\n')
         words = [data / "question.jsonl", "--baseline", data / "theirs.jsonl", "--answers", data / "ours.jsonl"]
-        words += ["--judge", judge, "--runs", tmp_path / "runs", "--name", name]
+        words += ["--judge", judge, "--runs", tmp_path / "runs", "--name", name, *more]
         done = CliRunner().invoke(app, ["eval", "arena-hard", *map(str, words)])
         if done.exception is not None:
             raise done.exception
@@ -256,6 +265,9 @@ def test_the_command_writes_what_comparisons_and_the_leaderboard_read_and_goes_o
         assert len(service.asked) == 6
         typed(service, "one")
         assert len(service.asked) == 6
+        assert {asked.body["max_tokens"] for asked in service.asked} == {4096}  # it is asked to answer first
+        with pytest.raises(RunError, match=r"one/eval/result\.json: .* it differs in reward\..* --name"):
+            typed(service, "one", "--think-tag", "think")
     with serving(likes("theirs", ">>")) as service:
         typed(service, "two")
     first, second = (read_eval(tmp_path / "runs" / name) for name in ("one", "two"))

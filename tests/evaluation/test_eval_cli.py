@@ -108,6 +108,19 @@ def test_other_harnesses_are_printed_as_commands_and_their_results_taken_in(tmp_
     assert "bfcl-v3/simple" in invoke("leaderboard", tmp_path / "runs").output
 
 
+def test_an_import_does_not_replace_the_result_of_another_model_under_the_same_name(tmp_path):
+    score = tmp_path / "score" / "m" / "BFCL_v3_simple_score.json"
+    score.parent.mkdir(parents=True)
+    words = ("import", "bfcl-eval", tmp_path / "score", "--runs", tmp_path / "runs")
+    score.write_text('{"accuracy": 0.5, "correct_count": 2, "total_count": 4}\n')
+    for _ in range(2):
+        assert invoke(*words).exit_code == 0  # the same result may come twice
+    score.write_text('{"accuracy": 0.75, "correct_count": 3, "total_count": 4}\n')
+    assert "it differs in accuracy" in str(invoke(*words).exception)
+    assert invoke(*words, "--name", "later").exit_code == 0
+    assert len(list((tmp_path / "runs").glob("*/eval/result.json"))) == 2
+
+
 def test_what_an_import_leaves_out_is_named_beside_what_it_takes(tmp_path):
     taken = invoke("import", "lm-eval", Path(__file__).with_name("harness_files") / "lm_eval", "--runs", tmp_path)
     assert len(taken.stdout.splitlines()) == 5

@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from strop.web import ServiceRefused
 
 logger = logging.getLogger(__name__)
 
+_JUDGE_TOKENS = 4096  # of a judgement, which holds the judge's own answer
+_TIMEOUT_S = 1800.0  # of a reply that comes as one: 16 384 tokens at 10 a second
 _MAX_TOKENS = 16_384  # of an answer, where the service's file says nothing: a judge's 1024 cut thoughts off
 _CLEAR = 3  # how many slight verdicts a clear one is
 _NUM_RESAMPLES = 10_000
@@ -82,14 +84,29 @@ class ArenaResult:
     problems: tuple[dict[str, Any], ...]
 
 
-def read_questions(path: Path) -> list[Question]:
-    """Raises `TaskError` for a file that cannot be read, a row that is no question, or none at all."""
+def read_questions(path: Path, *, categories: Collection[str] | None = None) -> list[Question]:
+    """Those of `categories`, or all.
+
+    Raises:
+        TaskError: a file that cannot be read, a row that is no question, none at all, or a category that none is of.
+    """
     found = [_question(place, row) for place, row in read_rows(path)]
     if not found:
         raise TaskError(f"{path}: it has no questions.")
     if twice := [id for id, num in Counter(each.id for each in found).items() if num > 1]:
         raise TaskError(f"{path}: question {twice[0]!r} stands there twice. Remove one.")
-    return found
+    known = dict.fromkeys(each.category for each in found)
+    if unknown := [name for name in categories or () if name not in known]:
+        raise TaskError(f"{path}: no question is of the category {unknown[0]!r}. They are of {', '.join(known)}.")
+    return [each for each in found if not categories or each.category in categories]
+
+
+def with_room_to_answer(config: JudgeConfig) -> JudgeConfig:
+    """`config` with tokens and time for a judge that is asked to answer first, where it does not say how many."""
+    service = config.service
+    room = {"max_tokens": _JUDGE_TOKENS, "timeout_s": _TIMEOUT_S}
+    unsaid = {key: value for key, value in room.items() if key not in service.model_fields_set}
+    return config.model_copy(update={"service": service.model_copy(update=unsaid)})
 
 
 def read_answers(path: Path) -> Answers:
@@ -111,15 +128,16 @@ def read_answers(path: Path) -> Answers:
 async def ask_for_answers(questions: Sequence[Question], service: ChatServiceConfig, out: Path) -> Answers:
     """What a served model answers, written to `out` in the schema of v2.0; a request that it refuses has no answer.
 
-    Answers have up to 16 384 tokens where `service` does not say how many. One that is cut off there is judged as it is, and
-    a warning tells how many are.
+    Answers have up to 16 384 tokens and half an hour where `service` does not say how many. One that is cut off there is
+    judged as it is, and a warning tells how many are.
 
     Raises:
         ServiceRefused: the service failed, or refused all of its first requests, or several different ones in a row.
     """
-    if "max_tokens" not in service.model_fields_set:
-        service = service.model_copy(update={"max_tokens": _MAX_TOKENS})
-    client, refusals = ChatClient(service), Refusals(what="without an answer")
+    room = {"max_tokens": _MAX_TOKENS, "timeout_s": _TIMEOUT_S}
+    unsaid = {key: value for key, value in room.items() if key not in service.model_fields_set}
+    service = service.model_copy(update=unsaid)
+    client, refusals = ChatClient(service, is_kept=lambda text: bool(text.strip())), Refusals(what="without an answer")
 
     async def ask(question: Question) -> Reply | None:
         with refusals.asking((question.prompt,)) as asking:

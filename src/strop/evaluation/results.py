@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,20 @@ def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USU
         **({} if votes is None else {"answers": list(votes)}),
         "num_void": group.num_void,
     }
+
+
+def refuse_to_replace(directory: Path, result: Mapping[str, Any], *, told_by: Collection[str] | None = None) -> None:
+    """Raises `RunError` where `directory` holds a result of something else than `result`, told by these keys, or by all."""
+    path = directory / RESULT
+    if not path.exists():
+        return
+    there, here = (json.loads(json.dumps(each)) for each in (read_json(path), result))
+    keys = [key for key in told_by or {**there, **here} if there.get(key) != here.get(key)]
+    if keys:
+        raise RunError(
+            f"{path}: holds the result of something else: it differs in {', '.join(keys)}. Give this one a --name of its own,"
+            " or remove the directory."
+        )
 
 
 def write_eval(directory: Path, result: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> None:

@@ -161,14 +161,19 @@ def import_results(
     name: Annotated[Literal["bfcl-eval", "lm-eval"], typer.Argument(help="bfcl-eval or lm-eval.", metavar="HARNESS")],
     directory: Annotated[Path, typer.Argument(help="What the harness wrote.", metavar="DIR")],
     runs: Annotated[Path, typer.Option("--runs", help="Where results are put, one directory each.")] = Path("runs"),
+    label: Annotated[
+        str | None, typer.Option("--name", help="What the directories' names begin with; HARNESS by default.")
+    ] = None,
 ) -> None:
     """Read another harness's result files into ours, for comparisons and the leaderboard."""
     from strop.evaluation.harnesses import read_bfcl, read_lm_eval
-    from strop.evaluation.results import write_eval
+    from strop.evaluation.results import refuse_to_replace, write_eval
 
     harvest = read_bfcl(directory) if name == "bfcl-eval" else read_lm_eval(directory)
-    for found in harvest.found:
-        place = runs / f"{name}-{found.name}"
+    places = [runs / f"{label or name}-{found.name}" for found in harvest.found]
+    for place, found in zip(places, harvest.found, strict=True):
+        refuse_to_replace(place / "eval", found.result)
+    for place, found in zip(places, harvest.found, strict=True):
         write_eval(place / "eval", found.result, found.problems)
         typer.echo(f"{found.result['benchmark']}: {found.result['accuracy']:.3f} of {found.result['num_tasks']} -> {place}")
     for note in harvest.notes:
@@ -191,6 +196,9 @@ def arena_hard(
     think_tag: Annotated[
         str | None, typer.Option("--think-tag", help="Show the judge what stands behind thoughts alone.", show_default=False)
     ] = None,
+    category: Annotated[
+        list[str] | None, typer.Option("--category", help="Ask questions of this one alone; several times.", show_default=False)
+    ] = None,
     runs: Annotated[Path, typer.Option("--runs", help="Where results are put, one directory each.")] = Path("runs"),
     name: Annotated[str | None, typer.Option("--name", help="Of the result; `<questions>-<model>` by default.")] = None,
 ) -> None:
@@ -198,18 +206,20 @@ def arena_hard(
     from strop.config import load_toml, validate
     from strop.errors import ConfigError
     from strop.evaluation import arena_hard as arena
-    from strop.evaluation.results import write_eval
+    from strop.evaluation.results import refuse_to_replace, write_eval
     from strop.rewards.scorers.chat_client import ChatServiceConfig
     from strop.rewards.scorers.judge import JudgeConfig
 
     if (answers is None) == (service is None):
         raise ConfigError("give either --answers (a file of the model's answers) or --service (where it is served), not both.")
-    asked, config = arena.read_questions(questions), validate(JudgeConfig, load_toml(judge), place=str(judge))
+    asked = arena.read_questions(questions, categories=category)
+    config = arena.with_room_to_answer(validate(JudgeConfig, load_toml(judge), place=str(judge)))
     other = arena.read_answers(baseline)
     model = None if service is None else validate(ChatServiceConfig, load_toml(service), place=str(service))
     given = None if answers is None else arena.read_answers(answers)
     said_by = given.model if given else model.model if model else ""
-    place = runs / (name or f"{questions.resolve().parent.name}-{said_by.replace('/', '__')}")
+    benchmark = "/".join([questions.resolve().parent.name, *(["+".join(category)] if category else [])])
+    place = runs / (name or f"{benchmark}-{said_by}".replace("/", "__"))
 
     async def judged() -> arena.ArenaResult:
         said = given
@@ -223,7 +233,7 @@ def arena_hard(
         found = await arena.judge_answers(asked, said, other, patient, think_tag=think_tag)
         return arena.result_of(
             found,
-            benchmark=questions.resolve().parent.name,
+            benchmark=benchmark,
             answers=said,
             baseline=other,
             config=patient,
@@ -232,6 +242,7 @@ def arena_hard(
         )
 
     result = asyncio.run(judged())
+    refuse_to_replace(place / "eval", result.figures, told_by=("benchmark", "run", "reward"))
     write_eval(place / "eval", result.figures, result.problems)
     of = result.figures
     typer.echo(
