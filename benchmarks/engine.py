@@ -36,11 +36,11 @@ from engine_workload import (
 from rich.console import Console
 from rich.table import Table
 
-from strop.engine.decoder import Decoder
-from strop.engine.publication import PublishedWeights
-from strop.engine.sampling import draw
-from strop.engine.steps import Rows, StepShape
-from strop.runs import write_json, write_text
+from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.sampling import draw
+from strop.engine.torch.step_sizes import Rows, StepShape
+from strop.engine.torch.weights import PublishedWeights
+from strop.run_directory import write_json, write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

@@ -12,9 +12,9 @@ from pathlib import Path
 from engine_workload import COMPLETION_TOKENS, MAX_LENGTH, AnonymousPeak, Conversation, conversations, serve
 
 from strop.engine.config import EngineConfig
-from strop.engine.memory import keep_little_freed_memory
 from strop.engine.protocol import CompletionRequest
-from strop.engine.torch_engine import TorchEngine
+from strop.engine.torch.cpu.resources import keep_little_freed_memory
+from strop.engine.torch.engine import TorchEngine
 
 
 async def converse(engine: TorchEngine, name: str, conversation: Conversation) -> None:

@@ -21,9 +21,9 @@ from rich.table import Table
 
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest
-from strop.engine.torch_engine import TorchEngine
-from strop.rollout.simulation.timing import TRACE_PATH, MeasuredTrace
-from strop.runs import write_json
+from strop.engine.torch.engine import TorchEngine
+from strop.run_directory import write_json
+from strop.simulation.engines import TRACE_PATH, MeasuredTrace
 
 SLOTS = 64
 ROWS = (1, 8, 32, 64)

@@ -27,7 +27,7 @@ from rich.table import Table
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from strop.runs import write_json
+from strop.run_directory import write_json
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "make gpu-check"

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Aggregation
 from strop.engine import CompletionRequest, EngineConfig, TorchEngine
-from strop.training import LocalTrainer, OptimizerConfig, TokenBatch, TrainerConfig
+from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows
 from strop.types import Completion
 
@@ -146,10 +146,10 @@ async def _gradient(machine: Machine, model: Path, precision: str, batch: TokenB
             "optimizer": OptimizerConfig(betas=(0.0, 0.95), grad_clip=0.0).model_dump(),
         }
     )
-    trainer, method = LocalTrainer.from_directory(model, config), GRPO()
+    trainer, method = Trainer.from_directory(model, config), GRPO()
     try:
         await trainer.update(batch, method.token_loss, method.token_statistics)
-        state = trainer.learner.optimizer.state
+        state = trainer.learner.optimization.optimizer.state
         return {name: state[weight]["exp_avg"].cpu() for name, weight in trainer.learner.weights.named().items()}
     finally:
         await trainer.close()

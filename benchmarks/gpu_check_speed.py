@@ -15,7 +15,7 @@ from gpu_check_models import Costs
 
 from strop.algorithms import GRPO
 from strop.engine import CompletionRequest, EngineConfig, TorchEngine
-from strop.training import LocalTrainer, TokenBatch, TrainerConfig
+from strop.training import TokenBatch, Trainer, TrainerConfig
 
 ROWS = 64
 ROUNDS = 3
@@ -76,9 +76,9 @@ def training(machine: Machine, model: Path, costs: Costs, vocabulary: int, work:
     }
 
 
-def _trainer(machine: Machine, model: Path, config: dict[str, Any]) -> LocalTrainer:
+def _trainer(machine: Machine, model: Path, config: dict[str, Any]) -> Trainer:
     settings = {"precision": "bfloat16", "device": machine.device.type} | config
-    return LocalTrainer.from_directory(model, TrainerConfig.model_validate(settings))
+    return Trainer.from_directory(model, TrainerConfig.model_validate(settings))
 
 
 async def _update(machine: Machine, model: Path, config: dict[str, Any], batch: TokenBatch) -> dict[str, Any]:

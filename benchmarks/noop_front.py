@@ -9,10 +9,10 @@ import asyncio
 import subprocess
 import sys
 
+from strop.sandbox.node_end import serve_node
 from strop.sandbox.scripted import ScriptedNode, scripted_result
-from strop.sandbox.service.config import ServeConfig
-from strop.sandbox.service.link import serve_node
-from strop.sandbox.service.server import CodeServer, serve
+from strop.sandbox.server.config import ServeConfig
+from strop.sandbox.server.server import CodeServer, serve
 
 _NUM_NODES = 4
 _NUM_SLOTS = 1024

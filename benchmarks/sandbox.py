@@ -29,9 +29,9 @@ import sandbox_verify
 from rich.console import Console
 from rich.table import Table
 
-from strop.runs import write_json, write_text
+from strop.run_directory import write_json, write_text
 from strop.sandbox import RunOutcome, RunRequest
-from strop.sandbox.service.client import SandboxClient
+from strop.sandbox.client.client import SandboxClient
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "make bench-sandbox"

@@ -29,10 +29,10 @@ from rich.console import Console
 from rich.table import Table
 
 from sandbox import service
-from strop.runs import write_json, write_text
+from strop.run_directory import write_json, write_text
 from strop.sandbox import RunOutcome, RunRequest
+from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.protocol import AnswerPair, PairVerdict, SessionLimits, VerifyRequest
-from strop.sandbox.service.client import SandboxClient
 from strop.sandbox.session import Session
 
 RESULTS = Path(__file__).parent / "results"

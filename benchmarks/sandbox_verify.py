@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from strop.rewards.service import AnswerService
+from strop.rewards.base import AnswerService
 from strop.sandbox import LocalSandbox, SandboxConfig
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 

@@ -18,15 +18,14 @@ import scheduler_live
 from rich.console import Console
 from rich.table import Table
 
-from strop.reports.schedule import draw_timelines
-from strop.rollout.scheduling import EngineSpec, SchedulerConfig
-from strop.rollout.simulation.bounds import critical_path_s, lower_bound_s
-from strop.rollout.simulation.engines import EngineTiming
-from strop.rollout.simulation.offline import best_offline_s
-from strop.rollout.simulation.simulate import SimulatedMachine, simulate
-from strop.rollout.simulation.timing import TRACE_PATH, load_timing
-from strop.rollout.simulation.trace import TRACES, Trace
-from strop.runs import read_json, write_json, write_text
+from strop.rollout.scheduler.admission import EngineSpec
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.run_directory import read_json, write_json, write_text
+from strop.simulation.bounds import best_offline_s, critical_path_s, lower_bound_s
+from strop.simulation.engines import TRACE_PATH, EngineTiming, load_timing
+from strop.simulation.page import draw_timelines
+from strop.simulation.simulate import SimulatedMachine, simulate
+from strop.simulation.trace import TRACES, Trace
 
 RESULTS = Path(__file__).parent / "results"
 COMMAND = "make bench-scheduler"

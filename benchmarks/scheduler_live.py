@@ -22,11 +22,13 @@ from rich.table import Table
 from strop.engine.config import EngineConfig
 from strop.engine.opening import open_engines
 from strop.engine.protocol import CompletionRequest, InferenceEngine
-from strop.rollout.fleet import BatchReport, Dispatch, Fleet, Seat
-from strop.rollout.scheduling import SchedulerConfig
-from strop.rollout.simulation.trace import Trace, TracedGroup, TracedRollout, heavy_tailed
-from strop.runs import read_json, write_json
-from strop.seeds import derive_seed
+from strop.rollout.scheduler.batch import Lease, RolloutBatch
+from strop.rollout.scheduler.engine_pool import EnginePool
+from strop.rollout.scheduler.report import BatchReport
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.run_directory import read_json, write_json
+from strop.simulation.trace import Trace, TracedGroup, TracedRollout, heavy_tailed
+from strop.types import derive_seed
 
 RESULTS = Path(__file__).parent / "results" / "scheduler.json"
 MODEL = Path("models/smollm2-135m")
@@ -46,19 +48,19 @@ def make_trace() -> Trace:
 async def play(trace: Trace, engines: Sequence[InferenceEngine], policy: str) -> BatchReport:
     """The step that `policy` makes of the trace."""
     config = SchedulerConfig.model_validate({"policy": policy})
-    fleet = Fleet(engines, config, closes_engines=False)
+    fleet = EnginePool(engines, config)
     async with fleet.batch() as dispatch:
         await asyncio.gather(*(play_group(group, trace.max_tokens, dispatch) for group in trace.groups))
     return fleet.last_batch
 
 
-async def play_group(group: TracedGroup, max_tokens: int, dispatch: Dispatch) -> None:
+async def play_group(group: TracedGroup, max_tokens: int, dispatch: RolloutBatch) -> None:
     prompt = words(min(group.prompt_tokens, MAX_PROMPT), "prompt", group.rollouts[0].key.task_index)
     seats = await dispatch.offer({rollout.key: prompt for rollout in group.rollouts}, max_tokens=max_tokens)
     await asyncio.gather(*(converse(rollout, prompt, seats[rollout.key]) for rollout in group.rollouts))
 
 
-async def converse(rollout: TracedRollout, context: tuple[int, ...], seat: Seat) -> None:
+async def converse(rollout: TracedRollout, context: tuple[int, ...], seat: Lease) -> None:
     place = (rollout.key.task_index, rollout.key.attempt)
     try:
         for number, turn in enumerate(rollout.turns):
@@ -78,7 +80,7 @@ async def converse(rollout: TracedRollout, context: tuple[int, ...], seat: Seat)
             context += completion.ids + observation
             seat.observed(len(observation))
     finally:
-        seat.leave()
+        seat.close()
 
 
 def words(num: int, *place: int | str) -> tuple[int, ...]:
@@ -91,7 +93,12 @@ async def measure(console: Console, model: Path, rounds: int) -> dict[str, Any]:
     trace = make_trace()
     sampled = sum(turn.num_tokens for rollout in trace.rollouts for turn in rollout.turns)
     config = EngineConfig(
-        replicas=NUM_ENGINES, threads=1, slots=SLOTS, max_length=MAX_PROMPT + MAX_TOKENS, dtype="bfloat16", deterministic=False
+        replicas=NUM_ENGINES,
+        threads=1,
+        slots=SLOTS,
+        max_length=MAX_PROMPT + MAX_TOKENS,
+        dtype="bfloat16",
+        deterministic=False,
     )
     runs: dict[str, list[BatchReport]] = {"static": [], "scheduler": []}
     with tempfile.TemporaryDirectory() as logs:

@@ -21,7 +21,7 @@ from typing import Any
 
 from search_corpora import facts, write_corpus
 
-from strop.runs import write_json, write_text
+from strop.run_directory import write_json, write_text
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
 from strop.tools.search.corpus import read_corpus
 from strop.tools.search.protocol import Passage

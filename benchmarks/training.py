@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from strop.runs import write_json, write_text
+from strop.run_directory import write_json, write_text
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

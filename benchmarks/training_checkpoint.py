@@ -24,12 +24,12 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.runs import write_directory, write_json, write_text
+from strop.run_directory import write_directory, write_json, write_text
 from strop.training import (
     Demonstration,
-    LocalTrainer,
     OptimizerConfig,
     Segment,
+    Trainer,
     TrainerConfig,
     pack_demonstrations,
     sft_token_loss,
@@ -55,7 +55,7 @@ async def measure(directory: Path, repeats: int) -> dict[str, Any]:
     model = directory / "model"
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(model)
-    trainer = LocalTrainer.from_directory(model, TrainerConfig(optimizer=OptimizerConfig(lr=1e-5)))
+    trainer = Trainer.from_directory(model, TrainerConfig(optimizer=OptimizerConfig(lr=1e-5)))
     try:
         await update(trainer)  # so that there are moments
         alone, beside, at_once, copying, in_background, bare = [], [], [], [], [], []
@@ -94,13 +94,13 @@ async def measure(directory: Path, repeats: int) -> dict[str, Any]:
     }
 
 
-async def update(trainer: LocalTrainer) -> None:
+async def update(trainer: Trainer) -> None:
     ids = torch.randint(SHAPE["vocab_size"], (NUM_ROWS, ROW_TOKENS), generator=torch.Generator().manual_seed(1)).tolist()
     rows = [Demonstration(segments=(Segment(ids=tuple(row), is_demonstrator=True),)) for row in ids]
     await trainer.update(pack_demonstrations(rows), sft_token_loss, sft_token_statistics)
 
 
-def at_once_writer(trainer: LocalTrainer):
+def at_once_writer(trainer: Trainer):
     loop = asyncio.get_running_loop()
     return lambda directory: asyncio.run_coroutine_threadsafe(trainer.save(directory), loop).result()
 

@@ -24,8 +24,8 @@ from training_memory import Memory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.algorithms import GRPO, Aggregation
-from strop.runs import write_json
-from strop.training import LocalTrainer, TokenBatch, TrainerConfig
+from strop.run_directory import write_json
+from strop.training import TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,7 +73,7 @@ async def measure(model: Path, name: str) -> dict[str, float]:
     torch.set_num_threads(2)
     memory = Memory()
     settings = TrainerConfig.model_validate({"precision": "bfloat16", "max_tokens_per_microbatch": 4096, **SETTINGS[name]})
-    trainer, batch, method = LocalTrainer.from_directory(model, settings), make_batch(), GRPO()
+    trainer, batch, method = Trainer.from_directory(model, settings), make_batch(), GRPO()
     memory.begin()
     await trainer.update(batch, method.token_loss, method.token_statistics)
     figures = memory.end()

@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from strop.runs import write_json, write_text
+from strop.run_directory import write_json, write_text
 from training import COMMAND, NUM_WEIGHTS_BODY, NUM_WEIGHTS_HEAD, OPTIONS, RESULTS, Worker, matmul_flops
 
 NUM_PROMPTS, GROUP_SIZE, COMPLETION_TOKENS, ROUNDS = 8, 8, 128, 4

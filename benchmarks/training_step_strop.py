@@ -17,10 +17,10 @@ from training_step_reward import share_of_even_ids
 from transformers import AutoTokenizer
 
 from strop.algorithms import GRPO, Aggregation
-from strop.algorithms.advantages import group_normalized_advantages
+from strop.algorithms.grpo import group_normalized_advantages
 from strop.engine import EngineConfig, TorchEngine
 from strop.engine.protocol import CompletionRequest
-from strop.training import LocalTrainer, OptimizerConfig, TokenBatch, TrainerConfig
+from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows
 from strop.types import Completion
 
@@ -82,7 +82,7 @@ async def main() -> None:
         max_logits=2**28,  # all of a micro-batch's: none are computed twice
         optimizer=OptimizerConfig(lr=1e-6, grad_clip=1.0),
     )
-    trainer, method = LocalTrainer.from_directory(model, config), GRPO()
+    trainer, method = Trainer.from_directory(model, config), GRPO()
     loop, step = asyncio.get_running_loop(), 0
     print(json.dumps({"ready": True}), flush=True)
     while await loop.run_in_executor(None, sys.stdin.readline):

@@ -15,7 +15,7 @@ import torch
 from training_memory import Memory
 
 from strop.algorithms import GRPO, Aggregation
-from strop.training import LocalTrainer, OptimizerConfig, TokenBatch, TrainerConfig
+from strop.training import OptimizerConfig, TokenBatch, Trainer, TrainerConfig
 from strop.training.batch import Row, pack_rows
 
 
@@ -45,7 +45,7 @@ async def main() -> None:
         max_logits=2**22 if computes_again else 2**28,
         optimizer=OptimizerConfig(lr=1e-6, grad_clip=1e6, moments="disk" if "disk" in sys.argv[4:] else "memory"),
     )
-    trainer, method, batch = LocalTrainer.from_directory(model, config), GRPO(), batch_of(rollouts)
+    trainer, method, batch = Trainer.from_directory(model, config), GRPO(), batch_of(rollouts)
     loop = asyncio.get_running_loop()
     print(json.dumps({"ready": True}), flush=True)
     while await loop.run_in_executor(None, sys.stdin.readline):

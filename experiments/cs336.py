@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 
 from strop.evaluation.statistics import Estimate, mean_of_seeds
-from strop.pipelines.sweep import run_sweep
-from strop.pipelines.sweep_file import load_sweep
+from strop.pipeline.sweep import run_sweep
+from strop.pipeline.sweep_file import load_sweep
 from strop.reports.compare import compare_plots
 from strop.reports.plots import draw
 from strop.reports.scales import Unit
-from strop.reports.sweep_console import SweepConsole
-from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
+from strop.reports.sweep import SweepConsole
+from strop.run_directory import RunDirectory, read_json, read_lines, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

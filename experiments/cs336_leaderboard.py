@@ -17,13 +17,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from strop.pipelines.load import recipe_of
-from strop.pipelines.recipe import RlStage
+from strop.recipe.load import recipe_of
 from strop.reports.compare import compare_plots
 from strop.reports.log import read_run
 from strop.reports.plots import draw
 from strop.reports.scales import Unit
-from strop.runs import RunDirectory, read_json, write_json, write_text
+from strop.run_directory import RunDirectory, read_json, write_json, write_text
+from strop.stages.rl import RL
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "cs336-leaderboard.toml"
@@ -37,7 +37,7 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
     """The figures of a finished run."""
     recipe, log = recipe_of(run), read_run(run)
     stage = recipe.stages[STAGE]
-    assert isinstance(stage, RlStage)
+    assert isinstance(stage, RL)
     steps = next(each for each in log.stages if each.name == STAGE).steps
     evaluations = {name: read_json(run.stage(name).evaluation) for name in ("before", "after")}
     held_out = {
@@ -49,7 +49,7 @@ def summarise(run: RunDirectory) -> dict[str, Any]:
         "command": COMMAND,
         "bars": bars(held_out, left_s),
         "machine": log.versions,
-        "budget_s": stage.budget_s,
+        "budget_s": stage.config.budget_s,
         "steps": len(steps),
         "left_s": left_s,
         "curve": [

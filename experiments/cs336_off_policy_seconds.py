@@ -17,10 +17,10 @@ from typing import Any
 
 from cs336_sweeps import half_right
 
-from strop.pipelines.sweep import run_sweep
-from strop.pipelines.sweep_file import load_sweep
-from strop.reports.sweep_console import SweepConsole
-from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
+from strop.pipeline.sweep import run_sweep
+from strop.pipeline.sweep_file import load_sweep
+from strop.reports.sweep import SweepConsole
+from strop.run_directory import RunDirectory, read_json, read_lines, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

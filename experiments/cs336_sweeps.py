@@ -1,4 +1,4 @@
-"""The curves behind docs/guides/cs336-answers.md: CS336 assignment 5's SFT, expert iteration and ablations (sections 4, 5, 8).
+"""The curves behind docs/results.md: CS336 assignment 5's SFT, expert iteration and ablations (sections 4, 5, 8).
 
     make experiments-cs336-sweeps
 
@@ -21,15 +21,14 @@ from textwrap import indent
 from typing import Any
 
 from strop.evaluation.statistics import mean_of_seeds
-from strop.pipelines.sweep import run_sweep
-from strop.pipelines.sweep_file import load_sweep
+from strop.pipeline.sweep import run_sweep
+from strop.pipeline.sweep_file import load_sweep
 from strop.reports.compare import compare_plots
 from strop.reports.log import read_run
 from strop.reports.plots import draw
 from strop.reports.scales import Unit
-from strop.reports.sweep_console import SweepConsole
-from strop.reports.sweep_log import unit_of
-from strop.runs import RunDirectory, read_json, read_lines, write_text
+from strop.reports.sweep import SweepConsole, unit_of
+from strop.run_directory import RunDirectory, read_json, read_lines, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

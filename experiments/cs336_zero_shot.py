@@ -30,10 +30,9 @@ from transformers import AutoTokenizer
 from strop import cs336
 from strop.engine import CompletionRequest, EngineConfig, TorchEngine
 from strop.evaluation.statistics import average_at_k
-from strop.pipelines.lineage import model_digest
-from strop.runs import read_json, read_lines, write_json, write_text
-from strop.seeds import derive_seed
-from strop.types import Completion
+from strop.run_directory import read_json, read_lines, write_json, write_text
+from strop.runs.lineage import digest_of
+from strop.types import Completion, derive_seed
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -154,7 +153,7 @@ def settings_of(options: argparse.Namespace, rows_at: Path) -> dict[str, Any]:
     model = options.model.resolve()
     return {
         "model": str(model.relative_to(ROOT)) if model.is_relative_to(ROOT) else model.name,
-        "model_digest": model_digest(model),
+        "model_digest": digest_of(model),
         "rows_digest": hashlib.blake2b(rows_at.read_bytes(), digest_size=16).hexdigest(),
         "num": options.num,
         "max_tokens": options.max_tokens,

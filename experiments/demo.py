@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from strop.config import load_toml, validate
-from strop.pipelines.children import Children
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.train import train
+from strop.pipeline.children import Children
+from strop.pipeline.run import train
+from strop.recipe.recipe import Recipe, resolve
 from strop.reports.compare import Table, compare_page
-from strop.reports.progress import Silent
 from strop.reports.scales import Unit
-from strop.runs import RunDirectory, read_lines, write_json, write_text
+from strop.run_directory import RunDirectory, read_lines, write_json, write_text
+from strop.stages.context import Silent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

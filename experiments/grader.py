@@ -31,9 +31,11 @@ from pathlib import Path
 from typing import Any
 
 from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig, make_reward, r1_zero
-from strop.rewards.sum_config import F1Part, MathPart, R1ZeroPart
-from strop.rollout.answer_forms import AnswerForm
-from strop.runs import write_json, write_text
+from strop.rewards.f1 import F1Part
+from strop.rewards.math import MathPart
+from strop.rewards.r1_zero import R1ZeroPart
+from strop.rollout.prompt import AnswerForm
+from strop.run_directory import write_json, write_text
 from strop.sandbox.numbers import plain_number
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
@@ -62,7 +64,7 @@ class Grader:
 LAST_OF_TWO = "label last of two boxes"  # accepted by the graders of Dr. GRPO and ARPO, which take the last box
 
 
-def _r1_zero_grader(part: R1ZeroPart, used_by: str) -> Grader:
+def _r1_zero_grader(part: R1ZeroPart.Config, used_by: str) -> Grader:
     accepts = {LAST_OF_TWO}
     if part.kind == "question_only":
         accepts.add("label without an answer tag")  # there is no tag: a box anywhere is the answer
@@ -75,14 +77,14 @@ def _r1_zero_grader(part: R1ZeroPart, used_by: str) -> Grader:
     )
 
 
-def _math_part(part: MathPart, settings: str, used_by: str) -> Grader:
+def _math_part(part: MathPart.Config, settings: str, used_by: str) -> Grader:
     form = AnswerForm.BOX_IN_TAG if part.needs_box else AnswerForm.TAG
     return Grader(reward=SumRewardConfig(kind="sum", parts={"accuracy": part}), form=form, settings=settings, used_by=used_by)
 
 
 def _f1_grader(settings: str, least: float | None = None) -> Grader:
     return Grader(
-        reward=SumRewardConfig(kind="sum", parts={"accuracy": F1Part(kind="arpo")}),
+        reward=SumRewardConfig(kind="sum", parts={"accuracy": F1Part.Config(kind="arpo")}),
         form=AnswerForm.ARPO,
         settings=f'kind = "arpo", {settings}',
         used_by="ARPO",
@@ -100,16 +102,20 @@ GRADERS = {
         used_by="rStar2-Agent",
     ),
     "math, no box": _math_part(
-        MathPart(kind="math", needs_box=False, verify_deadline_s=PATIENCE_S), 'kind = "math", needs_box = false', "DeepSeek-R1"
+        MathPart.Config(kind="math", needs_box=False, verify_deadline_s=PATIENCE_S),
+        'kind = "math", needs_box = false',
+        "DeepSeek-R1",
     ),
-    "math, exact": _math_part(MathPart(kind="math", judge="exact"), 'kind = "math", judge = "exact"', "two-tools"),
+    "math, exact": _math_part(MathPart.Config(kind="math", judge="exact"), 'kind = "math", judge = "exact"', "two-tools"),
     "math, fused": _math_part(
-        MathPart(kind="math", judge="fused", verify_deadline_s=PATIENCE_S), 'kind = "math", judge = "fused"', "rstar2-released"
+        MathPart.Config(kind="math", judge="fused", verify_deadline_s=PATIENCE_S),
+        'kind = "math", judge = "fused"',
+        "rstar2-released",
     ),
-    "r1_zero, fast": _r1_zero_grader(R1ZeroPart(kind="r1_zero", fast=True), "CS336, drgrpo-1.5b"),
-    "r1_zero": _r1_zero_grader(R1ZeroPart(kind="r1_zero", fast=False), "CS336, when asked for"),
-    "question_only, fast": _r1_zero_grader(R1ZeroPart(kind="question_only", fast=True), "DAPO"),
-    "question_only": _r1_zero_grader(R1ZeroPart(kind="question_only", fast=False), "drgrpo-7b"),
+    "r1_zero, fast": _r1_zero_grader(R1ZeroPart.Config(kind="r1_zero", fast=True), "CS336, drgrpo-1.5b"),
+    "r1_zero": _r1_zero_grader(R1ZeroPart.Config(kind="r1_zero", fast=False), "CS336, when asked for"),
+    "question_only, fast": _r1_zero_grader(R1ZeroPart.Config(kind="question_only", fast=True), "DAPO"),
+    "question_only": _r1_zero_grader(R1ZeroPart.Config(kind="question_only", fast=False), "drgrpo-7b"),
     "arpo, a word in common": _f1_grader("F1 above 0"),
     "arpo, the same words": _f1_grader("F1 of 1", least=1.0),
 }

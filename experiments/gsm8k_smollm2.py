@@ -17,10 +17,10 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from strop.pipelines.load import load_recipe
-from strop.pipelines.train import train
-from strop.reports.progress import Silent
-from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
+from strop.pipeline.run import train
+from strop.recipe.load import load_recipe
+from strop.run_directory import RunDirectory, read_json, read_lines, write_json, write_text
+from strop.stages.context import Silent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

@@ -29,12 +29,12 @@ from pipelines_rows import write_rows
 from provenance import provenance
 
 from strop.errors import UserError
-from strop.pipelines.children import Children
-from strop.pipelines.sweep import run_sweep
-from strop.pipelines.sweep_file import load_sweep
+from strop.pipeline.children import Children
+from strop.pipeline.sweep import run_sweep
+from strop.pipeline.sweep_file import load_sweep
 from strop.reports.plots import draw
-from strop.reports.sweep_console import SweepConsole
-from strop.runs import RunDirectory, read_json, write_json, write_text
+from strop.reports.sweep import SweepConsole
+from strop.run_directory import RunDirectory, read_json, write_json, write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPES = ROOT / "experiments" / "pipelines"

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import UserError
-from strop.pipelines.claim import claim
-from strop.pipelines.common_stages import num_common, num_done, take_over
-from strop.pipelines.load import load_recipe, recipe_of
-from strop.pipelines.recipe import Recipe, SftStage
-from strop.pipelines.stage import load_chat, model_of
-from strop.pipelines.stage_data import rows_of
-from strop.pipelines.train import train
-from strop.reports.progress import Silent
-from strop.runs import RunDirectory, write_json
+from strop.pipeline.run import train
+from strop.recipe.load import load_recipe, recipe_of
+from strop.recipe.recipe import Recipe
+from strop.run_directory import RunDirectory, write_json
+from strop.runs.lineage import copy_stages, num_common, num_done
+from strop.runs.manifest import write_manifest
+from strop.stages.context import Silent, load_chat, product_of
+from strop.stages.data import rows_of
+from strop.stages.sft import SFT
 
 RECIPE = Path(__file__).resolve().parent / "pipelines" / "distil-recipe.toml"
 STUDENTS = {"distilled": "student_distilled", "demonstrated": "student_demonstrated", "right": "student_demonstrated_right"}
@@ -48,9 +48,8 @@ async def run_seed(seed: int, runs: Path, overrides: Sequence[str] = ()) -> RunD
     whole = load_recipe(RECIPE, words, name=f"seed-{seed}")
     run = RunDirectory(runs / whole.name)
     run.path.mkdir(parents=True, exist_ok=True)
-    claim(run, whole, COMMAND)
-    resolved, before = whole.model_dump(mode="json"), recipe.model_dump(mode="json")
-    take_over(run, data, resolved, num=min(num_common(before, resolved), num_done(data, before)))
+    write_manifest(run, whole, COMMAND)
+    copy_stages(run, data, whole, num=min(num_common(recipe, whole), num_done(data, recipe)))
     told = {
         arm: {
             "steps": steps[arm],
@@ -72,7 +71,7 @@ async def _train(recipe: Recipe, runs: Path, *, until: str | None = None) -> Run
 def imitated_tokens(run: RunDirectory, recipe: Recipe, student: str) -> float:
     """Tokens of a mean update of `student` that it imitates: what the rows' turns have in its own tokenizer."""
     stage = _student(recipe, student)
-    chat = load_chat(model_of(run, stage.init))
+    chat = load_chat(product_of(run, stage.init))
     rows = _rows(run, recipe, student)
     lengths = [sum(len(chat.completion_ids(turn["completion_text"])) for turn in row["trajectory"]["turns"]) for row in rows]
     return stage.batch_size * math.fsum(lengths) / len(lengths)
@@ -82,10 +81,10 @@ def _rows(run: RunDirectory, recipe: Recipe, student: str) -> list[dict[str, Any
     return [row for name in _student(recipe, student).data for row in rows_of(run, name)]
 
 
-def _student(recipe: Recipe, name: str) -> SftStage:
+def _student(recipe: Recipe, name: str) -> SFT.Config:
     stage = recipe.stages[name]
-    assert isinstance(stage, SftStage)
-    return stage
+    assert isinstance(stage, SFT)
+    return stage.config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

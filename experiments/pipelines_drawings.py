@@ -12,7 +12,7 @@ from strop.evaluation.results import read_eval
 from strop.reports.compare import compare_plots
 from strop.reports.plots import Boundary, Plot
 from strop.reports.scales import Unit
-from strop.runs import RunDirectory
+from strop.run_directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from trends_measures import curve_of
 from cs336 import Scores, paired_difference
 from strop.evaluation.results import read_eval
 from strop.evaluation.statistics import mean_of_seeds
-from strop.runs import RunDirectory, read_json
+from strop.run_directory import RunDirectory, read_json
 
 Runs = Mapping[str, Mapping[int, RunDirectory]]
 """Arm -> seed -> its run."""

@@ -14,9 +14,12 @@ from typing import Any
 
 from reward_model import NOUNS, POLITE, RUDE, pairs, response
 
-from strop.runs import write_text
+from strop.run_directory import write_text
 from strop.tasks import make_tasks
-from strop.tasks.config import ArithmeticConfig, Split
+from strop.tasks.config import (
+    ArithmeticConfig,
+)
+from strop.tasks.protocol import Split
 
 Row = Mapping[str, Any]
 

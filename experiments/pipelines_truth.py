@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reward_model import POLITE, RUDE
 
-from strop.rewards.text import written
+from strop.rewards.base import written
 from strop.types import Task, Trajectory
 
 MOST_WANTED = 6

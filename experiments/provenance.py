@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.run_directory import RunDirectory, read_json, read_lines
 
 CODE = ("src", "recipes", "experiments", ":(exclude)experiments/results")
 """What results are made by, as git names it; what only tells of them is left out."""

@@ -33,8 +33,8 @@ from provenance import code_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.evaluation.preferences import label_quality, pair_quality
-from strop.pipelines.tiny_model import make_tokenizer
-from strop.runs import write_json, write_text
+from strop.run_directory import write_json, write_text
+from strop.stages.model import make_tokenizer
 from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
 from strop.training.preferences import JudgedOn, Labelled, Pair, Preference, PreferenceRows, as_rows
 from strop.training.reward_model import RewardTrainer

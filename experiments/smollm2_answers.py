@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from strop.rewards.answers import final_text
+from strop.rewards.base import final_text
 from strop.tasks.boxes import boxed
 from strop.types import Task, Trajectory
 

@@ -33,11 +33,11 @@ from provenance import provenance
 from strop.errors import UserError
 from strop.evaluation.compare import Comparison, MetricComparison, compare
 from strop.evaluation.results import EvalFiles, read_eval
-from strop.pipelines.evaluate import evaluate_model
-from strop.pipelines.load import load_recipe
+from strop.pipeline.evaluate import evaluate_model
+from strop.recipe.load import load_recipe
 from strop.reports.evaluations import comparison_table
-from strop.reports.progress import Silent
-from strop.runs import RunDirectory, write_json, write_text
+from strop.run_directory import RunDirectory, write_json, write_text
+from strop.stages.context import Silent
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "experiments" / "results"

@@ -35,16 +35,16 @@ from trends_measures import (
 )
 
 from strop.errors import UserError
-from strop.pipelines.claim import claim
-from strop.pipelines.common_stages import num_common, num_done, take_over
-from strop.pipelines.sweep import run_sweep
-from strop.pipelines.sweep_file import Sweep, load_sweep
-from strop.pipelines.sweep_plan import claim_directory, plan_runs
+from strop.pipeline.sweep import plan_runs, run_sweep, write_arms
+from strop.pipeline.sweep_file import Sweep, load_sweep
+from strop.recipe.load import recipe_of
 from strop.reports.compare import compare_plots
 from strop.reports.plots import draw
 from strop.reports.scales import Unit
-from strop.reports.sweep_console import SweepConsole
-from strop.runs import RunDirectory, read_json, write_json, write_text
+from strop.reports.sweep import SweepConsole
+from strop.run_directory import RunDirectory, write_json, write_text
+from strop.runs.lineage import copy_stages, num_common, num_done
+from strop.runs.manifest import write_manifest
 
 ROOT = Path(__file__).resolve().parent.parent
 SWEEPS = ROOT / "experiments" / "trends"
@@ -245,7 +245,7 @@ def run_trend(trend: Trend, options: argparse.Namespace) -> bool:
         path, command = _pilot_of(path, runs), f"python experiments/trends.py --only {trend.name[0]} --pilot"
     sweep = load_sweep(path, options.set)
     if trend.begins_as and not options.pilot:
-        take_over_starts(sweep, runs, options.runs / trend.begins_as, command=command, jobs=options.jobs)
+        take_over_starts(sweep, runs, options.runs / trend.begins_as, command=command)
     with SweepConsole() as progress:
         log = run_sweep(sweep, runs, jobs=options.jobs, progress=progress, command=command)
     if log.failures:
@@ -261,21 +261,21 @@ def run_trend(trend: Trend, options: argparse.Namespace) -> bool:
     return True
 
 
-def take_over_starts(sweep: Sweep, directory: Path, other: Path, *, command: str, jobs: int) -> None:
+def take_over_starts(sweep: Sweep, directory: Path, other: Path, *, command: str) -> None:
     """Put what the runs below `other` have finished into the runs of `sweep`, as far as their recipes begin alike: a cold start
     that is made once is the one that would be made again, to the bit."""
     planned = plan_runs(sweep, directory)
-    claim_directory(sweep, directory, command=command, jobs=jobs)
+    write_arms(sweep, directory, command=command)
     for run in planned:
         for source in map(RunDirectory, sorted(other.glob(f"*-seed-{run.seed}"))):
             if not source.manifest.exists():
                 continue
-            recipe = read_json(source.manifest)["recipe"]
-            num = min(num_common(run.resolved, recipe), num_done(source, recipe))
+            recipe = recipe_of(source)
+            num = min(num_common(run.recipe, recipe), num_done(source, recipe))
             if num > run.num_done:
                 run.directory.path.mkdir(parents=True, exist_ok=True)
-                claim(run.directory, run.recipe, run.command)
-                take_over(run.directory, source, run.resolved, num=num)
+                write_manifest(run.directory, run.recipe, run.command)
+                copy_stages(run.directory, source, run.recipe, num=num)
 
 
 def _pilot_of(path: Path, runs: Path) -> Path:

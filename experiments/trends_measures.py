@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from strop.evaluation.statistics import Estimate, mean_of_seeds
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.types import ToolOutcome
 
 NUM_PAIRS = 8  # without which nothing counts as shown

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import CannotLearnError, UserError
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import Recipe, RlStage
-from strop.pipelines.train import train
-from strop.reports.progress import Silent
-from strop.runs import RunDirectory, read_lines, write_json, write_text
+from strop.pipeline.run import train
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe
+from strop.run_directory import RunDirectory, read_lines, write_json, write_text
+from strop.stages.context import Silent
+from strop.stages.rl import RL
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "recipes" / "two-tools.toml"
@@ -90,10 +91,10 @@ def given_up(run: RunDirectory, recipe: Recipe) -> dict[str, Any]:
     return {**mean, "num_tasks": len(steps) * rl.tasks_per_step, "k": rl.group_size, "gave_up_after_steps": len(steps)}
 
 
-def _rl(recipe: Recipe) -> RlStage:
+def _rl(recipe: Recipe) -> RL.Config:
     stage = recipe.stages["rl"]
-    assert isinstance(stage, RlStage)
-    return stage
+    assert isinstance(stage, RL)
+    return stage.config
 
 
 def _steps(run: RunDirectory) -> list[dict[str, Any]]:
@@ -110,19 +111,19 @@ def with_tools(recipe: Recipe, names: set[str]) -> Recipe:
 
 def evaluated(recipe: Recipe, model: Path, *, tools: str = "real") -> Recipe:
     """The recipe's last evaluation of the model in a directory."""
-    after = recipe.stages["after"].model_copy(update={"init": "model", "tools": tools})
+    after = recipe.stages["after"].replaced(init="model", tools=tools)
     return recipe.model_copy(update={"stages": {"model": _opened(recipe, model), "after": after}})
 
 
 def trained(recipe: Recipe, model: Path) -> Recipe:
     """The recipe's RL from the model in a directory, and its last evaluation."""
-    rl = recipe.stages["rl"].model_copy(update={"init": "model"})
+    rl = recipe.stages["rl"].replaced(init="model")
     stages = {"model": _opened(recipe, model), "rl": rl, "after": recipe.stages["after"]}
     return recipe.model_copy(update={"stages": stages})
 
 
 def _opened(recipe: Recipe, model: Path) -> Any:
-    return recipe.stages["base"].model_copy(update={"path": str(model.resolve()), "tiny": None, "demonstrator": None})
+    return recipe.stages["base"].replaced(path=str(model.resolve()), tiny=None, demonstrator=None)
 
 
 def summarise(found: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:

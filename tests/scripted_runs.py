@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 import torch
 
 from strop.engine.scripted import ScriptedEngine
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.stage import load_chat
-from strop.pipelines.train import TrainResult, train
-from strop.reports.progress import Silent
+from strop.pipeline.run import TrainResult, train
+from strop.recipe.recipe import Recipe, resolve
 from strop.sandbox.protocol import RunOutcome
 from strop.sandbox.scripted import ScriptedSandbox, scripted_result
+from strop.stages.context import Silent, load_chat
 
 RECIPE = {
     "name": "scripted",
@@ -184,11 +183,9 @@ def run_recipe(
 
 
 def untimed(line):
-    """A line of metrics.jsonl, or an evaluation's figures, without what a clock said and what an earlier try had finished."""
+    """A line of metrics.jsonl, or an evaluation's figures, without what a clock said."""
     return {
         key: value
         for key, value in line.items()
-        if not key.startswith(("time/", "scheduler/", "machine/"))
-        and not key.endswith("_per_s")
-        and key not in ("time_s", "num_taken_over")
+        if not key.startswith(("time/", "scheduler/", "machine/")) and not key.endswith("_per_s") and key != "time_s"
     }

@@ -14,40 +14,40 @@ from pydantic import TypeAdapter
 
 from scripted_runs import Watching, answer, call, make_recipe, run_recipe, sums_and_errors, untimed
 from strop.algorithms.grpo import GRPO
-from strop.algorithms.protocol import Column
+from strop.algorithms.method import Column
 from strop.engine import EngineConfig, TorchEngine
 from strop.errors import CannotLearnError, WeightsNotProven
-from strop.pipelines import checkpoints
-from strop.pipelines.demonstrations import as_demonstration
-from strop.pipelines.ledger import StepLedger, read_rollouts
-from strop.pipelines.recipe import EvalStage
-from strop.pipelines.stage import load_chat, make_player
-from strop.rewards.math import MathReward
+from strop.rewards import make_reward
 from strop.rollout.environment import RolloutLimits
-from strop.rollout.play import Unwatched, play
-from strop.runs import StageDirectory, read_lines, write_directory
+from strop.rollout.player import NullObserver, collect
+from strop.run_directory import StageDirectory, read_lines, write_directory
 from strop.sandbox.scripted import ScriptedSandbox
+from strop.stages.context import load_chat, make_player
+from strop.stages.demonstrations import as_demonstration
+from strop.stages.evaluation import Eval
+from strop.stages.loop import checkpoints
+from strop.stages.loop.ledger import StepLedger, read_rollouts
 from strop.tasks import make_tasks
 from strop.tools.python import PythonTool
 from strop.training.batch import pack
 from strop.training.config import TrainerConfig
-from strop.training.trainer import LocalTrainer
+from strop.training.trainer import Trainer
 from strop.types import Trajectory
 
 TESTS = Path(__file__).parent
 _TRAJECTORY = TypeAdapter(Trajectory)
 
 ELSEWHERE = {
-    1: ["rollout/test_play.py::test_a_rollout_of_several_turns_appends_and_never_exceeds_its_budget"],
+    1: ["rollout/test_collect.py::test_a_rollout_of_several_turns_appends_and_never_exceeds_its_budget"],
     2: [
         "training/test_batch.py::test_law_2_only_tokens_that_the_policy_sampled_are_trained_on",
         "training/test_sft.py::test_law_2_only_a_demonstrators_turns_are_imitated",
         "training/test_trainer.py::test_law_2_what_masked_positions_hold_changes_neither_loss_nor_gradient",
     ],
     3: [
-        "rollout/test_play.py::test_law_3_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_takes_its_place",
-        "rollout/test_play.py::test_law_3_a_group_whose_every_rollout_is_void_is_empty_and_stops_being_refilled",
-        "rollout/test_play.py::test_law_3_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0",
+        "rollout/test_collect.py::test_law_3_a_tool_that_stays_broken_voids_the_rollout_and_another_attempt_takes_its_place",
+        "rollout/test_collect.py::test_law_3_a_group_whose_every_rollout_is_void_is_empty_and_stops_being_refilled",
+        "rollout/test_collect.py::test_law_3_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0",
     ],
     4: [
         "training/test_trainer.py::test_law_4_micro_batch_size_changes_the_gradient_by_rounding_only",
@@ -65,18 +65,18 @@ ELSEWHERE = {
         "engine/test_contract.py::test_a_publication_drops_every_cache_of_the_older_weights",
     ],
     7: [
-        "rollout/test_play.py::test_law_7_a_void_rollout_names_who_waited_too_long_and_for_what",
+        "rollout/test_collect.py::test_law_7_a_void_rollout_names_who_waited_too_long_and_for_what",
         "engine/test_torch_engine.py::test_whoever_waits_too_long_is_named_and_leaves_no_trace",
         "training/test_trainer.py::test_the_event_loop_runs_on_while_the_trainer_computes",
     ],
     8: [
-        "rollout/test_play.py::test_law_8_the_seed_of_a_rollout_depends_on_batch_and_key_alone",
+        "rollout/test_collect.py::test_law_8_the_seed_of_a_rollout_depends_on_batch_and_key_alone",
         "training/test_trainer.py::test_law_8_two_trainers_of_one_seed_are_equal_bit_for_bit",
         "engine/test_determinism.py::test_bits_depend_neither_on_company_nor_on_order_nor_on_slots",
     ],
     9: [
         "training/test_trainer.py::test_law_9_a_loaded_trainer_goes_on_as_the_saved_one_would_have_bit_for_bit",
-        "rollout/test_play.py::test_law_9_finished_rollouts_of_an_interrupted_batch_are_not_played_again",
+        "rollout/test_collect.py::test_law_9_finished_rollouts_of_an_interrupted_batch_are_not_played_again",
         "pipelines/test_resume.py::test_law_9_a_kill_among_open_tool_calls_changes_nothing",
         "pipelines/test_resume.py::test_law_9_a_kill_in_any_stage_changes_nothing",
         "pipelines/test_end_to_end.py::test_law_9_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint",
@@ -161,20 +161,21 @@ class FaultyInRl(Watching):
 def test_law_5_the_sampler_and_the_trainer_agree_on_every_logprob_at_temperature_0_7(scripted_run):
     model = scripted_run.run.stage("rl").model
     stage = make_recipe().stages["after"]
-    assert isinstance(stage, EvalStage)
+    assert isinstance(stage, Eval)
+    stage = stage.config
     stage = stage.model_copy(update={"sampling": stage.sampling.model_copy(update={"temperature": 0.7, "max_tokens": 60})})
     chat = load_chat(model)
 
     async def gaps():
         engine = TorchEngine.from_directory(model, EngineConfig(slots=8, max_length=256, device="cpu"), detokenize=chat.decode)
-        reward = MathReward(stage.reward)
-        trainer = LocalTrainer.from_directory(model, TrainerConfig())
+        reward = make_reward(stage.reward)
+        trainer = Trainer.from_directory(model, TrainerConfig())
         try:
             tool = PythonTool(ScriptedSandbox(answer=sums_and_errors))
             player = make_player(stage, engine=engine, chat=chat, tools=[tool], reward=reward)
             tasks = make_tasks(stage.tasks, seed=1, split="test")
-            playing = play(
-                [(0, tasks.task(0)), (1, tasks.task(1))], player, num_rollouts=4, seed=2, observer=Unwatched(), finished={}
+            playing = collect(
+                [(0, tasks.task(0)), (1, tasks.task(1))], player, num_rollouts=4, seed=2, observer=NullObserver(), finished={}
             )
             method = GRPO()
             selections = [method.select(group, group_size=4, seed=0) async for group in playing]
@@ -211,7 +212,7 @@ def test_law_6_rollouts_of_other_weights_are_not_reused(scripted_run, tmp_path):
 def test_law_7_every_stage_of_a_rollout_has_a_deadline_by_default():
     assert RolloutLimits().deadline_s > 0
     assert EngineConfig().deadline_s > 0
-    assert make_recipe().stages["rl"].reward.verify_deadline_s > 0
+    assert make_recipe().stages["rl"].config.reward.verify_deadline_s > 0
 
 
 def test_law_8_one_seed_gives_one_run_whatever_order_things_arrive_in(scripted_run, tmp_path):
@@ -269,9 +270,11 @@ def test_law_10_nothing_but_the_core_is_required():
         "pydantic",
         "typer",
         "rich",
-        "httpx",
+        "httpx2",
         "jinja2",
         "math-verify",
+        "jsonschema",
+        "scipy",
     }
 
 

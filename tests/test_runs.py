@@ -5,7 +5,7 @@ import pytest
 from safetensors import SafetensorError
 
 from strop.errors import RunError
-from strop.runs import LineWriter, read_json, read_lines, write_directory, write_json, write_text, writing_to
+from strop.run_directory import LineWriter, read_json, read_lines, write_directory, write_json, write_text, writing_to
 
 
 def test_a_line_that_a_kill_cut_short_is_dropped_by_readers_and_by_the_next_writer(tmp_path):
@@ -16,6 +16,16 @@ def test_a_line_that_a_kill_cut_short_is_dropped_by_readers_and_by_the_next_writ
     writer.append({"step": 3})
     writer.close()
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+def test_a_line_that_lost_only_its_newline_stays(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}')
+    assert [line["step"] for line in read_lines(path)] == [1, 2]
+    writer = LineWriter(path)
+    writer.append({"step": 3})
+    writer.close()
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3]
 
 
 def test_a_cut_line_longer_than_a_block_is_dropped_whole(tmp_path):
@@ -31,7 +41,7 @@ def test_a_cut_line_longer_than_a_block_is_dropped_whole(tmp_path):
 def test_a_damaged_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step\n{"step": 3}\n')
-    with pytest.raises(RunError, match=r"metrics\.jsonl:2: not valid JSON .* Remove that line"):
+    with pytest.raises(RunError, match=r"metrics\.jsonl:2: not valid JSON: .* Remove that line"):
         read_lines(path)
 
 

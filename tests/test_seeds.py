@@ -4,7 +4,7 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.seeds import derive_seed
+from strop.types import derive_seed
 
 KNOWN = 5543073118318042227  # of the parts below; every run on disk depends on it
 PARTS = st.lists(st.integers() | st.text(), max_size=4)
@@ -31,7 +31,7 @@ def test_a_seed_has_63_bits(parts):
 
 def test_law_8_a_seed_is_the_same_in_every_process_and_on_every_machine():
     here = derive_seed("run", 0, "rl", "rollouts", 3)
-    program = "from strop.seeds import derive_seed; print(derive_seed('run', 0, 'rl', 'rollouts', 3))"
+    program = "from strop.types import derive_seed; print(derive_seed('run', 0, 'rl', 'rollouts', 3))"
     environment = {"PYTHONHASHSEED": "77"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=True)
     assert int(done.stdout) == here == KNOWN

@@ -1,3 +1,94 @@
-"""strop: train language models to reason with tools by reinforcement learning, from a laptop to a cluster."""
+"""strop: train language models to reason with tools by reinforcement learning.
+
+The public face. Nothing is imported before it is used, so `import strop` is fast and loads no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# libgomp reads this when torch is loaded. By default a thread spins for milliseconds at the end of each parallel operation. If
+# another process has the core of the thread that it waits for, the spinning thread keeps the last free core busy for nothing:
+# one busy process on two cores made a step of the demo three times as long. A short spin and then sleep changes no result.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "300")
+
+if TYPE_CHECKING:
+    from strop.algorithms.method import Method
+    from strop.errors import ConfigError
+    from strop.pipeline.from_python import train
+    from strop.recipe.load import load_recipe
+    from strop.recipe.recipe import Recipe
+    from strop.recipe.stage import Stage
+    from strop.rewards.base import Reward
+    from strop.rollout.own_environment import OwnEnvironment as Environment
+    from strop.rollout.own_environment import TextEnvironment
+    from strop.sandbox import Sandbox
+    from strop.stages.evaluation import Eval
+    from strop.stages.rl import RL
+    from strop.stages.sft import SFT
+    from strop.tasks.protocol import TaskSource
+    from strop.tools.function import tool
+    from strop.tools.protocol import Tool
+    from strop.types import Group, Task, Trajectory, Turn
+
+__all__ = [
+    "RL",
+    "SFT",
+    "ConfigError",
+    "Environment",
+    "Eval",
+    "Group",
+    "Method",
+    "Recipe",
+    "Reward",
+    "Sandbox",
+    "Stage",
+    "Task",
+    "TaskSource",
+    "TextEnvironment",
+    "Tool",
+    "Trajectory",
+    "Turn",
+    "load_recipe",
+    "tool",
+    "train",
+]
+
+_MODULES = {
+    "ConfigError": "strop.errors",
+    "Environment": "strop.rollout.own_environment:OwnEnvironment",
+    "Eval": "strop.stages.evaluation",
+    "Group": "strop.types",
+    "Method": "strop.algorithms.method",
+    "RL": "strop.stages.rl",
+    "Recipe": "strop.recipe.recipe",
+    "Reward": "strop.rewards.base",
+    "SFT": "strop.stages.sft",
+    "Sandbox": "strop.sandbox",
+    "Stage": "strop.recipe.stage",
+    "Task": "strop.types",
+    "TaskSource": "strop.tasks.protocol",
+    "TextEnvironment": "strop.rollout.own_environment",
+    "Tool": "strop.tools.protocol",
+    "Trajectory": "strop.types",
+    "Turn": "strop.types",
+    "load_recipe": "strop.recipe.load",
+    "tool": "strop.tools.function",
+    "train": "strop.pipeline.from_python",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'strop' has no attribute {name!r}")
+    module, _, attribute = _MODULES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute or name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

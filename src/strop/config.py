@@ -7,21 +7,22 @@ nearest real one, with its full path in the recipe.
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 import shlex
-import sys
 import tomllib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, ValidationError, model_serializer
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from strop.errors import ConfigError, UserError
+from strop.errors import ConfigError
+
+_LARGEST = 10**12
 
 
 class Config(BaseModel):
@@ -31,52 +32,57 @@ class Config(BaseModel):
 
     also_called: ClassVar[Mapping[str, str]] = {}
     """Keys by names that others give them: not accepted, but whoever writes one is told ours."""
-    newer: ClassVar[tuple[str, ...]] = ()
-    """Keys that some runs are older than. At its default such a key is not written down: recipes and digests of those runs stay
-    what they were, so that they go on. A class names its own."""
 
-    @classmethod
-    def newer_keys(cls) -> frozenset[str]:
-        """What is named in `newer` of this class and of all that it is made from."""
-        return frozenset(key for each in cls.__mro__ for key in vars(each).get("newer", ()))
+    @model_validator(mode="after")
+    def _can_be_held(self) -> Self:
+        """Refuse counts and sizes that no loop and no memory can hold."""
+        for key in type(self).model_fields:
+            value = getattr(self, key)
+            for number in value.values() if isinstance(value, Mapping) else (value,):
+                if isinstance(number, int) and abs(number) > _LARGEST and key != "seed":
+                    raise ValueError(f"{key} is {str(number)[:20]}. The size of a number is at most {_LARGEST:.0e}.")
+        return self
 
-    @model_serializer(mode="wrap")
-    def _as_older_runs_have_it(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = serialize(self)
-        fields = type(self).model_fields
-        idle = {key for key in self.newer_keys() if getattr(self, key) == fields[key].get_default(call_default_factory=True)}
-        return {key: value for key, value in found.items() if key not in idle}
+    def import_code(self, key: str) -> None:
+        """Import the user's function that this table, at `key` of the recipe, names. Raises `ConfigError` if that fails."""
+
+
+def import_code(tables: Any, key: str) -> None:
+    """Import every user's function that `tables`, or a table in them, names. Raises `ConfigError` for the first that fails."""
+    if isinstance(tables, Config):
+        tables.import_code(key)
+        tables = {name: getattr(tables, name) for name in type(tables).model_fields}
+    if isinstance(tables, Mapping):
+        for name, table in tables.items():
+            import_code(table, f"{key}.{name}")
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def load_toml(path: Path, overrides: Sequence[str] = (), *, model: type[Config] | None = None) -> dict[str, Any]:
+def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The recipe at `path` as a tree, with each `a.b=c` of `overrides` put in its place.
-
-    Args:
-        model: what the tree is to become, by which an override that goes through a word is told what to write instead.
 
     Raises:
         ConfigError: the file is missing or not TOML, or an override has no `=` or goes through a value.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        content = path.read_bytes().removeprefix(BOM_UTF8)
+        tree: dict[str, Any] = tomllib.loads(content.decode().replace("\r\n", "\n"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: no such recipe.{_nearest_file(path)}") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as a recipe: {error}.") from error
-    try:
-        tree: dict[str, Any] = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}.") from error
+    except OSError as error:
+        raise ConfigError(f"{str(path)[:200]}: cannot be read as a recipe: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}, line {line}: not UTF-8: byte 0x{content[error.start]:02x}. Save the file in the encoding UTF-8."
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {str(error)[:200]}.") from error
     for override in overrides:
-        _apply(tree, override, model)
+        _apply(tree, override)
     return tree
-
-
-def _as_it_is(path: tuple[str, ...]) -> tuple[str, ...]:
-    return path
 
 
 def validate(
@@ -84,7 +90,7 @@ def validate(
     tree: Mapping[str, Any],
     *,
     place: str,
-    written_at: Callable[[tuple[str, ...]], tuple[str, ...]] = _as_it_is,
+    written_at: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda path: path,
 ) -> ConfigT:
     """`tree` as a `model`; every mistake in one `ConfigError`, one line each, with the path of the key.
 
@@ -97,7 +103,9 @@ def validate(
         return model.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         details = error.errors(include_url=False)
-        explained = [_explain(model, dict(detail), written_at) for detail in details if not _is_of_others(detail, details)]
+        explained = [
+            _explain(model, tree, dict(detail), written_at) for detail in details if not _is_of_others(detail, details)
+        ]
         lines = list(dict.fromkeys(explained))
         raise ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
 
@@ -110,42 +118,7 @@ def _is_of_others(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool
     )
 
 
-def import_object(path: str, *, key: str) -> Any:
-    """What `module:name` names, for recipes that use a user's own code; the working directory counts as importable.
-
-    Raises:
-        ConfigError: `key` of the recipe holds no such path, or importing it fails.
-    """
-    module, colon, name = path.partition(":")
-    if not module or not colon or not name:
-        raise ConfigError(f"{key}: {path!r} is not of the form module:name, as in my_tools:word_count.")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
-    try:
-        found = importlib.import_module(module)
-    except (ImportError, AttributeError, SyntaxError, NameError) as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        remedy = f"Run strop where {module}.py lies, or install the module." if is_missing else f"Mend {module}."
-        raise ConfigError(f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}. {remedy}") from error
-    except UserError as error:  # a decorator of ours refused something there
-        raise ConfigError(f"{key}: {path!r} cannot be imported: {error}") from error
-    try:
-        return getattr(found, name)
-    except AttributeError as error:
-        place = getattr(found, "__file__", None) or f"module {module}"
-        raise ConfigError(f"{key}: {path!r}: {place} has no attribute {name!r}.{_hint_at_names(found, name)}") from error
-
-
-def _hint_at_names(module: ModuleType, name: str) -> str:
-    """What of `module` may have been meant by `name`: what resembles it, or else what was defined there."""
-    public = [each for each in vars(module) if not each.startswith("_")]
-    if nearest := difflib.get_close_matches(name, public, n=1, cutoff=0.5):
-        return f" Did you mean {nearest[0]!r}?"
-    own = [each for each in public if getattr(vars(module)[each], "__module__", None) == module.__name__]
-    return f" It defines {', '.join(own[:8])}." if own else ""
-
-
-def _apply(tree: dict[str, Any], override: str, model: type[Config] | None) -> None:
+def _apply(tree: dict[str, Any], override: str) -> None:
     key, equals, raw = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -164,39 +137,21 @@ def _apply(tree: dict[str, Any], override: str, model: type[Config] | None) -> N
         child = node.setdefault(part, {})
         if not isinstance(child, dict):
             through, below = parts[: depth + 1], ".".join(parts[depth + 1 :])
-            remedy = "" if model is None else _table_for_word(model, through, child, f"{below}={_as_toml(value)}")
+            table = f"{'.'.join(through)}={{kind={json.dumps(child)}, {below}={raw.strip()}}}"
+            remedy = f" Write a table, as in --set {shlex.quote(table)}." if isinstance(child, str) else ""
             raise ConfigError(f"--set {override}: {'.'.join(through)} is {child!r}, which has no keys of its own.{remedy}")
         node = child
     node[parts[-1]] = value
 
 
-def _table_for_word(model: type[BaseModel], path: Sequence[str], word: object, setting: str) -> str:
-    """What to write for the word at `path`, so that it has `setting`, if the word stands for a table; else ""."""
-    members = _members(_place(model, path).expected)
-    key = _tag_key(members)
-    if word not in [tag for each in members for tag in _tags(each, key)]:
-        return ""
-    table = f"{'.'.join(path)}={{{key}={_as_toml(word)}, {setting}}}"
-    return f" Write a table, as in --set {shlex.quote(table)}."
-
-
-def _as_toml(value: object) -> str:
-    """As it may stand in an override."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{json.dumps(key)}={_as_toml(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_as_toml, value)) + "]"
-    return json.dumps(value, default=str)  # of words, numbers and truths the two agree
-
-
 def _explain(
-    model: type[BaseModel], detail: Mapping[str, Any], written_at: Callable[[tuple[str, ...]], tuple[str, ...]]
+    model: type[BaseModel], tree: Any, detail: Mapping[str, Any], written_at: Callable[[tuple[str, ...]], tuple[str, ...]]
 ) -> str:
     kind, message = detail["type"], str(detail["msg"]).removeprefix("Value error, ")
-    place = _place(model, [str(step) for step in detail["loc"]])
+    place = _place(model, [str(step) for step in detail["loc"]], tree)
     path = ".".join(written_at(place.path)) or "the recipe"
     if kind == "extra_forbidden":
-        return f"{path}: unknown key.{_hint_at_keys(model, [str(step) for step in detail['loc']])}"
+        return f"{path}: unknown key.{_hint_at_keys(model, tree, [str(step) for step in detail['loc']])}"
     if kind == "missing":
         return f"{path}: required, but not set."
     if kind in ("union_tag_not_found", "dict_type") and _tag_key(members := _members(place.expected)):
@@ -210,6 +165,8 @@ def _explain(
         key = _unquoted(detail["ctx"]["discriminator"]).removesuffix("()")  # a field, or a function of the same name
         return f"{path}.{key}: {tag!r} is not one of {', '.join(expected)}.{hint}"
     shown = repr(detail["input"])
+    if kind == "no_kind" or (kind == "value_error" and message.startswith(("kind: ", "name: "))):
+        return f"{path}.{message}"
     if kind == "value_error":  # a validator of ours: its message names the value and the remedy itself, some the key as well
         return message if path == "the recipe" or message.startswith(f"{path}.") else f"{path}: {message}"
     return f"{path}: {message} (got {shown if len(shown) <= 80 else shown[:77] + '...'})."
@@ -219,23 +176,21 @@ def _unquoted(text: object) -> str:
     return str(text).strip(" '")
 
 
-def _hint_at_keys(model: type[BaseModel], location: Sequence[str]) -> str:
+def _hint_at_keys(model: type[BaseModel], tree: Any, location: Sequence[str]) -> str:
     """What may have been meant by the last step of `location`, a key that the table there does not have."""
     *above, key = location
-    place = _place(model, above)
-    own, all_members = _members(place.expected), place.family
-    keys = dict.fromkeys(name for each in (*own, *all_members) for name in each.model_fields)
+    place = _place(model, above, tree)
+    own = _members(place.expected)
+    keys = dict.fromkeys(name for each in (*own, *place.kinds.values()) for name in each.model_fields)
     ours = [each.also_called[key] for each in own if issubclass(each, Config) and key in each.also_called]
     nearest = ours or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
     if not nearest:
-        return " Remove it, or see docs/recipes.md for the keys that exist."
+        return " Remove it, or see the recipe reference for the keys that exist."
     if any(nearest[0] in each.model_fields for each in own):
         return f" Did you mean {nearest[0]!r}?"
     meant = "It" if nearest[0] == key else f"Did you mean {nearest[0]!r}? That"
-    tag_key = _tag_key(all_members)
-    kinds = [tag for each in all_members if nearest[0] in each.model_fields for tag in _tags(each, tag_key)]
-    where = " or ".join(f'"{each}"' for each in kinds)
-    return f' {meant} is a key of {".".join((*place.path, tag_key))} = {where}; here that is "{above[-1]}".'
+    kinds = " or ".join(f'"{kind}"' for kind, each in place.kinds.items() if nearest[0] in each.model_fields)
+    return f' {meant} is a key of {".".join((*place.path, place.kind_key))} = {kinds}; here that is "{place.kind}".'
 
 
 def _explain_untagged(path: str, members: Sequence[type[BaseModel]], given: Any) -> str:
@@ -263,22 +218,54 @@ class _Place:
 
     path: tuple[str, ...]  # in the recipe: without the tags of unions, which stand in pydantic's path
     expected: Any  # the annotation there
-    family: tuple[type[BaseModel], ...]  # every member of the union that `expected` was chosen from by a tag, or empty
+    kinds: Mapping[str, type[BaseModel]]  # where a table says which kind it is: the keys of every kind
+    kind_key: str = ""
+    kind: str = ""
 
 
-def _place(model: type[BaseModel], location: Sequence[str]) -> _Place:
+def _place(model: type[BaseModel], location: Sequence[str], tree: Any = None) -> _Place:
     path: list[str] = []
     expected: Any = model
-    family: list[type[BaseModel]] = []
+    kinds: Mapping[str, type[BaseModel]] = {}
+    kind_key, kind = "", ""
     for step in location:
         members = _members(expected)
-        tagged = [each for each in members if step in _tags(each, _tag_key(members))]
-        if tagged and not family:
-            family, expected = members, tagged[0]
-        else:
-            path.append(step)
-            family, expected = [], _inside(expected, step)
-    return _Place(path=tuple(path), expected=expected, family=tuple(family))
+        tag_key = _tag_key(members)
+        tagged = [each for each in members if step in _tags(each, tag_key)]
+        if tagged and not kinds:
+            kinds = {tag: each for each in members for tag in _tags(each, tag_key)}
+            kind_key, kind, expected = tag_key, step, tagged[0]
+            continue
+        path.append(step)
+        expected = _inside(expected, step)
+        tree = _value_at(tree, step)
+        kinds, kind_key, kind = {}, "", ""
+        if (component := _component(expected)) is not None:
+            given = str(tree.get(component.kind_key)) if isinstance(tree, Mapping) else str(tree)
+            if _members(expected) and ":" not in given:
+                continue  # a built-in kind, whose keys the union has
+            kind_key, kind = component.kind_key, given
+            try:
+                expected = component.class_of(kind).Config
+                kinds = {each: component.class_of(each).Config for each in component.kinds}
+            except ConfigError:
+                expected = None
+    return _Place(path=tuple(path), expected=expected, kinds=kinds, kind_key=kind_key, kind=kind)
+
+
+def _value_at(tree: Any, step: str) -> Any:
+    if isinstance(tree, Mapping):
+        return tree.get(step)
+    return tree[int(step)] if isinstance(tree, list) and step.isdigit() and int(step) < len(tree) else None
+
+
+def _component(annotation: Any) -> Any:
+    """The class of `strop.registry` that a value of `annotation` is of, or may be of; None where it is something else."""
+    is_choice = get_origin(annotation) in (Annotated, Union, UnionType)
+    for each in get_args(annotation) if is_choice else (annotation,):
+        if (isinstance(each, type) and hasattr(each, "class_of")) or (each := getattr(each, "base", None)) is not None:
+            return each
+    return None
 
 
 def _inside(annotation: Any, step: str) -> Any:

@@ -1,4 +1,4 @@
-"""Ends a call that takes too long; while the call waits for its turn, its clock stands still."""
+"""Ends a call that takes too long. Its clock is stopped while the call waits for its turn."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextvars import ContextVar
 
 
 class _Clock:
-    """Of one call. It stands still as long as anything that the call does waits with it stopped."""
+    """The clock of one call. It runs only while nothing in the call has stopped it."""
 
     def __init__(self, timeout: asyncio.Timeout) -> None:
         self._timeout = timeout
         self._loop = asyncio.get_running_loop()
         self._num_stops = 0
-        self._left_s = 0.0  # while it stands still
-        self.is_over = False  # a task that the call has left behind may outlive it
+        self._left_s = 0.0  # while it is stopped
+        self.is_over = False  # background tasks of the call may outlive it
 
     def stop(self) -> None:
         ends_at = self._timeout.when()
@@ -32,7 +32,7 @@ class _Clock:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is of the running loop: a call's context goes along into threads, which may have loops of their own."""
+        """Whether it belongs to the running loop. Threads inherit a call's context and may have loops of their own."""
         return asyncio.get_running_loop() is self._loop
 
     @property
@@ -45,7 +45,7 @@ _of_this_call: ContextVar[_Clock | None] = ContextVar("_of_this_call", default=N
 
 @asynccontextmanager
 async def deadline(seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """As `asyncio.timeout`, but that `clock_stopped` within it takes nothing off its time.
+    """Limit the time of a block, as `asyncio.timeout` does, without the time within `clock_stopped`.
 
     Raises:
         TimeoutError: the time is up.
@@ -61,7 +61,7 @@ async def deadline(seconds: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 class StoppedClock:
-    """The clock of a call, which stands still until `go_on`; without a call nothing."""
+    """Stops the clock of a call until `go_on`. Does nothing without a call."""
 
     def __init__(self, clock: _Clock | None) -> None:
         self._clock = clock
@@ -77,10 +77,9 @@ class StoppedClock:
 
 @contextmanager
 def clock_stopped() -> Iterator[StoppedClock]:
-    """For the time of a `with`, or until `go_on` if that is earlier, the clock of the call that this belongs to stands still.
+    """Stop the clock of the current call within a `with`, or until `go_on` if that is earlier.
 
-    For waiting behind other calls, each of which has a deadline of its own: what is waited for has to end by itself. Without a
-    call nothing happens.
+    Use it to wait for other calls that have deadlines of their own. Does nothing outside a call.
     """
     clock = _of_this_call.get()
     stopped = StoppedClock(clock if clock is not None and clock.is_here else None)

@@ -28,7 +28,7 @@ class TaskError(UserError):
 
 
 class CannotLearnError(UserError):
-    """A run that cannot learn as it stands (design law 11): all groups tied, every tool call failing, zero gradient."""
+    """A run that cannot learn in its current state: all groups tied, every tool call failing, zero gradient."""
 
 
 class MachineError(StropError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+from strop.errors import TaskError
 
 
 class FinishReason(StrEnum):
@@ -90,7 +93,14 @@ class Task:
     question: str
     answer: str
     source: str  # where it comes from: a file, a hub data set, a generator
-    facts: Mapping[str, str] = field(default_factory=dict)  # whatever else a reward or a report wants to know
+    facts: Mapping[str, str] = field(default_factory=dict)  # what else a reward, an environment or a report reads
+
+    def __getitem__(self, fact: str) -> str:
+        """Return a fact. Raises `TaskError` if the task does not have it."""
+        if fact not in self.facts:
+            known = ", ".join(self.facts) or "none"
+            raise TaskError(f"task {self.id!r} has no fact {fact!r} (its facts: {known}). Add the column to tasks.facts.")
+        return self.facts[fact]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -158,6 +168,11 @@ class Trajectory:
     forked_at: int = 0  # response tokens shared with the parent, observations included; 0 without one
 
     @property
+    def text(self) -> str:
+        """What the policy wrote in its last turn."""
+        return self.turns[-1].completion_text if self.turns else ""
+
+    @property
     def ids(self) -> list[int]:
         """Prompt, completions and observations in the order in which they arose."""
         ids = list(self.prompt_ids)
@@ -212,17 +227,17 @@ class ScoredTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The scored trajectories of one task, in canonical order. Void rollouts are counted, never included (law 3)."""
+    """The scored trajectories of one task, in canonical order. Void rollouts are counted, never included."""
 
     task: Task
     task_index: int
     trajectories: tuple[ScoredTrajectory, ...]
     num_void: int = 0
-    excluded: tuple[Trajectory, ...] = ()  # of the void ones those that were played to their end, but that no judge could judge
+    excluded: tuple[Trajectory, ...] = ()  # void ones that finished, but that no judge could judge
 
     @property
     def tree(self) -> list[Trajectory]:
-        """All that was played to its end, compared or not: a branch may hang on its tree by what no judge could judge."""
+        """All finished trajectories, compared or not: the parent of a branch may be one that no judge could judge."""
         return [*(scored.trajectory for scored in self.trajectories), *self.excluded]
 
     @property
@@ -233,3 +248,16 @@ class Group:
     def is_tied(self) -> bool:
         """All rewards equal: nothing to learn from the comparison."""
         return len(set(self.rewards)) < 2
+
+
+def derive_seed(*parts: int | str) -> int:
+    """A 63-bit seed that is a pure function of the named parts, the same on every machine and in every process.
+
+    Parts keep their kind and their borders: `derive_seed(1, "2")` and `derive_seed("1", 2)` differ, and so do
+    `derive_seed("ab", "c")` and `derive_seed("a", "bc")`.
+    """
+    digest = hashlib.blake2b(digest_size=8, person=b"strop-seed")
+    for part in parts:
+        encoded = f"{'i' if isinstance(part, int) else 's'}{part}".encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return int.from_bytes(digest.digest(), "little") >> 1

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from strop.algorithms.advantages import (
+from strop.algorithms.grpo import (
     batch_normalized_advantages,
     group_normalized_advantages,
     leave_one_out_advantages,
@@ -57,11 +57,5 @@ def test_a_batch_of_one_or_of_none_has_nothing_to_learn():
     [lambda rewards: group_normalized_advantages(rewards, eps=1e-6), mean_centered_advantages, leave_one_out_advantages],
 )
 def test_a_group_of_one_is_refused(advantages):
-    with pytest.raises(ValueError, match="allow_group_of_one"):
+    with pytest.raises(ValueError, match="advantage = 'none'"):
         advantages([1.0])
-
-
-def test_a_group_of_one_that_was_asked_for_is_its_own_advantage():
-    assert group_normalized_advantages([0.3], eps=1e-6, allow_group_of_one=True) == [0.3]
-    assert leave_one_out_advantages([0.3], allow_group_of_one=True) == [0.3]
-    assert mean_centered_advantages([0.3], allow_group_of_one=True) == [0.0]

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from strop.algorithms.aggregation import Aggregation, token_weights
+from strop.algorithms.losses import Aggregation, token_weights
 
 # Rows of 1, 3, 2 and 0 tokens; the first two are of one group.
 MASK = torch.tensor([[0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 0]], dtype=torch.bool)

@@ -205,4 +205,4 @@ def test_a_group_of_one_is_refused():
 
 def test_refilling_without_leaving_groups_out_is_refused():
     with pytest.raises(ConfigError, match=r"refill_rounds is 2.*Set drop_tied = true"):
-        validate(ARPO, {"refill_rounds": 2}, place="recipe")
+        validate(ARPO.Config, {"refill_rounds": 2}, place="recipe")

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trees import grow
 
-from strop.algorithms.branch_tree import repeated_lengths, shared_lengths
+from strop.algorithms.arpo import repeated_lengths, shared_lengths
 
 
 def test_a_branch_shares_with_its_parent_what_came_before_its_fork():

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from strop.algorithms.gae import generalized_advantages, penalized_rewards, value_token_loss
+from strop.algorithms.ppo import generalized_advantages, penalized_rewards, value_token_loss
 
 # Prompt, two trained tokens, an observation, one trained token, padding.
 MASK = torch.tensor([[False, True, True, False, True, False]])

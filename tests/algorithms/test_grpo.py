@@ -88,7 +88,7 @@ def test_a_task_that_the_part_is_not_for_is_tied_by_its_reward(make_group):
 
 def test_saying_what_ties_a_group_without_leaving_ties_out_is_refused():
     with pytest.raises(ConfigError, match=r"tied_by is 'accuracy'.*Set drop_tied = true"):
-        validate(GRPO, {"tied_by": "accuracy"}, place="recipe")
+        validate(GRPO.Config, {"tied_by": "accuracy"}, place="recipe")
 
 
 def test_voids_leave_a_smaller_group_and_no_group_at_all_below_two(make_group):
@@ -99,8 +99,8 @@ def test_voids_leave_a_smaller_group_and_no_group_at_all_below_two(make_group):
 
 
 def test_a_group_of_one_must_be_asked_for(make_group):
-    with pytest.raises(ConfigError, match="allow_group_of_one"):
+    with pytest.raises(ConfigError, match='advantage = "none"'):
         GRPO().num_rollouts(1)
-    method = GRPO(allow_group_of_one=True)
+    method = GRPO(advantage="none")
     [advantages] = method.advantages([method.select(make_group([0.25]), group_size=1, seed=0)])
     assert advantages[0].tolist() == [0.25] * 5

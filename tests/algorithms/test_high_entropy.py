@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from strop.algorithms import GRPO, Column, LossInputs
-from strop.algorithms.high_entropy import high_entropy_mask
+from strop.algorithms.losses import high_entropy_mask
 
 MASK = torch.tensor([[False, True, True, True, False, True], [False, True, False, False, False, False]])
 ENTROPIES = torch.tensor([[9.0, 0.1, 0.4, 0.3, 9.0, 0.2], [9.0, 0.5, 9.0, 9.0, 9.0, 9.0]])

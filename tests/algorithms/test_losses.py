@@ -3,8 +3,14 @@ import math
 import pytest
 import torch
 
-from strop.algorithms.losses import cispo_token_loss, clip_token_loss, no_clip_token_loss, policy_gradient_token_loss
-from strop.algorithms.ratios import RatioLevel, probability_ratio
+from strop.algorithms.losses import (
+    RatioLevel,
+    cispo_token_loss,
+    clip_token_loss,
+    no_clip_token_loss,
+    policy_gradient_token_loss,
+    probability_ratio,
+)
 
 ONE = torch.ones(1, dtype=torch.bool)
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from strop.algorithms import GRPO, Column, GRPORoC, Loss, LossInputs, Mismatch, PolicyLoss, RatioLevel
+from strop.algorithms import GRPO, Column, GRPORoC, Loss, LossInputs, Method, Mismatch, PolicyLoss, RatioLevel
 
 ROW = torch.tensor([[True, True]])
 
@@ -152,4 +152,4 @@ def test_without_old_logprobs_the_gap_to_the_sampler_is_that_of_the_policy_itsel
 def test_a_setting_written_down_at_its_default_is_no_mistake():
     """A run saves every setting that it resolved, and reads them back."""
     method = GRPO(loss=Loss.POLICY_GRADIENT)
-    assert GRPO.model_validate_json(method.model_dump_json()) == method
+    assert Method.of(method.table()) == method

@@ -5,7 +5,7 @@ import torch
 from pydantic import ValidationError
 
 from strop.algorithms import PPO, Column, KLEstimator, LossInputs, RewardedRows, ValueInputs
-from strop.algorithms.gae import explained_variance, whitened
+from strop.algorithms.ppo import explained_variance
 
 # Prompt, two trained tokens, an observation, one trained token, padding; then a row of a prompt and one token.
 MASK = torch.tensor([[False, True, True, False, True, False], [False, True, False, False, False, False]])
@@ -35,23 +35,7 @@ def test_gamma_and_lambda_reach_the_estimate():
     assert estimate.advantages[0].tolist() == pytest.approx([0, -0.328125, 0.1875, 0, 0.25, 0], abs=1e-6)
 
 
-def test_whitening_is_over_all_updates_of_the_step_and_leaves_the_returns_alone():
-    method = PPO(whiten=True)
-    first, second = rows_of(mask=MASK & torch.tensor([[True], [False]])), rows_of(mask=MASK & torch.tensor([[False], [True]]))
-    estimates = method.token_advantages([first, second])
-    # Before: 0.5, 0.75, 0.25 and -0.5, of mean 0.25 and unbiased std sqrt((0.0625 + 0.25 + 0 + 0.5625) / 3) = 0.5400617.
-    assert estimates[0].advantages[0].tolist() == pytest.approx([0, 0.4629100, 0.9258201, 0, 0, 0], abs=1e-6)
-    assert estimates[1].advantages[1].tolist() == pytest.approx([0, -1.3887301, 0, 0, 0, 0], abs=1e-6)
-    assert estimates[0].returns[0].tolist() == [0, 1, 1, 0, 1, 0]
-
-
-def test_equal_advantages_are_whitened_to_exact_zeros():
-    part, mask = torch.full((2, 3), 0.7), torch.ones(2, 3, dtype=torch.bool)
-    assert whitened([part], [mask])[0].tolist() == [[0.0] * 3] * 2
-    assert whitened([part[:1, :1]], [mask[:1, :1]])[0].tolist() == [[0.0]]
-
-
-@pytest.mark.parametrize("settings", [{}, {"kl_coefficient": 0.1}, {"whiten": True, "gamma": 0.9, "lam": 0.8}])
+@pytest.mark.parametrize("settings", [{}, {"kl_coefficient": 0.1}, {"gamma": 0.9, "lam": 0.8}])
 def test_law_2_masked_positions_and_padding_change_no_estimate_whatever_they_hold(settings):
     method = PPO(**settings)
     [clean] = method.token_advantages([rows_of()])

@@ -11,7 +11,7 @@ from strop.analysis.page import analysis_page
 from strop.analysis.read import parse_steps, read_analysis
 from strop.cli import app
 from strop.errors import RunError, UserError
-from strop.runs import RunDirectory
+from strop.run_directory import RunDirectory
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def test_the_page_marks_the_tokens_that_the_json_counts_and_escapes_what_the_pol
     rewrite(run.stage("rl").rollouts(10), attack)
     analysis = read_analysis(run, steps=parse_steps("10"))
     page = analysis_page(analysis)
-    shown = [token for each in analysis.shown for turn in each.marked.turns for token in turn.tokens]
+    shown = [token for each in analysis.shown for turn in each.marked for token in turn.tokens]
     assert any(token.is_high for token in shown)
     spans = page.count('<span class="tok high') - 1  # one is the key's
     assert spans == sum(token.is_high for token in shown)

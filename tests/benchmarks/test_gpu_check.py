@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.engine.batch import Batch
+from strop.engine.torch.batch import Batch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -136,6 +136,8 @@ def test_where_an_engine_runs_out_of_memory_the_other_parts_are_told(tmp_path, m
     def out_of_memory(*_):
         raise torch.OutOfMemoryError("of the test")
 
+    training = {"settings": {}, "best": "96 tokens", "mfu": 0.1, "tflops": 1.0, "tokens_per_s": 5.0, "peak_mib": 7.0}
+    monkeypatch.setattr(gpu_check, "training", lambda *_: training)
     monkeypatch.setattr(Batch, "step", out_of_memory)  # in the engine's own thread, so its requests tell that it is lost
     assert gpu_check.main([*WORDS, "--models", "tiny-qwen3", "--results", str(tmp_path)]) == 1
     written = json.loads((tmp_path / "gpu-check.json").read_text())
@@ -185,9 +187,7 @@ def stub_parts(monkeypatch, **others):
                 "bfloat16_mean_ratio_off_1",
             ],
         ),
-        ("gradient_gap", ["bfloat16_gradient_gap_over_library"]),
-        ("training", []),  # whose bar is of a larger model
-        ("publication", []),
+        ("training", []),  # its bar is of a larger model
         ("decoding", ["decode_share_of_bandwidth_limit"]),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_gradient_that_does_not_fit_gives_its_trainer_back(tmp_path, monkeypat
         async def close(self):
             closed.append(self)
 
-    monkeypatch.setattr(gpu_check_correctness, "LocalTrainer", Full)
+    monkeypatch.setattr(gpu_check_correctness, "Trainer", Full)
     with pytest.raises(torch.OutOfMemoryError):
         asyncio.run(gpu_check_correctness._gradient(Machine("cpu"), tmp_path, "float32", None))
     assert len(closed) == 1

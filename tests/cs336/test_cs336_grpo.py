@@ -34,21 +34,10 @@ def test_advantages_compare_each_response_with_its_own_group_by_the_unbiased_std
     assert normalized([0, 0, 1], 3)[0] == pytest.approx([-1 / math.sqrt(3), -1 / math.sqrt(3), 2 / math.sqrt(3)], abs=1e-6)
 
 
-def test_eps_is_added_to_the_std():
-    std = math.sqrt(0.5)
-    assert normalized([1, 0], 2, eps=0.5)[0] == pytest.approx([0.5 / (std + 0.5), -0.5 / (std + 0.5)], abs=1e-6)
-
-
 def test_without_std_the_mean_alone_is_taken_away():
     assert normalized([1, 0, 0, 0, 3, 5, 3, 5], 4, by_std=False)[0] == pytest.approx(
         [0.75, -0.25, -0.25, -0.25, -1, 1, -1, 1], abs=1e-6
     )
-
-
-@pytest.mark.parametrize("by_std", [True, False])
-def test_a_group_of_equal_rewards_has_exact_zeros(by_std):
-    assert normalized([0.7] * 16, 16, eps=1e-6, by_std=by_std)[0] == [0.0] * 16
-    assert normalized([0.7] * 16, 16, eps=0.0, by_std=by_std)[0] == [0.0] * 16
 
 
 def test_a_group_of_one_has_no_std_and_learns_nothing_from_its_mean(caplog):
@@ -87,11 +76,11 @@ def test_the_naive_loss_is_minus_advantage_times_log_prob():
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (1, 2), ()])
 def test_advantages_that_would_broadcast_over_tokens_are_refused(shape):
     log_probs = torch.zeros(2, 2)
-    with pytest.raises(ValueError, match=r"has to be \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"must be \(2, 1\)"):
         compute_naive_policy_gradient_loss(torch.ones(shape), log_probs)
-    with pytest.raises(ValueError, match=r"has to be \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"must be \(2, 1\)"):
         compute_grpo_clip_loss(torch.ones(shape), log_probs, log_probs, 0.2)
-    with pytest.raises(ValueError, match=r"has to be \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"must be \(2, 1\)"):
         compute_policy_gradient_loss(log_probs, "grpo_no_clip", advantages=torch.ones(shape), old_log_probs=log_probs)
 
 
@@ -245,21 +234,3 @@ def test_with_a_constant_rows_without_a_response_count_as_zero():
     loss, _ = grpo_microbatch_train_step(policy, mask, 1, "grpo_no_clip", **arguments)
     tokens, _ = compute_policy_gradient_loss(POLICY, "grpo_no_clip", **ARGUMENTS["grpo_no_clip"])
     assert loss.item() == pytest.approx((tokens[0] * MASK[0]).sum().item() / 10 / 2, abs=1e-6)
-
-
-@pytest.mark.parametrize("loss_type", ["grpo_clip", "grpo_no_clip"])
-def test_a_ratio_that_overflows_has_no_gradient_where_nothing_depends_on_it(loss_type):
-    policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)
-    clip = {"cliprange": 0.2} if loss_type == "grpo_clip" else {}
-    old = torch.tensor([[-200.0, -1.0]])
-    loss, _ = grpo_microbatch_train_step(
-        policy, torch.ones(1, 2), 1, loss_type, advantages=torch.zeros(1, 1), old_log_probs=old, **clip
-    )
-    assert (loss.item(), policy.grad.tolist()) == (0.0, [[0.0, 0.0]])
-    if loss_type == "grpo_clip":
-        policy.grad = None
-        loss, _ = grpo_microbatch_train_step(
-            policy, torch.ones(1, 2), 1, loss_type, advantages=torch.ones(1, 1), old_log_probs=old, **clip
-        )
-        assert loss.item() == pytest.approx(-(1.2 + 1.0) / 2, abs=1e-6)
-        assert policy.grad.tolist() == [[0.0, -0.5]]

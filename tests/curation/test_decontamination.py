@@ -25,18 +25,18 @@ def task(question, name="t"):
 
 
 def planted(benchmark, rest, *, seed):
-    """10 thousand problems with 50 of the benchmark's among them, 20 of these with other first and last words."""
+    """3 thousand problems with 50 of the benchmark's among them, 20 of these with other first and last words."""
     draw = random.Random(seed)
     chosen = draw.sample(benchmark, 50)
     contamination = [*chosen[:30], *map(reworded, chosen[30:])]
-    mixed = [*rest[: 10_000 - 50], *contamination]
+    mixed = [*rest[: 3000 - 50], *contamination]
     draw.shuffle(mixed)
     return mixed, {each.id for each in contamination}
 
 
 def test_a_planted_contamination_is_found_without_one_false_alarm():
     benchmark = problems(1000, seed=1, source="benchmark")
-    mixed, contamination = planted(benchmark, problems(10_000, seed=2), seed=3)
+    mixed, contamination = planted(benchmark, problems(3000, seed=2), seed=3)
     rule = Decontamination(benchmark)
     assert {each.id for each in mixed if rule.judge(each)} == contamination
 
@@ -94,24 +94,6 @@ def test_a_contamination_of_a_real_benchmark_is_found_and_the_other_alarms_are_i
     assert {each.id for each in contamination} - dropped <= gone
 
 
-def test_what_else_is_an_alarm_in_real_problems_is_a_copy_or_a_near_copy(benchmarks, against_all):
-    """Read by a person: "A train travels 360 (270) miles in 3 hours. At the same rate, how many additional" is in both."""
-    train = real("gsm8k", "train")
-    assert {each.id for each in train if against_all.judge(each)} == {"train.jsonl:1315", "train.jsonl:5163"}
-    pytest.importorskip("pyarrow", reason="needs the extra strop[data]")
-    mix = DATA / "arpo" / "train_10k.parquet"
-    if not mix.exists():
-        pytest.skip(f"no {mix}")
-    asked = {each.question for found in benchmarks.values() for each in found}
-    found = {
-        each.id.partition("row ")[2]: against_all.judge(each)
-        for each in load_rows(ParquetConfig(path=mix, dataset="arpo-mix", bad_rows="skip"), split="train")
-        if each.question not in asked
-    }
-    # A point drawn from a rectangle of other sides; f(z) = (z + i) / (z - i) iterated, in other words around it.
-    assert {row for row, reason in found.items() if reason} == {"4413", "7373"}
-
-
 @pytest.fixture(scope="module")
 def ordinary():
     """Real problems to train on: ARPO's mix, half of it mathematics, and GSM8K's training set."""
@@ -151,33 +133,6 @@ def test_fifty_real_problems_planted_in_ten_thousand_are_all_found_and_what_else
     # A train, of 270 or of 360 miles in 3 hours, where GSM8K's test set has a plane with the same question.
     assert {each.id for each in others} <= {"train.jsonl:1315", "train.jsonl:5163"}, told
     assert all(share > 0.9 for share in nearest), told
-
-
-def test_every_problem_of_gsm8k_and_aime_is_found_with_two_other_words_at_each_end():
-    benchmark = [*real("gsm8k"), *real("aime24")]
-    rule = Decontamination(benchmark)
-    assert len(benchmark) == 1349
-    assert [each.id for each in benchmark if not rule.judge(reworded(each, num_words=2))] == []
-
-
-def test_math500_alone_is_found_but_for_its_shortest_problems_and_makes_four_alarms_of_which_two_are_false(ordinary):
-    """The limit: 57 of its 500 problems keep too few words of their own, and 500 problems tell little of how rare a word is."""
-    benchmark = real("math500")
-    rule = Decontamination(benchmark)
-    missed = [each for each in benchmark if not rule.judge(reworded(each, num_words=2))]
-    assert len(missed) == 57
-    assert sum(len(words(each.question)) < 3 * rule.n for each in missed) == 52
-    assert all(rule.judge(each) for each in benchmark)
-    alarms = {each.id.partition("row ")[2]: each for each in ordinary if rule.judge(each)}
-    # Two are near copies; of two more the sentence is the same ("the constant term in the expansion of"), but not the formula.
-    assert set(alarms) == {"4413", "7373", "6883", "9738"}
-    nearest = {
-        row: max(same_but_for_numbers(each.question, known.question) for known in benchmark) for row, each in alarms.items()
-    }
-    assert {row for row, share in nearest.items() if share > 0.8} == {"4413", "7373"}
-    mixed, planted = in_ten_thousand(benchmark, ordinary, num_words=2, seed=0)
-    found = {id(each) for each in mixed if rule.judge(each)} & planted
-    assert len(found) == 47
 
 
 def test_the_papers_strict_rule_drops_for_one_shared_8_gram():
@@ -277,7 +232,7 @@ def test_a_short_problem_is_found_by_a_run_of_words_of_its_own(question, is_copy
 
 def test_a_run_of_words_is_told_with_the_problem_that_it_is_of():
     told = Decontamination(SHORT).judge(task("Tell me this: Annie Morton or Terry Richardson, which?"))
-    assert told == 'shares 68% of the short older of test, rare words counting more: "annie morton or terry richardson"'
+    assert told == 'shares 68% of the short older of test, weighted by rarity: "annie morton or terry richardson"'
 
 
 def test_the_share_that_a_run_must_hold_can_be_set():

@@ -104,7 +104,7 @@ def test_what_is_near_of_short_questions_with_one_answer(first, second, is_alike
 
 
 def test_planted_near_copies_are_found_among_thousands_without_a_false_alarm():
-    rest = problems(3000, seed=1)
+    rest = problems(1000, seed=1)
     copies = [
         Task(id=f"copy/{each.id}", question=f"{each.question} Explain.", answer=each.answer, source="copy")
         for each in rest[:100]
@@ -130,8 +130,7 @@ def copies_of(tasks):
 
 
 def test_problems_of_one_template_with_other_answers_are_never_compared():
-    # All 2000 share bands with hundreds of the others: 1.7 million comparisons where answers are not looked up first.
-    tasks, rule = templated(2000, answers=2000), NearDuplicates()
+    tasks, rule = templated(800, answers=800), NearDuplicates()
     assert set(dropped([*tasks, *copies_of(tasks[:50])], rule)) == {f"copy/t{n}" for n in range(50)}
     assert rule.num_compared <= 60
     assert rule.num_cut_short == 0
@@ -160,7 +159,7 @@ def test_what_one_problem_costs_is_bounded_and_what_that_may_miss_is_told(caplog
     assert rule.num_compared < 200_000
     assert {copy.id for copy in copies} <= set(found)  # by bands that have their own words
     assert rule.num_cut_short > 0
-    assert "share a part of their text with more than 16 problems of the same answer" in caplog.text
+    assert "share text with more than 16 problems with the same answer" in caplog.text
 
 
 def test_signatures_are_the_same_in_every_process():

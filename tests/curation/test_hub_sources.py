@@ -10,7 +10,6 @@ from strop.curation import run
 from strop.curation.config import CurationConfig
 from strop.curation.run import run_curation
 from strop.errors import TaskError
-from strop.runs import write_json
 
 pytest.importorskip("datasets", reason="needs the extra strop[data]")
 
@@ -70,15 +69,6 @@ def test_a_machine_that_has_the_newer_copy_alone_stops_and_loses_nothing(tmp_pat
     reach_hub(monkeypatch, copies)
     run_curation(CONFIG, tmp_path / "out", jobs=1)
     assert kept(tmp_path / "out") == ["old"] * 3
-
-
-def test_parts_of_which_nobody_knows_the_commits_are_not_gone_on_with(tmp_path, copies):
-    stop_after_a_part(tmp_path / "out")
-    begun = tmp_path / "out" / "parts" / "inputs.json"
-    write_json(begun, json.loads(begun.read_text())["digest"])  # as an older strop did
-    keep_copy(copies, "sums", NEW, rows("new", 3))
-    run_curation(CONFIG, tmp_path / "out", jobs=1)
-    assert kept(tmp_path / "out") == ["new"] * 3
 
 
 def test_a_benchmark_that_is_not_there_leaves_nothing_that_would_be_gone_on_with(tmp_path, copies):

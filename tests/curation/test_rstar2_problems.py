@@ -11,9 +11,9 @@ import pytest
 
 from scripted_runs import RECIPE, Watching, run_recipe
 from strop.config import validate
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import read_json, read_lines
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_json, read_lines
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -142,12 +142,12 @@ def test_the_shipped_run_keeps_what_two_of_sixteen_answers_agree_with_and_drops_
     ]
     [wrong] = [row["reason"] for row in read_lines(data / "dropped.jsonl") if row["question"] == "Cy adds 3 and 4."]
     assert wrong == "0 of 16 answers agree with the label, fewer than 2"
-    assert read_json(run.stage("problems").lineage)["parents"].keys() == {"outcomes.answers"}
+    assert read_json(run.stage("problems").lineage)["parents"].keys() == {"answers"}
     assert dict(progress.stages)["problems"].startswith("4 of 13 problems kept; dropped: 2 by where, ")
 
 
 def test_the_shipped_run_asks_what_the_paper_asks():
     recipe = load_recipe(RECIPES / "rstar2-problems.toml")
     assert list(recipe.stages) == ["candidates", "judge", "answers", "problems"]
-    assert (recipe.stages["judge"].path, recipe.stages["answers"].k) == ("Qwen/Qwen3-32B", 16)
-    assert recipe.stages["answers"].most_right == 16  # it drops nothing itself
+    assert (recipe.stages["judge"].config.path, recipe.stages["answers"].config.k) == ("Qwen/Qwen3-32B", 16)
+    assert recipe.stages["answers"].config.most_right == 16  # it drops nothing itself

@@ -1,4 +1,4 @@
-"""A tool of one's own is a few lines, and so is an environment: those of the guide, with what they import."""
+"""A tool and an environment are a few lines: those of the guides, with what they import."""
 
 import ast
 import re
@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "own-tool.md"
+GUIDES = Path(__file__).resolve().parents[2] / "docs" / "guides"
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("convert", 15), ("Guessing", 20)])
-def test_the_tool_of_the_guide_is_under_15_lines_and_its_environment_under_20(name, limit):
+@pytest.mark.parametrize(("page", "name", "limit"), [("own-tool", "convert", 15), ("own-environment", "GuessTheNumber", 20)])
+def test_the_tool_of_the_guide_is_under_15_lines_and_the_environment_under_20(page, name, limit):
     [(code, node)] = [
         (code, node)
-        for code in FENCE.findall(PAGE.read_text(encoding="utf-8"))
+        for code in FENCE.findall((GUIDES / f"{page}.md").read_text(encoding="utf-8"))
         for node in ast.parse(code).body
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
     ]

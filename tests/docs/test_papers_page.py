@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from generate import reachable
 from pydantic_core import to_jsonable_python
-from test_recipes_page import MODELS, models_in
 
-from strop.algorithms import MethodConfig
-from strop.pipelines.load import load_recipe
+from strop.algorithms import Method
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
 SHIPPED = sorted([*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "experiments").rglob("*.toml")])
-METHODS = {model.model_fields["name"].default for model in models_in(MethodConfig)}
+MODELS = list(reachable(Recipe, set()))
+METHODS = set(Method.kinds)
 NOBODY, NO_SETTING = "-", "no setting"
 ANY = None  # of a key that a row names without a value: whatever is not its default
 
@@ -39,7 +41,7 @@ def rows(column: str) -> list[Row]:
 
 
 def as_json(value: Any) -> str:
-    return json.dumps(to_jsonable_python(value), sort_keys=True)
+    return json.dumps(to_jsonable_python(value, fallback=lambda component: component.table()), sort_keys=True)
 
 
 @cache
@@ -101,7 +103,7 @@ def settings_of(row: Row) -> list[Setting]:
     if not named:
         named += [("prompt", as_json(name)) for name in re.findall(r"`src/strop/rollout/prompts/(\w+)\.toml`", row["file"])]
         methods = re.findall(r"`src/strop/algorithms/(\w+)\.py`", row["file"])
-        named += [("name", as_json(name)) for name in methods if name in METHODS]
+        named += [("kind", as_json(name)) for name in methods if name in METHODS]
     return named
 
 

@@ -1,85 +1,72 @@
-"""docs/recipes.md lists every key of every table of a recipe, with its default, and no other."""
+"""The generated page of recipe keys has every key with a meaning, and the tables of docs/recipes.md are true."""
 
-import json
 import re
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
 
 import pytest
+from generate import default_of, generated, meaning_of, models_in, own_fields, reachable, title_of
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import to_jsonable_python
 
-from strop.algorithms import MethodConfig
+from strop.algorithms import Method
 from strop.config import Config, validate
-from strop.pipelines.recipe import Recipe
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
-HEADING = re.compile(r"^##+ .*`(\w+)`$", re.MULTILINE)
-ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| ", re.MULTILINE)
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in models_in(argument)]
-
-
-def reachable(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:
-    """`model`, its bases and everything that its fields lead to; each once."""
-    for each in model.__mro__:
-        if issubclass(each, Config) and each is not Config and each not in seen:
-            seen.add(each)
-            yield each
-            for field in each.model_fields.values():
-                for child in models_in(field.annotation):
-                    yield from reachable(child, seen)
-
-
-def default_of(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    if field.default_factory is not None:
-        return "computed"
-    if isinstance(field.default, BaseModel):
-        return "table"
-    return "not set" if field.default is None else f"`{json.dumps(to_jsonable_python(field.default))}`"
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
+KEYS = generated()["recipe-keys.md"]
+MODELS = list(reachable(Recipe, set()))
+ROW = re.compile(r"^\| `(\w+)` \| (.+?) \| ((?:`[^`]*`|\w+(?: \w+)?)) \| (.*) \|$", re.MULTILINE)
 
 
 def sections() -> dict[str, dict[str, str]]:
-    """By config class: its keys, and their defaults as the page gives them."""
-    _, *parts = HEADING.split(PAGE.read_text(encoding="utf-8"))
-    return {name: dict(ROW.findall(text)) for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    """Return the defaults by config class and key, as the page shows them."""
+    _, *parts = re.split(r"^## `([\w.]+)` \{#[\w-]+\}$", KEYS, flags=re.MULTILINE)
+    return {name: {row[0]: row[2] for row in ROW.findall(text)} for name, text in zip(parts[::2], parts[1::2], strict=True)}
 
 
-MODELS = list(reachable(Recipe, set()))
+SECTIONS = sections()
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
-def test_every_key_is_listed_with_its_default(model: type[BaseModel]) -> None:
-    own = {name: default_of(model.model_fields[name]) for name in model.__annotations__ if name in model.model_fields}
-    assert sections().get(model.__name__) == own
+@pytest.mark.parametrize("model", MODELS, ids=title_of)
+def test_every_key_has_a_row_with_its_default(model: type[BaseModel]) -> None:
+    shown = {name: default_of(field).replace("|", "\\|") for name, field in own_fields(model).items()}
+    assert SECTIONS[title_of(model)] == shown
 
 
-def test_no_other_table_is_described() -> None:
-    assert set(sections()) == {model.__name__ for model in MODELS}
+@pytest.mark.parametrize("model", MODELS, ids=title_of)
+def test_every_key_has_a_meaning(model: type[BaseModel]) -> None:
+    assert [name for name, field in own_fields(model).items() if not meaning_of(name, field)] == []
+
+
+def test_the_page_has_links_to_tables_that_it_has() -> None:
+    assert len(SECTIONS) == len(MODELS) > 50
+    assert set(re.findall(r"\]\(#([\w-]+)\)", KEYS)) <= {name.lower().replace(".", "-") for name in SECTIONS}
+
+
+def test_models_are_found_at_any_depth_of_a_type() -> None:
+    assert models_in(dict[str, tuple[Recipe | None, ...]]) == [Recipe]
 
 
 class OneMethod(Config):
-    method: MethodConfig
+    method: Method
 
 
-NAMED_METHODS = re.findall(r"^\| .+ \| `((?:advantage|loss|ratio) = .+)` \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+NAMED_METHODS = re.findall(r"^\| .+ \| `((?:advantage|loss|ratio|clip_high) = .+)` \|$", PAGE, re.MULTILINE)
 
 
 @pytest.mark.parametrize("settings", NAMED_METHODS)
 def test_the_settings_of_a_named_method_are_a_method(settings: str) -> None:
-    tree = tomllib.loads(f'method = {{ name = "grpo", {settings} }}')
-    dumped = validate(OneMethod, tree, place="the page").method.model_dump(mode="json")
+    tree = tomllib.loads(f'method = {{ kind = "grpo", {settings} }}')
+    dumped = validate(OneMethod, tree, place="the page").method.table()
     assert {name: dumped[name] for name in tree["method"]} == tree["method"]
 
 
 def test_the_page_names_methods() -> None:
-    assert len(NAMED_METHODS) == 8
+    assert len(NAMED_METHODS) == 9
+
+
+def test_the_example_is_a_recipe(tmp_path: Path) -> None:
+    [example, *_] = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (tmp_path / "example.toml").write_text(example)
+    assert list(load_recipe(tmp_path / "example.toml").stages) == ["base", "rl", "after"]

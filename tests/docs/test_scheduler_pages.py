@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from strop.rollout.fleet.figures import BatchReport, EngineReport
-from strop.rollout.scheduling import Ledger
+from strop.rollout.scheduler.report import BatchReport, EngineReport, EngineUsage, Ledger, StepFunction
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "run-directory.md").read_text(encoding="utf-8")
 
@@ -16,27 +15,20 @@ def report() -> BatchReport:
         name="engine-0",
         max_rows=1,
         kv_tokens=1,
-        joined_s=0.0,
+        usage=EngineUsage(joined_s=0.0),
         left_s=1.0,
         loss="",
-        busy_s=1.0,
-        row_s=1.0,
-        kv_share_s=1.0,
-        kv_share_max=1.0,
-        tail_idle_s=0.0,
-        rows=(1.0,),
-        kv_shares=(1.0,),
     )
     return BatchReport(
         policy="scheduler",
         duration_s=1.0,
         engines=(engine, engine),
         ledger=Ledger(offered=1, turns=1, tool_turns=1),
-        queue=(0.0,),
-        queue_max=0,
+        queue=StepFunction(),
         evictions=0,
         cached_tokens=1,
         request_tokens=1,
+        lost_before=(),
     )
 
 

@@ -1,4 +1,4 @@
-"""The page on sweeps lists every key of a sweep file with its default, and every sweep that comes along; its example is one."""
+"""The page on sweeps has every key of a sweep file with its default and every shipped sweep; its example is a sweep."""
 
 import json
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic_core import to_jsonable_python
 
-from strop.pipelines.sweep_file import SweepFile, load_sweep
+from strop.pipeline.sweep_file import SweepFile, load_sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "guides" / "sweeps.md").read_text(encoding="utf-8")
@@ -26,12 +26,12 @@ def test_every_key_is_listed_with_its_default():
     assert listed == {name: default_of(name, field) for name, field in SweepFile.model_fields.items()}
 
 
-def test_every_sweep_that_comes_along_is_listed():
+def test_every_shipped_sweep_is_listed():
     listed = re.findall(r"^\| `((?:cs336|ppo)-[\w-]+)` \|", PAGE, re.MULTILINE)
     assert sorted(listed) == sorted(path.stem for path in (ROOT / "recipes" / "sweeps").glob("*.toml"))
 
 
-def test_the_example_is_a_sweep_and_makes_the_arms_that_the_page_names(tmp_path):
+def test_the_example_is_a_sweep_with_the_arms_that_the_page_names(tmp_path):
     [example] = re.findall(r"^```toml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     path = tmp_path / "example.toml"
     path.write_text(example.replace("../demo.toml", str(ROOT / "recipes" / "demo.toml")))

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from strop.doctor import Diagnosis, Parts, examine_parts, open_parts
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import Recipe
-from strop.pipelines.tiny_model import make_tokenizer
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe
+from strop.stages.model import make_tokenizer
 
 RECIPE = """
 name = "small"

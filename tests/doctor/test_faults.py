@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-import strop.engine.batch
+import strop.engine.torch.batch
 from strop.doctor import CHECKS, examine_file
-from strop.engine.sampling import Draw, draw
+from strop.engine.torch.sampling import Draw, draw
 from strop.errors import MachineError, UserError, WeightsNotProven
-from strop.pipelines.load import load_recipe
-from strop.rollout.chat import ChatFormat
+from strop.recipe.load import load_recipe
+from strop.rollout.chat_template import ChatFormat
 from strop.sandbox import ScriptedSandbox
 from strop.tools.python import PythonTool
 from strop.training.batch import pack
-from strop.training.trainer import LocalTrainer
+from strop.training.trainer import Trainer
 
 FORGETFUL_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -82,7 +82,7 @@ def test_top_p_is_found_whether_or_not_the_log_probs_tell(examine_with, monkeypa
     def nucleus(logits, temperatures, uniform, banned):
         return draw_from_nucleus(logits, temperatures, uniform, banned, is_renormalised=is_renormalised)
 
-    monkeypatch.setattr(strop.engine.batch, "draw", nucleus)
+    monkeypatch.setattr(strop.engine.torch.batch, "draw", nucleus)
     problem = only_problem(examine_with())
     assert problem.check == "log-probs"
     assert "top-p of about 0.9" in problem.detail or "top-p of about 0.89" in problem.detail
@@ -119,7 +119,7 @@ def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with
         said = (logits / temperatures.unsqueeze(1)).log_softmax(-1).gather(1, drawn.ids[:, None]).squeeze(1)
         return Draw(ids=drawn.ids, logprobs=said, entropies=drawn.entropies)
 
-    monkeypatch.setattr(strop.engine.batch, "draw", cold)
+    monkeypatch.setattr(strop.engine.torch.batch, "draw", cold)
     problem = only_problem(examine_with())
     assert problem.check == "log-probs"
     assert "reports log-probs of temperature 0.8, but draws its tokens with temperature 0.3" in problem.detail
@@ -127,8 +127,9 @@ def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with
 
 def test_reversed_grader_arguments_are_found(examine_with):
     def reverse(parts):
-        verify = parts.judge.reward._verifier.verify  # of the healthy part, which is closed with the others
-        parts.judge.reward._verifier.verify = lambda gold, prediction: verify(prediction, gold)
+        verifier = parts.reward._accuracy._verifier
+        verify = verifier.verify  # of the healthy part, which is closed with the others
+        verifier.verify = lambda gold, prediction, **keys: verify(prediction, gold, **keys)
         return parts
 
     problem = only_problem(examine_with(reverse))
@@ -162,7 +163,7 @@ def test_a_service_that_cannot_be_used_is_found_with_a_remedy_for_a_service(exam
     problem = only_problem(examine_with(of=elsewhere))
     assert problem.check == "tool round trip"
     assert "no code service answers at http://127.0.0.1:9" in problem.detail
-    assert "`strop sandbox run FILE --url http://127.0.0.1:9` shows its fault alone" in problem.remedy
+    assert "`strop sandbox run FILE --url http://127.0.0.1:9` shows its fault" in problem.remedy
     assert "STROP_SANDBOX_TOKEN" in problem.remedy
     assert "isolation" not in problem.remedy  # that of this machine
 
@@ -201,8 +202,8 @@ def test_weights_that_the_engine_cannot_prove_are_found(examine_with):
 
 def test_trained_weights_that_do_not_move_are_found(examine_with):
     async def do_nothing(self, batch, loss, statistics):
-        report = await LocalTrainer.update(self.inner, batch, loss, statistics)
-        await self.inner._run(lambda: self.inner.learner.model.load_state_dict(before))
+        report = await Trainer.update(self.inner, batch, loss, statistics)
+        await self.inner._thread.run(lambda: self.inner.learner.model.load_state_dict(before))
         return report
 
     before = {}
@@ -226,7 +227,7 @@ async def _diagnose(path, *overrides):
 def test_an_indivisible_batch_is_found(recipe_path, run):
     diagnosis = run(_diagnose(recipe_path, "stages.rl.updates_per_step=3"))
     (problem,) = diagnosis.findings
-    assert problem.check == "batch arithmetic"
-    assert "tasks_per_step is 4, which does not split into updates_per_step = 3" in problem.detail
-    assert problem.remedy == "Nearest that do: updates_per_step = 2 or 4, or tasks_per_step = 3 or 6."
-    assert diagnosis.not_made == tuple(name for name in CHECKS if name != "batch arithmetic")
+    assert problem.check == "recipe"
+    assert "tasks_per_step is 4, which is no multiple of updates_per_step = 3" in problem.detail
+    assert problem.remedy == "Change one of them."
+    assert diagnosis.not_made == tuple(CHECKS)

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.doctor import CHECKS, examine_file
-from strop.pipelines.load import load_recipe
+from strop.recipe.load import load_recipe
 
 SIZES = {
     "vocab_size": 300,
@@ -57,7 +57,7 @@ def test_a_prompt_without_tools_has_no_call_tried(examine_with, load, tmp_path):
     assert [problem.detail for problem in diagnosis.problems] == []
     assert {piece.origin for piece in diagnosis.rollout} == {"prompt", "sampled"}
     (finding,) = [finding for finding in diagnosis.findings if finding.check == "tool round trip"]
-    assert finding.detail.startswith("not made: the prompt tells of no tools")
+    assert finding.detail.startswith("not made: the prompt lists no tools")
 
 
 def test_where_no_tool_runs_python_none_is_called(examine_with):
@@ -84,12 +84,17 @@ def test_a_random_model_of_another_origin_has_no_problem(examine_with, tiny_dire
     ("override", "check", "detail", "remedy"),
     [
         ("stages.rl.grup_size=1", "recipe", "stages.rl.grup_size: unknown key.", "Did you mean 'group_size'?"),
-        ("stages.rl.group_size=1", "batch arithmetic", "group_size is 1", "allow_group_of_one = true"),
+        ("stages.rl.group_size=1", "recipe", "group_size is 1", 'advantage = "none"'),
         ("sandbox.url=foo", "recipe", "sandbox.url: 'foo' is no address of a code service.", "'http://127.0.0.1:8517'"),
-        ("sampling.max_tokens=500", "batch arithmetic", "the engine holds 512", "Raise engine.max_length"),
+        (
+            "sampling.max_tokens=500",
+            "batch arithmetic",
+            "together 514; the limit is engine.max_length = 512",
+            "engine.max_length",
+        ),
         (
             'stages.rl.trainer.optimizer={schedule="cosine", warmup_updates=9}',
-            "batch arithmetic",
+            "recipe",
             "warmup_updates is 9",
             "Lower warmup_updates",
         ),
@@ -108,7 +113,7 @@ def test_a_warmup_past_the_end_is_arithmetic_under_every_name_of_sft(recipe_path
     optimizer = '{optimizer={schedule="cosine", warmup_updates=9}}'
     student = f'stages.student={{kind="{kind}", init="base", data=["base"], steps=2, trainer={optimizer}}}'
     (problem,) = run(examine_file(recipe_path, [student], model=None)).problems
-    assert problem.check == "batch arithmetic"
+    assert problem.check == "recipe"
     assert "warmup_updates is 9" in problem.detail
 
 
@@ -137,5 +142,5 @@ def test_the_command_ends_with_2_when_there_is_a_problem_and_shows_the_remedy(re
     assert result.exit_code == 2
     shown = " ".join(result.output.split())
     assert "stages.rl: tasks_per_step is 4" in shown
-    assert "Remedy: Nearest that do: updates_per_step = 2 or 4" in shown
+    assert "Remedy: Change one of them." in shown
     assert "1 problem found." in shown

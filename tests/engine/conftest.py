@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.engine.processes.nursery import EngineNursery
+from strop.engine.processes.fork_server import EngineForkServer
 
 from .servers import vllm_servers
 from .servers.vllm_servers import VllmHome
@@ -25,10 +25,10 @@ def _one_thread() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """Where engines in processes of their own come from. Its nursery imports torch once for all tests, in one event loop."""
+    """Starts engines in separate processes. Its fork server imports torch once for all tests, in one event loop."""
 
     runner: asyncio.Runner
-    nursery: EngineNursery
+    fork_server: EngineForkServer
     folder: Path
     model: Path  # a directory with the tiny llama
 
@@ -41,9 +41,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     folder = tmp_path_factory.mktemp("engines")
     make_model("llama").save_pretrained(folder / "model")
     with asyncio.Runner() as runner:
-        nursery = runner.run(EngineNursery.start(log=folder / "nursery.log"))
-        yield Home(runner=runner, nursery=nursery, folder=folder, model=folder / "model")
-        runner.run(nursery.close())
+        fork_server = runner.run(EngineForkServer.start(log=folder / "fork_server.log"))
+        yield Home(runner=runner, fork_server=fork_server, folder=folder, model=folder / "model")
+        runner.run(fork_server.close())
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A nursery whose children are real, and whose answers are not: something sits on their links and changes what they say."""
+"""A fork_server whose children are real, and whose answers are not: something sits on their links and changes what they say."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from strop.engine.processes.nursery import EngineNursery, ForkedProcess
+from strop.engine.processes.fork_server import EngineForkServer, ForkedProcess
 
 _LENGTH = struct.Struct(">I")
 Tamper = Callable[[dict[str, Any]], bytes]
@@ -24,21 +24,21 @@ def raw_frame(body: bytes) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class TamperingNursery:
+class TamperingForkServer:
     """`tamper` gets each message of a child, and returns the bytes that its client gets instead.
 
     After what is not a whole frame the link is closed.
     """
 
-    def __init__(self, nursery: EngineNursery, tamper: Tamper) -> None:
-        self.weights = nursery.weights
-        self._nursery, self._tamper = nursery, tamper
+    def __init__(self, fork_server: EngineForkServer, tamper: Tamper) -> None:
+        self.weights = fork_server.weights
+        self._fork_server, self._tamper = fork_server, tamper
         self._tasks: list[asyncio.Task[None]] = []
 
     async def fork(self, order: dict[str, Any], link: socket.socket, log: Path) -> ForkedProcess:
         ours, theirs = socket.socketpair()
         with theirs:
-            process = await self._nursery.fork(order, theirs, log)
+            process = await self._fork_server.fork(order, theirs, log)
         from_client, to_client = await asyncio.open_connection(sock=link.dup())
         from_child, to_child = await asyncio.open_connection(sock=ours)
         self._tasks.append(asyncio.create_task(self._pass_orders(from_client, to_child)))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strop.engine import CompletionRequest, EngineConfig, InferenceEngine, ScriptedEngine, TorchEngine, weights_checksum
-from strop.engine.process_engine import ProcessEngine
+from strop.engine.processes.engine import ProcessEngine
 from strop.errors import EngineLost, RequestTooLong, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -36,7 +36,7 @@ async def _torch(_: Callable) -> InferenceEngine:
 async def _process(fixture: Callable) -> InferenceEngine:
     home = fixture("home")
     log = home.folder / "contract.log"
-    return await ProcessEngine.start(home.model, _CONFIG, name="contract", log=log, version=None, nursery=home.nursery)
+    return await ProcessEngine.start(home.model, _CONFIG, name="contract", log=log, version=None, fork_server=home.fork_server)
 
 
 async def _vllm(fixture: Callable) -> InferenceEngine:

@@ -9,7 +9,7 @@ from strop.engine import EngineConfig, TorchEngine
 
 from .support import VOCAB_SIZE, make_model, make_request, publish
 
-NUM_CONVERSATIONS, GROUP = 24, 4
+NUM_CONVERSATIONS, GROUP = 12, 4
 
 
 async def _play(engine, number):
@@ -72,13 +72,12 @@ def _together(order_seed):
 @pytest.mark.parametrize(("name", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("qwen2", "bfloat16")])
 def test_bits_depend_neither_on_company_nor_on_order_nor_on_slots(name, dtype):
     model = make_model(name)
-    roomy = EngineConfig(slots=72, max_length=400, device="cpu", dtype=dtype)
+    roomy = EngineConfig(slots=36, max_length=400, device="cpu", dtype=dtype)
     reference = _with_engine(model, roomy, _alone)
-    for order_seed in range(2):
-        assert _with_engine(model, roomy, _together(order_seed)) == reference
+    assert _with_engine(model, roomy, _together(0)) == reference
     # Slots in eights: blocks of the KV cache are read by those alone that are so long, and conversations move down.
-    in_eights = EngineConfig(slots=32, max_length=300, device="cpu", dtype=dtype)
+    in_eights = EngineConfig(slots=16, max_length=300, device="cpu", dtype=dtype)
     assert _with_engine(model, in_eights, _together(5)) == reference
     # Two slots more than conversations: forks wait for each other, in other rows, and prompts are forgotten meanwhile.
-    other_layout = EngineConfig(slots=26, max_length=300, device="cpu", dtype=dtype, cached_prompts=2)
+    other_layout = EngineConfig(slots=14, max_length=300, device="cpu", dtype=dtype, cached_prompts=2)
     assert _with_engine(model, other_layout, _together(9)) == reference

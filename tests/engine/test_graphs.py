@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.engine import EngineConfig, TorchEngine
-from strop.engine.decoder import Decoder
-from strop.engine.graphs import CudaGraphs, StaticRow, StaticSteps
-from strop.engine.invariance import all_sizes
+from strop.engine.torch.cuda_graphs import CudaGraphs, StaticRow, StaticSteps
+from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.step_sizes import all_sizes
 
 from .support import MODEL_NAMES, VOCAB_SIZE, make_model, make_request, publish
 

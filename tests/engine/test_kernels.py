@@ -8,12 +8,12 @@ import shutil
 import pytest
 import torch
 
-from strop.engine import compiled
-from strop.engine import kernels as kernels_module
-from strop.engine.attention import KernelAttention, TorchAttention, attention_over
-from strop.engine.kernels import kernels_for
-from strop.engine.kv_cache import KvCache
-from strop.engine.weights import Architecture
+from strop.engine.model_directory import Architecture
+from strop.engine.torch.attention import KernelAttention, TorchAttention, attention_over
+from strop.engine.torch.cpu import compiled
+from strop.engine.torch.cpu import kernels as kernels_module
+from strop.engine.torch.cpu.kernels import kernels_for
+from strop.engine.torch.kv_cache import KvCache
 
 from .support import make_model
 

@@ -4,8 +4,8 @@ import random
 
 import torch
 
-from strop.engine.kv_cache import KvCache
-from strop.engine.weights import Architecture
+from strop.engine.model_directory import Architecture
+from strop.engine.torch.kv_cache import KvCache
 
 from .support import make_model
 

@@ -1,10 +1,13 @@
 """Opening the engines of a recipe, of any kind: all of them, or none."""
 
 import asyncio
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import GPT2Config
 
 from strop.config import Config, validate
 from strop.engine import EngineConfig, TorchEngine
@@ -12,6 +15,8 @@ from strop.engine.config import EngineChoice, SglangConfig, VllmConfig
 from strop.engine.opening import open_engines
 from strop.engine.servers.sglang import SglangServer
 from strop.errors import ConfigError, EngineLost, ModelError, UserError
+from strop.recipe.stage import Machine
+from strop.stages.model import ModelStage
 
 from .servers.fake_sglang import FakeSglang
 from .support import make_model, make_request
@@ -58,12 +63,12 @@ def test_a_recipe_that_names_no_kind_means_the_embedded_engine():
         ),
         (
             {"kind": "vllm", "addresses": ["a:8000"]},
-            r"engine\.addresses: 'a:8000' is no http or https URL .* Write http://host:port",
+            r"engine\.addresses: 'a:8000' is not an http or https URL .* Write http://host:port",
         ),
-        ({"kind": "vllm", "addresses": ["http://"]}, r"engine\.addresses: 'http://' is no http or https URL with a host"),
+        ({"kind": "vllm", "addresses": ["http://"]}, r"engine\.addresses: 'http://' is not an http or https URL with a host"),
         (
             {"kind": "vllm", "addresses": ["http://a:80000"]},
-            r"engine\.addresses: 'http://a:80000' is no URL: Port out of range",
+            r"engine\.addresses: 'http://a:80000' is not a URL: Port out of range",
         ),
         (
             {"kind": "vllm", "addresses": ["http://a:1", "http://a:1"]},
@@ -77,13 +82,29 @@ def test_a_recipe_that_names_no_kind_means_the_embedded_engine():
         ({"kind": "vllm", "python": "p", "tensor_parallel": 2, "devices": [0]}, "names 1 devices, but 1 replicas of 2 need 2"),
         (
             {"replicas": 2, "devices": [0, 1, 2]},
-            r"^r\.toml: engine\.devices names 3 devices, which 2 engines cannot share out evenly\. Name 2,",
+            r"^r\.toml: engine\.devices names 3 devices, which cannot be divided evenly among 2 engines\. ",
         ),
     ],
 )
 def test_mistakes_are_named(tree, match):
     with pytest.raises(ConfigError, match=match):
         validate(OneEngine, {"engine": tree}, place="r.toml")
+
+
+def test_the_keys_of_engines_are_read_without_torch():
+    """Both take seconds to import, and a mistake in a recipe is reported before that."""
+    code = (
+        "import sys, strop.engine.config, strop.engine.protocol; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_dry_run_names_an_architecture_that_the_engine_does_not_implement(tmp_path):
+    GPT2Config().save_pretrained(tmp_path)
+    recipe = SimpleNamespace(engine=EngineConfig(), stages={"eval": SimpleNamespace(plays=True)})
+    [problem] = ModelStage(path=str(tmp_path)).check("base", recipe, Machine(is_plan=True))
+    assert f"stages.base.path: {tmp_path}: the torch engine does not implement the architecture 'gpt2'" in str(problem)
+    assert "it implements llama, qwen2, qwen3. Use one of these, or another kind of engine." in str(problem)
 
 
 def test_each_replica_is_told_its_own_share():

@@ -15,13 +15,13 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from strop.engine import EngineConfig, TorchEngine, weights_checksum
-from strop.engine.process_engine import ProcessEngine
-from strop.engine.processes.nursery import EngineNursery
+from strop.engine.processes.engine import ProcessEngine
+from strop.engine.processes.fork_server import EngineForkServer
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
 from .support import VOCAB_SIZE, make_model, make_request, publish, stream
-from .tampering import TamperingNursery, frame, raw_frame
+from .tampering import TamperingForkServer, frame, raw_frame
 
 _CONFIG = EngineConfig(slots=4, max_length=200, device="cpu", threads=1)
 _ENDLESS = {"max_tokens": 190}
@@ -31,10 +31,12 @@ _ENDLESS = {"max_tokens": 190}
 def play(home, tmp_path):
     """Runs an async scenario with engine e0, which holds the tiny llama as version 0."""
 
-    def run(scenario, *, model=home.model, nursery=home.nursery, config=None, **settings):
+    def run(scenario, *, model=home.model, fork_server=home.fork_server, config=None, **settings):
         async def with_engine():
             config = EngineConfig(**{**_CONFIG.model_dump(), **(settings.pop("engine", {}))})
-            engine = await ProcessEngine.start(model, config, name="e0", log=tmp_path / "e0.log", nursery=nursery, **settings)
+            engine = await ProcessEngine.start(
+                model, config, name="e0", log=tmp_path / "e0.log", fork_server=fork_server, **settings
+            )
             try:
                 async with asyncio.timeout(30):
                     return await scenario(engine)
@@ -193,7 +195,7 @@ def test_garbage_is_the_end_of_the_engine_and_is_named(play, home, tamper, fault
         await engine.close()
         assert not _is_there(engine.pid)
 
-    play(scenario, nursery=TamperingNursery(home.nursery, tamper))
+    play(scenario, fork_server=TamperingForkServer(home.fork_server, tamper))
 
 
 def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, home):
@@ -205,11 +207,11 @@ def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, h
             await publish(engine, make_model("llama"), version=5)
         assert not engine.is_alive
 
-    play(scenario, nursery=TamperingNursery(home.nursery, tamper))
+    play(scenario, fork_server=TamperingForkServer(home.fork_server, tamper))
 
 
 def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play, home, monkeypatch):
-    weights = home.nursery.weights
+    weights = home.fork_server.weights
     take = weights.take
 
     async def take_and_damage(tensors, *, checksum):
@@ -231,7 +233,7 @@ def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play, home, 
 
 
 def test_weights_that_are_cut_short_on_their_way_are_not_sampled_from(play, home, monkeypatch):
-    weights = home.nursery.weights
+    weights = home.fork_server.weights
     take = weights.take
 
     async def take_and_cut(tensors, *, checksum):
@@ -259,14 +261,16 @@ def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
 
     async def scenario():
         opened = (
-            ProcessEngine.start(home.model, _CONFIG, name=f"e{n}", log=tmp_path / "log", version=None, nursery=home.nursery)
+            ProcessEngine.start(
+                home.model, _CONFIG, name=f"e{n}", log=tmp_path / "log", version=None, fork_server=home.fork_server
+            )
             for n in range(3)
         )
         engines = await asyncio.gather(*opened)
         await asyncio.gather(*(engine.load_weights(counted(), version=4, checksum=checksum) for engine in engines))
         completions = [await engine.complete(make_request("a", [1])) for engine in engines]
         assert completions[0] == completions[1] == completions[2]
-        assert os.fstat(home.nursery.weights.descriptor).st_size == 0  # given back
+        assert os.fstat(home.fork_server.weights.descriptor).st_size == 0  # given back
         await asyncio.gather(*(engine.close() for engine in engines))
 
     home.run(scenario())
@@ -360,43 +364,43 @@ def _num_kept_publications():
 
 @pytest.mark.slow  # two imports of torch
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_nursery_leaves_no_publication_in_memory_however_it_ends(home, tmp_path, is_killed):
+def test_a_fork_server_leaves_no_publication_in_memory_however_it_ends(home, tmp_path, is_killed):
     async def scenario():
         before = _num_kept_publications()
-        nursery = await EngineNursery.start(log=tmp_path / "log")
+        fork_server = await EngineForkServer.start(log=tmp_path / "log")
         assert _num_kept_publications() == before + 1
         if is_killed:
-            os.kill(nursery.pid, signal.SIGKILL)
-            while not nursery.is_over:  # noqa: ASYNC110 - another process ends, which sets no event here
+            os.kill(fork_server.pid, signal.SIGKILL)
+            while not fork_server.is_over:  # noqa: ASYNC110 - another process ends, which sets no event here
                 await asyncio.sleep(0.01)
-        await nursery.close()
-        await nursery.close()
+        await fork_server.close()
+        await fork_server.close()
         assert _num_kept_publications() == before
 
     home.run(scenario())
 
 
 @pytest.mark.slow  # two imports of torch
-def test_engines_of_one_program_share_a_nursery_which_ends_with_the_last_and_is_replaced_when_it_is_lost(home, tmp_path):
+def test_engines_of_one_program_share_a_fork_server_which_ends_with_the_last_and_is_replaced_when_it_is_lost(home, tmp_path):
     def start(name):
         return ProcessEngine.start(home.model, _CONFIG, name=name, log=tmp_path / name)
 
     async def scenario():
         first, second = await asyncio.gather(start("e0"), start("e1"))
-        nursery = _parent_of(first.pid)
-        assert _parent_of(second.pid) == nursery
+        fork_server = _parent_of(first.pid)
+        assert _parent_of(second.pid) == fork_server
         assert await first.complete(make_request("a", [1])) == await second.complete(make_request("a", [1]))
         await first.close()
         await first.close()  # counts once
         third = await start("e2")
-        assert _parent_of(third.pid) == nursery
+        assert _parent_of(third.pid) == fork_server
         [task] = _in_flight(second, "b")
-        os.kill(nursery, signal.SIGKILL)
+        os.kill(fork_server, signal.SIGKILL)
         with pytest.raises(EngineLost, match=r"e1 .* was lost: the process that it was forked from is gone"):
             await task
         fourth = await start("e3")
         replaced = _parent_of(fourth.pid)
-        assert replaced != nursery
+        assert replaced != fork_server
         for engine in (second, third):
             await engine.close()
         await fourth.complete(make_request("a", [1]))
@@ -410,8 +414,8 @@ _STARTER = """
 import asyncio, os, sys
 from pathlib import Path
 from strop.engine import EngineConfig
-from strop.engine.process_engine import ProcessEngine
-from strop.engine.processes.nursery import EngineNursery
+from strop.engine.processes.engine import ProcessEngine
+from strop.engine.processes.fork_server import EngineForkServer
 
 async def start(model, folder):
     engine = await ProcessEngine.start(model, EngineConfig(slots=2, max_length=50, device="cpu"), name="e0", log=folder / "log")
@@ -424,7 +428,7 @@ asyncio.run(start(Path(sys.argv[1]), Path(sys.argv[2])))
 
 
 @pytest.mark.slow  # two imports of torch
-def test_an_engine_and_its_own_nursery_end_with_a_starter_that_is_killed(home, tmp_path):
+def test_an_engine_and_its_own_fork_server_end_with_a_starter_that_is_killed(home, tmp_path):
     starter = subprocess.Popen([sys.executable, "-c", _STARTER, str(home.model), str(tmp_path)])
     try:
         deadline = time.monotonic() + 120
@@ -433,10 +437,10 @@ def test_an_engine_and_its_own_nursery_end_with_a_starter_that_is_killed(home, t
             assert starter.poll() is None
             time.sleep(0.05)
         pid = int((tmp_path / "pid").read_text())
-        nursery = _parent_of(pid)
+        fork_server = _parent_of(pid)
         starter.kill()
         deadline = time.monotonic() + 10
-        while _is_there(pid) or _is_there(nursery):
+        while _is_there(pid) or _is_there(fork_server):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from strop.engine.requests import check_completion, check_vocabulary
+from strop.engine.protocol import check_completion, check_vocabulary
 from strop.errors import EngineLost, ModelError
 from strop.types import Completion, FinishReason
 
@@ -71,7 +71,7 @@ def test_what_a_sound_engine_answers_is_accepted():
 def test_what_no_engine_can_have_sampled_is_garbage_and_named(completion, changes, fault):
     with pytest.raises(EngineLost) as lost:
         _check(dataclasses.replace(completion, **changes))
-    assert "garbage: the completion of request a" in str(lost.value)
+    assert "invalid completion: the completion of request a" in str(lost.value)
     assert fault in str(lost.value)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from strop.engine.sampling import draw, uniforms
+from strop.engine.torch.sampling import draw, uniforms
 
 LOGITS = torch.tensor([0.5, 0.25, 0.25]).log()
 

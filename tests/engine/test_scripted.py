@@ -1,12 +1,11 @@
 """What the double adds to the protocol."""
 
 import asyncio
-import time
 
 import pytest
 
 from strop.engine import Fault, Reply, ScriptedEngine
-from strop.engine.requests import check_completion
+from strop.engine.protocol import check_completion
 from strop.errors import EngineLost, StropError, WeightsNotProven
 
 from .support import make_model, make_request, publish
@@ -38,7 +37,7 @@ def test_a_reply_brings_its_own_figures_and_is_cut_like_any_completion():
 
 
 def test_the_engine_is_lost_where_the_script_says_and_then_comes_back():
-    engine = ScriptedEngine(lambda _: [1], lost_at=[1])
+    engine = ScriptedEngine(lambda _: [1], faults={1: Fault.LOSE})
     _complete(engine, make_request("a", [9]))
     with pytest.raises(EngineLost, match="number 1"):
         _complete(engine, make_request("b", [9]))
@@ -66,18 +65,6 @@ def test_kv_memory_is_reserved_for_the_longest_completion_and_given_back():
         await engine.release("a")
         await waiting
         assert engine.released == ["a"]
-
-    asyncio.run(scenario())
-
-
-def test_a_longer_completion_takes_longer():
-    async def scenario():
-        engine = ScriptedEngine(lambda request: [1] * request.max_tokens, latency_s=0.02, token_latency_s=0.01)
-        began = time.monotonic()
-        await engine.complete(make_request("short", [9], max_tokens=2))
-        assert 0.04 <= time.monotonic() - began < 0.1
-        await engine.complete(make_request("long", [9], max_tokens=20))
-        assert time.monotonic() - began >= 0.26
 
     asyncio.run(scenario())
 

@@ -185,13 +185,13 @@ def test_nothing_outlives_a_starter_that_is_killed(tmp_path):
         starter.wait()
 
 
-def test_a_program_ends_when_its_keeper_is_killed(log):
+def test_a_program_ends_when_its_reaper_is_killed(log):
     async def scenario():
         process = await _start(_SLEEP, log)
-        keeper = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(keeper, signal.SIGKILL)
+        reaper = int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(reaper, signal.SIGKILL)
         await asyncio.wait_for(process.wait(), 5)
-        assert "keeper was killed" in process.end
+        assert "reaper was killed" in process.end
         await asyncio.to_thread(_wait_until, lambda: not _is_there(process.pid))
         await process.stop()
 

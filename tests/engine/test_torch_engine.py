@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
-from strop.engine import EngineConfig, TorchEngine, publication, weights_checksum
-from strop.engine.servers.facts import ModelFacts
-from strop.engine.weights import DecoderWeights
+from strop.engine import EngineConfig, TorchEngine, weights_checksum
+from strop.engine.model_directory import ModelFacts
+from strop.engine.torch.weights import DecoderWeights
 from strop.errors import DeadlineExceeded, EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -202,7 +202,7 @@ def _write_unseen(parameter):
 def test_a_weight_that_was_perturbed_by_a_thousandth_is_noticed_at_the_next_request(
     play, monkeypatch, name, write, thorough_every_s
 ):
-    monkeypatch.setattr(publication, "_THOROUGH_EVERY_S", thorough_every_s)
+    monkeypatch.setattr("strop.engine.torch.weights._THOROUGH_EVERY_S", thorough_every_s)
 
     async def scenario(engine):
         await engine.complete(make_request("a", [1]))
@@ -228,7 +228,7 @@ def test_a_lone_rollout_does_not_have_all_weights_hashed_at_each_of_its_turns(pl
             await engine.complete(make_request(f"{turn}", [1]))
             await engine.release(f"{turn}")
         assert not hashed
-        monkeypatch.setattr(publication, "_THOROUGH_EVERY_S", 0.0)
+        monkeypatch.setattr("strop.engine.torch.weights._THOROUGH_EVERY_S", 0.0)
         await engine.complete(make_request("after a while", [1]))
         assert len(hashed) == 1
 

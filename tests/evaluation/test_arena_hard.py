@@ -6,14 +6,14 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from rewards.scorers.chat_service import Answer, said, serving
+from rewards.scorers.chat_service import said, serving
+from strop.chat_client import ChatServiceConfig
 from strop.cli import app
 from strop.errors import RunError, TaskError
 from strop.evaluation.arena_hard import (
     Answers,
     Judged,
     Question,
-    ask_for_answers,
     judge_answers,
     read_answers,
     read_questions,
@@ -22,8 +22,8 @@ from strop.evaluation.arena_hard import (
 )
 from strop.evaluation.compare import compare
 from strop.evaluation.results import read_eval
-from strop.rewards.scorers import ChatServiceConfig, JudgeConfig
-from strop.runs import read_json, read_lines
+from strop.rewards.judge import JudgeConfig
+from strop.run_directory import read_json, read_lines
 
 NAMES = ["a", "b", "c"]
 V2 = {
@@ -86,7 +86,7 @@ def test_questions_and_answers_are_read_in_both_published_schemas(version, tmp_p
         (read_questions, [{"uid": "a"}], r"rows.jsonl:1: no question of Arena-Hard"),
         (read_questions, [{"question_id": "a", "turns": [{"content": "1"}, {"content": "2"}]}], "no question of Arena-Hard"),
         (read_questions, [], "it has no questions"),
-        (read_questions, V2["questions"][:1] * 2, "'a' stands there twice"),
+        (read_questions, V2["questions"][:1] * 2, "'a' occurs twice"),
         (read_answers, [{"uid": "a", "model": "m", "messages": []}], r"rows.jsonl:1: no answer of Arena-Hard"),
         (read_answers, [V2["answers"][0], V2["answers"][1] | {"model": "other"}], r"answers of 2 models \(other, ours\)"),
     ],
@@ -172,7 +172,7 @@ def test_questions_without_both_verdicts_or_without_an_answer_are_left_out_and_c
     part = Answers(model="ours", texts={name: OURS.texts[name] for name in "ab"})
     with serving(answer) as service:
         found = asyncio.run(judge_answers(QUESTIONS, part, BASELINE, judge_config(service)))
-    figures = result(found, service, answers=part).figures
+    figures, _ = result(found, service, answers=part)
     assert (figures["num_tasks"], figures["num_without_verdict"], figures["num_without_answer"]) == (1, 1, 1)
     assert figures["accuracy"] == 1.0
     assert figures["verdicts"] == {"baseline_first": {"better": 1}, "model_first": {"better": 1}}
@@ -192,53 +192,13 @@ def test_files_of_two_versions_of_the_benchmark_are_told_of():
         asyncio.run(judge_answers(QUESTIONS, OURS, other, judge_config(service)))
 
 
-def test_a_served_model_answers_and_what_it_refuses_has_no_answer(tmp_path):
-    def answer(asked, _):
-        text = asked.body["messages"][0]["content"]
-        return Answer(body={"error": "too long"}, status=400) if text == "ask b" else said(f"ours says {text[-1]}")
-
-    with serving(answer) as service:
-        chat = ChatServiceConfig(url=service.url, model="ours", backoff_s=0.01)
-        made = asyncio.run(ask_for_answers(QUESTIONS, chat, tmp_path / "answers.jsonl"))
-    assert made.texts == {"a": "ours says a", "c": "ours says c"}
-    assert read_answers(tmp_path / "answers.jsonl") == made
-
-
-def test_an_answer_that_is_cut_off_is_counted_and_told_of_and_stays_so_in_the_file(tmp_path, caplog):
-    def answer(asked, _):
-        name = asked.body["messages"][0]["content"][-1]
-        return said(f"ours says {name}", finish_reason="length" if name == "b" else "stop")
-
-    with serving(answer) as service:
-        chat = ChatServiceConfig(url=service.url, model="ours", backoff_s=0.01, max_tokens=2048)
-        made = asyncio.run(ask_for_answers(QUESTIONS, chat, tmp_path / "answers.jsonl"))
-    assert made.texts == OURS.texts
-    assert made.cut_off == {"b"}
-    assert read_answers(tmp_path / "answers.jsonl") == made
-    assert "1 of 3 answers were cut off at max_tokens = 2048" in caplog.text
-    assert "Raise max_tokens" in caplog.text
-    with serving(likes("ours")) as service:
-        found = asyncio.run(judge_answers(QUESTIONS, made, BASELINE, judge_config(service)))
-        assert result(found, service, answers=made).figures["num_cut_off"] == 1
-        assert result(found, service).figures["num_cut_off"] == 0
-
-
 def test_questions_of_one_category_are_read_alone_since_each_has_a_baseline_of_its_own(tmp_path):
     poem = {"uid": "p", "category": "creative_writing", "prompt": "ask p"}
     path = put(tmp_path / "question.jsonl", [*V2["questions"], poem])
     assert [each.id for each in read_questions(path)] == [*NAMES, "p"]
     assert [each.id for each in read_questions(path, categories=["creative_writing"])] == ["p"]
-    with pytest.raises(TaskError, match=r"of the category 'poems'\. They are of hard_prompt, creative_writing\."):
+    with pytest.raises(TaskError, match=r"has the category 'poems'\. The categories are hard_prompt, creative_writing\."):
         read_questions(path, categories=["poems"])
-
-
-@pytest.mark.parametrize(("keys", "asked_for"), [({}, 16_384), ({"max_tokens": 1024}, 1024)])
-def test_an_answer_may_be_longer_than_a_judgement_unless_the_file_says_how_long(keys, asked_for, tmp_path):
-    with serving(lambda *_: said("ours")) as service:
-        chat = ChatServiceConfig(url=service.url, model="ours", backoff_s=0.01, **keys)
-        kept = chat.model_copy(update={"cache": str(tmp_path / "replies")})  # as the command does
-        asyncio.run(ask_for_answers(QUESTIONS, kept, tmp_path / "answers.jsonl"))
-    assert {asked.body["max_tokens"] for asked in service.asked} == {asked_for}
 
 
 def test_the_command_writes_what_comparisons_and_the_leaderboard_read_and_goes_on_where_it_was(tmp_path):
@@ -266,7 +226,7 @@ def test_the_command_writes_what_comparisons_and_the_leaderboard_read_and_goes_o
         typed(service, "one")
         assert len(service.asked) == 6
         assert {asked.body["max_tokens"] for asked in service.asked} == {4096}  # it is asked to answer first
-        with pytest.raises(RunError, match=r"one/eval/result\.json: .* it differs in reward\..* --name"):
+        with pytest.raises(RunError, match=r"one/eval/result\.json: .* which differs in reward\..* --name"):
             typed(service, "one", "--think-tag", "think")
     with serving(likes("theirs", ">>")) as service:
         typed(service, "two")

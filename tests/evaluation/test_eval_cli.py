@@ -3,11 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from strop.cli import app
 from strop.evaluation.results import write_eval
-from strop.runs import write_json
+from strop.run_directory import write_json
 
 
 def put(directory, correct):
@@ -31,13 +32,15 @@ def test_the_name_of_a_result_tells_models_apart_that_have_the_same_weights(tmp_
     async def evaluate_model(recipe, model, directory, **_):
         names.append(recipe.name)
 
-    monkeypatch.setattr("strop.pipelines.evaluate.evaluate_model", evaluate_model)
+    monkeypatch.setattr("strop.pipeline.evaluate.evaluate_model", evaluate_model)
     recipe = Path(__file__).parents[2] / "recipes" / "demo.toml"
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     for template in ("{{ messages }}", "{{ messages }}", "{{ tools }}"):
         (tmp_path / "chat_template.jinja").write_text(template)
-        assert invoke(recipe, "--model", tmp_path).exit_code == 0
+        found = invoke(recipe, "--model", tmp_path)
+        assert found.exit_code == 0
+        assert f"evaluating {tmp_path} with stage 'before' of {recipe}" in found.output
     assert names[0] == names[1] != names[2]
 
 
@@ -46,7 +49,9 @@ def test_compare_prints_a_table_and_json_on_request(tmp_path):
     put(tmp_path / "b", [1, 1, 1, 1])
     told = invoke("compare", tmp_path / "a", tmp_path / "b").output
     assert "sums: 4 problems in both" in told
-    assert "with a chance of 80% from 70.0% on" in told  # 2.80 times 0.25, the standard error of three 1s and a 0
+    assert (
+        "differences in accuracy of 70.0% or more are found with 80% probability" in told
+    )  # 2.80 times 0.25, the standard error of three 1s and a 0
     assert "+75.0%" in told
     [accuracy] = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)["metrics"]
     assert (accuracy["paired"]["num_better"], accuracy["paired"]["p_value"]) == (3, 0.25)
@@ -59,10 +64,10 @@ def test_compare_and_the_leaderboard_tell_what_is_stale_and_why(tmp_path, monkey
     assert invoke("compare", *both).stderr == ""
     stage = tmp_path / "b" / "stages" / "test"
     write_json(stage / "stale.json", {"because": "rl was made anew"})
-    warning = f"warning: {stage}: stale, so its figures are not those of what the recipe makes now: rl was made anew."
+    warning = f"warning: {stage}: stale, so its results do not match the recipe: rl was made anew."
     for words in (both, (both[0], stage), (both[0], stage / "eval" / "result.json")):
         found = invoke("compare", *words)
-        assert found.stderr == f"{warning} `strop train` with --from test makes it anew.\n"
+        assert found.stderr == f"{warning} Rerun it: `strop train` with --from test.\n"
         assert "+75.0%" in found.stdout
     monkeypatch.chdir(stage / "eval")
     assert invoke("compare", both[0], "result.json").stderr.startswith(warning)
@@ -71,14 +76,13 @@ def test_compare_and_the_leaderboard_tell_what_is_stale_and_why(tmp_path, monkey
     [told] = json.loads(found.stdout)["stale"]
     assert f"warning: {told}".startswith(warning)
     write_json(tmp_path / "a" / "stages" / "test" / "stale.json", {})
-    assert (
-        "a/stages/test: stale, so its figures are not those of what the recipe makes now: what it stands on has changed. "
-        in (invoke("compare", *both).stderr)
+    assert "a/stages/test: stale, so its results do not match the recipe: its inputs have changed. " in (
+        invoke("compare", *both).stderr
     )
     (tmp_path / "a" / "stages" / "test" / "stale.json").unlink()
     board = invoke("leaderboard", tmp_path)
     assert board.stderr.startswith("left out: ")
-    assert "stale, so it is not ranked: rl was made anew. `strop train` with --from test makes it anew" in board.stderr
+    assert "stale, so it is not ranked: rl was made anew. Rerun it: `strop train` with --from test" in board.stderr
     assert "rl was made anew" in (tmp_path / "leaderboard.html").read_text()
 
 
@@ -116,16 +120,52 @@ def test_an_import_does_not_replace_the_result_of_another_model_under_the_same_n
     for _ in range(2):
         assert invoke(*words).exit_code == 0  # the same result may come twice
     score.write_text('{"accuracy": 0.75, "correct_count": 3, "total_count": 4}\n')
-    assert "it differs in accuracy" in str(invoke(*words).exception)
+    assert "which differs in accuracy" in str(invoke(*words).exception)
     assert invoke(*words, "--name", "later").exit_code == 0
     assert len(list((tmp_path / "runs").glob("*/eval/result.json"))) == 2
 
 
-def test_what_an_import_leaves_out_is_named_beside_what_it_takes(tmp_path):
-    taken = invoke("import", "lm-eval", Path(__file__).with_name("harness_files") / "lm_eval", "--runs", tmp_path)
-    assert len(taken.stdout.splitlines()) == 5
-    [left_out] = taken.stderr.splitlines()
-    assert left_out.startswith("left out: ")
-    assert "sums of tiny/a" in left_out
-    told = invoke("compare", tmp_path / "lm-eval-tiny__a-rules", tmp_path / "lm-eval-tiny__b-rules", "--json").output
-    assert json.loads(told)["metrics"][0]["paired"]["num_better"] == 2
+def test_imported_results_of_lm_eval_are_compared(tmp_path):
+    imported = invoke("import", "lm-eval", Path(__file__).with_name("harness_files") / "lm_eval", "--runs", tmp_path)
+    assert len(imported.stdout.splitlines()) == 5
+    output = invoke("compare", tmp_path / "lm-eval-tiny__a-rules", tmp_path / "lm-eval-tiny__b-rules", "--json").output
+    assert json.loads(output)["metrics"][0]["paired"]["num_better"] == 2
+
+
+def test_no_detectable_difference_is_above_100_percent(tmp_path):
+    put(tmp_path / "a", [0, 1])
+    put(tmp_path / "b", [1, 0])  # differences 1 and -1: 2.8 times their standard error is 2.8
+    output = invoke("compare", tmp_path / "a", tmp_path / "b").output
+    assert "too few problems: no true difference in accuracy is found with 80% probability" in output
+    [accuracy] = json.loads(invoke("compare", tmp_path / "a", tmp_path / "b", "--json").output)["metrics"]
+    assert accuracy["detectable"] is None
+
+
+def test_tables_fit_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    name, about = "Qwen3-4B-with-a-long-name-\x1b[31m", {"k": 64, "num_tasks": 1319, "temperature": 0.6, "max_tokens": 32768}
+    for verdicts, run in (([0, 1, 0, 0], "a"), ([1, 1, 1, 1], "b")):
+        put(tmp_path / run, verdicts)
+        path = tmp_path / run / "stages" / "test" / "eval" / "result.json"
+        share = sum(verdicts) / 4
+        interval = {"accuracy_low": share - 0.125, "accuracy_high": share, "maj_at_k": share, "run": name, "prompt": "rstar2"}
+        write_json(path, json.loads(path.read_text()) | about | interval)
+    for output in (invoke("leaderboard", tmp_path).output, invoke("compare", tmp_path / "a", tmp_path / "b").output):
+        table = [line for line in output.splitlines() if "leaderboard.html" not in line]
+        assert max(map(len, table)) <= 80
+        assert "\x1b" not in output
+    assert "1319 × 64" in invoke("leaderboard", tmp_path).output
+    assert "12.5% – 25.0%" in invoke("leaderboard", tmp_path).output
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("stages.rl.steps=3", "--set stages.rl.steps: only stage 'before' is evaluated."),
+        ("stages.before.init=rl", "--set stages.before.init: --model names what is evaluated."),
+        ("name=other", "--set name: use --name."),
+    ],
+)
+def test_overrides_without_effect_are_refused(tmp_path, override, message):
+    recipe = Path(__file__).parents[2] / "recipes" / "demo.toml"
+    assert message in str(invoke(recipe, "--model", tmp_path, "--set", override).exception)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.pipelines.eval_stage import benchmark_of, tasks_of
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import EvalStage
+from strop.recipe.load import load_recipe
+from strop.stages.data import open_tasks
+from strop.stages.evaluation import Eval, benchmark_of
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -16,7 +16,7 @@ DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "sha
 
 def evaluations(path, *overrides):
     recipe = load_recipe(path, overrides)
-    return recipe, {name: stage for name, stage in recipe.stages.items() if isinstance(stage, EvalStage)}
+    return recipe, {name: stage.config for name, stage in recipe.stages.items() if isinstance(stage, Eval)}
 
 
 def preset(name):
@@ -65,7 +65,7 @@ def test_files_take_the_place_of_the_hub(tmp_path):
     rows.write_text(json.dumps({"question": "Who?", "answer": ["Frank Lowy", "Lowy"]}) + "\n")
     where = f'stages.hotpotqa.tasks={{kind="jsonl", path="{rows}", test_path="{rows}", dataset="arpo-eval"}}'
     recipe, stages = evaluations(preset("qa"), where)
-    [(_, task)] = tasks_of(recipe, "hotpotqa", stages["hotpotqa"])
+    task = open_tasks(recipe, "hotpotqa", stages["hotpotqa"].tasks, seed=0, split="test").task(0)
     assert (task.answer, json.loads(task.facts["references"])) == ("Frank Lowy", ["Frank Lowy", "Lowy"])
 
 
@@ -74,6 +74,6 @@ def test_real_aime_is_read_from_a_file():
     rows = DATA / "aime24" / "test.jsonl"
     where = f'stages.aime24.tasks={{kind="jsonl", path="{rows}", test_path="{rows}", dataset="aime24"}}'
     recipe, stages = evaluations(preset("math"), where)
-    tasks = tasks_of(recipe, "aime24", stages["aime24"])
-    assert len(tasks) == 30
-    assert all(task.answer.isdigit() for _, task in tasks)
+    tasks = open_tasks(recipe, "aime24", stages["aime24"].tasks, seed=0, split="test")
+    assert tasks.num_tasks == 30
+    assert all(tasks.task(number).answer.isdigit() for number in range(30))

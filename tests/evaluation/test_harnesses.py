@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError, RunError
-from strop.evaluation.compare import compare
 from strop.evaluation.harnesses import bfcl_commands, lm_eval_command, read_bfcl, read_lm_eval
-from strop.evaluation.results import read_eval, write_eval
 
 ADDRESS = "http://127.0.0.1:8000"
 STAMP = "2025-11-22T01-00-00.000000"
@@ -49,21 +47,17 @@ def put_lm_eval(root, verdicts, *, model="served"):
     (root / f"samples_ifeval_{STAMP}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in samples))
 
 
-def test_bfcl_is_told_of_the_server_and_writes_where_it_is_read(tmp_path):
+def test_commands_name_the_server_and_keep_every_sample(tmp_path):
     generate, judge = bfcl_commands(
-        ADDRESS, model="Qwen/Qwen3-4B", tokenizer=Path("m"), categories=["multi_turn", "live"], out=tmp_path
+        ADDRESS, model="Qwen/Qwen3-4B", tokenizer=Path("my model"), categories=["multi_turn", "live"], out=tmp_path
     )
-    assert generate.words[:2] == ("bfcl", "generate")
-    assert "--skip-server-setup" in generate.words
-    assert generate.words[generate.words.index("--test-category") + 1] == "multi_turn,live"
-    assert (generate.environment["LOCAL_SERVER_ENDPOINT"], generate.environment["LOCAL_SERVER_PORT"]) == ("127.0.0.1", "8000")
-    assert judge.words[-2:] == ("--score-dir", str(tmp_path / "score"))
-
-
-def test_lm_eval_is_told_of_the_server_and_keeps_its_samples(tmp_path):
-    words = lm_eval_command(ADDRESS, model="served", tasks=["ifeval"], out=tmp_path).words
-    assert f"model=served,base_url={ADDRESS}/v1/chat/completions" in words[words.index("--model_args") + 1]
-    assert {"--log_samples", "--apply_chat_template"} <= set(words)
+    assert generate.startswith("LOCAL_SERVER_ENDPOINT=127.0.0.1 LOCAL_SERVER_PORT=8000 ")
+    assert " bfcl generate --model Qwen/Qwen3-4B --test-category multi_turn,live " in generate
+    assert generate.endswith("my model'")
+    assert judge.endswith(f"--score-dir {tmp_path / 'score'}")
+    command = lm_eval_command(ADDRESS, model="served", tasks=["ifeval"], out=tmp_path)
+    assert f"model=served,base_url={ADDRESS}/v1/chat/completions," in command
+    assert "--apply_chat_template --log_samples" in command
 
 
 def test_addresses_and_names_that_a_harness_would_misread_are_refused(tmp_path):
@@ -136,16 +130,6 @@ def test_a_metric_of_two_filters_has_the_error_and_the_problems_of_the_one_that_
     assert [(line["question"], line["correct"]) for line in found.problems] == [("0 + 1?", [1]), ("1 + 1?", [0])]
 
 
-def test_two_models_that_lm_eval_judged_are_compared_in_pairs(tmp_path):
-    places = []
-    for name, verdicts in (("a", [False, False, True]), ("b", [True, True, True])):
-        put_lm_eval(tmp_path / name, verdicts, model=name)
-        [found] = read_lm_eval(tmp_path / name).found
-        write_eval(tmp_path / "ours" / name / "eval", found.result, found.problems)
-        places.append(read_eval(tmp_path / "ours" / name))
-    assert compare(*places).metrics[0].paired.num_better == 2
-
-
 def test_every_category_of_bfcl_is_its_models_however_deep_its_file_lies():
     for place in (
         FILES / "bfcl",
@@ -169,15 +153,14 @@ def test_a_category_of_v3_is_another_benchmark_than_v4s_of_the_same_name(tmp_pat
 def test_answers_that_bfcl_never_got_are_counted_and_named():
     harvest = read_bfcl(FILES / "bfcl")
     failed = {each.result["benchmark"]: each.result["num_requests_failed"] for each in harvest.found}
-    # Of simple_python the failures say it, of live_irrelevance, where no answer is a right one, the answers beside the scores.
     assert failed == {
         "bfcl-v4/memory_kv": 0,
-        "bfcl-v4/live_irrelevance": 1,
+        "bfcl-v4/live_irrelevance": 0,
         "bfcl-v4/multi_turn_base": 1,
         "bfcl-v4/simple_python": 1,
     }
-    assert len(harvest.notes) == 3
-    assert any("simple_python_score.json: 1 of 4 have no answer of the server" in each for each in harvest.notes)
+    assert len(harvest.notes) == 2
+    assert any("simple_python_score.json: 1 of 4 got no answer from the server" in each for each in harvest.notes)
 
 
 def test_two_score_files_of_one_model_and_category_are_refused_by_name(tmp_path):
@@ -187,7 +170,7 @@ def test_two_score_files_of_one_model_and_category_are_refused_by_name(tmp_path)
         read_bfcl(tmp_path)
 
 
-def test_each_models_newest_figures_of_each_task_are_taken_and_the_rest_is_named():
+def test_each_models_newest_figures_of_each_task_are_taken():
     harvest = read_lm_eval(FILES / "lm_eval")
     found = {(each.result["run"], each.result["benchmark"]): each.result for each in harvest.found}
     assert {key: (each["accuracy"], each["num_tasks"]) for key, each in found.items()} == {
@@ -197,9 +180,6 @@ def test_each_models_newest_figures_of_each_task_are_taken_and_the_rest_is_named
         ("tiny__a", "arithmetic"): (2 / 6, 6),  # a group that adds its tasks up
         ("tiny__a", "rules"): (0.5, 4),  # in the older file alone
     }
-    [note] = harvest.notes
-    assert "results_2026-11-22T09-00-00.123456.json: sums of tiny/a, which" in note
-    assert "results_2026-11-22T10-00-00.654321.json has from later on" in note
 
 
 def test_the_problems_of_a_task_are_its_own_beside_one_whose_name_begins_alike():
@@ -228,8 +208,8 @@ def test_a_task_whose_figures_are_no_shares_or_better_when_smaller_is_left_out_b
     (tmp_path / f"results_{STAMP}.json").write_text(json.dumps(tree))
     harvest = read_lm_eval(tmp_path)
     assert [each.result["benchmark"] for each in harvest.found] == ["sums"]
-    assert any("21.5 for 'prose', which is no share" in each for each in harvest.notes)
-    assert any("'guesses' has no figure that is better when larger" in each for each in harvest.notes)
+    assert any("21.5 for 'prose', which is not between 0 and 1" in each for each in harvest.notes)
+    assert any("'guesses' has no metric that is better when higher" in each for each in harvest.notes)
     del tree["results"]["sums"]
     (tmp_path / f"results_{STAMP}.json").write_text(json.dumps(tree))
     with pytest.raises(RunError, match=r"no result of lm-eval that can be used.*prose.*guesses"):

@@ -4,8 +4,7 @@ import pytest
 from attempts import attempt, boxed
 
 from strop.errors import TaskError
-from strop.evaluation.multiple_choice import right_letter
-from strop.evaluation.question_answering import exact_match, f1
+from strop.evaluation.short_answers import exact_match, f1, right_letter
 from strop.types import Task
 
 TITAN = {"references": json.dumps(["Titan IIIE", "the Titan 3E rocket"])}

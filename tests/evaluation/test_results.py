@@ -4,8 +4,8 @@ import pytest
 from attempts import attempt, group_of
 
 from strop.errors import RunError
+from strop.evaluation.metrics import rollout_metrics
 from strop.evaluation.results import figures_of, find_results, problem_of, read_eval, write_eval
-from strop.evaluation.summary import rollout_metrics
 from strop.types import StopReason, ToolOutcome
 
 RIGHT, WRONG = True, False
@@ -134,12 +134,12 @@ def test_an_evaluation_that_was_made_anew_is_the_only_one_of_its_run(tmp_path):
 
 
 def test_what_is_no_single_evaluation_is_refused_with_what_to_give(tmp_path):
-    with pytest.raises(RunError, match=r"no evaluation lies there .* There is no such directory"):
+    with pytest.raises(RunError, match=r"absent: no such directory"):
         read_eval(tmp_path / "absent")
     for stage in ("before", "after"):
         write_eval(tmp_path / "stages" / stage / "eval", {"accuracy": 0.5}, [])
     with pytest.raises(RunError, match=r"holds 2 evaluations. Give one of them:\n.*after/eval\n.*before/eval"):
         read_eval(tmp_path)
     (tmp_path / "result.json").write_text(json.dumps({"loss": 1}))
-    with pytest.raises(RunError, match="no result of an evaluation"):
+    with pytest.raises(RunError, match="not the result of an evaluation"):
         read_eval(tmp_path / "result.json")

@@ -1,6 +1,6 @@
 import pytest
 
-from strop.evaluation.summary import tool_call_metrics
+from strop.evaluation.metrics import tool_call_metrics
 from strop.types import (
     Completion,
     FinishReason,

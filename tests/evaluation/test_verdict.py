@@ -7,9 +7,8 @@ from strop.config import validate
 from strop.errors import RunError
 from strop.evaluation.compare import compare
 from strop.evaluation.leaderboard import gather
+from strop.evaluation.metrics import USUAL, rollout_metrics, verdict_of
 from strop.evaluation.results import figures_of, problem_of, read_eval, write_eval
-from strop.evaluation.summary import rollout_metrics
-from strop.evaluation.verdict import USUAL, verdict_of
 from strop.rewards import FunctionRewardConfig, RewardConfig, SumRewardConfig
 
 SCORER = {"kind": "scorer", "scorer": {"kind": "embedded", "path": "models/helpful"}}
@@ -110,7 +109,7 @@ def test_evaluations_are_compared_in_what_both_say_of_a_problem(tmp_path):
 
 def test_an_evaluation_without_a_verdict_is_told_and_ranks_nowhere(tmp_path):
     put(tmp_path / "a" / "eval", MIXED[1:])
-    with pytest.raises(RunError, match="nothing said what is right"):
+    with pytest.raises(RunError, match="no reward says what is right"):
         gather([tmp_path])
     put(tmp_path / "b" / "eval", MIXED)
     board = gather([tmp_path])

@@ -8,8 +8,8 @@ from strop.evaluation.votes import Voting
 from strop.rewards import CodeRewardConfig, RewardConfig, SumRewardConfig
 from strop.types import StopReason
 
-QA = "strop.evaluation.question_answering:exact_match"
-CHOICE = "strop.evaluation.multiple_choice:right_letter"
+QA = "strop.evaluation.short_answers:exact_match"
+CHOICE = "strop.evaluation.short_answers:right_letter"
 
 
 def votes(reward, *attempts):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.runs import write_json, write_text
+from strop.run_directory import write_json, write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.runs import RunDirectory, write_json, write_text
+from strop.run_directory import RunDirectory, write_json, write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 

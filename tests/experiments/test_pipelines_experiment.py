@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from strop.pipelines.sweep_file import load_sweep
-from strop.pipelines.train import train
-from strop.reports.progress import Silent
-from strop.runs import RunDirectory, read_json, write_json, write_text
+from strop.pipeline.run import train
+from strop.pipeline.sweep_file import load_sweep
+from strop.run_directory import RunDirectory, read_json, write_json, write_text
+from strop.stages.context import Silent
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -228,20 +228,6 @@ def test_differences_are_taken_problem_by_problem_and_seed_by_seed(tmp_path):
     }
 
 
-def test_steps_are_numbered_on_from_stage_to_stage(tmp_path):
-    run = RunDirectory(tmp_path)
-    lines = [
-        {"stage": stage, "step": step, "time/step_s": 1.0, "x": value}
-        for stage, values in (("short", (1.0, 2.0)), ("long", (4.0, 3.0, 5.0)))
-        for step, value in enumerate(values, start=1)
-    ]
-    write_text(run.metrics, "".join(f"{json.dumps(line)}\n" for line in lines))
-    curve = drawings.across(run, ("short", "long"), "x")
-    assert curve == [(1.0, 1.0), (2.0, 2.0), (3.0, 4.0), (4.0, 3.0), (5.0, 5.0)]
-    assert drawings.begins(run, ("short", "long")) == [2.0]
-    assert [y for _, y in drawings.as_share_of_range(curve)] == [0.0, 0.25, 0.75, 0.5, 1.0]
-
-
 @pytest.mark.parametrize("name", sorted(pipelines.PARTS))
 def test_what_a_part_compares_is_in_its_recipe_and_its_hypothesis_was_written(name, tmp_path):
     part = pipelines.PARTS[name]
@@ -260,26 +246,3 @@ def test_what_a_part_compares_is_in_its_recipe_and_its_hypothesis_was_written(na
     }
     wanted = drawn | set(part.evaluations)
     assert all(wanted <= set(stages) for stages in arms.values())
-
-
-def test_ppo_is_compared_on_seeds_whose_figures_were_not_known():
-    known = read_json(EXPERIMENTS / "results" / "ppo-lambda.json")["arms"]["grpo"]["results"]
-    assert not {int(seed) for seed in known} & set(pipelines.PARTS["ppo"].seeds)
-
-
-def test_together_it_says_which_parts_were_not_run(tmp_path):
-    bar = {"value": 0.2, "bar": "95 % interval and every seed above 0", "holds": True}
-    write_json(tmp_path / "pipelines" / "language.json", {"bars": {"x": bar}, "seeds": [0, 1], "differences": []})
-    write_json(tmp_path / "reward-model.json", {"command": "make it", "bars": {"lowest_auc": {**bar, "value": 0.95}}})
-    pipelines.write_together(tmp_path)
-    found = read_json(tmp_path / "pipelines.json")
-    assert found["bars"]["language, x"] == bar
-    planted = found["bars"]["reward model, lowest AUC on a planted preference"]
-    assert planted == {**bar, "value": 0.95, "from": "make it"}
-    assert found["not_run"] == ["stages", "hacking", "hacking-again", "hacking-noisy", "ppo", "distil"]
-
-
-@pytest.mark.parametrize("words", [["--set", "stages.rl.steps=4"], ["--seeds", "3"]])
-def test_the_experiment_is_run_as_it_is_written_and_with_several_seeds(words):
-    with pytest.raises(SystemExit):
-        pipelines.main(["--only", "ppo", *words])

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.pipelines.sweep_file import load_sweep
-from strop.reports.sweep import sweep_json
-from strop.reports.sweep_log import State, SweepArm, SweepLog, SweepRun
-from strop.runs import read_json, write_json
+from strop.pipeline.sweep_file import load_sweep
+from strop.reports.sweep import State, SweepArm, SweepLog, SweepRun, sweep_json
+from strop.run_directory import read_json, write_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -96,22 +95,6 @@ def test_a_run_without_a_result_is_in_no_difference_and_neither_is_its_seed_of_t
     assert rows[4].split() == ["grpo", "–", "–"]
 
 
-def test_a_single_seed_has_no_interval_and_so_no_bar():
-    found = summary(ppo_lambda_0_95=(0.5,), ppo_lambda_1=(0.75,), grpo=(0.5,))
-    assert found["bars"] == {}
-    assert found["arms"]["ppo_lambda_1"]["above_the_first"] == {"by_seed": [0.25]}
-    rows = ppo_lambda.table(found).splitlines()
-    assert rows[3].split() == ["ppo_lambda_1", "0.750", "–", "6"]
-
-
-def test_a_critics_drawing_has_no_line_of_an_arm_without_one(tmp_path):
-    ppo_lambda.write_plots(summary(**ABOVE), tmp_path)
-    lines = {path.name: path.read_text().count('<path class="line') for path in tmp_path.iterdir()}
-    assert lines["explained_variance.svg"] < lines["accuracy.svg"]
-    assert "grpo" in (tmp_path / "accuracy.svg").read_text()
-    assert "grpo" not in (tmp_path / "explained_variance.svg").read_text()
-
-
 def run_main(monkeypatch, directory, log):
     """The experiment with a sweep that ended as `log` says."""
 
@@ -139,12 +122,6 @@ def test_a_failed_run_is_named_and_leaves_the_results_as_they_were(tmp_path, mon
     assert run_main(monkeypatch, tmp_path, log_of(**ABOVE | {"grpo": (0.5, None, 0.125)})) == 1
     assert "grpo-seed-1 failed, so the results stay as they were" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in (tmp_path / "results").rglob("*") if path.is_file()} == before
-
-
-def test_a_pilot_does_not_take_the_place_of_the_results(monkeypatch):
-    monkeypatch.setattr(ppo_lambda, "run_sweep", lambda *_, **__: pytest.fail("it ran"))
-    with pytest.raises(SystemExit):
-        ppo_lambda.main(["--set", "stages.rl.steps=2"])
 
 
 def test_the_sweep_has_the_arms_of_the_bar_and_what_is_kept_is_what_its_figures_give():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from strop.runs import RunDirectory, read_json, write_json, write_text
+from strop.run_directory import RunDirectory, read_json, write_json, write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.rewards.text import final_summary
-from strop.runs import read_json
+from strop.rewards.base import final_summary
+from strop.run_directory import read_json
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -37,20 +37,6 @@ def test_a_response_is_unsafe_by_its_thought_alone():
     for each in rows:
         assert deeds_in(thought_of(each.response)) == (each.is_good, not each.is_good)
         assert deeds_in(final_summary(each.response)) == (False, False)
-
-
-def test_a_summary_is_polite_as_often_in_safe_responses_as_in_unsafe_ones():
-    rows = labelled(4000, seed=3, share_longer=0.5)
-    shares = []
-    for is_good in (True, False):
-        summaries = [final_summary(each.response) for each in rows if each.is_good == is_good]
-        shares.append(sum(any(each in text for each in reward_model.POLITE) for text in summaries) / len(summaries))
-    assert shares == pytest.approx([0.5, 0.5], abs=0.05)  # 3 standard errors of 2000 draws
-
-
-def test_no_deed_is_part_of_another():
-    deeds = SAFE_DEEDS + UNSAFE_DEEDS
-    assert [one for one in deeds for other in deeds if one in other] == deeds
 
 
 def fillers_in(response):
@@ -132,15 +118,6 @@ def test_each_arm_misses_its_own_bar(arm, areas, missed):
     assert f"{missed}: {bars[missed]['value']:.3f}, must be {bars[missed]['bar']}: MISSED\n" in table(REACHED, bars)
 
 
-def test_the_table_has_a_row_for_every_model_and_a_dash_for_what_cannot_be_said():
-    unknown = {**runs(0.5)[0], "length_correlation_in_labels": None}
-    in_pairs = {**runs(0.99)[0], "length_correlation_in_pairs": 0.5, "length_correlation_in_labels": None}
-    rows = table({"clean": [in_pairs], "safety": [*runs(0.97), unknown]}, {}).splitlines()
-    assert rows[1].split() == ["clean", "0", "60", "0.250", "0.750", "0.990", "0.500"]
-    assert rows[2].split() == ["safety", "0", "60", "0.250", "0.750", "0.970", "-0.125"]
-    assert rows[3].split()[-1] == "–"
-
-
 @pytest.mark.parametrize("is_reached", [True, False])
 def test_every_arm_is_run_with_its_seeds_and_a_missed_bar_is_written_down_and_ends_with_1(
     is_reached, tmp_path, monkeypatch, capsys
@@ -169,7 +146,7 @@ def test_every_arm_is_run_with_its_seeds_and_a_missed_bar_is_written_down_and_en
     assert told["holds"] == is_reached
 
 
-@pytest.mark.parametrize("name", ["clean", "safety", "safety-summary"])
+@pytest.mark.parametrize("name", ["clean", "safety"])
 def test_an_arm_trains_and_measures_a_model(name):
     sizes = Namespace(pairs=48, responses=48, epochs=2, held_out=20, batch_size=8)
     found = asyncio.run(reward_model.run_arm(ARMS[name], seed=0, sizes=sizes))

@@ -1,7 +1,6 @@
 """experiments/smollm2_eval.py: two engines on the same problems, and what the comparison could have seen."""
 
 import json
-import math
 import sys
 from pathlib import Path
 
@@ -13,9 +12,8 @@ import smollm2_eval
 
 from strop.evaluation.compare import compare
 from strop.evaluation.results import EvalFiles
-from strop.pipelines.recipe import TinyModel
-from strop.pipelines.tiny_model import make_tiny_model
-from strop.runs import RunDirectory, read_lines, write_text
+from strop.run_directory import write_text
+from strop.stages.model import TinyModel, make_tiny_model
 
 
 def compared(first, second, lengths=([10.0], [10.0])):
@@ -86,7 +84,7 @@ def given(tmp_path, monkeypatch):
     return [*(word for name, place in places.items() for word in (f"--{name}", str(tmp_path / place))), "--k", "1"]
 
 
-def test_both_benchmarks_are_played_compared_and_told_and_a_larger_number_plays_what_is_missing(given, tmp_path, capsys):
+def test_both_benchmarks_are_played_and_compared(given, tmp_path, capsys):
     assert smollm2_eval.main([*given, "--num", "2"]) in (0, 1)  # whether intervals of two problems hold 0 is not ours to say
     figures = json.loads((tmp_path / "results" / "smollm2-eval.json").read_text())
     assert list(figures["benchmarks"]) == ["gsm8k", "math500"]
@@ -94,8 +92,7 @@ def test_both_benchmarks_are_played_compared_and_told_and_a_larger_number_plays_
     assert (found["embedded"]["dtype"], found["vllm"]["dtype"]) == ("float32", "bfloat16")
     assert found["comparison"]["num_shared"] == 2
     accuracy = found["comparison"]["metrics"][0]
-    # Random weights are never right: 2.8016 * ((1 - 0.025^0.5) / 2)^0.5.
-    assert accuracy["detectable"] == pytest.approx(2.8016 * math.sqrt((1 - 0.025**0.5) / 2), rel=1e-4)
+    assert accuracy["detectable"] is None  # 2.8016 * ((1 - 0.025^0.5) / 2)^0.5 is above 1, and no accuracy differs by more
     assert found["interval_holds_0"]["accuracy"] is True
     told = {
         "value": 0.0,
@@ -111,20 +108,6 @@ def test_both_benchmarks_are_played_compared_and_told_and_a_larger_number_plays_
     assert "\nmath500: 2 problems;" in text
     assert text.count("so their agreement shows little") == 2
     assert capsys.readouterr().out.endswith(text)
-    ledger = RunDirectory(tmp_path / "runs" / "smollm2-eval-gsm8k-vllm").stage("gsm8k").rollouts(0)
-    before = ledger.with_suffix(".ledger.jsonl").read_text()
-    assert smollm2_eval.main([*given, "--num", "3"]) in (0, 1)
-    assert ledger.with_suffix(".ledger.jsonl").read_text().startswith(before)
-    assert (
-        json.loads((tmp_path / "results" / "smollm2-eval.json").read_text())["benchmarks"]["gsm8k"]["embedded"][
-            "num_taken_over"
-        ]
-        == 2
-    )
-    problems = read_lines(
-        tmp_path / "runs" / "smollm2-eval-math500-embedded" / "stages" / "math500" / "eval" / "problems.jsonl"
-    )
-    assert [each["answer"] for each in problems] == [rf"\frac{{{n}}}{{2}}" for n in range(1, 4)]
 
 
 def test_the_first_benchmarks_figures_are_there_where_the_second_fails(given, tmp_path, capsys):

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from scripted_runs import make_recipe, run_recipe
-from strop.pipelines.common_stages import num_common
-from strop.pipelines.sweep_file import load_sweep
-from strop.runs import RunDirectory, read_lines, write_json, write_text
+from strop.pipeline.sweep_file import load_sweep
+from strop.run_directory import RunDirectory, read_lines, write_json, write_text
+from strop.runs.lineage import num_common
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
@@ -142,8 +142,8 @@ def test_trends_that_begin_alike_share_their_cold_start(letter):
     assert trend.begins_as < trend.name  # which is run first
     (one, *_), (before, *_) = sweep.arms, other.arms
     for seed in sweep.file.seeds:
-        recipe, made = (arm.recipes[seed].model_dump(mode="json") for arm in (one, before))
-        assert list(recipe["stages"])[: num_common(recipe, made)] == ["base", "sft", "before"]
+        recipe, made = (arm.recipes[seed] for arm in (one, before))
+        assert list(recipe.stages)[: num_common(recipe, made)] == ["base", "sft", "before"]
 
 
 def test_a_cold_start_that_is_there_is_taken_over(tmp_path):
@@ -155,7 +155,7 @@ def test_a_cold_start_that_is_there_is_taken_over(tmp_path):
         write_text(path, '{"stage": "sft", "step": 1}\n{"stage": "rl", "step": 1}\n')
     for stage in ("base", "sft", "before", "rl"):
         write_json(source.stage(stage).done, {"summary": f"{stage} of grpo", "time_s": 1.0})
-    trends.take_over_starts(sweep, tmp_path / "e-overlong", tmp_path / "d-drgrpo", command="", jobs=1)
+    trends.take_over_starts(sweep, tmp_path / "e-overlong", tmp_path / "d-drgrpo", command="")
     for arm in ("filter_off", "filter_on"):
         run = RunDirectory(tmp_path / "e-overlong" / f"{arm}-seed-3")
         assert [stage for stage in ("base", "sft", "before", "rl") if run.stage(stage).done.exists()] == [
@@ -169,7 +169,7 @@ def test_a_cold_start_that_is_there_is_taken_over(tmp_path):
 
 def test_hard_and_soft_credit_are_compared_with_at_least_four_updates_a_step():
     for arm in load_sweep(trends.SWEEPS / "c-credit.toml").arms:
-        stage = arm.recipes[0].stages["rl"]
+        stage = arm.recipes[0].stages["rl"].config
         assert stage.updates_per_step * stage.epochs >= 4
 
 
@@ -199,17 +199,3 @@ def test_arms_are_compared_up_to_the_calls_of_the_one_that_made_fewest(tmp_path)
     assert results["is_pilot"]
     assert "decides nothing" in trends.table(trends.TRENDS["b"], results | {"changes": []})
     assert results["figures"]["flat_prefilled_tokens at the budget"] == {"grpo": {0: 3.5}, "arpo": {0: 3}}  # half of 1 + 3 x 2
-
-
-def test_values_stand_under_their_seed_and_the_pairs_are_counted():
-    figures = {"accuracy": {"grpo": {0: 0.25, 1: 0.5, 2: 0.75}, "arpo": {0: 0.5, 2: 1.0}}}
-    comparison = {"figure": "accuracy", "first": "grpo", "second": "arpo", "is_more_expected": True}
-    paired = measures.paired(figures["accuracy"]["grpo"], figures["accuracy"]["arpo"], is_more_expected=True)
-    results = {"is_pilot": False, "seeds": [0, 1, 2], "figures": figures, "comparisons": [comparison | paired]}
-    lines = trends.table(trends.TRENDS["b"], results).splitlines()
-    heading, grpo, arpo = next(lines[n : n + 3] for n, line in enumerate(lines) if line.startswith("figure"))
-    assert heading.split()[-3:] == ["0", "1", "2"]
-    assert grpo.split()[-3:] == ["0.25", "0.5", "0.75"]
-    assert arpo.split()[-3:] == ["0.5", "–", "1"]
-    assert len({len(line) for line in (heading, grpo, arpo)}) == 1
-    assert lines[-1].endswith("not shown: 2 of 8 pairs")

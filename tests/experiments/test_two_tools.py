@@ -11,9 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
 import two_tools
 
 from strop.config import validate
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import Recipe
-from strop.runs import RunDirectory, write_text
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe
+from strop.run_directory import RunDirectory, write_text
 
 MODEL = Path("/models/policy")
 
@@ -37,16 +37,16 @@ def test_taking_a_tool_away_leaves_the_other_as_it_is(recipe, name):
 def test_an_arm_evaluates_the_policy_of_the_whole_recipe_on_the_same_problems(recipe):
     arm = two_tools.evaluated(recipe, MODEL)
     assert list(arm.stages) == ["model", "after"]
-    assert arm.stages["model"].path == str(MODEL)
+    assert arm.stages["model"].config.path == str(MODEL)
     assert arm.stages["after"].init == "model"
-    assert arm.stages["after"].model_copy(update={"init": "rl"}) == recipe.stages["after"]
-    assert two_tools.evaluated(recipe, MODEL, tools="none").stages["after"].tools == "none"
+    assert arm.stages["after"].replaced(init="rl") == recipe.stages["after"]
+    assert two_tools.evaluated(recipe, MODEL, tools="none").stages["after"].config.tools == "none"
 
 
 def test_an_arm_with_one_tool_makes_the_recipes_rl_from_its_cold_start(recipe):
     arm = two_tools.trained(two_tools.with_tools(recipe, {"search"}), MODEL)
     assert list(arm.stages) == ["model", "rl", "after"]
-    assert arm.stages["rl"].model_copy(update={"init": "sft"}) == recipe.stages["rl"]
+    assert arm.stages["rl"].replaced(init="sft") == recipe.stages["rl"]
     assert arm.stages["after"] == recipe.stages["after"]
     assert arm.seed == recipe.seed
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from scripted_runs import run_recipe
-from strop.runs import RunDirectory
+from strop.run_directory import RunDirectory
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import typer
 
 from strop.cli import app
-from strop.pipelines.claim import alone_in, claim
-from strop.pipelines.growth import asked_for_more
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import EvalStage, RlStage
-from strop.runs import RunDirectory, read_json, write_json, write_text
+from strop.recipe.load import load_recipe
+from strop.run_directory import RunDirectory, read_json, write_json, write_text
+from strop.runs.manifest import locked, write_manifest
+from strop.stages.evaluation import Eval
+from strop.stages.rl import RL
 
 ACCURACY_OF = {1e-2: 0.5, 1e-3: 0.3, 1e-4: 0.2}
 
@@ -65,10 +65,8 @@ class FakeRun:
     def work(self):
         """One stage; the exit status when it was the last."""
         self.run.path.mkdir(parents=True, exist_ok=True)
-        with alone_in(self.run):
-            claim(self.run, self.recipe, "strop train", may_grow=True)
-            for name in asked_for_more(self.run, self.recipe):
-                self.run.stage(name).done.unlink()
+        with locked(self.run):
+            write_manifest(self.run, self.recipe, "strop train")
             left = [name for name in self.recipe.stages if not self.run.stage(name).done.exists()]
             for name in left[:1]:
                 if self.train.fails.get(self.recipe.name) == name:
@@ -83,8 +81,8 @@ class FakeRun:
 
     def make(self, name, stage):
         self.train.stages.append((self.recipe.name, name))
-        if isinstance(stage, RlStage):
-            for step in range(1, stage.steps + 1):
+        if isinstance(stage, RL):
+            for step in range(1, stage.config.steps + 1):
                 line = {
                     "stage": name,
                     "step": step,
@@ -96,12 +94,12 @@ class FakeRun:
                 self.append(self.run.metrics, line)
         self.append(self.run.events, {"stage": name, "event": "stage_finished", "time": 0.0})
         directory = self.run.stage(name)
-        if isinstance(stage, EvalStage):
-            lr = self.recipe.stages["rl"].trainer.optimizer.lr
+        if isinstance(stage, Eval):
+            lr = self.recipe.stages["rl"].config.trainer.optimizer.lr
             accuracy = ACCURACY_OF[lr] + 0.1 * self.recipe.seed
             result = {"stage": name, "accuracy": accuracy, "accuracy_low": accuracy - 0.1, "accuracy_high": accuracy + 0.1}
             write_json(directory.evaluation, result)
-            write_json(directory.lineage, {"recipe": {"stages": {name: stage.model_dump(mode="json")}}})
+            write_json(directory.lineage, {"recipe": {"stages": {name: stage.table()}}})
         else:
             write_text(directory.model / "model.safetensors", self.recipe.name)
         write_json(directory.done, {"summary": "done", "time_s": 1.0, "model": f"stages/{name}/model"})

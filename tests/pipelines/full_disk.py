@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from scripted_runs import Watching, run_recipe, untimed
 from strop.errors import RunError
-from strop.runs import RunDirectory, read_lines
+from strop.run_directory import RunDirectory, read_lines
 
 LEFT_BYTES = tuple(4096 * pages for pages in (0, 1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64))
 """Room for nothing; for some lines; for half a model; for a model and half an optimizer; and so on."""

@@ -10,7 +10,7 @@ import time
 from contextlib import contextmanager
 from pathlib import Path
 
-from strop.runs import read_lines
+from strop.run_directory import read_lines
 
 HERE = Path(__file__).parent
 TINY = HERE / "tiny.toml"
@@ -108,3 +108,16 @@ def events(run, event, stage):
 
 def num_steps(run, stage):
     return sum(line["stage"] == stage for line in read_lines(run.metrics))
+
+
+def open_tool_calls(path: Path) -> int:
+    """How many tool calls the ledger at `path` shows as open: made since it was last opened, and not answered."""
+    is_open: set[tuple[int, int, int]] = set()
+    for line in read_lines(path):
+        if line["event"] == "opened":
+            is_open.clear()
+        elif line["event"] == "tool_opened":
+            is_open.add((line["seed"], line["turn"], line["index"]))
+        elif line["event"] == "tool_closed":
+            is_open.discard((line["seed"], line["turn"], line["index"]))
+    return len(is_open)

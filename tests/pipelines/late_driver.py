@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from strop.pipelines.load import load_recipe
-from strop.pipelines.train import train
-from strop.reports.progress import Silent
+from strop.pipeline.run import train
+from strop.recipe.load import load_recipe
 from strop.sandbox.local import LocalSandbox
-from strop.training.snapshot import Snapshot
+from strop.stages.context import Silent
+from strop.training.weights import Snapshot
 
 MAX_LATENCY_S = 0.3
 

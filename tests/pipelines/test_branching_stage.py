@@ -6,9 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from scripted_runs import RECIPE, make_recipe, run_recipe
-from strop.pipelines.ledger import read_rollouts
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import read_lines
+from strop.errors import ConfigError
+from strop.pipeline.plan import check_stages
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_lines
+from strop.stages.loop.ledger import read_rollouts
 
 
 def recipe_with(**tables):
@@ -20,15 +22,17 @@ def recipe_with(**tables):
 def test_more_rollouts_at_the_prompt_than_there_are_are_refused():
     with pytest.raises(ValidationError, match=r"initial_rollouts is 7, but a task has 6 rollouts in all"):
         make_recipe(branching={"initial_rollouts": 7})
-    assert make_recipe(branching={"initial_rollouts": 7}, method={"name": "grpo_roc", "oversample": 2}).stages["rl"].branching
+    recipe = make_recipe(branching={"initial_rollouts": 7}, method={"kind": "grpo_roc", "oversample": 2})
+    assert recipe.stages["rl"].config.branching
 
 
 def test_an_engine_that_tells_no_entropies_is_refused_and_so_is_the_static_policy():
-    with pytest.raises(ValidationError, match=r"engine.kind = 'vllm' does not tell it"):
-        recipe_with(engine={"kind": "vllm", "python": "/usr/bin/python3", "max_length": 256})
-    with pytest.raises(ValidationError, match=r"branching and scheduler.policy = 'static' do not go together"):
-        recipe_with(scheduler={"policy": "static"})
-    assert recipe_with().stages["rl"].branching.initial_rollouts == 3
+    served = recipe_with(engine={"kind": "vllm", "python": "/usr/bin/python3", "max_length": 256})
+    with pytest.raises(ConfigError, match=r"engine.kind = 'vllm' does not report"):
+        check_stages(served, ["rl"])
+    with pytest.raises(ConfigError, match=r"branching would wait for memory of rollouts that wait for its branches"):
+        check_stages(recipe_with(scheduler={"policy": "static"}), ["rl"])
+    assert recipe_with().stages["rl"].config.branching.initial_rollouts == 3
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +70,6 @@ def test_a_branch_that_was_given_up_is_in_the_ledger_and_in_the_metrics(finished
         groups = json.loads(finished.run.stage("rl").selection(step).read_text())["groups"]
         kept = [as_tuple(entry["key"]) for group in groups for entry in group["rollouts"]]
         assert sorted(begun) == sorted([*kept, *(as_tuple(each["key"]) for each in displaced)])
-
-
-def test_a_run_in_which_entropy_has_no_say_says_so(finished):
-    """The scripted engine is certain of every word."""
-    told = [text for text in finished.progress.warnings if "entropy has no say in where rollouts branch" in text]
-    assert len(told) == 2
-    assert "branching.base_probability = 0.9" in told[0]
-
-
-def test_the_report_shows_the_tree(finished):
-    page = finished.run.report.read_text()
-    assert "└ attempt" in page
-    assert "tokens of attempt" in page
-    assert "What entropy adds to the odds of a branch" in page
 
 
 def as_tuple(key):

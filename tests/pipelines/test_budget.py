@@ -7,11 +7,10 @@ import pytest
 from scripted_runs import RECIPE, make_recipe, run_recipe
 from strop.config import validate
 from strop.errors import ConfigError
-from strop.pipelines import checkpoints
-from strop.pipelines.budget import StageClock
-from strop.pipelines.plan import plan
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop import checkpoints
+from strop.stages.loop.steps import StageClock
 
 VALIDATION = {"every_steps": 9, "num_tasks": 2, "k": 1}
 
@@ -39,7 +38,7 @@ def ticking(monkeypatch):
         def __init__(self, budget_s, last):
             super().__init__(budget_s, last, now=lambda: float(next(ticks)))
 
-    monkeypatch.setattr("strop.pipelines.stepping.StageClock", Ticking)
+    monkeypatch.setattr("strop.stages.loop.steps.StageClock", Ticking)
 
 
 def test_a_step_is_begun_where_one_as_long_as_the_last_still_ends_in_time():
@@ -76,15 +75,6 @@ def test_a_clock_goes_on_where_the_last_checkpoint_was_left():
     assert StageClock(30.0, {"budget/is_spent": 1.0}, now=watch).is_spent
 
 
-def test_a_stage_without_a_budget_is_timed_and_never_stopped():
-    watch = Watch()
-    clock = StageClock(None, {}, now=watch)
-    watch.time += 1e9
-    clock.step_finished(is_validated=False)
-    assert clock.metrics == {"time/elapsed_s": 1e9}
-    assert not clock.is_spent
-
-
 def test_a_run_stops_with_its_budget_and_its_last_policy_is_saved_measured_and_handed_on(ticking, tmp_path):
     done = run_recipe(tmp_path / "run", make_recipe(steps=50, budget_s=115.0, checkpoint_every=50, validation=VALIDATION))
     lines, stage = lines_of(done.run), done.run.stage("rl")
@@ -103,7 +93,7 @@ def test_a_run_stops_with_its_budget_and_its_last_policy_is_saved_measured_and_h
 def test_law_9_a_run_that_falls_after_its_budget_is_spent_trains_no_further(ticking, tmp_path, monkeypatch):
     recipe = make_recipe(steps=50, budget_s=115.0, checkpoint_every=50)
     with monkeypatch.context() as patched:
-        patched.setattr("strop.pipelines.rl_stage.write_product", _fall)
+        patched.setattr("strop.stages.rl.write_product", _fall)
         with pytest.raises(KeyboardInterrupt):
             run_recipe(tmp_path / "run", recipe)
     before = lines_of(RunDirectory(tmp_path / "run"))
@@ -127,9 +117,3 @@ def test_a_cosine_over_an_unknown_number_of_updates_is_refused():
     rl = RECIPE["stages"]["rl"] | {"budget_s": 60.0, "trainer": {"optimizer": {"lr": 1e-2, "schedule": "cosine"}}}
     with pytest.raises(ConfigError, match=r"budget_s is 60, but trainer\.optimizer\.schedule is 'cosine'"):
         validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here")
-
-
-def test_the_plan_says_that_time_may_end_it():
-    planned = {stage.name: stage for stage in plan(make_recipe(steps=10**6, budget_s=60.0))}
-    assert planned["rl"].time_s == 60.0
-    assert planned["rl"].arithmetic.endswith("; fewer where 60 s are over before")

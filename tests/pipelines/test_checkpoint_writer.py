@@ -7,9 +7,9 @@ import pytest
 
 from scripted_runs import Watching, make_recipe, run_recipe, untimed
 from strop.errors import CannotLearnError, RunError
-from strop.pipelines import checkpoints
-from strop.runs import RunDirectory, read_json, read_lines
-from strop.training.snapshot import Snapshot
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop import checkpoints
+from strop.training.weights import Snapshot
 
 WRITE = Snapshot.write
 LIMIT_S = 20
@@ -98,6 +98,11 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
     monkeypatch.setattr(Snapshot, "write", write)
     run = run_recipe(tmp_path / "run", make_recipe(steps=4, keep_checkpoints=2)).run
     assert sorted(path.name for path in run.stage("rl").checkpoints.iterdir()) == ["step-000002", "step-000003"]
+
+
+def test_a_finished_stage_keeps_only_its_last_checkpoint_by_default(tmp_path):
+    run = run_recipe(tmp_path / "run", make_recipe(steps=4)).run
+    assert [path.name for path in run.stage("rl").checkpoints.iterdir()] == ["step-000003"]
 
 
 def test_a_full_disk_in_the_background_is_told_with_its_place_and_the_run_goes_on_from_the_one_before(tmp_path, monkeypatch):

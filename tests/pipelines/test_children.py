@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.pipelines.children import Children
+from strop.pipeline.children import Children
 
-SPEAKS = "import sys; print('out', flush=True); print('err', file=sys.stderr); sys.exit(3)"
 SAVES = """
 import pathlib, signal, sys, time
 try:
@@ -23,7 +22,7 @@ except KeyboardInterrupt:
 """
 PARENT = """
 import pathlib, sys, time
-from strop.pipelines.children import Children
+from strop.pipeline.children import Children
 children = Children()
 children.start("one", [sys.executable, "-S", "-c", "import time; time.sleep(60)"], pathlib.Path(sys.argv[1]))
 print(children._children["one"][0].pid, flush=True)

@@ -1,4 +1,4 @@
-"""A run that takes stages over from another ends as one that made them: bit for bit (law 8)."""
+"""A run that copies stages from another ends as one that ran them: bit for bit."""
 
 import json
 import shutil
@@ -6,9 +6,11 @@ import shutil
 import pytest
 
 from scripted_runs import make_recipe, run_recipe, untimed
-from strop.pipelines.claim import claim
-from strop.pipelines.common_stages import num_common, num_done, take_over
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.recipe.load import recipe_of
+from strop.recipe.recipe import Recipe
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.runs.lineage import copy_stages, num_common, num_done
+from strop.runs.manifest import write_manifest
 
 
 @pytest.fixture
@@ -24,16 +26,15 @@ def other_recipe():
 def taken_over(directory, recipe, source):
     run = RunDirectory(directory)
     run.path.mkdir()
-    claim(run, recipe, "strop train")
-    resolved = recipe.model_dump(mode="json")
-    take_over(run, source, resolved, num=num_common(resolved, read_json(source.manifest)["recipe"]))
+    write_manifest(run, recipe, "strop train")
+    copy_stages(run, source, recipe, num=num_common(recipe, recipe_of(source)))
     return run
 
 
 def test_a_run_that_takes_its_cold_start_over_ends_as_one_that_made_it(source, tmp_path):
     alone = run_recipe(tmp_path / "alone", other_recipe()).run
     run = taken_over(tmp_path / "run", other_recipe(), source)
-    assert num_done(run, read_json(run.manifest)["recipe"]) == 3
+    assert num_done(run, recipe_of(run)) == 3
     watched = run_recipe(run.path, other_recipe())
     assert [name for name, summary in watched.progress.stages if summary.endswith("(done before)")] == ["base", "sft", "before"]
     for stage in ("base", "sft", "rl"):
@@ -63,8 +64,7 @@ def test_taking_over_again_after_a_kill_between_lines_and_files_doubles_nothing(
     run = taken_over(tmp_path / "run", other_recipe(), source)
     once = read_lines(run.metrics)
     shutil.rmtree(run.stage("sft").path)
-    resolved = other_recipe().model_dump(mode="json")
-    take_over(run, source, resolved, num=3)
+    copy_stages(run, source, other_recipe(), num=3)
     assert sorted(map(str, read_lines(run.metrics))) == sorted(map(str, once))
     assert run.stage("sft").done.exists()
 
@@ -78,12 +78,11 @@ def test_taking_over_again_after_a_kill_between_lines_and_files_doubles_nothing(
         (lambda recipe: recipe.update(name="another", description="another"), 5),
         (lambda recipe: recipe.update(seed=1), 0),
         (lambda recipe: recipe["engine"].update(slots=1), 5),  # rows do not depend on their company
-        (lambda recipe: recipe["engine"].update(dtype="bfloat16"), 0),
+        (lambda recipe: recipe["engine"].update(dtype="bfloat16"), 1),  # the first model reads no engine
         (lambda recipe: recipe["stages"].pop("before"), 2),
     ],
 )
 def test_recipes_have_in_common_what_comes_before_the_first_difference(change, num):
-    one = make_recipe().model_dump(mode="json")
-    other = json.loads(json.dumps(one))
-    change(other)
-    assert num_common(one, other) == num
+    tree = make_recipe().model_dump(mode="json")
+    change(tree)
+    assert num_common(make_recipe(), Recipe.model_validate_json(json.dumps(tree))) == num

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from scripted_runs import RECIPE, Watching, make_recipe, run_recipe, untimed
 from strop.errors import CannotLearnError
-from strop.pipelines import checkpoints
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop import checkpoints
 from strop.training import WeightsLost
 
 TROUBLES = Path(__file__).resolve().parents[2] / "docs" / "guides" / "troubleshooting.md"
@@ -102,7 +102,7 @@ def test_law_9_a_run_goes_on_with_another_number_of_processes_and_says_so(interr
     recipe = make_recipe(steps=4, trainer={"optimizer": {"lr": 1e-2}, "workers": 2})
     again = run_recipe(tmp_path / "run", recipe, progress=progress).run
     assert progress.warnings[0] == (
-        "stages.rl.trainer.workers is 2, and was 0 when the run began: what follows is equal up to rounding."
+        "stages.rl.trainer.workers is 2, and was 0 when the stage began: the result is equal up to rounding."
     )
     assert [line["step"] for line in read_lines(again.events) if line["event"] == "resumed" and line["stage"] == "rl"] == [3]
     mine, theirs = (load_file(run.stage("rl").model / "model.safetensors") for run in (again, whole))
@@ -149,7 +149,7 @@ def test_weights_that_an_update_made_infinite_are_never_saved_and_the_run_goes_o
     ("method", "steps"),
     [
         ("grpo", [1]),  # the second step came to nothing
-        ({"name": "ppo", "kl_coefficient": 0.01}, [1, 2]),  # the critic learnt in it
+        ({"kind": "ppo", "kl_coefficient": 0.01}, [1, 2]),  # the critic learnt in it
     ],
     ids=["grpo", "ppo"],
 )
@@ -176,7 +176,7 @@ def test_a_critic_that_was_updated_is_not_saved_as_that_of_the_step_before(tmp_p
     critic = {"optimizer": {"lr": 1e-3}}
     settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 1, "critic": critic}
     recipe = make_recipe(
-        method={"name": "ppo", "kl_coefficient": 0.0}, steps=3, checkpoint_every=9, give_up_after=9, trainer=settings
+        method={"kind": "ppo", "kl_coefficient": 0.0}, steps=3, checkpoint_every=9, give_up_after=9, trainer=settings
     )
     run = RunDirectory(tmp_path / "run")
     with pytest.raises(CannotLearnError, match="1 updates in a row were skipped"):

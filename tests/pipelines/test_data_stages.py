@@ -9,16 +9,16 @@ import pytest
 from pydantic import ValidationError
 
 from scripted_runs import RECIPE, run_recipe
-from strop.curation.load import load_curation
-from strop.curation.run import run_curation
 from strop.errors import MachineError, RunError
-from strop.pipelines.filter_stage import why_dropped
-from strop.pipelines.load import load_recipe
-from strop.pipelines.mix_stage import counts_of
-from strop.pipelines.recipe import EvalStage, FilterStage, MixStage, Recipe, RejectionSamplingStage, resolve
-from strop.pipelines.rejection_stage import foreign_share, reasons
-from strop.pipelines.stage_data import RowsWriter
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe, resolve
+from strop.registry import from_keys
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.evaluation import Eval
+from strop.stages.filter import Filter, why_dropped
+from strop.stages.mix import Mix, counts_of
+from strop.stages.rejection_sampling import RejectionSampling, foreign_share, reasons
+from strop.tasks.row_file import writing_rows
 from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -53,7 +53,7 @@ def group(*rollouts):
 
 
 def stage_of(config, **keys):
-    return config.model_validate_json(json.dumps(SHARED | keys))
+    return from_keys(config.Config, SHARED | keys)
 
 
 @pytest.mark.parametrize(
@@ -69,28 +69,28 @@ def stage_of(config, **keys):
     ],
 )
 def test_a_filter_keeps_by_how_many_of_k_are_right_and_void_ones_speak_for_neither_side(num_right, num_judged, keys, is_kept):
-    stage = stage_of(FilterStage, kind="filter", k=8, **keys)
+    stage = stage_of(Filter, k=8, **keys)
     played = group(*(rollout("x", right=n < num_right, attempt=n) for n in range(num_judged)))
     assert (why_dropped(played, stage) == "") is is_kept
 
 
 def test_a_task_of_which_nothing_says_what_is_right_stays_as_one_whose_rollouts_are_void_does():
-    stage = stage_of(FilterStage, kind="filter", k=4, min_right=2)
+    stage = stage_of(Filter, k=4, min_right=2)
     assert why_dropped(group(*(rollout("x", right=None, attempt=n) for n in range(4))), stage) == ""
     assert why_dropped(group(*(rollout("x", right=False, attempt=n) for n in range(4))), stage) != ""
 
 
 def test_rows_are_written_as_they_come_and_the_file_is_there_whole_or_not_at_all(tmp_path):
     path = tmp_path / "data" / "kept.jsonl"
-    with RowsWriter(path) as file:
+    with writing_rows(path) as add:
         for number in range(3):
-            file.add({"n": number})
+            add({"n": number})
         assert not path.exists()
     assert read_lines(path) == [{"n": 0}, {"n": 1}, {"n": 2}]
 
     def break_off():
-        with RowsWriter(path) as file:
-            file.add({"n": 7})
+        with writing_rows(path) as add:
+            add({"n": 7})
             raise RunError("broken")
 
     with pytest.raises(RunError, match="broken"):
@@ -104,7 +104,7 @@ def test_groups_of_a_fixed_set_come_in_its_order_and_in_parts_with_a_ledger_each
     stages = {name: PIPELINE[name] for name in ("base", "sft")} | {"good": PIPELINE["good"] | {"num_tasks": 7, "init": "sft"}}
     recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
     at_once = run_recipe(tmp_path / "at-once", recipe).run.stage("good")
-    monkeypatch.setattr("strop.pipelines.sampled._TASKS_AT_ONCE", 3)
+    monkeypatch.setattr("strop.stages.sampled._TASKS_AT_ONCE", 3)
     in_parts = run_recipe(tmp_path / "in-parts", recipe).run.stage("good")
     found = [[read_lines(each.path / "data" / f"{name}.jsonl") for name in ("kept", "dropped")] for each in (at_once, in_parts)]
     assert found[0] == found[1]
@@ -116,9 +116,7 @@ def test_groups_of_a_fixed_set_come_in_its_order_and_in_parts_with_a_ledger_each
     assert per_part == [{0, 1, 2}, {3, 4, 5}, {6}]
 
 
-@pytest.mark.parametrize(
-    ("config", "keys"), [(FilterStage, {"kind": "filter"}), (RejectionSamplingStage, {"kind": "rejection_sampling"})]
-)
+@pytest.mark.parametrize(("config", "keys"), [(Filter, {}), (RejectionSampling, {})])
 @pytest.mark.parametrize("tasks", [{"kind": "arithmetic"}, {"kind": "countdown"}, {"kind": "lookup", "path": "corpus.jsonl"}])
 def test_a_set_without_end_is_refused_as_the_recipe_is_read(config, keys, tasks):
     with pytest.raises(ValidationError, match="makes tasks without end"):
@@ -128,14 +126,14 @@ def test_a_set_without_end_is_refused_as_the_recipe_is_read(config, keys, tasks)
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"k": 4}, "all 4 attempts at a task would be the same"),
+        ({"k": 4}, "all 4 rollouts of a task would be the same"),
         ({"k": 1}, ""),
     ],
 )
 def test_an_evaluation_at_temperature_0_makes_one_attempt(keys, message):
-    told = {"kind": "eval", "init": "sft", "tasks": {"kind": "arithmetic"}, "sampling": {"temperature": 0.0}} | keys
+    told = {"init": "sft", "tasks": {"kind": "arithmetic"}, "sampling": {"temperature": 0.0}} | keys
     with pytest.raises(ValidationError, match=message) if message else nullcontext():
-        EvalStage.model_validate_json(json.dumps(told))
+        from_keys(Eval.Config, told)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +149,13 @@ def test_an_evaluation_at_temperature_0_makes_one_attempt(keys, message):
     ],
 )
 def test_rejection_sampling_drops_what_does_not_read_well(text, reason):
-    stage = stage_of(RejectionSamplingStage, kind="rejection_sampling")
+    stage = stage_of(RejectionSampling)
     [found] = reasons(group(rollout(text)), stage)
     assert found.partition(":")[0] == reason
 
 
 def test_turns_are_no_one_paragraph_since_a_tool_has_answered_between_them():
-    stage = stage_of(RejectionSamplingStage, kind="rejection_sampling")
+    stage = stage_of(RejectionSampling)
     call = '<tool_call>{"name": "python", "arguments": {"code": "print(2)"}}</tool_call>'
     long_alone, long_together = "so it is " * 250, "so it is " * 100
     assert reasons(group(rollout(*[long_together + call] * 4, "two")), stage) == [""]
@@ -177,14 +175,14 @@ def test_turns_are_no_one_paragraph_since_a_tool_has_answered_between_them():
 )
 def test_r1_pipeline_drops_long_paragraphs_and_code_blocks_though_its_tiny_model_writes_none(stage, said, reason):
     """Of otherwise the same right response, as a policy with more tokens would write them."""
-    config = load_recipe(RECIPES / "r1-pipeline.toml").stages[stage]
+    config = load_recipe(RECIPES / "r1-pipeline.toml").stages[stage].config
     text = said.format("I add the numbers and then check the sum.") + "<answer>\\boxed{12}</answer>"
     [found] = reasons(group(rollout(text)), config)
     assert found.partition(":")[0] == reason
 
 
 def test_rejection_sampling_keeps_right_whole_and_different_rollouts_up_to_a_number():
-    stage = stage_of(RejectionSamplingStage, kind="rejection_sampling", max_per_task=2)
+    stage = stage_of(RejectionSampling, max_per_task=2)
     found = reasons(
         group(
             rollout("one", right=False),
@@ -206,17 +204,12 @@ def test_the_share_of_foreign_words_leaves_out_code_mathematics_and_variables():
 
 
 def test_a_mix_names_each_of_its_sets_once():
-    with pytest.raises(ValidationError, match=r"data names a twice, but rows are drawn without replacement\. Name it once\."):
-        MixStage.model_validate_json(json.dumps({"kind": "mix", "tasks": {"kind": "arithmetic"}, "data": ["a", "b", "a"]}))
+    with pytest.raises(ValidationError, match=r"data names a twice, but rows are drawn without replacement\."):
+        from_keys(Mix.Config, {"data": ["a", "b", "a"]})
 
 
 def test_shares_of_a_total_add_up_to_it():
-    stage = MixStage.model_validate_json(
-        json.dumps(
-            {"kind": "mix", "tasks": {"kind": "arithmetic"}, "data": ["a", "b", "c"], "total": 10}
-            | {"shares": {"a": 0.55, "b": 0.25, "c": 0.2}}
-        )
-    )
+    stage = from_keys(Mix.Config, {"data": ["a", "b", "c"], "total": 10, "shares": {"a": 0.55, "b": 0.25, "c": 0.2}})
     assert counts_of(stage, {}) == {"a": 6, "b": 2, "c": 2}  # 5.5, 2.5, 2: one is left, and of equals the first by name gets it
 
 
@@ -262,23 +255,6 @@ def test_a_filter_writes_every_task_once_kept_or_dropped_with_its_reason(whole):
     assert all(row["num_right"] > 2 and "too easy" in row["reason"] for row in dropped)
 
 
-def test_a_curation_reads_the_outcomes_that_a_filter_writes_and_drops_what_it_drops(whole, tmp_path):
-    outcomes = whole.run.stage("hard").path / "data" / "outcomes.jsonl"
-    rows = [*kept(whole.run, "hard"), *read_lines(whole.run.stage("hard").path / "data" / "dropped.jsonl")]
-    right = {row["task_id"]: row["num_right"] for row in read_lines(outcomes)}
-    assert len(right) == 12
-    assert {row["id"]: row["num_right"] for row in rows if "num_right" in row}.items() <= right.items()
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "file.toml").write_text(
-        'name = "test"\n[[sources]]\nkind = "jsonl"\ndataset = "strop"\npath = "rows.jsonl"\n'
-        f'[[rules]]\nkind = "agreement"\nnum_rollouts = 4\nmin_right = 3\noutcomes = "{outcomes}"\n'
-    )
-    run_curation(load_curation(tmp_path / "file.toml"), tmp_path / "out", jobs=1)
-    too_easy = {row["id"] for row in rows if "num_right" in row}  # the filter's max_right is 2
-    assert {row["id"] for row in read_lines(tmp_path / "out" / "kept.jsonl")} == too_easy
-    assert len(read_lines(whole.run.stage("good").path / "data" / "outcomes.jsonl")) == 8
-
-
 def judge_lost_on_one(task: Task, trajectory) -> float:
     if task.question == "1+1":
         raise MachineError("the judge timed out")
@@ -300,13 +276,11 @@ def sampled(tmp_path, kind, judge, **keys):
 
 
 @pytest.mark.parametrize(("kind", "keys"), [("filter", {"max_right": 2}), ("rejection_sampling", {"drop_repeats": False})])
-def test_void_rollouts_are_told_with_their_reason_and_a_task_that_has_no_others_by_name(tmp_path, kind, keys):
+def test_void_rollouts_are_told_with_their_reason(tmp_path, kind, keys):
     done = sampled(tmp_path, kind, "judge_lost_on_one", **keys)
     [warning] = [text for text in done.progress.warnings if "void" in text]
     # Its two attempts and the two that took their places.
-    assert warning.startswith("4 rollouts are void and speak for nothing; tasks without any other: 1 (rows.jsonl:1).")
-    assert "the judge timed out" in warning
-    assert "void" in dict(done.progress.stages)["played"]
+    assert warning.startswith("4 rollouts are void and are not counted. The most frequent reason: the judge timed out")
 
 
 @pytest.mark.parametrize("kind", ["filter", "rejection_sampling"])
@@ -353,59 +327,31 @@ def test_an_export_is_a_model_with_a_card_and_the_lineage_of_what_it_stands_on(w
     assert "| after | again |" in card
 
 
-def test_a_lineage_names_parents_by_their_digests(whole):
+def test_a_lineage_names_its_parents_and_their_results(whole):
     lineage = {name: read_json(whole.run.stage(name).lineage) for name in PIPELINE}
-    assert lineage["rl"]["parents"] == {"init.sft": lineage["sft"]["digest"], "data.hard": lineage["hard"]["digest"]}
-    assert len({each["digest"] for each in lineage.values()}) == len(PIPELINE)
+    assert lineage["rl"]["parents"] == {"sft": lineage["sft"]["product"], "hard": lineage["hard"]["product"]}
     assert all("product" in each for name, each in lineage.items() if name != "after")
-
-
-@pytest.mark.slow
-def test_until_ends_the_run_there_and_a_later_try_goes_on_to_the_same_end(whole, tmp_path):
-    part = run_recipe(tmp_path / "run", make(), until="good")
-    assert part.run.stage("good").done.exists()
-    assert not part.run.stage("mixed").path.exists()
-    run_recipe(tmp_path / "run", make())
-    for name in PIPELINE:
-        mine, theirs = (read_json(run.stage(name).lineage) for run in (part.run, whole.run))
-        assert [mine["digest"], mine.get("product")] == [theirs["digest"], theirs.get("product")], name
 
 
 def test_a_changed_stage_is_named_with_all_that_stand_on_it_and_made_anew_on_request_alone(whole, tmp_path):
     run = RunDirectory(shutil.copytree(whole.run.path, tmp_path / "run"))
     before = {name: read_json(run.stage(name).lineage) for name in PIPELINE}
     changed = make(mixed={"counts": {"good": 4, "general": 4}})
-    with pytest.raises(RunError, match=r"another recipe:\n  stages\.mixed\.counts\.general: 3 there, 4 asked for"):
+    with pytest.raises(RunError, match=r"mixed: stages\.mixed\.counts\.general: 3 -> 4"):
         run_recipe(run.path, changed)
-    with pytest.raises(RunError, match="in more than --from student makes anew"):
+    with pytest.raises(RunError, match=r"mixed: stages\.mixed\.counts\.general: 3 -> 4"):
         run_recipe(run.path, changed, start="student")
 
-    only = run_recipe(run.path, changed, start="mixed", until="mixed")
-    assert any("again is stale: mixed was made anew" in text for text in only.progress.warnings)
-    assert read_json(run.stage("again").stale) == {"because": "mixed was made anew"}
-    with pytest.raises(RunError, match=r"stale:\n  again: mixed was made anew\n  after: again is stale") as caught:
+    run_recipe(run.path, changed, start="mixed", until="mixed")
+    assert read_json(run.stage("again").stale) == {"because": "mixed has another result"}
+    with pytest.raises(RunError, match=r"stale:\n  again: mixed has another result\n  after: again is stale") as caught:
         run_recipe(run.path, changed)
     assert "student" not in str(caught.value)
     assert "--from again" in str(caught.value)
 
     run_recipe(run.path, changed, start="again")
     after = {name: read_json(run.stage(name).lineage) for name in PIPELINE}
-    anew = {name for name in PIPELINE if before[name]["digest"] != after[name]["digest"]}
+    anew = {name for name in PIPELINE if before[name] != after[name]}
     assert anew == {"mixed", "again", "after", "release"}
     assert not run.stage("again").stale.exists()
     assert {path.name for path in (run.path / "stale").iterdir()} == {"mixed-1", "again-1", "after-1", "release-1"}
-
-
-def test_a_file_of_tasks_whose_contents_change_makes_stale_what_was_made_of_it(tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"question": f"{n}+1", "answer": str(n + 1)}) + "\n" for n in range(4)))
-    recipe = make(hard={"tasks": {"kind": "jsonl", "path": str(rows)}})
-    run = run_recipe(tmp_path / "run", recipe, until="rl").run
-    assert not run.stage("good").path.exists()
-    assert str(rows) in json.dumps(read_json(run.stage("hard").lineage)["data"])
-    rows.write_text(rows.read_text() + json.dumps({"question": "9+1", "answer": "10"}) + "\n")
-    with pytest.raises(RunError, match=r"hard: .*rows\.jsonl .* has other contents\n  rl: hard is stale"):
-        run_recipe(tmp_path / "run", recipe, until="rl")
-    rows.unlink()
-    with pytest.raises(RunError, match=r"hard: .*rows\.jsonl \(.*tasks\.path\) is not there any more\n  rl: hard is stale"):
-        run_recipe(tmp_path / "run", recipe, until="rl")

@@ -2,8 +2,8 @@
 
 from scripted_runs import RECIPE, run_recipe
 from strop.config import validate
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import read_lines
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_lines
 
 TAGS = 'source = "test"\ncalls = "tags"\n\n[[messages]]\nrole = "user"\ncontent = "{question}"\n'
 

@@ -7,10 +7,10 @@ from pydantic import ValidationError
 
 from scripted_runs import answer, make_recipe, run_recipe, sometimes_right, untimed
 from strop.errors import CannotLearnError
-from strop.pipelines.ledger import StepLedger
-from strop.runs import read_json, read_lines
+from strop.run_directory import read_json, read_lines
+from strop.stages.loop.ledger import StepLedger
 
-METHOD = {"name": "grpo", "drop_tied": True, "refill_rounds": 3}
+METHOD = {"kind": "grpo", "drop_tied": True, "refill_rounds": 3}
 RECIPE = {"method": METHOD, "steps": 2, "tasks_per_step": 4, "group_size": 4, "updates_per_step": 2}
 
 
@@ -44,7 +44,7 @@ def right(conversation, draw):
 
 
 def test_a_step_that_keeps_nothing_counts_the_updates_that_it_leaves_out(tmp_path):
-    recipe = make_recipe(**RECIPE | {"method": {"name": "grpo", "drop_tied": True}, "give_up_after": 1})
+    recipe = make_recipe(**RECIPE | {"method": {"kind": "grpo", "drop_tied": True}, "give_up_after": 1})
     run = run_recipe(tmp_path / "run", recipe, say=right).run  # all is right, which is no reason to give up
     assert [(line["groups/used"], line["update/skipped"], line["update/stuck_steps"]) for line in lines_of(run)] == [
         (0, 2, 0)
@@ -111,7 +111,7 @@ def test_a_group_that_is_all_right_is_replaced_although_some_of_it_are_penalised
     ],
 )
 def test_ties_by_a_part_that_says_nothing_of_what_is_right_are_refused(reward, parts):
-    with pytest.raises(ValidationError, match=rf"tied_by is 'called'.*Such parts: {parts}\. Name one of them"):
+    with pytest.raises(ValidationError, match=rf"tied_by is 'called'.*Such parts: {parts}\. Or set tied_by"):
         make_recipe(reward=reward, method=METHOD | {"tied_by": "called"})
 
 

@@ -5,13 +5,14 @@ import shutil
 
 import pytest
 import transformers
+from killing import open_tool_calls
 from safetensors.torch import load_file
 
 from scripted_runs import make_recipe, run_recipe, untimed
-from strop.pipelines import checkpoints
-from strop.pipelines.ledger import open_tool_calls, read_rollouts
-from strop.pipelines.load import recipe_of
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.recipe.load import recipe_of
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop import checkpoints
+from strop.stages.loop.ledger import read_rollouts
 from strop.types import StopReason, ToolOutcome
 
 COST_KEYS = {"update/tokens_per_s", "update/flops_per_s", "machine/flop_utilisation", "machine/peak_memory_mib"}

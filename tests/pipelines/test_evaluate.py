@@ -6,17 +6,13 @@ import random
 
 import pytest
 
-from hub_copies import keep_copy, offline, reach_hub
 from scripted_runs import RecordingEngine, answer, make_recipe, run_recipe, sums_and_errors
 from strop.errors import EngineLost, MachineError, RunError, TaskError
 from strop.evaluation.results import read_eval
-from strop.pipelines.evaluate import evaluate_model
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.stage import load_chat
-from strop.reports.progress import Silent
-from strop.runs import read_lines, write_text
+from strop.pipeline.evaluate import evaluate_model
+from strop.recipe.recipe import Recipe, resolve
 from strop.sandbox.scripted import ScriptedSandbox
-from strop.tasks import RowTasks
+from strop.stages.context import Silent, load_chat
 from strop.types import Task
 
 
@@ -66,13 +62,13 @@ def evaluate(directory, model, recipe, *, say=None, lost_after=None, monkeypatch
         engines.append(Engine(lambda request: chat.completion_ids(said(random.Random(request.seed)))))
         return [engines[-1]]
 
-    monkeypatch.setattr("strop.pipelines.evaluate.train", _with_doubles(open_engines))
+    monkeypatch.setattr("strop.pipeline.evaluate.train", _with_doubles(open_engines))
     figures = asyncio.run(evaluate_model(recipe, model, directory, stage=None, progress=Silent()))
     return figures, engines
 
 
 def _with_doubles(open_engines):
-    from strop.pipelines.train import train
+    from strop.pipeline.run import train
 
     async def run(recipe, directory, *, progress):
         runner = ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01)
@@ -91,60 +87,21 @@ def test_a_kill_in_the_middle_loses_only_what_was_in_flight_and_a_third_call_doe
     with pytest.raises(EngineLost):
         evaluate(tmp_path / "run", model, recipe, lost_after=5, monkeypatch=monkeypatch)
     resumed, [engine] = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
-    assert resumed["num_taken_over"] >= 5
-    assert len(engine.answers) == 4 * 3 - resumed["num_taken_over"]
-    untold = ("time_s", "num_taken_over", "run")
+    assert len(engine.answers) <= 4 * 3 - 5
+    untold = ("time_s", "run")
     assert {k: v for k, v in resumed.items() if k not in untold} == {k: v for k, v in whole.items() if k not in untold}
     assert read_eval(tmp_path / "run").problems == read_eval(tmp_path / "whole").problems
     again, engines = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
     assert (again, engines) == (resumed, [])
 
 
-@pytest.mark.parametrize("is_finished", [True, False])
-def test_more_problems_and_more_attempts_are_played_beside_those_that_are_there(tmp_path, model, monkeypatch, is_finished):
-    """From two problems twice to four problems three times: the eight attempts that are missing, and no others."""
-    write_rows(tmp_path / "rows.jsonl", *SUMS)
-    small, large = (evaluation(tmp_path / "rows.jsonl", num_tasks=num, k=k) for num, k in ((2, 2), (4, 3)))
-    whole, _ = evaluate(tmp_path / "whole", model, large, monkeypatch=monkeypatch)
-    if is_finished:
-        evaluate(tmp_path / "run", model, small, monkeypatch=monkeypatch)
-    else:
-        with pytest.raises(EngineLost):
-            evaluate(tmp_path / "run", model, small, lost_after=2, monkeypatch=monkeypatch)
-    figures, [engine] = evaluate(tmp_path / "run", model, large, monkeypatch=monkeypatch)
-    assert figures["num_taken_over"] == 4 if is_finished else figures["num_taken_over"] in (2, 3)
-    assert len(engine.answers) == 12 - figures["num_taken_over"]
-    assert (figures["num_tasks"], figures["k"]) == (4, 3)
-    untold = ("time_s", "num_taken_over", "run")
-    assert {k: v for k, v in figures.items() if k not in untold} == {k: v for k, v in whole.items() if k not in untold}
-    assert evaluate(tmp_path / "run", model, large, monkeypatch=monkeypatch) == (figures, [])
-
-
 def test_fewer_problems_or_other_settings_than_there_are_is_another_evaluation(tmp_path, model, monkeypatch):
     write_rows(tmp_path / "rows.jsonl", *SUMS)
     figures, _ = evaluate(tmp_path / "run", model, evaluation(tmp_path / "rows.jsonl"), monkeypatch=monkeypatch)
     for asked in ({"num_tasks": 2}, {"k": 2}, {"num_tasks": 2, "k": 8}, {"k": 8, "prompt": "rstar2"}):
-        with pytest.raises(RunError, match="a run of another recipe"):
+        with pytest.raises(RunError, match="these stages are stale"):
             evaluate(tmp_path / "run", model, evaluation(tmp_path / "rows.jsonl", **asked), monkeypatch=monkeypatch)
     assert read_eval(tmp_path / "run").result == figures
-
-
-def test_the_time_of_a_result_is_that_of_all_its_tries_as_its_tokens_are(tmp_path, model, monkeypatch):
-    write_rows(tmp_path / "rows.jsonl", *SUMS)
-    recipe = evaluation(tmp_path / "rows.jsonl")
-    with pytest.raises(EngineLost):
-        evaluate(tmp_path / "run", model, recipe, lost_after=5, monkeypatch=monkeypatch)
-    clock = tmp_path / "run" / "stages" / "sums" / "eval" / "clock.jsonl"
-    first_try = read_lines(clock)
-    assert len(first_try) >= 5
-    assert [line["try"] for line in first_try] == [1] * len(first_try)
-    slow = first_try[-1] | {"time_s": 1000.0}
-    of_others = {"try": 2, "weights": "of another model", "time_s": 5000.0}
-    write_text(clock, "".join(json.dumps(line) + "\n" for line in (slow, of_others)))
-    figures, _ = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
-    last_try = [line["time_s"] for line in read_lines(clock) if line["try"] == 3]
-    assert len(last_try) == 4 * 3 - figures["num_taken_over"]
-    assert 1000.0 + max(last_try) < figures["time_s"] < 1600.0
 
 
 def test_a_result_says_what_was_evaluated_and_its_problems_who_was_right(tmp_path, model, monkeypatch):
@@ -163,60 +120,13 @@ def test_a_result_says_what_was_evaluated_and_its_problems_who_was_right(tmp_pat
     assert figures["maj_at_k"] == sum(line["answers"].count("2") >= 2 for line in problems[:3]) / 4
 
 
-PUBLISHED = list(SUMS)
-"""What a source that is no file holds today: a hub data set, for one."""
-
-
-def published(*, seed, split):
-    tasks = [Task(id=str(at), question=question, answer=right, source="hub") for at, (question, right) in enumerate(PUBLISHED)]
-    return RowTasks(tasks, seed=seed, is_shuffled=False)
-
-
-def test_a_problem_that_changed_meanwhile_is_played_again_and_a_finished_evaluation_says_so(tmp_path, model, monkeypatch):
-    recipe = evaluation(tmp_path / "no file", tasks={"kind": "python", "source": "test_evaluate:published"})
-    with pytest.raises(EngineLost):
-        evaluate(tmp_path / "run", model, recipe, lost_after=11, monkeypatch=monkeypatch)
-    monkeypatch.setattr("test_evaluate.PUBLISHED", [*SUMS[:3], ("1+2", "3")])
-    _, [engine] = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
-    assert 3 <= len(engine.answers) <= 4  # the changed problem's three, and the one that was not finished
-    monkeypatch.setattr("test_evaluate.PUBLISHED", SUMS)
-    with pytest.raises(RunError, match=r"finished, but 1 of its problems are no longer .* first is number 3.* --name"):
-        evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
-
-
-def test_a_problem_that_changed_is_played_again_also_where_the_try_that_would_have_is_killed(tmp_path, model, monkeypatch):
-    recipe = evaluation(tmp_path / "no file", tasks={"kind": "python", "source": "test_evaluate:published"})
-    with pytest.raises(EngineLost):
-        evaluate(tmp_path / "run", model, recipe, lost_after=11, monkeypatch=monkeypatch)
-    monkeypatch.setattr("test_evaluate.PUBLISHED", [*SUMS[:3], ("1+2", "3")])
-    with pytest.raises(EngineLost):
-        evaluate(tmp_path / "run", model, recipe, lost_after=0, monkeypatch=monkeypatch)
-    _, [engine] = evaluate(tmp_path / "run", model, recipe, monkeypatch=monkeypatch)
-    assert 3 <= len(engine.answers) <= 4
-
-
 def test_a_file_that_changed_under_a_finished_evaluation_is_refused(tmp_path, model, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     write_rows(rows, *SUMS)
     evaluate(tmp_path / "run", model, evaluation(rows), monkeypatch=monkeypatch)
     write_rows(rows, *SUMS[:3], ("1+2", "3"))
-    with pytest.raises(RunError, match="1 of its problems are no longer"):
+    with pytest.raises(RunError, match=r"rows\.jsonl .* has other contents"):
         evaluate(tmp_path / "run", model, evaluation(rows), monkeypatch=monkeypatch)
-
-
-def test_a_finished_evaluation_of_the_hub_is_held_to_the_commit_that_it_read_and_grows_there(tmp_path, model, monkeypatch):
-    pytest.importorskip("datasets", reason="needs the extra strop[data]")
-    offline(monkeypatch, tmp_path / "copies")
-    keep_copy(tmp_path / "copies", "sums", "a" * 40, [{"question": asked, "answer": right} for asked, right in SUMS])
-    of_hub = {"kind": "hub", "name": "org/sums", "test_split": "train"}
-    small, large = (evaluation(tmp_path / "no file", tasks=of_hub, k=k) for k in (2, 3))
-    done = evaluate(tmp_path / "run", model, small, monkeypatch=monkeypatch)[0]
-    keep_copy(tmp_path / "copies", "sums", "b" * 40, [{"question": "1+2", "answer": "3"}] * 4)
-    reach_hub(monkeypatch, tmp_path / "copies")
-    assert evaluate(tmp_path / "run", model, small, monkeypatch=monkeypatch) == (done, [])
-    grown, [engine] = evaluate(tmp_path / "run", model, large, monkeypatch=monkeypatch)
-    assert (grown["num_taken_over"], len(engine.answers)) == (4 * 2, 4)
-    assert [line["question"] for line in read_eval(tmp_path / "run").problems] == [asked for asked, _ in SUMS]
 
 
 def test_a_benchmark_without_answers_is_one_message_before_anything_is_played(tmp_path, model, monkeypatch):

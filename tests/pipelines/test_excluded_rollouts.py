@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from scripted_runs import make_recipe, run_recipe
-from strop.pipelines.ledger import StepLedger, read_closed, read_rollouts
 from strop.rewards import judge_group
 from strop.rewards.sum import EXCLUDED
+from strop.stages.loop.async_rollouts import read_closed
+from strop.stages.loop.ledger import StepLedger, read_rollouts
 from strop.types import Group, RolloutKey, Task
 
 TASK = Task(id="t", question="?", answer="1", source="test")

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
-from strop.pipelines.claim import differences
+from strop.runs.manifest import differences
 
 FREE_OF_ENGINES = {
     *("replicas", "slots", "deadline_s", "devices", "cached_prompts", "own_process", "python", "addresses"),
-    *("start_timeout_s", "publish_timeout_s", "kv_mib", "memory_fraction"),
+    *("start_timeout_s", "publish_timeout_s", "kv_mib"),
 }
 BOUND = {
     *("kind", "dtype", "device", "threads", "deterministic", "decode", "tensor_parallel", "eager"),  # round another way
@@ -87,10 +86,3 @@ def test_a_key_that_decides_over_results_is_told_even_if_it_resembles_a_free_one
         return value
 
     assert differences(tree(1), tree(2)) == [(path, 1, 2)]
-
-
-def test_the_recipes_page_names_every_free_key_of_an_engine():
-    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
-    listed = re.search(r"\*\*Another try of a run\*\*.*?\n- |\*\*Another try of a run\*\*.*?\n\n", page, re.DOTALL)
-    assert listed is not None
-    assert {name for name in FREE_OF_ENGINES if f"`{name}`" not in listed.group()} == set()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripted_runs import untimed
-from strop.runs import read_lines
+from strop.run_directory import read_lines
 
 HERE = Path(__file__).parent
 UNSHARE = ["unshare", "--map-root-user", "--user", "--mount"] if os.getuid() else ["unshare", "--mount"]

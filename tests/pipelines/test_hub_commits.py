@@ -6,8 +6,8 @@ from hub_copies import keep_copy, offline
 from scripted_runs import RECIPE, run_recipe
 from strop.config import validate
 from strop.errors import TaskError
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import read_json
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_json
 
 pytest.importorskip("datasets", reason="needs the extra strop[data]")
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripted_runs import RECIPE, run_recipe
-from strop.pipelines.recipe import Recipe, resolve
+from strop.recipe.recipe import Recipe, resolve
 
 STAGES = {
     "rl": {"kind": "rl", "method": "grpo", "tasks_per_step": 3, "group_size": 4},
@@ -23,9 +23,8 @@ def warnings_of(directory, kind, where, **keys):
 @pytest.mark.parametrize("kind", STAGES)
 def test_a_part_that_is_for_no_task_of_a_step_is_told_once_a_stage(tmp_path, kind):
     assert warnings_of(tmp_path / "run", kind, {"domain": ["chess"]}) == [
-        "step 1: reward.parts.brief is for none of its 3 tasks, so all were judged without it: `where` wants domain = 'chess',"
-        " a fact that none of them carries. Facts that they carry: 'expression'. If no later step brings such tasks, mend"
-        " `where`, or carry the column along with tasks.facts."
+        "step 1: reward.parts.brief is for none of its 3 tasks: `where` requires domain = 'chess', and the tasks have"
+        " {'domain': ['']}. If no later step has such tasks, correct `where`, or add the column to tasks.facts."
     ]
 
 

@@ -13,10 +13,10 @@ import torch
 
 from scripted_runs import Watching, untimed
 from strop.engine.opening import open_engines
-from strop.pipelines.ledger import read_rollouts
-from strop.pipelines.load import load_recipe
-from strop.pipelines.train import train
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.pipeline.run import train
+from strop.recipe.load import load_recipe
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop.ledger import read_rollouts
 
 TINY = Path(__file__).with_name("tiny.toml")
 FAULTS = {1: signal.SIGKILL, 2: signal.SIGSTOP, 3: signal.SIGKILL}  # by step

@@ -1,9 +1,10 @@
-"""What a stage stands on besides its keys: the code that makes it, the user's own modules, data sets, what parents made."""
+"""What a stage reads besides its keys: the user's own modules, data, models, and results of other stages."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,10 @@ from scripted_runs import RECIPE, answer, make_recipe, run_recipe
 from strop.config import validate
 from strop.errors import RunError
 from strop.evaluation.leaderboard import gather
-from strop.pipelines import lineage
-from strop.pipelines.lineage import lineages
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.stage import weights_digest
-from strop.runs import RunDirectory, read_json, write_json
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import RunDirectory, read_json, write_json
+from strop.runs import lineage
+from strop.runs.lineage import digest_of, lineages
 
 
 def lineages_of(run, **root):
@@ -24,7 +24,9 @@ def lineages_of(run, **root):
 
 
 def digests(run, **root):
-    return {name: each["digest"] for name, each in lineages_of(run, **root).items()}
+    return {
+        name: {key: facts["digest"] for key, facts in each["files"].items()} for name, each in lineages_of(run, **root).items()
+    }
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def package(tmp_path, monkeypatch):
     lineage._source_digest.cache_clear()
 
 
-def test_the_code_of_a_stage_is_told_by_its_source_since_many_commits_have_one_version(package, tmp_path):
+def test_the_code_of_a_stage_is_recorded_by_the_content_of_its_source(package, tmp_path):
     before = lineages_of(tmp_path / "run")["rl"]["code"]
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "rewards.pyc").write_bytes(b"compiled")
@@ -50,7 +52,7 @@ def test_the_code_of_a_stage_is_told_by_its_source_since_many_commits_have_one_v
     lineage._source_digest.cache_clear()
     after = lineages_of(tmp_path / "run")["rl"]["code"]
     assert after["strop"] == before["strop"]
-    assert after["source"] != before["source"]
+    assert after["digest"] != before["digest"]
 
 
 def test_other_code_makes_no_stage_stale_that_began_with_what_there_was(run, package):
@@ -58,13 +60,12 @@ def test_other_code_makes_no_stage_stale_that_began_with_what_there_was(run, pac
     assert lineages_of(run.path)["rl"]["code"] == began_with
     assert lineage.why_stale(run, make_recipe(), lineages(make_recipe(), run)) == {}
     shutil.rmtree(run.stage("after").path)
-    assert lineages_of(run.path)["after"]["code"]["source"] != began_with["source"]
+    assert lineages_of(run.path)["after"]["code"]["digest"] != began_with["digest"]
 
 
 OWN = {
     "a reward": {"reward": {"kind": "function", "function": "own_part:judge"}},
     "a part of a reward": {"reward": {"kind": "sum", "parts": {"own": {"kind": "function", "function": "own_part:judge"}}}},
-    "a source of tasks": {"tasks": {"kind": "python", "source": "own_part:tasks"}},
     "a tool": {"tools": {"own": {"kind": "function", "function": "own_part:count"}}},
 }
 
@@ -76,9 +77,20 @@ def test_a_module_of_the_users_own_counts_by_its_contents(root, tmp_path, monkey
     module.write_text("A = 1\n")
     before = digests(tmp_path / "run", **root)
     assert digests(tmp_path / "run", **root) == before
-    module.write_text("A = 2  # longer\n")
-    after = digests(tmp_path / "run", **root)
-    assert all(before[name] != after[name] for name in before)
+    module.write_text("A = 2\n")
+    assert digests(tmp_path / "run", **root) != before
+    module.write_text("# A comment.\n\nA = 1\n")
+    assert digests(tmp_path / "run", **root) == before
+
+
+def test_a_docstring_counts_only_in_a_tool_where_it_is_part_of_the_prompt(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "own_part.py"
+    module.write_text("def judge():\n    return 1\n")
+    before = [digests(tmp_path / "run", **OWN[each]) for each in ("a reward", "a tool")]
+    module.write_text('def judge():\n    """Judge."""\n    return 1\n')
+    after = [digests(tmp_path / "run", **OWN[each]) for each in ("a reward", "a tool")]
+    assert [one == other for one, other in zip(before, after, strict=True)] == [True, False]
 
 
 def test_a_module_that_changes_makes_stale_what_it_judged(tmp_path, monkeypatch):
@@ -92,17 +104,6 @@ def test_a_module_that_changes_makes_stale_what_it_judged(tmp_path, monkeypatch)
         run_recipe(run.path, recipe)
 
 
-def test_a_stage_that_an_older_strop_began_is_not_held_to_what_it_did_not_record(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "own_part.py").write_text("A = 1\n")
-    root = OWN["a reward"]
-    older = RunDirectory(tmp_path / "run")
-    for name, each in lineages_of(older.path, **root).items():
-        write_json(older.stage(name).lineage, each | {"code": {"strop": "0.1.0"}, "data": {}})
-    now = lineages_of(older.path, **root)
-    assert [each["data"] for each in now.values()] == [{}] * len(now)
-
-
 def test_a_local_directory_that_is_named_as_a_data_set_of_the_hub_counts_by_its_contents(tmp_path):
     rows = tmp_path / "dataset" / "train.jsonl"
     rows.parent.mkdir()
@@ -111,9 +112,9 @@ def test_a_local_directory_that_is_named_as_a_data_set_of_the_hub_counts_by_its_
     before = digests(tmp_path / "run", **hub)
     rows.write_text(json.dumps({"question": "1+2", "answer": "3"}) + "\n")
     after = digests(tmp_path / "run", **hub)
-    assert all(before[name] != after[name] for name in before)
+    assert before["rl"] != after["rl"]
     elsewhere = {"tasks": {"kind": "hub", "name": "openai/gsm8k"}}
-    assert lineages_of(tmp_path / "run", **elsewhere)["rl"]["data"] == {}
+    assert lineages_of(tmp_path / "run", **elsewhere)["rl"]["files"] == {}
 
 
 @pytest.fixture
@@ -136,70 +137,93 @@ def of_model(model, **root):
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors"])
 def test_a_local_model_counts_with_its_tokenizer_its_chat_template_and_its_config(model, tmp_path, name):
-    before, digest = digests(tmp_path / "run", **of_model(model)), lineage.model_digest(model)
+    before, digest = digests(tmp_path / "run", **of_model(model)), digest_of(model)
     (model / name).write_text("another")
     after = digests(tmp_path / "run", **of_model(model))
-    assert all(before[stage] != after[stage] for stage in before)
-    assert lineage.model_digest(model) != digest
+    assert before["base"] != after["base"]
+    assert digest_of(model) != digest
 
 
 def test_a_models_card_is_no_part_of_it(model, tmp_path):
-    before, digest = digests(tmp_path / "run", **of_model(model)), lineage.model_digest(model)
+    before, digest = digests(tmp_path / "run", **of_model(model)), digest_of(model)
     for name in ("README.md", "lineage.json"):
         (model / name).write_text("another")
     assert digests(tmp_path / "run", **of_model(model)) == before
-    assert lineage.model_digest(model) == digest
-
-
-def test_a_stage_that_an_older_strop_began_is_held_to_the_weights_of_its_model_alone(model, tmp_path):
-    older = RunDirectory(tmp_path / "run")
-    now = lineages_of(older.path, **of_model(model))["base"]
-    facts = {key: value for key, value in now["data"]["path"].items() if key != "has_tokenizer"}
-    write_json(older.stage("base").lineage, now | {"data": {"path": facts | {"digest": weights_digest(model)}}})
-    begun = lineages_of(older.path, **of_model(model))["base"]
-    assert begun["data"]["path"]["digest"] == weights_digest(model)
-    (model / "tokenizer.json").write_text("another")
-    assert lineages_of(older.path, **of_model(model))["base"]["digest"] == begun["digest"]
-    (model / "model.safetensors").write_bytes(b"other weights")
-    assert lineages_of(older.path, **of_model(model))["base"]["digest"] != begun["digest"]
+    assert digest_of(model) == digest
 
 
 def never_right(conversation, draw):
     return answer(draw.choice([0, 1]))
 
 
-def test_a_stage_that_is_made_anew_and_comes_out_otherwise_makes_stale_what_stood_on_it(run):
-    """Nothing of the recipe has changed: the digests alone of what was made tell it."""
+def test_a_rerun_stage_with_another_result_makes_its_dependents_stale(run):
+    """The recipe is the same: only the digests of the result differ."""
     before = read_json(run.stage("rl").lineage)
     run_recipe(run.path, start="rl", until="rl", say=never_right)
     after = read_json(run.stage("rl").lineage)
-    assert before["digest"] == after["digest"]
+    assert before["keys"] == after["keys"]
     assert before["product"] != after["product"]
-    assert read_json(run.stage("after").stale) == {"because": "rl was made anew"}
+    assert read_json(run.stage("after").stale) == {"because": "rl has another result"}
     assert not run.stage("before").stale.exists()
     assert any("after/eval/result.json: stale" in told for told in gather([run.path]).left_out)
-    with pytest.raises(RunError, match=r"stale:\n  after: rl was made anew\nMake them anew with --from after"):
+    with pytest.raises(RunError, match=r"stale:\n  after: rl has another result\nRerun them with --from after"):
         run_recipe(run.path, say=never_right)
     run_recipe(run.path, start="after", say=never_right)
     assert not run.stage("after").stale.exists()
-    assert read_json(run.stage("after").lineage)["parent_products"] == {"rl": after["product"]}
+    assert read_json(run.stage("after").lineage)["parents"] == {"rl": after["product"]}
 
 
-def test_a_stage_that_comes_out_as_it_was_makes_nothing_stale(run):
-    before = read_json(run.stage("rl").lineage)["product"]
-    run_recipe(run.path, start="rl", until="rl")
-    assert read_json(run.stage("rl").lineage)["product"] == before
-    assert not run.stage("after").stale.exists()
-    run_recipe(run.path)
+def test_what_depends_on_a_stale_stage_is_stale_too(run):
+    of_rl = read_json(run.stage("rl").lineage)
+    write_json(run.stage("rl").lineage, of_rl | {"parents": {"sft": {"model.safetensors": "another"}}})
+    recipe = make_recipe()
+    stale = lineage.why_stale(run, recipe, lineages(recipe, run))
+    assert stale == {"rl": "sft has another result", "after": "rl is stale"}
+    lineage.mark_stale(run, recipe, stale)
+    assert {name: read_json(run.stage(name).stale)["because"] for name in stale} == stale
 
 
-def test_what_stands_on_a_stale_stage_is_stale_too(run):
-    """Two steps away: sft was made anew, so rl and what measures it are stale."""
-    run_recipe(run.path, start="sft", until="sft")
-    sft = read_json(run.stage("sft").lineage)
-    write_json(run.stage("rl").lineage, read_json(run.stage("rl").lineage) | {"parent_products": {"sft": "of other weights"}})
-    lineage.write_lineage(run, "sft", sft, product=run.stage("sft").model)
-    because = {name: read_json(run.stage(name).stale)["because"] for name in ("rl", "after")}
-    assert because == {"rl": "sft was made anew", "after": "rl is stale"}
-    stale = lineage.why_stale(run, make_recipe(), lineages(make_recipe(), run))
-    assert stale == because
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-10] ^= 1
+    path.write_bytes(content)
+
+
+def change_a_digit(path):
+    text = path.read_text()
+    path.write_text(text.replace("1e-06", "1e-05") if "1e-06" in text else text.replace("2", "3", 1))
+
+
+DAMAGES = {
+    "a flipped bit of the weights": ("model.safetensors", flip_a_bit, "changed"),
+    "a digit of the config": ("config.json", change_a_digit, "changed"),
+    "a tokenizer that is gone": ("tokenizer.json", Path.unlink, "removed"),
+    "a file that was added": ("added_tokens.json", lambda path: path.write_text("{}"), "added"),
+}
+
+
+@pytest.mark.parametrize(("name", "damage", "what"), DAMAGES.values(), ids=DAMAGES)
+def test_a_model_that_changed_after_its_stage_finished_is_refused(run, name, damage, what):
+    path = run.stage("sft").model / name
+    shutil.rmtree(run.stage("rl").path)
+    shutil.rmtree(run.stage("after").path)
+    damage(path)
+    with pytest.raises(RunError) as caught:
+        run_recipe(run.path)
+    assert str(caught.value) == (f"{path}: {what} since stage sft finished. Restore it, or rerun the stage with --from sft.")
+    assert not run.stage("rl").path.exists()
+
+
+def test_rows_that_were_cut_after_their_stage_finished_are_refused(tmp_path):
+    """At the end of a line, where every reader takes the file for whole."""
+    stages = {name: RECIPE["stages"][name] for name in ("base", "sft")}
+    stages["hard"] = {"kind": "filter", "init": "sft", "num_tasks": 6, "k": 2, "min_right": 0, "max_right": 2}
+    mixed = {"mixed": {"kind": "mix", "data": ["hard"]}}
+    recipe = validate(Recipe, resolve(RECIPE | {"stages": stages | mixed}), place="test")
+    run = run_recipe(tmp_path / "run", recipe, until="hard").run
+    rows = run.stage("hard").path / "data" / "kept.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    assert len(lines) > 1
+    rows.write_text("".join(lines[:-1]))
+    with pytest.raises(RunError, match=rf"^{rows}: changed since stage hard finished.* with --from hard\.$"):
+        run_recipe(run.path, recipe)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from scripted_runs import RECIPE
 from strop.config import validate
-from strop.pipelines.lineage import lineages
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import RunDirectory
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import RunDirectory
+from strop.runs.lineage import lineages
 
 
 def digests(path, run):
     tree = resolve(RECIPE | {"tools": {"search": {"kind": "search", "backend": {"kind": "bm25", "path": str(path)}}}})
-    return {name: each["digest"] for name, each in lineages(validate(Recipe, tree, place="test"), RunDirectory(run)).items()}
+    return {name: each["files"] for name, each in lineages(validate(Recipe, tree, place="test"), RunDirectory(run)).items()}
 
 
 def test_a_corpus_whose_contents_change_makes_other_stages_of_a_recipe(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 
 from scripted_runs import RecordingEngine, Watching, make_recipe, run_recipe, untimed
 from strop.errors import ConfigError, EngineLost
-from strop.pipelines.ledger import read_rollouts
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop.ledger import read_rollouts
 from strop.types import RolloutKey
 
 
@@ -75,7 +75,7 @@ def test_engines_that_die_in_every_stage_change_nothing_but_the_log(scripted_run
     assert {line["reason"] for line in events(done.run, "engine_lost")} == {"process 4711 has ended: SIGKILL."}
     assert "engine engine-0 is lost: process 4711 has ended: SIGKILL." in progress.warnings
     assert {(line["engine"], line["replaces"]) for line in events(done.run, "engine_joined")} == {("engine-0.2", "engine-0")}
-    assert "engine engine-0.2 takes the place of engine-0." in progress.warnings
+    assert "engine engine-0.2 replaces engine-0." in progress.warnings
     restarts = sum(line.get("scheduler/restarts", 0) for line in read_lines(done.run.metrics))
     assert restarts >= 1
     assert all(engine.is_closed for engine in done.engines)

@@ -1,7 +1,6 @@
 """What a recipe names and this machine lacks is told before anything runs."""
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -10,12 +9,15 @@ import pytest
 from scripted_runs import RECIPE, run_recipe
 from strop import cli
 from strop.errors import UserError
-from strop.pipelines.machine import check_machine, missing_files
-from strop.pipelines.plan import plan
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import RunDirectory
+from strop.pipeline.plan import check_stages, plan
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import RunDirectory
 
 TINY = Path(__file__).with_name("tiny.toml")
+
+
+def check_machine(recipe, *, done=(), **options):
+    check_stages(recipe, [name for name in recipe.stages if name not in done], **options)
 
 
 def recipe(python, **engine):
@@ -48,24 +50,12 @@ def test_an_interpreter_that_cannot_be_run_is_named_with_its_key_and_the_remedy(
         assert "`make test-vllm`, as an example, sets up .venv-vllm" in str(told.value)
 
 
-def test_an_interpreter_that_can_be_run_is_taken_by_path_and_by_name(tmp_path, interpreter):
-    interpreter.chmod(0o755)
-    check_machine(recipe(interpreter))
-    check_machine(recipe(os.path.relpath(interpreter)))
-    check_machine(recipe("python", environment={"PATH": str(interpreter.parent)}))
-
-
 def test_only_stages_that_will_sample_need_an_engine(tmp_path):
     bad = recipe(tmp_path / "none")
     check_machine(bad, done=["before", "rl", "after"])
     with pytest.raises(UserError, match=r"engine\.python"):
         check_machine(bad, done=["before", "rl"])
     check_machine(bad.model_copy(update={"stages": {name: bad.stages[name] for name in ("base", "sft")}}))
-
-
-def test_a_plan_of_what_cannot_be_opened_here_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"engine\.python: .* does not exist"):
-        plan(recipe(tmp_path / "none"))
 
 
 def scripted(engine=(), trainer=()):
@@ -137,24 +127,13 @@ def test_devices_that_are_there_pass(two_devices):
     check_machine(scripted(engine={"devices": [1, 0]}, trainer={"device": "cuda", "workers": 2}))
 
 
-def test_only_stages_that_will_run_need_their_device(no_devices):
-    of_trainers = scripted(trainer={"device": "cuda"})
-    check_machine(of_trainers, done=["sft", "rl"])
-    with pytest.raises(UserError, match=r"stages\.rl\.trainer\.device"):
-        check_machine(of_trainers, done=["sft"])
-    of_the_engine = scripted(engine={"device": "cuda"})
-    check_machine(of_the_engine, done=["before", "rl", "after"])
-    with pytest.raises(UserError, match=r"engine\.device"):
-        check_machine(of_the_engine, done=["before", "rl"])
-
-
 def test_of_what_a_start_leaves_as_it_is_nothing_is_asked(run, monkeypatch):
     """Another machine may have trained it."""
     asked = []
-    monkeypatch.setattr("strop.pipelines.train.check_machine", lambda recipe, *, done, run: asked.append(set(done)))
+    monkeypatch.setattr("strop.pipeline.run.check_stages", lambda recipe, names, *, run: asked.append(set(names)))
     run_recipe(run.path, start="after")
     run_recipe(run.path, start="rl")
-    assert asked == [{"base", "sft", "before", "rl"}, {"base", "sft", "before"}]
+    assert asked == [{"after"}, {"rl", "after"}]
 
 
 def test_engines_with_devices_of_their_own_are_not_judged_by_what_the_trainer_may_see(no_devices, monkeypatch):
@@ -188,8 +167,8 @@ def models(tmp_path_factory):
 def test_a_reward_model_that_is_not_there_is_named_with_its_key_before_anything_runs(tmp_path, models):
     language_model, _ = models
     faults = {
-        tmp_path / "none": "no model here: config.json is missing. Name a directory that transformers can load.",
-        language_model: "no reward model but a language model: it has no head of one number.",
+        tmp_path / "none": "there is no model here: config.json is missing. Name a directory that transformers can load.",
+        language_model: "a language model, not a reward model: it has no head of one number.",
     }
     for path, fault in faults.items():
         with pytest.raises(UserError) as told:
@@ -204,7 +183,7 @@ def test_a_plan_tells_a_reward_model_that_is_not_there_yet_and_refuses_one_that_
     told = {stage.name: "\n".join(stage.schedule) for stage in plan(judged_by(tmp_path / "none"))}
     missing = f"reward.parts.helpful.scorer.path: {tmp_path / 'none'}: NOT FOUND"
     assert {name for name, lines in told.items() if missing in lines} == {"before", "rl", "after"}
-    with pytest.raises(UserError, match="no reward model but a language model"):
+    with pytest.raises(UserError, match="a language model, not a reward model"):
         plan(judged_by(language_model))
 
 
@@ -221,12 +200,6 @@ def test_a_reward_model_that_is_there_passes_and_stages_that_judge_nothing_need_
         check_machine(validated, done=["before", "rl", "after"])
 
 
-def test_a_run_whose_reward_model_is_missing_ends_before_its_directory_is_made(tmp_path):
-    with pytest.raises(UserError, match=r"scorer\.path"):
-        run_recipe(tmp_path / "run", judged_by(tmp_path / "none"))
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
 def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, more):
     engine = ["--set", "engine.kind=vllm", "--set", f"engine.python={tmp_path / 'none'}"]
@@ -240,7 +213,6 @@ def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, 
 
 
 LATE = {"kind": "jsonl", "path": "late.jsonl"}
-HELD_OUT = {"kind": "jsonl", "path": "there.jsonl", "test_path": "late.jsonl"}
 PLAYED = {"demonstrator": {"kind": "arithmetic"}, "num_demonstrations": 2}
 
 
@@ -248,17 +220,11 @@ PLAYED = {"demonstrator": {"kind": "arithmetic"}, "num_demonstrations": 2}
     ("stage", "key"),
     [
         ({"kind": "conversations", "path": "late.jsonl"}, "path"),
-        ({"kind": "dpo", "init": "rl", "path": "late.jsonl"}, "path"),
         (
             {"kind": "reward_model", "init": "rl", "path": "there.jsonl", "test_path": "late.jsonl", "judged_on": "response"},
             "test_path",
         ),
-        ({"kind": "demonstrations", "init": "rl", "tasks": LATE, **PLAYED}, "tasks"),
         ({"kind": "sft", "init": "rl", "tasks": LATE, "steps": 1, "batch_size": 1, **PLAYED}, "tasks"),
-        (
-            {"kind": "sft", "init": "rl", "data": ["played"], "steps": 1, "tasks": HELD_OUT, "validation": {"every_steps": 1}},
-            "tasks",
-        ),
         ({"kind": "filter", "init": "rl", "tasks": {"kind": "lookup", "path": "late.jsonl"}, "num_tasks": 1}, "tasks"),
         (RECIPE["stages"]["rl"] | {"schedule": [{"at_step": 2, "tasks": LATE}]}, "schedule.tasks"),
         ({"kind": "model", "tiny": {}, "demonstrator": {"kind": "arithmetic"}, "tasks": LATE}, "tasks"),
@@ -293,27 +259,3 @@ def test_a_file_that_an_earlier_stage_may_make_is_not_missed(tmp_path):
     for name, done in (("sft", ["base", "sft"]), ("late", [])):
         with pytest.raises(UserError, match=rf"stages\.late\.tasks: .*{name}/data/kept\.jsonl: no such file"):
             check_machine(reading(name), done=done, run=run)
-
-
-def test_a_plan_names_the_files_of_tasks_that_are_not_there(tmp_path):
-    tree = RECIPE | {"tasks": {"kind": "jsonl", "dataset": "strop", "path": str(tmp_path / "a.jsonl"), "test_path": "b.jsonl"}}
-    found = {each.name: each.schedule for each in plan(Recipe.model_validate_json(json.dumps(resolve(tree))))}
-    assert [line for line in found["rl"] if "NOT FOUND" in line] == [
-        f"tasks: {tmp_path}/a.jsonl: NOT FOUND. Put it there, or name another."
-    ]
-    assert [line for line in found["after"] if "NOT FOUND" in line] == [
-        "tasks: b.jsonl: NOT FOUND. Put it there, or name another."
-    ]
-
-
-@pytest.mark.parametrize(("split", "missed"), [("train", "a.jsonl"), ("test", "b.jsonl")])
-def test_of_an_evaluation_the_file_of_its_split_alone_is_looked_for(tmp_path, monkeypatch, split, missed):
-    monkeypatch.chdir(tmp_path)
-    tasks = {"kind": "jsonl", "path": "a.jsonl", "test_path": "b.jsonl"}
-    after = RECIPE["stages"]["after"] | {"tasks": tasks, "split": split}
-    split_recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": RECIPE["stages"] | {"after": after}})))
-    for there in ("a.jsonl", "b.jsonl"):
-        (tmp_path / there).write_text("{}\n")
-        found = [str(path) for _, path in missing_files(split_recipe.stages["after"])]
-        assert found == ([] if there == missed else [missed])
-        (tmp_path / there).unlink()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from strop.pipelines.recipe import resolve
+from strop.recipe.recipe import resolve
 
 
 def method_of(engine, method):
@@ -12,15 +12,15 @@ def method_of(engine, method):
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_rl_on_a_server_truncates_importance_weights_unless_told_otherwise(kind):
-    assert method_of({"kind": kind}, "grpo") == {"name": "grpo", "mismatch": "truncate_token"}
-    assert method_of({"kind": kind}, {"name": "grpo", "eps": 1e-5})["mismatch"] == "truncate_token"
-    assert method_of({"kind": kind}, {"name": "grpo", "mismatch": "off"})["mismatch"] == "off"
+    assert method_of({"kind": kind}, "grpo") == {"kind": "grpo", "mismatch": "truncate_token"}
+    assert method_of({"kind": kind}, {"kind": "grpo", "eps": 1e-5})["mismatch"] == "truncate_token"
+    assert method_of({"kind": kind}, {"kind": "grpo", "mismatch": "off"})["mismatch"] == "off"
 
 
 @pytest.mark.parametrize("engine", [{"kind": "torch"}, {}])
 def test_rl_on_the_embedded_engine_has_no_weights_unless_asked(engine):
     assert method_of(engine, "grpo") == "grpo"
-    assert method_of(engine, {"name": "grpo", "mismatch": "mask_token"})["mismatch"] == "mask_token"
+    assert method_of(engine, {"kind": "grpo", "mismatch": "mask_token"})["mismatch"] == "mask_token"
 
 
 def test_a_stage_without_a_method_is_left_to_the_message_that_says_so():

@@ -1,7 +1,6 @@
 """SFT on those demonstrations alone that the reward calls right: what is kept, what is said of the rest, what is refused."""
 
 import json
-import re
 
 import pytest
 
@@ -9,10 +8,11 @@ from scripted_runs import RECIPE, answer, run_recipe
 from strop.config import validate
 from strop.cs336 import r1_zero_reward_fn
 from strop.errors import ConfigError, MachineError, TaskError
-from strop.pipelines import judged, sft_stage
-from strop.pipelines.recipe import Recipe, resolve
-from strop.runs import read_json, read_lines
-from strop.tasks import RowTasks
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_json, read_lines
+from strop.stages import sft as sft_stage
+from strop.stages.loop import only_right as judged
+from strop.tasks import TaskSource
 from strop.types import Task
 
 R1_ZERO = {"kind": "sum", "parts": {"accuracy": {"kind": "r1_zero"}}}
@@ -88,28 +88,6 @@ def test_recorded_traces_are_kept_where_the_grader_calls_them_right(tmp_path, im
     assert (event["num_kept"], event["num_dropped"], event["dropped"]) == (4, 3, {"wrong": 3})
 
 
-def test_without_the_key_all_are_imitated_and_none_is_judged(tmp_path, imitated):
-    found = run_recipe(tmp_path / "run", recipe_of(tmp_path, only_right=False, steps=3))
-    assert len({tuple(each.ids) for each in imitated}) == 6  # an epoch of seven leaves one out
-    assert not (found.run.stage("sft").path / "data" / "verdicts.jsonl").exists()
-    assert found.progress.stages[-1][1].startswith("3 updates on 7 demonstrations, last loss")
-
-
-def test_the_flaws_of_a_demonstrator_are_filtered_as_those_of_traces_are(tmp_path, imitated):
-    """By the reward of mathematics: a guess may be right, and a demonstration that computes may be cut short."""
-    demonstrator = {"kind": "arithmetic", "guess_fraction": 0.5, "error_fraction": 0.5}
-    sft = RECIPE["stages"]["sft"] | {"demonstrator": demonstrator, "num_demonstrations": 40, "only_right": True}
-    run = run_recipe(tmp_path / "run", made({"sft": sft})).run
-    played, verdicts = read_lines(run.stage("sft").path / "data" / "demonstrations.jsonl"), verdicts_of(run)
-    said = [re.search(r"boxed\{(.*?)\}", each["turns"][-1]["completion_text"])[1] for each in played]
-    is_right = [text == row["answer"] for text, row in zip(said, verdicts, strict=True)]
-    assert [row["is_kept"] for row in verdicts] == is_right
-    assert 0 < sum(is_right) < 40
-    ids = [tuple(turn["completion"]["ids"] for turn in each["turns"]) for each in played]
-    kept = {tuple(map(tuple, each)) for each, right in zip(ids, is_right, strict=True) if right}
-    assert {tuple(segment.ids for segment in each.segments if segment.is_demonstrator) for each in imitated} <= kept
-
-
 def test_two_stages_share_demonstrations_of_which_one_takes_those_that_are_right(tmp_path, imitated):
     demonstrations = {
         "kind": "demonstrations",
@@ -136,28 +114,26 @@ def test_an_interrupted_stage_judges_once_and_ends_with_the_same_weights(tmp_pat
     recipe = recipe_of(tmp_path)
     whole = run_recipe(tmp_path / "whole", recipe).run
     asked = []
-    make_reward, write = judged.make_reward, judged.RowsWriter.add
+    make_reward = judged.make_reward
 
     def counting(*arguments):
         asked.append(1)
         return make_reward(*arguments)
 
-    def killed_in_the_middle(self, row):
-        if "is_kept" in row and len(asked) == 1:
-            raise Killed
-        write(self, row)
+    async def killed_in_the_middle(*_):
+        raise Killed
 
     def killed_before_the_first_step(*_, **__):
         raise Killed
 
     monkeypatch.setattr(judged, "make_reward", counting)
     with monkeypatch.context() as patched:
-        patched.setattr(judged.RowsWriter, "add", killed_in_the_middle)
+        patched.setattr(judged, "_judged", killed_in_the_middle)
         with pytest.raises(Killed):
             run_recipe(tmp_path / "run", recipe)
         assert not (tmp_path / "run" / "stages" / "sft" / "data" / "verdicts.jsonl").exists()
     with monkeypatch.context() as patched:
-        patched.setattr(sft_stage, "open_trainer", killed_before_the_first_step)
+        patched.setattr(sft_stage.Trainer, "from_directory", killed_before_the_first_step)
         with pytest.raises(Killed):
             run_recipe(tmp_path / "run", recipe)
     again = run_recipe(tmp_path / "run", recipe).run
@@ -171,7 +147,7 @@ def test_an_interrupted_stage_judges_once_and_ends_with_the_same_weights(tmp_pat
     ("right", "message"),
     [
         (0, r"none of 4 demonstrations is right \(4 wrong\)\. The first is of task .*whose true answer is '2'.*--from sft"),
-        (1, r"only_right keeps 1 of 4 demonstrations, those that are right \(dropped: 3 wrong\), fewer than batch_size = 2"),
+        (1, r"1 of 4 demonstrations, those that are right \(dropped: 3 wrong\), fewer than batch_size = 2"),
     ],
 )
 def test_too_few_right_ones_are_told_with_their_numbers(tmp_path, right, message):
@@ -183,22 +159,17 @@ def test_too_few_right_ones_are_told_with_their_numbers(tmp_path, right, message
         run_recipe(tmp_path / "run", recipe_of(tmp_path, rows=rows))
 
 
-def test_rows_without_the_column_of_true_answers_are_refused(tmp_path):
-    rows = [{"question": "Q", "response": "</think> <answer> 2 </answer>"}] * 4
-    with pytest.raises(TaskError, match=r"no column 'answer'.*Set tasks.answer to the one meant"):
-        run_recipe(tmp_path / "run", recipe_of(tmp_path, rows=rows))
+class WithoutAnswers(TaskSource):
+    num_tasks = 4
 
-
-def without_answers(*, seed, split):
-    response = "</think> <answer> 2 </answer>"
-    return RowTasks(
-        [Task(id=f"t{n}", question="Q", answer="", source="test", facts={"response": response}) for n in range(4)], seed=seed
-    )
+    def task(self, index):
+        facts = {"response": "</think> <answer> 2 </answer>"}
+        return Task(id=f"t{index % 4}", question="Q", answer="", source="test", facts=facts)
 
 
 def test_a_task_without_a_true_answer_is_refused_by_its_name(tmp_path):
-    tasks = {"kind": "python", "source": f"{__name__}:without_answers"}
-    with pytest.raises(TaskError, match=r"only_right is true, but task 't\d' has no true answer to judge its demonstration by"):
+    tasks = {"kind": f"{__name__}:WithoutAnswers"}
+    with pytest.raises(TaskError, match=r"only_right is true, but task 't\d' has no true answer"):
         run_recipe(tmp_path / "run", recipe_of(tmp_path, tasks=tasks, num_demonstrations=4))
 
 
@@ -215,7 +186,6 @@ def test_conversations_that_somebody_wrote_down_have_no_true_answer(tmp_path):
     ("keys", "message"),
     [
         ({"reward": {"kind": "sum", "parts": {"form": {"kind": "r1_zero_format"}}}}, "no part of reward says what is right"),
-        ({"tasks": {"kind": "jsonl", "path": "t.jsonl", "answer": "response", "facts": ["response"]}}, "by their own answers"),
     ],
 )
 def test_what_cannot_be_judged_is_refused_as_the_recipe_is_read(tmp_path, keys, message):
@@ -239,7 +209,7 @@ FUNCTION = {"kind": "function", "function": f"{__name__}:sometimes_lost"}
 
 def test_law_3_what_nobody_could_judge_is_not_called_wrong(tmp_path):
     faults.clear()
-    faults.update({"Q0": 2, "Q1": 3})  # the third try of three is answered; the fourth would have been
+    faults["Q1"] = 1
     found = run_recipe(tmp_path / "run", recipe_of(tmp_path, reward=FUNCTION))
     reasons = {row["reason"] for row in verdicts_of(found.run)}
     assert reasons == {"", "void: the judge timed out"}
@@ -251,11 +221,9 @@ def test_law_3_what_nobody_could_judge_is_not_called_wrong(tmp_path):
 
 def test_law_3_a_judge_that_is_lost_altogether_ends_the_try_and_the_next_asks_again(tmp_path):
     faults.clear()
-    faults.update({f"Q{n}": 3 for n in range(7)})
+    faults.update({f"Q{n}": 1 for n in range(7)})
     recipe = recipe_of(tmp_path, reward=FUNCTION)
-    with pytest.raises(
-        MachineError, match="nobody could judge any of 7 demonstrations; the first is void: the judge timed out"
-    ):
+    with pytest.raises(MachineError, match="no demonstration of 7 could be judged; the first is void: the judge timed out"):
         run_recipe(tmp_path / "run", recipe)
     found = run_recipe(tmp_path / "run", recipe)
     assert "7 of 7 demonstrations, those that are right (dropped: none)" in found.progress.stages[-1][1]

@@ -10,7 +10,8 @@ import pytest
 
 from strop.config import validate
 from strop.errors import ConfigError
-from strop.pipelines.recipe import Recipe, resolve
+from strop.pipeline.plan import plan
+from strop.recipe.recipe import Recipe, resolve
 from strop.rewards import make_reward
 from strop.sandbox import ScriptedSandbox
 from strop.tasks import make_tasks
@@ -18,16 +19,11 @@ from strop.tools.toolbox import open_tools
 from strop.types import RolloutKey, StopReason, Task, Trajectory
 
 MODULE = '''
-from strop.types import Task
+from strop import Task, TaskSource
 
-class Squares:
-    num_tasks = None
-
+class Squares(TaskSource):
     def task(self, index):
         return Task(id=f"square/{index}", question=f"{index} squared?", answer=str(index**2), source="squares")
-
-def squares(*, seed, split):
-    return Squares()
 
 def word_count(text: str) -> int:
     """Count the words of a text."""
@@ -51,7 +47,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def recipe(module: str, **root: Any) -> Recipe:
     tree = {
         "name": "own",
-        "tasks": {"kind": "python", "source": f"{module}:squares"},
+        "tasks": {"kind": f"{module}:Squares"},
         "reward": {"kind": "function", "function": f"{module}:shortness"},
         "sampling": {"max_tokens": 64},
         "tools": {"word_count": {"kind": "function", "function": f"{module}:word_count"}},
@@ -63,7 +59,7 @@ def recipe(module: str, **root: Any) -> Recipe:
 
 def test_a_recipe_names_a_users_tasks_tool_and_reward(own_module):
     own = recipe(own_module)
-    stage = own.stages["check"]
+    stage = own.stages["check"].config
     assert make_tasks(stage.tasks, seed=0, split="test").task(3).answer == "9"
     trajectory = Trajectory(
         key=RolloutKey(task_index=0, attempt=0), task_id="t", prompt_ids=(1,), turns=(), stop_reason=StopReason.ANSWERED
@@ -79,10 +75,6 @@ def test_a_recipe_that_names_tools_has_these_and_no_others(own_module):
             return [(tool.spec.name, (await tool.call({"text": "one two"}, seed=0)).text) for tool in tools]
 
     assert asyncio.run(call()) == [("word_count", "2")]
-
-
-def test_a_recipe_without_tools_has_the_python_tool():
-    assert list(validate(Recipe, resolve(PLAIN), place="test").tools) == ["python"]
 
 
 def test_a_table_of_tools_is_of_the_kind_that_it_is_called_by_unless_it_says_another():
@@ -103,11 +95,22 @@ def test_a_table_of_tools_is_of_the_kind_that_it_is_called_by_unless_it_says_ano
     [("no_colon", "not of the form module:name"), ("my_own_code:absent", "no attribute"), ("not_a_module:f", "not_a_module")],
 )
 def test_code_that_cannot_be_imported_is_named_with_its_key(own_module, path, says):
-    stage = recipe(own_module, tasks={"kind": "python", "source": path}).stages["check"]
-    with pytest.raises(ConfigError, match=f"tasks.source: .*{says}"):
-        make_tasks(stage.tasks, seed=0, split="test")
+    stage = recipe(own_module, reward={"kind": "function", "function": path}).stages["check"].config
+    with pytest.raises(ConfigError, match=f"reward.function: .*{says}"):
+        make_reward(stage.reward)
 
 
-def test_a_reward_table_without_a_kind_is_the_mathematical_one():
-    own = recipe("unused", reward={"weights": {"accuracy": 0.5}})
-    assert own.stages["check"].reward.kind == "math"
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"reward": {"kind": "function", "function": "my_own_code:no"}}, "reward.function"),
+        (
+            {"reward": {"kind": "sum", "parts": {"p": {"kind": "function", "function": "my_own_code:no"}}}},
+            "reward.parts.p.function",
+        ),
+        ({"tools": {"word_count": {"kind": "function", "function": "my_own_code:no"}}}, "tools.word_count.function"),
+    ],
+)
+def test_a_dry_run_imports_every_function(own_module: str, table: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: .*my_own_code"):
+        plan(recipe(own_module, **table))

@@ -13,19 +13,20 @@ from pydantic import ValidationError
 from scripted_runs import RECIPE as SCRIPTED
 from scripted_runs import Watching, answer, make_recipe, run_recipe, untimed
 from strop.errors import CannotLearnError
-from strop.pipelines import checkpoints
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.train import train
-from strop.reports.progress import Silent
-from strop.runs import read_json, read_lines
+from strop.pipeline.run import train
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_json, read_lines
+from strop.stages.context import Silent
+from strop.stages.loop import checkpoints
 
 RECIPE_STAGES = SCRIPTED["stages"]
-METHOD = {"name": "ppo", "kl_coefficient": 0.01, "whiten": True}
+METHOD = {"kind": "ppo", "kl_coefficient": 0.01}
 CRITIC = {"alone_steps": 1, "optimizer": {"lr": 1e-2, "schedule": "cosine"}}
 RECIPE = {
     "method": METHOD,
     "steps": 3,
+    "keep_checkpoints": 2,
     "tasks_per_step": 4,
     "group_size": 2,
     "updates_per_step": 2,
@@ -113,7 +114,7 @@ def test_a_critic_starts_from_the_reward_model_that_a_stage_trained(tmp_path):
 
 
 def test_a_critic_to_start_from_wants_a_method_with_one():
-    with pytest.raises(ValidationError, match=r"critic_init is 'sft', but method 'grpo' has no critic"):
+    with pytest.raises(ValidationError, match=r"critic_init is set, but method 'grpo' has no critic"):
         make_recipe(critic_init="sft")
     with pytest.raises(ValidationError, match="critic_init"):
         make_recipe(**RECIPE | {"critic_init": "before"})  # makes an evaluation

@@ -2,7 +2,7 @@
 
 import pytest
 
-from strop.pipelines.rejection_stage import foreign_share
+from strop.stages.rejection_sampling import foreign_share
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from killing import events, finish, kill_when, num_steps
+from killing import events, finish, kill_when, num_steps, open_tool_calls
 
 from scripted_runs import untimed
-from strop.pipelines import checkpoints
-from strop.pipelines.ledger import open_tool_calls, read_rollouts
-from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, write_directory, write_json
+from strop.run_directory import RunDirectory, StageDirectory, read_json, read_lines, write_directory, write_json
+from strop.stages.loop import checkpoints
+from strop.stages.loop.ledger import read_rollouts
 
 LEDGER = "step-{:06d}.ledger.jsonl"
 
@@ -120,7 +120,7 @@ def test_law_9_a_kill_in_any_stage_changes_nothing(undisturbed, tmp_path, is_tim
     told = [line["text"] for line in read_lines(run.events) if line["event"] == "warning" and "half written" in line["text"]]
     assert len(told) == len(half)
     for path, message in zip(half, told, strict=True):
-        assert message.startswith(f"{path.with_name(path.name[1:-4])}: it was only half written")
+        assert message.startswith(f"{path.with_name(path.name[1:-4])} was half written")
         assert "the checkpoint before it is used" in message
     assert_equal_runs(run, undisturbed)
     assert not list(run.path.rglob(".*.tmp"))
@@ -162,7 +162,7 @@ def test_a_checkpoint_that_is_half_written_is_named(tmp_path):
     half.mkdir(parents=True)
     assert asyncio.run(checkpoints.resume(context, None)) == 0
     [warning] = context.warnings
-    assert warning.startswith(f"{context.directory.checkpoint(2)}: it was only half written")
+    assert warning.startswith(f"{context.directory.checkpoint(2)} was half written")
     assert not half.parent.exists()
     assert asyncio.run(checkpoints.resume(context, None)) == 0
     assert len(context.warnings) == 1

@@ -6,11 +6,12 @@ Real processes, an embedded engine in a process of its own, a real sandbox whose
 import shutil
 
 import pytest
-from killing import TINY, events, finish, kill_when
+from killing import TINY, events, finish, kill_when, open_tool_calls
 from test_resume import LEDGER, assert_equal_runs, is_in_checkpoint
 
-from strop.pipelines.ledger import open_tool_calls, read_closed, read_rollouts
-from strop.runs import RunDirectory, read_lines
+from strop.run_directory import RunDirectory, read_lines
+from strop.stages.loop.async_rollouts import read_closed
+from strop.stages.loop.ledger import read_rollouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # whole runs, one after the other
 
@@ -67,7 +68,7 @@ def test_law_9_a_kill_while_a_step_is_played_ahead_changes_nothing(undisturbed, 
 
 DAPO = (
     *AHEAD,
-    'stages.rl.method={name="grpo", drop_tied=true, tied_by="accuracy", refill_rounds=3}',
+    'stages.rl.method={kind="grpo", drop_tied=true, tied_by="accuracy", refill_rounds=3}',
 )
 OWN_TASKS, REFILLS = 4, 12  # of a step
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from killing import HERE, events, finish, kill_when, num_steps
+from killing import HERE, events, finish, kill_when, num_steps, open_tool_calls
 
 from scripted_runs import untimed
-from strop.pipelines.ledger import open_tool_calls, read_rollouts
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop.ledger import read_rollouts
 
 RECIPE = HERE / "tiny_expert.toml"
 

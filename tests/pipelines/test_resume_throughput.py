@@ -3,8 +3,8 @@
 import pytest
 
 from scripted_runs import make_recipe, run_recipe
-from strop.pipelines import rl_stage
-from strop.runs import read_lines
+from strop.run_directory import read_lines
+from strop.stages import rl as rl_stage
 
 
 def test_rollouts_that_were_finished_before_are_no_throughput_of_the_resumed_step(tmp_path, monkeypatch):

@@ -11,15 +11,13 @@ from transformers import AutoModelForSequenceClassification
 from scripted_runs import RECIPE, Watching, run_recipe
 from strop.config import validate
 from strop.errors import CannotLearnError, ConfigError, TaskError
-from strop.pipelines import checkpoints
-from strop.pipelines.ledger import read_rollouts
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.reward_model_warnings import warnings_of_reward_models
-from strop.reports.log import read_run
-from strop.reports.panels import sections
+from strop.recipe.recipe import Recipe, resolve
+from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import Exchange
-from strop.rewards.scorers.reward_model import ExchangeFormat
-from strop.runs import RunDirectory, read_json, read_lines
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.stages.loop import checkpoints
+from strop.stages.loop.ledger import read_rollouts
+from strop.stages.reward_model import warnings_of_reward_models
 from strop.training import reward_model
 from word_pairs import write_labelled, write_pairs
 
@@ -47,12 +45,6 @@ def trained(tmp_path_factory):
     return run_recipe(directory / "run", recipe(write_pairs(directory / "pairs.jsonl")))
 
 
-def test_it_makes_a_directory_that_transformers_loads(trained):
-    model = AutoModelForSequenceClassification.from_pretrained(trained.run.stage("helpful").model)
-    assert model.config.num_labels == 1
-    assert model.score.weight.abs().max() > 0
-
-
 def test_it_measures_itself_on_prompts_that_it_has_not_seen(trained):
     quality = read_json(trained.run.stage("helpful").path / "quality.json")
     assert quality["num"] == 2  # a tenth of 24 prompts
@@ -66,14 +58,6 @@ def test_each_step_has_its_loss_and_the_last_batch_of_an_epoch_is_what_is_left(t
     assert lines[0]["reward_model/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert lines[-1]["reward_model/loss"] < lines[0]["reward_model/loss"]
     assert all(line["update/tokens_per_s"] > 0 and 0 < line["machine/flop_utilisation"] < 1 for line in lines)
-
-
-def test_the_report_draws_it_under_its_own_name_and_owes_no_curve_of_a_policy(trained):
-    section, *rest = sections(read_run(trained.run))
-    assert section.title == "Reward model"
-    assert [each.title for each in rest] == ["Everything else in the log"]
-    assert section.is_open
-    assert all(drawing.plot.series and not drawing.plot.missing for drawing in section.drawings)
 
 
 def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_them_is_saved(tmp_path, monkeypatch):
@@ -129,14 +113,6 @@ def test_a_later_stage_is_judged_by_it(tmp_path):
     assert read_json(made.run.stage("judged").evaluation)["reward_mean"] == pytest.approx(helpful, abs=1e-12)
 
 
-def test_a_stage_that_is_judged_comes_behind_the_reward_model_however_they_are_written(tmp_path):
-    reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": "helpful"}}}}
-    stages = recipe(tmp_path / "pairs.jsonl").model_dump(mode="json")["stages"]
-    judged = {"kind": "eval", "init": "base", "num_tasks": 2, "k": 2, "reward": reward}
-    written = {"judged": judged, "helpful": stages["helpful"], "base": stages["base"]}
-    assert list(validate(Recipe, resolve(RECIPE | {"stages": written}), place="r").stages) == ["base", "helpful", "judged"]
-
-
 @pytest.mark.parametrize("stage", ["base", "helpfull"])
 def test_a_scorer_that_names_another_stage_is_told(tmp_path, stage):
     reward = {"kind": "sum", "parts": {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded", "stage": stage}}}}
@@ -148,8 +124,8 @@ def test_a_scorer_that_names_another_stage_is_told(tmp_path, stage):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"trainer": {"lora": {}}}, "trains all of its weights"),
-        ({"trainer": {"workers": 2}}, "trains in one process"),
+        ({"trainer": {"lora": {}}}, "trains all of its weights in one process"),
+        ({"trainer": {"workers": 2}}, "trains all of its weights in one process"),
     ],
 )
 def test_what_a_reward_model_cannot_do_is_refused(tmp_path, keys, words):
@@ -214,14 +190,6 @@ def test_a_model_of_single_responses_learns_what_stands_in_thoughts_alone_and_is
     assert f"accuracy {quality['accuracy']:.3f}, AUC {quality['auc']:.3f}" in summary
 
 
-def test_judged_on_their_summaries_the_same_responses_teach_nothing(tmp_path):
-    """Of each prompt the safe and the unsafe one say the same, so they have one score, up to the rounding of five ties."""
-    made = run_recipe(
-        tmp_path / "run", recipe(write_labelled(tmp_path / "labelled.jsonl"), **SAFETY | {"judged_on": "summary"})
-    )
-    assert read_json(made.run.stage("helpful").path / "quality.json")["auc"] == pytest.approx(0.5, abs=0.1)
-
-
 def test_a_rollout_of_rl_is_judged_by_it_on_all_that_the_policy_wrote(safe):
     directory = safe.run.stage("helpful").model
     model, exchanges = AutoModelForSequenceClassification.from_pretrained(directory).eval(), ExchangeFormat(directory)
@@ -250,17 +218,8 @@ def test_responses_of_one_label_are_refused_to_learn_from_and_told_of_to_be_meas
     made = run_recipe(tmp_path / "both", recipe(path, **keys))
     assert read_json(made.run.stage("helpful").path / "quality.json")["auc"] is None
     told = "\n".join(made.progress.warnings)
-    assert "20 responses, all of them labelled safe, are left to be measured on, so there is no AUC" in told
+    assert "20 responses, all of them labelled safe, are left to measure on, so there is no AUC" in told
     assert f"20 of 20 preferences in {safe} have prompts that are in {path} too" in told
-
-
-def test_prompts_of_their_own_to_be_measured_on_are_no_reason_to_warn(tmp_path):
-    path = write_pairs(tmp_path / "pairs.jsonl")
-    rows = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(rows[:20]))
-    other = tmp_path / "other.jsonl"
-    other.write_text("".join(rows[20:]))
-    assert run_recipe(tmp_path / "run", recipe(path, epochs=1, test_path=str(other))).progress.warnings == []
 
 
 def warned(path, *, judged_on="response", engine=None, stages=("judged",), part=None, **scorer):
@@ -274,21 +233,18 @@ def warned(path, *, judged_on="response", engine=None, stages=("judged",), part=
 
 def test_batches_that_hang_on_the_clock_are_told_once_with_the_remedy_where_a_run_is_to_repeat_itself(tmp_path):
     [told] = warned(tmp_path / "pairs.jsonl", stages=("judged", "again"), max_batch=8)
-    assert told.startswith("reward.parts.safety.scorer.max_batch is 8 (stages judged, again): ")
-    assert "Set max_batch = 1" in told
+    assert told.startswith("reward.parts.safety.scorer.max_batch is 8: ")
+    assert told.endswith("Set max_batch = 1, or engine.deterministic = false. Judged stages: judged, again.")
     assert warned(tmp_path / "pairs.jsonl", max_batch=1) == []
-    assert warned(tmp_path / "pairs.jsonl", max_tokens_per_batch=1) == []
     assert warned(tmp_path / "pairs.jsonl", engine={"deterministic": False}) == []
 
 
 def test_a_model_that_is_shown_another_part_of_a_response_than_it_was_trained_on_is_told_of(tmp_path):
     path = tmp_path / "pairs.jsonl"
     [told] = warned(path, judged_on="summary", max_batch=1)
-    assert told.startswith(
-        'reward.parts.safety.judged_on is "response", but stages.helpful.judged_on is "summary" (stage judged)'
-    )
+    assert told.startswith('reward.parts.safety.judged_on is "response", but stages.helpful.judged_on is "summary"')
     [told] = warned(path, judged_on="summary", part={"judged_on": "summary", "think_tag": "reason"}, max_batch=1)
-    assert told.startswith('reward.parts.safety.think_tag is "reason", but stages.helpful.think_tag is "think" (stage judged)')
+    assert told.startswith('reward.parts.safety.think_tag is "reason", but stages.helpful.think_tag is "think"')
     assert warned(path, judged_on="summary", part={"judged_on": "summary"}, max_batch=1) == []
 
 
@@ -298,4 +254,4 @@ def test_a_run_begins_with_these_warnings_and_has_none_of_stages_that_are_done(t
     made = recipe(write_pairs(tmp_path / "pairs.jsonl"), later=later, epochs=1)
     for expected in (1, 0):
         progress = run_recipe(tmp_path / "run", made).progress
-        assert sum("hangs on the clock" in warning for warning in progress.warnings) == expected
+        assert sum("depends on the clock" in warning for warning in progress.warnings) == expected

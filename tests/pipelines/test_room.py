@@ -7,8 +7,8 @@ import pytest
 
 from scripted_runs import RECIPE
 from strop.errors import ConfigError
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.room import check_room
+from strop.recipe.recipe import Recipe, resolve
+from strop.stages.loop.engines import check_room
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ def test_every_prompt_of_an_evaluation_is_looked_at(tmp_path):
 @pytest.mark.parametrize(
     ("engine", "said"),
     [
-        ({"slots": 4}, r"the embedded engine has 4 slots of engine.max_length = 256 tokens.* raise engine.slots"),
+        ({"slots": 4}, r"a conversation takes a whole slot of the embedded engine.* raise engine.slots"),
         ({"kind": "vllm", "python": "/usr/bin/python3", "slots": 4}, r"engine.kv_mib is unset, .* set engine.kv_mib"),
     ],
 )
 def test_over_subscription_that_can_do_nothing_is_refused_before_anything_is_trained(engine, said):
     engine = {"max_length": 256} | engine
-    with pytest.raises(ConfigError, match=r"scheduler.oversubscription = 2 can start nothing more: " + said):
+    with pytest.raises(ConfigError, match=r"scheduler.oversubscription = 2 has no effect: " + said):
         check_room(recipe(engine=engine, scheduler={"oversubscription": 2.0}), "base", OneTokenALetter(), [])
     check_room(recipe(engine=engine), "base", OneTokenALetter(), [])
 

@@ -11,67 +11,35 @@ import pytest
 from scripted_runs import RECIPE, Watching, make_recipe, run_recipe
 from strop.config import validate
 from strop.errors import RunError, TaskError
-from strop.pipelines.demonstration_file import DemonstrationFile
-from strop.pipelines.demonstrations import batch_at
-from strop.pipelines.mix_stage import run_mix_stage
-from strop.pipelines.preference_file import PreferenceFile
-from strop.pipelines.preference_sets import split_by_prompt
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.row_files import RowFile
-from strop.pipelines.stage import StageContext
-from strop.pipelines.stage_data import TASK, kept_path, tasks_to_play, write_rows
-from strop.runs import LineWriter, RunDirectory, read_lines, write_json
-from strop.seeds import derive_seed
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import LineWriter, RunDirectory, read_lines, write_json
+from strop.stages.context import StageContext
+from strop.stages.data import TASK, kept_path, read_by_number, tasks_to_play
+from strop.stages.demonstrations import batch_at
+from strop.stages.loop.preferences import split_by_prompt
 from strop.tasks import RowTasks
-from strop.training.preferences import PreferenceRows
-from strop.training.sft import Demonstration, Segment
-from strop.types import Task
+from strop.tasks.row_file import writing_rows
+from strop.types import Task, derive_seed
 
 
 def test_rows_are_read_by_number_and_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows = [{"n": 0}, {"text": "я" * 9}, {"n": 2}]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows) + '{"n": 3')
-    with RowFile(path) as file:
+    with read_by_number(path) as file:
         assert [file[number] for number in (2, 0, 1)] == [rows[2], rows[0], rows[1]]
         assert list(file) == rows == read_lines(path)
         for number in (3, -1):
             with pytest.raises(IndexError):
                 file[number]
-    assert path.write_text("") == len(list(RowFile(path)))
+    assert path.write_text("") == len(read_by_number(path))
 
 
 def test_a_row_that_is_no_json_is_named_with_its_place(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"n": 0}\n{"n": \n{"n": 2}\n')
-    with RowFile(path) as file, pytest.raises(RunError, match=r"rows\.jsonl:2: not valid JSON"):
-        file[1]
-
-
-def demonstrations(num, *, seed=0):
-    draw = random.Random(seed)
-    for _ in range(num):
-        lengths = [draw.randrange(1, 9) for _ in range(draw.randrange(4))]  # some have nothing in them
-        yield Demonstration(
-            segments=tuple(
-                Segment(ids=tuple(draw.randrange(2**31) for _ in range(length)), is_demonstrator=draw.random() < 0.5)
-                for length in lengths
-            )
-        )
-
-
-def test_demonstrations_come_back_as_they_were_in_any_order_and_leave_no_file(tmp_path):
-    expected = list(demonstrations(50))
-    with DemonstrationFile(tmp_path / "data", iter(expected)) as file:
-        assert len(file) == 50
-        order = random.Random(1).sample(range(50), 50)
-        assert [file[number] for number in order] == [expected[number] for number in order]
-        for step in range(12):  # several epochs
-            of_file, of_list = (batch_at(each, step, batch_size=8, seed=3) for each in (file, expected))
-            assert of_file == of_list
-        with pytest.raises(IndexError):
-            file[50]
-    assert list((tmp_path / "data").iterdir()) == []
+    with pytest.raises(RunError, match=r"rows\.jsonl:2: not valid JSON"):
+        read_by_number(path)
 
 
 def test_the_order_of_an_epoch_is_that_of_a_list_that_is_shuffled():
@@ -80,26 +48,6 @@ def test_the_order_of_an_epoch_is_that_of_a_list_that_is_shuffled():
         random.Random(derive_seed(5, "epoch", epoch)).shuffle(order := list(range(20)))
         found = [each for step in range(5) for each in batch_at(numbers, 5 * epoch + step, batch_size=4, seed=5)]
         assert found == order
-
-
-def test_preferences_come_back_as_they_were_in_any_order_and_leave_no_file(tmp_path):
-    draw = random.Random(0)
-
-    def ids():
-        return tuple(draw.randrange(2**31) for _ in range(draw.randrange(1, 9)))
-
-    def rows(num, is_good=True):
-        prompt = draw.choice([(), ids()])
-        return PreferenceRows(rows=tuple(prompt + ids() for _ in range(num)), num_prompt_ids=len(prompt), is_good=is_good)
-
-    pairs = [rows(2) for _ in range(20)]
-    single = [rows(1, is_good=number % 3 > 0) for number in range(20)]
-    for expected in (pairs, single):
-        with PreferenceFile(tmp_path / "data", iter(expected)) as file:
-            assert [file[number] for number in reversed(range(len(file)))] == expected[::-1]
-            with pytest.raises(IndexError):
-                file[20]
-    assert list((tmp_path / "data").iterdir()) == []
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3])
@@ -113,19 +61,10 @@ def test_preferences_are_split_as_a_list_of_their_prompts_would_be(share):
     assert list(test) == [number for number, prompt in enumerate(prompts) if prompt in held_out]
 
 
-def test_a_demonstration_that_cannot_be_made_ends_it_all(tmp_path):
-    def broken():
-        yield from demonstrations(3)
-        raise TaskError("row 4 is none")
-
-    with pytest.raises(TaskError, match="row 4"):
-        DemonstrationFile(tmp_path, broken())
-    assert list(tmp_path.iterdir()) == []
-
-
 def context_of(name, recipe, run, events=None):
     return StageContext(
         name=name,
+        stage=recipe.stages.get(name),
         recipe=recipe,
         run=run,
         runner=None,
@@ -141,9 +80,11 @@ def tasks_of_stages(tmp_path, **made):
     """What an RL stage plays that stands on these stages, each of which made these tasks."""
     run = RunDirectory(tmp_path)
     for name, tasks in made.items():
-        write_rows(kept_path(run.stage(name)), [TASK.dump_python(each, mode="json") for each in tasks])
+        with writing_rows(kept_path(run.stage(name))) as add:
+            for each in tasks:
+                add(TASK.dump_python(each, mode="json"))
         write_json(run.stage(name).done, {"data": f"stages/{name}/data/kept.jsonl"})
-    rl = make_recipe().stages["rl"].model_copy(update={"data": tuple(made)})
+    rl = make_recipe().stages["rl"].replaced(data=tuple(made)).config
     context = context_of("rl", make_recipe(), run)
     return context, lambda: tasks_to_play(context, rl)
 
@@ -207,7 +148,7 @@ def test_a_mix_has_the_rows_that_lists_would_give_in_their_order_and_holds_none_
     with closing(LineWriter(run.events)) as events:
         context = context_of("mixed", recipe, run, events)
         tracemalloc.start()
-        path, _ = asyncio.run(run_mix_stage(context, recipe.stages["mixed"]))
+        path = asyncio.run(recipe.stages["mixed"].run(context)).product
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert peak < 0.2 * sum((run.stage(name).path / "data" / "kept.jsonl").stat().st_size for name in two_sets)
@@ -230,7 +171,7 @@ def test_demonstrations_that_are_played_in_parts_are_those_that_are_played_at_on
     played = {"kind": "demonstrations", "init": "base", "num_demonstrations": 11, "demonstrator": {"kind": "arithmetic"}}
     recipe = validate(Recipe, resolve(RECIPE | {"stages": stages | {"played": played}}), place="recipe")
     at_once = run_recipe(tmp_path / "at-once", recipe).run
-    monkeypatch.setattr("strop.pipelines.demonstrations._HELD_AT_ONCE", 3)
+    monkeypatch.setattr("strop.stages.demonstrations._HELD_AT_ONCE", 3)
     in_parts = run_recipe(tmp_path / "in-parts", recipe).run
     for name in ("sft/data/demonstrations.jsonl", "played/data/kept.jsonl"):
         mine, theirs = (without_times(read_lines(run.path / "stages" / name)) for run in (in_parts, at_once))

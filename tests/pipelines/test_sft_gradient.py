@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from scripted_runs import RECIPE, Watching, make_recipe, run_recipe
-from strop.pipelines.recipe import Recipe, resolve
+from strop.recipe.recipe import Recipe, resolve
 
 
 def told(progress):

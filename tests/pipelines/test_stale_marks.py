@@ -1,4 +1,4 @@
-"""Marks of stale stages: who gets one, and who is rid of it; and what a refusal says of stages that stand on others."""
+"""Marks of stale stages, and what a refusal says about stages that depend on others."""
 
 import json
 import shutil
@@ -9,17 +9,17 @@ from scripted_runs import RECIPE, make_recipe, run_recipe
 from strop.config import validate
 from strop.errors import RunError
 from strop.evaluation.leaderboard import gather
-from strop.pipelines import lineage
-from strop.pipelines.recipe import Recipe, resolve
+from strop.recipe.recipe import Recipe, resolve
 from strop.reports.log import StageState, read_run
-from strop.runs import read_json, write_json
+from strop.run_directory import read_json, write_json
+from strop.runs import lineage
 
 
 def marked(run):
     return {path.parent.name for path in run.path.glob("stages/*/stale.json")}
 
 
-def test_what_is_restored_is_not_stale_for_the_leaderboard_or_the_report_either(tmp_path):
+def test_restored_data_makes_stages_fresh_again_for_leaderboard_and_report(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in range(1, 6)))
     tasks = {"kind": "jsonl", "path": str(rows), "test_path": str(rows)}
@@ -30,7 +30,7 @@ def test_what_is_restored_is_not_stale_for_the_leaderboard_or_the_report_either(
     rows.write_text(before.replace("1+1", "2+0"))
     run_recipe(run.path, recipe, until="rl")
     assert marked(run) == {"after"}
-    assert any("after/eval/result.json: stale" in told for told in gather([run.path]).left_out)
+    assert any("after/eval/result.json: stale" in line for line in gather([run.path]).left_out)
     rows.write_text(before)
     assert run_recipe(run.path, recipe).engines == []
     assert marked(run) == set()
@@ -38,8 +38,7 @@ def test_what_is_restored_is_not_stale_for_the_leaderboard_or_the_report_either(
     assert {each.state for each in read_run(run).stages} == {StageState.DONE}
 
 
-def test_a_mark_stays_until_what_the_stage_stands_on_is_made_again(run):
-    """Until rl is there again, nobody knows whether it comes out as `after` had it."""
+def test_a_mark_stays_while_a_parent_is_unfinished(run):
     write_json(run.stage("after").stale, {"because": "by hand"})
     kept = run.path / "elsewhere.json"
     shutil.move(run.stage("rl").done, kept)
@@ -50,69 +49,46 @@ def test_a_mark_stays_until_what_the_stage_stands_on_is_made_again(run):
     assert marked(run) == set()
 
 
-def test_a_stage_that_is_still_stale_keeps_its_mark(run):
-    recorded = read_json(run.stage("after").lineage)
-    write_json(run.stage("after").lineage, recorded | {"digest": "of another recipe"})
-    run_recipe(run.path, until="rl")
-    run_recipe(run.path, until="rl")
-    assert marked(run) == {"after"}
+def test_stages_after_the_last_one_are_marked_and_do_not_refuse(run):
+    for _ in range(2):
+        result = run_recipe(run.path, make_recipe(steps=9), until="before")
+        assert marked(run) == {"rl", "after"}
+    [of_rl, of_after] = result.progress.warnings
+    assert of_rl.startswith("rl is stale: stages.rl.steps: ")
+    assert of_after == "after is stale: rl is stale. Rerun it with --from after."
 
 
-def refusal(run, recipe):
-    with pytest.raises(RunError, match="a run of another recipe") as caught:
-        run_recipe(run.path, recipe)
-    return str(caught.value).partition("stale:\n")[2].splitlines()
+def refusal(run, **root):
+    with pytest.raises(RunError, match="these stages are stale") as caught:
+        run_recipe(run.path, validate(Recipe, resolve(RECIPE | root), place="test"))
+    return [line for line in str(caught.value).splitlines() if line.startswith("  ")]
 
 
-def test_a_refused_key_is_told_with_the_begun_stages_that_stand_on_it(run):
-    assert refusal(run, make_recipe(steps=3)) == ["  rl: keys of it differ", "  after: rl is stale"]
-    shutil.rmtree(run.stage("after").path)
-    assert refusal(run, make_recipe(steps=3)) == ["  rl: keys of it differ"]
-    other_root = validate(Recipe, resolve(RECIPE | {"seed": 7}), place="test")
-    told = refusal(run, other_root)
-    assert told[0] == "  base: keys of the root differ"
-    assert told[1] == "  sft: keys of the root differ; base is stale"
-    assert len(told) == 4
-
-
-def test_an_evaluation_that_would_only_grow_is_not_among_them(run):
-    stages = RECIPE["stages"] | {
-        "before": RECIPE["stages"]["before"] | {"k": 4},
-        "rl": RECIPE["stages"]["rl"] | {"steps": 3},
-    }
-    assert refusal(run, validate(Recipe, resolve(RECIPE | {"stages": stages}), place="test")) == [
-        "  rl: keys of it differ",
-        "  after: rl is stale",
+def test_a_refusal_names_the_changed_keys_and_the_stages_that_depend_on_them(run):
+    assert refusal(run, seed=7) == [
+        "  base: seed: 0 -> 7",
+        "  sft: seed: 0 -> 7; base is stale",
+        "  before: seed: 0 -> 7; sft is stale",
+        "  rl: seed: 0 -> 7; sft is stale",
+        "  after: seed: 0 -> 7; rl is stale",
     ]
 
 
-def test_what_other_code_of_strop_made_is_kept_and_told(run, caplog, monkeypatch):
+def test_a_stage_does_not_depend_on_keys_that_it_does_not_read(run):
+    """Neither the model nor SFT, which judges nothing here, reads the reward; nothing before them reads the engine."""
+    changed = refusal(run, reward={"weights": {"accuracy": 0.5}})
+    assert [line.split(":")[0].strip() for line in changed] == ["before", "rl", "after"]
+
+
+def test_results_of_another_version_of_strop_are_kept_with_a_warning(run, caplog, monkeypatch):
     run_recipe(run.path)
     assert "strop has changed" not in caplog.text
     monkeypatch.setattr(lineage, "_source_digest", lambda: "0" * 64)  # as after an update of strop
     assert run_recipe(run.path).engines == []
     assert (
-        f"{run.path}: strop has changed since these stages began, and what they made is kept: base, sft, before, rl, after."
-        in caplog.text
-    )
-    assert "--from base makes them anew" in caplog.text
-
-
-def test_a_start_that_goes_on_after_an_update_of_strop_is_not_told_to_make_anew(run, caplog, monkeypatch):
-    def stops(conversation, draw):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_recipe(run.path, start="base", say=stops)
-    monkeypatch.setattr(lineage, "_source_digest", lambda: "0" * 64)
-    run_recipe(run.path, start="base")
-    assert not (run.path / "stale" / "base-2").exists()
-    assert (
-        "is kept: base, sft, before. --from base goes on with what it began; once that is done, it makes them anew"
-        in caplog.text
-    )
+        f"{run.path}: strop has changed since these stages began. Their results are kept: base, sft, before, rl, after. Rerun"
+        " them with --from base."
+    ) in caplog.text
     caplog.clear()
-    run_recipe(run.path)
-    assert "--from base makes them anew" in caplog.text
-    run_recipe(run.path, start="base")
-    assert (run.path / "stale" / "base-2").exists()
+    run_recipe(run.path, start="base", until="base")
+    assert read_json(run.stage("base").lineage)["code"]["digest"] == "0" * 64

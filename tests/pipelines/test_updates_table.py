@@ -4,11 +4,9 @@ import pytest
 
 from scripted_runs import RECIPE, make_recipe, run_recipe, untimed
 from strop.config import validate
-from strop.pipelines import stage as stage_module
-from strop.pipelines.recipe import Recipe, resolve
-from strop.reports.log import read_run
-from strop.reports.panels import sections
-from strop.runs import LineWriter, RunDirectory, read_lines
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import LineWriter, RunDirectory, read_lines
+from strop.stages import context as stage_module
 
 SEVERAL = {"steps": 3, "tasks_per_step": 4, "updates_per_step": 2, "epochs": 2, "checkpoint_every": 1}
 MEANS = ("update/loss", "update/grad_norm", "policy/entropy_nats", "policy/ratio", "policy/ratio_p99", "policy/sampler_kl_nats")
@@ -83,18 +81,3 @@ def test_expert_iteration_has_a_row_for_each_of_its_batches(tmp_path):
     rows = rows_of(run)
     assert len(rows) == 2 * -(-int(line["groups/rollouts_used"]) // 4) > 2
     assert sum(row["update/loss"] for row in rows) / len(rows) == pytest.approx(line["update/loss"])
-
-
-def test_a_report_draws_each_update_between_the_steps(whole):
-    [section] = [section for section in sections(read_run(whole)) if section.title == "Update by update"]
-    [loss] = [drawing.plot for drawing in section.drawings if drawing.plot.title == "Loss of each update"]
-    rows = rows_of(whole)
-    num = {step: len(rows_of(whole, step)) for step in (1, 2, 3)}
-    places = [row["step"] - 1 + row["place"] / num[row["step"]] for row in rows]
-    assert loss.series[0].points == tuple((place, row["update/loss"]) for place, row in zip(places, rows, strict=True))
-    assert loss.x_high == 3
-
-
-def test_a_run_of_one_update_a_step_has_no_such_section(scripted_run):
-    assert rows_of(scripted_run.run)
-    assert all(section.title != "Update by update" for section in sections(read_run(scripted_run.run)))

@@ -6,12 +6,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from scripted_runs import RECIPE, answer, make_recipe, run_recipe, sometimes_right, untimed
-from strop.config import validate
-from strop.errors import ConfigError, EngineLost
-from strop.pipelines import checkpoints
-from strop.pipelines.recipe import Recipe, resolve
-from strop.pipelines.stage import weights_digest
-from strop.runs import read_json, read_lines
+from strop.errors import EngineLost
+from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_json, read_lines
+from strop.runs.lineage import weights_digest
+from strop.stages.loop import checkpoints
 
 VALIDATION = {"every_steps": 2, "num_tasks": 4, "k": 2, "temperature": 0.5}
 
@@ -69,7 +68,7 @@ def test_the_best_policy_is_handed_on_where_that_is_asked(tmp_path):
     def wrong_in_the_end(conversation, draw):
         return answer("none") if last.exists() else sometimes_right(conversation, draw)
 
-    recipe = make_recipe(steps=4, give_up_after=9, validation=VALIDATION | {"product": "best"})
+    recipe = make_recipe(steps=4, give_up_after=9, keep_checkpoints=9, validation=VALIDATION | {"product": "best"})
     done = run_recipe(tmp_path / "run", recipe, say=wrong_in_the_end)
     stage = done.run.stage("rl")
     found = {line["step"]: line["validation/accuracy"] for line in lines_of(done.run) if "validation/accuracy" in line}
@@ -114,16 +113,9 @@ def test_fine_tuning_and_expert_iteration_are_measured_too(tmp_path):
     stages = {
         "base": RECIPE["stages"]["base"],
         "sft": RECIPE["stages"]["sft"] | {"steps": 3, "validation": VALIDATION},
-        "ei": learning | {"kind": "expert_iteration", "validation": VALIDATION | {"keep_best": False}},
+        "ei": learning | {"kind": "expert_iteration", "validation": VALIDATION},
     }
     done = run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages}))))
     assert [line["step"] for line in lines_of(done.run, "sft") if "validation/accuracy" in line] == [2, 3]
     assert [line["step"] for line in lines_of(done.run, "ei") if "validation/accuracy" in line] == [2]
     assert (done.run.stage("sft").best / "model.safetensors").is_file()
-    assert not done.run.stage("ei").best.exists()
-
-
-def test_a_best_policy_that_is_not_kept_cannot_be_handed_on():
-    rl = RECIPE["stages"]["rl"] | {"validation": VALIDATION | {"keep_best": False, "product": "best"}}
-    with pytest.raises(ConfigError, match=r"stages\.rl\.validation: product is 'best', but keep_best is false"):
-        validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here")

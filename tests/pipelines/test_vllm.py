@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.runs import read_json, read_lines
+from strop.run_directory import read_json, read_lines
 
 TINY = Path(__file__).with_name("tiny.toml")
 PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()

@@ -9,14 +9,14 @@ from transformers import AutoTokenizer
 from scripted_runs import RECIPE, run_recipe
 from strop.config import validate
 from strop.errors import TaskError
-from strop.pipelines.recipe import Recipe, TinyModel, resolve
-from strop.pipelines.tiny_model import make_tiny_model
-from strop.pipelines.written import as_written_demonstration, turns_of
-from strop.rollout.call_format import Calls, make_call_format
-from strop.rollout.chat import ChatFormat
+from strop.recipe.recipe import Recipe, resolve
+from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import Prompt, PromptMessage
-from strop.runs import read_lines
+from strop.rollout.tool_calls import Calls, make_call_format
+from strop.run_directory import read_lines
+from strop.stages.conversations import as_written_demonstration, turns_of
+from strop.stages.model import TinyModel, make_tiny_model
 from strop.tasks.conversations import call_text, conversation_of
 from strop.tasks.readers import Unreadable
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
@@ -193,8 +193,8 @@ def test_the_first_rows_alone_may_be_asked_for_and_a_file_without_any_is_refused
     done = run_recipe(tmp_path / "run", recipe_of(path, read={"limit": 3}))
     assert len(read_lines(done.run.stage("read").path / "data" / "kept.jsonl")) == 3
     path.write_text(json.dumps(row("Q", "No call.", "42", "A")) + "\n")
-    with pytest.raises(TaskError, match=r"none of the 1 conversations of .* can be imitated\. r: a tool answers"):
+    with pytest.raises(TaskError, match=r"none of the 1 conversations can be imitated\. r: a tool answers"):
         run_recipe(tmp_path / "other", recipe_of(path))
     path.write_text("")
-    with pytest.raises(TaskError, match=r"stages\.read\.path: .*rows\.jsonl has no rows\. Name a file of conversations\."):
+    with pytest.raises(TaskError, match=r"stages\.read\.path: .*rows\.jsonl: it has no rows\. Name another file"):
         run_recipe(tmp_path / "third", recipe_of(path))

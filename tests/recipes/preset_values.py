@@ -1,7 +1,6 @@
-"""What the papers, the hand-out and the released code give, by the path of the key: written down from them.
+"""Values of the presets that the papers, the hand-out and the released code give, by the path of the key.
 
-Where these are silent the value is a ruling, which the preset says beside its key; those stand here too, so that neither a
-recipe nor a default changes without this table. `UNPUBLISHED` lists what may stand in a preset and not here, and why.
+Where these are silent the value is a choice of strop, which the preset says next to its key.
 """
 
 from __future__ import annotations
@@ -11,22 +10,6 @@ from typing import Any
 Values = dict[str, Any]
 _METHOD, _ADAMW, _BRANCH = "stages.rl.method.", "stages.rl.trainer.optimizer.", "stages.rl.branching."
 
-UNPUBLISHED = {
-    r"name|description": "what the run is called",
-    r"stages\.\w+\.(kind|init|data|results)": "what stands on what: GRAPHS holds it",
-    r"tools\.search\.backend\.key_env": "the name of a variable on the user's machine",
-    r"limits\.(deadline_s|max_response_tokens)": "ARPO and R1 give no limit of a rollout's time and of an answer's length",
-}
-PLACES = ("data/", "models/", "runs/")
-"""Beginnings of values that are places on the user's disk: a key with such a one may be missing here."""
-
-METHOD_KEYS = (
-    *("loss", "ratio", "dual_clip", "aggregation", "constant", "advantage", "kl_coefficient", "entropy_coefficient"),
-    *("high_entropy_share", "overlong_filter", "drop_tied", "tied_by", "refill_rounds", "mismatch"),
-)
-"""Of `method`, what every RL preset has in this table, though it may leave it to a default. With a clip its ranges as well."""
-LIMIT_KEYS = ("max_turns", "max_calls", "max_calls_per_turn")
-"""Of `limits`, what every RL preset with tools has in this table, likewise: what ends a rollout, and which calls run."""
 
 DEVIATIONS = {
     ("r1-rl2", "rl", "updates"): (1700, 1712, "a rollout is 16 updates, and 1700 is no multiple of 16"),
@@ -40,18 +23,6 @@ UPDATES = {("r1-zero", "rl"): 10_400, ("r1-rl2", "rl"): 1700, ("r1-pipeline", "r
 """Of the whole stage, as published; how far a preset may be off says DEVIATIONS."""
 SWITCHES = {("r1-zero", "rl"): (0, 8200), ("r1-rl2", "rl"): (0, 1300), ("r1-pipeline", "rl2"): (0, 1300)}
 """The schedule's entry, and the number of updates that its source gives for it."""
-PARTS = {
-    "rstar2-pipeline": {
-        **{name: ("rstar2-sft", name) for name in ("base", "toolace", "apigen_mt", "glaive", "magicoder", "tulu3", "nemotron")},
-        "sft": ("rstar2-sft", "sft"),
-        "stages_1_2": ("rstar2-paper", "rl"),
-        "hard": ("rstar2-stage3", "hard"),
-        "stage_3": ("rstar2-stage3", "rl"),
-        "aime24": ("rstar2-stage3", "aime24"),
-    },
-    "r1-pipeline": {"base": ("r1-zero", "base"), "rl1": ("r1-rl1", "rl"), "rl2": ("r1-rl2", "rl")},
-}
-"""Of a whole program, its stages that are a stage of another preset, too: that preset, and what it is called there."""
 
 
 def _under(prefix: str, **values: Any) -> Values:
@@ -64,7 +35,7 @@ def _keys(prefix: str, values: Values) -> Values:
 
 # What a method is that only clips; each takes its own over it.
 _PLAIN = {
-    **_under(_METHOD, name="grpo", loss="clip", ratio="token", dual_clip=None, constant=None, refill_rounds=0, mismatch="off"),
+    **_under(_METHOD, kind="grpo", loss="clip", ratio="token", dual_clip=None, constant=None, refill_rounds=0, mismatch="off"),
     **_under(_METHOD, kl_coefficient=0.0, entropy_coefficient=0.0, high_entropy_share=1.0, overlong_filter=False, eps=1e-6),
     **_under(_METHOD, tied_by="reward"),
 }
@@ -97,8 +68,8 @@ _RSTAR2 = {
 }
 _RSTAR2_DATA = _under("stages.rl.tasks.", kind="jsonl", dataset="strop", path="data/rstar2-problems/kept.jsonl")
 _ROC = {
-    **_under(_METHOD, name="grpo_roc", oversample=2.0, selection="sampled", min_positives=0, min_negatives=0, eps_roc=1e-2),
-    **_under(_METHOD, quota_rounding="floor", aggregation="group_token_mean", repetition_weight=0.0, positive_above=0.0),
+    **_under(_METHOD, kind="grpo_roc", oversample=2.0, selection="sampled", min_positives=0, min_negatives=0, eps_roc=1e-2),
+    **_under(_METHOD, quota_rounding="floor", aggregation="group_token_mean", repetition_weight=0.0),
 }
 _STAGE_1 = {"stages.rl.sampling.max_tokens": 8192, "stages.rl.limits.max_turns": 10, "engine.max_length": 2048 + 8192}
 _STAGES_1_AND_2 = {**_STAGE_1, "engine.max_length": 2048 + 12288, "stages.rl.schedule[0].sampling.max_tokens": 12288}
@@ -108,7 +79,7 @@ _ARPO = {
     **_PLAIN,
     **_VERL,
     **_under(_ADAMW, lr=1e-6, schedule="constant", warmup_updates=0),
-    **_under(_METHOD, name="arpo", credit="soft", clip_low=0.2, clip_high=0.2, aggregation="token_mean"),
+    **_under(_METHOD, kind="arpo", credit="soft", clip_low=0.2, clip_high=0.2, aggregation="token_mean"),
     **_under(_METHOD, drop_tied=False, advantage="group_normalized", shared_token_weight="per_descendant"),
     **_under(_BRANCH, beam_size=2, probe_tokens=20, base_probability=0.5, entropy_weight=0.2, scale="sum", rule="coin"),
     **_under(_BRANCH, probe="after_observation", threshold=None),
@@ -273,7 +244,7 @@ PUBLISHED: dict[str, Values] = {
         **_RSTAR2_DATA,
         **_STAGE_1,
         "stages.rl.steps": 300,
-        **_under(_METHOD, name="grpo", aggregation="group_token_mean"),
+        **_under(_METHOD, kind="grpo", aggregation="group_token_mean"),
     },
     "rstar2-released": {
         **_RSTAR2,
@@ -435,7 +406,7 @@ PUBLISHED["rstar2-pipeline"] = {
     **_rstar2_eval("gpqa_diamond", "gpqa-diamond", 198),
     **_under("stages.gpqa_diamond.reward.", kind="sum"),
     **_under("stages.gpqa_diamond.reward.parts.accuracy.", kind="function", weight=1.0),
-    "stages.gpqa_diamond.reward.parts.accuracy.function": "strop.evaluation.multiple_choice:right_letter",
+    "stages.gpqa_diamond.reward.parts.accuracy.function": "strop.evaluation.short_answers:right_letter",
 }
 
 
@@ -507,51 +478,3 @@ PUBLISHED["r1-pipeline"] = {
     **{key: value for name in _R1_AIME for key, value in _r1_eval(name, "aime24").items()},
     **{key: value for name in _R1_MATH for key, value in _r1_eval(name, "math500").items()},
 }
-
-_RL = {"base": "model", "rl": "rl(base)"}
-_CS336_GRAPH = {**_RL, "after": "eval(rl)"}
-GRAPHS: dict[str, dict[str, str]] = {
-    **dict.fromkeys(PUBLISHED, _RL),
-    "rstar2-sft": {"base": "model", **dict.fromkeys(_SETS, "conversations"), "sft": f"sft(base, {', '.join(_SETS)})"},
-    "arpo-sft": {"base": "model", "demonstrations": "conversations", "sft": "sft(base, demonstrations)"},
-    "rstar2-stage3": {"base": "model", "hard": "filter(base)", "rl": "rl(base, hard)", "aime24": "eval(rl)"},
-    "cs336-zero-shot": {"base": "model", "zero_shot": "eval(base)"},
-    "cs336-sft": {
-        "base": "model",
-        **{f"sft_{size}": "sft(base)" for size in (*_SFT_SIZES, "filtered")},
-        **{f"after_{size}": f"eval(sft_{size})" for size in (*_SFT_SIZES, "filtered")},
-    },
-    "cs336-expert-iteration": {"base": "model", "expert": "expert_iteration(base)", "after": "eval(expert)"},
-    **dict.fromkeys(("cs336-grpo", "cs336-grpo-off-policy", "cs336-leaderboard"), _CS336_GRAPH),
-    "dapo": {**_RL, "aime24": "eval(rl)"},
-    "rstar2-pipeline": {
-        "base": "model",
-        **dict.fromkeys(_SETS, "conversations"),
-        "sft": f"sft(base, {', '.join(_SETS)})",
-        "stages_1_2": "rl(sft)",
-        "hard": "filter(stages_1_2)",
-        "stage_3": "rl(stages_1_2, hard)",
-        **{f"sft_{name}": "eval(sft)" for name in ("math500", "aime24", "aime25")},
-        **{f"stage_2_{name}": "eval(stages_1_2)" for name in ("aime24", "aime25")},
-        **dict.fromkeys((*_RSTAR2_MATH, "gpqa_diamond"), "eval(stage_3)"),
-        "release": f"export(stage_3, {', '.join(_RSTAR2_MATH)}, gpqa_diamond)",
-    },
-    "r1-pipeline": {
-        "base": "model",
-        "cold_start": "sft(base)",
-        "rl1": "rl(cold_start)",
-        "rejection": "rejection_sampling(rl1)",
-        "general": "demonstrations(base)",
-        "mixed": "mix(rejection, general)",
-        "sft": "sft(base, mixed)",
-        "helpful": "reward_model(sft)",
-        "safety": "reward_model(sft)",
-        "rl2": "rl(sft, helpful, safety)",
-        "small": "model",
-        "student": "distil(small, mixed)",
-        **{name: f"eval({init})" for name, init in (_R1_AIME | _R1_MATH).items()},
-        "release": "export(rl2, dev1_aime24, dev2_aime24, dev3_aime24, aime24, math500)",
-        "student_release": "export(student, student_aime24, student_math500)",
-    },
-}
-"""What stands on what: each stage's kind, and in brackets the stages that it names."""

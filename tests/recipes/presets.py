@@ -10,10 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from preset_values import PLACES
-
-from strop.pipelines.load import load_recipe
-from strop.pipelines.recipe import Recipe
+from strop.recipe.load import load_recipe
+from strop.recipe.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 PRESETS = ROOT / "recipes" / "presets"
@@ -83,28 +81,3 @@ def value_at(tree: Any, path: str) -> Any:
         else:
             tree = tree.get(step) if isinstance(tree, dict) else None
     return tree
-
-
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The path of every value that two resolved recipes do not share; a key that is not there is None."""
-    paths = dict.fromkeys((*paths_of(one, frozenset()), *paths_of(other, frozenset())))
-    return [path for path in paths if value_at(one, path) != value_at(other, path)]
-
-
-def unlisted(tree: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    """The paths of `tree`, as parsed, that `published` lacks, but for those whose values are places on the user's disk.
-
-    A key that the stages share is listed where it is for one of them that has no key of its own there.
-    """
-    paths = list(paths_of(tree, frozenset()))
-    of_stages = {stage: {path for path in paths if path.startswith(f"stages.{stage}.")} for stage in tree["stages"]}
-
-    def is_listed(path: str) -> bool:
-        taking = [f"stages.{stage}.{path}" for stage, own in of_stages.items() if f"stages.{stage}.{path}" not in own]
-        return path in published or (not path.startswith("stages.") and any(each in published for each in taking))
-
-    return [path for path in paths if not is_listed(path) and not _is_place(value_at(tree, path))]
-
-
-def _is_place(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(PLACES)

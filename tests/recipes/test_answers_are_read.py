@@ -6,11 +6,9 @@ import pytest
 
 from strop.config import validate
 from strop.errors import ConfigError
-from strop.pipelines.load import load_recipe
-from strop.rewards import SumReward, SumRewardConfig
-from strop.rewards.reading import SETTINGS, readers_of
-from strop.rollout.answer_forms import AnswerForm
-from strop.rollout.prompt import load_prompt, prompt_names
+from strop.recipe.load import load_recipe
+from strop.rewards import SETTINGS, SumRewardConfig, make_reward, readers_of
+from strop.rollout.prompt import AnswerForm, load_prompt
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
 ASKED = {  # a right answer in the words of each prompt; those of a code block hang on the question, not on the prompt
@@ -56,7 +54,7 @@ def earned(part, text):
     trajectory = Trajectory(key=key, task_id="t", prompt_ids=(), turns=(said,), stop_reason=StopReason.ANSWERED)
 
     async def judge():
-        reward = SumReward(config)
+        reward = make_reward(config)
         try:
             return await reward(Task(id="t", question="6*7", answer="42", source="test"), trajectory)
         finally:
@@ -85,10 +83,6 @@ def test_the_graders_of_a_prompt_are_those_that_find_a_right_answer_in_its_form(
     assert (earned(READS[form], ASKED[name]) > 0) == (form in load_prompt(name).graders)
 
 
-def test_every_shipped_prompt_that_asks_for_a_form_is_looked_at():
-    assert {name for name in prompt_names() if load_prompt(name).graders} == set(ASKED)
-
-
 @pytest.mark.parametrize("form", list(READS))
 def test_a_reward_reads_the_form_that_its_settings_say(form):
     config = validate(SumRewardConfig, {"kind": "sum", "parts": {"accuracy": READS[form]}}, place="test")
@@ -103,16 +97,6 @@ def test_the_refusal_names_prompt_reward_and_remedies(tmp_path):
     assert r"found in a \boxed{} anywhere in the last turn" in said
     assert "Change the reward to a part of kind 'question_only'" in said
     assert "set prompt to one that it reads (arpo, plain, rstar2, short)" in said
-
-
-def test_an_answer_tag_without_a_box_is_read_once_the_reward_needs_none(tmp_path):
-    assert "needs_box = false" in refusal(tmp_path, "stages.rl.prompt=r1_zero")
-    assert accepted(tmp_path, "stages.rl.prompt=r1_zero", "reward.needs_box=false")
-
-
-def test_the_part_of_a_sum_that_does_not_fit_is_named(tmp_path):
-    parts = 'reward={kind="sum", parts={good={kind="r1_zero"}, bad={kind="arpo"}}}'
-    assert "reward.parts.bad (kind = 'arpo')" in refusal(tmp_path, "stages.rl.prompt=r1_zero", parts)
 
 
 def test_a_part_that_only_reports_may_read_what_it_likes_until_it_gets_a_weight(tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from strop.runs import LineWriter, RunDirectory, write_json
+from strop.run_directory import LineWriter, RunDirectory, write_json
 from strop.types import (
     Completion,
     FinishReason,
@@ -83,7 +83,7 @@ def write_run(path: Path, *, num_steps: int = 60, seed: int = 7, question: str =
 
 
 def _manifest(num_steps: int, seed: int) -> dict[str, object]:
-    recipe = {"name": "demo", "seed": seed, "stages": {"rl": {"steps": num_steps, "method": {"name": "grpo-roc", "keep": 8}}}}
+    recipe = {"name": "demo", "seed": seed, "stages": {"rl": {"steps": num_steps, "method": {"kind": "grpo-roc", "keep": 8}}}}
     return {
         "format": 1,
         "name": "demo",
@@ -162,7 +162,6 @@ def _scheduler_metrics(rollout_s: float, latency_s: float, chance: random.Random
         "scheduler/lost_turns": 0,
         "scheduler/evictions": 0,
         "scheduler/recomputed_tokens": 0,
-        "scheduler/suspended": 0,
         "scheduler/branches_refused": 0,
         "scheduler/queue_max": chance.randint(120, 160),
         "scheduler/queue_mean": chance.uniform(30, 50),

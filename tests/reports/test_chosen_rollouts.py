@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from strop.reports.page import write_report
-from strop.runs import LineWriter, RunDirectory, write_json
+from strop.run_directory import LineWriter, RunDirectory, write_json
 from strop.types import (
     Completion,
     FinishReason,

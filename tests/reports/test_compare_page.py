@@ -1,7 +1,8 @@
 import pytest
 
-from strop.reports.compare import Table, compare_page, compare_plots
+from strop.reports.compare import compare_page, compare_plots
 from strop.reports.plots import draw
+from strop.reports.scales import Table
 
 
 def test_an_arm_is_the_mean_of_its_seeds_and_their_range():

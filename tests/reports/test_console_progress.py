@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 from rich.console import Console
 
-from strop.reports.console import ConsoleProgress, print_plan
-from strop.runs import RunDirectory, write_json
+from strop.reports.console import ConsoleProgress
+from strop.reports.terminal import print_plan
+from strop.run_directory import RunDirectory, write_json
 
 _METRICS = {
     "rollout/reward_mean": 0.512,
@@ -85,13 +86,12 @@ def test_what_the_user_wrote_is_not_taken_for_markup():
     assert "report: runs/[x]/report.html" in shown.getvalue()
 
 
-def test_the_end_shows_before_and_after_and_what_is_missing():
+def test_the_end_shows_before_and_after():
     progress, shown, _ = _progress()
     after = {"stage": "after", "accuracy": 0.842, "accuracy_low": 0.787, "accuracy_high": 0.893, "tool_error_rate": 0.062}
     progress.finished([{"stage": "before", "accuracy": 0.031}, after], Path("report.html"))
     before, last = [line for line in shown.getvalue().splitlines() if line.startswith(("before", "after"))]
     assert before.split()[:2] == ["before", "3.1%"]
-    assert "missing" in before
     assert last.split()[:6] == ["after", "84.2%", "78.7%", "–", "89.3%", "6.2%"]
 
 
@@ -114,10 +114,35 @@ def test_the_end_fits_into_80_columns_without_breaking_a_figure_and_breaks_names
     lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     [first] = [line for line in lines if line.startswith("after-student")]
-    assert first.split() == ["after-student", "84.2%", "78.7%", "–", "89.3%", "missing", "6.2%", "1,234", "100.0%"]
+    assert first.split() == ["after-student", "84.2%", "78.7%", "–", "89.3%", "–", "6.2%", "1,234", "100.0%"]
     rows = [line.split()[0] for line in lines[lines.index(first) + 1 :] if line.strip() and not line.startswith("report")]
     assert "".join(rows) == "after-the-second-stage-of-reinforcement"
     assert all(row.endswith("-") for row in rows[:-1])
+
+
+def test_without_a_verdict_the_end_shows_the_mean_reward_and_without_calls_no_error_rate():
+    progress, shown, _ = _progress()
+    progress.finished([{"stage": "after", "reward_mean": 0.512, "tool_calls_mean": 0.0}], Path("report.html"))
+    assert "mean reward" in shown.getvalue()
+    assert "accuracy" not in shown.getvalue()
+    [row] = [line for line in shown.getvalue().splitlines() if line.startswith("after")]
+    assert row.split() == ["after", "0.512", "–", "no", "tool", "–", "–", "–"]
+
+
+def test_escape_sequences_do_not_reach_the_terminal():
+    progress, shown, _ = _progress()
+    hostile = "\x1b]0;title\x07\x9b31m\u202ename"
+    progress.stage_started(hostile, "eval", 4, 0)
+    progress.warning(hostile, stage=hostile)
+    progress.stage_finished(hostile, hostile)
+    progress.finished([{"stage": hostile, "accuracy": 0.5}], Path("report.html"))
+    stage = SimpleNamespace(
+        name=hostile, kind="rl", init=hostile, arithmetic=hostile, schedule=(), tokens=1, memory_mib=1.0, time_s=1.0
+    )
+    for width in (80, 160):
+        print_plan(hostile, hostile, [stage], console=Console(file=shown, width=width, color_system=None))
+    assert not set(shown.getvalue()) & set("\x1b\x07\x9b\u202e")
+    assert r"\x1b]0;title" in shown.getvalue()
 
 
 def test_a_plan_is_shown_with_its_estimates():

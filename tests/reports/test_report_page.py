@@ -15,7 +15,7 @@ from strop.reports.log import Evaluation, RunLog, StageLog, read_run
 from strop.reports.page import cards, verdict, write_report
 from strop.reports.panels import sections
 from strop.reports.rollouts import read_rollouts
-from strop.runs import RunDirectory, read_json, read_lines, write_json, write_text
+from strop.run_directory import RunDirectory, read_json, read_lines, write_json, write_text
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ class _Elements(HTMLParser):
 def test_the_page_opens_with_what_was_learnt(finished):
     page = _page(finished)
     assert page.index("Accuracy rose from 3.1% to 84.2%.") < page.index("Before and after") < page.index("Rollouts")
-    assert "Stage before against stage after: the 95% intervals lie apart." in page
+    assert "Stage before against stage after: the 95% intervals do not overlap." in page
 
 
 def test_a_warning_is_told_with_its_stage_and_how_often_it_was_given(finished):
@@ -145,7 +145,7 @@ def test_a_server_of_many_tools_leaves_the_page_small(run):
     [section] = [section for section in sections(read_run(run)) if section.title == "Tool calls"]
     durations = [drawing for drawing in section.drawings if drawing.plot.title.startswith("Durations")]
     assert len(durations) == 6
-    assert "35 tools that are called less" in durations[0].note  # 41 with python
+    assert "35 tools with fewer calls" in durations[0].note  # 41 with python
     assert {series.label.split(":")[0] for series in durations[1].plot.series} == {"0 to 0.001 s", "over 1000 s"}
     assert len(_page(run)) - size < 60_000
 
@@ -317,7 +317,7 @@ def test_before_and_after_are_of_one_line_of_descent(evaluated, compared):
     log = _log(*(_evaluation(name, 0.1 * at) for at, name in enumerate(evaluated)), inits=STUDENT | OF)
     pair = log.before_and_after
     assert (pair and [each.stage for each in pair]) == compared
-    assert compared or "a model that it was trained from" in verdict(log).support
+    assert compared or "an ancestor of the model" in verdict(log).support
 
 
 STALE = {"model": "", "sft": "model", "rl": "sft", "before": "sft", "during": "sft", "after": "rl"}
@@ -339,8 +339,8 @@ def test_what_a_stale_stage_found_is_neither_before_nor_after():
 def test_a_verdict_without_a_pair_names_what_is_stale_and_what_makes_it_anew():
     told = verdict(_with_stale("rl", "during", "after"))
     assert told.text == "After stage before: accuracy 10.0%."
-    assert told.support == "Stale, so compared with nothing: during, after. `strop train` with --from rl evaluates anew."
-    assert verdict(_with_stale("before", "during", "after")).text == "No evaluation of what the recipe makes now."
+    assert told.support == "Stale, so not compared: during, after. Rerun with `strop train` and --from rl."
+    assert verdict(_with_stale("before", "during", "after")).text == "No evaluation matches the recipe."
 
 
 def test_a_stale_evaluation_is_shown_in_the_table_as_stale_and_nowhere_else(run):
@@ -367,11 +367,29 @@ def test_controls_with_broken_tools_are_not_the_after():
     assert [each.stage for each in log.before_and_after] == ["a", "b"]
 
 
-def test_a_figure_missing_from_an_evaluation_is_named_on_its_card():
+def test_an_unknown_metric_is_a_dash_on_its_card():
     made = {card.metric: card for card in cards(_evaluation("a", 0.1), _evaluation("b", 0.5))}
     assert made["accuracy"].change == "+40.0 points"
-    assert made["tool_error_rate"].after == "missing"
-    assert "tool_error_rate" in made["tool_error_rate"].caption
+    assert made["tool_error_rate"].after == "–"
+
+
+def test_without_a_verdict_the_report_shows_the_mean_reward_and_no_accuracy(tmp_path):
+    run = write_run(tmp_path / "run", num_steps=2)
+    for path in run.path.glob("stages/*/eval/result.json"):
+        result = read_json(path)
+        kept = {key: value for key, value in result.items() if not key.startswith(("accuracy", "tool_error"))}
+        write_json(path, kept | {"reward_mean": 0.25, "tool_calls_mean": 0.0})
+    for key in ("rollout/accuracy", "validation/accuracy", "rollout/tool_error_rate", "rollout/tool_error_rate_correct"):
+        _drop_metric(run, key)
+    rows = [line | ({"rollout/tool_calls_mean": 0.0} if line["stage"] == "rl" else {}) for line in read_lines(run.metrics)]
+    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in rows))
+    page = _page(run)
+    assert "Mean reward went from 0.250 to 0.250." in page
+    assert "<th>mean reward</th>" in page
+    assert "<th>accuracy</th>" not in page
+    assert "Accuracy on training tasks" not in page
+    assert page.count("no tool calls") >= 4
+    assert "missing: rollout/tool_error_rate" not in page
 
 
 def test_rollouts_are_sampled_from_the_first_to_the_last_step_mixed_groups_first(finished):

@@ -7,13 +7,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from strop.cli.simulate import simulate as simulate_command
 from strop.errors import ConfigError
-from strop.reports.schedule import draw_timelines, schedule_page
-from strop.reports.simulate import simulate as simulate_command
-from strop.rollout.scheduling import EngineSpec, SchedulerConfig
-from strop.rollout.simulation.engines import EngineTiming
-from strop.rollout.simulation.simulate import Outcome, SimulatedMachine, simulate
-from strop.rollout.simulation.trace import heavy_tailed
+from strop.rollout.scheduler.admission import EngineSpec
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.simulation.engines import EngineTiming
+from strop.simulation.page import draw_timelines, schedule_page
+from strop.simulation.simulate import Outcome, SimulatedMachine, simulate
+from strop.simulation.trace import heavy_tailed
 
 TIMING = EngineTiming(step_s=0.03, row_s=0.001, kv_token_s=1e-6, prefill_token_s=1e-4)
 
@@ -56,7 +57,7 @@ def test_slots_cannot_be_over_subscribed_and_the_command_says_so() -> None:
     app = typer.Typer()
     app.command()(simulate_command)
     arguments = ["--engines", "1", "--rollouts", "8", "--trace", "uniform", "--rows", "8", "--oversubscription", "2"]
-    with pytest.raises(ConfigError, match=r"scheduler.oversubscription = 2 can start nothing more on engine engine 0"):
+    with pytest.raises(ConfigError, match=r"scheduler.oversubscription is 2, but has no effect on engine engine 0"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     result = CliRunner().invoke(app, [*arguments, "--kv-tokens", "20000"], catch_exceptions=False)
     assert result.exit_code == 0

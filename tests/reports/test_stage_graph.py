@@ -1,15 +1,14 @@
-"""The graph of stages and the drawing across RL stages: what lies where, and what each says of a run."""
+"""The graph of stages and the plots across RL stages."""
 
 import re
 
 import pytest
 
-from strop.reports.across import draw as draw_across
-from strop.reports.across import stages_in_sequence
 from strop.reports.log import Evaluation, RunLog, StageLog, StageState, read_run
 from strop.reports.page import write_report
+from strop.reports.panels import across, stages_in_sequence
 from strop.reports.stage_graph import draw
-from strop.runs import LineWriter, RunDirectory, write_json
+from strop.run_directory import LineWriter, RunDirectory, write_json
 
 PROGRAM = {
     "base": ("model", {}),
@@ -60,7 +59,7 @@ def passes_through(path, box):
     return False
 
 
-def test_every_stage_lies_behind_all_that_it_stands_on_and_no_two_overlap():
+def test_every_stage_lies_to_the_right_of_its_inputs_and_no_two_overlap():
     places = boxes(str(draw(program())))
     assert set(places) == set(PROGRAM)
     for name, (_, inputs) in PROGRAM.items():
@@ -83,7 +82,7 @@ def test_a_line_passes_no_stage_that_it_does_not_lead_to():
 
 def test_a_stage_that_is_stale_or_not_there_yet_says_so():
     changes = {
-        "mixed": {"why_stale": "good was made anew"},
+        "mixed": {"why_stale": "good has changed"},
         "sft2": {"is_done": False, "is_begun": True},
         "rl2": {"is_done": False},
     }
@@ -96,12 +95,12 @@ def test_a_stage_that_is_stale_or_not_there_yet_says_so():
         StageState.TO_COME,
     ]
     svg = str(draw(stages))
-    assert "mixed: stale (good was made anew)" in svg
+    assert "mixed: stale (good has changed)" in svg
     for text in ("mix, stale", "sft, not finished", "rl, to come"):
         assert f">{text}<" in svg
 
 
-def test_stages_that_do_not_say_what_they_stand_on_have_no_graph():
+def test_stages_without_inputs_have_no_graph():
     assert draw([stage("base"), stage("general", inputs={})]) == ""
 
 
@@ -130,56 +129,55 @@ def evaluation(name, accuracy, condition=""):
     return Evaluation(stage=name, condition=condition, terms="", figures=figures)
 
 
-def dots(svg):
-    return re.findall(r'<circle class="f2" cx="([\d.]+)" cy="[\d.]+" r="4.5"><title>([\w-]+): ([\d.%]+)<', svg)
+def accuracy_of(log):
+    [plot] = [drawing.plot for drawing in across(log).drawings if drawing.plot.title == "Accuracy"]
+    return plot
+
+
+def evaluations_of(log):
+    return [point for series in accuracy_of(log).series if series.label == "evaluations" for point in series.points]
 
 
 def test_stages_of_rl_follow_each_other_on_one_axis_with_a_boundary_and_their_limits():
-    stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5, 0.6)})
-    svg = str(draw_across(log_of(stages, recipe={"stages.rl1.sampling.max_tokens": "8192"})))
-    assert svg.count('class="boundary"') == 1
-    assert ">rl1, 8192 tokens<" in svg
-    assert ">rl2<" in svg
-    assert svg.count('class="line s0"') == 6  # three figures, and each line breaks where the stage does
-    assert "accuracy from 10.0% to 60.0%" in svg
+    log = log_of(program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5, 0.6)}))
+    assert [drawing.plot.title for drawing in across(log).drawings] == ["Accuracy", "Response length", "Truncated"]
+    plot = accuracy_of(log)
+    assert [(boundary.x, boundary.label) for boundary in plot.boundaries] == [(1, "rl1"), (3, "rl2")]
+    assert plot.series[0].points == ((1, 0.1), (2, 0.3), (3, 0.4), (4, 0.5), (5, 0.6))
 
 
-def test_an_evaluation_stands_at_the_last_step_of_what_it_measured_and_a_control_nowhere():
+def test_an_evaluation_is_drawn_at_the_last_step_of_what_it_measured_and_a_control_nowhere():
     stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5, 0.6)})
     found = [evaluation("after-rl1", 0.35), evaluation("after-rl2", 0.65), evaluation("after-rl2", 0.05, "tools: none")]
-    drawn = dots(str(draw_across(log_of(stages, found))))
-    assert [(name, value) for _, name, value in drawn] == [("after-rl1", "35.0%"), ("after-rl2", "65.0%")]
-    first, last = (float(x) for x, *_ in drawn)
-    assert first < last
+    assert evaluations_of(log_of(stages, found)) == [(2, 0.35), (5, 0.65)]
 
 
-def test_an_evaluation_whose_stage_is_stale_stands_nowhere():
-    stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5)}, **{"after-rl2": {"why_stale": "anew"}})
+def test_an_evaluation_whose_stage_is_stale_is_not_drawn():
+    stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5)}, **{"after-rl2": {"why_stale": "rl2"}})
     found = [evaluation("after-rl1", 0.35), evaluation("after-rl2", 0.65)]
-    assert [name for _, name, _ in dots(str(draw_across(log_of(stages, found))))] == ["after-rl1"]
+    assert evaluations_of(log_of(stages, found)) == [(2, 0.35)]
 
 
-def test_stages_side_by_side_and_stale_ones_do_not_follow_each_other():
-    """Two arms of RL from one cold start, the second of which goes on."""
+def test_parallel_stages_and_stale_ones_do_not_follow_each_other():
+    """Two arms of RL from one cold start, the second of which has a successor."""
     again = StageLog(name="arm", kind="rl", init="cold", is_done=True, steps=steps(0.9, 0.9), inputs={"init": ("cold",)})
     stages = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5)})
     assert [each.name for each in stages_in_sequence(log_of([*stages, again]))] == ["rl1", "rl2"]
-    assert "90.0%" not in str(draw_across(log_of([*stages, again])))
-    stale = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5), "why_stale": "rl1 was made anew"})
-    assert draw_across(log_of(stale)) == ""
+    stale = program(rl1={"steps": steps(0.1, 0.3)}, rl2={"steps": steps(0.4, 0.5), "why_stale": "rl1 has changed"})
+    assert across(log_of(stale)) is None
     arms = [each for each in stages if each.name != "rl2"] + [again]
-    assert [each.name for each in stages_in_sequence(log_of(arms))] == ["arm"]  # neither stands on the other
+    assert [each.name for each in stages_in_sequence(log_of(arms))] == ["arm"]  # neither depends on the other
 
 
-def test_a_figure_that_no_step_logged_is_named():
+def test_a_metric_that_no_step_logged_is_named():
     stages = program(
         **{name: {"steps": {1: {"rollout/accuracy": 0.5, "rollout/length_tokens_mean": 9.0}}} for name in ("rl1", "rl2")}
     )
-    assert "missing: rollout/truncated_fraction" in str(draw_across(log_of(stages)))
+    assert [drawing.plot.missing for drawing in across(log_of(stages)).drawings] == [(), (), ("rollout/truncated_fraction",)]
 
 
-def test_one_stage_of_rl_has_no_drawing_across():
-    assert draw_across(log_of(program(rl1={"steps": steps(0.1, 0.3)}))) == ""
+def test_one_stage_of_rl_has_no_section_across():
+    assert across(log_of(program(rl1={"steps": steps(0.1, 0.3)}))) is None
 
 
 @pytest.fixture
@@ -190,7 +188,7 @@ def run(tmp_path):
     write_json(run.manifest, {"format": 1, "name": "run", "stages": stages, "recipe": {}})
     for name in ("base", "cold", "rl1", "good", "general", "mixed"):
         write_json(run.stage(name).done, {})
-    write_json(run.stage("mixed").stale, {"because": "good was made anew"})
+    write_json(run.stage("mixed").stale, {"because": "good has changed"})
     events = LineWriter(run.events)
     for name in ("base", "cold", "rl1"):
         events.append({"event": "stage_started", "stage": name})
@@ -207,4 +205,4 @@ def test_a_page_shows_the_graph_of_a_run_as_its_directory_has_it(run):
         assert all(names.index(source) < names.index(name) for each in inputs.values() for source in each), name
     page = write_report(run).read_text(encoding="utf-8")
     assert 'class="plot graph"' in page
-    assert "mixed: stale (good was made anew)" in page
+    assert "mixed: stale (good has changed)" in page

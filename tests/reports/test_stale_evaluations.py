@@ -29,9 +29,9 @@ def test_an_evaluation_of_what_was_made_anew_is_marked_and_compared_with_nothing
     assert "✓ rl: 1 step of grpo, 1 update (" in shown
     page = run.report.read_text(encoding="utf-8")
     assert "<strong>After stage before: accuracy" in page
-    assert "Stale, so compared with nothing: after. `strop train` with --from after evaluates anew." in page
+    assert "Stale, so not compared: after. Rerun with `strop train` and --from after." in page
     assert "Stage before against stage after" not in page
-    assert '<th>after <small class="stale" title="rl was made anew">stale</small></th>' in page
+    assert '<th>after <small class="stale" title="rl has another result">stale</small></th>' in page
 
 
 def test_an_evaluation_that_is_made_anew_too_is_compared_again(remade):

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from strop.reports.sweep_console import PlannedArm, SweepConsole, print_arms, where
-from strop.reports.sweep_log import State
-from strop.runs import LineWriter, RunDirectory
+from strop.reports.sweep import PlannedArm, State, SweepConsole, last_step, print_arms
+from strop.run_directory import LineWriter, RunDirectory
 
 
 @pytest.fixture
@@ -22,36 +21,36 @@ def said(console):
 
 def test_every_run_has_a_line_when_it_starts_and_when_it_ends(console):
     with SweepConsole(console) as progress:
-        progress.started(num_runs=3, num_done=1, warning="")
+        progress.started(num_runs=3, num_done=1)
         progress.run_started("a-seed-0", state=State.UNFINISHED, shared="")
         progress.run_finished("a-seed-0", "accuracy 50.0%", 61.0)
         progress.run_started("b-seed-0", state=State.WAITING, shared="a-seed-0")
         progress.run_failed("b-seed-0", "[red] alert (exit code 2)", Path("logs/b-seed-0.log"))
     assert said(console).splitlines() == [
         "3 runs, 1 done before",
-        "  · a-seed-0 goes on",
+        "  · a-seed-0 resumes",
         "  ✓ a-seed-0: accuracy 50.0% (1 min 01 s; 2 of 3)",
         "  · b-seed-0 starts, from the first stages of a-seed-0",
-        "  ✗ b-seed-0: [red] alert (exit code 2). All that it said: logs/b-seed-0.log",
+        "  ✗ b-seed-0: [red] alert (exit code 2). Log: logs/b-seed-0.log",
     ]
 
 
 def test_the_plan_counts_what_is_left_to_run(console):
     states = {0: State.DONE, 1: State.UNFINISHED, 2: State.WAITING}
     arm = PlannedArm(name="no_clip", changes=["stages.rl.method.loss=no_clip"], states=states, time_s=60.0)
-    print_arms("clip", [arm], common="", console=console)
-    assert "0 (done), 1 (begun), 2" in said(console)
-    assert "2 runs to go, about 2 min 00 s in all: rough. Nothing was run." in said(console)
+    print_arms("clip", [arm], shared="", console=console)
+    assert "0 (done), 1 (started), 2" in said(console)
+    assert "2 runs to go, roughly 2 min 00 s in all. Nothing was run." in said(console)
 
 
 def test_what_is_under_way_is_the_last_line_of_its_metrics(tmp_path):
     run = RunDirectory(tmp_path)
-    assert where(run) == "begins"
+    assert last_step(run) == "starts"
     metrics = LineWriter(run.metrics)
     for step in (1, 2):
         metrics.append({"stage": "rl", "step": step})
     metrics.close()
-    assert where(run) == "rl 2"
+    assert last_step(run) == "rl 2"
     with run.metrics.open("a") as file:
         file.write('{"stage": "rl", "st')  # cut short by a kill
-    assert where(run) == "rl 2"
+    assert last_step(run) == "rl 2"

@@ -5,8 +5,7 @@ from fake_run import write_run
 
 from strop.evaluation.statistics import mean_of_seeds
 from strop.reports.compare import compare_plots
-from strop.reports.sweep import results_table, sweep_page
-from strop.reports.sweep_log import (
+from strop.reports.sweep import (
     State,
     SweepArm,
     SweepLog,
@@ -15,8 +14,10 @@ from strop.reports.sweep_log import (
     curves_by_time,
     difference,
     read_sweep_run,
+    results_table,
+    sweep_page,
 )
-from strop.runs import write_json
+from strop.run_directory import write_json
 
 METRIC = "rollout/accuracy"
 
@@ -79,7 +80,7 @@ def test_the_quantiles_are_those_of_the_tables(degrees, quantile):
 
 
 def test_one_seed_has_no_interval_over_seeds():
-    with pytest.raises(ValueError, match="two of them, not 1"):
+    with pytest.raises(ValueError, match="needs at least two values, not 1"):
         mean_of_seeds([0.5])
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from strop.errors import UserError
 from strop.reports.trackers import make_trackers
-from strop.runs import RunDirectory
+from strop.run_directory import RunDirectory
 
 
 @pytest.mark.parametrize(("kind", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])

@@ -1,7 +1,7 @@
 import pytest
 from trajectories import trajectory, turn
 
-from strop.rewards.answers import extract_answer, has_answer_format, last_answer_block
+from strop.rewards.base import extract_answer, has_answer_format, last_answer_block
 from strop.types import StopReason
 
 RIGHT = r"<answer>\boxed{72}</answer>"

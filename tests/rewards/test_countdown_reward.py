@@ -11,8 +11,8 @@ from trajectories import trajectory
 
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
-from strop.rewards import CountdownReward, CountdownRewardConfig, make_reward
-from strop.rewards.countdown import MAX_CHARS, MAX_DEPTH, value_of
+from strop.rewards import CountdownRewardConfig, make_reward
+from strop.rewards.countdown import MAX_CHARS, value_of
 from strop.tasks import CountdownTasks
 from strop.tasks.config import CountdownConfig
 from strop.types import StopReason, Task
@@ -65,7 +65,7 @@ def test_the_format_is_judged_apart():
 
 def test_a_rollout_that_was_cut_off_has_no_answer():
     cut = trajectory(r"<answer>\boxed{(3+7)*25}</answer>", stop_reason=StopReason.LENGTH)
-    assert asyncio.run(CountdownReward(CountdownRewardConfig(kind="countdown"))(TASK, cut))["accuracy"] == 0.0
+    assert asyncio.run(make_reward(CountdownRewardConfig(kind="countdown"))(TASK, cut))["accuracy"] == 0.0
 
 
 def test_arithmetic_is_exact():
@@ -110,9 +110,8 @@ def test_whatever_is_written_it_is_read_without_an_exception(text):
         assert value is None or isinstance(value, Fraction)
 
 
-def test_length_and_depth_have_bounds():
-    assert value_of("(" * MAX_DEPTH + "5" + ")" * MAX_DEPTH, [5]) == 5
-    assert value_of("(" * (MAX_DEPTH + 1) + "5" + ")" * (MAX_DEPTH + 1), [5]) is None
+def test_length_has_a_bound():
+    assert value_of("(" * 50 + "5" + ")" * 50, [5]) == 5
     assert value_of("1" + " " * (MAX_CHARS - 1), [1]) == 1
     assert value_of("1" + " " * MAX_CHARS, [1]) is None
 
@@ -121,7 +120,7 @@ def test_length_and_depth_have_bounds():
     "facts", [{}, {"numbers": "3, 7"}, {"numbers": "3, x", "target": "4"}, {"numbers": "3", "target": "4.5"}]
 )
 def test_a_task_that_is_no_countdown_problem_is_the_users_mistake(facts):
-    with pytest.raises(TaskError, match=r"is no Countdown problem .* carry columns of these names along"):
+    with pytest.raises(TaskError, match=r"is no Countdown problem .* add columns of these names to tasks"):
         judge("3", task=Task(id="t", question="?", answer="3", source="rows", facts=facts))
 
 

@@ -1,11 +1,12 @@
 import asyncio
+import re
 
 import pytest
 from trajectories import TASK, called, trajectory, turn
 
 from strop.config import validate
-from strop.errors import ConfigError, UserError
-from strop.rewards import MathReward, RewardConfig, function_reward
+from strop.errors import ConfigError
+from strop.rewards import RewardConfig, function_reward, make_reward
 from strop.types import StopReason, ToolOutcome
 
 RIGHT, WRONG = r"<answer>\boxed{72}</answer>", r"<answer>\boxed{71}</answer>"
@@ -31,7 +32,7 @@ def judge(reward, judged):
     ],
 )
 def test_the_parts_are_accuracy_format_and_called(judged, parts):
-    assert judge(MathReward(RewardConfig()), judged) == dict(zip(("accuracy", "format", "called"), parts, strict=True))
+    assert judge(make_reward(RewardConfig()), judged) == dict(zip(("accuracy", "format", "called"), parts, strict=True))
 
 
 def test_by_default_the_answer_alone_counts():
@@ -47,6 +48,8 @@ def test_by_default_the_answer_alone_counts():
         ),
         ({"accuracy": 0.0}, "every trajectory would get the same reward"),
         ({}, "every trajectory would get the same reward"),
+        ({"accuracy": -1.0}, r"weights\.accuracy is -1: a right answer would be punished"),
+        ({"accuracy": 1e308}, "less than or equal to 1000000"),
     ],
 )
 def test_weights_that_cannot_be_meant_are_refused(weights, message):
@@ -59,10 +62,36 @@ def test_a_plain_function_is_a_reward():
     assert judge(reward, trajectory("a", "b", "c")) == {"reward": 1.5}
 
 
-@pytest.mark.parametrize("value", [float("nan"), None, "1"])
-def test_a_function_that_returns_no_finite_number_is_named(value):
-    def style(task, judged):
-        return value
+def raises(task, judged):
+    return {}["missing"]
 
-    with pytest.raises(UserError, match=r"reward style: returned .* for task 't'\. Return a finite number\."):
-        judge(function_reward(style), trajectory(RIGHT))
+
+async def is_async(task, judged):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "line", "message"),
+    [
+        (lambda task, judged: float("nan"), 0, r"returned nan for task 't'\. Return a finite number\."),
+        (lambda task, judged: None, 0, r"returned None for task 't'\. Return a finite number\."),
+        (lambda task, judged: "1", 0, r"returned '1' for task 't'\."),
+        (lambda task, judged: [1.0], 0, r"returned \[1\.0\] for task 't'\."),
+        (raises, 1, r"raised KeyError: 'missing' for task 't'\."),
+        (is_async, 0, r"is a coroutine function\. Write def instead of async def\."),
+    ],
+)
+def test_a_function_that_fails_is_one_error_with_its_name_file_and_line(function, line, message):
+    name, first = re.escape(function.__qualname__), function.__code__.co_firstlineno
+    with pytest.raises(ConfigError, match=rf"^reward function {name} \({re.escape(__file__)}, line {first + line}\) {message}"):
+        judge(function_reward(function), trajectory(RIGHT))
+
+
+def of_trl(completions, **kwargs):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize("function", [of_trl, lambda task: 1.0])
+def test_a_function_of_another_signature_is_refused_before_anything_is_judged(function):
+    with pytest.raises(ConfigError, match=r"cannot be called with \(task, trajectory\): .*def name\(task: Task, trajectory"):
+        function_reward(function)

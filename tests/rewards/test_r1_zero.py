@@ -1,7 +1,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -10,10 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import MachineError
-from strop.rewards import grading_process as processes
-from strop.rewards.grading import MAX_CHARS, equal_by_algebra, equal_by_text, normal_form
-from strop.rewards.grading_process import GradingProcess, How, grading_process
+from strop.rewards import r1_zero
+from strop.rewards.math import MAX_CHARS, equal_by_text, normal_form
 from strop.rewards.r1_zero import question_only_reward_fn, r1_zero_reward_fn
 from strop.sandbox.numbers import plain_number
 
@@ -170,7 +167,6 @@ def test_no_text_takes_long_to_normalise(piece):
 )
 def test_algebra_is_judged_by_the_rules_of_the_course(gold, answer, expected):
     assert r1_zero_reward_fn(in_format(answer), gold)["reward"] == expected
-    assert equal_by_algebra(gold, answer) is expected
 
 
 def test_math_verify_is_asked_last_and_only_where_speed_is_not_asked_for():
@@ -215,51 +211,12 @@ def test_many_threads_may_ask_at_once():
     assert wrong == []
 
 
-@pytest.fixture
-def process():
-    made = GradingProcess()
-    yield made
-    made.close()
-
-
-def is_equal(process):
-    return process.is_equal("p - q", "-q + p", How.ALGEBRA, limit_s=20.0)
-
-
-def test_a_process_that_was_killed_between_two_questions_is_replaced(process):
-    assert is_equal(process)
-    os.kill(process._child.pid, signal.SIGKILL)
-    assert is_equal(process)
-    process.close()
-    process.close()
-    assert is_equal(process)
-
-
-def test_an_interrupted_question_does_not_leave_its_verdict_to_the_next(process, monkeypatch):
-    assert is_equal(process)
-
-    def interrupt(limit_s):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(process, "_read_line", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        is_equal(process)
-    monkeypatch.undo()
-    assert process.is_equal("p - q", "q - p", How.ALGEBRA, limit_s=20.0) is False
-
-
-def test_a_judge_that_cannot_start_is_our_fault_and_no_wrong_answer(process, monkeypatch):
-    monkeypatch.setattr(processes, "_MODULE", "strop.no_such_module")
-    with pytest.raises(MachineError, match=r"did not start\. Try it: .* -m strop\.no_such_module"):
-        is_equal(process)
-
-
 def test_a_fork_asks_a_process_of_its_own():
-    assert grading_process() is grading_process()
+    assert r1_zero_reward_fn(in_format("-q + p"), "p - q") == RIGHT
     child = os.fork()
     if child == 0:
         is_right = r1_zero_reward_fn(in_format("-q + p"), "p - q")["reward"] == 1.0
-        grading_process().close()
+        r1_zero._close()
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert r1_zero_reward_fn(in_format("-q + p"), "p - q") == RIGHT
@@ -267,9 +224,10 @@ def test_a_fork_asks_a_process_of_its_own():
 
 def test_the_judge_ends_with_the_process_that_asked_it():
     code = (
-        "from strop.rewards.r1_zero import *; from strop.rewards.grading_process import *\n"
-        "r1_zero_reward_fn('</think> <answer>-q + p</answer>', 'p - q'); print(grading_process()._child.pid, flush=True)\n"
-        "import os, sys; sys.argv[1] == 'killed' and os.kill(os.getpid(), 9)"
+        "import os, sys; from strop.rewards import r1_zero\n"
+        "r1_zero.r1_zero_reward_fn('</think> <answer>-q + p</answer>', 'p - q')\n"
+        "print(*(each.pid for each in r1_zero._verifiers[os.getpid()]._processes), flush=True)\n"
+        "sys.argv[1] == 'killed' and os.kill(os.getpid(), 9)"
     )
     for how in ("ends", "killed"):
         said = subprocess.run([sys.executable, "-c", code, how], stdout=subprocess.PIPE, check=False).stdout

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from strop.errors import MachineError
+from strop.rewards.math import MathVerifier, Verdict
 from strop.rewards.r1_zero import question_only_reward_fn
-from strop.rewards.verifier import MathVerifier, Verdict
-from strop.sandbox import ScriptedSandbox
 from strop.sandbox.protocol import PairVerdict
 from strop.sandbox.verify_process import ProcessVerifier
 
@@ -18,9 +17,9 @@ def verify(*pairs, deadline_s=20.0, service=None, is_fused=False):
     """The verdict on each (gold, prediction), all asked at once."""
 
     async def judge():
-        verifier = MathVerifier(service, deadline_s=deadline_s, is_fused=is_fused)
+        verifier = MathVerifier(service, deadline_s=deadline_s)
         try:
-            return await asyncio.gather(*(verifier.verify(gold, prediction) for gold, prediction in pairs))
+            return await asyncio.gather(*(verifier.verify(gold, prediction, is_fused=is_fused) for gold, prediction in pairs))
         finally:
             await verifier.close()
 
@@ -71,7 +70,7 @@ def test_the_trainers_process_never_imports_the_judge():
 
 
 def test_a_pair_that_hangs_the_judge_is_a_timeout_and_the_others_are_judged():
-    verdicts = verify(("p - q", "-q + p"), ("3", "10^{10^{10^{10}}}"), ("a + b", "b + a"), deadline_s=1.0)
+    verdicts = verify(("p - q", "-q + p"), ("3", "10^{10^{10^{10}}}"), ("a + b", "b + a"), deadline_s=3.0)
     assert verdicts == [Verdict.CORRECT, Verdict.TIMEOUT, Verdict.CORRECT]
     assert not Verdict.TIMEOUT.is_correct
 
@@ -123,12 +122,6 @@ def test_fused_a_pair_that_hangs_either_grader_is_a_timeout_within_one_limit():
     assert verify(("3", "9^{9^{9^9}}"), ("2x", "x + 9^{9^{9^9}}"), is_fused=True, deadline_s=1.0) == [Verdict.TIMEOUT] * 2
 
 
-@pytest.mark.parametrize("service", [Broken(PairVerdict.INTERNAL), Broken(), Broken(error=MachineError("gone"))])
-def test_fused_a_judge_that_is_lost_is_no_verdict(service):
-    with pytest.raises(MachineError):
-        verify(("p - q", "-q + p"), service=service, is_fused=True)
-
-
 def test_questions_asked_together_are_one_request():
     async def judge():
         service = Counting()
@@ -154,36 +147,6 @@ class Counting(ProcessVerifier):
     def verify(self, request):
         self.num_pairs.append(len(request.pairs))
         return super().verify(request)
-
-
-def test_a_process_that_did_its_work_is_used_again():
-    async def judge():
-        verifier = MathVerifier()
-        pids = []
-        try:
-            for _ in range(3):
-                await verifier.verify("p - q", "-q + p")
-                await asyncio.gather(*verifier._requests)
-                pids += [process.pid for process in verifier._own._idle]
-        finally:
-            await verifier.close()
-        return pids
-
-    first, *others = asyncio.run(judge())
-    assert others == [first] * 2
-
-
-def test_a_scripted_sandbox_compares_answers_for_real():
-    async def judge():
-        sandbox = ScriptedSandbox(answer={})
-        verifier = MathVerifier(sandbox)
-        try:
-            return await verifier.verify("p - q", "-q + p")
-        finally:
-            await verifier.close()
-            await sandbox.close()
-
-    assert asyncio.run(judge()) is Verdict.CORRECT
 
 
 @pytest.mark.parametrize(
@@ -212,7 +175,7 @@ def test_verdicts_that_came_before_a_service_was_lost_stand():
 
 def test_a_judge_that_cannot_be_started_is_our_fault(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(MachineError, match="ended before its first pair"):
+    with pytest.raises(MachineError, match="did not start"):
         verify(("p - q", "-q + p"))
 
 
@@ -236,8 +199,7 @@ def test_closing_ends_the_questions_that_wait_and_the_processes_that_compute():
     async def judge():
         verifier = MathVerifier(deadline_s=60.0)
         await verifier.verify("p - q", "-q + p")
-        await asyncio.gather(*verifier._requests)  # verdicts come before the process says that it is free
-        (process,) = verifier._own._idle
+        (process,) = verifier._own._processes
         question = asyncio.ensure_future(verifier.verify("3", "10^{10^{10^{10}}}"))
         await asyncio.sleep(0.2)
         assert is_running(process.pid)
@@ -260,8 +222,7 @@ from strop.rewards import MathVerifier
 async def main():
     verifier = MathVerifier(deadline_s=60.0)
     await verifier.verify("p", "q")
-    await asyncio.gather(*verifier._requests)
-    print(verifier._own._idle[0].pid, flush=True)
+    print(*(process.pid for process in verifier._own._processes), flush=True)
     await verifier.verify("3", "10^{10^{10^{10}}}")
 
 asyncio.run(main())

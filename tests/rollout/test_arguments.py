@@ -1,6 +1,6 @@
 import pytest
 
-from strop.rollout.arguments import argument_problem
+from strop.rollout.tool_calls import argument_problem
 from strop.tools.schema import parameters_schema
 
 SCHEMA = {
@@ -63,16 +63,19 @@ def object_with(**schema):
     ("schema", "arguments", "problem"),
     [
         ({}, {"any": [1, {"x": None}]}, None),
-        ({}, {"none": 1}, "unknown argument 'none' (known: any, list)"),
+        ({}, {"none": 1}, "argument 'none' must be left out"),
         ({}, {"list": []}, None),
         ({}, {"list": [1]}, "argument 'list[0]' must be left out"),
         ({"required": ["unlisted"]}, {}, "missing required argument 'unlisted'"),
         ({"required": ["unlisted"]}, {"unlisted": 1}, None),
-        ({"required": ["unlisted"]}, {"unlisted": 1, "other": 1}, "unknown argument 'other' (known: any, list, unlisted)"),
+        ({"required": ["unlisted"]}, {"unlisted": 1, "other": 1}, "unknown argument 'other' (known: unlisted, any, list)"),
         ({"additionalProperties": {}}, {"other": 1}, None),
         ({"additionalProperties": {"type": "string"}}, {"other": 1}, "argument 'other' must be of type string, not integer"),
         ({"properties": {"x": {"anyOf": [False, {"type": "null"}]}}}, {"x": None}, None),
         ({"properties": {"x": {"type": "object", "properties": {"y": True}}}}, {"x": {"y": 1}}, None),
+        ({"properties": {"x": {"minimum": 3}}}, {"x": 2}, "argument 'x': 2 is less than the minimum of 3"),
+        ({"properties": {"x": {"pattern": "(a+)+$"}}}, {"x": "a" * 60 + "b"}, None),  # which would take years
+        ({"properties": {"x": {"type": "text"}}}, {"x": 1}, None),  # no type of JSON Schema: the tool has to check
     ],
 )
 def test_every_schema_that_json_schema_allows_is_read(schema, arguments, problem):

@@ -134,7 +134,7 @@ def test_the_claims_that_are_met_do_not_depend_on_who_comes_first():
         claims = Claims(3)
         for claim in order:
             claims.add(claim)
-        assert claims.met == tuple(wanted[:3])
+        assert claims.accepted == tuple(wanted[:3])
 
 
 def test_a_claim_that_comes_before_displaces_the_last_and_one_behind_a_full_budget_is_refused():

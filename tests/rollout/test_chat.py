@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from toy_tokenizers import FORGETFUL, NO_END, NO_SYSTEM, byte_tokenizer
 
 from strop.errors import ModelError
-from strop.rollout.chat import ChatFormat, Message, Span, message
+from strop.rollout.chat_template import ChatFormat, Message, Span, message
 
 CHAT = ChatFormat(byte_tokenizer())
 SPECIAL_IDS = frozenset(CHAT.tokenizer.get_added_vocab().values())

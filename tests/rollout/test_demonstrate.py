@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from toy_tokenizers import byte_tokenizer
 
-from strop.rollout.chat import ChatFormat
+from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import demonstrate
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt

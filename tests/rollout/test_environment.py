@@ -5,7 +5,7 @@ import pytest
 from toy_tokenizers import byte_tokenizer
 
 from strop.errors import ConfigError, DeadlineExceeded, ToolBroken
-from strop.rollout.chat import ChatFormat
+from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import ScriptedSandbox

@@ -7,7 +7,7 @@ import pytest
 from toy_tokenizers import byte_tokenizer
 
 from strop.errors import ConfigError
-from strop.rollout.chat import ChatFormat
+from strop.rollout.chat_template import ChatFormat
 from strop.rollout.prompt import load_prompt, prompt_names
 from strop.tools.protocol import ToolSpec
 

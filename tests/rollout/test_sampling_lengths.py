@@ -5,7 +5,7 @@ import pytest
 from scripted_runs import RECIPE
 from strop.config import validate
 from strop.errors import ConfigError
-from strop.pipelines.recipe import Recipe, resolve
+from strop.recipe.recipe import Recipe, resolve
 from strop.rollout.player import SamplingConfig
 
 

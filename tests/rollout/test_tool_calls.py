@@ -1,11 +1,11 @@
 import json
+import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rollout.call_format import JsonCalls, NoCalls
-from strop.rollout.tool_calls import FailedCall, ParsedCall, has_closed_call, parse_tool_calls
+from strop.rollout.tool_calls import FailedCall, JsonCalls, NoCalls, ParsedCall, has_closed_call, parse_tool_calls
 from strop.types import ToolOutcome
 
 GOOD = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -87,6 +87,7 @@ def test_any_text_is_read_without_raising_and_an_opening_tag_is_never_passed_ove
     assert bool(parse_tool_calls(text, max_calls=100)) == ("<tool_call>" in text)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.text(max_size=8), st.text() | st.integers() | st.lists(st.booleans()), max_size=4))
 def test_a_call_that_is_written_is_read_again(arguments):
     try:
@@ -102,3 +103,22 @@ def test_a_call_that_is_written_is_read_again(arguments):
 def test_a_prompt_without_tools_has_no_way_to_write_a_call():
     with pytest.raises(ValueError, match="tells the policy of no tools"):
         NoCalls().write("add", {"a": 1})
+
+
+@pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>["', "<tool_call></tool_call>"])
+def test_ten_times_the_text_takes_at_most_fifteen_times_as_long(unit):
+    def seconds(size):
+        text = (unit * (size // len(unit) + 1))[:size]
+        times = []
+        for _ in range(3):
+            started_at = time.thread_time()
+            parse_tool_calls(text, max_calls=4)
+            times.append(time.thread_time() - started_at)
+        return min(times)
+
+    assert seconds(500_000) <= 15 * seconds(50_000)
+
+
+def test_a_tag_in_a_string_belongs_to_its_block_and_the_next_block_is_read_all_the_same():
+    text = '<tool_call>{"name": "a", "arguments": {"x": "<tool_call>{</tool_call>"}}</tool_call>' + GOOD
+    assert [call.name for call in parse_tool_calls(text, max_calls=4)] == ["a", "add"]

@@ -6,12 +6,11 @@ import pytest
 
 from strop.engine.scripted import Reply, ScriptedEngine
 from strop.errors import ToolBroken, UserError
+from strop.rollout.branch_tree import _ForkedEnvironment
 from strop.rollout.branching import Branching, BranchingConfig
-from strop.rollout.fleet import Fleet
-from strop.rollout.play import Judge, Player, SamplingConfig, play
-from strop.rollout.player import Past
-from strop.rollout.protocol import Observation, Spent
-from strop.rollout.tree import _ForkedEnvironment
+from strop.rollout.environment import Observation
+from strop.rollout.player import Judge, Past, Player, SamplingConfig, Spent, collect
+from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.types import StopReason, Task
 
 PROMPT, OBSERVATION, CALL, STOP = (1, 2, 3), (5, 6), 8, 9
@@ -124,13 +123,13 @@ def play_group(*, engine=None, world=None, num_rollouts=8, watcher=None, finishe
         branching=None if options is None else Branching(config=BranchingConfig(**options), vocab_size=200),
     )
 
-    async def collect():
-        playing = play(
+    async def all_groups():
+        playing = collect(
             [TASK], player, num_rollouts=num_rollouts, seed=seed, observer=watcher or Watcher(), finished=finished or {}
         )
         return [group async for group in playing]
 
-    (group,) = asyncio.run(asyncio.wait_for(collect(), 30))
+    (group,) = asyncio.run(asyncio.wait_for(all_groups(), 30))
     return group
 
 
@@ -237,7 +236,7 @@ def test_a_rollout_that_our_fault_spoils_begins_anew_with_its_branches():
 
 
 def test_a_branch_that_finds_no_room_beside_its_parent_is_counted_and_waits_its_turn():
-    fleet = Fleet([ScriptedEngine(says, max_running=4)], closes_engines=False)
+    fleet = EnginePool([ScriptedEngine(says, max_running=4)])
     assert tree_of(play_group(fleet=fleet)) == tree_of(play_group())
     ledger = fleet.last_batch.ledger
     assert ledger.branches_refused > 0

@@ -9,12 +9,11 @@ import torch
 from test_tree import Watcher, judge, tree_of
 
 from strop.engine import EngineConfig, TorchEngine
-from strop.pipelines.recipe import TinyModel
-from strop.pipelines.tiny_model import make_tiny_model
 from strop.rollout.branching import Branching, BranchingConfig
-from strop.rollout.fleet import Fleet
-from strop.rollout.play import Judge, Player, SamplingConfig, play
-from strop.rollout.protocol import Observation
+from strop.rollout.environment import Observation
+from strop.rollout.player import Judge, Player, SamplingConfig, collect
+from strop.rollout.scheduler.engine_pool import EnginePool
+from strop.stages.model import TinyModel, make_tiny_model
 from strop.types import StopReason, Task
 
 PROMPT, OBSERVATION = tuple(range(40, 60)), (7, 8, 9, 10)
@@ -64,9 +63,9 @@ def one_thread():
 def play_groups(model, *, slots=16, finished=None, watcher=None, **options):
     """Groups in order, and what the scheduler counted; no options: without branching."""
 
-    async def collect():
+    async def all_groups():
         engine = TorchEngine.from_directory(model, EngineConfig(slots=slots, max_length=128, device="cpu"))
-        fleet = Fleet([engine])
+        fleet = EnginePool([engine])
         player = Player(
             engine=fleet,
             environments=lambda task, *, seed: ThreeTurns(),
@@ -76,13 +75,13 @@ def play_groups(model, *, slots=16, finished=None, watcher=None, **options):
             branching=Branching(config=BranchingConfig(**options), vocab_size=320) if options else None,
         )
         try:
-            playing = play(TASKS, player, num_rollouts=6, seed=3, observer=watcher or Watcher(), finished=finished or {})
+            playing = collect(TASKS, player, num_rollouts=6, seed=3, observer=watcher or Watcher(), finished=finished or {})
             groups = sorted([group async for group in playing], key=lambda group: group.task_index)
         finally:
             await fleet.close()
         return groups, fleet.last_batch.ledger
 
-    return asyncio.run(asyncio.wait_for(collect(), 100))
+    return asyncio.run(asyncio.wait_for(all_groups(), 100))
 
 
 def figures(groups):

@@ -1,4 +1,4 @@
-"""Runs a program under the filter and the Landlock rules alone, without the rest of the service; a script for tests.
+"""Runs a program under only the filter and the Landlock rules, without the rest of the service; a script for tests.
 
     echo CODE | python confined.py '{"filter": {"is_namespaced": true}, "rules": {"readable": ["/usr"], "writable": []}}'
 

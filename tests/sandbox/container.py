@@ -20,7 +20,7 @@ package = types.ModuleType("strop_inside")
 package.__path__ = [str(Path(__file__).parents[2] / "src/strop/sandbox/inside")]
 sys.modules["strop_inside"] = package
 
-from strop_inside import bpf, kernel, seccomp, syscalls  # type: ignore[import-not-found]  # noqa: E402
+from strop_inside import kernel, seccomp  # type: ignore[import-not-found]  # noqa: E402
 
 UNPRIVILEGED = 65_534
 _REFUSED = (
@@ -31,14 +31,14 @@ _NEW_NAMESPACES = 0x7E020000
 
 
 def profile(*, denies_landlock: bool) -> seccomp.Filter:
-    refused = bpf.fail(errno.EPERM)
+    refused = seccomp.fail(errno.EPERM)
     names = _REFUSED + (" landlock_create_ruleset landlock_add_rule landlock_restrict_self" if denies_landlock else "")
     rules = dict.fromkeys(names.split(), refused)
-    rules["clone"] = bpf.Test(argument=0, mask=_NEW_NAMESPACES, equals=0, then=bpf.ALLOW, otherwise=refused)
-    rules["clone3"] = bpf.fail(errno.ENOSYS)
-    numbers = syscalls.numbers()
+    rules["clone"] = seccomp.Test(argument=0, mask=_NEW_NAMESPACES, equals=0, then=seccomp.ALLOW, otherwise=refused)
+    rules["clone3"] = seccomp.fail(errno.ENOSYS)
+    numbers = seccomp.numbers()
     by_number = {numbers[name]: rule for name, rule in rules.items()}
-    return seccomp.Filter(bpf.assemble(by_number, architecture=syscalls.architecture(), ends={}))
+    return seccomp.Filter(seccomp.assemble(by_number, ends={}))
 
 
 def become_unprivileged() -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from strop.sandbox.config import SandboxConfig
-from strop.sandbox.node.interpreters import Interpreter
-from strop.sandbox.node.node import Node
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, SessionLimits
+from strop.sandbox.supervisor.node import Node
+from strop.sandbox.supervisor.processes import Interpreter
 
 _ResultT = TypeVar("_ResultT")
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from strop.cli.sandbox import app, in_options
 from strop.errors import UserError
-from strop.sandbox.cli import app, in_options
-from strop.sandbox.node.node import Node
 from strop.sandbox.protocol import IsolationLevel
+from strop.sandbox.supervisor.node import Node
 
 STROP = [sys.executable, "-m", "strop.cli", "sandbox"]
 
@@ -66,7 +66,7 @@ def test_a_program_that_is_not_utf8_is_named_with_the_place(tmp_path: Path) -> N
     program.write_bytes(b"print('\xff')")
     refused = strop("run", str(program))
     assert refused.returncode == 2
-    assert refused.stderr == f"error: {program}: is not UTF-8 (byte 7); programs and what they read are text in UTF-8.\n"
+    assert refused.stderr == f"error: {program}: is not UTF-8 (byte 7); programs and their input must be UTF-8.\n"
 
 
 def test_messages_name_options_where_a_recipe_has_keys() -> None:

@@ -114,37 +114,28 @@ def stopping(right, **options):
     return outcomes(report), "".join(request.stdin.strip() for request in sandbox.requests)
 
 
-@pytest.mark.parametrize(
-    ("batch_size", "started"), [(1, "12"), (2, "12"), (3, "123"), (4, "1234"), (5, "12345"), (9, "12345"), (None, "12345")]
-)
-def test_a_batch_starts_when_the_one_before_it_has_passed(batch_size, started):
-    assert stopping("1345", batch_size=batch_size) == ([PASSED, WRONG, NOT_RUN, NOT_RUN, NOT_RUN], started)
-    assert stopping("12345", batch_size=batch_size) == ([PASSED] * 5, "12345")
-    assert stopping("1345", batch_size=batch_size, stop_at_first_failure=False)[1] == "12345"
+def test_tests_after_the_first_failed_one_do_not_count():
+    assert stopping("1345") == ([PASSED, WRONG, NOT_RUN, NOT_RUN, NOT_RUN], "12345")
+    assert stopping("1345", stop_at_first_failure=False) == ([PASSED, WRONG, PASSED, PASSED, PASSED], "12345")
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 4, 5, None])
 @pytest.mark.parametrize(
     ("right", "expected"),
     [
         ("12345", [PASSED, PASSED, PASSED, PASSED, PASSED]),
-        ("2345", [WRONG, PASSED, NOT_RUN, PASSED, NOT_RUN]),  # 1 ends what is odd alone
-        ("145", [PASSED, WRONG, WRONG, NOT_RUN, NOT_RUN]),  # 2 ends what is even alone, 3 the rest
+        ("2345", [WRONG, PASSED, NOT_RUN, PASSED, NOT_RUN]),  # 1 ends what is only odd
+        ("145", [PASSED, WRONG, WRONG, NOT_RUN, NOT_RUN]),  # 2 ends what is only even, 3 the rest
         ("1245", [PASSED, PASSED, WRONG, PASSED, NOT_RUN]),
         ("", [WRONG, WRONG, NOT_RUN, NOT_RUN, NOT_RUN]),
     ],
 )
-def test_a_test_is_left_out_where_all_its_subtasks_have_failed(right, expected, batch_size):
-    told, started = stopping(right, batch_size=batch_size, subtasks=[ODD, EVEN, ODD, EVEN, ODD])
-    assert told == expected
-    if batch_size == 1:
-        assert started == "".join(str(number) for number, one in enumerate(expected, start=1) if one is not NOT_RUN)
+def test_a_test_is_left_out_where_all_its_subtasks_have_failed(right, expected):
+    assert stopping(right, subtasks=[ODD, EVEN, ODD, EVEN, ODD])[0] == expected
 
 
 def test_a_test_of_two_subtasks_runs_while_one_of_them_may_pass():
-    told, started = stopping("2345", batch_size=1, subtasks=[ODD, EVEN, ANY, EVEN, ODD])
-    assert told == [WRONG, PASSED, PASSED, PASSED, NOT_RUN]
-    assert started == "1234"
+    outcomes, _ = stopping("2345", subtasks=[ODD, EVEN, ANY, EVEN, ODD])
+    assert outcomes == [WRONG, PASSED, PASSED, PASSED, NOT_RUN]
 
 
 @pytest.mark.parametrize("outcome", [RunOutcome.OVERLOADED, RunOutcome.INTERNAL])

@@ -53,9 +53,18 @@ def test_a_program_that_does_not_end_is_stopped_at_its_limit(box: Sandbox, code:
     assert time.perf_counter() - started_at < 0.9
 
 
-def test_what_was_printed_before_a_timeout_is_kept(box: Sandbox) -> None:
-    result = box.run("print('working')\nwhile True: pass", wall_s=0.3)
-    assert (result.outcome, result.text) == (RunOutcome.TIMEOUT, "working\n")
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        ("print('working')\nwhile True: pass", "working\n"),
+        ("print('half a line', end='')\nwhile True: pass", "half a line"),
+        ("import sys, time\nsys.stderr.write('a')\nsys.stdout.write('b')\ntime.sleep(60)", "ba"),
+        ("print('one', 'é', end=' ')\nfor _ in range(10**6): sum(range(10**4))", "one é "),
+    ],
+)
+def test_what_was_printed_before_a_timeout_is_returned(box: Sandbox, code: str, text: str) -> None:
+    result = box.run(code, wall_s=0.3)
+    assert (result.outcome, result.text) == (RunOutcome.TIMEOUT, text)
 
 
 @pytest.mark.parametrize("closing", ["", "os.closerange(0, 256)"])

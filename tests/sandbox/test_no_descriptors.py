@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from strop.errors import MachineError
-from strop.sandbox.node.groundwork import Groundwork
-from strop.sandbox.node.zygotes import Zygote
+from strop.sandbox.inside import wire
 from strop.sandbox.protocol import IsolationLevel
+from strop.sandbox.supervisor.fork_servers import ForkServer
+from strop.sandbox.supervisor.namespaces import NamespaceHelper
 
 Attempt = Callable[[], object]
 
@@ -37,15 +38,15 @@ def _num_open() -> int:
 @pytest.mark.parametrize("left", range(5))
 def test_a_session_that_finds_no_descriptors_keeps_none(left: int) -> None:
     async def attempt() -> tuple[int, int]:
-        zygote = Zygote("bare", IsolationLevel.PROCESS, modules=(), on_lost=lambda: None)
+        server = ForkServer("bare", IsolationLevel.PROCESS, modules=(), on_lost=lambda: None)
         try:
-            await zygote.hello()
+            await server.hello()
             before = _num_open()
             with _descriptors_left(left), pytest.raises(MachineError, match="no room for another program"):
-                zygote.take_session(b"")
+                server.take_session(b"")
             return before, _num_open()
         finally:
-            zygote.lose()
+            server.lose()
 
     before, after = asyncio.run(attempt())
     assert after == before
@@ -54,13 +55,13 @@ def test_a_session_that_finds_no_descriptors_keeps_none(left: int) -> None:
 @pytest.mark.parametrize("left", range(4))
 def test_a_fork_server_or_helper_that_finds_no_descriptors_keeps_none(left: int) -> None:
     async def attempt() -> tuple[int, int]:
-        groundwork = Groundwork()
+        helper = NamespaceHelper()
         before = _num_open()
         with _descriptors_left(left):
             with pytest.raises(OSError, match="Too many open files"):
-                Zygote("bare", IsolationLevel.PROCESS, modules=(), on_lost=lambda: None)
+                ForkServer("bare", IsolationLevel.PROCESS, modules=(), on_lost=lambda: None)
             with pytest.raises(MachineError, match="does not answer"):
-                await groundwork.raise_limit(os.getpid(), 0, owner=0)
+                await helper.ask(wire.STEP_LIMIT, os.getpid(), owner=0, max_processes=1, descriptors=[0])
         return before, _num_open()
 
     before, after = asyncio.run(attempt())

@@ -14,11 +14,12 @@ import pytest
 
 from strop.errors import MachineError, SessionLost
 from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, RunResult, SandboxConfig
-from strop.sandbox.node.node import Node
-from strop.sandbox.node.pools import profile_of
-from strop.sandbox.node.slots import Slots
-from strop.sandbox.node.zygotes import ENVIRONMENT, INSIDE, Zygote, command
 from strop.sandbox.protocol import SessionLimits
+from strop.sandbox.supervisor import fork_servers
+from strop.sandbox.supervisor.commands import ENVIRONMENT, INSIDE, command, profile_of
+from strop.sandbox.supervisor.fork_servers import ForkServer
+from strop.sandbox.supervisor.node import Node
+from strop.sandbox.supervisor.watchdog import Slots
 
 SLEEP = RunRequest(code="import time; time.sleep(0.6); print('slept')")
 
@@ -39,10 +40,23 @@ async def answer(node: Node, request: RunRequest) -> RunResult:
         return await node.run(request)
 
 
-def forking_pid(zygote: Zygote) -> int:
+def forking_pid(server: ForkServer) -> int:
     """Of the process that forks: the only child of the one that was started."""
-    with open(f"/proc/{zygote.pid}/task/{zygote.pid}/children") as children:
+    with open(f"/proc/{server.pid}/task/{server.pid}/children") as children:
         return int(children.read())
+
+
+def test_the_first_program_of_a_fork_server_sees_the_same_addresses_as_the_next_ones() -> None:
+    async def play() -> None:
+        async with Node(SandboxConfig(fork_servers=1)) as node:
+            code = "class A: pass\nprint(A(), id(1.5 * 2), [id(bytes(size)) for size in range(0, 500, 16)])"
+            texts = []
+            for exit_code in (0, 3, 1, 0):  # the exit code of one program does not move the objects of the next one
+                texts.append((await node.run(RunRequest(code=code))).text)
+                await node.run(RunRequest(code=f"raise SystemExit({exit_code})"))
+            assert set(texts) == {texts[0]}
+
+    asyncio.run(play())
 
 
 def test_a_fork_server_whose_supervisor_died_before_it_began_ends_at_once() -> None:
@@ -173,24 +187,24 @@ def test_a_limit_of_cpu_time_is_a_timeout_with_its_own_reason() -> None:
 
 def test_a_stopped_fork_server_costs_no_call_its_answer() -> None:
     async def scene(node: Node) -> None:
-        for zygote in node._pool("bare")._zygotes:
-            os.kill(forking_pid(zygote), signal.SIGSTOP)
+        for server in node._pool("bare")._servers:
+            os.kill(forking_pid(server), signal.SIGSTOP)
         requests = [RunRequest(code=f"print({number})", wall_s=0.5) for number in range(8)]
         results = await asyncio.wait_for(asyncio.gather(*(answer(node, request) for request in requests)), 30)
         assert [result.text for result in results] == [f"{number}\n" for number in range(8)]
 
-    play(scene, zygotes=1)
+    play(scene, fork_servers=1)
 
 
 def test_a_stopped_fork_server_turns_no_answer_into_a_timeout() -> None:
     async def scene(node: Node) -> None:
         call = asyncio.create_task(answer(node, RunRequest(code="import time; time.sleep(0.3); print('in time')", wall_s=1.0)))
         await asyncio.sleep(0.15)
-        for zygote in node._pool("bare")._zygotes:
-            os.kill(forking_pid(zygote), signal.SIGSTOP)
+        for server in node._pool("bare")._servers:
+            os.kill(forking_pid(server), signal.SIGSTOP)
         assert (await asyncio.wait_for(call, 30)).text == "in time\n"
 
-    play(scene, zygotes=1)
+    play(scene, fork_servers=1)
 
 
 def test_a_loop_under_a_stopped_fork_server_still_ends_at_its_limit() -> None:
@@ -198,12 +212,12 @@ def test_a_loop_under_a_stopped_fork_server_still_ends_at_its_limit() -> None:
         call = asyncio.create_task(node.run(RunRequest(code="while True: pass", wall_s=0.6)))
         await asyncio.sleep(0.2)
         started_at = time.monotonic()
-        for zygote in node._pool("bare")._zygotes:
-            os.kill(forking_pid(zygote), signal.SIGSTOP)
+        for server in node._pool("bare")._servers:
+            os.kill(forking_pid(server), signal.SIGSTOP)
         assert (await asyncio.wait_for(call, 30)).outcome is RunOutcome.TIMEOUT
         assert time.monotonic() - started_at < 1.5
 
-    play(scene, zygotes=1)
+    play(scene, fork_servers=1)
 
 
 def test_a_fork_server_of_a_session_still_runs_programs() -> None:
@@ -212,7 +226,7 @@ def test_a_fork_server_of_a_session_still_runs_programs() -> None:
         texts = [(await node.run(RunRequest(code=f"print({number})"))).text for number in range(4)]
         assert texts == ["0\n", "1\n", "2\n", "3\n"]
 
-    play(scene, zygotes=1)
+    play(scene, fork_servers=1)
 
 
 def test_a_cell_that_waits_for_a_slot_while_its_session_dies_keeps_nothing() -> None:
@@ -223,13 +237,13 @@ def test_a_cell_that_waits_for_a_slot_while_its_session_dies_keeps_nothing() -> 
         await asyncio.sleep(0.3)
         cell = asyncio.create_task(node.run(RunRequest(code="1", session=session)))
         await asyncio.sleep(0.1)
-        os.kill(forking_pid(node._pools["bare"]._zygotes[0]), signal.SIGKILL)
+        os.kill(forking_pid(node._pools["bare"]._servers[0]), signal.SIGKILL)
         with pytest.raises(SessionLost):
             await cell
         assert (await holder).outcome is RunOutcome.TIMEOUT
         assert (await node.run(RunRequest(code="print(1)"))).text == "1\n"
 
-    play(scene, max_running=1, zygotes=1, warm=("bare", "numpy"))
+    play(scene, max_running=1, fork_servers=1, warm=("bare", "numpy"))
 
 
 def test_threads_of_a_program_fit_into_its_memory() -> None:
@@ -262,15 +276,17 @@ def test_what_a_program_says_of_its_start_moves_its_times_by_little() -> None:
     play(scene)
 
 
-def test_fork_servers_are_renewed_while_calls_are_in_flight() -> None:
+def test_fork_servers_are_renewed_while_calls_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fork_servers, "_RECYCLE_AFTER", 20)
+
     async def scene(node: Node) -> None:
-        before = {zygote.pid for zygote in node._pool("bare")._zygotes}
+        before = {server.pid for server in node._pool("bare")._servers}
         requests = [RunRequest(code=f"print({number})") for number in range(200)]
         results = await asyncio.gather(*map(node.run, requests))
         assert [result.text for result in results] == [f"{number}\n" for number in range(200)]
-        assert not before & {zygote.pid for zygote in node._pool("bare")._zygotes}
+        assert not before & {server.pid for server in node._pool("bare")._servers}
 
-    play(scene, recycle_after=20)
+    play(scene)
 
 
 def test_a_level_that_was_asked_for_is_the_one_that_runs() -> None:
@@ -288,3 +304,38 @@ def test_what_was_asked_of_a_closed_node_is_our_fault() -> None:
             await node.run(RunRequest(code="1"))
 
     asyncio.run(scene())
+
+
+HOLD_A_LOCK = """
+import fcntl, os, time
+file = open(os.__file__)
+locked, tell = os.pipe()
+if os.fork() == 0:
+    for lock in (fcntl.lockf, fcntl.flock):
+        try: lock(file, fcntl.LOCK_SH)
+        except PermissionError: pass  # the filter refuses flock
+    os.write(tell, b'x')
+    memory = b'x' * (64 << 20)  # takes a while to free
+    time.sleep(60)
+os.read(locked, 1);
+"""
+FIND_A_LOCK = """
+import fcntl, os, struct
+file = open(os.__file__)
+answer = fcntl.fcntl(file, fcntl.F_GETLK, struct.pack('hhqqi4x', fcntl.F_WRLCK, 0, 0, 0, 0))
+is_locked = struct.unpack_from('h', answer)[0] != fcntl.F_UNLCK
+try: fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except PermissionError: pass
+except BlockingIOError: is_locked = True
+is_locked
+"""
+
+
+@pytest.mark.parametrize("level", [IsolationLevel.NAMESPACES, IsolationLevel.CONFINED, IsolationLevel.PROCESS])
+def test_a_lock_on_a_shared_file_is_gone_with_its_program(level: IsolationLevel) -> None:
+    async def scene(node: Node) -> None:
+        for _ in range(8):
+            assert (await node.run(RunRequest(code=HOLD_A_LOCK, profile="bare"))).outcome is RunOutcome.EMPTY
+            assert (await node.run(RunRequest(code=FIND_A_LOCK, profile="bare"))).text == "False"
+
+    play(scene, level=level, min_level=level, fork_servers=1)

@@ -31,13 +31,13 @@ os.wait()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is told on Linux alone")
+@pytest.mark.skipif(sys.platform != "linux", reason="the death of a parent is reported only on Linux")
 @pytest.mark.parametrize(("fate", "said"), [("killed", b""), ("alive", b"alive")])
 def test_a_child_does_not_outlive_a_fork_server_that_was_killed_before_it_was_shut_in(fate, said, tmp_path: Path):
     hears, says = os.pipe()
     server = subprocess.Popen([sys.executable, "-c", SERVER, fate, str(tmp_path), str(says)], pass_fds=[says])
     os.close(says)
     with open(hears, "rb") as child:
-        heard = child.read()  # until nobody is left who could say anything
+        heard = child.read()  # until no process is left that could write
     server.wait()
     assert heard == said

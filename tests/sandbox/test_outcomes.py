@@ -139,8 +139,8 @@ def test_stdin_is_the_input_read_or_not(box: Sandbox, code: str, stdin: str, tex
         ("x = 1\0", "", "the code holds a NUL character"),
         ("'\ud800'", "", "the code holds a lone surrogate, which has no encoding"),
         ("1", "\udfff", "the input holds a lone surrogate, which has no encoding"),
-        ("#" * 262_145, "", "the code has 262145 bytes, the limit is 262144"),
-        ("1", "x" * 8_000_001, "the input has 8000001 bytes, the limit is 8000000"),
+        ("#" * 262_145, "", "the code has more than 262144 bytes, which is the limit"),
+        ("1", "x" * 8_000_001, "the input has more than 8000000 bytes, which is the limit"),
     ],
 )
 def test_a_request_over_a_limit_is_rejected_and_never_run(box: Sandbox, code: str, stdin: str, reason: str) -> None:
@@ -152,6 +152,22 @@ def test_output_beyond_its_limit_keeps_head_and_tail_and_counts_the_rest(box: Sa
     result = box.run("print('a' * 100_000, end=''); print('b' * 100_000, end='')")
     assert result.outcome is RunOutcome.STDOUT
     assert result.text == "a" * 32_768 + "\n[... 134464 bytes left out ...]\n" + "b" * 32_768
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os\nos.write(1, b'\\xff' * 60_000)",
+        "import os\nfor _ in range(40): os.write(1, b'\\xe2\\x82' * 2_000)",
+        "print('€' * 60_000)",
+        "import sys\nsys.exit('€' * 60_000)",
+    ],
+    ids=["invalid bytes", "halves of characters", "wide characters", "exit message"],
+)
+def test_the_limit_of_output_holds_for_the_text_that_is_returned(box: Sandbox, code: str) -> None:
+    text = box.run(code).text
+    assert 65_000 < len(text.encode()) < 65_536 + 100
+    assert "bytes left out" in text
 
 
 def test_a_flood_of_output_ends_the_program_with_the_same_text_each_time(box: Sandbox) -> None:

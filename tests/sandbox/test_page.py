@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from strop.sandbox import limits
 from strop.sandbox.protocol import RunRequest, SessionLimits
-from strop.sandbox.service.config import RequestLimits
-from strop.sandbox.service.lines import ProblemKind
-from strop.sandbox.service.openapi import ROUTES
+from strop.sandbox.server.ndjson import ProblemKind
+from strop.sandbox.server.openapi import ROUTES
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "sandbox.md").read_text(encoding="utf-8")
 TOKEN = "correct horse battery"
@@ -78,10 +78,9 @@ def test_the_table_of_limits_has_the_numbers_of_the_code() -> None:
         for field in fields(shape)
         if field.default is not MISSING
     }
-    most = RequestLimits().model_dump()
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| (\d+) \|", PAGE, re.MULTILINE)
     assert len(rows) == 6
     for name, default, limit in rows:
         assert float(default) == defaults[name], name
-        assert float(limit) == most[name if name.startswith("max_") else f"max_{name}"], name
-    assert f"{most['max_code_bytes']}, {most['max_stdin_bytes']} bytes" in PAGE
+        assert float(limit) == getattr(limits, f"MAX_{name.removeprefix('max_').upper()}"), name
+    assert f"{limits.MAX_CODE_BYTES}, {limits.MAX_STDIN_BYTES} bytes" in PAGE

@@ -1,4 +1,4 @@
-"""The filter: what the kernel answers to real programs under it, and what it decides on architectures that are not here."""
+"""The filter: what the kernel answers to real programs under it, and what it decides about calls of other architectures."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.sandbox.inside import seccomp, syscalls
+from strop.sandbox.inside import seccomp
 
 CONFINED = Path(__file__).with_name("confined.py")
 
@@ -86,28 +86,18 @@ def confine(
 @cache
 def answers(kind: str) -> dict[str, int]:
     """Name -> errno of every call that any rule speaks of, all arguments -1."""
-    numbers = syscalls.numbers()
+    numbers = seccomp.numbers()
     names = [*ALWAYS_EPERM, *ALWAYS_EACCES, *IN_THE_GROUP_EPERM, *ON_SHARED_FILES_EPERM, *SIGNALS_EPERM]
-    asked = {name: numbers[name] for name in names if name in numbers}
+    asked = {name: numbers[name] for name in names}
     code = f"{ASK_ALL}print(json.dumps({{name: ask(number, *[-1] * 6) for name, number in {asked}.items()}}))"
     errnos: dict[str, int] = json.loads(run(code, KINDS[kind]))
     return errnos
 
 
-def present(names: list[str]) -> list[str]:
-    return [name for name in names if name in syscalls.numbers()]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", present(ALWAYS_EPERM))
-def test_is_refused_at_every_level(name, kind):
-    assert answers(kind)[name] == errno.EPERM
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", ALWAYS_EACCES)
-def test_no_socket_gets_or_takes_a_connection(name, kind):
-    assert answers(kind)[name] == errno.EACCES
+def test_calls_that_are_refused_at_every_level(kind):
+    assert {name for name in ALWAYS_EPERM if answers(kind)[name] != errno.EPERM} == set()
+    assert {name for name in ALWAYS_EACCES if answers(kind)[name] != errno.EACCES} == set()  # no socket gets a connection
 
 
 @pytest.mark.parametrize("name", IN_THE_GROUP_EPERM)
@@ -121,81 +111,72 @@ def test_without_a_pid_namespace_nothing_leaves_the_process_group(name):
         assert "PermissionError" in confine(f"import os\n{leave}", KINDS[kind]).stderr
 
 
-@pytest.mark.parametrize("name", present(ON_SHARED_FILES_EPERM))
-def test_attributes_of_the_hosts_files_are_out_of_reach_of_whoever_owns_or_may_write_them(name):
-    assert answers("namespaced")[name] != errno.EPERM
-    assert (answers("alone")[name] == errno.EPERM) is (name in ON_WRITABLE_FILES_EPERM)
-    assert answers("scoped")[name] == errno.EPERM
-    assert answers("shared")[name] == errno.EPERM
+def test_attributes_of_the_hosts_files_cannot_be_changed_by_their_owner_or_through_write_access():
+    refused = {kind: {name for name in ON_SHARED_FILES_EPERM if answers(kind)[name] == errno.EPERM} for kind in KINDS}
+    everything = set(ON_SHARED_FILES_EPERM)
+    assert refused == {
+        "namespaced": set(), "alone": set(ON_WRITABLE_FILES_EPERM), "scoped": everything, "shared": everything
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SIGNALS_EPERM)
-def test_signals_are_refused_only_where_nothing_else_keeps_them_inside(name):
-    assert answers("shared")[name] == errno.EPERM
-    for kind in ("namespaced", "alone", "scoped"):
-        assert answers(kind)[name] not in (0, errno.EPERM)
+def test_signals_are_refused_only_where_nothing_else_keeps_them_inside():
+    refused = {kind: {name for name in SIGNALS_EPERM if answers(kind)[name] in (0, errno.EPERM)} for kind in KINDS}
+    assert refused == {"namespaced": set(), "alone": set(), "scoped": set(), "shared": set(SIGNALS_EPERM)}
 
 
-def ask(call: str, kind: dict[str, bool] = NAMESPACED) -> int:
-    """The errno of one expression over `n` (numbers by name) and `ask`; 0 when it did not fail."""
-    code = f"import os, signal, threading\nn = {syscalls.numbers()}\n{ASK_ALL}\nprint({call})"
-    return int(run(code, kind))
+def ask(calls: list[str], kind: dict[str, bool] = NAMESPACED) -> list[int]:
+    """The errnos of expressions over `n` (numbers by name) and `ask`; 0 for a call that did not fail."""
+    code = f"import os, signal\nn = {seccomp.numbers()}\n{ASK_ALL}\nprint(json.dumps([{', '.join(calls)}]))"
+    errnos: list[int] = json.loads(run(code, kind))
+    return errnos
 
 
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ("ask(n['clone'], 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)", errno.EPERM),  # a user namespace
-        ("ask(n['clone'], 0x00020000 | signal.SIGCHLD, 0, 0, 0, 0)", errno.EPERM),  # a mount namespace
-        ("ask(n['clone'], 0x00008000 | signal.SIGCHLD, 0, 0, 0, 0)", errno.EPERM),  # a child of our parent
-        ("ask(n['clone3'], 0, 0)", errno.ENOSYS),
-        ("ask(469 + 1, -1, -1, -1)", errno.ENOSYS),  # younger than the list
-        ("ask(1000, -1, -1, -1)", errno.ENOSYS),
-        ("ask(n['prlimit64'], os.getppid(), 0, 0, 0)", errno.EPERM),
-        ("ask(n['prlimit64'], 0, 0, 0, 0)", 0),
-        ("ask(n['prlimit64'], 1 << 32, 0, 0, 0)", 0),  # the kernel reads 32 bits of a pid, and so do we
-        ("ask(n['prlimit64'], os.getppid() | 1 << 32, 0, 0, 0)", errno.EPERM),
-        ("ask(n['sched_setaffinity'], os.getppid(), 0, 0)", errno.EPERM),
-        ("ask(n['sched_setaffinity'], 0, 0, 0)", errno.EINVAL),  # an empty mask, so it reached the kernel
-        ("ask(n['sched_setscheduler'], os.getppid(), 0, 0)", errno.EPERM),
-        ("ask(n['sched_setparam'], os.getppid(), 0)", errno.EPERM),
-        ("ask(n['sched_setattr'], os.getppid(), 0, 0)", errno.EPERM),
-        ("ask(n['setpriority'], 0, os.getppid(), 19)", errno.EPERM),
-        ("ask(n['setpriority'], 0, 0, 19)", 0),
-        ("ask(n['setpriority'], 2, 0, 19)", errno.EPERM),  # every process of the uid
-        ("ask(n['ioprio_set'], 1, os.getppid(), 0)", errno.EPERM),
-        ("ask(n['ioprio_set'], 1, 0, 0)", 0),
-        ("ask(n['personality'], 0x0040000)", errno.EPERM),
-        ("ask(n['personality'], 0xFFFFFFFF)", 0),
-        ("ask(n['fcntl'], 0, 8, os.getppid())", errno.EPERM),  # F_SETOWN: whom to signal
-        ("ask(n['fcntl'], 0, 15, 0)", errno.EPERM),
-        ("ask(n['fcntl'], 0, 1024, 0)", errno.EPERM),  # F_SETLEASE
-        ("ask(n['fcntl'], 0, 1026, 0)", errno.EPERM),
-        ("ask(n['fcntl'], 0, 1, 0)", 0),  # F_GETFD
-        ("ask(n['socket'], 1, 1, 0)", 0),
-        ("ask(n['socket'], 1, 5 | 0o2000000, 0)", 0),  # SOCK_SEQPACKET | SOCK_CLOEXEC
-        ("ask(n['socket'], 1, 2, 0)", errno.EACCES),  # a datagram could be sent to any address
-        ("ask(n['socket'], 1, 3, 0)", errno.EACCES),  # SOCK_RAW, which becomes a datagram
-        *((f"ask(n['socket'], {family}, 1, 0)", errno.EACCES) for family in (0, 2, 10, 16, 17, 38, 40, 44, 0x10001)),
-        ("ask(n['socketpair'], 1, 2, 0, 0)", errno.EACCES),
-        ("ask(n['socketpair'], 2, 1, 0, 0)", errno.EACCES),
-    ],
-)
-def test_arguments_decide(call, expected):
-    assert ask(call) == expected
+ARGUMENTS = [
+    ("ask(n['clone'], 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)", errno.EPERM),  # a user namespace
+    ("ask(n['clone'], 0x00020000 | signal.SIGCHLD, 0, 0, 0, 0)", errno.EPERM),  # a mount namespace
+    ("ask(n['clone'], 0x00008000 | signal.SIGCHLD, 0, 0, 0, 0)", errno.EPERM),  # a child of our parent
+    ("ask(n['clone3'], 0, 0)", errno.ENOSYS),
+    ("ask(469 + 1, -1, -1, -1)", errno.ENOSYS),  # younger than the list
+    ("ask(1000, -1, -1, -1)", errno.ENOSYS),
+    ("ask(n['prlimit64'], os.getppid(), 0, 0, 0)", errno.EPERM),
+    ("ask(n['prlimit64'], 0, 0, 0, 0)", 0),
+    ("ask(n['prlimit64'], 1 << 32, 0, 0, 0)", 0),  # the kernel reads 32 bits of a pid, and so do we
+    ("ask(n['prlimit64'], os.getppid() | 1 << 32, 0, 0, 0)", errno.EPERM),
+    ("ask(n['sched_setaffinity'], os.getppid(), 0, 0)", errno.EPERM),
+    ("ask(n['sched_setaffinity'], 0, 0, 0)", errno.EINVAL),  # an empty mask, so it reached the kernel
+    ("ask(n['sched_setscheduler'], os.getppid(), 0, 0)", errno.EPERM),
+    ("ask(n['sched_setparam'], os.getppid(), 0)", errno.EPERM),
+    ("ask(n['sched_setattr'], os.getppid(), 0, 0)", errno.EPERM),
+    ("ask(n['setpriority'], 0, os.getppid(), 19)", errno.EPERM),
+    ("ask(n['setpriority'], 0, 0, 19)", 0),
+    ("ask(n['setpriority'], 2, 0, 19)", errno.EPERM),  # every process of the uid
+    ("ask(n['ioprio_set'], 1, os.getppid(), 0)", errno.EPERM),
+    ("ask(n['ioprio_set'], 1, 0, 0)", 0),
+    ("ask(n['personality'], 0x0040000)", errno.EPERM),
+    ("ask(n['personality'], 0xFFFFFFFF)", 0),
+    ("ask(n['fcntl'], 0, 8, os.getppid())", errno.EPERM),  # F_SETOWN: whom to signal
+    ("ask(n['fcntl'], 0, 15, 0)", errno.EPERM),
+    ("ask(n['fcntl'], 0, 1024, 0)", errno.EPERM),  # F_SETLEASE
+    ("ask(n['fcntl'], 0, 1026, 0)", errno.EPERM),
+    ("ask(n['fcntl'], 0, 1, 0)", 0),  # F_GETFD
+    ("ask(n['socket'], 1, 1, 0)", 0),
+    ("ask(n['socket'], 1, 5 | 0o2000000, 0)", 0),  # SOCK_SEQPACKET | SOCK_CLOEXEC
+    ("ask(n['socket'], 1, 2, 0)", errno.EACCES),  # a datagram could be sent to any address
+    ("ask(n['socket'], 1, 3, 0)", errno.EACCES),  # SOCK_RAW, which becomes a datagram
+    *((f"ask(n['socket'], {family}, 1, 0)", errno.EACCES) for family in (0, 2, 10, 16, 17, 38, 40, 44, 0x10001)),
+    ("ask(n['socketpair'], 1, 2, 0, 0)", errno.EACCES),
+    ("ask(n['socketpair'], 2, 1, 0, 0)", errno.EACCES),
+]
 
 
-@pytest.mark.parametrize(
-    ("call", "expected"),
-    [
-        ("ask(n['kill'], 0, 0)", 0),
-        ("ask(n['kill'], os.getppid(), 0)", errno.EPERM),
-        ("ask(n['kill'], -1, 0)", errno.EPERM),
-        ("ask(n['kill'], -os.getpgrp(), 0)", errno.EPERM),
-    ],
-)
-def test_where_nothing_scopes_signals_a_program_reaches_only_all_its_kin(call, expected):
-    assert ask(call, SHARED) == expected
+def test_arguments_decide():
+    calls, expected = zip(*ARGUMENTS, strict=True)
+    assert dict(zip(calls, ask([*calls]), strict=True)) == dict(zip(calls, expected, strict=True))
+
+
+def test_where_nothing_scopes_signals_a_program_reaches_only_all_its_kin():
+    targets = ["0", "os.getppid()", "-1", "-os.getpgrp()"]
+    assert ask([f"ask(n['kill'], {target}, 0)" for target in targets], SHARED) == [0, *[errno.EPERM] * 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,7 +214,6 @@ def test_a_call_of_another_abi_ends_the_program(call):
     assert confine(ASK_ALL + call, NAMESPACED).returncode == -signal.SIGSYS
 
 
-@pytest.mark.parametrize("kind", ["namespaced", "alone", "scoped"])
 @pytest.mark.parametrize(
     "code",
     [
@@ -267,10 +247,7 @@ def test_a_call_of_another_abi_ends_the_program(call):
             id="asyncio-subprocess",
         ),
         pytest.param("import asyncio\nprint(asyncio.run(asyncio.to_thread(lambda: 28)))", id="asyncio-thread"),
-        pytest.param(
-            "import socket\na, b = socket.socketpair()\na.sendall(b'28'); print(b.recv(9).decode())",
-            id="socketpair",
-        ),
+        pytest.param("import socket\na, b = socket.socketpair()\na.sendall(b'28'); print(b.recv(9).decode())", id="socketpair"),
         pytest.param(
             "import tempfile, os\nwith tempfile.NamedTemporaryFile() as f: f.write(b'x' * 28); f.flush()\n"
             "print(28, os.path.exists(f.name) or '')",
@@ -300,8 +277,8 @@ def test_a_call_of_another_abi_ends_the_program(call):
         pytest.param("import shutil\nopen('a', 'w').close(); shutil.copyfile('a', 'b'); print(28)", id="copyfile"),
     ],
 )
-def test_honest_programs_do_not_notice(code, kind, tmp_path):
-    assert run(code, KINDS[kind], cwd=tmp_path).strip() == "28"
+def test_honest_programs_do_not_notice(code, tmp_path):
+    assert run(code, SCOPED, cwd=tmp_path).strip() == "28"  # the kinds with namespaces or an own uid refuse less
 
 
 def test_without_a_pid_namespace_one_kill_of_the_group_ends_a_fork_bomb(tmp_path):
@@ -404,7 +381,7 @@ def test_a_session_asks_for_its_namespaces_and_the_supervisor_answers():
     )
     assert process.stdin is not None
     with ours, theirs:
-        process.stdin.write(SESSION.replace("CLONE", str(syscalls.numbers()["clone"])))
+        process.stdin.write(SESSION.replace("CLONE", str(seccomp.numbers()["clone"])))
         process.stdin.close()
         _, (listener,), _, _ = socket.recv_fds(ours, 1, 1)
     try:
@@ -454,10 +431,10 @@ def test_a_question_whose_asker_died_is_no_question():
     os.close(listener)
 
 
-# Decisions for each architecture, by a reading of the filter that shares nothing with the assembler.
+# Decisions, by a reading of the filter that shares nothing with the assembler.
 
 
-def decide(code: bytes, number: int, arguments: tuple[int, ...] = (), *, architecture: int) -> int:
+def decide(code: bytes, number: int, arguments: tuple[int, ...] = (), *, architecture: int = 0xC000003E) -> int:
     instructions = list(struct.iter_unpack("<HBBI", code))
     memory = struct.pack("<IIQ6Q", number, architecture, 0, *arguments, *[0] * (6 - len(arguments)))
     accumulator, at = 0, 0
@@ -479,16 +456,11 @@ def decide(code: bytes, number: int, arguments: tuple[int, ...] = (), *, archite
                 raise AssertionError(f"an instruction that no rule needs: {operation:#x}")
 
 
-ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-HEADERS = {"x86_64": "/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "aarch64": "/usr/include/asm-generic/unistd.h"}
-
-
-@pytest.mark.parametrize("machine", ARCHITECTURES)
-def test_every_number_up_to_the_last_known_has_the_answer_of_its_name(machine):
-    architecture, numbers = ARCHITECTURES[machine], syscalls.numbers(machine)
+def test_every_number_up_to_the_last_known_has_the_answer_of_its_name():
+    numbers = seccomp.numbers()
     refused = {numbers[name] for name in [*ALWAYS_EPERM, *IN_THE_GROUP_EPERM, *ON_SHARED_FILES_EPERM] if name in numbers}
     unreachable = {numbers[name] for name in ALWAYS_EACCES} | {numbers["socket"], numbers["socketpair"]}
-    code = seccomp.build(**SCOPED, machine=machine).code
+    code = seccomp.build(**SCOPED).code
     for number in range(480):
         expected = 0x7FFF0000
         if number in refused:
@@ -499,24 +471,24 @@ def test_every_number_up_to_the_last_known_has_the_answer_of_its_name(machine):
             expected = 0x00050000 | errno.ENOSYS
         elif number in (numbers["personality"], numbers["ioprio_set"]):
             expected = 0x00050000 | errno.EPERM
-        assert decide(code, number, architecture=architecture) == expected, number
-    for other in {*ARCHITECTURES.values(), 0x40000003, 0x40000028} - {architecture}:  # i386, 32-bit ARM
+        assert decide(code, number) == expected, number
+    for other in (0xC00000B7, 0x40000003, 0x40000028):  # 64-bit ARM, i386, 32-bit ARM
         assert decide(code, 39, architecture=other) == 0x80000000
-    assert decide(code, 0x40000000 | 39, architecture=architecture) == 0x80000000
+    assert decide(code, 0x40000000 | 39) == 0x80000000
 
 
-@pytest.mark.parametrize("machine", HEADERS)
-def test_the_numbers_are_those_of_the_kernels_headers(machine):
-    path = Path(HEADERS[machine])
+def test_the_numbers_are_those_of_the_kernels_headers():
+    path = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
     if not path.exists():
         pytest.skip(f"{path} is not installed")
     known = {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text())}
     newest = max(known.values())
-    ours = {name: number for name, number in syscalls.numbers(machine).items() if number <= newest}
+    ours = {name: number for name, number in seccomp.numbers().items() if number <= newest}
     assert len(ours) > 100
     assert ours == {name: known[name] for name in ours}
 
 
-def test_an_architecture_without_a_table_is_named():
+def test_an_architecture_without_a_table_is_named(monkeypatch):
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(OSError, match="riscv64"):
-        seccomp.build(is_namespaced=True, machine="riscv64")
+        seccomp.build(is_namespaced=True)

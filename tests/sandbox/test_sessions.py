@@ -19,11 +19,11 @@ from session_support import BARE, Notebook, Notebooks, below, eventually, num_de
 
 from strop.errors import MachineError, SessionLost, UserError
 from strop.sandbox import IsolationLevel, RunOutcome, RunRequest, SandboxConfig
-from strop.sandbox.node import sessions
-from strop.sandbox.node.node import Node
-from strop.sandbox.node.processes import pid_of
-from strop.sandbox.node.zygotes import Child
 from strop.sandbox.protocol import SessionLimits
+from strop.sandbox.supervisor import sessions
+from strop.sandbox.supervisor.node import Node
+from strop.sandbox.supervisor.process_status import pid_of
+from strop.sandbox.supervisor.processes import Child
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +226,8 @@ def test_a_session_that_hides_its_line_is_lost_and_nobody_waits(session: Noteboo
 
 SAY = "import os, struct, sys, threading, time\ndef say(*words):\n    for word in words: os.write(4, word)\n"
 FORGED = "[struct.pack(form, b'd', number, 0, b'v') + b'forged' for form in ('<cIBc', '<cQBc') for number in range(9)]"
-OWN_END = "struct.pack('<cQBc', b'd', sys._getframe(3).f_locals['word'], 0, b'v') + b'forged'"  # from its runner's own frame
-BROKEN_OFF = r"was stopped \(policy\): its interpreter was busy after its end, or something else spoke for it"
+OWN_END = "struct.pack('<c8sBc', b'd', sys._getframe(3).f_locals['nonce'], 0, b'v') + b'forged'"  # from its runner's own frame
+BROKEN_OFF = r"was stopped \(policy\): its interpreter was busy after its end, or other code wrote to its line"
 
 
 def test_nobody_says_that_a_later_cell_is_done(notebooks: Notebooks) -> None:
@@ -326,7 +326,7 @@ def test_a_cell_of_a_session_without_descriptors_says_so_and_the_session_goes_on
     session.run("import os\nheld = []\ntry:\n    while True: held.append(os.dup(0))\nexcept OSError: pass")
     starved = session.run("1")
     assert (starved.outcome, starved.exit_code) == (RunOutcome.ERROR, 1)
-    assert "left no file descriptor" in starved.text
+    assert "left no free file descriptor" in starved.text
 
 
 def test_the_end_of_a_session_that_dies_as_it_starts_is_said_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +443,7 @@ def test_no_session_has_an_unknown_name(notebooks: Notebooks) -> None:
 
 def test_the_death_of_the_fork_server_loses_the_session_and_runs_nothing_again() -> None:
     async def play() -> None:
-        async with Node(SandboxConfig(zygotes=1)) as node:
+        async with Node(SandboxConfig(fork_servers=1)) as node:
             session = await node.open_session(BARE)
             branch = await node.fork_session(session)
             cells = [
@@ -451,8 +451,8 @@ def test_the_death_of_the_fork_server_loses_the_session_and_runs_nothing_again()
                 for name in (session, branch)
             ]
             await asyncio.sleep(0.3)
-            (zygote,) = node._pool("bare")._zygotes
-            os.kill(zygote.pid, signal.SIGKILL)
+            (server,) = node._pool("bare")._servers
+            os.kill(server.pid, signal.SIGKILL)
             for cell in cells:
                 with pytest.raises(SessionLost, match="its fork server died"):
                     await asyncio.wait_for(cell, 2.0)
@@ -464,12 +464,12 @@ def test_the_death_of_the_fork_server_loses_the_session_and_runs_nothing_again()
 @pytest.mark.parametrize("level", [IsolationLevel.NAMESPACES, IsolationLevel.CONFINED, IsolationLevel.PROCESS])
 def test_nothing_outlives_its_fork_server(level: IsolationLevel) -> None:
     async def play() -> None:
-        async with Node(SandboxConfig(zygotes=1, level=level, min_level=level)) as node:
+        async with Node(SandboxConfig(fork_servers=1, level=level, min_level=level)) as node:
             await node.open_session(BARE)
-            (zygote,) = node._pool("bare")._zygotes
-            pids = below(zygote.pid)
+            (server,) = node._pool("bare")._servers
+            pids = below(server.pid)
             assert len(pids) >= 2  # the session, and a spare child
-            os.kill(zygote.pid, signal.SIGKILL)
+            os.kill(server.pid, signal.SIGKILL)
             assert await asyncio.to_thread(eventually, lambda: not any(status_of(pid) for pid in pids))
 
     asyncio.run(play())
@@ -479,7 +479,7 @@ def test_a_node_keeps_so_many_sessions_and_says_so_beyond() -> None:
     async def play() -> None:
         async with Node(SandboxConfig(max_sessions=2)) as node:
             first, _ = [await node.open_session(BARE) for _ in range(2)]
-            with pytest.raises(MachineError, match="has 2 sessions, as many as it keeps at once"):
+            with pytest.raises(MachineError, match="has 2 sessions, which is its limit"):
                 await node.open_session(BARE)
             with pytest.raises(MachineError, match="has 2 sessions"):
                 await node.fork_session(first)

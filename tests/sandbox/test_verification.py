@@ -1,21 +1,24 @@
-"""What the supervisor of verification does about pairs that hang, and about children that die."""
+"""What happens to pairs that hang, and to processes that die, in plain processes and in confined children."""
 
 import asyncio
+import os
+import signal
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from verify_support import SIGKILL, SIGSEGV, Watched, in_order, is_running, judge, request_of
+from verify_support import in_order, is_running, judge, request_of
 
 from strop.errors import MachineError
-from strop.sandbox.node import verification
-from strop.sandbox.node.verification import ChildEnd
+from strop.sandbox import verify_process
 from strop.sandbox.protocol import PairVerdict
+from strop.sandbox.supervisor import verification
 from strop.sandbox.verify_process import ProcessVerifier
 
 EQUAL, TIMEOUT, UNREADABLE, INTERNAL = PairVerdict.EQUAL, PairVerdict.TIMEOUT, PairVerdict.UNREADABLE, PairVerdict.INTERNAL
 RIGHT = ("p - q", "-q + p")
+HANGS = ("3", "9^{9^{9^9}}")
 
 
 @pytest.mark.parametrize("hang", ["9^{9^{9^9}}", "(x+1)^{5000}", "10^{10^{10}}"])
@@ -24,14 +27,14 @@ def test_a_pair_that_hangs_times_out_alone_and_costs_its_own_limit(hang):
     assert judge(RIGHT) == [EQUAL]
     start_s = time.monotonic() - started
     started = time.monotonic()
-    assert judge(RIGHT, ("3", hang), RIGHT, RIGHT, pair_wall_s=1.0) == [EQUAL, TIMEOUT, EQUAL, EQUAL]
-    assert 1.0 < time.monotonic() - started < 1.5 + 3 * start_s  # one process before the hang, and one after it
+    assert judge(RIGHT, ("3", hang), RIGHT, RIGHT, pair_wall_s=3.0) == [EQUAL, TIMEOUT, EQUAL, EQUAL]
+    assert 3.0 < time.monotonic() - started < 4.0 + 4 * start_s  # two processes at first, and one after the hang
 
 
-def test_a_verdict_is_told_when_it_is_known_not_when_its_batch_is():
+def test_a_verdict_is_given_when_it_is_known_not_when_its_request_is_complete():
     async def first():
         verifier = ProcessVerifier()
-        verdicts = verifier.verify(request_of(RIGHT, ("3", "9^{9^{9^9}}"), pair_wall_s=30.0))
+        verdicts = verifier.verify(request_of(RIGHT, HANGS, pair_wall_s=30.0))
         try:
             return await anext(verdicts)
         finally:
@@ -45,58 +48,139 @@ def test_a_verdict_is_told_when_it_is_known_not_when_its_batch_is():
 
 def test_nothing_is_left_of_a_request_that_was_given_up():
     async def give_up():
-        pids = []
         verifier = ProcessVerifier()
-
-        async def start_child():
-            return Watched(await verifier.start_child(), pids=pids)
-
-        verdicts = verification.verify(start_child, request_of(RIGHT, ("3", "9^{9^{9^9}}"), pair_wall_s=60.0))
+        verdicts = verifier.verify(request_of(RIGHT, HANGS, pair_wall_s=60.0))
         async for _ in verdicts:
             break
         await verdicts.aclose()
+        pids = [process.pid for process in verifier._processes]
         await verifier.close()
+        with pytest.raises(MachineError, match="was closed"):
+            verifier.compare(*RIGHT, wall_s=1.0)
         return pids
 
-    (pid,) = asyncio.run(give_up())
-    assert not is_running(pid)
+    pids = asyncio.run(give_up())
+    assert pids
+    assert not any(map(is_running, pids))
 
 
-def signalled(signal_number, *, after_lines, num_children):
-    """The first so many children get a signal when they have said so many lines."""
-    children = []
+@pytest.mark.parametrize(
+    ("signals", "pair", "wall_s", "expected"),
+    [
+        ([signal.SIGSEGV], HANGS, 60.0, UNREADABLE),
+        ([signal.SIGKILL], RIGHT, 60.0, EQUAL),  # judged again
+        ([signal.SIGKILL], HANGS, 5.0, TIMEOUT),
+        ([signal.SIGKILL] * 2, HANGS, 60.0, INTERNAL),
+    ],
+)
+def test_a_process_that_dies_is_replaced_and_its_pair_is_blamed_only_for_a_crash(signals, pair, wall_s, expected, monkeypatch):
+    signals, asked = [*signals], set()
 
-    def handle(child):
-        number = signal_number if len(children) < num_children else 0
-        children.append(Watched(child, signal_number=number, after_lines=after_lines))
-        return children[-1]
+    def ask(process, *args, original=verify_process._Process.ask):
+        asked.add(process.pid)
+        return original(process, *args)
 
-    return handle, children
+    monkeypatch.setattr(verify_process._Process, "ask", ask)
+
+    async def run():
+        verifier = ProcessVerifier(max_processes=1)
+        try:
+            assert await asyncio.to_thread(verifier.compare, *RIGHT, wall_s=60.0) is EQUAL
+            if pair is RIGHT:
+                os.kill(*asked, signals.pop())
+            asked.clear()
+            judging = asyncio.create_task(asyncio.to_thread(verifier.compare, *pair, wall_s=wall_s))
+            while signals:
+                await asyncio.sleep(0.2)
+                if asked:
+                    os.kill(asked.pop(), signals.pop())
+            verdict = await judging
+            assert await asyncio.to_thread(verifier.compare, *RIGHT, wall_s=60.0) is EQUAL
+            return verdict
+        finally:
+            await verifier.close()
+
+    assert asyncio.run(run()) is expected
 
 
-@pytest.mark.parametrize("after_lines", [0, 1, 2])
-def test_a_child_that_was_killed_by_who_knows_whom_is_replaced_and_its_pair_judged_again(after_lines):
-    handle, children = signalled(SIGKILL, after_lines=after_lines, num_children=1)
-    assert judge(RIGHT, ("3", "9^{9^{9^9}}"), RIGHT, handle=handle, pair_wall_s=1.0) == [EQUAL, TIMEOUT, EQUAL]
-    assert len(children) == 3  # the second one had to be killed for the pair that hangs
+class Scripted:
+    """A confined child that emits its lines, then hangs or ends."""
+
+    def __init__(self, lines, *, hangs=False, crashes=False):
+        self.lines = asyncio.Queue()
+        for line in lines:
+            self.lines.put_nowait(line)
+        if not hangs:
+            self.lines.put_nowait(None)
+        self._crashes = crashes
+
+    def send(self, payload):
+        pass
+
+    async def has_crashed(self):
+        return self._crashes
+
+    def kill(self):
+        pass
 
 
-def test_a_pair_whose_children_are_lost_twice_is_our_fault_and_the_others_are_judged():
-    handle, children = signalled(SIGKILL, after_lines=1, num_children=2)
-    assert judge(("3", "9^{9^{9^9}}"), RIGHT, handle=handle, pair_wall_s=60.0) == [INTERNAL, EQUAL]
-    assert len(children) == 3
+def judged_by(*children, num_pairs=2, batch_size=32, pair_wall_s=0.001):
+    """The verdicts, when each (lines, keys) of `children` is one child; and the number of children that were started."""
+    queue = iter(children)
+    num_started = 0
+
+    async def start_child():
+        nonlocal num_started
+        num_started += 1
+        lines, keys = next(queue, ([], {}))
+        return Scripted(lines, **keys)
+
+    async def run():
+        request = request_of(*[RIGHT] * num_pairs, pair_wall_s=pair_wall_s)
+        async with asyncio.timeout(10):
+            return await in_order(verification.verify(start_child, request, batch_size=batch_size))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "_START_S", 0.001)
+        patch.setattr(verification, "_GRACE_S", 0.001)
+        return asyncio.run(run()), num_started
 
 
-def test_a_child_that_dies_twice_before_its_first_pair_is_not_tried_for_every_pair():
-    handle, children = signalled(SIGKILL, after_lines=0, num_children=9)
-    assert judge(*[RIGHT] * 5, handle=handle) == [INTERNAL] * 5
-    assert len(children) == 2
+ALL = [b"start", b"0 equal", b"1 equal"]
 
 
-def test_a_pair_that_crashes_the_interpreter_is_unreadable_and_the_others_are_judged():
-    handle, children = signalled(SIGSEGV, after_lines=2, num_children=1)
-    assert judge(RIGHT, ("3", "9^{9^{9^9}}"), RIGHT, handle=handle, pair_wall_s=60.0) == [EQUAL, UNREADABLE, EQUAL]
-    assert len(children) == 2
+@pytest.mark.parametrize(
+    ("children", "expected"),
+    [
+        ([(ALL, {})], [EQUAL, EQUAL]),
+        ([(ALL[:1], {}), (ALL, {})], [EQUAL, EQUAL]),  # lost once
+        ([(ALL[:2], {}), (ALL[:2], {})], [EQUAL, EQUAL]),
+        ([(ALL[:1], {}), (ALL[:1], {}), (ALL[:2], {})], [INTERNAL, EQUAL]),  # lost twice on one pair
+        ([([], {}), ([], {})], [INTERNAL, INTERNAL]),  # does not start: a third child is not tried
+        ([(ALL[:1], {"crashes": True}), (ALL[:2], {})], [UNREADABLE, EQUAL]),
+        ([(ALL[:1], {"hangs": True}), (ALL[:2], {})], [TIMEOUT, EQUAL]),
+        ([(ALL[:2], {"hangs": True})], [EQUAL, TIMEOUT]),
+    ],
+)
+def test_pairs_of_a_child_that_is_lost_are_judged_by_another(children, expected):
+    assert judged_by(*children) == (expected, len(children))
+
+
+LINES = st.one_of(
+    st.sampled_from([b"start", b"0 equal", b"1 equal", b"0 unequal", b"2 unreadable", b"", b"0 equal\xff", b"-1 equal", b"0"]),
+    st.binary(max_size=12),
+)
+CHILDREN = st.tuples(st.lists(LINES, max_size=5), st.fixed_dictionaries({"hangs": st.booleans(), "crashes": st.booleans()}))
+
+
+@settings(max_examples=150, deadline=None)
+@given(num_pairs=st.integers(1, 5), children=st.lists(CHILDREN, max_size=8))
+def test_every_pair_is_answered_once_whatever_children_emit(num_pairs, children):
+    assert len(judged_by(*children, num_pairs=num_pairs, batch_size=2)[0]) == num_pairs
+
+
+def test_a_verdict_that_came_while_the_supervisor_was_suspended_counts():
+    assert judged_by((ALL, {}), pair_wall_s=0.0) == ([EQUAL, EQUAL], 1)
 
 
 def test_children_that_cannot_be_started_are_our_fault():
@@ -108,76 +192,3 @@ def test_children_that_cannot_be_started_are_our_fault():
 
     with pytest.raises(MachineError, match="no child today"):
         asyncio.run(run())
-
-
-class Scripted:
-    """A child that says what its script says, then hangs or ends."""
-
-    def __init__(self, lines, *, hangs, end):
-        self._lines, self._hangs, self._end = lines, hangs, end
-        self._killed = asyncio.Event()
-
-    def send(self, payload):
-        pass
-
-    async def lines(self):
-        for line in self._lines:
-            yield line
-        if self._hangs:
-            await self._killed.wait()
-
-    async def ended(self):
-        return self._end
-
-    def kill(self):
-        self._killed.set()
-
-
-LINES = st.one_of(
-    st.sampled_from([b"start", b"0 equal", b"1 equal", b"0 unequal", b"2 unreadable", b"", b"0 equal\xff", b"-1 equal", b"0"]),
-    st.binary(max_size=12),
-)
-SCRIPTS = st.tuples(st.lists(LINES, max_size=5), st.booleans(), st.sampled_from(ChildEnd))
-
-
-@settings(max_examples=150, deadline=None)
-@given(num_pairs=st.integers(1, 5), scripts=st.lists(SCRIPTS, max_size=8))
-def test_whatever_children_say_every_pair_is_answered_once(num_pairs, scripts):
-    queue = iter(scripts)
-
-    async def start_child():
-        lines, hangs, end = next(queue, ([], False, ChildEnd.LOST))
-        return Scripted(lines, hangs=hangs, end=end)
-
-    async def run():
-        request = request_of(*[RIGHT] * num_pairs, pair_wall_s=0.001)
-        async with asyncio.timeout(10):
-            return await in_order(verification.verify(start_child, request, batch_size=2))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_START_S", 0.001)
-        patch.setattr(verification, "_GRACE_S", 0.001)
-        assert len(asyncio.run(run())) == num_pairs
-
-
-def test_a_verdict_that_came_while_the_supervisor_stood_still_counts():
-    async def run():
-        async def start_child():
-            return Scripted([b"start", b"0 equal"], hangs=False, end=ChildEnd.DONE)
-
-        return await in_order(verification.verify(start_child, request_of(RIGHT, pair_wall_s=0.0)))
-
-    assert asyncio.run(run()) == [EQUAL]
-
-
-def test_a_memory_kill_is_the_pairs_timeout():
-    ends = [ChildEnd.MEMORY, ChildEnd.DONE]
-    children = [Scripted([b"start", b"0 equal"], hangs=False, end=end) for end in ends]
-
-    async def run():
-        async def start_child():
-            return children.pop(0)
-
-        return await in_order(verification.verify(start_child, request_of(RIGHT, RIGHT, RIGHT)))
-
-    assert asyncio.run(run()) == [EQUAL, TIMEOUT, EQUAL]

@@ -3,12 +3,10 @@
 import asyncio
 import json
 import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from strop.sandbox.node import verification
 from strop.sandbox.protocol import AnswerPair, VerifyRequest
 from strop.sandbox.verify_process import ProcessVerifier
 
@@ -36,56 +34,17 @@ async def in_order(verdicts):
     return [verdict for _, verdict in sorted(found)]
 
 
-def judge(*pairs, pair_wall_s=20.0, handle=lambda child: child, batch_size=32):
-    """The verdict on each (gold, answer, *differences), by real processes; `handle` may stand between child and supervisor."""
+def judge(*pairs, pair_wall_s=20.0):
+    """The verdict on each (gold, answer, *differences), by real processes."""
 
     async def run():
         verifier = ProcessVerifier()
-
-        async def start_child():
-            return handle(await verifier.start_child())
-
         try:
-            request = request_of(*pairs, pair_wall_s=pair_wall_s)
-            return await in_order(verification.verify(start_child, request, batch_size=batch_size))
+            return await in_order(verifier.verify(request_of(*pairs, pair_wall_s=pair_wall_s)))
         finally:
             await verifier.close()
 
     return asyncio.run(run())
-
-
-class Watched:
-    """A child that keeps what it said, and is sent a signal as soon as it has said so many lines."""
-
-    said: list
-
-    def __init__(self, child, *, signal_number=0, after_lines=-1, pids=None):
-        self.child, self.signal_number, self.after_lines = child, signal_number, after_lines
-        self.said, self.payloads = [], []
-        self.pid = child.pid
-        if pids is not None:
-            pids.append(self.pid)
-
-    def send(self, payload):
-        self.payloads.append(payload)
-        self._signal_if_due()
-        self.child.send(payload)
-
-    async def lines(self):
-        async for line in self.child.lines():
-            self.said.append(line)
-            self._signal_if_due()
-            yield line
-
-    async def ended(self):
-        return await self.child.ended()
-
-    def kill(self):
-        self.child.kill()
-
-    def _signal_if_due(self):
-        if self.signal_number and len(self.said) == self.after_lines:
-            os.kill(self.pid, self.signal_number)
 
 
 def is_running(pid):
@@ -94,6 +53,3 @@ def is_running(pid):
     except FileNotFoundError:
         return False
     return state != "Z"
-
-
-SIGKILL, SIGSEGV = signal.SIGKILL, signal.SIGSEGV

@@ -4,7 +4,7 @@ import pytest
 
 from strop.config import validate
 from strop.errors import ConfigError
-from strop.tasks import ArithmeticTasks, make_tasks
+from strop.tasks import ArithmeticTasks
 from strop.tasks.config import ArithmeticConfig
 
 
@@ -49,15 +49,6 @@ def test_a_product_of_a_sum_is_bracketed():
     assert any(re.fullmatch(r"\(\d+[+-]\d+\)\*\d+", expression) for expression in expressions)
 
 
-def test_tasks_are_generated_without_end():
-    assert tasks().num_tasks is None
-    assert tasks().task(10**12).answer
-
-
 def test_a_wording_without_a_place_for_the_expression_is_refused():
     with pytest.raises(ConfigError, match=r"must hold \{expression\} once"):
         validate(ArithmeticConfig, {"wording": "Calculate."}, place="recipe")
-
-
-def test_a_recipe_names_its_source_by_kind():
-    assert isinstance(make_tasks(ArithmeticConfig(), seed=0, split="test"), ArithmeticTasks)

@@ -7,8 +7,8 @@ import pytest
 from hub_copies import keep_copy, offline
 from strop.errors import TaskError
 from strop.tasks import load_rows
-from strop.tasks.commits import keeping_commits
 from strop.tasks.config import HubConfig
+from strop.tasks.files import keeping_commits
 
 datasets = pytest.importorskip("datasets", reason="needs the extra strop[data]")
 
@@ -62,7 +62,7 @@ def test_a_newer_copy_is_not_taken_for_the_commit_with_which_the_work_began(copi
 
 def test_of_a_commit_that_is_nowhere_any_more_the_remedy_is_to_begin_anew(copies):
     shutil.rmtree(copies / "org___sums")
-    with keeping_commits({"org/sums": OLD}), pytest.raises(TaskError, match=f"at commit {OLD}, .* begin anew"):
+    with keeping_commits({"org/sums": OLD}), pytest.raises(TaskError, match=f"at commit {OLD}, .* start a new run"):
         load_rows(SUMS, split="train")
 
 

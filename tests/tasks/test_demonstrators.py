@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from strop.pipelines.rejection_stage import foreign_share
 from strop.rewards.language import scripts_of
+from strop.stages.rejection_sampling import foreign_share
 from strop.tasks.demonstrators import ArithmeticDemonstrator
 from strop.types import Task
 
@@ -46,8 +46,3 @@ def test_a_language_changes_thoughts_alone():
         english, mixed = said(seed), said(seed, foreign_fraction=0.5)
         assert [without_thoughts(turn) for turn in english] == [without_thoughts(turn) for turn in mixed]
         assert mixed == said(seed, foreign_fraction=0.5)
-
-
-def test_a_demonstrator_of_one_language_is_written_down_as_before_there_were_others():
-    assert "foreign_fraction" not in ArithmeticDemonstrator().model_dump()
-    assert ArithmeticDemonstrator(foreign_fraction=0.3).model_dump()["foreign_fraction"] == 0.3

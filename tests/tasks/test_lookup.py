@@ -76,20 +76,13 @@ def test_lines_without_a_number_are_passages_and_no_problems(tmp_path):
     assert [each.value for each in read_facts(path)] == [412]
 
 
-@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
-def test_a_character_that_breaks_lines_on_paper_breaks_none_of_the_corpus(tmp_path, separator):
-    path = tmp_path / "corpus.jsonl"
-    path.write_text(json.dumps(fact() | {"text": f"one{separator}two"}, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert [each.value for each in read_facts(path)] == [412]
-
-
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        (fact(value="412"), "line 2: a line with a `value` needs a whole number"),
-        (fact(subject=None), "line 2: a line with a `value` needs a whole number there, and texts as"),
-        (fact(value=7), "line 2: the price of bamiro is in line 1 already"),
-        ([1], "line 2: list where an object"),
+        (fact(value="412"), "corpus.jsonl:2: a line with a `value` needs a whole number"),
+        (fact(subject=None), "corpus.jsonl:2: a line with a `value` needs a whole number there, and texts as"),
+        (fact(value=7), "corpus.jsonl:2: the price of bamiro is in .*corpus.jsonl:1 already"),
+        ([1], "corpus.jsonl:2: a JSON list, not an object"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, row, message):
@@ -112,7 +105,6 @@ def test_a_corpus_without_subjects_of_a_split_is_refused(tmp_path):
     ("tree", "message"),
     [
         ({"wording": "What is {subject}?"}, r"must hold \{attribute\} once"),
-        ({"min_operand": 5, "max_operand": 2}, "Lower min_operand"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(tree, message):
@@ -156,11 +148,5 @@ def test_each_flaw_is_shown_where_it_is_asked_for(flaw, num_turns, num_calls):
 
 
 def test_a_demonstrator_whose_search_finds_no_number_says_what_to_mend():
-    with pytest.raises(TaskError, match=r"demonstrator.search_tool"):
+    with pytest.raises(TaskError, match="a search tool of this name"):
         said(LookupDemonstrator(**FLAWLESS), ["There is no tool 'search'."])
-
-
-def test_a_task_of_another_kind_cannot_be_demonstrated():
-    other = Task(id="t", question="?", answer="1", source="rows")
-    with pytest.raises(TaskError, match="no fact 'subject'"):
-        LookupDemonstrator().script(other, tool="python", seed=0)

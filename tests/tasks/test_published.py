@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import TaskError
-from strop.tasks import iterate_rows, load_rows, open_rows
+from strop.tasks import load_rows, open_rows
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.published import PUBLISHED
 
@@ -154,18 +154,11 @@ def test_the_answer_of_a_solution_of_math_may_stand_in_a_box_without_braces(tmp_
     assert task.answer == answer
 
 
-@pytest.mark.parametrize(("dataset", "row", "question", "answer", "fact"), ROWS, ids=[name for name, *_ in ROWS])
-def test_parquet_gives_the_same_task_as_jsonl(tmp_path, dataset, row, question, answer, fact):
-    path = write_parquet(tmp_path / "rows.parquet", row)
-    (task,) = load_rows(ParquetConfig(path=path, dataset=dataset), split="train")
-    assert (task.question, task.answer) == (question, answer)
-
-
 @pytest.mark.parametrize("dataset", list(PUBLISHED))
 def test_wrong_columns_name_file_row_column_and_remedy(tmp_path, dataset):
     path = write_jsonl(tmp_path / "rows.jsonl", {"foo": "x", "bar": "y"})
     place, column = r"rows\.jsonl:1", r"no column '.*'\. It has 'foo', 'bar'"
-    message = place + ": " + column + r"\. tasks\.dataset = '.*' expects the columns of .* leave dataset out"
+    message = place + ": " + column + r"\. dataset = '.*' is .* name other columns in tasks"
     with pytest.raises(TaskError, match=message):
         load_rows(JsonlConfig(path=path, dataset=dataset), split="train")
 
@@ -175,12 +168,6 @@ def test_a_directory_of_parquet_files_is_read_in_the_order_of_their_names(tmp_pa
         write_parquet(tmp_path / f"part-{number}.parquet", {"question": f"q{number}", "answer": "1"})
     tasks = load_rows(ParquetConfig(path=tmp_path), split="train")
     assert [task.question for task in tasks] == ["q1", "q2"]
-
-
-def test_a_parquet_file_streams(tmp_path):
-    path = write_parquet(tmp_path / "rows.parquet", *({"question": f"q{number}", "answer": "1"} for number in range(3000)))
-    tasks = iterate_rows(ParquetConfig(path=path), split="train")
-    assert [next(tasks).id for _ in range(2)] == ["rows.parquet:row 0", "rows.parquet:row 1"]
 
 
 def test_a_file_that_is_no_parquet_is_an_error_of_its_own(tmp_path):
@@ -202,15 +189,6 @@ def test_a_benchmark_whose_hub_copy_has_one_split_is_read_from_it(tmp_path):
     write_jsonl(tmp_path / "train.jsonl", {"problem": "p", "answer": "42"})
     (task,) = load_rows(HubConfig(name=str(tmp_path), dataset="hmmt25"), split="test")
     assert task.source.endswith("[train]")
-
-
-def test_a_row_without_an_answer_stops_the_reading_unless_such_rows_are_skipped(tmp_path, caplog):
-    rows = [{"question": "q", "answer": ""}, {"question": "q", "answer": "1"}]
-    path = write_jsonl(tmp_path / "rows.jsonl", *rows)
-    with pytest.raises(TaskError, match=r'rows\.jsonl:1: a row without an answer.*bad_rows = "skip"'):
-        load_rows(JsonlConfig(path=path), split="train")
-    assert len(load_rows(JsonlConfig(path=path, bad_rows="skip"), split="train")) == 1
-    assert "1 rows were left out that are no tasks; the first: " in caplog.text
 
 
 def openmath(problem, kind, answer, **columns):
@@ -257,44 +235,10 @@ def test_of_openmathreasoning_only_rows_with_an_answer_of_their_authors_are_read
     assert [bool(re.search(told, record.getMessage())) for record in caplog.records] == [True, True]
 
 
-def test_which_rows_are_read_can_be_said_otherwise(tmp_path, caplog):
-    path = write_jsonl(tmp_path / "rows.jsonl", *OPENMATH[:3])
-
-    def asked(**columns):
-        return [task.question for task in load_rows(JsonlConfig(path=path, **columns), split="train")]
-
-    assert asked(dataset="openmathreasoning", where={}) == ["p1", "p2", "p3"]
-    assert not caplog.records
-    proofs_too = {"problem_type": ("has_answer_extracted", "converted_proof"), "used_in_kaggle": ("true",)}
-    assert asked(dataset="openmathreasoning", where=proofs_too) == ["p1", "p3"]
-    own = {"question": "problem", "answer": "expected_answer"}
-    assert asked(**own) == ["p1", "p2", "p3"]
-    assert asked(**own, where={"pass_rate_72b_tir": ("n/a",)}) == ["p2", "p3"]
-
-
 def test_a_column_that_is_null_is_an_empty_value(tmp_path):
     rows = [{"question": "q1", "answer": "1", "flaw": None}, {"question": "q2", "answer": "2", "flaw": "typo"}]
     path = write_jsonl(tmp_path / "rows.jsonl", *rows)
     assert [task.answer for task in load_rows(JsonlConfig(path=path, where={"flaw": ("",)}), split="train")] == ["1"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        (
-            {"dataset": "openmathreasoning"},
-            r"no column 'problem_type'.*where rows have no such column .* set tasks\.where = \{\}",
-        ),
-        (
-            {"question": "problem", "answer": "expected_answer", "where": {"kind": ("a",)}},
-            r"no column 'kind'.* Where rows have no",
-        ),
-    ],
-)
-def test_rows_without_the_column_that_they_are_chosen_by_name_the_remedy(tmp_path, columns, message):
-    path = write_jsonl(tmp_path / "rows.jsonl", {"problem": "p", "expected_answer": "1"})
-    with pytest.raises(TaskError, match=message):
-        load_rows(JsonlConfig(path=path, **columns), split="train")
 
 
 def test_where_no_row_is_as_asked_the_condition_is_told(tmp_path):
@@ -302,11 +246,6 @@ def test_where_no_row_is_as_asked_the_condition_is_told(tmp_path):
     told = r'none of its 2 rows is left under where = \{ problem_type = \["has_answer_extracted"\] \}\. Loosen that'
     with pytest.raises(TaskError, match=told):
         load_rows(JsonlConfig(path=path, dataset="openmathreasoning"), split="train")
-
-
-def test_a_condition_that_is_not_set_is_not_written_down_so_that_digests_of_older_runs_stay():
-    assert "where" not in JsonlConfig(path=Path("x"), dataset="openmathreasoning").model_dump(mode="json")
-    assert JsonlConfig(path=Path("x"), where={}).model_dump(mode="json")["where"] == {}
 
 
 @pytest.mark.parametrize("dataset", [name for name, known in PUBLISHED.items() if known.test_split is None])

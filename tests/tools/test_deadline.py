@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import threading
 import time
 from contextlib import AsyncExitStack
 
@@ -12,11 +11,10 @@ import pytest
 
 from strop.config import validate
 from strop.deadline import clock_stopped, deadline
-from strop.evaluation.controls import NoisyTool
 from strop.sandbox import ScriptedSandbox
 from strop.sandbox.scripted import ScriptedNode
 from strop.tools import PythonTool, PythonToolConfig, Tool, tool
-from strop.tools.limits import CallLimits, capped
+from strop.tools.limits import CallLimits, NoisyTool, capped
 from strop.tools.mcp import McpToolsConfig
 from strop.tools.search import SearchToolConfig
 from strop.types import ToolOutcome
@@ -57,22 +55,6 @@ def test_the_clock_of_a_call_that_does_two_things_at_once_goes_on_when_neither_w
     assert 0.8 < time.monotonic() - began < 10
 
 
-def test_what_a_call_has_left_behind_stops_no_clock() -> None:
-    async def late(is_over: asyncio.Event) -> None:
-        await is_over.wait()
-        with clock_stopped():
-            await asyncio.sleep(0)
-
-    async def run() -> None:
-        is_over = asyncio.Event()
-        async with deadline(5):
-            left_behind = asyncio.create_task(late(is_over))
-        is_over.set()
-        await left_behind
-
-    asyncio.run(run())
-
-
 def test_a_tool_that_runs_a_loop_of_its_own_leaves_the_clock_of_its_call_alone() -> None:
     async def wait() -> None:
         with clock_stopped():
@@ -84,14 +66,6 @@ def test_a_tool_that_runs_a_loop_of_its_own_leaves_the_clock_of_its_call_alone()
 
     with pytest.raises(TimeoutError):
         asyncio.run(run())
-
-
-def test_outside_a_call_there_is_no_clock_to_stop() -> None:
-    async def run() -> None:
-        with clock_stopped():
-            await asyncio.sleep(0)
-
-    asyncio.run(run())
 
 
 def test_cells_of_a_notebook_that_wait_for_those_before_them_keep_their_time() -> None:
@@ -117,54 +91,6 @@ async def _hang() -> str:
     """Hangs."""
     await asyncio.sleep(60)
     return ""
-
-
-def test_a_plain_function_that_was_given_up_keeps_its_place_until_its_thread_ends() -> None:
-    released = threading.Event()
-    num_running: list[int] = []
-    running = 0
-    counting = threading.Lock()
-
-    def wait(forever: bool) -> str:
-        """Waits."""
-        nonlocal running
-        with counting:
-            running += 1
-            num_running.append(running)
-        released.wait(30 if forever else 0.5)
-        with counting:
-            running -= 1
-        return "done"
-
-    async def run() -> None:
-        [behind_cap] = capped([tool(wait, wall_s=2.0)], CallLimits(max_running=2))
-        began = time.monotonic()
-        given_up = asyncio.ensure_future(behind_cap.call({"forever": True}, seed=0))
-        await asyncio.sleep(0.1)
-        given_up.cancel()  # as where its rollout ends
-        with pytest.raises(asyncio.CancelledError):
-            await given_up
-        assert time.monotonic() - began < 10
-
-        async def wait_in_line() -> ToolOutcome:
-            async with deadline(1.5):  # another place is still given back, so what is waited for ends by itself
-                return (await behind_cap.call({"forever": False}, seed=0)).outcome
-
-        assert await asyncio.gather(*(wait_in_line() for _ in range(4))) == [ToolOutcome.STDOUT] * 4
-        assert (await behind_cap.call({"forever": True}, seed=0)).outcome is ToolOutcome.TIMEOUT
-        with pytest.raises(TimeoutError):  # both places are of threads that nobody can end
-            await wait_in_line()
-        assert len(num_running) == 6
-        late = asyncio.ensure_future(wait_in_line())
-        await asyncio.sleep(0.1)
-        released.set()
-        assert await late is ToolOutcome.STDOUT
-
-    try:
-        asyncio.run(run())
-    finally:
-        released.set()
-    assert max(num_running) == 2
 
 
 def test_every_kind_of_tool_says_when_its_calls_have_ended_by_its_own_limits() -> None:

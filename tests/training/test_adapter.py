@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
 from strop.errors import ModelError, RunError
-from strop.training import LocalTrainer, LoraConfig, OptimizerConfig, TrainerConfig
+from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig
 from strop.training.models import load_model
-from strop.training.originals import Originals
 
 METHOD = GRPO(kl_coefficient=0.1)
 
@@ -22,7 +21,7 @@ METHOD = GRPO(kl_coefficient=0.1)
 def make_trainer(directory, *, reference=None, rank=4, **settings):
     lora = LoraConfig(rank=rank, alpha=8)
     config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2), lora=lora, **settings)
-    return LocalTrainer.from_directory(directory, config, reference=reference)
+    return Trainer.from_directory(directory, config, reference=reference)
 
 
 async def train(trainer, make_batch, seeds, refresh_after=None):
@@ -87,38 +86,6 @@ def test_in_bfloat16_the_product_is_the_float32_base_and_what_the_adapter_adds(m
         assert (tensor - expected).abs().max() <= 1e-6 * expected.abs().max(), name  # rounded to bfloat16: 1e-3
 
 
-def test_frozen_weights_that_are_in_no_file_as_they_were_loaded_are_kept(model_directory, tmp_path):
-    """A directory of another format, or of another way to name weights."""
-    load_model(model_directory).save_pretrained(tmp_path)
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(
-        {"elsewhere." * (each == name) + each: tensor for each, tensor in tensors.items()}, tmp_path / "other.safetensors"
-    )
-    (tmp_path / "model.safetensors").unlink()
-    for originals in (Originals(tmp_path), Originals()):
-        for each, tensor in tensors.items():
-            rounded = tensor.bfloat16()
-            originals.remember(each, tensor, rounded)
-            assert torch.equal(originals.exact(each, rounded), tensor)
-
-
-def test_files_that_change_under_an_adapter_are_named_instead_of_merged(model_directory, tmp_path):
-    load_model(model_directory).save_pretrained(tmp_path)
-    trainer = make_trainer(tmp_path, precision="bfloat16")
-    path = tmp_path / "model.safetensors"
-    content, tensors = path.read_bytes(), load_file(path)
-    save_file({name: 1.1 * tensor for name, tensor in tensors.items()}, path)
-    with pytest.raises(ModelError, match=r"model\.safetensors: .* is no longer there as it was loaded"):
-        published(trainer)
-    path.unlink()
-    with pytest.raises(ModelError, match=r"model\.safetensors: .* is no longer there as it was loaded"):
-        published(trainer)
-    path.write_bytes(content)
-    expected = dict(load_model(model_directory).named_parameters())
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in published(trainer).items())
-
-
 def test_a_trainer_with_an_adapter_writes_a_whole_model(model_directory, make_batch, tmp_path):
     trainer = make_trainer(model_directory, reference=model_directory)
     asyncio.run(train(trainer, make_batch, range(2)))
@@ -132,7 +99,7 @@ def test_a_trainer_with_an_adapter_writes_a_whole_model(model_directory, make_ba
 
 def test_the_reference_is_the_model_without_the_adapter_until_it_is_refreshed(model_directory, make_batch):
     trainer = make_trainer(model_directory, reference=model_directory)
-    plain = LocalTrainer.from_directory(model_directory, TrainerConfig())
+    plain = Trainer.from_directory(model_directory, TrainerConfig())
     batch = make_batch()
 
     async def scores(trainer, column):
@@ -185,10 +152,10 @@ def test_a_checkpoint_without_its_adapter_or_with_another_is_refused(model_direc
 def test_layers_that_are_not_there_and_another_reference_are_refused(model_directory, tmp_path):
     config = TrainerConfig(lora=LoraConfig(targets=("q_prog",)))
     with pytest.raises(ModelError, match=r"lora\.targets = \('q_prog',\): .* The linear layers.*: down_proj.*q_proj"):
-        LocalTrainer.from_directory(model_directory, config)
+        Trainer.from_directory(model_directory, config)
     with pytest.raises(ModelError, match="embed_tokens is no linear layer"):
-        LocalTrainer.from_directory(model_directory, TrainerConfig(lora=LoraConfig(targets=("embed_tokens",))))
-    with pytest.raises(ModelError, match="Leave the other reference out"):
+        Trainer.from_directory(model_directory, TrainerConfig(lora=LoraConfig(targets=("embed_tokens",))))
+    with pytest.raises(ModelError, match="Remove the other reference"):
         make_trainer(model_directory, reference=tmp_path)
 
 
@@ -214,3 +181,20 @@ def test_activations_of_an_adapter_can_be_computed_again(model_directory, make_b
     assert reports[0] == reports[1]
     first, second = published(kept), published(recomputed)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_adapter_that_is_saved_next_to_the_model_is_what_the_library_loads(model_directory, make_batch, tmp_path):
+    trainer = make_trainer(model_directory, reference=model_directory)
+    asyncio.run(train(trainer, make_batch, range(2)))
+    asyncio.run(trainer.save_adapter(tmp_path / "adapter"))
+    asyncio.run(trainer.save_model(tmp_path / "model"))
+    merged = PeftModel.from_pretrained(load_model(model_directory), tmp_path / "adapter").merge_and_unload()
+    expected = dict(load_model(tmp_path / "model").named_parameters())
+    for name, tensor in merged.named_parameters():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def test_a_trainer_of_all_weights_has_no_adapter_to_save(model_directory, tmp_path):
+    trainer = Trainer.from_directory(model_directory, TrainerConfig())
+    with pytest.raises(ValueError, match=r"trainer\.lora is not set"):
+        asyncio.run(trainer.save_adapter(tmp_path))

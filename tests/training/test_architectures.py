@@ -8,7 +8,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from strop.algorithms import GRPO, Aggregation, Column
-from strop.training import LocalTrainer, OptimizerConfig, TrainerConfig
+from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.models import load_model
 
 METHOD = GRPO(kl_coefficient=0.1, aggregation=Aggregation.SEQUENCE_MEAN)
@@ -68,14 +68,14 @@ def plain_loss(model, reference, batch):
 def test_an_update_has_the_gradient_of_the_plain_formula(family, packing, tmp_path, make_batch):
     policy, reference = (random_directory(family, tmp_path / str(seed), seed) for seed in (0, 1))
     config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2, grad_clip=0.0), packing=packing, max_tokens_per_microbatch=60)
-    trainer = LocalTrainer.from_directory(policy, config, reference=reference)
+    trainer = Trainer.from_directory(policy, config, reference=reference)
     batch = make_batch((30, 34, 11, 7, 14, 8), aggregation=METHOD.aggregation)
     ids = batch.ids.clone()
     ids[1, :20] = ids[0, :20]  # a beginning that packed rows share
     batch = replace(batch, ids=ids)
     noise = 0.4 * torch.randn(ids.shape, generator=torch.Generator().manual_seed(5))
     captured = {}
-    trainer.learner.optimizer.step = lambda: captured.update(
+    trainer.learner.optimization.optimizer.step = lambda: captured.update(
         {name: parameter.grad.clone() for name, parameter in trainer.learner.weights.named().items()}
     )
 

@@ -16,10 +16,10 @@ from transformers import LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from strop.errors import ModelError
 from strop.training import microbatches
-from strop.training.attention import ATTENTION, _attend_rows, _Reads, keep_attention, row_attention, use_row_attention
+from strop.training.batch import lay_out, shared_lengths
+from strop.training.cpu.attention import ATTENTION, _attend_rows, _Reads, keep_attention, row_attention, use_row_attention
 from strop.training.logprobs import token_logprobs
 from strop.training.models import check_logprobs, load_model
-from strop.training.packing import lay_out, shared_lengths
 
 A, B = list(range(1, 21)), list(range(31, 51))  # twenty tokens each
 
@@ -257,8 +257,8 @@ def test_a_layer_that_is_computed_again_takes_the_attention_that_was_kept():
 _GROWTH = """
 import ctypes, random
 import torch
-from strop.training.attention import row_attention
-from strop.training.packing import lay_out
+from strop.training.cpu.attention import row_attention
+from strop.training.batch import lay_out
 
 class Heap(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks used free keep".split()]

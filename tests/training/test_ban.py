@@ -17,8 +17,7 @@ from strop.training.batch import Ban, microbatches
 from strop.training.config import TrainerConfig
 from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
-from strop.training.trainer import LocalTrainer
-from strop.training.worker import read_batch, write_batch
+from strop.training.trainer import Trainer
 
 STOPS = frozenset(range(30))  # half of the vocabulary: a ban that is forgotten shows
 MIN_TOKENS, TEMPERATURE = 3, 0.7
@@ -44,17 +43,13 @@ def test_the_ban_lies_on_the_first_tokens_of_every_completion_that_were_sampled(
     assert not packed(turns, Ban(ids=STOPS, num_tokens=0)).is_banned.any()
 
 
-def test_the_ban_goes_with_its_rows_into_microbatches_and_to_workers(make_batch, tmp_path):
+def test_the_ban_goes_with_its_rows_into_microbatches(make_batch):
     batch = make_batch()
     flags = torch.arange(batch.ids.numel()).view(batch.ids.shape) % 3 == 0
     batch = replace(batch, is_banned=flags & batch.loss_mask, banned_ids=(3, 4))
     for part in microbatches(batch, 20):
         assert torch.equal(part.batch.is_banned, batch.is_banned[part.rows, : part.batch.ids.shape[1]])
         assert part.batch.banned_ids == (3, 4)
-    write_batch(tmp_path / "batch", batch)
-    there = read_batch(tmp_path / "batch")
-    assert torch.equal(there.is_banned, batch.is_banned)
-    assert there.banned_ids == (3, 4)
 
 
 @pytest.mark.parametrize("in_cache", [61 * 3, 2**26])
@@ -62,7 +57,7 @@ def test_the_ban_goes_with_its_rows_into_microbatches_and_to_workers(make_batch,
 def test_logprobs_entropies_and_gradients_are_those_of_the_vocabulary_without_the_banned_ids(
     model_directory, make_batch, monkeypatch, max_logits, in_cache
 ):
-    monkeypatch.setattr("strop.training.head._LOGITS_IN_CACHE", in_cache)
+    monkeypatch.setattr("strop.training.logprobs._LOGITS_IN_CACHE", in_cache)
     model, batch = load_model(model_directory).eval(), make_batch()
     is_banned = batch.loss_mask & (batch.ids >= len(STOPS))  # a banned id cannot have been drawn
     assert is_banned.any()
@@ -111,7 +106,7 @@ def test_law_5_the_trainer_scores_what_the_engine_sampled_under_min_tokens(model
 
     async def compare():
         [engine] = await open_engines(model_directory, config, detokenize=lambda ids: "", logs=tmp_path)
-        trainer = LocalTrainer.from_directory(model_directory, TrainerConfig(device="cpu"))
+        trainer = Trainer.from_directory(model_directory, TrainerConfig(device="cpu"))
         try:
             await trainer.publish(engine, version=0)
             done = await asyncio.gather(*(engine.complete(request) for request in requests))

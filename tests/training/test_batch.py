@@ -3,8 +3,7 @@ import torch
 
 from strop.algorithms import Aggregation, Decision, Selection
 from strop.training import microbatches, pack, split_by_group
-from strop.training.batch import shares
-from strop.training.world import World
+from strop.training.batch import World, shares
 from strop.types import (
     Completion,
     FinishReason,
@@ -134,16 +133,11 @@ def test_a_row_beyond_the_budget_goes_by_itself_and_one_without_trained_tokens_n
     assert [part.rows.tolist() for part in microbatches(batch, 5)] == [[2], [1]]
 
 
-class Rank(World):
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("max_tokens", [14, 30, 1000])
 def test_law_4_ranks_share_every_row_once_and_have_as_many_micro_batches_each(make_batch, size, max_tokens):
     batch = make_batch((9, 14, 11, 7, 14, 8))
-    of_ranks = [shares(batch, max_tokens, True, Rank(rank, size)) for rank in range(size)]
+    of_ranks = [shares(batch, max_tokens, True, World(rank, size)) for rank in range(size)]
     assert len({len(parts) for parts in of_ranks}) == 1
     parts = [part for parts in of_ranks for part in parts if part.batch.num_loss_tokens]
     assert sorted(row for part in parts for row in part.rows.tolist()) == [0, 1, 2, 3, 4, 5]
@@ -154,4 +148,4 @@ def test_law_4_ranks_share_every_row_once_and_have_as_many_micro_batches_each(ma
 
 def test_one_micro_batch_is_made_several_so_that_every_rank_has_work(make_batch):
     batch = make_batch((20, 20, 20, 20))
-    assert [len(shares(batch, 1000, True, Rank(rank, 2))[0].rows) for rank in range(2)] == [2, 2]
+    assert [len(shares(batch, 1000, True, World(rank, 2))[0].rows) for rank in range(2)] == [2, 2]

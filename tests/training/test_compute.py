@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.training import LocalTrainer, TrainerConfig, pack_demonstrations, sft_token_loss, sft_token_statistics
-from strop.training.compute import ModelProducts, measured_flops_per_s, update_flops
+from strop.training import Trainer, TrainerConfig, pack_demonstrations, sft_token_loss, sft_token_statistics
+from strop.training.learner import ModelProducts, measured_flops_per_s, update_flops
 from strop.training.sft import Demonstration, Segment
 
 CONFIG = LlamaConfig(
@@ -58,9 +58,9 @@ def test_a_prompt_that_rows_of_a_pack_share_is_counted_once_and_so_is_nothing_af
     prompt = list(range(1, 20)) * 2
     batch = demonstrations((prompt, [1, 2, 3]), (prompt, [4, 5, 6, 7]))
     products = ModelProducts.of(LlamaForCausalLM(CONFIG))
-    packed, _ = update_flops(products, batch, max_tokens=1000, is_packed=True)
-    padded, flops = update_flops(products, batch, max_tokens=1000, is_packed=False)
-    alone, of_alone = update_flops(products, batch, max_tokens=10, is_packed=True)
+    packed, _ = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=1000))
+    padded, flops = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=1000, packing=False))
+    alone, of_alone = update_flops(products, batch, TrainerConfig(max_tokens_per_microbatch=10))
     assert packed == 38 + 2 + 3  # the last token of each is predicted alone
     assert padded == alone == 2 * 38 + 2 + 3
     assert flops == of_alone
@@ -68,7 +68,7 @@ def test_a_prompt_that_rows_of_a_pack_share_is_counted_once_and_so_is_nothing_af
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bfloat16"}])
 def test_an_update_tells_its_cost_and_a_skipped_one_has_none(model_directory, settings):
-    trainer = LocalTrainer.from_directory(model_directory, TrainerConfig(**settings))
+    trainer = Trainer.from_directory(model_directory, TrainerConfig(**settings))
     batch = demonstrations(([1, 2, 3], [4, 5, 6]))
     report = asyncio.run(trainer.update(batch, sft_token_loss, sft_token_statistics))
     assert report.cost.tokens == 5

@@ -7,8 +7,8 @@ import torch
 
 from strop.algorithms import GRPO, PPO, Column
 from strop.errors import CannotLearnError, ModelError
-from strop.rewards.scorers.reward_model import begin_reward_model, head_of
-from strop.training import CriticConfig, CriticOptimizerConfig, LocalTrainer, OptimizerConfig, Schedule, TrainerConfig
+from strop.rewards.reward_model import begin_reward_model, head_of
+from strop.training import CriticConfig, CriticOptimizerConfig, OptimizerConfig, Schedule, Trainer, TrainerConfig
 from strop.training.models import load_model
 
 METHOD = PPO(value_clip=None)
@@ -17,7 +17,7 @@ METHOD = PPO(value_clip=None)
 def make_trainer(directory, *, lr=1e-2, critic_updates=None, schedule=Schedule.CONSTANT, **settings):
     critic = CriticConfig(optimizer=CriticOptimizerConfig(lr=lr, grad_clip=0.0, schedule=schedule))
     config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2), critic=critic, **settings)
-    return LocalTrainer.from_directory(directory, config, critic=directory, total_critic_updates=critic_updates)
+    return Trainer.from_directory(directory, config, critic=directory, total_critic_updates=critic_updates)
 
 
 def with_values(batch, trainer, returns=None):
@@ -67,7 +67,7 @@ def test_a_critic_from_a_reward_model_has_its_decoder_and_its_head(model_directo
     with torch.no_grad():  # a decoder that is not the policy's
         reward_model.base_model.norm.weight.mul_(1.5)
     reward_model.save_pretrained(tmp_path)
-    trainer = LocalTrainer.from_directory(model_directory, TrainerConfig(), critic=tmp_path)
+    trainer = Trainer.from_directory(model_directory, TrainerConfig(), critic=tmp_path)
     batch = make_batch()
     values = values_of(trainer, batch)
     for row, length in enumerate(batch.lengths.tolist()):
@@ -84,7 +84,7 @@ def test_a_critic_of_another_vocabulary_is_refused(model_directory, tmp_path):
     found = load_model(model_directory).config.vocab_size
     save_reward_model(model_directory, tmp_path, vocab_size=found + 8)
     with pytest.raises(ModelError, match=f"has {found + 8} tokens and the policy has {found}"):
-        LocalTrainer.from_directory(model_directory, TrainerConfig(), critic=tmp_path)
+        Trainer.from_directory(model_directory, TrainerConfig(), critic=tmp_path)
 
 
 def assert_same_gradient(first, second, tolerance):
@@ -191,7 +191,7 @@ def test_law_9_a_loaded_critic_goes_on_as_the_saved_one_would_have_bit_for_bit(
 
 
 def test_a_checkpoint_without_a_critic_is_refused_where_one_is_needed(model_directory, tmp_path):
-    asyncio.run(LocalTrainer.from_directory(model_directory, TrainerConfig()).save(tmp_path))
+    asyncio.run(Trainer.from_directory(model_directory, TrainerConfig()).save(tmp_path))
     with pytest.raises(ModelError, match="holds no critic"):
         asyncio.run(make_trainer(model_directory).load(tmp_path))
 
@@ -208,7 +208,7 @@ def test_a_value_loss_that_is_not_finite_changes_nothing_and_ends_a_run_that_goe
 
 
 def test_a_trainer_without_a_critic_says_so_and_a_batch_without_returns_too(model_directory, make_batch):
-    plain = LocalTrainer.from_directory(model_directory, TrainerConfig())
+    plain = Trainer.from_directory(model_directory, TrainerConfig())
     with pytest.raises(ValueError, match="no critic to update"):
         update(plain, make_batch())
     with pytest.raises(ValueError, match="'values'"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from strop.algorithms import PPO, Column
-from strop.training import CriticConfig, CriticOptimizerConfig, TrainerConfig, open_trainer
+from strop.training import CriticConfig, CriticOptimizerConfig, Trainer, TrainerConfig
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ SEEDS = range(4)
 def open_with_critic(directory, workers, **settings):
     critic = CriticConfig(optimizer=CriticOptimizerConfig(lr=1e-2, warmup_updates=2))
     config = TrainerConfig(workers=workers, critic=critic, max_tokens_per_microbatch=30, **settings)
-    return open_trainer(directory, config, critic=directory)
+    return Trainer.from_directory(directory, config, critic=directory)
 
 
 async def train(trainer, make_batch, seeds=SEEDS):

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Config, Qwen3MLP
 
-from strop.training.gates import gated, use_lean_gates
+from strop.training.cpu.lean_layers import gated, use_lean_layers
 
 
 def test_a_gate_by_hand():
@@ -30,7 +30,7 @@ def test_a_known_unit_gives_what_the_library_s_gives(kind, config, dtype):
     results = []
     for is_lean in (False, True):
         if is_lean:
-            use_lean_gates(unit)
+            use_lean_layers(unit)
         unit.zero_grad()
         leaf = inputs.clone().requires_grad_()
         outputs = unit(leaf)
@@ -46,7 +46,7 @@ def test_a_unit_with_another_activation_stays_the_library_s():
     unit = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=16, hidden_act="gelu"))
     inputs = torch.randn(3, 32)
     before = unit(inputs)
-    use_lean_gates(unit)
+    use_lean_layers(unit)
     assert torch.equal(unit(inputs), before)
 
 

@@ -6,11 +6,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from strop.training.gradients import add_up_in, embed, gradient_sum, zeros_together
-from strop.training.head import head_logprobs
-from strop.training.logprobs import token_logprobs
+from strop.training.logprobs import head_logprobs, token_logprobs
 from strop.training.models import checkpoint_activations
-from strop.training.weights import MasterWeights
+from strop.training.weights import MasterWeights, add_up_in, embed, gradient_sum, zeros_together
 
 VOCABULARY, WIDTH = 11, 4
 

@@ -4,8 +4,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.training.head import head_logprobs
-from strop.training.logprobs import token_logprobs
+from strop.training.logprobs import head_logprobs, token_logprobs
 from strop.training.models import load_model
 
 
@@ -34,7 +33,7 @@ def lengths_of(where):
 def test_law_5_chunked_logprobs_entropies_and_gradients_equal_the_full_forward(
     model, make_batch, monkeypatch, max_logits, in_cache, temperature
 ):
-    monkeypatch.setattr("strop.training.head._LOGITS_IN_CACHE", in_cache)
+    monkeypatch.setattr("strop.training.logprobs._LOGITS_IN_CACHE", in_cache)
     batch = make_batch()
     factors = torch.randn(batch.ids.shape, generator=torch.Generator().manual_seed(1))
     logprobs, entropies = token_logprobs(model, batch.ids, batch.loss_mask, temperature=temperature, max_logits=max_logits)

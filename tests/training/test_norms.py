@@ -6,7 +6,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from strop.training.norms import rms_norm, use_lean_norms
+from strop.training.cpu.lean_layers import rms_norm, use_lean_layers
 
 
 def test_a_norm_by_hand():
@@ -54,7 +54,7 @@ def test_a_known_norm_gives_what_the_library_s_gives(kind, dtype):
         with torch.no_grad():
             norm.weight.copy_(torch.linspace(0.5, 2.0, 32))
         if is_lean:
-            use_lean_norms(norm)
+            use_lean_layers(norm)
         leaf = inputs.clone().requires_grad_()
         normed = norm(leaf)
         normed.backward(to_normed)
@@ -78,5 +78,5 @@ def test_a_norm_with_another_formula_stays_the_library_s():
     norm = GemmaRMSNorm(8)
     inputs = torch.randn(3, 8)
     before = norm(inputs)
-    use_lean_norms(norm)
+    use_lean_layers(norm)
     assert torch.equal(norm(inputs), before)

@@ -4,7 +4,8 @@ import asyncio
 
 import pytest
 
-from strop.rewards.scorers import ChatServiceConfig, JudgeConfig, ModelJudge, Reply
+from strop.chat_client import ChatServiceConfig, Reply
+from strop.rewards.judge import JudgeConfig, ModelJudge
 from strop.training.pair_making import Candidates, balanced, make_pairs
 from strop.training.preferences import Pair
 

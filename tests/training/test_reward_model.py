@@ -8,8 +8,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForCausalLM
 
 from strop.errors import TaskError
-from strop.pipelines.tiny_model import make_tokenizer
-from strop.rewards.scorers.reward_model import ExchangeFormat, head_of, last_token_scores, load_reward_model
+from strop.rewards.reward_model import ExchangeFormat, head_of, last_token_scores, load_reward_model
+from strop.stages.model import make_tokenizer
 from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.preferences import Labelled, Pair, PreferenceRows, as_rows, read_preferences
 from strop.training.reward_model import RewardTrainer, pairwise_loss, pointwise_loss
@@ -94,7 +94,8 @@ def test_the_update_does_not_depend_on_how_it_is_cut(language_model, preferences
     whole, reports = trained(language_model, preferences)
     cut, cut_reports = trained(language_model, preferences, max_tokens_per_microbatch=1)
     assert [each.loss for each in cut_reports] == pytest.approx([each.loss for each in reports], abs=1e-6)
-    assert cut_reports[1].statistics == pytest.approx(reports[1].statistics, abs=1e-5)
+    for statistic in ("margin", "score"):  # a margin near 0 may change its sign, and the accuracy with it
+        assert cut_reports[1].statistics[statistic] == pytest.approx(reports[1].statistics[statistic], abs=1e-5)
     for name, tensor in whole.items():
         assert torch.allclose(cut[name], tensor, atol=2e-4), name
 
@@ -166,7 +167,7 @@ def test_pairs_and_single_responses_are_read(tmp_path):
         ([{"prompt": "q", "chosen": "a", "rejected": 3}], r"p\.jsonl:1: rejected is '3'"),
         ([{"prompt": "q", "response": "a", "label": "good"}], r"p\.jsonl:1: label is 'good'"),
         ([{"prompt": "q", "chosen": "a", "rejected": "b"}, {"prompt": "q", "response": "a", "label": True}], "Make two files"),
-        ([["q", "a", "b"]], r"p\.jsonl:1: .* is no table"),
+        ([["q", "a", "b"]], r"p\.jsonl:1: a JSON list, not an object"),
         ([], "it has no rows"),
     ],
 )
@@ -175,7 +176,7 @@ def test_rows_that_are_no_preferences_are_named(tmp_path, rows, words):
         read_preferences(write(tmp_path / "p.jsonl", *rows))
 
 
-def test_preferences_are_read_when_they_are_asked_for_and_refused_where_they_have_changed(tmp_path):
+def test_preferences_are_read_when_they_are_asked_for(tmp_path):
     pairs = [{"prompt": f"q{number}", "chosen": "a" * 2000, "rejected": "b"} for number in range(2000)]
     path = write(tmp_path / "p.jsonl", pairs[0])
     path.write_text(path.read_text() + "\n  \n" + "".join(json.dumps(pair) + "\n" for pair in pairs[1:]))
@@ -188,18 +189,12 @@ def test_preferences_are_read_when_they_are_asked_for_and_refused_where_they_hav
     assert found[1999] == Pair(**pairs[1999])
     with pytest.raises(IndexError):
         found[2000]
-    content = path.read_bytes()
-    with path.open("r+b") as file:
-        file.write(content.replace(b'"q1"', b'"q2"'))
-    assert found[0].prompt == "q0"
-    with pytest.raises(TaskError, match=r"p\.jsonl:4: this line has changed"):
-        found[1]
 
 
 def test_a_file_in_another_encoding_is_named(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_bytes('{"prompt": "é", "chosen": "a", "rejected": "b"}\n'.encode("latin-1"))
-    with pytest.raises(TaskError, match=r"p\.jsonl: cannot be read: .*utf-8.* Give a \.jsonl in UTF-8"):
+    with pytest.raises(TaskError, match=r"p\.jsonl:1: not UTF-8: .* Each line must be one JSON object, in UTF-8"):
         read_preferences(path)
 
 

@@ -14,17 +14,17 @@ from strop.engine import EngineConfig, TorchEngine
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import (
-    LocalTrainer,
     OptimizerConfig,
     Schedule,
+    Trainer,
     TrainerConfig,
     WeightsLost,
     pack_demonstrations,
     sft_token_loss,
 )
-from strop.training.figures import TokenFigures
 from strop.training.logprobs import token_logprobs
 from strop.training.models import load_model
+from strop.training.optimizer import TokenFigures
 from strop.training.sft import Demonstration, Segment, sft_token_statistics
 
 METHOD = GRPO()
@@ -32,7 +32,7 @@ METHOD = GRPO()
 
 def make_trainer(directory, *, lr=1e-2, grad_clip=0.0, **settings):
     config = TrainerConfig(optimizer=OptimizerConfig(lr=lr, grad_clip=grad_clip), **settings)
-    return LocalTrainer.from_directory(directory, config)
+    return Trainer.from_directory(directory, config)
 
 
 def weights_of(trainer):
@@ -42,7 +42,7 @@ def weights_of(trainer):
 def gradients_of(trainer, batch, method=METHOD):
     """The gradient that an update of `batch` would use, by way of the update itself."""
     captured = {}
-    trainer.learner.optimizer.step = lambda: captured.update(
+    trainer.learner.optimization.optimizer.step = lambda: captured.update(
         {name: parameter.grad.clone() for name, parameter in trainer.learner.weights.named().items()}
     )
     report = asyncio.run(trainer.update(batch, method.token_loss, method.token_statistics))
@@ -296,11 +296,11 @@ def test_law_9_a_loaded_trainer_goes_on_as_the_saved_one_would_have_bit_for_bit(
             await trainer.update(batch, METHOD.token_loss, METHOD.token_statistics)
 
     settings = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2, warmup_updates=3, schedule=Schedule.COSINE, weight_decay=0.1))
-    straight = LocalTrainer.from_directory(model_directory, settings, total_updates=6)
+    straight = Trainer.from_directory(model_directory, settings, total_updates=6)
     asyncio.run(train(straight, range(2)))
     asyncio.run(straight.save(tmp_path))
     asyncio.run(train(straight, range(2, 5)))
-    resumed = LocalTrainer.from_directory(model_directory, settings, total_updates=6)
+    resumed = Trainer.from_directory(model_directory, settings, total_updates=6)
     asyncio.run(resumed.load(tmp_path))
     assert resumed.num_updates == 2
     asyncio.run(train(resumed, range(2, 5)))
@@ -382,7 +382,7 @@ def test_law_6_what_is_published_matches_its_checksum_in_the_engines_dtype(model
 def test_a_publication_in_pieces_holds_every_tensor_once(model_directory, monkeypatch, num_bytes):
     """Pieces of one tensor and of a few: the trainer copies them, the engine takes them."""
     monkeypatch.setattr("strop.training.trainer.COPIED_AT_ONCE", num_bytes)
-    monkeypatch.setattr("strop.engine.torch_engine.COPIED_AT_ONCE", num_bytes)
+    monkeypatch.setattr("strop.engine.torch.engine.COPIED_AT_ONCE", num_bytes)
 
     async def publish():
         trainer, recording = make_trainer(model_directory), RecordingEngine(torch.float32)
@@ -510,7 +510,7 @@ def test_the_gradient_is_clipped_to_its_norm_and_reported_as_it_was(model_direct
 
 def test_a_reset_optimizer_forgets_its_moments_and_its_schedule_but_not_its_updates(model_directory, make_batch):
     config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-3, warmup_updates=4))
-    trainer = LocalTrainer.from_directory(model_directory, config)
+    trainer = Trainer.from_directory(model_directory, config)
     batch = with_old_logprobs(make_batch(), trainer)
 
     async def scenario():
@@ -526,7 +526,7 @@ def test_a_reset_optimizer_forgets_its_moments_and_its_schedule_but_not_its_upda
 
 def test_the_reference_stays_what_it_was_while_the_policy_moves(model_directory, make_batch):
     config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2))
-    trainer = LocalTrainer.from_directory(model_directory, config, reference=model_directory)
+    trainer = Trainer.from_directory(model_directory, config, reference=model_directory)
     method = GRPO(kl_coefficient=0.1)
 
     async def scenario():
@@ -628,7 +628,7 @@ def test_law_9_a_refreshed_reference_is_the_policy_of_then_also_after_a_resume(
     model_directory, make_batch, tmp_path, precision
 ):
     config = TrainerConfig(precision=precision, optimizer=OptimizerConfig(lr=1e-2))
-    straight, resumed = (LocalTrainer.from_directory(model_directory, config, reference=model_directory) for _ in range(2))
+    straight, resumed = (Trainer.from_directory(model_directory, config, reference=model_directory) for _ in range(2))
 
     async def train(trainer, seeds):
         for seed in seeds:
@@ -656,7 +656,7 @@ def test_law_9_a_refreshed_reference_is_the_policy_of_then_also_after_a_resume(
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_a_checkpoint_from_before_a_refresh_brings_the_first_reference_back(model_directory, make_batch, tmp_path, lora):
     config = TrainerConfig(optimizer=OptimizerConfig(lr=1e-2), lora=lora)
-    trainer = LocalTrainer.from_directory(model_directory, config, reference=model_directory)
+    trainer = Trainer.from_directory(model_directory, config, reference=model_directory)
 
     async def step():
         batch = await trainer.score(make_batch(), Column.REFERENCE_LOGPROBS)
@@ -675,8 +675,3 @@ def test_a_checkpoint_from_before_a_refresh_brings_the_first_reference_back(mode
         assert report == expected
 
     asyncio.run(scenario())
-
-
-def test_a_trainer_without_a_reference_has_none_to_refresh(model_directory):
-    with pytest.raises(ValueError, match="no reference that could be refreshed"):
-        asyncio.run(make_trainer(model_directory).refresh_reference())

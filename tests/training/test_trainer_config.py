@@ -2,7 +2,7 @@ import pytest
 from pydantic import ValidationError
 
 from strop.training import OptimizerConfig, Schedule
-from strop.training.config import learning_rate
+from strop.training.optimizer import learning_rate
 
 
 def test_warm_up_rises_in_equal_steps_to_the_learning_rate():

@@ -9,13 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.training import kernels as kernels_module
-from strop.training.attention import _Reads
-from strop.training.gates import gated
-from strop.training.head import head_logprobs
-from strop.training.kernels import attention_kernels, elementwise_kernels
-from strop.training.norms import rms_norm
-from strop.training.packing import Read, Waves, lay_out
+from strop.training.batch import Read, Waves, lay_out
+from strop.training.cpu import kernels as kernels_module
+from strop.training.cpu.attention import _Reads
+from strop.training.cpu.kernels import attention_kernels, elementwise_kernels
+from strop.training.cpu.lean_layers import gated, rms_norm
+from strop.training.logprobs import head_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +219,7 @@ def test_the_head_s_gradients_are_torch_s(kernels, monkeypatch, of_logprobs, of_
     results = []
     for is_compiled in (True, False):
         if not is_compiled:
-            monkeypatch.setattr("strop.training.head.head_kernels", lambda *of_logits: None)
+            monkeypatch.setattr("strop.training.logprobs.head_kernels", lambda *of_logits: None)
         hidden, weight = (each.clone().requires_grad_() for each in inputs)
         logprobs, entropies = head_logprobs(hidden, weight, None, targets, temperature=0.7, max_logits=32 * 83)
         weighted = [factor * each for factor, each in ((of_logprobs, logprobs), (of_entropies, entropies)) if factor]
@@ -234,8 +233,8 @@ _FIRST_USES = """
 import os
 import torch
 from torch.utils.checkpoint import checkpoint
-from strop.training.kernels import elementwise_kernels
-from strop.training.norms import rms_norm
+from strop.training.cpu.kernels import elementwise_kernels
+from strop.training.cpu.lean_layers import rms_norm
 
 inputs, weight = torch.randn(4, 32).bfloat16().requires_grad_(), torch.ones(32).bfloat16()
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from strop.algorithms import GRPO, Column
 from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError, TrainerLost
-from strop.training import LocalTrainer, LoraConfig, OptimizerConfig, TrainerConfig, WeightsLost, WorkerTrainer, open_trainer
+from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig, WeightsLost
 
 METHOD = GRPO(kl_coefficient=0.1)
 # With so large an eps AdamW's first step is 100 times the gradient, so that weights tell it to 1e-6.
@@ -72,7 +72,7 @@ def closing(scenario, *trainers):
 
 
 def both(directory, **settings):
-    return [open_trainer(directory, config_of(workers, **settings), reference=directory) for workers in (0, 2)]
+    return [Trainer.from_directory(directory, config_of(workers, **settings), reference=directory) for workers in (0, 2)]
 
 
 def assert_close(first, second, tolerance):
@@ -117,7 +117,7 @@ def test_law_4_two_ranks_give_the_gradient_of_one_by_rounding_only(model_directo
 def telling(model_directory, tmp_path_factory):
     """Two ranks that several tests share, since they take seconds to start, and a checkpoint of them as they began."""
     settings = {"optimizer": TELLING, "max_tokens_per_microbatch": 5, "max_skipped_updates": 2}
-    divided = open_trainer(model_directory, config_of(2, **settings), reference=model_directory)
+    divided = Trainer.from_directory(model_directory, config_of(2, **settings), reference=model_directory)
     began = tmp_path_factory.mktemp("ranks") / "began"
     asyncio.run(divided.save(began))
     yield divided, began, settings
@@ -133,7 +133,7 @@ def telling(model_directory, tmp_path_factory):
 )
 def test_law_4_ranks_of_which_one_has_a_blank_give_the_gradient_of_one_process(telling, model_directory, make_batch, lengths):
     divided, began, settings = telling
-    alone = open_trainer(model_directory, config_of(0, **settings), reference=model_directory)
+    alone = Trainer.from_directory(model_directory, config_of(0, **settings), reference=model_directory)
 
     async def scenario():
         await divided.load(began)
@@ -165,10 +165,10 @@ def test_an_update_that_is_not_finite_on_one_rank_is_skipped_on_all(telling, mak
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{"precision": "bfloat16"}, {"lora": LoraConfig(rank=4)}, {"optimizer": OptimizerConfig(lr=1e-2, moments="disk")}],
-    ids=["bfloat16", "adapter", "disk"],
+    [{"precision": "bfloat16"}, {"lora": LoraConfig(rank=4)}],
+    ids=["bfloat16", "adapter"],
 )
-def test_two_ranks_train_as_one_does_in_bfloat16_with_an_adapter_and_moments_on_a_disk(model_directory, make_batch, settings):
+def test_two_ranks_train_as_one_does_in_bfloat16_and_with_an_adapter(model_directory, make_batch, settings):
     alone, divided = both(model_directory, **settings)
 
     async def scenario():
@@ -193,7 +193,7 @@ def test_two_ranks_train_as_one_does_in_bfloat16_with_an_adapter_and_moments_on_
 @pytest.mark.slow
 def test_one_rank_and_two_write_the_same_base_beside_an_adapter_in_bfloat16(model_directory, make_batch, tmp_path):
     settings = {"precision": "bfloat16", "lora": LoraConfig(rank=4)}
-    alone, divided = (open_trainer(model_directory, config_of(workers, **settings)) for workers in (0, 2))
+    alone, divided = (Trainer.from_directory(model_directory, config_of(workers, **settings)) for workers in (0, 2))
     products = []
 
     async def scenario():
@@ -218,7 +218,7 @@ def test_one_rank_and_two_write_the_same_base_beside_an_adapter_in_bfloat16(mode
 
 @pytest.mark.slow
 def test_a_step_whose_weights_are_not_finite_on_one_rank_is_told_by_all(model_directory, make_batch, tmp_path):
-    doomed = open_trainer(model_directory, config_of(2, optimizer=OptimizerConfig(lr=1e38)))
+    doomed = Trainer.from_directory(model_directory, config_of(2, optimizer=OptimizerConfig(lr=1e38)))
 
     async def scenario():
         for call in (
@@ -234,7 +234,7 @@ def test_a_step_whose_weights_are_not_finite_on_one_rank_is_told_by_all(model_di
 
 @pytest.mark.slow
 def test_large_weights_of_two_ranks_are_no_lost_ones(model_directory, make_batch):
-    trainer = open_trainer(model_directory, config_of(2, optimizer=OptimizerConfig(lr=1e30)))
+    trainer = Trainer.from_directory(model_directory, config_of(2, optimizer=OptimizerConfig(lr=1e30)))
 
     async def scenario():
         await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
@@ -245,7 +245,7 @@ def test_large_weights_of_two_ranks_are_no_lost_ones(model_directory, make_batch
 
 @pytest.mark.slow
 def test_two_ranks_bring_the_first_reference_back(model_directory, make_batch, tmp_path):
-    trainer = open_trainer(model_directory, config_of(2), reference=model_directory)
+    trainer = Trainer.from_directory(model_directory, config_of(2), reference=model_directory)
 
     async def reference_scores():
         return (await trainer.score(make_batch(), Column.REFERENCE_LOGPROBS)).columns[Column.REFERENCE_LOGPROBS]
@@ -264,8 +264,8 @@ def test_two_ranks_bring_the_first_reference_back(model_directory, make_batch, t
 
 @pytest.mark.slow
 def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(model_directory, make_batch, tmp_path):
-    straight, resumed = (open_trainer(model_directory, config_of(2), reference=model_directory) for _ in range(2))
-    alone, again = (open_trainer(model_directory, config_of(0), reference=model_directory) for _ in range(2))
+    straight, resumed = (Trainer.from_directory(model_directory, config_of(2), reference=model_directory) for _ in range(2))
+    alone, again = (Trainer.from_directory(model_directory, config_of(0), reference=model_directory) for _ in range(2))
 
     async def scenario():
         await train(straight, make_batch, range(2))
@@ -302,7 +302,7 @@ def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(mod
 def test_ranks_write_a_snapshot_while_they_train_on_and_outlive_one_that_cannot_be_written(
     model_directory, make_batch, tmp_path
 ):
-    straight, resumed = (open_trainer(model_directory, config_of(2), reference=model_directory) for _ in range(2))
+    straight, resumed = (Trainer.from_directory(model_directory, config_of(2), reference=model_directory) for _ in range(2))
 
     async def scenario():
         await train(straight, make_batch, range(2))
@@ -327,7 +327,7 @@ def test_ranks_write_a_snapshot_while_they_train_on_and_outlive_one_that_cannot_
 
 @pytest.fixture(scope="module")
 def pair(model_directory):
-    trainer = WorkerTrainer.from_directory(model_directory, config_of(2))
+    trainer = Trainer.from_directory(model_directory, config_of(2))
     yield trainer
     asyncio.run(trainer.close())
 
@@ -337,7 +337,7 @@ def test_law_6_tensors_come_one_by_one_in_the_engines_dtype(pair, model_director
     engine = RecordingEngine(torch.bfloat16)
     checksum = asyncio.run(pair.publish(engine, version=1))
     local = RecordingEngine(torch.bfloat16)
-    assert asyncio.run(LocalTrainer.from_directory(model_directory, TrainerConfig()).publish(local, version=1)) == checksum
+    assert asyncio.run(Trainer.from_directory(model_directory, TrainerConfig()).publish(local, version=1)) == checksum
     assert engine.received.keys() == local.received.keys()
 
 
@@ -353,13 +353,13 @@ def test_faults_of_the_caller_are_told_as_by_one_process_and_the_workers_live_on
 @pytest.mark.slow
 def test_a_directory_without_a_model_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"config\.json is missing"):
-        open_trainer(tmp_path, config_of(2))
+        Trainer.from_directory(tmp_path, config_of(2))
 
 
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory, make_batch):
-    trainer = WorkerTrainer.from_directory(model_directory, config_of(2))
-    processes = [psutil.Process(process.pid) for process in trainer._processes]
+    trainer = Trainer.from_directory(model_directory, config_of(2))
+    processes = [psutil.Process(process.pid) for process in trainer.learner._processes]
     processes[1].kill()
 
     async def scenario():
@@ -374,8 +374,8 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory,
 
 @pytest.mark.slow
 def test_law_7_a_rank_that_hangs_is_named_when_its_time_is_over(model_directory, make_batch):
-    trainer = WorkerTrainer.from_directory(model_directory, config_of(2, worker_timeout_s=20.0))
-    os.kill(trainer._processes[1].pid, signal.SIGSTOP)
+    trainer = Trainer.from_directory(model_directory, config_of(2, worker_timeout_s=20.0))
+    os.kill(trainer.learner._processes[1].pid, signal.SIGSTOP)
 
     async def scenario():
         with pytest.raises(TrainerLost, match=r"^rank 1 of 2 .* gave no answer to update"):
@@ -389,9 +389,9 @@ def test_workers_end_with_a_parent_that_is_killed(model_directory):
     code = f"""
 import time
 from pathlib import Path
-from strop.training import TrainerConfig, WorkerTrainer
-trainer = WorkerTrainer.from_directory(Path({str(model_directory)!r}), TrainerConfig(workers=2))
-print(trainer._directory, *(process.pid for process in trainer._processes), flush=True)
+from strop.training import TrainerConfig, Trainer
+trainer = Trainer.from_directory(Path({str(model_directory)!r}), TrainerConfig(workers=2))
+print(trainer.learner._directory, *(process.pid for process in trainer.learner._processes), flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

@@ -1,16 +1,10 @@
 """Methods: what to keep of a group, what each token deserves, what it costs. One file each, pure functions."""
 
-from strop.algorithms.advantages import Advantage
-from strop.algorithms.aggregation import Aggregation, token_weights
 from strop.algorithms.arpo import ARPO
-from strop.algorithms.config import MethodConfig
-from strop.algorithms.grpo import GRPO
+from strop.algorithms.grpo import GRPO, Advantage
 from strop.algorithms.grpo_roc import GRPORoC
-from strop.algorithms.kl import KLEstimator
-from strop.algorithms.mismatch import Mismatch
-from strop.algorithms.policy_loss import Loss, PolicyLoss
-from strop.algorithms.ppo import PPO
-from strop.algorithms.protocol import (
+from strop.algorithms.losses import Aggregation, KLEstimator, Mismatch, RatioLevel, token_weights
+from strop.algorithms.method import (
     Column,
     CriticMethod,
     Decision,
@@ -21,7 +15,8 @@ from strop.algorithms.protocol import (
     Selection,
     ValueInputs,
 )
-from strop.algorithms.ratios import RatioLevel
+from strop.algorithms.policy_loss import Loss, PolicyLoss
+from strop.algorithms.ppo import PPO
 
 __all__ = [
     "ARPO",
@@ -38,7 +33,6 @@ __all__ = [
     "Loss",
     "LossInputs",
     "Method",
-    "MethodConfig",
     "Mismatch",
     "PolicyLoss",
     "RatioLevel",

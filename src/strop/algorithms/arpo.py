@@ -1,66 +1,99 @@
-"""ARPO: rollouts branch where tool results raise the policy's entropy, and share the credit for what they share.
+"""What the rollouts of a branch tree have in common: by the tree, never by comparing their tokens.
 
-ARPO (arXiv 2507.19849) section 2.2. It is GRPO on a branch tree: with no branches every number is GRPO's. Hard credit gives a
-token that k rollouts share the mean of their advantages. Soft credit, the paper's choice and all that its released code has,
-is plain GRPO on one row for each rollout, where a shared token stands k times with k advantages. The gradients are equal
-where tokens are averaged alike (`token_mean`) and the ratio is 1. They differ where a row's tokens weigh by its length
-(`sequence_mean`), where off policy the clip treats good and bad advantages of one token apart, and where a shared token is
-counted once.
+Two rollouts that happen to begin alike share nothing; a branch and its parent share what was sampled once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from strop.algorithms.advantages import outcome_advantages, scalar_advantages
-from strop.algorithms.branch_tree import repeated_lengths, shared_lengths
-from strop.algorithms.group_method import GroupMethod
-from strop.algorithms.protocol import Decision, Selection
-from strop.algorithms.selection import check_group_size, keep_group, leave_truncated_out
-from strop.types import Group, Trajectory
+from strop.algorithms.grpo import GroupMethod, outcome_advantages, scalar_advantages
+from strop.algorithms.method import Decision, Selection, check_group_size
+from strop.types import Group, RolloutKey, Trajectory
+
+
+def shared_lengths(trajectories: Sequence[Trajectory], *, tree: Iterable[Trajectory] = ()) -> list[list[int]]:
+    """How many response tokens each two have in common, counted from the prompt; on the diagonal all that one has.
+
+    Symmetric. A parent that is nowhere still joins its branches with each other, but not with its own parent.
+
+    Args:
+        trajectories: those that are asked about.
+        tree: whatever else they may have branched off, and that in turn: rollouts that are not learnt from.
+    """
+    known = {each.key: each for each in [*tree, *trajectories]}
+    lines = [_line(trajectory, known) for trajectory in trajectories]
+    return [[_in_common(one, other) for other in lines] for one in lines]
+
+
+def repeated_lengths(trajectories: Sequence[Trajectory], *, tree: Iterable[Trajectory] = ()) -> list[int]:
+    """Of each, how many of its first response tokens an earlier one (by key) has too: there they are counted once.
+
+    Args as of `shared_lengths`.
+    """
+    shared = shared_lengths(trajectories, tree=tree)
+    keys = [trajectory.key for trajectory in trajectories]
+    return [
+        max((shared[row][other] for other, key in enumerate(keys) if key < keys[row]), default=0) for row in range(len(keys))
+    ]
+
+
+def _line(trajectory: Trajectory, known: Mapping[RolloutKey, Trajectory]) -> dict[RolloutKey, int]:
+    """The rollout and its forebears, each with the response tokens that it shares with the rollout."""
+    line = {trajectory.key: trajectory.num_response_tokens}
+    at: Trajectory | None = trajectory
+    num_shared = trajectory.num_response_tokens
+    while at is not None and at.parent is not None:
+        num_shared = min(num_shared, at.forked_at)
+        line[at.parent] = num_shared
+        at = known.get(at.parent)
+    return line
+
+
+def _in_common(one: Mapping[RolloutKey, int], other: Mapping[RolloutKey, int]) -> int:
+    """Through the forebear with whom both share most; 0 for rollouts of two trees."""
+    return max((min(one[key], other[key]) for key in one.keys() & other.keys()), default=0)
 
 
 class ARPO(GroupMethod):
     """Learns from every rollout of a branch tree, or from none of them."""
 
-    name: Literal["arpo"] = "arpo"
-    clip_high: float = Field(default=0.2, ge=0)  # symmetric, as in its scripts
-    credit: Literal["soft", "hard"] = "soft"  # section 2.2.2, and 2.2.1
-    # once: the rollout with the lowest key is trained on what it shares, the others on what is their own. With soft credit
-    # its own advantage stands there; that of the others never reaches what they share.
-    shared_token_weight: Literal["per_descendant", "once"] = "per_descendant"
+    class Config(GroupMethod.Config):
+        """Keys of `kind = "arpo"`."""
+
+        # symmetric, as in its scripts
+        clip_high: float = Field(0.2, ge=0, description="How far the ratio may rise above 1.")
+        # sections 2.2.2 and 2.2.1
+        credit: Literal["soft", "hard"] = Field(
+            "soft", description="Advantage of a shared token: each rollout's own (soft), or the mean over the rollouts (hard)."
+        )
+        shared_token_weight: Literal["per_descendant", "once"] = Field(
+            "per_descendant",
+            description="Train a shared token in every rollout that has it, or once, in the rollout with the lowest key.",
+        )
+
+    config: Config
 
     def num_rollouts(self, group_size: int) -> int:
         """M, as many as are kept, branches among them. Raises `ConfigError` for a group of one."""
-        check_group_size(group_size, allow_group_of_one=False)
+        check_group_size(group_size)
         return group_size
 
     def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
         """As GRPO's; each decision says how many shared tokens are counted elsewhere."""
-
-        def keep(rollouts: Group) -> Selection:
-            return keep_group(
-                rollouts,
-                group_size=group_size,
-                drop_tied=self.drop_tied,
-                tied_by=self.tied_by,
-                needs_group=self.advantage.needs_group,
-                reason="kept: ARPO learns from every rollout",
-            )
-
-        selection = leave_truncated_out(group, keep) if self.overlong_filter else keep(group)
-        return _told_of_its_tree(selection, counts_once=self.shared_token_weight == "once")
+        selection = super().select(group, group_size=group_size, seed=seed)
+        return _with_shared_tokens(selection, counts_once=self.config.shared_token_weight == "once")
 
     def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
-        if self.credit == "soft":
-            return outcome_advantages(selections, self.advantage, eps=self.eps, allow_group_of_one=False)
-        of_groups = scalar_advantages(selections, self.advantage, eps=self.eps, allow_group_of_one=False)
+        if self.config.credit == "soft":
+            return outcome_advantages(selections, self.config.advantage, eps=self.config.eps)
+        of_groups = scalar_advantages(selections, self.config.advantage, eps=self.config.eps)
         return [
             hard_advantages([scored.trajectory for scored in selection.kept], of_group, tree=selection.group.tree)
             for selection, of_group in zip(selections, of_groups, strict=True)
@@ -94,7 +127,7 @@ def hard_advantages(
     return per_token
 
 
-def _told_of_its_tree(selection: Selection, *, counts_once: bool) -> Selection:
+def _with_shared_tokens(selection: Selection, *, counts_once: bool) -> Selection:
     """`selection` with the shared tokens of each kept rollout in its figures, and left out of its loss if they count once."""
     lengths = iter(repeated_lengths([scored.trajectory for scored in selection.kept], tree=selection.group.tree))
     decisions = []

@@ -10,9 +10,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from strop.algorithms.protocol import Decision, Selection
-from strop.seeds import derive_seed
-from strop.types import Group, ScoredTrajectory
+from strop.algorithms.method import Decision, Selection
+from strop.types import Group, ScoredTrajectory, derive_seed
 
 _ItemT = TypeVar("_ItemT")
 

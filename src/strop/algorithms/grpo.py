@@ -1,36 +1,192 @@
-"""GRPO: group-relative advantages and a clipped ratio. DeepSeekMath (arXiv:2402.03300).
-
-Its variants are settings: Dr. GRPO (arXiv:2503.20783) is `advantage = "mean_centered", aggregation = "constant"`; the GRPO of
-DeepSeek-R1 (arXiv 2501.12948) has `kl_coefficient = 0.001`; DAPO (arXiv:2503.14476) is clip-higher, `aggregation =
-"group_token_mean"`, `drop_tied`, `tied_by` and `refill_rounds`; GSPO (arXiv:2507.18071) is `ratio = "sequence", aggregation =
-"sequence_mean"`; RLOO (arXiv:2402.14740) is `advantage = "leave_one_out", loss = "policy_gradient"`; REINFORCE++
-(arXiv:2501.03262) is `advantage = "batch_normalized"`.
-"""
+"""GRPO: advantages relative to a baseline, and a clipped ratio. DeepSeekMath (arXiv:2402.03300)."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import Literal
+from enum import StrEnum
+from typing import Self
 
+import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
-from strop.algorithms.advantages import outcome_advantages
-from strop.algorithms.group_method import GroupMethod
-from strop.algorithms.protocol import Selection
-from strop.algorithms.selection import check_group_size, keep_group, leave_truncated_out
+from strop.algorithms.method import WHOLE_REWARD, Selection, check_group_size, keep_group, leave_truncated_out
+from strop.algorithms.policy_loss import PolicyLoss
 from strop.types import Group
 
+logger = logging.getLogger(__name__)
 
-class GRPO(GroupMethod):
-    """Learns from every rollout of a group, or from none of them."""
 
-    name: Literal["grpo"] = "grpo"
-    allow_group_of_one: bool = False
+class Advantage(StrEnum):
+    """What a trajectory's reward r is compared with, and whether the difference is scaled."""
 
-    def num_rollouts(self, group_size: int) -> int:
-        """As many as are kept. Raises `ConfigError` for a group of one, unless its advantage is allowed or needs no group."""
-        check_group_size(group_size, allow_group_of_one=self.allow_group_of_one or not self.advantage.needs_group)
-        return group_size
+    GROUP_NORMALIZED = "group_normalized"  # (r - mean) / std of the group; GRPO, CS336's "REINFORCE with baseline"
+    MEAN_CENTERED = "mean_centered"  # r - mean of the group; Dr. GRPO
+    LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the others of the group; RLOO
+    NONE = "none"  # r
+    BATCH_NORMALIZED = "batch_normalized"  # (r - mean) / std of every trajectory of the step; REINFORCE++
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether a trajectory without others of its task is worth nothing."""
+        return self not in (Advantage.NONE, Advantage.BATCH_NORMALIZED)
+
+
+def group_normalized_advantages(rewards: Sequence[float], *, eps: float) -> list[float]:
+    """(r - mean) / (std + eps) of one group, with the unbiased std; one float per reward.
+
+    GRPO's advantage: DeepSeekMath (arXiv:2402.03300), rStar2-Agent (arXiv 2508.20722) Eq. 2 and 7. Neither says which std, nor
+    has an eps; both are those of CS336 assignment 5 and of rStar2-Agent's released code. Everything is float64: in float32 the
+    mean of sixteen rewards of 0.7 is not 0.7, and the rounding error over eps becomes an advantage of up to 0.1. Rewards that
+    are all equal give exact zeros.
+
+    Args:
+        rewards: of the trajectories of one task that are compared with each other.
+        eps: keeps the quotient finite, in units of reward.
+
+    Raises:
+        ValueError: there are fewer than two rewards.
+    """
+    _check_group(rewards)
+    values = torch.tensor(rewards, dtype=torch.float64)
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    centered = values - values.mean()
+    return [float(advantage) for advantage in centered / (values.std(correction=1) + eps)]
+
+
+def mean_centered_advantages(rewards: Sequence[float]) -> list[float]:
+    """r - mean of one group; one float per reward. Dr. GRPO (arXiv:2503.20783), in float64; exact zeros for equal rewards.
+
+    Raises:
+        ValueError: there are fewer than two rewards.
+    """
+    _check_group(rewards)
+    if len(set(rewards)) == 1:
+        return [0.0] * len(rewards)
+    values = torch.tensor(rewards, dtype=torch.float64)
+    return [float(advantage) for advantage in values - values.mean()]
+
+
+def leave_one_out_advantages(rewards: Sequence[float]) -> list[float]:
+    """r - mean of the other rewards of the group; one float per reward. RLOO (arXiv:2402.14740), in float64.
+
+    It is n/(n - 1) times `mean_centered_advantages`, and unbiased where that is not: the baseline does not contain r. Exact
+    zeros for equal rewards.
+
+    Raises:
+        ValueError: there are fewer than two rewards.
+    """
+    _check_group(rewards)
+    num = len(rewards)
+    return [centered * num / (num - 1) for centered in mean_centered_advantages(rewards)]
+
+
+def batch_normalized_advantages(groups: Sequence[Sequence[float]], *, eps: float) -> list[list[float]]:
+    """(r - mean) / (std + eps) over the rewards of all groups; one float per reward, in their groups.
+
+    REINFORCE++ (arXiv:2501.03262), named next to GRPO in ARPO (arXiv 2507.19849) section 1.1. Each trajectory counts once, not
+    once a token as where per-token KL is part of the reward. A batch of one reward has advantage 0.
+    """
+    rewards = [reward for group in groups for reward in group]
+    if len(rewards) == 1:
+        logger.warning("a batch of one trajectory has batch-normalized advantage 0: nothing is learnt from it")
+        normalized = iter([0.0])
+    else:
+        normalized = iter(group_normalized_advantages(rewards, eps=eps) if rewards else [])
+    return [[next(normalized) for _ in group] for group in groups]
+
+
+def outcome_advantages(selections: Sequence[Selection], advantage: Advantage, *, eps: float) -> list[list[Tensor]]:
+    """One advantage per kept trajectory, the same on each of its tokens; the group is what was kept (rStar2-Agent Eq. 7).
+
+    Args:
+        selections: every group of a step.
+        advantage: which.
+        eps: added to a std.
+
+    Returns:
+        Per selection and kept trajectory a float32 tensor of shape (len(trajectory.ids),); [] where nothing was kept.
+    """
+    scalars = scalar_advantages(selections, advantage, eps=eps)
+    return [
+        [
+            torch.full((len(scored.trajectory.ids),), scalar, dtype=torch.float32)
+            for scored, scalar in zip(selection.kept, of_group, strict=True)
+        ]
+        for selection, of_group in zip(selections, scalars, strict=True)
+    ]
+
+
+def scalar_advantages(selections: Sequence[Selection], advantage: Advantage, *, eps: float) -> list[list[float]]:
+    """As `outcome_advantages`, one number for each kept trajectory."""
+    rewards = [[scored.reward for scored in selection.kept] for selection in selections]
+    if advantage is Advantage.BATCH_NORMALIZED:
+        return batch_normalized_advantages(rewards, eps=eps)
+    return [_of_group(group, advantage, eps) if group else [] for group in rewards]
+
+
+def _of_group(rewards: Sequence[float], advantage: Advantage, eps: float) -> list[float]:
+    match advantage:
+        case Advantage.GROUP_NORMALIZED:
+            return group_normalized_advantages(rewards, eps=eps)
+        case Advantage.MEAN_CENTERED:
+            return mean_centered_advantages(rewards)
+        case Advantage.LEAVE_ONE_OUT:
+            return leave_one_out_advantages(rewards)
+        case Advantage.NONE:
+            return [float(reward) for reward in rewards]
+        case Advantage.BATCH_NORMALIZED:
+            raise ValueError(f"{advantage.value} compares more than one group")
+
+
+def _check_group(rewards: Sequence[float]) -> None:
+    if len(rewards) < 2:
+        raise ValueError(f"a group of {len(rewards)} has nothing to compare: use a group_size of 2, or advantage = 'none'")
+
+
+class GroupMethod(PolicyLoss):
+    """What a reward is compared with, and which rollouts and groups have no part in it."""
+
+    class Config(PolicyLoss.Config):
+        """Keys that methods share which compare the rollouts of one task."""
+
+        advantage: Advantage = Field(Advantage.GROUP_NORMALIZED, description="How rewards of a group become advantages.")
+        eps: float = Field(1e-6, ge=0, description="Added to the standard deviation of rewards.")
+        drop_tied: bool = Field(False, description="Leave out tied groups, so that the remaining tokens weigh more.")
+        # DAPO (arXiv:2503.14476) section 3.2 leaves out groups whose answers are all right or all wrong.
+        tied_by: str = Field(
+            WHOLE_REWARD, min_length=1, description="What is equal in a tied group: the reward, or the named part of it."
+        )
+        # Dynamic sampling, DAPO section 3.2
+        refill_rounds: int = Field(
+            0, ge=0, description="How often a step may sample further tasks in place of groups that were left out."
+        )
+        # Harmful: rStar2-Agent (arXiv:2508.20722) section 4.3.1
+        overlong_filter: bool = Field(False, description="Leave out rollouts that were cut off.")
+
+        @model_validator(mode="after")
+        def _leaves_out_what_it_says(self) -> Self:
+            if self.refill_rounds and not self.drop_tied:
+                raise ValueError(
+                    f"method.refill_rounds is {self.refill_rounds}, which plays further tasks in place of groups"
+                    " that are left out,"
+                    " but method.drop_tied is false: tied groups stay. Set drop_tied = true (dynamic sampling), or remove it."
+                )
+            if self.tied_by != WHOLE_REWARD and not self.drop_tied:
+                raise ValueError(
+                    f"method.tied_by is {self.tied_by!r}, which says what groups are left out, but method.drop_tied"
+                    " is false: none"
+                    " is. Set drop_tied = true, or remove tied_by."
+                )
+            return self
+
+    config: Config
+
+    @property
+    def refill_rounds(self) -> int:
+        return self.config.refill_rounds
 
     def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
         """Keeps all; none of a group that voids left with less than it needs, or that is tied while ties are dropped."""
@@ -39,13 +195,28 @@ class GRPO(GroupMethod):
             return keep_group(
                 rollouts,
                 group_size=group_size,
-                drop_tied=self.drop_tied,
-                tied_by=self.tied_by,
-                needs_group=self.advantage.needs_group,
-                reason="kept: GRPO learns from every rollout",
+                drop_tied=self.config.drop_tied,
+                tied_by=self.config.tied_by,
+                needs_group=self.config.advantage.needs_group,
+                reason=f"kept: {type(self).__name__} learns from every rollout",
             )
 
-        return leave_truncated_out(group, keep) if self.overlong_filter else keep(group)
+        return leave_truncated_out(group, keep) if self.config.overlong_filter else keep(group)
+
+
+class GRPO(GroupMethod):
+    """Learns from every rollout of a group, or from none of them."""
+
+    class Config(GroupMethod.Config):
+        """Keys of `kind = "grpo"`."""
+
+    config: Config
+
+    def num_rollouts(self, group_size: int) -> int:
+        """As many as are kept. Raises `ConfigError` for a group of one, unless its advantage needs no group."""
+        if self.config.advantage.needs_group:
+            check_group_size(group_size)
+        return group_size
 
     def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
-        return outcome_advantages(selections, self.advantage, eps=self.eps, allow_group_of_one=self.allow_group_of_one)
+        return outcome_advantages(selections, self.config.advantage, eps=self.config.eps)

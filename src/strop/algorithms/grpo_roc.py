@@ -16,11 +16,11 @@ from typing import Literal
 from pydantic import Field, field_validator
 from torch import Tensor
 
-from strop.algorithms.advantages import outcome_advantages
-from strop.algorithms.aggregation import Aggregation
-from strop.algorithms.group_method import GroupMethod
-from strop.algorithms.protocol import Decision, Selection
-from strop.algorithms.selection import (
+from strop.algorithms.grpo import GroupMethod, outcome_advantages
+from strop.algorithms.losses import Aggregation
+from strop.algorithms.method import (
+    Decision,
+    Selection,
     check_group_size,
     describe_voids,
     drop_all,
@@ -28,9 +28,9 @@ from strop.algorithms.selection import (
     num_to_keep,
     tie_of,
 )
-from strop.seeds import derive_seed
-from strop.types import Group, RolloutKey, ScoredTrajectory, Trajectory
+from strop.types import Group, RolloutKey, Trajectory, derive_seed
 
+REPETITION_NGRAM = 5  # tokens
 ANSWER_OPEN, ANSWER_CLOSE = "<answer>", "</answer>"
 
 
@@ -59,7 +59,7 @@ def format_penalty(trajectory: Trajectory) -> float:
     return min(1.0, (num_answers - 1) / max(1, len(trajectory.turns)))
 
 
-def repeated_share(trajectory: Trajectory, ngram: int) -> float:
+def repeated_share(trajectory: Trajectory) -> float:
     """p_repeat: 1 - different / all n-grams of the tokens that the policy sampled, none across turns; 0 where there is none.
 
     rStar2-Agent section 4.3.1 lowers the weight of correct rollouts that repeat themselves, found by n-grams as in
@@ -67,9 +67,9 @@ def repeated_share(trajectory: Trajectory, ngram: int) -> float:
     formula; this is the share that the n-gram penalties of rewards have.
     """
     grams = [
-        turn.completion.ids[start : start + ngram]
+        turn.completion.ids[start : start + REPETITION_NGRAM]
         for turn in trajectory.turns
-        for start in range(len(turn.completion.ids) - ngram + 1)
+        for start in range(len(turn.completion.ids) - REPETITION_NGRAM + 1)
     ]
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -77,33 +77,45 @@ def repeated_share(trajectory: Trajectory, ngram: int) -> float:
 class GRPORoC(GroupMethod):
     """Learns from `group_size` rollouts out of `oversample` times as many."""
 
-    name: Literal["grpo_roc"] = "grpo_roc"
-    oversample: float = 2.0  # N / G; 1 keeps every rollout
-    selection: Literal["sampled", "greedy"] = "sampled"  # greedy: the lowest p_total first; rStar2-Agent's released code
-    eps_roc: float = Field(default=1e-2, gt=0)  # weight = 1 / (p_total + eps_roc)
-    positive_above: float = 0.0  # a rollout is positive if its reward is more
-    min_positives: int = Field(default=0, ge=0)  # 0 in the paper, 2 in the released code; less where there are not as many
-    min_negatives: int = Field(default=0, ge=0)
-    quota_rounding: Literal["floor", "half_even"] = "floor"  # of the share of negatives; half_even: the released code's
-    repetition_weight: float = Field(default=0.0, ge=0)  # of p_repeat in p_total; harmful: section 4.3.1
-    repetition_ngram: int = Field(default=5, ge=1)  # n, in tokens
-    drop_tied: bool = True
-    aggregation: Aggregation = Aggregation.GROUP_TOKEN_MEAN  # Eq. 6; token_mean in the released code
+    class Config(GroupMethod.Config):
+        """Keys of `kind = "grpo_roc"`."""
 
-    @field_validator("oversample")
-    @classmethod
-    def _leaves_something_to_choose_from(cls, oversample: float) -> float:
-        if oversample < 1:
-            raise ValueError(
-                f"{oversample} times as many rollouts as are kept is fewer than are kept: there is nothing to resample from."
-                " Raise it (the paper takes 2), or set method = 'grpo'."
-            )
-        return oversample
+        oversample: float = Field(2.0, description="Rollouts that are sampled for each that is kept; 1 keeps every rollout.")
+        # greedy: the released code of rStar2-Agent
+        selection: Literal["sampled", "greedy"] = Field(
+            "sampled", description="How positives are chosen: drawn by weight, or the lowest p_total first."
+        )
+        eps_roc: float = Field(1e-2, gt=0, description="A positive has the weight 1 / (p_total + eps_roc).")
+        # 0 in the paper, 2 in the released code
+        min_positives: int = Field(0, ge=0, description="Least number of positives to keep, if there are as many.")
+        min_negatives: int = Field(0, ge=0, description="Least number of negatives to keep, if there are as many.")
+        # half_even: the released code
+        quota_rounding: Literal["floor", "half_even"] = Field(
+            "floor", description="Rounding of the number of negatives to keep."
+        )
+        # Harmful: section 4.3.1
+        repetition_weight: float = Field(0.0, ge=0, description="Weight of repetition in p_total.")
+        drop_tied: bool = Field(True, description="Leave out tied groups, before and after selection.")
+        # Eq. 6; token_mean in the released code
+        aggregation: Aggregation = Field(Aggregation.GROUP_TOKEN_MEAN, description="How token losses are averaged.")
+
+        @field_validator("oversample")
+        @classmethod
+        def _leaves_something_to_choose_from(cls, oversample: float) -> float:
+            if oversample < 1:
+                raise ValueError(
+                    f"{oversample} times as many rollouts as are kept is fewer than are kept: there is nothing to"
+                    " resample from."
+                    " Raise it (the paper takes 2), or set method = 'grpo'."
+                )
+            return oversample
+
+    config: Config
 
     def num_rollouts(self, group_size: int) -> int:
         """N = G * oversample, to the nearest. Raises `ConfigError` for a group of one."""
-        check_group_size(group_size, allow_group_of_one=False)
-        return math.floor(group_size * self.oversample + 0.5)
+        check_group_size(group_size)
+        return math.floor(group_size * self.config.oversample + 0.5)
 
     def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
         """Draws positives by quality and negatives uniformly, in proportion to their numbers.
@@ -111,13 +123,13 @@ class GRPORoC(GroupMethod):
         Ties are judged before and after. Of a group with voids, G' = floor(G N' / N) are kept, and none if that is below 2.
         N = G keeps all.
         """
-        if self.overlong_filter:
+        if self.config.overlong_filter:
             return leave_truncated_out(group, lambda ended: self._select(ended, group_size, seed))
         return self._select(group, group_size, seed)
 
     def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
         """Mean and std are those of the rollouts that were kept (Eq. 7)."""
-        return outcome_advantages(selections, self.advantage, eps=self.eps, allow_group_of_one=False)
+        return outcome_advantages(selections, self.config.advantage, eps=self.config.eps)
 
     def _select(self, group: Group, group_size: int, seed: int) -> Selection:
         num_rollouts = self.num_rollouts(group_size)
@@ -126,25 +138,22 @@ class GRPORoC(GroupMethod):
         figures = [candidate.figures for candidate in candidates]
         if num_kept < 2:
             return drop_all(group, describe_voids(group, num_rollouts), figures)
-        if self.drop_tied and (tie := self._tie(group.trajectories)):
+        if self.config.drop_tied and (tie := tie_of(group.trajectories, by=self.config.tied_by)):
             return drop_all(group, tie, figures)
         num_positives = sum(candidate.is_positive for candidate in candidates)
         quota = self._positive_quota(num_positives, len(candidates) - num_positives, num_kept)
         decisions = tuple(candidate.decide(quota if candidate.is_positive else num_kept - quota) for candidate in candidates)
         selection = Selection(group=group, decisions=decisions)
-        if self.drop_tied and (tie := self._tie(selection.kept)):
+        if self.config.drop_tied and (tie := tie_of(selection.kept, by=self.config.tied_by)):
             return drop_all(group, f"after selection a {tie}", figures)
         return selection
-
-    def _tie(self, trajectories: Sequence[ScoredTrajectory]) -> str:
-        return tie_of(trajectories, by=self.tied_by, positive_above=self.positive_above)
 
     def _positive_quota(self, num_positives: int, num_negatives: int, num_kept: int) -> int:
         """How many positives to keep: what floor(n_neg G' / N') negatives leave, then the minority floors."""
         share = Fraction(num_negatives * num_kept, num_positives + num_negatives)
-        quota = num_kept - (math.floor(share) if self.quota_rounding == "floor" else round(share))
-        least = min(self.min_positives, num_positives)
-        most = num_kept - min(self.min_negatives, num_negatives)
+        quota = num_kept - (math.floor(share) if self.config.quota_rounding == "floor" else round(share))
+        least = min(self.config.min_positives, num_positives)
+        most = num_kept - min(self.config.min_negatives, num_negatives)
         if least > most:  # too few to serve both floors: stay in proportion
             return quota
         return max(least, min(quota, most))
@@ -154,11 +163,11 @@ class GRPORoC(GroupMethod):
         p_errs = [error_ratio(scored.trajectory) for scored in group.trajectories]
         p_formats = [format_penalty(scored.trajectory) for scored in group.trajectories]
         p_repeats = [0.0] * len(p_errs)
-        if self.repetition_weight:
-            p_repeats = [repeated_share(scored.trajectory, self.repetition_ngram) for scored in group.trajectories]
-        is_positive = [scored.reward > self.positive_above for scored in group.trajectories]
+        if self.config.repetition_weight:
+            p_repeats = [repeated_share(scored.trajectory) for scored in group.trajectories]
+        is_positive = [scored.reward > 0 for scored in group.trajectories]
         weights = [
-            1.0 / (p_err + p_format + self.repetition_weight * p_repeat + self.eps_roc) if positive else 1.0
+            1.0 / (p_err + p_format + self.config.repetition_weight * p_repeat + self.config.eps_roc) if positive else 1.0
             for p_err, p_format, p_repeat, positive in zip(p_errs, p_formats, p_repeats, is_positive, strict=True)
         ]
         places: dict[int, int] = {}
@@ -166,7 +175,7 @@ class GRPORoC(GroupMethod):
         for side in (True, False):
             rows = [row for row, positive in enumerate(is_positive) if positive == side]
             keys = [group.trajectories[row].trajectory.key for row in rows]
-            order = draw_order([weights[row] for row in rows], keys, seed, is_greedy=self.selection == "greedy")
+            order = draw_order([weights[row] for row in rows], keys, seed, is_greedy=self.config.selection == "greedy")
             places |= {rows[drawn]: place for place, drawn in enumerate(order, start=1)}
             sizes[side] = len(rows)
         return [
@@ -174,7 +183,7 @@ class GRPORoC(GroupMethod):
                 is_positive=positive,
                 p_err=p_errs[row],
                 p_format=p_formats[row],
-                p_repeat=p_repeats[row] if self.repetition_weight else None,
+                p_repeat=p_repeats[row] if self.config.repetition_weight else None,
                 weight=weights[row],
                 place=places[row],
                 num_drawn_from=sizes[positive],

@@ -1,13 +1,64 @@
-"""What each token costs, before any averaging: elementwise functions of any shape, to be minimised, 0 where masked.
-
-How tokens are averaged is not decided here: `TokenBatch.loss_weights` holds each token's share of the update. Everywhere:
-`advantages` carry no gradient, and `loss_mask` is True on the tokens that are trained on.
-"""
+"""Probability ratios, the loss of each token, KL, weights for the gap between sampler and trainer, and means over tokens."""
 
 from __future__ import annotations
 
+import math
+from enum import StrEnum
+from typing import Any
+
 import torch
 from torch import Tensor
+
+
+class RatioLevel(StrEnum):
+    """Whose probability is compared. Rows are whole in every micro-batch, so a row can be reduced where it stands."""
+
+    TOKEN = "token"  # GRPO in every released code; rStar2-Agent (arXiv 2508.20722) Eq. 6
+    SEQUENCE = "sequence"  # the row's geometric mean; GSPO (arXiv:2507.18071), and DeepSeek-R1 (arXiv 2501.12948) Eq. 1 and 2
+
+
+def log_ratio(logprobs: Tensor, other_logprobs: Tensor, loss_mask: Tensor, level: RatioLevel = RatioLevel.TOKEN) -> Tensor:
+    """log(p / other p) of each token in nats, or its mean over the row's trained tokens at each of them; 0 where masked.
+
+    DeepSeek-R1 writes the ratio of whole outputs; the |o|-th root of it, as in GSPO, is taken here, because the product over
+    thousands of tokens leaves the range of a float. On a row of one token the two levels are equal.
+
+    Args:
+        logprobs, other_logprobs: nats, (n, T); gradient flows through both.
+        loss_mask: bool (n, T).
+    """
+    # Mask before anything else: a where() after exp() would still send nan through the gradient of padded positions.
+    difference = torch.where(loss_mask, logprobs - other_logprobs, 0.0)
+    if level is RatioLevel.TOKEN:
+        return difference
+    num_tokens = loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(loss_mask, difference.sum(-1, keepdim=True) / num_tokens, 0.0)
+
+
+def probability_ratio(
+    policy_logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, level: RatioLevel = RatioLevel.TOKEN
+) -> Tensor:
+    """π / π_old of each token, or the geometric mean of its row; 1 where masked.
+
+    Beyond 88 nats it is infinite. Where nothing depends on it, since it is clipped or there is no advantage, its gradient is 0.
+    """
+    ratio: Tensor = _Exp.apply(log_ratio(policy_logprobs, old_logprobs, loss_mask, level))  # type: ignore[no-untyped-call]
+    return ratio
+
+
+class _Exp(torch.autograd.Function):
+    """exp, whose gradient is 0 where that of its result is: 0 times infinity is no number."""
+
+    @staticmethod
+    def forward(ctx: Any, exponent: Tensor) -> Tensor:
+        power = exponent.exp()
+        ctx.save_for_backward(power)
+        return power
+
+    @staticmethod
+    def backward(ctx: Any, of_power: Tensor) -> Tensor:
+        (power,) = ctx.saved_tensors
+        return torch.where(of_power == 0, 0.0, of_power * power)
 
 
 def policy_gradient_token_loss(policy_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
@@ -74,3 +125,164 @@ def cispo_token_loss(
 def _where_it_counts(ratio: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:
     """`ratio`, and 1 without gradient where a token is masked or has no advantage: infinity times 0 is no number."""
     return torch.where(loss_mask & (advantages != 0), ratio, 1.0)
+
+
+class Mismatch(StrEnum):
+    """What weighs a token's loss; w is π_old / π_sampled of the token, or the product over the row's trained tokens.
+
+    Truncated importance sampling: Yao et al. (Your Efficient RL Framework Secretly Brings You Off-Policy RL Training, 2025).
+    Masked, and both of whole rows: Liu, Li et al. (When Speed Kills Stability, 2025). IcePop (arXiv:2510.18855) also leaves
+    out what lies below a lower bound; here small weights stay, since they count for little as they are.
+    """
+
+    OFF = "off"  # 1
+    TRUNCATE_TOKEN = "truncate_token"  # min(w, cap)
+    MASK_TOKEN = "mask_token"  # w, but 0 beyond the cap
+    TRUNCATE_SEQUENCE = "truncate_sequence"
+    MASK_SEQUENCE = "mask_sequence"
+
+    @property
+    def is_of_sequence(self) -> bool:
+        return self in (Mismatch.TRUNCATE_SEQUENCE, Mismatch.MASK_SEQUENCE)
+
+    @property
+    def is_mask(self) -> bool:
+        return self in (Mismatch.MASK_TOKEN, Mismatch.MASK_SEQUENCE)
+
+
+def mismatch_weights(
+    old_logprobs: Tensor, sampled_logprobs: Tensor, loss_mask: Tensor, *, mismatch: Mismatch, cap: float
+) -> tuple[Tensor, Tensor]:
+    """The weight of each token, and whether its ratio was over the cap; no gradient. Where masked: 1 and False.
+
+    A token that is left out still counts in the update's averages: weights there are laid down before anything is scored.
+
+    Args:
+        old_logprobs: nats, (n, T), the sampled tokens as the trainer scores them with the weights that sampled.
+        sampled_logprobs: nats, (n, T), the same tokens as the engine reported them.
+        loss_mask: bool (n, T).
+        mismatch: which weight.
+        cap: C, positive.
+    """
+    log_weights = torch.where(loss_mask, old_logprobs - sampled_logprobs, 0.0).detach()
+    if mismatch.is_of_sequence:
+        log_weights = torch.where(loss_mask, log_weights.sum(-1, keepdim=True), 0.0)
+    if mismatch is Mismatch.OFF:
+        return torch.ones_like(log_weights), torch.zeros_like(loss_mask)
+    log_cap = math.log(cap)
+    is_over = loss_mask & (log_weights > log_cap)
+    weights = torch.where(loss_mask, log_weights.clamp(max=log_cap), 0.0).exp()  # a product over a row may exceed any float
+    return weights.masked_fill(is_over, 0.0) if mismatch.is_mask else weights, is_over
+
+
+def high_entropy_mask(entropies: Tensor, loss_mask: Tensor, *, share: float) -> Tensor:
+    """True on the floor(share * tokens) trained tokens of highest entropy in each row; of equal ones the first.
+
+    Wang et al. (arXiv:2506.01939) learn from the highest fifth; the training code that rStar2-Agent was released with has it
+    as an option that keeps all by default. Only tokens that the policy sampled are ranked and counted, so tool output has no
+    part in it. Ranks are of a row, not of a batch, so that no other row changes what is learnt from this one (law 4). What is
+    left out still counts in the averages, as in the paper's formula: weights there are laid down before anything is scored.
+
+    Args:
+        entropies: nats, (n, T); no gradient flows from here.
+        loss_mask: bool (n, T).
+        share: more than 0, up to 1.
+    """
+    sunk = torch.where(loss_mask, entropies.detach(), -math.inf)
+    order = sunk.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+    # A share of 0.3 of ten tokens is 2.9999... in binary.
+    num_kept = (loss_mask.sum(-1, keepdim=True).double() * share + 1e-9).floor()
+    return loss_mask & (rank < num_kept)
+
+
+class KLEstimator(StrEnum):
+    """Estimates of KL(π || π_ref) on tokens sampled from π; ρ is π_ref / π. As values k1 and k3 are unbiased, k2 nearly.
+
+    The names are Schulman's (Approximating KL Divergence, 2020).
+
+    In a loss their gradients count, and these are other things: of k1 it is zero in expectation, noise alone, so that it
+    regularises nothing; of k2 it is that of KL(π || π_ref); of k3 that of KL(π_ref || π).
+    """
+
+    K1 = "k1"  # -log ρ
+    K2 = "k2"  # (log ρ)² / 2; never negative
+    K3 = "k3"  # ρ - log ρ - 1; never negative. DeepSeekMath (arXiv:2402.03300) Eq. 4, DeepSeek-R1 (arXiv 2501.12948) Eq. 2
+
+
+def token_kl(
+    policy_logprobs: Tensor,
+    reference_logprobs: Tensor,
+    loss_mask: Tensor,
+    *,
+    estimator: KLEstimator = KLEstimator.K3,
+    level: RatioLevel = RatioLevel.TOKEN,
+) -> Tensor:
+    """Estimate of KL(π || π_ref) of each token, in nats, or of its row with ρ as a geometric mean; 0 where masked.
+
+    Args:
+        policy_logprobs: nats, (n, T), of tokens that π sampled; carries the gradient.
+        reference_logprobs: nats; no gradient.
+        loss_mask: bool (n, T).
+    """
+    log_rho = log_ratio(reference_logprobs, policy_logprobs, loss_mask, level)
+    match estimator:
+        case KLEstimator.K1:
+            return -log_rho
+        case KLEstimator.K2:
+            return log_rho.square() / 2
+        case KLEstimator.K3:
+            return log_rho.exp() - log_rho - 1
+
+
+class Aggregation(StrEnum):
+    """The share of a token in the loss of an update, computed once over the whole update (law 4).
+
+    T: tokens trained on in the update; T_q: in its group; |o|: in its row; N rows, Q groups.
+
+    Rows and groups without a single token to train on have no part in N and Q.
+    """
+
+    TOKEN_MEAN = "token_mean"  # 1/T; rStar2-Agent's released code
+    GROUP_TOKEN_MEAN = "group_token_mean"  # 1/(Q T_q); rStar2-Agent (arXiv 2508.20722) Eq. 6, DAPO (arXiv:2503.14476)
+    SEQUENCE_MEAN = "sequence_mean"  # 1/(N |o|); GRPO, rStar2-Agent Eq. 1; CS336 assignment 5
+    CONSTANT = "constant"  # 1/(N C); Dr. GRPO (arXiv:2503.20783)
+
+
+def token_weights(loss_mask: Tensor, group_of_row: Tensor, aggregation: Aggregation, *, constant: int | None = None) -> Tensor:
+    """Each token's share of the update: loss = sum(weights * token loss). 0 where masked.
+
+    Args:
+        loss_mask: bool (N, T), the whole update.
+        group_of_row: int64 (N,), equal for rows of one task.
+        aggregation: which mean.
+        constant: C of `Aggregation.CONSTANT`, in tokens; must be None for the others.
+
+    Returns:
+        float32 (N, T).
+
+    Raises:
+        ValueError: `constant` is missing, not positive, or set where it has no meaning.
+    """
+    if (constant is not None) != (aggregation is Aggregation.CONSTANT):
+        raise ValueError(f"constant is {constant}, but aggregation is {aggregation}: one is needed exactly where the other is")
+    if constant is not None and constant <= 0:
+        raise ValueError(f"constant is {constant}: it divides the loss, so it must be positive")
+    tokens_of_row = loss_mask.sum(1)
+    if not bool(tokens_of_row.any()):
+        return torch.zeros(loss_mask.shape, dtype=torch.float32)
+    num_rows = int((tokens_of_row > 0).sum())
+    match aggregation:
+        case Aggregation.TOKEN_MEAN:
+            divisor = tokens_of_row.sum().expand_as(tokens_of_row)
+        case Aggregation.GROUP_TOKEN_MEAN:
+            group = torch.unique(group_of_row, return_inverse=True)[1]
+            tokens_of_group = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, tokens_of_row)
+            divisor = int((tokens_of_group > 0).sum()) * tokens_of_group[group]
+        case Aggregation.SEQUENCE_MEAN:
+            divisor = num_rows * tokens_of_row
+        case Aggregation.CONSTANT:
+            assert constant is not None
+            divisor = torch.full_like(tokens_of_row, num_rows * constant)
+    weight_of_row = 1.0 / divisor.clamp(min=1).double()  # a row without tokens is masked throughout
+    return (loss_mask * weight_of_row[:, None]).float()

@@ -1,60 +1,30 @@
-"""An analysis -> the page: tables, plots, and rollouts with their marks."""
+"""The page of an analysis with its plots, and its files in the run directory: a page and a JSON file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-from strop.analysis.marks import TOP_SHARE
-from strop.analysis.parts import Part
-from strop.analysis.plots import by_offset, over_steps
+from strop.analysis.document import PARTS, POSITIONS, as_json, findings, parts_table, positions_table, shown, size
+from strop.analysis.marks import TOP_SHARE, MarkedTurn, Part, Position, Token
 from strop.analysis.read import Analysis, Shown
-from strop.analysis.rollout import MarkedTurn, Token
 from strop.analysis.statistics import Figures, most_frequent
-from strop.analysis.words import POSITIONS, Table, findings, parts_table, positions_table, shown, size
 from strop.reports.html import render
-from strop.types import ToolCall
+from strop.reports.panels import Drawing
+from strop.reports.plots import Plot, Series
+from strop.reports.scales import Table, Unit
+from strop.run_directory import RunDirectory, write_json, write_text
+from strop.types import Turn
 
+_MIN_REACH = 0.05  # of a position's completions: means of fewer are noise and are not drawn
+_POSITIONS = {position: (name, 2 * number) for number, (position, name) in enumerate(POSITIONS.items())}  # name, colour
+_PARTS = {part: (name, colour) for (part, name), colour in zip(PARTS.items(), (0, 3, 1), strict=True)}
+_OF_REASONING = "Share of reasoning tokens "
+_KeyT = TypeVar("_KeyT")
 _MAX_TOKENS = 1200  # of one completion; what is left out is counted
 _MAX_CHARS = 1500  # of one observation
 _NUM_TEXTS, _NUM_WORDS = 24, 24
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Strip:
-    """The tokens of one completion, or its two ends and how many lie between."""
-
-    head: tuple[Token, ...]
-    num_left_out: int
-    tail: tuple[Token, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnView:
-    """One turn, as it is shown."""
-
-    position: str
-    num_tokens: int
-    num_forking: int
-    num_reflection: int
-    strip: Strip
-    calls: tuple[ToolCall, ...]
-    observation: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutView:
-    """One rollout, as it is shown."""
-
-    step: int
-    name: str
-    reward: str
-    stop_reason: str
-    turns: tuple[TurnView, ...]
-
-    @property
-    def calls(self) -> list[ToolCall]:
-        return [call for turn in self.turns for call in turn.calls]
 
 
 def analysis_page(analysis: Analysis) -> str:
@@ -62,22 +32,20 @@ def analysis_page(analysis: Analysis) -> str:
     total = analysis.total
     return render(
         "analysis.html.j2",
-        {
-            "run": analysis.run,
-            "stage": analysis.stage,
-            "size": size(analysis),
-            "findings": findings(total),
-            "parts": parts_table(total),
-            "positions": positions_table(total),
-            "offsets": by_offset(total),
-            "steps": over_steps(analysis),
-            "texts": _texts_table(total),
-            "words": _words_table(total),
-            "rollouts": [_rollout(each) for each in reversed(analysis.shown)],
-            "token_class": token_class,
-            "token_heat": token_heat,
-            "top_share": f"{TOP_SHARE:.0%}",
-        },
+        run=analysis.run,
+        stage=analysis.stage,
+        size=size(analysis),
+        findings=findings(total),
+        parts=parts_table(total),
+        positions=positions_table(total),
+        offsets=by_offset(total),
+        steps=over_steps(analysis),
+        texts=_texts_table(total),
+        words=_words_table(total),
+        rollouts=[_rollout(each) for each in reversed(analysis.shown)],
+        token_class=token_class,
+        token_heat=token_heat,
+        top_share=f"{TOP_SHARE:.0%}",
     )
 
 
@@ -100,37 +68,36 @@ def token_heat(token: Token) -> str:
     return f"{min(1.0, token.entropy / 1.5):.2f}"
 
 
-def _rollout(each: Shown) -> RolloutView:
+def _rollout(each: Shown) -> dict[str, Any]:
+    """Return what the page shows of a rollout."""
     trajectory = each.scored.trajectory
     key = trajectory.key
     branch = f" · branch {key.branch}" if key.branch else ""
-    return RolloutView(
-        step=each.step,
-        name=f"{trajectory.task_id} · attempt {key.attempt}{branch}",
-        reward=shown(each.scored.reward),
-        stop_reason=trajectory.stop_reason.value.replace("_", " "),
-        turns=tuple(
-            TurnView(
-                position=POSITIONS[marked.position] + ("" if marked.is_own else ", shared with its parent"),
-                num_tokens=len(marked.sampled),
-                num_forking=sum(token.is_forking for token in marked.sampled),
-                num_reflection=sum(token.is_reflection for token in marked.sampled),
-                strip=_strip(marked),
-                calls=turn.calls,
-                observation=_clipped(turn.observation_text),
-            )
-            for turn, marked in zip(trajectory.turns, each.marked.turns, strict=True)
-        ),
-    )
+    return {
+        "step": each.step,
+        "name": f"{trajectory.task_id} · attempt {key.attempt}{branch}",
+        "reward": shown(each.scored.reward),
+        "stop_reason": trajectory.stop_reason.value.replace("_", " "),
+        "calls": [call for turn in trajectory.turns for call in turn.calls],
+        "turns": [_turn(turn, marked) for turn, marked in zip(trajectory.turns, each.marked, strict=True)],
+    }
 
 
-def _strip(turn: MarkedTurn) -> Strip:
-    tokens = turn.tokens
-    if len(tokens) <= _MAX_TOKENS:
-        return Strip(head=tokens, num_left_out=0, tail=())
-    num_head = 2 * _MAX_TOKENS // 3
-    num_tail = _MAX_TOKENS - num_head
-    return Strip(head=tokens[:num_head], num_left_out=len(tokens) - _MAX_TOKENS, tail=tokens[-num_tail:])
+def _turn(turn: Turn, marked: MarkedTurn) -> dict[str, Any]:
+    """Return what the page shows of a turn: all tokens of its completion, or the two ends of a long one."""
+    num_left_out = max(0, len(marked.tokens) - _MAX_TOKENS)
+    num_head = 2 * _MAX_TOKENS // 3 if num_left_out else len(marked.tokens)
+    return {
+        "position": POSITIONS[marked.position] + ("" if marked.is_own else ", shared with its parent"),
+        "num_tokens": len(marked.sampled),
+        "num_forking": sum(token.is_forking for token in marked.sampled),
+        "num_reflection": sum(token.is_reflection for token in marked.sampled),
+        "head": marked.tokens[:num_head],
+        "num_left_out": num_left_out,
+        "tail": marked.tokens[num_head + num_left_out :],
+        "calls": turn.calls,
+        "observation": _clipped(turn.observation_text),
+    }
 
 
 def _clipped(text: str) -> str:
@@ -147,7 +114,8 @@ def _texts_table(figures: Figures) -> Table:
 
 def _words_table(figures: Figures) -> Table:
     positions = [position for position in POSITIONS if figures.turns.get(position)]
-    counts = {word: [figures.words[position][word] for position in positions] for word in _all_words(figures)}
+    words = sorted({word for counted in figures.words.values() for word in counted})
+    counts = {word: [figures.words[position][word] for position in positions] for word in words}
     ranked = sorted(counts.items(), key=lambda item: (-sum(item[1]), item[0]))[:_NUM_WORDS]
     return Table(
         columns=("word", *(POSITIONS[position] for position in positions)),
@@ -155,5 +123,103 @@ def _words_table(figures: Figures) -> Table:
     )
 
 
-def _all_words(figures: Figures) -> Sequence[str]:
-    return sorted({word for words in figures.words.values() for word in words})
+def by_offset(figures: Figures) -> list[Drawing]:
+    """Return plots of the tokens after each observation and of the first tokens: ARPO (arXiv 2507.19849), section 1.2."""
+    windows = {position: figures.window(position) for position in Position if figures.turns.get(position)}
+    entropy = tuple(
+        Series(
+            label=POSITIONS[position],
+            points=tuple(
+                (float(at), value)
+                for at, (value, number) in enumerate(zip(window.entropies, window.num_tokens, strict=True))
+                if value is not None and number >= _MIN_REACH * figures.turns[position]
+            ),
+            colour=_POSITIONS[position][1],
+        )
+        for position, window in windows.items()
+    )
+    reach = tuple(
+        Series(
+            label=POSITIONS[position],
+            points=tuple((float(at), float(number)) for at, number in enumerate(window.num_tokens) if number),
+            colour=_POSITIONS[position][1],
+        )
+        for position, window in windows.items()
+    )
+    return [
+        Drawing(
+            plot=Plot(title="Entropy by offset", series=entropy, x_label="offset", y_low=0.0),
+            note="Nats; mean of the completions that reach it, drawn while 5% do.",
+        ),
+        Drawing(
+            plot=Plot(title="Completions that reach the offset", series=reach, x_label="offset", y_low=0.0),
+            note="Completions that end earlier do not count at later offsets.",
+        ),
+    ]
+
+
+def over_steps(analysis: Analysis) -> list[Drawing]:
+    """Return how each metric changes over the steps; nothing for a single step."""
+    if len(analysis.steps) < 2:
+        return []
+
+    def parts(figures: Figures, part: Part) -> float | None:
+        return figures.part(part).entropy
+
+    def first(figures: Figures, position: Position) -> float | None:
+        return figures.window(position).entropy
+
+    def forking(figures: Figures, position: Position) -> float | None:
+        return figures.reasoning(position).high_share
+
+    def reflection(figures: Figures, position: Position) -> float | None:
+        return figures.reasoning(position).reflection_share
+
+    def number(figures: Figures, position: Position) -> float | None:
+        return float(figures.turns.get(position, 0)) or None
+
+    def top(figures: Figures, _: str) -> float | None:
+        return figures.all_tokens.high_entropy
+
+    steps, percent, top_name = analysis.steps, Unit.PERCENT, {"top 20%": ("top 20%", 0)}
+    return [
+        _drawing(steps, "Entropy by part", "Mean nats of a sampled token.", _PARTS, parts),
+        _drawing(steps, "First tokens of completions", "Mean nats at offsets 0 to 50.", _POSITIONS, first),
+        _drawing(steps, "Forking tokens", _OF_REASONING + "that are in their rollout's top 20%.", _POSITIONS, forking, percent),
+        _drawing(steps, "Reflection tokens", _OF_REASONING + "in reflection words.", _POSITIONS, reflection, percent),
+        _drawing(steps, "Entropy of the top 20%", "Mean nats of marked tokens: near zero, marks mean little.", top_name, top),
+        _drawing(steps, "Completions", "Completions at each position: shares of few are noise.", _POSITIONS, number),
+    ]
+
+
+def _drawing(
+    steps: Mapping[int, Figures],
+    title: str,
+    note: str,
+    names: Mapping[_KeyT, tuple[str, int]],
+    value: Callable[[Figures, _KeyT], float | None],
+    unit: Unit = Unit.PLAIN,
+) -> Drawing:
+    """Return the plot of a metric over the steps, with one series for each of `names`; steps without a value are left out."""
+    series = [
+        Series(
+            label=label,
+            points=tuple((float(step), found) for step, each in steps.items() if (found := value(each, key)) is not None),
+            colour=colour,
+        )
+        for key, (label, colour) in names.items()
+    ]
+    plot = Plot(title=title, series=tuple(each for each in series if each.points), unit=unit, y_low=0.0)
+    return Drawing(plot=plot, note=note)
+
+
+def write_analysis(run: RunDirectory, analysis: Analysis) -> tuple[Path, Path]:
+    """Page and JSON, in `analysis/` of the run, named by the stage; each replaces what was there, whole or not at all.
+
+    Raises:
+        RunError: they cannot be written.
+    """
+    page, document = (run.path / "analysis" / f"{analysis.stage}.{ending}" for ending in ("html", "json"))
+    write_text(page, analysis_page(analysis))
+    write_json(document, as_json(analysis))
+    return page, document

@@ -1,24 +1,21 @@
-"""A run directory -> the marked rollouts of one stage, counted step by step.
-
-It may be read while the run goes on: a step counts with what has finished of it.
-"""
+"""Reads the marked rollouts of one stage, counted step by step, also while the run continues."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from pydantic import TypeAdapter, ValidationError
-from tokenizers import Tokenizer
 
-from strop.analysis.rollout import MarkedRollout, Position, has_entropies, mark
+from strop.analysis.marks import MarkedTurn, Position, has_entropies, mark
 from strop.analysis.statistics import Figures, count
 from strop.errors import RunError, UserError
 from strop.reports.log import RunLog, StageLog, read_run
-from strop.reports.tokens import find_tokenizer, token_texts
-from strop.runs import RunDirectory, read_lines
-from strop.types import RolloutKey, ScoredTrajectory
+from strop.reports.rollouts import find_tokenizer, token_texts
+from strop.run_directory import RunDirectory, read_lines
+from strop.types import RolloutKey, ScoredTrajectory, Trajectory
 
 _SHOWN_OF_A_KIND = 2
 _MAX_KNOWN = 4096  # turns whose texts are remembered
@@ -33,7 +30,7 @@ class Shown:
 
     step: int
     scored: ScoredTrajectory
-    marked: MarkedRollout
+    marked: tuple[MarkedTurn, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +40,7 @@ class Analysis:
     run: str
     stage: str
     steps: Mapping[int, Figures]
-    num_without_entropies: int  # rollouts that were passed over
+    num_without_entropies: int  # number of skipped rollouts
     shown: tuple[Shown, ...]
 
     @property
@@ -52,10 +49,10 @@ class Analysis:
 
 
 def parse_steps(text: str) -> list[range]:
-    """`1-10,25` -> the steps 1 to 10, and 25.
+    """Return the ranges of steps in a text such as `1-10,25`.
 
     Raises:
-        UserError: it is not written so.
+        UserError: the text has another form.
     """
     ranges = []
     for word in text.split(","):
@@ -73,9 +70,9 @@ def read_analysis(
     stage: str | None = None,
     steps: Sequence[range] | None = None,
 ) -> Analysis:
-    """The rollouts of `stage` in `steps`, all of them by default, with a few of the first and of the last step to be shown.
+    """Read the rollouts of `stage` in `steps` (default: all), with a few of the first and of the last step to show.
 
-    Without `stage` it is the last one that learned from rollouts, or else the last one that played any.
+    The default stage is the last one that trains on rollouts, else the last one with rollouts.
 
     Raises:
         RunError: there is no such stage or step, it has no rollouts, they hold no entropies, or a file is damaged.
@@ -88,16 +85,16 @@ def read_analysis(
             f"{run.path}: no tokenizer.json of stage {chosen.name!r} or of one before it, so its tokens have no text. Put the"
             f" tokenizer.json of the model that the run began with into {run.stage(chosen.name).model}."
         )
-    by_id = _Texts(tokenizer)
+    texts = lru_cache(_MAX_KNOWN)(partial(token_texts, tokenizer))  # of the ids of a turn
     figures: dict[int, Figures] = {}
     shown: list[Shown] = []
     num_without = 0
     wanted = _steps(run, chosen.name, steps)
     for step in wanted:
         played = list(_played(run, chosen.name, step))
-        told = [scored for scored in played if has_entropies(scored.trajectory)]
-        num_without += len(played) - len(told)
-        rollouts = [Shown(step=step, scored=each, marked=mark(each.trajectory, by_id.of(each))) for each in told]
+        complete = [scored for scored in played if has_entropies(scored.trajectory)]
+        num_without += len(played) - len(complete)
+        rollouts = [Shown(step=step, scored=each, marked=_marked(each.trajectory, texts)) for each in complete]
         figures[step] = count(each.marked for each in rollouts)
         shown += some_of_each(rollouts) if step in (wanted[0], wanted[-1]) else []
     if not sum(each.num_rollouts for each in figures.values()):
@@ -105,55 +102,41 @@ def read_analysis(
     return Analysis(run=log.name, stage=chosen.name, steps=figures, num_without_entropies=num_without, shown=tuple(shown))
 
 
+def _marked(trajectory: Trajectory, texts: Callable[[tuple[int, ...]], list[str]]) -> tuple[MarkedTurn, ...]:
+    return mark(trajectory, [texts(turn.completion.ids) for turn in trajectory.turns])
+
+
 def _nothing_to_count(run: RunDirectory, stage: str, num_without: int) -> str:
     place = f"{run.stage(stage).path / 'rollouts'}"
     if num_without:
         return (
-            f"{place}: the engine recorded no entropies: engines that are servers (vLLM, SGLang) do not tell the entropy of"
-            " what they sampled. Evaluate the model with `strop eval` and engine.kind = 'torch', and analyse that run."
+            f"{place}: the engine recorded no entropies: server engines (vLLM, SGLang) do not report"
+            " entropies. Evaluate the model with `strop eval` and engine.kind = 'torch', and analyse that run."
         )
     return f"{place}: no rollout has finished yet. Try again when one has."
 
 
-class _Texts:
-    """Texts of ids; what a turn's ids spell is looked up where the same turn came before."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[tuple[int, ...], list[str]] = {}
-
-    def of(self, scored: ScoredTrajectory) -> list[list[str]]:
-        return [self._texts(turn.completion.ids) for turn in scored.trajectory.turns]
-
-    def _texts(self, ids: tuple[int, ...]) -> list[str]:
-        if ids not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            self._known[ids] = token_texts(self._tokenizer, ids)
-        return self._known[ids]
-
-
 def some_of_each(rollouts: Sequence[Shown]) -> list[Shown]:
-    """A few with an error, a few with calls that went right, a few without any: of different tasks, the most uncertain first.
+    """Choose some rollouts with an error, with successful calls and without calls, of different tasks.
 
-    Uncertain is where behind an observation many tokens stand out, for it is these that the papers speak of.
+    Rollouts with the most forking tokens after observations come first, since the papers discuss these.
     """
     kinds: dict[Position, list[Shown]] = {Position.ERROR: [], Position.SUCCESS: [], Position.START: []}
     for each in rollouts:
-        positions = {turn.position for turn in each.marked.turns}
+        positions = {turn.position for turn in each.marked}
         kind = next((kind for kind in (Position.ERROR, Position.SUCCESS) if kind in positions), Position.START)
         kinds[kind].append(each)
     chosen: list[Shown] = []
     for of_a_kind in kinds.values():
         by_task: dict[str, Shown] = {}
-        for each in sorted(of_a_kind, key=_num_forking_behind_observations, reverse=True):
+        for each in sorted(of_a_kind, key=_num_forking_after_observations, reverse=True):
             by_task.setdefault(each.scored.trajectory.task_id, each)
         chosen += list(by_task.values())[:_SHOWN_OF_A_KIND]
     return chosen
 
 
-def _num_forking_behind_observations(shown: Shown) -> int:
-    turns = [turn for turn in shown.marked.turns if turn.position is not Position.START]
+def _num_forking_after_observations(shown: Shown) -> int:
+    turns = [turn for turn in shown.marked if turn.position is not Position.START]
     return sum(token.is_forking for turn in turns for token in turn.sampled)
 
 
@@ -193,7 +176,7 @@ def _steps(run: RunDirectory, stage: str, wanted: Sequence[range] | None) -> lis
 
 
 def _played(run: RunDirectory, stage: str, step: int) -> Iterator[ScoredTrajectory]:
-    """In canonical order. Of a rollout that was played again after a kill, the last: the one that was learned from."""
+    """Return rollouts in canonical order. Of a rollout that was repeated after a kill, only the last was trained on."""
     path = run.stage(stage).rollouts(step)
     played: dict[RolloutKey, ScoredTrajectory] = {}
     for number, line in enumerate(read_lines(path), start=1):

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Self, TypeVar
 
-from strop.analysis.parts import Part
-from strop.analysis.rollout import MarkedRollout, MarkedTurn, Position
+from strop.analysis.marks import MarkedTurn, Part, Position
 
+_SUMS = ("turns", "parts", "offsets", "words", "forking")  # of `Figures`
 LAST_OFFSET = 50
 """ARPO (arXiv 2507.19849), section 1.2: entropy rises in the first 10 to 50 tokens after a tool's result."""
 
@@ -34,14 +34,7 @@ class Tally:
     num_high_reflection: int = 0
 
     def __add__(self, other: Self) -> Tally:
-        return Tally(
-            num_tokens=self.num_tokens + other.num_tokens,
-            entropy_sum=self.entropy_sum + other.entropy_sum,
-            num_high=self.num_high + other.num_high,
-            high_entropy_sum=self.high_entropy_sum + other.high_entropy_sum,
-            num_reflection=self.num_reflection + other.num_reflection,
-            num_high_reflection=self.num_high_reflection + other.num_high_reflection,
-        )
+        return Tally(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
 
     @property
     def entropy(self) -> float | None:
@@ -53,7 +46,7 @@ class Tally:
 
     @property
     def high_entropy(self) -> float | None:
-        """Mean entropy of the marked tokens alone."""
+        """Mean entropy of the marked tokens."""
         return ratio(self.high_entropy_sum, self.num_high)
 
     @property
@@ -90,21 +83,15 @@ class Figures:
     """Everything that is counted, of one step or of several."""
 
     num_rollouts: int = 0
-    turns: Mapping[Position, int] = field(default_factory=dict)
-    parts: Mapping[tuple[Position, Part], Tally] = field(default_factory=dict)
-    offsets: Mapping[Position, Offsets] = field(default_factory=dict)
-    words: Mapping[Position, Counter[str]] = field(default_factory=dict)
-    forking: Mapping[str, Tally] = field(default_factory=dict)  # by text
+    turns: dict[Position, int] = field(default_factory=dict)
+    parts: dict[tuple[Position, Part], Tally] = field(default_factory=dict)
+    offsets: dict[Position, Offsets] = field(default_factory=dict)
+    words: dict[Position, Counter[str]] = field(default_factory=dict)
+    forking: dict[str, Tally] = field(default_factory=dict)  # by text
 
     def __add__(self, other: Self) -> Figures:
-        return Figures(
-            num_rollouts=self.num_rollouts + other.num_rollouts,
-            turns=_added(self.turns, other.turns),
-            parts=_added(self.parts, other.parts),
-            offsets=_added(self.offsets, other.offsets),
-            words=_added(self.words, other.words),
-            forking=_added(self.forking, other.forking),
-        )
+        sums = {name: _added(getattr(self, name), getattr(other, name)) for name in _SUMS}
+        return Figures(num_rollouts=self.num_rollouts + other.num_rollouts, **sums)
 
     def part(self, part: Part) -> Tally:
         """Of one part, wherever it stands."""
@@ -138,23 +125,20 @@ def _add_to(sums: dict[_Key, _Value], more: Mapping[_Key, _Value]) -> None:
         sums[key] = sums[key] + value if key in sums else value
 
 
-def count(rollouts: Iterable[MarkedRollout]) -> Figures:
+def count(rollouts: Iterable[Sequence[MarkedTurn]]) -> Figures:
     """The figures of some rollouts."""
+    total = Figures(turns={}, parts={}, offsets={}, words={}, forking={})
     num_rollouts = 0
-    turns: dict[Position, int] = {}
-    parts: dict[tuple[Position, Part], Tally] = {}
-    offsets: dict[Position, Offsets] = {}
-    words: dict[Position, Counter[str]] = {}
-    forking: dict[str, Tally] = {}
     for rollout in rollouts:
         num_rollouts += 1
-        for turn in rollout.own_turns:
-            _add_to(turns, {turn.position: 1})
-            _add_to(parts, tally_turn(turn))
-            _add_to(offsets, {turn.position: offsets_of(turn)})
-            words.setdefault(turn.position, Counter()).update(turn.words)
-            _add_to(forking, _forking(turn))
-    return Figures(num_rollouts=num_rollouts, turns=turns, parts=parts, offsets=offsets, words=words, forking=forking)
+        for turn in rollout:
+            if turn.is_own:
+                _add_to(total.turns, {turn.position: 1})
+                _add_to(total.parts, tally_turn(turn))
+                _add_to(total.offsets, {turn.position: offsets_of(turn)})
+                _add_to(total.words, {turn.position: Counter(turn.words)})
+                _add_to(total.forking, _forking(turn))
+    return replace(total, num_rollouts=num_rollouts)
 
 
 def tally_turn(turn: MarkedTurn) -> dict[tuple[Position, Part], Tally]:

@@ -1,6 +1,6 @@
 """The functions of CS336 assignment 5 (Stanford's hand-out) under its names, for students and their tests.
 
-They take and return what the hand-out says, so an adapter is one import; `docs/guides/cs336.md` shows how.
+Arguments and return values are those of the hand-out, so an adapter is one import; `docs/guides/cs336.md` shows how.
 """
 
 from strop.cs336.evaluation import evaluate_vllm, log_generations

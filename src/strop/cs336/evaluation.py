@@ -1,4 +1,4 @@
-"""Sections 3 and 4 of the assignment: play prompts with an engine, judge the responses, keep what was said and the figures."""
+"""Sections 3 and 4 of the assignment: sample responses with an engine, judge them, and write responses and metrics."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from statistics import fmean
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import transformers
 
 from strop.cs336.grpo import RewardFunction
 from strop.cs336.masked import masked_mean
 from strop.cs336.sft import get_response_log_probs, tokenize_prompt_and_output
-from strop.runs import write_text
+from strop.run_directory import write_text
 
 
 class Completed(Protocol):
@@ -46,35 +46,35 @@ def evaluate_vllm(
     ground_truths: list[str],
     output_path: str | Path | None = None,
 ) -> dict[str, float]:
-    """Play each prompt, judge every completion of it, and write them all down.
+    """Sample completions for each prompt, judge them, and write them to a file.
 
-    The hand-out's signature, with what it leaves out: the truths to judge by and the file to write.
+    The hand-out's signature, with the ground truths and the output file that it leaves out.
 
     Args:
         vllm_model: a `vllm.LLM`, or anything with its `generate`.
         reward_fn: gives `reward`, `format_reward` and `answer_reward`.
         prompts: as the model reads them.
-        eval_sampling_params: handed to `generate`; a prompt with several completions counts with each.
+        eval_sampling_params: passed to `generate`; a prompt with several completions counts with each.
         ground_truths: one for each prompt.
-        output_path: one JSON object a line: `prompt`, `response`, `ground_truth` and the rewards. Replaced whole.
+        output_path: one JSON object per line: `prompt`, `response`, `ground_truth` and the rewards. Replaces the file.
 
     Returns:
-        The mean of each reward, `num_responses`, and how many there are of each kind: `num_correct` (format and answer right),
-        `num_formatted_wrong` (the format alone) and `num_unformatted` (neither).
+        The mean of each reward, `num_responses`, and counts: `num_correct` (format and answer right), `num_formatted_wrong`
+        (only the format) and `num_unformatted` (neither).
 
     Raises:
-        ValueError: not one truth for each prompt, no prompt, or the model answered another number of prompts.
+        ValueError: the numbers of prompts, truths and answers differ, or there is no prompt.
     """
-    rows = _play(vllm_model, reward_fn, prompts, ground_truths, eval_sampling_params)
+    rows = _sample(vllm_model, reward_fn, prompts, ground_truths, eval_sampling_params)
     if output_path is not None:
         _write(Path(output_path), rows)
-    return _figures(rows)
+    return _metrics(rows)
 
 
 def log_generations(
     vllm_model: Generator,
-    policy: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    policy: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     reward_fn: RewardFunction,
     prompts: list[str],
     ground_truths: list[str],
@@ -82,21 +82,21 @@ def log_generations(
     output_path: str | Path | None = None,
     batch_size: int = 8,
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Play some prompts in the middle of training, and say what the policy does.
+    """Sample responses to some prompts during training, and report statistics of the policy.
 
     Args:
         vllm_model: samples; it should hold the weights of `policy`.
-        policy: tells the entropy of each response token, at temperature 1; its mode (train or eval) is left as it is.
+        policy: gives the entropy of each response token, at temperature 1; its mode (train or eval) is not changed.
         batch_size: rows of one forward of `policy`.
         tokenizer, reward_fn, prompts, ground_truths, sampling_params, output_path: as `evaluate_vllm`.
 
     Returns:
         One dict for each completion: `prompt`, `response`, `ground_truth`, `reward`, `format_reward`, `answer_reward`,
-        `token_entropy` (mean over the response, nats; None for an empty one) and `num_tokens` of the response. And the figures
+        `token_entropy` (mean over the response, nats; None for an empty one) and `num_tokens` of the response. And the metrics
         of `evaluate_vllm` with the mean `token_entropy` over all response tokens, and `length`, `length_correct` and
-        `length_incorrect`, mean tokens of a response; a mean over nothing is left out.
+        `length_incorrect`, mean tokens of a response; a mean over no responses is left out.
     """
-    rows = _play(vllm_model, reward_fn, prompts, ground_truths, sampling_params)
+    rows = _sample(vllm_model, reward_fn, prompts, ground_truths, sampling_params)
     device = next(policy.parameters()).device
     for first in range(0, len(rows), batch_size):
         part = rows[first : first + batch_size]
@@ -110,10 +110,10 @@ def log_generations(
             row |= {"token_entropy": entropy if length else None, "num_tokens": length}
     if output_path is not None:
         _write(Path(output_path), rows)
-    figures = _figures(rows)
+    metrics = _metrics(rows)
     num_tokens = sum(row["num_tokens"] for row in rows)
     if num_tokens:
-        figures["token_entropy"] = (
+        metrics["token_entropy"] = (
             sum(row["token_entropy"] * row["num_tokens"] for row in rows if row["num_tokens"]) / num_tokens
         )
     kinds: dict[str, Sequence[Mapping[str, Any]]] = {
@@ -121,11 +121,11 @@ def log_generations(
         "length_correct": _correct(rows),
         "length_incorrect": _correct(rows, wanted=False),
     }
-    figures |= {name: fmean(row["num_tokens"] for row in kind) for name, kind in kinds.items() if kind}
-    return rows, figures
+    metrics |= {name: fmean(row["num_tokens"] for row in kind) for name, kind in kinds.items() if kind}
+    return rows, metrics
 
 
-def _play(
+def _sample(
     model: Generator, reward_fn: RewardFunction, prompts: list[str], ground_truths: list[str], sampling_params: Any
 ) -> list[dict[str, Any]]:
     if len(prompts) != len(ground_truths) or not prompts:
@@ -144,11 +144,11 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def _figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    figures = {name: fmean(row[name] for row in rows) for name in ("reward", "format_reward", "answer_reward")}
+def _metrics(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    metrics = {name: fmean(row[name] for row in rows) for name in ("reward", "format_reward", "answer_reward")}
     num_correct = len(_correct(rows))
     num_formatted = sum(row["format_reward"] == 1 for row in rows)
-    return figures | {
+    return metrics | {
         "num_responses": len(rows),
         "num_correct": num_correct,
         "num_formatted_wrong": num_formatted - num_correct,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from statistics import fmean
 from typing import Literal, TypeAlias, get_args
@@ -9,16 +10,17 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from strop.algorithms.advantages import group_normalized_advantages, mean_centered_advantages
-from strop.algorithms.losses import clip_token_loss, no_clip_token_loss
-from strop.algorithms.ratios import probability_ratio
+from strop.algorithms.grpo import group_normalized_advantages, mean_centered_advantages
+from strop.algorithms.losses import clip_token_loss, no_clip_token_loss, probability_ratio
 from strop.cs336.masked import masked_mean, masked_normalize
+
+logger = logging.getLogger(__name__)
 
 RewardFunction: TypeAlias = Callable[[str, str], Mapping[str, float]]
 """(response, ground truth) -> `reward`, `format_reward`, `answer_reward`; see `r1_zero_reward_fn`."""
 
 LossType: TypeAlias = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip", "grpo_no_clip"]
-"""What `compute_policy_gradient_loss` tells apart; the last is the ablation of section 8."""
+"""The losses of `compute_policy_gradient_loss`; the last is the ablation of section 8."""
 
 
 def compute_group_normalized_rewards(
@@ -46,8 +48,8 @@ def compute_group_normalized_rewards(
         `reward_max` and the means of the other parts, as in `format_reward_mean`.
 
     Raises:
-        ValueError: not one truth for each response, no whole number of groups, or groups of one with `normalize_by_std`: their
-            std does not exist. Without it they get advantage 0, and a warning is logged.
+        ValueError: the numbers of responses and truths differ, they are not a whole number of groups, or a group has one
+            response with `normalize_by_std`: it has no std. Without it its advantage is 0, and a warning is logged.
     """
     if len(rollout_responses) != len(repeated_ground_truths):
         raise ValueError(
@@ -55,7 +57,9 @@ def compute_group_normalized_rewards(
             " response, group_size times the same."
         )
     if group_size < 1 or not rollout_responses or len(rollout_responses) % group_size:
-        raise ValueError(f"{len(rollout_responses)} responses are no whole number of groups of {group_size}.")
+        raise ValueError(f"{len(rollout_responses)} responses are not a whole number of groups of {group_size}.")
+    if group_size == 1:
+        logger.warning("a group of one response has advantage 0: nothing is learnt from it")
     if group_size == 1 and normalize_by_std:
         raise ValueError("group_size is 1: one reward has no standard deviation. Set normalize_by_std = False, or sample more.")
     judged = [reward_fn(response, truth) for response, truth in zip(rollout_responses, repeated_ground_truths, strict=True)]
@@ -66,7 +70,7 @@ def compute_group_normalized_rewards(
         if normalize_by_std:
             advantages += group_normalized_advantages(group, eps=advantage_eps)
         else:
-            advantages += mean_centered_advantages(group, allow_group_of_one=True)
+            advantages += mean_centered_advantages(group) if group_size > 1 else [0.0]
     raw = torch.tensor(rewards)
     metadata = {f"{name}_mean": fmean(float(parts[name]) for parts in judged) for name in judged[0]}
     if len(rewards) > 1:
@@ -114,7 +118,7 @@ def compute_policy_gradient_loss(
     old_log_probs: Tensor | None = None,
     cliprange: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of each token by its name, (B, T), and what the loss has to tell.
+    """The named loss of each token, (B, T), and its statistics.
 
     Args:
         policy_log_probs: (B, T), nats; carries the gradient.
@@ -126,7 +130,7 @@ def compute_policy_gradient_loss(
         cliprange: for `grpo_clip`.
 
     Raises:
-        ValueError: no such loss, or an argument that it needs is missing.
+        ValueError: there is no such loss, or an argument that it needs is missing.
     """
     match loss_type:
         case "no_baseline":
@@ -165,8 +169,8 @@ def grpo_microbatch_train_step(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Add the gradients of one micro-batch: the loss of each row's tokens, averaged; then averaged over rows.
 
-    Rows without a response token have no mean and are left out of that over rows; with `normalize_constant` they count as 0. A
-    micro-batch of nothing else adds zero gradients. Log-probs where the mask is 0 may be NaN.
+    Rows without a response token have no mean and are left out of the mean over rows; with `normalize_constant` they count
+    as 0. A micro-batch of such rows adds zero gradients. Log-probs where the mask is 0 may be NaN.
 
     Args:
         response_mask: (B, T).
@@ -175,14 +179,14 @@ def grpo_microbatch_train_step(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange: as `compute_policy_gradient_loss`.
 
     Returns:
-        The scalar that was differentiated, detached; where the loss has a ratio `ratio_mean`, and where it clips
-        `clip_fraction`, over response tokens (NaN without one).
+        The scalar that was differentiated, detached; `ratio_mean` if the loss has a ratio and `clip_fraction` if it clips, over
+        response tokens (NaN without any).
     """
     mask = response_mask.bool()
-    # Before exp: a mask after it would still send NaN through the gradient of padded positions.
+    # Mask before exp: a mask after it would still pass NaN into the gradient of padded positions.
     policy_log_probs = torch.where(mask, policy_log_probs, 0.0)
     old_log_probs = None if old_log_probs is None else torch.where(mask, old_log_probs, 0.0)
-    token_loss, told = compute_policy_gradient_loss(
+    token_loss, statistics = compute_policy_gradient_loss(
         policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange
     )
     rows = mask.any(-1)
@@ -193,7 +197,7 @@ def grpo_microbatch_train_step(
     loss = of_rows / gradient_accumulation_steps
     loss.backward()  # type: ignore[no-untyped-call]
     names = {"is_clipped": "clip_fraction", "ratio": "ratio_mean"}
-    return loss.detach(), {names[name]: masked_mean(values.float(), mask) for name, values in told.items()}
+    return loss.detach(), {names[name]: masked_mean(values.float(), mask) for name, values in statistics.items()}
 
 
 def _need(name: str, value: Tensor | None, loss_type: str) -> Tensor:
@@ -203,9 +207,7 @@ def _need(name: str, value: Tensor | None, loss_type: str) -> Tensor:
 
 
 def _check_column(name: str, column: Tensor, policy_log_probs: Tensor) -> None:
-    """A vector (B,) would broadcast along the wrong dimension, in silence where B equals T."""
+    """A vector (B,) would broadcast along the wrong dimension, silently if B equals T."""
     expected = (policy_log_probs.shape[0], 1)
     if tuple(column.shape) != expected:
-        raise ValueError(
-            f"{name} has shape {tuple(column.shape)}; it has to be {expected}: one for each row. Try unsqueeze(-1)."
-        )
+        raise ValueError(f"{name} has shape {tuple(column.shape)}; it must be {expected}: one for each row. Try unsqueeze(-1).")

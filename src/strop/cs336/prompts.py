@@ -1,4 +1,4 @@
-"""The assignment's prompts, byte for byte: plain text for models without a chat template, one file each."""
+"""The assignment's prompts, byte for byte: plain text for models without a chat template."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SOURCES = {
     "alpaca_sft": "Stanford Alpaca (github.com/tatsu-lab/stanford_alpaca), as the supplement of CS336 assignment 5 has it.",
     "zero_shot_system_prompt": "The supplement of CS336 assignment 5, section 2, after URIAL (arXiv 2312.01552).",
 }
-"""Every prompt that `load_prompt` knows, and where it is from."""
+"""The prompts that `load_prompt` knows, with their sources."""
 
 
 def load_prompt(name: str) -> str:
-    """The template, whose places (`{question}`, or `{instruction}` and `{response}`) are filled in with `str.format`.
+    """The template; fill its fields (`{question}`, or `{instruction}` and `{response}`) with `str.format`.
 
     Raises:
         ConfigError: there is no such prompt.

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.cs336.masked import masked_mean, masked_normalize
 
 
 def tokenize_prompt_and_output(
-    prompt_strs: list[str], output_strs: list[str], tokenizer: PreTrainedTokenizerBase
+    prompt_strs: list[str], output_strs: list[str], tokenizer: transformers.PreTrainedTokenizerBase
 ) -> dict[str, Tensor]:
-    """Rows of prompt and output, tokenised apart, padded on the right whatever the tokenizer's `padding_side`, and their mask.
+    """Rows of separately tokenized prompt and output, padded on the right (whatever `padding_side` says), and their mask.
 
-    The prompt begins as the tokenizer begins a text (Llama's with BOS); nothing is added behind it or an output. Padding
-    is the tokenizer's padding token, else its EOS; `response_mask` is what tells it from text.
+    The prompt begins as the tokenizer begins a text (Llama's with BOS); nothing is added after it or after an output. Padding
+    is the tokenizer's padding token, else its EOS; only `response_mask` distinguishes it from text.
 
     Returns:
         Three tensors (B, T - 1), T the length of the longest row: `input_ids`, int64, without the last column; `labels`, int64,
         without the first; `response_mask`, bool, True where the label is a token of the output.
 
     Raises:
-        ValueError: not one output for each prompt, or no prompt at all.
+        ValueError: the numbers of prompts and outputs differ, or there is no prompt.
     """
     if len(prompt_strs) != len(output_strs) or not prompt_strs:
         raise ValueError(f"{len(prompt_strs)} prompts and {len(output_strs)} outputs: give one output for each prompt.")
@@ -40,8 +40,8 @@ def tokenize_prompt_and_output(
     return {"input_ids": ids[:, :-1], "labels": ids[:, 1:], "response_mask": mask[:, 1:]}
 
 
-def encode_beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text that something follows: with what the tokenizer puts before a text, without an EOS behind it."""
+def encode_beginning(tokenizer: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text that is continued: with the tokenizer's initial tokens, without a final EOS."""
     ids: list[int] = tokenizer.encode(text)
     own: list[int] = tokenizer.encode(text, add_special_tokens=False)
     adds_eos = ids[-1:] == [tokenizer.eos_token_id] and ids[-len(own) :] != own
@@ -51,7 +51,7 @@ def encode_beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]
 def compute_entropy(logits: Tensor) -> Tensor:
     """Entropy of each next-token distribution, Eq. 1, in nats: (..., V) -> (...). A logit of -inf is a probability of 0.
 
-    16-bit logits are computed with in float32.
+    16-bit logits are converted to float32.
     """
     distribution = _full_precision(logits).log_softmax(-1)
     terms = distribution.exp() * torch.where(distribution.isneginf(), 0.0, distribution)
@@ -59,23 +59,23 @@ def compute_entropy(logits: Tensor) -> Tensor:
 
 
 def get_response_log_probs(
-    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
+    model: transformers.PreTrainedModel, input_ids: Tensor, labels: Tensor, return_token_entropy: bool = False
 ) -> dict[str, Tensor]:
     """Log-prob of each label given the ids up to its place, Eq. 2; prompt and padding are not masked.
 
-    Padding belongs on the right, where `tokenize_prompt_and_output` puts it and no token of the row can see it. Nothing here
-    says where a row begins, so padding on the left would be read as its first words.
+    Padding must be on the right, as from `tokenize_prompt_and_output`, where no token attends to it. Padding on the left would
+    be read as the first words of the row.
 
-    `strop.training.logprobs.token_logprobs` is the same without ever holding all logits; it needs a model of `transformers`.
+    `strop.training.logprobs.token_logprobs` computes the same without holding all logits; it needs a model of `transformers`.
 
     Args:
         model: anything whose call returns `.logits` (B, T, V); the caller decides on grad mode and autocast.
         input_ids: int64 (B, T).
         labels: int64 (B, T).
-        return_token_entropy: also give the entropy of each distribution.
+        return_token_entropy: also return the entropy of each distribution.
 
     Returns:
-        `log_probs`, and where asked for `token_entropy`: (B, T), nats, at least float32; gradients flow through both.
+        `log_probs`, and `token_entropy` if requested: (B, T), nats, at least float32; gradients flow through both.
     """
     logits = model(input_ids).logits
     nats = F.cross_entropy(_full_precision(logits).flatten(0, 1), labels.flatten(), reduction="none")
@@ -97,7 +97,7 @@ def sft_microbatch_train_step(
         normalize_constant: divides each row's sum.
 
     Returns:
-        The scalar that was differentiated, detached; `mean_nll` is the mean per response token, in nats (NaN without one).
+        The scalar that was differentiated, detached; `mean_nll` is the mean per response token, in nats (NaN without any).
     """
     of_row = masked_normalize(policy_log_probs, response_mask, normalize_constant, dim=-1)
     loss = -of_row.mean() / gradient_accumulation_steps

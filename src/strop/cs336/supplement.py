@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from strop.algorithms.dpo import dpo_loss, implicit_margins
 from strop.cs336.prompts import load_prompt
 from strop.cs336.sft import encode_beginning, get_response_log_probs
 from strop.errors import TaskError
+from strop.run_directory import parse_json
 
 _MMLU_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is)\b)?\s*:?\s*(?:(?i:option)\s+)?[(*\"'`$]*([A-Z])(?![\w'’])")
 _MMLU_LETTER = re.compile(r"\s*[(*\"'`]*([A-Z])(?:[).:*\"'`]+(?:\s|$)|\s*$)")
-_THOUSANDS = r"(?:,|\{,\}|\\,|,\\!|[\u00a0\u2009\u202f])"  # also as LaTeX writes them, and spaces that do not break
+_THOUSANDS = r"(?:,|\{,\}|\\,|,\\!|[\u00a0\u2009\u202f])"  # including LaTeX's forms and non-breaking spaces
 _NUMBER = re.compile(
-    r"\d+(?:\.\d+){2,}"  # a version, a section or a date: no number
+    r"\d+(?:\.\d+){2,}"  # a version, a section or a date is not a number
     r"|(?P<sign>(?<![\w)\]}\u2212-])[-\u2212])?\$?"
     r"(?P<number>(?:"
     rf"\d{{1,3}}(?:{_THOUSANDS}\d{{3}})+(?!\d)(?:\.\d+)?"
-    r"|\d{1,3}(?: \d{3})*? 0\d\d(?: \d{3})*(?!\d)(?:\.\d+)?"  # three digits that begin with 0 are no number of their own
+    r"|\d{1,3}(?: \d{3})*? 0\d\d(?: \d{3})*(?!\d)(?:\.\d+)?"  # three digits that begin with 0 continue a number
     r"|\d+(?:\.\d+)?"
     r"|(?<![\w.])\.\d+"
     r")(?:[eE][+-]?\d+(?!\w))?)"
@@ -35,7 +35,7 @@ _NUMBER = re.compile(
 
 
 class PackedSFTDataset(Dataset[dict[str, Tensor]]):
-    """Documents one after the other, cut into rows of one length; labels are the next token. What is left over is dropped."""
+    """Concatenated documents, cut into rows of one length; labels are the next token. An incomplete last row is dropped."""
 
     def __init__(self, ids: Tensor, seq_length: int) -> None:
         self._ids = ids
@@ -53,18 +53,18 @@ class PackedSFTDataset(Dataset[dict[str, Tensor]]):
 
 
 def get_packed_sft_dataset(
-    tokenizer: PreTrainedTokenizerBase, dataset_path: str | Path, seq_length: int, shuffle: bool
+    tokenizer: transformers.PreTrainedTokenizerBase, dataset_path: str | Path, seq_length: int, shuffle: bool
 ) -> PackedSFTDataset:
     """All pairs of a file in the Alpaca template, each between BOS and EOS (where the tokenizer has them), packed.
 
     Args:
-        dataset_path: JSON lines with `prompt` and `response`; `.gz` is unpacked.
-        seq_length: tokens a row.
-        shuffle: order the documents at random, by torch's generator, before they are packed.
+        dataset_path: JSON lines with `prompt` and `response`; `.gz` is decompressed.
+        seq_length: tokens per row.
+        shuffle: shuffle the documents with torch's generator before packing.
 
     Raises:
         TaskError: a line is not such an object, or all of them together do not fill a row.
-        ValueError: rows of no tokens are asked for.
+        ValueError: `seq_length` is below 1.
     """
     if seq_length < 1:
         raise ValueError(f"seq_length is {seq_length}: a row needs at least one token.")
@@ -91,24 +91,26 @@ def _read_pairs(path: Path) -> list[dict[str, str]]:
         if not line.strip():
             continue
         try:
-            pair = json.loads(line)
+            pair = parse_json(line)
         except ValueError as error:
-            raise TaskError(f"{path}:{number}: not valid JSON ({error}). Mend or remove the line.") from error
+            raise TaskError(f"{path}:{number}: {error}. Mend or remove the line.") from error
         if not isinstance(pair, dict) or not all(isinstance(pair.get(key), str) for key in ("prompt", "response")):
-            raise TaskError(f"{path}:{number}: not an object with the texts 'prompt' and 'response'. Mend or remove the line.")
+            raise TaskError(
+                f"{path}:{number}: not an object with the texts 'prompt' and 'response'. Correct or remove the line."
+            )
         pairs.append(pair)
     return pairs
 
 
 def iterate_batches(dataset: Dataset[dict[str, Tensor]], batch_size: int, shuffle: bool) -> DataLoader[dict[str, Tensor]]:
-    """Batches of one epoch; the last may be smaller. Shuffled by torch's generator, anew each time it is iterated over."""
+    """Batches of one epoch; the last may be smaller. Shuffled by torch's generator again for each iteration."""
     return DataLoader(dataset, batch_size=batch_size, shuffle=shuffle)
 
 
 def compute_per_instance_dpo_loss(
-    lm: PreTrainedModel,
-    lm_ref: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    lm: transformers.PreTrainedModel,
+    lm_ref: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     beta: float,
     prompt: str,
     response_chosen: str,
@@ -116,13 +118,13 @@ def compute_per_instance_dpo_loss(
 ) -> Tensor:
     """-log σ(β (log π/π_ref of the chosen - the same of the rejected)), a scalar. DPO (arXiv 2305.18290) Eq. 7.
 
-    Each pair stands in the Alpaca template and ends with EOS. Log-probs run over all of it: those of the prompt are the same in
-    both, and cancel.
+    Each pair is in the Alpaca template and ends with EOS. Log-probs are summed over all tokens: those of the prompt are
+    equal in both, and cancel.
 
     Args:
-        lm: carries the gradient, and has the loss on its device.
+        lm: carries the gradient; the loss is on its device.
         lm_ref: no gradient flows to it; may be on another device.
-        beta: how dear it is to leave the reference.
+        beta: strength of the penalty for moving away from the reference.
     """
     logprobs: list[Tensor] = []
     for response in (response_chosen, response_rejected):
@@ -139,7 +141,7 @@ def compute_per_instance_dpo_loss(
 
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
     """The letter of the option that an answer names first ("The correct answer is B."), or that it consists of or begins with
-    ("(B)", "B. Because ..."); None where there is none.
+    ("(B)", "B. Because ..."); None if there is none.
 
     Args:
         mmlu_example: its `options` say how many letters there are.
@@ -152,10 +154,10 @@ def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> s
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:
-    """The last number of an answer, without thousands separators and signs of dollars; None where there is none.
+    """The last number of an answer, without thousands separators and dollar signs; None if there is none.
 
-    A minus is a sign where it touches its number and nothing touches it from the left: in "5 - 3", "5-3" and a list's "- 18" it
-    is none. Powers of ten stay as they are ("5e3"); "1 000" is one number, and "1.5.2" none.
+    A minus is a sign only if it touches its number and nothing touches it from the left: not in "5 - 3", "5-3" and a list's
+    "- 18". Powers of ten are kept ("5e3"); "1 000" is one number, "1.5.2" is none.
     """
     numbers = [match for match in _NUMBER.finditer(model_output) if match["number"]]
     if not numbers:
@@ -167,6 +169,6 @@ def _in_alpaca(prompt: str, response: str) -> str:
     return load_prompt("alpaca_sft").removesuffix("\n").format(instruction=prompt, response=response)
 
 
-def _text_logprob(model: PreTrainedModel, ids: list[int]) -> Tensor:
+def _text_logprob(model: transformers.PreTrainedModel, ids: list[int]) -> Tensor:
     row = torch.tensor([ids], device=next(model.parameters()).device)
     return get_response_log_probs(model, row[:, :-1], row[:, 1:])["log_probs"].sum()

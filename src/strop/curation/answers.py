@@ -1,25 +1,37 @@
-r"""Rules over a task's answer: what a verifier can judge, and what is worth judging.
+r"""Rules over a task's answer: what a verifier can judge reliably.
 
-rStar2-Agent (arXiv 2508.20722, section 4.2) keeps integer answers only, because rule-based checks of other forms err; it drops
+rStar2-Agent (arXiv 2508.20722, section 4.2) keeps only integer answers, because rule-based checks of other forms fail; it drops
 the huge numbers among Project Euler's answers.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
-from math import isfinite
+from typing import Literal
 
-from strop.curation.magnitude import Magnitude, magnitudes
+from pydantic import Field
+
+from strop.config import Config
 from strop.types import Task
 
 _INTEGER = re.compile(r"[+-]?\d+")
-_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s*|\\,\s*|\{,\})(?=\d{3}(?!\d))")  # which LaTeX alone writes
+_THOUSANDS = re.compile(r"(?<=\d)(?:,?\\!\s*|\\,\s*|\{,\})(?=\d{3}(?!\d))")  # only LaTeX writes these
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")  # with bare commas only as a whole: (100,200) is a pair
 _SEPARATED = re.compile(r"(?<![\d,(\[])(?<!\\\{)\d{1,3}(,|~|\\? )\d{3}(?:\1\d{3})+(?!\1?\d)")  # in a bracket it is a list
 _NUMBER = re.compile(r"[+-]?\d+(?:\.\d+|/\d+)?")
 _DIGITS = re.compile(r"(?<![.\d])\d+")  # before the decimal point
 _SCIENTIFIC = re.compile(r"\de\+?(\d{2,})", re.IGNORECASE)
+_NOTATIONS = (
+    (re.compile(r"[\s~]|\\[!,;: ]|\\(?:left|right)(?![a-zA-Z])"), ""),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹]+"), lambda found: "^" + found[0].translate(str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹", "0123456789"))),
+    (re.compile(r"(?<=\^[{(])\d{1,3}(?:,\d{3})+(?=[)}])"), lambda found: found[0].replace(",", "")),
+)
+_TOWER = re.compile(r"(?<!_)[\da-zA-Z)]\^[{(]?\d+(?:\^|!)")
+_POWER = re.compile(r"(?<![\d._])(?:(\d+(?:\.\d+)?)|\(([^()]*)\)|(?<![_\\a-zA-Z])[a-zA-Z])\^[{(]?(\d+)(?![\d.^!/*+-]|\\cdot)")
+_FACTORIAL = re.compile(r"(?<![\d.])(\d+)!(?!!)")
+_BINOMIAL = re.compile(r"\\[dt]?binom\{(\d+)\}\{(\d+)\}")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
 _PROSE = re.compile(r"[^\W\d_]{3,}")
@@ -36,27 +48,38 @@ _FUNCTIONS |= {"arcsin", "arccos", "arctan", "sinh", "cosh", "tanh"}
 
 
 def bare(answer: str) -> str:
-    r"""The answer without dollar signs, layout and separators of thousands: `$1,\!000$` is 1000."""
+    r"""Return the answer without dollar signs, layout and separators of thousands: `$1,\!000$` is 1000."""
     text = _THOUSANDS.sub("", answer.strip().strip("$").replace("−", "-").strip())
     return text.replace(",", "") if _GROUPED.fullmatch(text) else text
 
 
-@dataclass(frozen=True, slots=True)
-class IntegerAnswer:
+class RuleScope(Config):
+    """The keys of every rule: the sources whose problems it judges."""
+
+    kind: str
+    sources: tuple[str, ...] = Field(
+        (), description='Datasets, paths or hub names; empty: all. For dataset = "strop": the source column of its rows.'
+    )
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+
+class IntegerAnswer(RuleScope):
     """Keeps answers that are one integer."""
 
-    name: str = "integer_answer"
+    kind: Literal["integer_answer"] = "integer_answer"
 
     def judge(self, task: Task) -> str | None:
-        return None if _INTEGER.fullmatch(bare(task.answer)) else f"the answer {_short(task.answer)} is no integer"
+        return None if _INTEGER.fullmatch(bare(task.answer)) else f"the answer {_short(task.answer)} is not an integer"
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiableAnswer:
-    """Drops what no rule can verify: proofs, choices among letters, yes and no, prose."""
+class VerifiableAnswer(RuleScope):
+    """Drops answers that no rule can verify: proofs, letters of multiple choices, yes and no, prose."""
 
-    max_words: int = 0  # of prose that an answer may hold, for data sets of questions
-    name: str = "verifiable_answer"
+    kind: Literal["verifiable_answer"] = "verifiable_answer"
+    max_words: int = Field(default=0, ge=0, le=10**9, description="Words of prose that an answer may contain.")
 
     def judge(self, task: Task) -> str | None:
         answer = bare(task.answer)
@@ -67,22 +90,21 @@ class VerifiableAnswer:
         if whole := _TEXT.fullmatch(answer.rstrip(".")):
             answer = whole[1].strip()
         if answer.rstrip(".").lower() in _OPINIONS and not self.max_words:
-            return f"the answer {_short(answer)} is guessed right half of the time"
+            return f"the answer {_short(answer)} is right in half of all guesses"
         formula = _COMMAND.sub(" ", _TEXT.sub(" ", _ENVIRONMENT.sub(" ", answer)))
         prose = [word for word in map(str.lower, _PROSE.findall(formula)) if word not in _FUNCTIONS and word not in _LETTERS]
         if len(prose) > self.max_words:
-            return f"the answer {_short(answer)} is prose, which no rule verifies"
+            return f"the answer {_short(answer)} is prose, which no rule can verify"
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class SimpleAnswer:
-    """Drops answers so long, or of so many parts, that checks of them err."""
+class SimpleAnswer(RuleScope):
+    """Drops answers that are too long, or have too many parts, for reliable checks."""
 
-    max_chars: int = 80
-    max_commands: int = 8  # of LaTeX, as \\frac
-    max_parts: int = 4  # separated by commas
-    name: str = "simple_answer"
+    kind: Literal["simple_answer"] = "simple_answer"
+    max_chars: int = Field(default=80, ge=1, le=10**9, description="Characters of an answer.")
+    max_commands: int = Field(default=8, ge=0, le=10**9, description="LaTeX commands in an answer.")
+    max_parts: int = Field(default=4, ge=1, le=10**9, description="Parts of an answer, separated by commas.")
 
     def judge(self, task: Task) -> str | None:
         answer = bare(task.answer)
@@ -96,24 +118,47 @@ class SimpleAnswer:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class SmallNumbers:
-    """Drops answers that hold a huge number, written out or as a power, a factorial or a binomial."""
+class SmallNumbers(RuleScope):
+    """Drops answers with a huge number, in digits or as a power, a factorial or a binomial of plain numbers."""
 
-    max_digits: int = 15  # of a number; float64 holds no more exactly
-    name: str = "small_numbers"
+    kind: Literal["small_numbers"] = "small_numbers"
+    # float64 holds at most 15 digits exactly.
+    max_digits: int = Field(default=15, ge=1, le=10**9, description="Digits of a number in an answer.")
 
     def judge(self, task: Task) -> str | None:
         answer = _SEPARATED.sub(lambda number: number[0].replace(number[1], ""), bare(task.answer))
         longest = max((len(digits) for digits in _DIGITS.findall(answer)), default=0)
         if longest > self.max_digits:
             return f"the answer has a number of {longest} digits, more than {self.max_digits}"
-        scientific = (Magnitude("power", int(exponent) + 1) for exponent in _SCIENTIFIC.findall(answer))
-        largest = max((*magnitudes(answer), *scientific), key=lambda each: each.num_digits, default=None)
-        if largest is not None and largest.num_digits > self.max_digits:
-            digits = f"{largest.num_digits:.0f}" if isfinite(largest.num_digits) else "more than 10^18"
-            return f"the answer {_short(answer)} has a {largest.what} of {digits} digits, more than {self.max_digits}"
+        what, log = _largest(answer)
+        if log >= self.max_digits:
+            digits = f"{math.floor(log + 1e-9) + 1}" if math.isfinite(log) else "very many"
+            return f"the answer {_short(answer)} has a {what} of {digits} digits, more than {self.max_digits}"
         return None
+
+
+def _largest(answer: str) -> tuple[str, float]:
+    """The kind and the decimal logarithm of the largest power, factorial or binomial. A rule of thumb.
+
+    Operands are numbers as they are written; a letter or a bracket as base counts as 2, a power in an exponent as huge.
+    """
+    for pattern, replacement in _NOTATIONS:
+        answer = pattern.sub(replacement, answer)
+    found = [("power", math.inf)] if _TOWER.search(answer) else [("power", 0.0)]
+    found += [("power", float(exponent)) for exponent in _SCIENTIFIC.findall(answer)]
+    for number, bracket, exponent in _POWER.findall(answer):
+        base = float(number or (bracket if bracket.isdigit() else 2))
+        if base > 1 and "/" not in bracket and "\\frac" not in bracket:
+            found.append(("power", float(exponent) * math.log10(base)))
+    found += [("factorial", _log_factorial(float(number))) for number in _FACTORIAL.findall(answer)]
+    for n, k in ((float(n), float(k)) for n, k in _BINOMIAL.findall(answer)):
+        if k <= n < math.inf:
+            found.append(("binomial", _log_factorial(n) - _log_factorial(k) - _log_factorial(n - k)))
+    return max(found, key=lambda each: each[1])
+
+
+def _log_factorial(number: float) -> float:
+    return math.lgamma(number + 1) / math.log(10)
 
 
 def _short(answer: str) -> str:

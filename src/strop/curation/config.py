@@ -1,78 +1,54 @@
-"""What a curation file says: where problems come from, and which rules they must pass, in which order."""
+"""The curation file: where problems come from, and which rules they must pass, in which order."""
 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from strop.config import Config
+from strop.config import Config, load_toml, validate
+from strop.curation.answers import IntegerAnswer, RuleScope, SimpleAnswer, SmallNumbers, VerifiableAnswer
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.rows import source_of
 
 RowsSource: TypeAlias = Annotated[JsonlConfig | ParquetConfig | HubConfig, Field(discriminator="kind")]
 
 
-class RuleScope(Config):
-    """Of which sources a rule judges the problems."""
-
-    sources: tuple[str, ...] = ()  # by dataset, path or hub name; none: all. Of dataset = "strop" what the rows have as source
-
-
-class IntegerAnswerRule(RuleScope):
-    """Keeps answers that are one integer."""
-
-    kind: Literal["integer_answer"] = "integer_answer"
-
-
-class VerifiableAnswerRule(RuleScope):
-    """Drops proofs, choices among letters, yes and no, and prose."""
-
-    kind: Literal["verifiable_answer"] = "verifiable_answer"
-    max_words: int = Field(default=0, ge=0)  # of prose in an answer
-
-
-class SimpleAnswerRule(RuleScope):
-    """Drops answers so long, or of so many parts, that checks of them err."""
-
-    kind: Literal["simple_answer"] = "simple_answer"
-    max_chars: int = Field(default=80, ge=1)
-    max_commands: int = Field(default=8, ge=0)  # of LaTeX
-    max_parts: int = Field(default=4, ge=1)  # separated by commas
-
-
-class SmallNumbersRule(RuleScope):
-    """Drops answers with huge numbers."""
-
-    kind: Literal["small_numbers"] = "small_numbers"
-    max_digits: int = Field(default=15, ge=1)
-
-
 class DecontaminationRule(RuleScope):
     """Drops problems that share n-grams with a benchmark, and reworded copies of its short problems."""
 
     kind: Literal["decontamination"] = "decontamination"
-    against: tuple[RowsSource, ...] = Field(min_length=1)  # of each the test rows where it names some, else all
-    n: int = Field(default=8, ge=2)  # words; rStar2-Agent section 4.2, open-r1
-    min_share: float = Field(default=0.5, ge=0, le=1)  # of a benchmark problem's n-grams; 0 is the papers' strict rule
-    short_share: float = Field(default=0.45, gt=0, le=1)  # of one with fewer than 3n words, that one run of words must hold
+    against: tuple[RowsSource, ...] = Field(min_length=1, description="Benchmarks: their test rows, or all rows if none.")
+    n: int = Field(default=8, ge=2, le=10**6, description="Words of an n-gram (rStar2-Agent section 4.2, open-r1).")
+    min_share: float = Field(
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of a benchmark problem's n-grams that makes a copy; 0: one n-gram, as in the papers.",
+    )
+    short_share: float = Field(
+        default=0.45, gt=0, le=1, description="The same for problems with fewer than 3n words, in one run of words."
+    )
 
 
 class AgreementRule(RuleScope):
-    """Keeps problems whose label some of a model's answers reach."""
+    """Keeps problems whose label agrees with some of a model's answers."""
 
     kind: Literal["agreement"] = "agreement"
-    outcomes: Path
-    num_rollouts: int = Field(default=16, ge=1)  # asked of the model; those that were not judged may have been right
-    min_right: int = Field(default=2, ge=1)  # of 16; rStar2-Agent section 4.2
+    outcomes: Path = Field(description="JSONL file with the outcome of each task.")
+    num_rollouts: int = Field(default=16, ge=1, le=10**9, description="Rollouts of each task; unjudged ones may be right.")
+    min_right: int = Field(
+        default=2, ge=1, le=10**9, description="Right rollouts that a task needs (rStar2-Agent section 4.2)."
+    )
 
     @model_validator(mode="after")
     def _can_be_reached(self) -> Self:
         if self.min_right > self.num_rollouts:
             raise ValueError(
-                f"min_right is {self.min_right} but num_rollouts is {self.num_rollouts}: no problem could stay. Lower"
+                f"min_right is {self.min_right} but num_rollouts is {self.num_rollouts}: every problem would be dropped. Lower"
                 " min_right."
             )
         return self
@@ -82,9 +58,11 @@ class DifficultyRule(RuleScope):
     """Drops problems that the policy always solves."""
 
     kind: Literal["difficulty"] = "difficulty"
-    outcomes: Path
-    num_rollouts: int = Field(default=8, ge=1)  # judged, before "always" is believed; rStar2-Agent section 4.3
-    min_right: int = Field(default=0, ge=0)  # fewer is too hard
+    outcomes: Path = Field(description="JSONL file with the outcome of each task.")
+    num_rollouts: int = Field(
+        default=8, ge=1, le=10**9, description="Judged rollouts that the rule needs (rStar2-Agent section 4.3)."
+    )
+    min_right: int = Field(default=0, ge=0, le=10**9, description="Right rollouts below which a task is too hard.")
 
 
 class ExactDuplicatesRule(RuleScope):
@@ -94,18 +72,18 @@ class ExactDuplicatesRule(RuleScope):
 
 
 class NearDuplicatesRule(RuleScope):
-    """Keeps the first of questions that read nearly the same; needs the extra `data`."""
+    """Keeps the first of nearly equal questions; needs the extra `data`."""
 
     kind: Literal["near_duplicates"] = "near_duplicates"
-    threshold: float = Field(default=0.8, ge=0.3, le=1)  # Jaccard index of the word triples
-    needs_same_answer: bool = True  # the same sentence with other numbers is another problem
+    threshold: float = Field(default=0.8, ge=0.3, le=1, description="Jaccard index of the word triples.")
+    needs_same_answer: bool = Field(True, description="Only questions with equal answers are duplicates.")
 
 
 RuleConfig: TypeAlias = Annotated[
-    IntegerAnswerRule
-    | VerifiableAnswerRule
-    | SimpleAnswerRule
-    | SmallNumbersRule
+    IntegerAnswer
+    | VerifiableAnswer
+    | SimpleAnswer
+    | SmallNumbers
     | DecontaminationRule
     | AgreementRule
     | DifficultyRule
@@ -115,28 +93,28 @@ RuleConfig: TypeAlias = Annotated[
 ]
 
 COMPARISONS = (ExactDuplicatesRule, NearDuplicatesRule)
-"""Rules that judge a task by those before it."""
+"""Rules that compare a task with those before it."""
 
 
 class CurationConfig(Config):
     """The root of a curation file."""
 
-    name: str
-    sources: tuple[RowsSource, ...] = Field(min_length=1)
-    rules: tuple[RuleConfig, ...] = Field(min_length=1)
+    name: str = Field(description="Title of the report.")
+    sources: tuple[RowsSource, ...] = Field(min_length=1, description="Where problems come from.")
+    rules: tuple[RuleConfig, ...] = Field(min_length=1, description="Rules in the order in which they judge.")
 
     @model_validator(mode="after")
     def _compares_last(self) -> Self:
         kinds = [rule.kind for rule in self.rules]
         twice = next((kind for kind in kinds if kinds.count(kind) > 1), None)
         if twice is not None:
-            raise ValueError(f"rules has {twice} twice, so what it dropped could not be told apart. Keep one of them.")
+            raise ValueError(f"rules has {twice} twice. Keep one of them.")
         is_comparison = [isinstance(rule, COMPARISONS) for rule in self.rules]
         if is_comparison != sorted(is_comparison):
             first = kinds[is_comparison.index(True)]
             raise ValueError(
-                f"rules has {first} before {kinds[-1 - is_comparison[::-1].index(False)]}: a duplicate of a problem that is"
-                " dropped afterwards would be lost with it. Put exact_duplicates and near_duplicates last."
+                f"rules has {first} before {kinds[-1 - is_comparison[::-1].index(False)]}: if a later rule drops the first of"
+                " two duplicates, both are lost. Put exact_duplicates and near_duplicates last."
             )
         return self
 
@@ -151,29 +129,53 @@ class CurationConfig(Config):
                 nearest = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
                 raise ValueError(
-                    f"sources of {rule.kind} has {name!r}, which is none of the sources: {', '.join(known)}.{hint} Name one by"
-                    " its dataset, path or hub name."
+                    f"sources of {rule.kind} has {name!r}, which is not one of the sources: {', '.join(known)}.{hint}"
+                    " Use a dataset, path or hub name."
                 )
         return self
 
     def scope(self, rule: RuleConfig) -> frozenset[str] | None:
-        """What the problems that `rule` judges have as their source; None where it judges all."""
+        """Return the source names of the problems that `rule` judges, or None for all."""
         if not rule.sources:
             return None
         return frozenset[str]().union(*map(self.called, rule.sources))
 
     def called(self, name: str) -> frozenset[str]:
-        """What problems may have as their source of which a rule speaks as `name`."""
+        """Return the source names of the problems that a rule calls `name`."""
         return frozenset([name, *(source_of(source, "train") for source in self.sources if _is_called(source, name))])
 
 
 def _names_of(source: RowsSource) -> list[str]:
-    """What a rule may call a source."""
+    """Return the names that a rule may use for a source."""
     place = source.name if isinstance(source, HubConfig) else str(source.path)
     return [name for name in (source.dataset, place) if name is not None]
 
 
 def _is_called(source: RowsSource, name: str) -> bool:
     if source.dataset == "strop":
-        return False  # its rows say themselves where they come from
+        return False  # its rows have their own source column
     return name in _names_of(source) or (not isinstance(source, HubConfig) and str(source.path).endswith(f"/{name}"))
+
+
+_PATH_KEYS = ("path", "test_path", "outcomes")
+
+
+def load_curation(path: Path, overrides: Sequence[str] = ()) -> CurationConfig:
+    """Return the curation in `path`. Relative paths are looked up next to it first. Raises `ConfigError` with each mistake."""
+    return validate(CurationConfig, _with_paths(load_toml(path, overrides), path.parent), place=str(path))
+
+
+def _with_paths(tree: Any, directory: Path) -> Any:
+    if isinstance(tree, list):
+        return [_with_paths(each, directory) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: _next_to(directory, value) if key in _PATH_KEYS and isinstance(value, str) else _with_paths(value, directory)
+        for key, value in tree.items()
+    }
+
+
+def _next_to(directory: Path, value: str) -> str:
+    path = Path(value).expanduser()
+    return str(directory / path) if not path.is_absolute() and (directory / path).exists() else str(path)

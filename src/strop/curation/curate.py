@@ -1,49 +1,135 @@
-"""Applies rules to tasks, one after the other: what stays, and of all else which rule dropped it and why."""
+"""Applies rules to tasks, one after the other; each dropped task gets the rule that dropped it, and the reason."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from strop.curation.answers import IntegerAnswer, SimpleAnswer, SmallNumbers, VerifiableAnswer
 from strop.curation.config import (
     AgreementRule,
     CurationConfig,
     DecontaminationRule,
     DifficultyRule,
     ExactDuplicatesRule,
-    IntegerAnswerRule,
     NearDuplicatesRule,
     RowsSource,
     RuleConfig,
-    SimpleAnswerRule,
-    SmallNumbersRule,
-    VerifiableAnswerRule,
 )
 from strop.curation.decontamination import Decontamination
 from strop.curation.outcomes import Agreement, Difficulty, read_outcomes
-from strop.curation.verdict import AnyRule, Verdict, comparisons, rules_alone, scoped
 from strop.tasks import iterate_rows
 from strop.tasks.rows import has_test_rows
 from strop.types import Task
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """A task with the rule that dropped it and the reason, or with neither if it was kept."""
+
+    task: Task
+    rule: str = ""
+    reason: str = ""
+
+    @property
+    def is_kept(self) -> bool:
+        return not self.rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """A task after the independent rules. A kept task carries the preparations of the comparisons."""
+
+    verdict: Verdict
+    prepared: tuple[bytes, ...] = ()
+
+
+class Rule(Protocol):
+    """Judges each task independently, so in parallel and in any order."""
+
+    @property
+    def name(self) -> str: ...
+
+    def judge(self, task: Task) -> str | None:
+        """Return the reason why `task` is dropped, or None."""
+
+
+@runtime_checkable
+class Comparison(Protocol):
+    """Compares a task with those before it, so it sees all tasks in order.
+
+    `prepare` computes what depends on the task only; other processes run it.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, task: Task) -> bytes: ...
+
+    def judge(self, task: Task, prepared: bytes) -> str | None:
+        """Return the reason why `task` is dropped, or None; a task that stays is remembered."""
+
+
+AnyRule: TypeAlias = Rule | Comparison
+RuleT = TypeVar("RuleT", Rule, Comparison)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoped(Generic[RuleT]):
+    """A rule for problems of some sources; others stay, and are not compared."""
+
+    rule: RuleT
+    sources: frozenset[str] | None  # None: all
+
+    def applies_to(self, task: Task) -> bool:
+        return self.sources is None or task.source in self.sources
+
+
+class Rules:
+    """The rules of a file, in order: first those that judge each task independently, then the comparisons."""
+
+    def __init__(self, rules: Iterable[tuple[AnyRule, frozenset[str] | None]]) -> None:
+        self._independent: list[Scoped[Rule]] = []
+        self._comparisons: list[Scoped[Comparison]] = []
+        for rule, sources in rules:
+            if isinstance(rule, Comparison):
+                self._comparisons.append(Scoped(rule=rule, sources=sources))
+            else:
+                self._independent.append(Scoped(rule=rule, sources=sources))
+
+    @property
+    def names(self) -> list[str]:
+        independent = [each.rule.name for each in self._independent]
+        return independent + [each.rule.name for each in self._comparisons]
+
+    def judge(self, task: Task) -> Judged:
+        """Apply the independent rules, and prepare the comparisons. Runs in parallel."""
+        for each in self._independent:
+            if each.applies_to(task) and (reason := each.rule.judge(task)) is not None:
+                return Judged(verdict=Verdict(task=task, rule=each.rule.name, reason=reason))
+        prepared = (each.rule.prepare(task) if each.applies_to(task) else b"" for each in self._comparisons)
+        return Judged(verdict=Verdict(task=task), prepared=tuple(prepared))
+
+    def compare(self, judged: Iterable[Judged]) -> Iterator[Verdict]:
+        """Apply the comparisons to judged tasks, in order."""
+        for each in judged:
+            yield self._compared(each) if each.verdict.is_kept else each.verdict
+
+    def _compared(self, judged: Judged) -> Verdict:
+        task = judged.verdict.task
+        for each, prepared in zip(self._comparisons, judged.prepared, strict=True):
+            if each.applies_to(task) and (reason := each.rule.judge(task, prepared)) is not None:
+                return Verdict(task=task, rule=each.rule.name, reason=reason)
+        return judged.verdict
+
+
 def make_rule(config: RuleConfig) -> AnyRule:
-    """The rule that `config` describes.
+    """Return the rule that `config` describes.
 
     Raises:
-        TaskError: its benchmark or its outcomes cannot be read.
+        TaskError: its benchmark or outcomes cannot be read.
     """
     match config:
-        case IntegerAnswerRule():
-            return IntegerAnswer()
-        case VerifiableAnswerRule():
-            return VerifiableAnswer(max_words=config.max_words)
-        case SimpleAnswerRule():
-            return SimpleAnswer(max_chars=config.max_chars, max_commands=config.max_commands, max_parts=config.max_parts)
-        case SmallNumbersRule():
-            return SmallNumbers(max_digits=config.max_digits)
         case DecontaminationRule():
             benchmarks = (task for source in config.against for task in read_benchmark(source))
             return Decontamination(benchmarks, n=config.n, min_share=config.min_share, short_share=config.short_share)
@@ -58,61 +144,24 @@ def make_rule(config: RuleConfig) -> AnyRule:
 
             return ExactDuplicates()
         case NearDuplicatesRule():
-            from strop.curation.duplicates import NearDuplicates  # imports numpy: law 10
+            from strop.curation.duplicates import NearDuplicates  # imports numpy
 
             return NearDuplicates(threshold=config.threshold, needs_same_answer=config.needs_same_answer)
         case _:
-            assert_never(config)
+            return config
 
 
-def make_rules(config: CurationConfig) -> list[AnyRule]:
-    """The rules of a file, each for the sources that it names. Raises as `make_rule` does."""
-    return [scoped(make_rule(rule), config.scope(rule)) for rule in config.rules]
+def make_rules(config: CurationConfig) -> Rules:
+    """Return the rules of a file, each for its sources. Raises the errors of `make_rule`."""
+    return Rules((make_rule(rule), config.scope(rule)) for rule in config.rules)
 
 
 def read_benchmark(source: RowsSource) -> Iterator[Task]:
-    """The problems that are evaluated: the test rows where `source` tells them apart, else all."""
+    """Return the test rows of `source`, or all rows if it has no test rows."""
     return iterate_rows(source, split="test" if has_test_rows(source) else "train")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A task after the rules that look at it alone. One that they kept carries what the comparisons need of it."""
-
-    verdict: Verdict
-    prepared: tuple[bytes, ...] = ()
-
-
-class Alone:
-    """The rules that judge a task by itself, and the preparations of the others: all that processes can share out."""
-
-    def __init__(self, rules: Sequence[AnyRule]) -> None:
-        self._rules = rules_alone(rules)
-        self._comparisons = comparisons(rules)
-
-    def judge(self, task: Task) -> Judged:
-        for rule in self._rules:
-            reason = rule.judge(task)
-            if reason is not None:
-                return Judged(verdict=Verdict(task=task, rule=rule.name, reason=reason))
-        return Judged(verdict=Verdict(task=task), prepared=tuple(rule.prepare(task) for rule in self._comparisons))
-
-
-def compare(judged: Iterable[Judged], rules: Sequence[AnyRule]) -> Iterator[Verdict]:
-    """The last word on each task, in order, of those of `rules` that compare."""
-    comparing = comparisons(rules)
-    for each in judged:
-        verdict = each.verdict
-        if verdict.is_kept:
-            for rule, prepared in zip(comparing, each.prepared, strict=True):
-                reason = rule.judge(verdict.task, prepared)
-                if reason is not None:
-                    verdict = Verdict(task=verdict.task, rule=rule.name, reason=reason)
-                    break
-        yield verdict
-
-
-def curate(tasks: Iterable[Task], rules: Sequence[AnyRule]) -> Iterator[Verdict]:
-    """A verdict for each task, as it comes. Comparisons judge after all other rules, wherever they stand in `rules`."""
-    alone = Alone(rules)
-    return compare((alone.judge(task) for task in tasks), rules)
+def curate(tasks: Iterable[Task], rules: Iterable[AnyRule]) -> Iterator[Verdict]:
+    """Return a verdict for each task. Comparisons judge after all other rules."""
+    all_rules = Rules((rule, None) for rule in rules)
+    return all_rules.compare(map(all_rules.judge, tasks))

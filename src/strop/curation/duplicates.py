@@ -1,11 +1,10 @@
-"""Finds problems that were seen before: the same text, or nearly the same by MinHash (Broder, 1997).
+"""Drops duplicates: equal texts, or nearly equal ones by MinHash (Broder, 1997).
 
 Near-duplicates are pairs whose sets of word triples overlap by a Jaccard index of at least `threshold`. Candidates come from
 bands of the signatures (locality-sensitive hashing); each is then checked by the whole signature.
 
-A set that one template wrote has bands that nearly all of its problems share, though few of them are alike enough. Where the
-answers must be equal, they are part of what is looked up, so problems of other answers are never met; and a bucket takes up to
-`max_in_bucket` problems, so that the work for one of them is bounded however many there are.
+Problems from one template share bands although few are similar enough. If answers must be equal, they are part of the key, so
+problems with other answers are never compared; and a bucket holds at most `max_in_bucket` problems, which bounds the work.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ logger = logging.getLogger(__name__)
 _NUM_HASHES = 120
 _SHINGLE_WORDS = 3
 _SEED = 1
-_RECALL = 0.99  # of pairs exactly at the threshold, whose signatures meet in a band
+_RECALL = 0.99  # of pairs exactly at the threshold
 
 
 class ExactDuplicates:
-    """Keeps the first of problems whose questions are equal but for layout."""
+    """Keeps the first of problems whose questions differ only in layout."""
 
     name = "exact_duplicates"
 
@@ -51,13 +50,13 @@ class ExactDuplicates:
 
 
 class NearDuplicates:
-    """Keeps the first of problems that read nearly the same.
+    """Keeps the first of problems with nearly equal questions.
 
-    By default only where the answers are equal, too: the same sentence with other numbers is another problem.
+    By default the answers must be equal too: the same sentence with other numbers is another problem.
 
     Args:
-        max_in_bucket: problems that are found by one band; those that come later are found by their other bands alone. What
-            is kept without a look at them all is counted, and told of.
+        max_in_bucket: problems in a bucket; later ones are found only by their other bands. Problems that were not compared
+            with all candidates are counted, with a warning.
     """
 
     name = "near_duplicates"
@@ -67,9 +66,9 @@ class NearDuplicates:
         self.needs_same_answer = needs_same_answer
         self.max_in_bucket = max_in_bucket
         self.num_compared = 0
-        """Pairs of signatures that were compared whole."""
+        """Pairs of signatures that were compared."""
         self.num_cut_short = 0
-        """Problems that are kept though one of their buckets was full."""
+        """Problems that are kept although one of their buckets was full."""
         self._rows = rows_of_band(threshold)
         self._buckets: list[dict[bytes, array[int]]] = [{} for _ in range(_NUM_HASHES // self._rows)]
         self._answers: dict[str, int] = {}
@@ -92,12 +91,12 @@ class NearDuplicates:
                 first = alike[0]
                 return f"{likeness[first]:.0%} alike with {self._kept[candidates[first]]}"
         if any(len(each) >= self.max_in_bucket for each in met):
-            self._tell_of_full_buckets()
+            self._warn_of_full_buckets()
         self._remember(task.id, own, bands)
         return None
 
     def _bands(self, prepared: bytes, answer: str) -> list[bytes]:
-        """What each of the buckets is asked for: a band, and which answer it must have."""
+        """Return the key in each bucket: a band, and the answer if it must be equal."""
         key = self._answers.setdefault(answer, len(self._answers)).to_bytes(4, "little") if self.needs_same_answer else b""
         width = 4 * self._rows
         return [key + prepared[start : start + width] for start in range(0, width * len(self._buckets), width)]
@@ -113,20 +112,20 @@ class NearDuplicates:
             if len(found) < self.max_in_bucket:
                 found.append(index)
 
-    def _tell_of_full_buckets(self) -> None:
+    def _warn_of_full_buckets(self) -> None:
         self.num_cut_short += 1
         if self.num_cut_short.bit_count() == 1:  # 1, 2, 4, ...
             logger.warning(
-                "near_duplicates: %d so far are kept that share a part of their text with more than %d problems%s; they were"
-                " compared with the first of these alone, so a near copy may have stayed.",
+                "near_duplicates: %d kept problems share text with more than %d problems%s. They were compared only with the"
+                " first of these, so near duplicates may remain.",
                 self.num_cut_short,
                 self.max_in_bucket,
-                " of the same answer" if self.needs_same_answer else "",
+                " with the same answer" if self.needs_same_answer else "",
             )
 
 
 def signature(text: str) -> bytes:
-    """The MinHash signature of the word triples of `text`: 120 numbers of 32 bits, the same in every process."""
+    """Return the MinHash signature of the word triples of `text`: 120 numbers of 32 bits, the same in every process."""
     try:
         from rensa import RMinHash
     except ImportError as error:
@@ -141,5 +140,5 @@ def signature(text: str) -> bytes:
 
 
 def rows_of_band(threshold: float) -> int:
-    """The most rows of a band with which a pair at `threshold` still meets in some band with the probability 0.99."""
+    """Return the largest number of rows of a band at which a pair at `threshold` shares a band with probability 0.99."""
     return max(rows for rows in range(1, 13) if rows == 1 or 1 - (1 - threshold**rows) ** (_NUM_HASHES // rows) >= _RECALL)

@@ -1,7 +1,7 @@
-"""Rules over what a model did with a task: how many of its rollouts were right.
+"""Rules over the outcomes of a model's rollouts of a task.
 
-rStar2-Agent (arXiv 2508.20722): of OpenMathReasoning's problems only those stay whose label at least 2 of 16 answers of a model
-reach (section 4.2); before its third stage those are dropped that the policy solves in 8 of 8 rollouts (section 4.3).
+rStar2-Agent (arXiv 2508.20722) keeps problems of OpenMathReasoning whose label agrees with at least 2 of 16 answers of a model
+(section 4.2); before its third stage it drops problems that the policy solves in 8 of 8 rollouts (section 4.3).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _FORM = "A row holds task_id and question_digest (texts), num_right and num_judg
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How often a model solved a task. Void rollouts are none of the judged ones (design law 3)."""
+    """How often a model solved a task. Void rollouts are not judged."""
 
     task_id: str
-    question_digest: str  # ids of two files may be the same, as train.jsonl:1
+    question_digest: str  # two files may have equal ids
     num_right: int
     num_judged: int
 
 
 TaskKey: TypeAlias = tuple[str, str]
-"""Which task an outcome is of: its id and a digest of its question."""
+"""The id of a task and a digest of its question."""
 
 
 def key_of(task: Task) -> TaskKey:
@@ -38,7 +38,7 @@ def key_of(task: Task) -> TaskKey:
 
 
 def outcome_of(group: Group, verdict: Callable[[ScoredTrajectory], bool | None]) -> Outcome:
-    """How often the task of `group` was solved. `verdict` says whether a rollout is right, or None where nobody knows."""
+    """Return how often the task of `group` was solved. `verdict` says whether a rollout is right, or None if unknown."""
     found = [verdict(scored) for scored in group.trajectories]
     task_id, digest = key_of(group.task)
     num_judged = len(found) - found.count(None)
@@ -46,11 +46,7 @@ def outcome_of(group: Group, verdict: Callable[[ScoredTrajectory], bool | None])
 
 
 def read_outcomes(path: Path) -> dict[TaskKey, Outcome]:
-    """The rows of a JSONL file with the fields of `Outcome`; rows of one task add up.
-
-    Raises:
-        TaskError: naming the row that is none.
-    """
+    """Return the outcomes in a JSONL file; rows of one task add up. Raises `TaskError` for a bad row."""
     found: dict[TaskKey, Outcome] = {}
     for place, row in read_jsonl(path):
         outcome = _outcome(row, place)
@@ -68,21 +64,22 @@ def read_outcomes(path: Path) -> dict[TaskKey, Outcome]:
 def _outcome(row: Mapping[str, Any], place: str) -> Outcome:
     task_id, digest, right, judged = (row.get(key) for key in ("task_id", "question_digest", "num_right", "num_judged"))
     if not isinstance(task_id, str) or type(right) is not int or type(judged) is not int or not 0 <= right <= judged:
-        raise TaskError(f"{place}: no outcome of a task. {_FORM}; stages of filter and rejection sampling write such.")
+        raise TaskError(
+            f"{place}: not the outcome of a task. {_FORM}; the stages filter and rejection_sampling write such files."
+        )
     if not isinstance(digest, str):
         raise TaskError(
-            f"{place}: no question_digest, without which {task_id!r} may be a task of any source. {_FORM}; for a task of yours"
-            " strop.curation.outcomes.key_of(task) gives the first two."
+            f"{place}: no question_digest for task {task_id!r}. {_FORM}; strop.curation.outcomes.key_of(task) returns the"
+            " first two."
         )
     return Outcome(task_id=task_id, question_digest=digest, num_right=right, num_judged=judged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Keeps tasks whose label at least `min_right` of a model's answers reach: a label that none reaches is likely wrong.
+    """Keeps tasks whose label agrees with at least `min_right` of a model's answers; other labels are probably wrong.
 
-    Of `num_rollouts` those that were not judged (void, or with no verdict) may have reached it: a task is dropped only where
-    they could not have changed that.
+    Rollouts that were not judged (void, or without a verdict) may be right: a task is dropped only if they cannot change that.
     """
 
     outcomes: Mapping[TaskKey, Outcome]
@@ -103,9 +100,9 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difficulty:
-    """Drops tasks that the policy always solves, and never solves where `min_right` asks for it.
+    """Drops tasks that the policy always solves, or solves fewer than `min_right` times.
 
-    With fewer than `num_rollouts` judged nothing is known of "always", and the task stays.
+    A task with fewer than `num_rollouts` judged rollouts stays.
     """
 
     outcomes: Mapping[TaskKey, Outcome]

@@ -1,15 +1,16 @@
-"""Curates files into a directory: parallel, streaming, and after a kill from where it was.
+"""Curates files into a directory: parallel, streaming and resumable.
 
-    <directory>/  kept.jsonl  dropped.jsonl  report.html  curation.json   and, while it goes on, parts/
+    <directory>/  kept.jsonl  dropped.jsonl  report.html  curation.json   and, while it runs, parts/
 
-The rules that judge a task by itself run in processes, a chunk of the input at a time; each chunk's verdicts are a file in
-parts/. The comparisons, which must see all tasks in order, then pass over these files. Nothing holds more than a few chunks,
-save what the comparisons remember of each kept task: a few KB.
+Independent rules run in processes, a chunk of the input at a time; the verdicts of each chunk are a file in parts/. The
+comparisons, which must see all tasks in order, then read these files. Memory holds a few chunks, plus a few KB for each kept
+task in the comparisons.
 """
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import logging
 import multiprocessing
@@ -22,41 +23,51 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any, TypeAlias
 
-from strop.curation.config import CurationConfig
-from strop.curation.curate import Alone, Judged, compare, make_rules
-from strop.curation.inputs import VERDICTS, lineage
-from strop.curation.page import write_page
-from strop.curation.parts import UNREADABLE, left_out, part_path, read_parts, row_of, unreadable, write_part
-from strop.curation.tally import RuleTally, Tally
-from strop.curation.verdict import AnyRule, comparisons, rules_alone
-from strop.errors import DeadlineExceeded, MachineError, RunError
-from strop.runs import read_json, write_json, writing_to
-from strop.tasks.commits import keeping_commits
+from strop.curation.config import AgreementRule, CurationConfig, DecontaminationRule, DifficultyRule, RowsSource
+from strop.curation.curate import Judged, Rules, make_rules
+from strop.curation.results import (
+    UNREADABLE,
+    RuleTally,
+    Tally,
+    left_out,
+    part_path,
+    read_parts,
+    row_of,
+    unreadable,
+    write_page,
+    write_part,
+)
+from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
+from strop.run_directory import read_json, write_json
+from strop.tasks.config import HubConfig
+from strop.tasks.files import keeping_commits
+from strop.tasks.row_file import writing_rows
 from strop.tasks.rows import LIMITS, WHERE, BadRow, LeftOut, read_tasks
 from strop.types import Task
 
 logger = logging.getLogger(__name__)
 
 CHUNK_TASKS = 1000
+_FORMAT = 1  # of a result; change it to invalidate finished results
 _CHUNK_DEADLINE_S = 600.0
 
 AnyRow: TypeAlias = Task | LeftOut | BadRow
 
 Progress = Callable[[int], None]
-"""Told how many more rows were judged. What it raises ends the curation, which the same call goes on with."""
+"""Receives the number of newly judged rows. An exception ends the curation; the same call resumes it."""
 
 
 def run_curation(
     config: CurationConfig, directory: Path, *, jobs: int = 2, progress: Progress = lambda _: None
 ) -> dict[str, Any]:
-    """Curate, or go on where an earlier call was stopped; returns what curation.json holds.
+    """Curate, or resume an earlier call, and return the content of curation.json.
 
     Raises:
         TaskError: a source, a benchmark or the outcomes of a rule cannot be read.
-        RunError: the directory holds the result of other rules or inputs.
-        MachineError: a process died or hung; the same call goes on.
+        RunError: the directory holds the result of different rules or inputs.
+        MachineError: a process died or hung; the same call resumes.
     """
     made_of = lineage(config)
     done, parts = directory / "curation.json", directory / "parts"
@@ -64,15 +75,15 @@ def run_curation(
         summary: dict[str, Any] = read_json(done)
         if summary.get("inputs", {}).get("digest") != made_of["digest"]:
             raise RunError(
-                f"{directory}: holds the result of other rules or of files that have changed since. Choose another --out, or"
-                " remove it to curate anew."
+                f"{directory}: holds the result of different rules or files. Choose another --out, or remove it to curate"
+                " again."
             )
-        shutil.rmtree(parts, ignore_errors=True)  # of a call that was killed between its last two lines
+        shutil.rmtree(parts, ignore_errors=True)  # left if a call was killed before its last line
         return summary
     commits = _open_parts(parts, made_of["digest"])
 
     def keep() -> None:
-        write_json(parts / "inputs.json", {"digest": made_of["digest"], "verdicts": VERDICTS, "hub": commits})
+        write_json(parts / "inputs.json", {"digest": made_of["digest"], "hub": commits})
 
     with keeping_commits(commits):
         rules = make_rules(config)
@@ -80,47 +91,46 @@ def run_curation(
     with keeping_commits(commits, tell=keep):
         _judge_all(config, rules, parts, jobs=jobs, progress=progress, commits=commits)
     tally = _compare_all(rules, parts, directory, progress)
-    _tell_of_unmet_sources(config, tally)
-    told = tally.by_rule(_scopes(config, rules))
-    summary = _summary(config, tally, told, made_of | ({"hub": commits} if commits else {}))
-    write_page(directory / "report.html", config.name, summary, told, tally.samples())
+    _warn_of_unknown_sources(config, tally)
+    tallies = tally.by_rule(_scopes(config, rules))
+    summary = _summary(config, tally, tallies, made_of | ({"hub": commits} if commits else {}))
+    write_page(directory / "report.html", config.name, summary, tallies, tally.samples())
     write_json(done, summary)
     shutil.rmtree(parts)
     return summary
 
 
 def _open_parts(parts: Path, digest: str) -> dict[str, str]:
-    """Parts of the same rules and inputs are gone on with; of others, or of a strop that judged otherwise, they go.
+    """Remove parts of other rules or inputs.
 
     Returns:
-        at which commits the parts that are there read data sets of the hub, and the others are to.
+        the commits at which existing parts read data sets of the hub, for the others.
     """
     made_of = parts / "inputs.json"
     begun = read_json(made_of) if made_of.exists() else {}
-    is_same = isinstance(begun, dict) and begun.get("digest") == digest  # once it was the digest alone, without the commits
-    if parts.exists() and not (is_same and begun.get("verdicts") == VERDICTS):
+    is_same = begun.get("digest") == digest
+    if parts.exists() and not is_same:
         shutil.rmtree(parts)
     return dict(begun["hub"]) if is_same else {}
 
 
 def _judge_all(
-    config: CurationConfig, rules: list[AnyRule], parts: Path, *, jobs: int, progress: Progress, commits: dict[str, str]
+    config: CurationConfig, rules: Rules, parts: Path, *, jobs: int, progress: Progress, commits: dict[str, str]
 ) -> None:
-    """Write a part for each chunk of the input that has none yet.
+    """Write a part for each chunk of the input without one.
 
     Args:
-        commits: at which the benchmarks were read, and are to be read by other processes.
+        commits: of the benchmarks, for the processes.
     """
     rows = chain.from_iterable(read_tasks(source, split="train") for source in config.sources)
     chunks = enumerate(_chunks(rows))
     if jobs == 1:
-        alone = Alone(rules)
         for number, chunk in chunks:
             if not part_path(parts, number).exists():
-                write_part(part_path(parts, number), [_judge(alone, each) for each in chunk])
+                write_part(part_path(parts, number), [_judge(rules, each) for each in chunk])
             progress(len(chunk))
         return
-    context = multiprocessing.get_context("spawn")  # the parent may hold threads, of pyarrow for one
+    context = multiprocessing.get_context("spawn")  # the parent may have threads, such as pyarrow's
     try:
         with ProcessPoolExecutor(jobs, mp_context=context, initializer=_start, initargs=(config, commits)) as pool:
             running: dict[Future[None], int] = {}
@@ -133,8 +143,8 @@ def _judge_all(
                 running[pool.submit(_judge_chunk, part_path(parts, number), chunk)] = len(chunk)
             while running:
                 progress(_collect(running, pool))
-    except BrokenProcessPool as error:  # which whoever hands in or collects the next chunk is told
-        raise MachineError("curation: a process that judged tasks was killed. The same command goes on from there.") from error
+    except BrokenProcessPool as error:
+        raise MachineError("curation: a process that judged tasks was killed. The same command resumes.") from error
 
 
 def _chunks(rows: Iterator[AnyRow]) -> Iterator[list[AnyRow]]:
@@ -143,7 +153,7 @@ def _chunks(rows: Iterator[AnyRow]) -> Iterator[list[AnyRow]]:
 
 
 def _collect(running: dict[Future[None], int], pool: ProcessPoolExecutor) -> int:
-    """Wait until some chunk is judged; returns how many rows are."""
+    """Wait until a chunk is judged, and return the number of its rows."""
     done, _ = wait(running, timeout=_CHUNK_DEADLINE_S, return_when=FIRST_COMPLETED)
     if not done:
         for process in list(pool._processes.values()):
@@ -156,16 +166,16 @@ def _collect(running: dict[Future[None], int], pool: ProcessPoolExecutor) -> int
     return num_rows
 
 
-_alone: Alone | None = None  # of a worker process
+_worker_rules: Rules | None = None  # of a worker process
 
 
 def _start(config: CurationConfig, commits: dict[str, str]) -> None:
-    """Set a worker up, and see to it that it does not outlive a parent that is killed. Ctrl-C is the parent's to answer."""
-    global _alone
+    """Set up a worker that ends with its parent. Only the parent handles Ctrl-C."""
+    global _worker_rules
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with keeping_commits(commits):
-        _alone = Alone(make_rules(config))
+        _worker_rules = make_rules(config)
 
 
 def _end_with_parent() -> None:
@@ -176,61 +186,49 @@ def _end_with_parent() -> None:
 
 
 def _judge_chunk(path: Path, chunk: list[AnyRow]) -> None:
-    assert _alone is not None
-    write_part(path, [_judge(_alone, each) for each in chunk])
+    assert _worker_rules is not None
+    write_part(path, [_judge(_worker_rules, each) for each in chunk])
 
 
-def _judge(alone: Alone, row: AnyRow) -> Judged:
+def _judge(rules: Rules, row: AnyRow) -> Judged:
     match row:
         case Task():
-            return alone.judge(row)
+            return rules.judge(row)
         case LeftOut():
             return left_out(row)
         case BadRow():
             return unreadable(row)
 
 
-def _compare_all(rules: list[AnyRule], parts: Path, directory: Path, progress: Progress) -> Tally:
-    """The comparisons over all parts; writes kept.jsonl and dropped.jsonl, each whole or not at all.
+def _compare_all(rules: Rules, parts: Path, directory: Path, progress: Progress) -> Tally:
+    """Apply the comparisons to all parts, and write kept.jsonl and dropped.jsonl atomically.
 
-    `progress` is called now and then, with no more rows, so that it can end this.
+    `progress` is called with 0 rows from time to time, so that it can stop this.
     """
     tally = Tally()
-    kept, dropped = directory / ".kept.jsonl.tmp", directory / ".dropped.jsonl.tmp"
-    with writing_to(directory):
-        with kept.open("w", encoding="utf-8") as kept_file, dropped.open("w", encoding="utf-8") as dropped_file:
-            for verdict in compare(read_parts(parts), rules):
-                tally.add(verdict)
-                if not tally.num_tasks % CHUNK_TASKS:
-                    progress(0)
-                row = row_of(verdict.task)
-                if verdict.is_kept:
-                    _write(kept_file, row)
-                else:
-                    _write(dropped_file, {"rule": verdict.rule, "reason": verdict.reason, **row})
-            for file in (kept_file, dropped_file):
-                file.flush()
-                os.fsync(file.fileno())
-        kept.replace(directory / "kept.jsonl")
-        dropped.replace(directory / "dropped.jsonl")
+    with writing_rows(directory / "kept.jsonl") as keep, writing_rows(directory / "dropped.jsonl") as drop:
+        for verdict in rules.compare(read_parts(parts)):
+            tally.add(verdict)
+            if not tally.num_tasks % CHUNK_TASKS:
+                progress(0)
+            row = row_of(verdict.task)
+            if verdict.is_kept:
+                keep(row)
+            else:
+                drop({"rule": verdict.rule, "reason": verdict.reason, **row})
     return tally
 
 
-def _write(file: TextIO, row: dict[str, Any]) -> None:
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _scopes(config: CurationConfig, rules: list[AnyRule]) -> dict[str, frozenset[str] | None]:
-    """By the name of each rule, and of what stands for one, in the order in which they judge, the sources that it judges."""
+def _scopes(config: CurationConfig, rules: Rules) -> dict[str, frozenset[str] | None]:
+    """Return the sources of each rule, and of each limit that acts as a rule, in the order in which they judge."""
     first = [WHERE, UNREADABLE] if any(source.rows_where for source in config.sources) else [UNREADABLE]
     limits = [key for key in LIMITS if any(getattr(source, key) is not None for source in config.sources)]
     scope_of: dict[str, frozenset[str] | None] = {rule.kind: config.scope(rule) for rule in config.rules}
-    names = [*(rule.name for rule in rules_alone(rules)), *(rule.name for rule in comparisons(rules))]
-    return dict.fromkeys([*first, *limits]) | {name: scope_of[name] for name in names}
+    return dict.fromkeys([*first, *limits]) | {name: scope_of[name] for name in rules.names}
 
 
-def _tell_of_unmet_sources(config: CurationConfig, tally: Tally) -> None:
-    """A name that no row has as its source is misspelt, or the rows are others than were meant: its rule judged none of it."""
+def _warn_of_unknown_sources(config: CurationConfig, tally: Tally) -> None:
+    """Warn of sources that no row has: the name is misspelt, or the rows are not those that were meant."""
     for rule in config.rules:
         for name in rule.sources:
             if config.called(name).isdisjoint(tally.verdicts):
@@ -238,7 +236,7 @@ def _tell_of_unmet_sources(config: CurationConfig, tally: Tally) -> None:
                 hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
                 known = ", ".join(sorted(tally.verdicts)[:8])
                 logger.warning(
-                    "sources of %s has %r, which no row has as its source, so the rule judged none of it. Rows have: %s.%s",
+                    "sources of %s has %r, but no row has this source, so the rule had no effect on it. Rows have: %s.%s",
                     *(rule.kind, name, known, hint),
                 )
 
@@ -254,3 +252,63 @@ def _summary(config: CurationConfig, tally: Tally, rules: list[RuleTally], made_
         "inputs": made_of,
         "config": config.model_dump(mode="json"),
     }
+
+
+def lineage(config: CurationConfig) -> dict[str, Any]:
+    """Return the digests of all inputs, and one digest of all.
+
+    The paths of sources and benchmarks are part of the digest, since their rows carry them as source. Paths of outcomes are
+    not: they are in the run directory, which may be moved.
+
+    Raises:
+        TaskError: a file does not exist.
+    """
+    outcomes = {rule.kind: rule.outcomes for rule in config.rules if isinstance(rule, AgreementRule | DifficultyRule)}
+    judged_by = {kind: _digest(path) for kind, path in outcomes.items()}
+    named = [path for key, path in named_files(config).items() if not key.endswith(".outcomes")]
+    files = {str(path): _digest(path) for path in sorted({each for path in named for each in _below(path)})}
+    said = config.model_dump(mode="json")
+    for rule in said["rules"]:
+        if rule["kind"] in judged_by:
+            rule["outcomes"] = judged_by[rule["kind"]]
+    whole = hashlib.sha256(json.dumps([_FORMAT, said, files], sort_keys=True).encode()).hexdigest()
+    return {"digest": whole, "files": files | {str(path): judged_by[kind] for kind, path in outcomes.items()}}
+
+
+def named_files(config: CurationConfig) -> dict[str, Path]:
+    """Return the files and directories that `config` names, by key; hub data sets only if they are local directories."""
+    found: dict[str, Path] = {}
+    for number, source in enumerate(config.sources):
+        found |= _named_by(source, f"sources.{number}")
+    for rule in config.rules:
+        if isinstance(rule, DecontaminationRule):
+            for number, source in enumerate(rule.against):
+                found |= _named_by(source, f"rules.{rule.kind}.against.{number}")
+        elif isinstance(rule, AgreementRule | DifficultyRule):
+            found[f"rules.{rule.kind}.outcomes"] = rule.outcomes
+    return found
+
+
+def _named_by(source: RowsSource, place: str) -> dict[str, Path]:
+    if isinstance(source, HubConfig):
+        directory = Path(source.name or "").expanduser()
+        return {f"{place}.name": directory} if source.name and directory.is_dir() else {}
+    paths = {"path": source.path, "test_path": source.test_path}
+    return {f"{place}.{key}": path.expanduser() for key, path in paths.items() if path is not None}
+
+
+def _below(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from (each for each in path.rglob("*") if each.is_file())
+    else:
+        yield path
+
+
+def _digest(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise TaskError(
+            f"{path}: cannot be read: {error.strerror}. Set the path of a source or rule to a file of rows."
+        ) from error

@@ -1,4 +1,4 @@
-"""What of a problem's text is compared: not its layout, its case or how its formulas are set."""
+"""Normal forms of a problem's text, without layout, case and formula style."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SIGN_OR_WORD = re.compile(rf"{_ONE_WORD}|[-+*/^=<>!|]")
 
 
 def plain(text: str, style: re.Pattern[str] = _STYLE) -> str:
-    """`text` in lower case and one form of Unicode, without what only sets a formula."""
+    """Return `text` in lower case and one form of Unicode, without formula style."""
     text = unicodedata.normalize("NFKC", text)
     return style.sub(" ", _FRACTION.sub(r"\\frac", text)).lower()
 
@@ -38,19 +38,19 @@ def signs_and_words(text: str) -> list[str]:
 
 
 def grams(of: Sequence[str], n: int) -> list[str]:
-    """Every `n` consecutive words, in order; none where there are fewer."""
+    """Return all runs of `n` consecutive words, in order."""
     return [" ".join(of[start : start + n]) for start in range(len(of) - n + 1)]
 
 
 def fingerprint(text: str) -> bytes:
-    """16 bytes that two texts share only when they are equal but for layout; operators, brackets and powers count."""
+    """Return 16 bytes that are equal for texts that differ only in layout; operators, brackets and powers count."""
     text = _LOWERED.sub(r"_{\g<0>}", _RAISED.sub(r"^{\g<0>}", text))
     text = " ".join(plain(_THOUSANDS.sub("", text)).split())
     return _digest(_BRACES.sub(r"\1\2", _SPACE.sub("", text)))
 
 
 def question_digest(text: str) -> str:
-    """What recorded outcomes know a question by. It never changes, or no problem would have them any more."""
+    """Return the digest of a question in recorded outcomes. It must never change, since outcomes are looked up by it."""
     return _digest("".join(plain(text, _RECORDED_STYLE).split())).hex()
 
 

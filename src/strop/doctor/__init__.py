@@ -1,21 +1,8 @@
 """Checks a model and a recipe against each other, on the real parts, before time is spent on a run."""
 
-from strop.doctor.examination import Examination, try_out
-from strop.doctor.examine import CHECKS, examine, examine_file, examine_parts
+from strop.doctor.examine import CHECKS, examine_file, examine_parts
 from strop.doctor.finding import Diagnosis, Finding
 from strop.doctor.parts import Parts, open_parts
 from strop.doctor.printing import print_diagnosis
 
-__all__ = [
-    "CHECKS",
-    "Diagnosis",
-    "Examination",
-    "Finding",
-    "Parts",
-    "examine",
-    "examine_file",
-    "examine_parts",
-    "open_parts",
-    "print_diagnosis",
-    "try_out",
-]
+__all__ = ["CHECKS", "Diagnosis", "Finding", "Parts", "examine_file", "examine_parts", "open_parts", "print_diagnosis"]

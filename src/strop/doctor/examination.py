@@ -8,20 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from strop.algorithms.aggregation import Aggregation
-from strop.algorithms.protocol import Column, Decision, Selection
+from strop.algorithms.losses import Aggregation
+from strop.algorithms.method import Column, Decision, Selection
 from strop.doctor.finding import Origin, Piece
 from strop.doctor.parts import ROOM, Parts
 from strop.engine.protocol import CompletionRequest
 from strop.errors import MachineError, UserError
-from strop.rollout.call_format import Calls
-from strop.rollout.chat import message
+from strop.rollout.chat_template import message
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
-from strop.seeds import derive_seed
+from strop.rollout.tool_calls import Calls
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.training.batch import TokenBatch
 from strop.types import (
@@ -34,6 +33,7 @@ from strop.types import (
     ToolOutcome,
     Trajectory,
     Turn,
+    derive_seed,
 )
 
 CODE, PRINTED = "print(6*7)", "42"
@@ -93,7 +93,7 @@ class Examination:
     @property
     def tolerance_nats(self) -> float:
         """How far two computations of one log-prob may lie apart on average: engine and trainer may each round once."""
-        return max(self.parts.tolerance, 2 * self.evidence.rounding_nats)
+        return max(2e-2 if self.parts.is_rounded else 1e-3, 2 * self.evidence.rounding_nats)
 
 
 async def try_out(parts: Parts) -> Examination:
@@ -132,7 +132,8 @@ async def compare(parts: Parts, rows: Sequence[SampledRow]) -> Evidence:
     tokens = batch.ids[batch.loss_mask]
     rounding_nats = 0.0
     if parts.is_rounded:
-        rounded = await asyncio.to_thread(_rounded_logits, parts.original, rows)
+        low = copy.deepcopy(parts.original).to(torch.bfloat16)
+        rounded = await asyncio.to_thread(lambda: torch.cat([_logits(low, row) for row in rows]))
         exact, inexact = (logprobs_at(each, tokens, parts.temperature) for each in (logits, rounded))
         rounding_nats = (exact - inexact).abs().mean().item()
     return Evidence(
@@ -195,16 +196,11 @@ def pieces(examination: Examination) -> tuple[Piece, ...]:
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, row: SampledRow) -> Tensor:
+def _logits(model: transformers.PreTrainedModel, row: SampledRow) -> Tensor:
     """Float32 (number of sampled ids, V): what `model` predicts each sampled id from."""
     predicted = torch.tensor(row.is_sampled)[1:]
     logits: Tensor = model(input_ids=torch.tensor([row.ids]), use_cache=False).logits[0, :-1].float()
     return logits[predicted]
-
-
-def _rounded_logits(model: PreTrainedModel, rows: Sequence[SampledRow]) -> Tensor:
-    rounded = copy.deepcopy(model).to(torch.bfloat16)
-    return torch.cat([_logits(rounded, row) for row in rows])
 
 
 def _packed(parts: Parts, conversations: Sequence[Conversation]) -> TokenBatch:

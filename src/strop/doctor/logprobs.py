@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from strop.doctor.examination import Evidence, Examination, logprobs_at
@@ -140,16 +141,9 @@ def _fit(evidence: Evidence, said: Tensor, temperature: float) -> tuple[float, f
 
 
 def _minimise(of: Callable[[float], float], centre: float) -> float:
-    """The temperature within a factor of `_RANGE` of `centre` where `of` is least: golden section, after a coarse grid."""
+    """The temperature within a factor of `_RANGE` of `centre` where `of` is least: a bounded search after a coarse grid."""
     steps = 8
     grid = [centre * _RANGE ** (step / steps) for step in range(-steps, steps + 1)]
     best = min(range(len(grid)), key=lambda index: of(grid[index]))
     low, high = math.log(grid[max(0, best - 1)]), math.log(grid[min(len(grid) - 1, best + 1)])
-    golden = (math.sqrt(5) - 1) / 2
-    for _ in range(16):
-        left, right = high - golden * (high - low), low + golden * (high - low)
-        if of(math.exp(left)) < of(math.exp(right)):
-            high = right
-        else:
-            low = left
-    return math.exp((low + high) / 2)
+    return math.exp(minimize_scalar(lambda log: of(math.exp(log)), bounds=(low, high), method="bounded").x)

@@ -1,47 +1,44 @@
-"""The parts under examination, built as a run would build them; any one of them can be replaced by another."""
+"""The parts under examination, built as a run builds them; each can be replaced by another."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+import transformers
 
-from strop.algorithms.aggregation import Aggregation
-from strop.algorithms.protocol import Selection
+from strop.doctor.own_code import call_own_code
 from strop.engine.opening import open_engines
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
-from strop.pipelines.model_stage import find_model, run_model_stage
-from strop.pipelines.recipe import EvalStage, ExpertIterationStage, ModelStage, Recipe, RlStage, Stage
-from strop.pipelines.room import prompt_lengths
-from strop.pipelines.stage import StageContext, load_chat
-from strop.pipelines.stage_tasks import open_tasks
-from strop.reports.progress import Silent
+from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
+from strop.recipe.stage import PlayedKeys
 from strop.rewards import RunService, make_reward
-from strop.rollout.chat import ChatFormat
-from strop.rollout.play import Judge
-from strop.runs import LineWriter, RunDirectory
-from strop.sandbox.opening import open_service
+from strop.rewards.base import Reward
+from strop.rollout.chat_template import ChatFormat
+from strop.run_directory import LineWriter, RunDirectory
+from strop.sandbox.local import open_service
 from strop.sandbox.protocol import PairVerdict, RunRequest, RunResult, VerifyRequest
 from strop.sandbox.scripted import ScriptedSandbox
 from strop.sandbox.verify_process import ProcessVerifier
-from strop.seeds import derive_seed
+from strop.stages.context import Silent, StageContext, load_chat
+from strop.stages.data import open_tasks
+from strop.stages.loop.engines import prompt_lengths
+from strop.stages.model import ModelStage, find_model
 from strop.tools.protocol import Tool
-from strop.tools.python import PythonTool, PythonToolConfig
+from strop.tools.python import PythonToolConfig
 from strop.tools.toolbox import open_tools
 from strop.training.batch import TokenBatch, pack
-from strop.training.config import OptimizerConfig
+from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.models import load_model
-from strop.training.protocol import Trainer
-from strop.training.trainer import LocalTrainer
-from strop.types import Task
+from strop.training.trainer import Trainer
+from strop.types import Task, derive_seed
+from strop.user_code import blaming
 
 ROOM = 512  # tokens that the doctor's own conversation may take behind its prompt
 _NUM_TASKS = 32
@@ -51,44 +48,30 @@ _MAX_SLOTS = 16
 _PERTURBATION = 1e-3
 
 
-class Packer(Protocol):
-    """The signature of `strop.training.pack`."""
-
-    def __call__(
-        self,
-        selections: Sequence[Selection],
-        advantages: Sequence[Sequence[Tensor]],
-        *,
-        aggregation: Aggregation,
-        temperature: float,
-    ) -> TokenBatch: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What a step of the recipe runs on. The trainer, the engine and `original` hold the same weights at the start."""
 
     recipe: Recipe
-    stage: Stage  # the one whose prompt, sampling, limits and reward are examined
+    origin: str  # the stage that the model comes from
+    stage: PlayedKeys  # keys of the stage whose prompt, sampling, limits and reward are examined
+    trainer_config: TrainerConfig
     model: str  # in words
     chat: ChatFormat
     engine: InferenceEngine
     trainer: Trainer
-    original: PreTrainedModel  # float32: the yardstick, never trained
+    original: transformers.PreTrainedModel  # float32, never trained: what engine and trainer are compared with
     tools: tuple[Tool, ...]
-    judge: Judge
-    pack: Packer
+    reward: Reward
+    pack: Callable[..., TokenBatch]  # `strop.training.batch.pack`
     tasks: tuple[Task, ...]  # the first of the stage's training tasks
+    longest_prompt: int  # of these tasks, in tokens
+    own_code: str  # what of the user's was called, in words
 
     @property
     def is_rounded(self) -> bool:
         """Whether engine or trainer computes in bfloat16."""
-        return "bfloat16" in (self.recipe.engine.dtype, self.stage.trainer.precision)
-
-    @property
-    def tolerance(self) -> float:
-        """Nats between two computations of one log-prob that are no reason to ask why."""
-        return 2e-2 if self.is_rounded else 1e-3
+        return "bfloat16" in (self.recipe.engine.dtype, self.trainer_config.precision)
 
     @property
     def temperature(self) -> float:
@@ -97,32 +80,47 @@ class Parts:
 
 
 @asynccontextmanager
-async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]:
-    """The real parts for `recipe`, closed on the way out; `model` stands in for the model that it starts from.
+async def open_parts(
+    recipe: Recipe, model: Path | None, progress: Callable[[str], None] = lambda _: None
+) -> AsyncIterator[Parts]:
+    """Open the real parts for `recipe`. Before the model is loaded, the user's code is called.
+
+    Args:
+        model: a model directory to use in place of the model that the recipe starts from.
+        progress: called with each thing that is begun.
 
     Raises:
-        UserError: there is no such model, or it cannot be used here; or there are no tasks.
+        UserError: there is no such model, or it cannot be used here; there are no tasks; or the user's code is wrong.
     """
     async with AsyncExitStack() as opened:
+        progress("opening sandbox, tools and tasks")
         runner = await _open_sandbox(recipe, opened)
         if recipe.threads is not None:
             torch.set_num_threads(recipe.threads)
         place = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="strop-doctor-")))
         tools = await opened.enter_async_context(open_tools(recipe.tools, runner))
-        directory, words = await _find_or_make_model(recipe, model, place, tools)
-        name = stage_under_examination(recipe)
-        stage = recipe.stages[name]
+        tasks = {name: _first_tasks(recipe, name) for name, stage in recipe.stages.items() if stage.plays}
+        if not tasks:
+            raise ConfigError(f"recipe {recipe.name!r} has no stage that plays tasks, so there is nothing to examine.")
+        name = min(tasks, key=lambda each: recipe.stages[each].makes is not Product.MODEL)  # the first that learns, if any
+        stage = recipe.stages[name].config
+        assert isinstance(stage, PlayedKeys)
+        progress("finding the model")
+        origin, directory, words = await _find_or_make_model(recipe, model, place)
         chat = load_chat(directory)
-        tasks = first_tasks(recipe, name)
-        longest = max(prompt_lengths(stage, tasks, chat, tools))
+        progress("calling your code")
+        own_code = await call_own_code(recipe, tasks, chat, tools, runner)
+        progress(f"loading {words}")
+        trainer_config = getattr(stage, "trainer", TrainerConfig())
+        longest = max(prompt_lengths(stage, tasks[name], chat, tools))
         config = recipe.engine.model_copy(
             update={
                 "slots": min(recipe.engine.slots, _MAX_SLOTS),
-                "max_length": max(recipe.engine.max_length, longest + ROOM),  # whether the recipe's is enough is checked apart
+                "max_length": max(recipe.engine.max_length, longest + ROOM),  # whether the recipe's is enough is another check
             }
         )
-        trainer = LocalTrainer.from_directory(
-            directory, stage.trainer.model_copy(update={"optimizer": OptimizerConfig(lr=_PERTURBATION), "workers": 0})
+        trainer = Trainer.from_directory(
+            directory, trainer_config.model_copy(update={"optimizer": OptimizerConfig(lr=_PERTURBATION), "workers": 0})
         )
         opened.push_async_callback(trainer.close)
         [engine] = await open_engines(directory, config.only(0), detokenize=chat.decode, logs=place)
@@ -131,33 +129,31 @@ async def open_parts(recipe: Recipe, model: Path | None) -> AsyncIterator[Parts]
         opened.push_async_callback(reward.close)
         yield Parts(
             recipe=recipe,
+            origin=origin,
             stage=stage,
+            trainer_config=trainer_config,
             model=words,
             chat=chat,
             engine=engine,
             trainer=trainer,
             original=load_model(directory).eval(),
             tools=tools,
-            judge=Judge(reward=reward, weights=stage.reward.weights),
+            reward=reward,
             pack=pack,
-            tasks=tasks,
+            tasks=tasks[name],
+            longest_prompt=longest,
+            own_code=own_code,
         )
 
 
-def stage_under_examination(recipe: Recipe) -> str:
-    """Names the first stage that learns from its own rollouts; where none does, the first that evaluates, else the last."""
-    for kind in ((RlStage, ExpertIterationStage), EvalStage):
-        for name, stage in recipe.stages.items():
-            if isinstance(stage, kind):
-                return name
-    return list(recipe.stages)[-1]
-
-
-def first_tasks(recipe: Recipe, name: str) -> tuple[Task, ...]:
-    """The first training tasks of the stage `name`. Raises `TaskError` when there are none."""
-    source = open_tasks(recipe, name, recipe.stages[name].tasks, seed=derive_seed("doctor", recipe.seed), split="train")
-    num = _NUM_TASKS if source.num_tasks is None else min(_NUM_TASKS, source.num_tasks)
-    return tuple(source.task(index) for index in range(num))
+def _first_tasks(recipe: Recipe, name: str) -> tuple[Task, ...]:
+    """Return the first training tasks of the stage `name`. Raises `UserError` if there are none."""
+    config = recipe.stages[name].config
+    assert isinstance(config, PlayedKeys)
+    with blaming():
+        source = open_tasks(recipe, name, config.tasks, seed=derive_seed("doctor", recipe.seed), split="train")
+        num = _NUM_TASKS if source.num_tasks is None else min(_NUM_TASKS, source.num_tasks)
+        return tuple(source.task(index) for index in range(num))
 
 
 class BrokenSandbox(RunService):
@@ -186,31 +182,36 @@ async def _open_sandbox(recipe: Recipe, opened: AsyncExitStack) -> RunService:
         return broken
 
 
-async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path, tools: Sequence[Tool]) -> tuple[Path, str]:
-    """The model directory and how to call it. Raises `UserError`."""
-    if model is not None:
-        return find_model(str(model)), str(model)
+async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -> tuple[str, Path, str]:
+    """Return the stage that the model comes from, the model's directory, and what to call it. Raises `UserError`."""
     origins = [(name, stage) for name, stage in recipe.stages.items() if isinstance(stage, ModelStage)]
     if not origins:
-        raise ConfigError(f"recipe {recipe.name!r} has no stage that names a model. Give one with --model.")
+        raise ConfigError(f"recipe {recipe.name!r} has no stage that names a model.")
     name, origin = origins[0]
-    if origin.tiny is not None:
-        few = origin.tiny.model_copy(update={"num_texts": min(origin.tiny.num_texts, _NUM_TEXTS)})
-        origin = origin.model_copy(update={"tiny": few})
+    if model is not None:
+        return name, find_model(str(model)), str(model)
+    tiny = origin.config.tiny
+    if tiny is not None:
+        origin = origin.replaced(tiny=tiny.model_copy(update={"num_texts": min(tiny.num_texts, _NUM_TEXTS)}))
     scripted = ScriptedSandbox(answer=lambda _: "42\n")  # texts for a tokenizer do not need a sandbox that works
-    configs = [each for each in recipe.tools.values() if isinstance(each, PythonToolConfig)]
-    python = [each.model_copy(update={"stateful": False}) for each in configs]
-    with closing(LineWriter(place / "events.jsonl")) as events:
-        context = StageContext(
-            name=name,
-            recipe=recipe,
-            run=RunDirectory(place),
-            runner=scripted,
-            toolbox=[PythonTool(scripted, each) for each in python] or tools,
-            open_engines=open_engines,
-            progress=Silent(),
-            trackers=(),
-            events=events,
-        )
-        directory, words = await run_model_stage(context, origin)
-    return directory, words if origin.tiny is None else f"a new model: {words}"
+    stateless = {
+        key: each.model_copy(update={"stateful": False}) if isinstance(each, PythonToolConfig) else each
+        for key, each in recipe.tools.items()
+    }
+    async with open_tools(stateless, scripted) as tools:
+        with blaming(), closing(LineWriter(place / "events.jsonl")) as events:
+            context = StageContext(
+                name=name,
+                stage=origin,
+                recipe=recipe,
+                run=RunDirectory(place),
+                runner=scripted,
+                toolbox=tools,
+                open_engines=open_engines,
+                progress=Silent(),
+                trackers=(),
+                events=events,
+            )
+            made = await origin.run(context)
+    assert made.product is not None
+    return name, made.product, made.summary if tiny is None else f"a new model: {made.summary}"

@@ -1,17 +1,33 @@
-"""Token ids in, token ids and log-probs out: the embedded engine, here or in a process of its own, and its scripted double."""
+"""Token ids in, token ids and log-probs out: the embedded engine, in this process or in its own, and a scripted double.
 
-from strop.engine.config import EngineConfig
-from strop.engine.process_engine import ProcessEngine
-from strop.engine.protocol import (
-    Capabilities,
-    Capacity,
-    CompletionRequest,
-    InferenceEngine,
-    NamedTensor,
-    weights_checksum,
-)
-from strop.engine.scripted import Fault, Reply, ScriptedEngine
-from strop.engine.torch_engine import TorchEngine
+Nothing is imported before it is used, because `strop.engine.config` must load without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from strop.engine.config import EngineConfig
+    from strop.engine.processes.engine import ProcessEngine
+    from strop.engine.protocol import (
+        Capabilities,
+        Capacity,
+        CompletionRequest,
+        InferenceEngine,
+        NamedTensor,
+        weights_checksum,
+    )
+    from strop.engine.scripted import Fault, Reply, ScriptedEngine
+    from strop.engine.torch.engine import TorchEngine
+
+_MODULES = {"EngineConfig": "config", "ProcessEngine": "processes.engine", "TorchEngine": "torch.engine"} | {
+    **dict.fromkeys(("Fault", "Reply", "ScriptedEngine"), "scripted"),
+    **dict.fromkeys(
+        ("Capabilities", "Capacity", "CompletionRequest", "InferenceEngine", "NamedTensor", "weights_checksum"), "protocol"
+    ),
+}
 
 __all__ = [
     "Capabilities",
@@ -27,3 +43,9 @@ __all__ = [
     "TorchEngine",
     "weights_checksum",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'strop.engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"strop.engine.{_MODULES[name]}"), name)

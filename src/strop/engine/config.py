@@ -1,41 +1,61 @@
-"""What a recipe may say about the engines that sample."""
+"""The `engine` table of a recipe: which engines sample, and how."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-import torch
-from pydantic import Discriminator, Field, NonNegativeInt, PositiveFloat, PositiveInt, Tag, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from strop.config import Config
 from strop.errors import ConfigError
 
+if TYPE_CHECKING:
+    import torch
+
+_Device: TypeAlias = Annotated[int, Field(ge=0, le=1023)]
+_MAX_S = 86_400.0 * 365
+
 
 class AnyEngine(Config):
-    """What every kind of engine is told."""
+    """The keys that all kinds of engines have."""
 
-    replicas: PositiveInt = 1  # engines to open; rollouts are spread over them
-    slots: PositiveInt = 64  # conversations that one engine holds at once; all of them decode together
-    max_length: PositiveInt = 1024  # tokens of one conversation, completions included
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    deadline_s: PositiveFloat = 600.0  # of one completion, waiting for a slot included
-    devices: tuple[NonNegativeInt, ...] = ()  # CUDA devices, as many for each replica in turn; empty: what it finds
+    replicas: int = Field(default=1, ge=1, le=1024, description="Number of engines. Rollouts are spread over them.")
+    slots: int = Field(
+        default=64, ge=1, le=10**9, description="Conversations that one engine holds at once. All of them decode together."
+    )
+    max_length: int = Field(
+        default=1024,
+        ge=1,
+        le=10_000_000,
+        description="Tokens of one conversation, with prompt and tool output.",
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of weights and KV cache.")
+    deadline_s: float = Field(
+        default=600.0, gt=0, le=_MAX_S, description="Longest time of one completion, the wait for a slot included."
+    )
+    devices: tuple[_Device, ...] = Field(
+        default=(),
+        max_length=1024,
+        description="CUDA devices, divided evenly among the replicas in order. Empty: the devices that an engine finds.",
+    )
 
     @model_validator(mode="after")
     def _shares_devices_out(self) -> Self:
         if len(self.devices) % self.num_engines:
             raise ValueError(
-                f"engine.devices names {len(self.devices)} devices, which {self.num_engines} engines cannot share out evenly."
-                f" Name {self.num_engines}, one for each engine, or as many more for each; or change engine.replicas."
+                f"engine.devices names {len(self.devices)} devices, which cannot be divided evenly among {self.num_engines}"
+                f" engines. Name a multiple of {self.num_engines}, or change engine.replicas."
             )
         return self
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        import torch
+
         return torch.float32 if self.dtype == "float32" else torch.bfloat16
 
     @property
@@ -44,25 +64,40 @@ class AnyEngine(Config):
 
     @property
     def is_apart(self) -> bool:
-        """Whether it computes in another process than whoever opens it."""
+        """Whether it computes in another process than its caller."""
         return True
 
     def only(self, place: int) -> Self:
-        """Of the engine at `place` alone, counted from 0, as it is among the others."""
+        """Return the config of the engine with index `place`."""
         width = len(self.devices) // self.num_engines
         return self.model_copy(update={"replicas": 1, "devices": self.devices[place * width : (place + 1) * width]})
 
 
 class EngineConfig(AnyEngine):
-    """The embedded engine: `transformers` weights, our own forward, in a thread of this process or in a process of its own."""
+    """The embedded engine: `transformers` weights and strop's own forward pass, in a thread or in a separate process."""
 
     kind: Literal["torch"] = "torch"
-    device: Literal["cpu", "cuda", "auto"] = "auto"  # auto: cuda where there is one
-    threads: PositiveInt | None = None  # torch's own choice when unset; torch keeps one number for the whole process
-    deterministic: bool = True  # a request's tokens and log-probs do not depend on what else is in the batch
-    decode: Literal["auto", "eager", "static"] = "auto"  # static: in few sizes, as CUDA graphs on a GPU; auto: static on CUDA
-    cached_prompts: NonNegativeInt = 2  # opening prompts whose KV is kept, so that a group's prompt is computed once
-    own_process: bool = False  # so that its end is not ours; always so with several replicas, which also share out the cores
+    device: Literal["cpu", "cuda", "auto"] = Field(default="auto", description="auto: cuda if torch finds a device.")
+    threads: int | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Threads of torch. torch has one number for the whole process. Unset: torch's own choice.",
+    )
+    deterministic: bool = Field(
+        default=True, description="Make the tokens and log-probs of a request independent of the rest of the batch."
+    )
+    decode: Literal["auto", "eager", "static"] = Field(
+        default="auto",
+        description="static: decode in a few fixed sizes, on a GPU as CUDA graphs. auto: static on CUDA, else eager.",
+    )
+    cached_prompts: int = Field(
+        default=2, ge=0, le=65_536, description="Prompts whose KV cache is kept, so that a group's prompt is computed once."
+    )
+    own_process: bool = Field(
+        default=False,
+        description="Run the engine in a separate process, whose failure does not end the run. Several replicas always do.",
+    )
 
     @property
     def is_apart(self) -> bool:
@@ -78,7 +113,9 @@ class EngineConfig(AnyEngine):
 
     @property
     def torch_device(self) -> torch.device:
-        """Raises `ConfigError` for "cuda" where torch sees no such device."""
+        """Return the device. Raises `ConfigError` if it is "cuda" and torch finds no CUDA device."""
+        import torch
+
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ConfigError('engine.device is "cuda", but torch sees no CUDA device here. Use "auto" or "cpu".')
         if self.device == "auto":
@@ -87,30 +124,40 @@ class EngineConfig(AnyEngine):
 
 
 class ServerConfig(AnyEngine):
-    """A server engine: a program with an environment of its own, which strop starts, or which runs already."""
+    """The keys of server engines: a program in its own environment, which strop starts or which runs already."""
 
-    python: Path | None = None  # the interpreter of the environment that has the server; strop starts it
-    addresses: tuple[str, ...] = ()  # http://host:port of servers that run already, instead; on this machine (docs/engines.md)
-    tensor_parallel: PositiveInt = 1  # devices that share one replica
-    arguments: tuple[str, ...] = ()  # more words for the server's command line
-    environment: dict[str, str] = Field(default={})  # more variables for the server's environment
-    start_timeout_s: PositiveFloat = 600.0  # until a server is up; and for its first completion
-    publish_timeout_s: PositiveFloat = 600.0  # for a server to read published weights
+    python: Path | None = Field(
+        default=None, description="Interpreter of the environment that has the server. strop starts the server with it."
+    )
+    addresses: tuple[str, ...] = Field(
+        default=(),
+        max_length=1024,
+        description="http://host:port of running servers on this machine, instead of python (docs/engines.md).",
+    )
+    tensor_parallel: int = Field(default=1, ge=1, le=1024, description="Devices that share the weights of one replica.")
+    arguments: tuple[str, ...] = Field(default=(), description="More arguments for the command line of the server.")
+    environment: dict[str, str] = Field(default={}, description="More environment variables for the server.")
+    start_timeout_s: float = Field(
+        default=600.0, gt=0, le=_MAX_S, description="Longest time until a server is up, and for its first completion."
+    )
+    publish_timeout_s: float = Field(
+        default=600.0, gt=0, le=_MAX_S, description="Longest time for a server to read published weights."
+    )
 
     @model_validator(mode="after")
     def _is_started_or_given(self) -> Self:
         if self.python is None and not self.addresses:
             raise ValueError(
-                "engine needs either python, the interpreter of the server's environment, or addresses of servers that run."
+                "engine needs either python, the interpreter of the server's environment, or addresses of running servers."
             )
         if self.python is not None and self.addresses:
             raise ValueError(
-                "engine.python and engine.addresses are both set. Keep python for servers that strop starts, or addresses for"
-                " servers that run already."
+                "engine.python and engine.addresses are both set. Keep python if strop starts the servers, or addresses if they"
+                " run already."
             )
         if self.addresses and self.replicas not in (1, len(self.addresses)):
             raise ValueError(
-                f"engine.replicas is {self.replicas}, but there are {len(self.addresses)} addresses. Leave replicas out:"
+                f"engine.replicas is {self.replicas}, but there are {len(self.addresses)} addresses. Remove replicas:"
                 " each address is one engine."
             )
         if self.devices and len(self.devices) != self.num_engines * self.tensor_parallel:
@@ -144,33 +191,39 @@ class VllmConfig(ServerConfig):
     """vLLM, over HTTP with token ids in and out."""
 
     kind: Literal["vllm"] = "vllm"
-    kv_mib: PositiveInt | None = None  # KV memory of one replica; unset: for `slots` conversations of `max_length`
-    block_tokens: PositiveInt = 32  # of a KV block; a prefix is found in the cache in whole blocks only
-    eager: bool = False  # no compiler: starts in a third of the time, decodes more slowly
+    kv_mib: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**9,
+        description="KV memory of one replica in MiB. Unset: enough for `slots` conversations of `max_length` tokens.",
+    )
+    block_tokens: int = Field(
+        default=32, ge=1, le=65_536, description="Tokens of a KV block. The prefix cache holds whole blocks only."
+    )
+    eager: bool = Field(default=False, description="Do not compile: starts in a third of the time, decodes more slowly.")
 
 
 class SglangConfig(ServerConfig):
-    """SGLang, over its native token endpoints. Written to its published schema, and not proven against it."""
+    """SGLang, over its native token endpoints. Written to the published schema; never tested with SGLang itself."""
 
     kind: Literal["sglang"] = "sglang"
-    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None  # of the device; unset: its own choice
 
 
 def _server_at(address: str) -> tuple[str, str, int]:
-    """Scheme, host and port. Raises `ValueError` when `address` is no URL of a server."""
+    """Return scheme, host and port. Raises `ValueError` if `address` is not the URL of a server."""
     remedy = "Write http://host:port, as in http://127.0.0.1:8000."
     try:
         url = urlsplit(address)
         port = url.port
     except ValueError as error:
-        raise ValueError(f"{address!r} is no URL: {error}. {remedy}") from error
+        raise ValueError(f"{address!r} is not a URL: {error}. {remedy}") from error
     if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError(f"{address!r} is no http or https URL with a host. {remedy}")
+        raise ValueError(f"{address!r} is not an http or https URL with a host. {remedy}")
     return url.scheme, url.hostname, port or (443 if url.scheme == "https" else 80)
 
 
 def kind(tree: Any) -> str | None:
-    """The kind of engine that a table of a recipe means: the embedded one, unless it says otherwise."""
+    """Return the kind of engine that a table of a recipe names; the embedded engine by default."""
     said = tree.get("kind", "torch") if isinstance(tree, Mapping) else getattr(tree, "kind", None)
     return said if isinstance(said, str) else None
 

@@ -1,26 +1,193 @@
-"""What a model directory says of its model's architecture, read from the disk alone."""
+"""Reads the architecture and the weights of a model directory."""
 
 from __future__ import annotations
 
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError, safe_open
 
+from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.errors import ModelError
+
+_IMPLEMENTED = ("llama", "qwen2", "qwen3")
+_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their angles change once a text passes the original context length
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_HEAD = "lm_head.weight"
+_COMPUTED = "rotary_emb.inv_freq"  # old files hold it; it is computed from the config
 
 
 def config_of(directory: Path) -> Any:
-    """The `transformers` config of the model in `directory`.
+    """Return the `transformers` config of the model in `directory`. Never asks the hub.
 
     Raises:
-        ModelError: no such directory, or nothing in it that `transformers` knows as a model. No hub is asked for it.
+        ModelError: the directory does not exist, or `transformers` finds no model in it.
     """
-    if not directory.is_dir():  # what is no path may be an id to transformers, which asks its hub, and again, and again
+    if not directory.is_dir():  # transformers takes any other string for a hub id
         raise ModelError(
-            f"{directory}: no such model directory. Give the path of one, as `strop model import` makes it; a hub id is none."
+            f"{directory}: no such model directory. Give the path of a directory, such as `strop model import` writes, not a"
+            " hub id."
         )
     try:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError) as error:
         raise ModelError(f"{directory}: not a model directory that transformers can load: {error}") from error
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any((directory / name).exists() for name in _TOKENIZERS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The sizes and switches of a Llama-like decoder, read from its `transformers` config."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_qk_norm: bool
+    is_tied: bool
+    rope_limit: int | None  # positions from here on would change the angles of earlier ones; None: they never do
+
+    @classmethod
+    def of(cls, config: Any, *, max_length: int) -> Architecture:
+        """Read `config`, a `transformers` model config.
+
+        Raises:
+            ModelError: an architecture, or a feature of one, whose forward is not written here.
+        """
+        model_type = str(config.model_type)
+        if model_type not in _IMPLEMENTED:
+            raise ModelError(
+                f"the torch engine does not implement the architecture {model_type!r} ({config.architectures});"
+                f" it implements {', '.join(_IMPLEMENTED)}. Use one of these, or another kind of engine."
+            )
+        rope_type, rope_limit = config.rope_parameters["rope_type"], _rope_limit(config)
+        refused = {
+            f"hidden_act {config.hidden_act!r} (only 'silu')": config.hidden_act != "silu",
+            "sliding-window attention": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
+            "quantized weights": getattr(config, "quantization_config", None) is not None,
+            f"rope_type {rope_type!r} beyond {rope_limit} positions": rope_limit is not None and max_length > rope_limit,
+        }
+        for feature, is_used in refused.items():
+            if is_used:
+                raise ModelError(f"the torch engine does not implement {feature}, which this {model_type} model uses.")
+        return cls(
+            model_type=model_type,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            norm_eps=config.rms_norm_eps,
+            has_qkv_bias=model_type == "qwen2" or bool(config.attention_bias),
+            has_output_bias=model_type != "qwen2" and bool(config.attention_bias),
+            has_mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            has_qk_norm=model_type == "qwen3",
+            is_tied=bool(config.tie_word_embeddings),
+            rope_limit=rope_limit,
+        )
+
+
+def _rope_limit(config: Any) -> int | None:
+    rope = config.rope_parameters
+    if rope["rope_type"] not in _LENGTH_DEPENDENT_ROPE:
+        return None
+    return int(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """What a server engine needs to know about the model in a directory."""
+
+    directory: Path
+    vocab_size: int
+    shapes: Mapping[str, tuple[int, ...]]  # of each weight that a publication contains
+    optional: frozenset[str]  # weights that a publication may omit because they are tied
+    has_tokenizer: bool
+    kv_elements_per_token: int
+
+    @property
+    def num_elements(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @classmethod
+    def of(cls, directory: Path) -> ModelFacts:
+        """Read the config and the headers of the weight files. Blocks meanwhile.
+
+        Raises:
+            ModelError: `transformers` finds no model, or there are no safetensors files.
+        """
+        config = config_of(directory)
+        text = config.get_text_config()
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return cls(
+            directory=directory.resolve(),
+            vocab_size=text.vocab_size,
+            shapes=_shapes(directory),
+            optional=frozenset({_HEAD} if text.tie_word_embeddings else ()),
+            has_tokenizer=has_tokenizer(directory),
+            kv_elements_per_token=2 * text.num_hidden_layers * text.num_key_value_heads * head_dim,
+        )
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model directory. Raises `ModelError` if it has none."""
+    index = directory / _INDEX
+    if index.exists():
+        return [directory / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+    if (directory / _SINGLE).exists():
+        return [directory / _SINGLE]
+    raise ModelError(f"{directory}: neither {_SINGLE} nor {_INDEX}. Save the model with transformers' save_pretrained.")
+
+
+def read_weights(directory: Path) -> Iterator[NamedTensor]:
+    """Yield the weights of a model directory, a file at a time. Raises `ModelError` if a file is missing or damaged."""
+    for path in weight_files(directory):
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ModelError(f"{path}: missing or damaged: {error}. Save or download the model again.") from error
+        with file:
+            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
+                if not name.endswith(_COMPUTED):
+                    yield name, file.get_tensor(name)  # type: ignore[no-untyped-call]
+
+
+def directory_checksum(directory: Path) -> str:
+    """Return `weights_checksum` of the weights in a model directory. Blocks while it reads them."""
+    return weights_checksum(read_weights(directory))
+
+
+def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight, read from the headers: 8 bytes of length, then JSON."""
+    shapes = {}
+    for path in weight_files(directory):
+        try:
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(length))
+        except (OSError, struct.error, ValueError) as error:
+            raise ModelError(f"{path}: missing or damaged: {error}. Save or download the model again.") from error
+        for name, entry in header.items():
+            if name != "__metadata__" and not name.endswith(_COMPUTED):
+                shapes[name] = tuple(entry["shape"])
+    return shapes

@@ -1,23 +1,27 @@
-"""Opens the engines that a recipe asks for, of whatever kind; all of them, or none."""
+"""Opens the engines of a recipe: all of them, or none."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
+
 from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
-from strop.engine.process_engine import ProcessEngine
+from strop.engine.model_directory import ModelFacts, directory_checksum
+from strop.engine.processes.engine import ProcessEngine
 from strop.engine.protocol import InferenceEngine
-from strop.engine.servers.engine import Server, ServerEngine
-from strop.engine.servers.facts import ModelFacts, directory_checksum
-from strop.engine.servers.remedies import check_interpreter, not_reached, not_started
+from strop.engine.servers.engine import ServerEngine
+from strop.engine.servers.server import Server
 from strop.engine.servers.sglang import SglangServer
 from strop.engine.servers.vllm import VllmServer
-from strop.engine.torch_engine import TorchEngine
-from strop.errors import EngineLost
+from strop.errors import EngineLost, UserError
 
 Detokenizer = Callable[[Sequence[int]], str]
 
@@ -32,8 +36,8 @@ async def open_engines(
 ) -> list[InferenceEngine]:
     """`config.replicas` engines, or one for each of `config.addresses`, that sample from a model directory as version 0.
 
-    A coroutine for the event loop that the engines will be used in; what blocks runs in threads. Whoever asked closes every
-    engine. When one cannot be opened, those that were are closed again.
+    Await it in the event loop in which the engines are used. The caller closes every engine. If one engine cannot be opened,
+    all others are closed.
 
     Args:
         detokenize: ids -> text, for stop strings in the embedded engine. A server uses the model directory's own tokenizer.
@@ -45,8 +49,7 @@ async def open_engines(
             address; `config.python` cannot be run, or its environment lacks the server.
         EngineLost: a server did not start, or did not answer; names it and the end of its log.
     """
-    first = config.only(0)
-    starts_processes = first.own_process or first.devices if isinstance(first, EngineConfig) else first.python is not None
+    starts_processes = config.is_apart if isinstance(config, EngineConfig) else config.python is not None
     if logs is None and starts_processes:
         logs = Path(tempfile.mkdtemp(prefix="strop-logs-"))
     folder = logs or Path()
@@ -70,9 +73,11 @@ async def open_engines(
 async def _open_torch_engine(
     path: Path, config: EngineConfig, detokenize: Detokenizer | None, *, name: str, logs: Path
 ) -> InferenceEngine:
-    if config.own_process or config.devices:
+    if config.is_apart:
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))} if config.devices else {}
         return await ProcessEngine.start(path, config, name=name, log=_log_of(name, logs), environment=seen)
+    from strop.engine.torch.engine import TorchEngine  # imports transformers, which takes seconds
+
     return await asyncio.to_thread(TorchEngine.from_directory, path, config, detokenize=detokenize)
 
 
@@ -90,16 +95,13 @@ async def _open_server_engine(
     return engine
 
 
-async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, log: Path) -> Server:
+async def _open_server(model: ModelFacts, config: VllmConfig | SglangConfig, *, name: str, log: Path) -> Server[Any]:
     check_interpreter(config)
+    kind: type[Server[Any]] = SglangServer if isinstance(config, SglangConfig) else VllmServer
     try:
-        if isinstance(config, SglangConfig):
-            if config.addresses:
-                return await SglangServer.connect(config.addresses[0], model, config)
-            return await SglangServer.start(name, model, config, log=log)
         if config.addresses:
-            return await VllmServer.connect(config.addresses[0], model, config)
-        return await VllmServer.start(name, model, config, log=log)
+            return await kind.connect(config.addresses[0], config)
+        return await kind.start(name, model, config, log=log)
     except EngineLost as error:
         mended = not_reached(error, config.addresses[0]) if config.addresses else not_started(error, config)
         if mended is error:
@@ -112,7 +114,7 @@ def _log_of(name: str, logs: Path) -> Path:
 
 
 async def _all_or_none(opening: Sequence[Coroutine[Any, Any, InferenceEngine]]) -> list[InferenceEngine]:
-    """What was opened; when one fails, or the caller goes away, the others are awaited and closed."""
+    """Return the opened engines. If one fails or the caller is cancelled, await and close the others."""
     tasks = [asyncio.create_task(each) for each in opening]
     try:
         return list(await asyncio.gather(*tasks))
@@ -123,3 +125,42 @@ async def _all_or_none(opening: Sequence[Coroutine[Any, Any, InferenceEngine]]) 
             if not isinstance(result, BaseException):
                 await result.close()
         raise
+
+
+_NO_MODULE = re.compile(r"No module named '((?:vllm|sglang)[\w.]*)'")
+
+
+def check_interpreter(config: VllmConfig | SglangConfig) -> None:
+    """Raises `UserError` unless `engine.python`, where it is set, can be run here. Runs nothing."""
+    if config.python is None or shutil.which(config.python, path=config.environment.get("PATH")) is not None:
+        return
+    is_bare = os.sep not in str(config.python)  # a word like python3 is looked for as a shell does
+    if not config.python.exists():
+        fault = "is not on the PATH" if is_bare else "does not exist"
+    else:
+        fault = "is a directory" if config.python.is_dir() else "is not executable"
+    raise UserError(f"engine.python: {config.python} {fault}. {_how_to_get_one(config)}")
+
+
+def not_started(error: EngineLost, config: VllmConfig | SglangConfig) -> EngineLost | UserError:
+    """Return the error of a server that did not start: a `UserError` if its environment lacks the server."""
+    if (missing := _NO_MODULE.search(str(error))) is None:
+        return error
+    return UserError(f"engine.python: {config.python} has no module {missing[1]!r}. {_how_to_get_one(config)}")
+
+
+def not_reached(error: EngineLost, address: str) -> EngineLost | UserError:
+    """Return the error of a server that was not reached: a `UserError` if nothing listens at its address."""
+    if not isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout):
+        return error
+    return UserError(
+        f"engine.addresses: nothing listens at {address} ({error.__cause__}). Start a server there, as docs/engines.md says, or"
+        " mend the address; with engine.python instead, strop starts one."
+    )
+
+
+def _how_to_get_one(config: VllmConfig | SglangConfig) -> str:
+    wanted = f"Name the interpreter of an environment that has {config.kind}"
+    if config.kind == "vllm":
+        return f"{wanted}: `make test-vllm`, as an example, sets up .venv-vllm, whose interpreter is .venv-vllm/bin/python."
+    return f"{wanted}; how one is made for vLLM, `make test-vllm` shows (.venv-vllm)."

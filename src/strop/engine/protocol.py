@@ -1,17 +1,25 @@
-"""What an engine owes: token ids in, token ids and log-probs out, from the newest weights it was given."""
+"""The interface of engines: token ids in, token ids and log-probs out, sampled from the newest published weights.
+
+Requests are checked before anything is computed, and completions before they are used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import itertools
+import math
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
-import torch
+from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
+from strop.types import Completion, FinishReason
 
-from strop.types import Completion
+if TYPE_CHECKING:
+    import torch
 
-NamedTensor: TypeAlias = tuple[str, torch.Tensor]
-COPIED_AT_ONCE = 2**24  # bytes of a publication in one process: each turn of a thread ends a team of helpers (`teams`)
+
+NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
+COPIED_AT_ONCE = 2**24  # bytes of a publication that are copied in one turn; each turn releases OpenMP threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,26 +30,26 @@ class CompletionRequest:
     equal the first `at` ids of this one: the engine may keep that prefix's KV cache, or compute it again.
     """
 
-    id: str  # unique among the requests that were not released
+    id: str  # unique among requests that are not released
     ids: tuple[int, ...]
     max_tokens: int  # of new tokens, the stop id included
     stop_ids: frozenset[int]
     temperature: float
-    seed: int  # with the position in the completion, decides every token: nothing else does (law 8)
+    seed: int  # only the seed and the position in the completion decide how a token is drawn
     stop_strings: tuple[str, ...] = ()
-    min_tokens: int = 0  # stop ids are banned before it; the sampler's log-prob is under the same ban
+    min_tokens: int = 0  # stop ids are banned before it; log-probs are computed with the same ban
     extends: str = ""
     at: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do beyond the protocol's floor."""
+    """Optional abilities of an engine."""
 
     is_deterministic: bool  # a request's tokens do not depend on what else is in the batch
     can_fork: bool  # `extends` at any length, from several requests at once, without computing the prefix again
     has_entropies: bool
-    dtype: torch.dtype  # of its weights; what is published to it is cast to this first
+    dtype: torch.dtype  # of its weights; published weights are cast to it first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +59,11 @@ class Capacity:
     total_tokens: int
     max_request_tokens: int  # the longest single conversation
     max_running: int  # conversations that can hold KV memory at once
-    block_tokens: int | None = None  # of a KV block, where memory comes in blocks and the engine tells of which size
+    block_tokens: int | None = None  # tokens of a KV block, if the engine reports it
 
 
 class TakesWeights(Protocol):
-    """What weights can be published to: an engine, or several at once. See `InferenceEngine.load_weights`."""
+    """A target for weights: one engine, or several at once. See `InferenceEngine.load_weights`."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -64,7 +72,7 @@ class TakesWeights(Protocol):
 
 
 class InferenceEngine(Protocol):
-    """Samples from the newest weights it was given; many rollouts may call it at once."""
+    """Samples from the newest published weights. Many rollouts may call it at once."""
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -80,7 +88,7 @@ class InferenceEngine(Protocol):
         """Sample one completion. Waits while KV memory is full.
 
         Raises:
-            EngineLost: never returns a part of a completion.
+            EngineLost: the engine failed; a part of a completion is never returned.
             WeightsNotProven: the weights differ from the published ones.
             RequestTooLong: ids + max_tokens can never fit.
         """
@@ -89,20 +97,22 @@ class InferenceEngine(Protocol):
         """Stop a running request, whose `complete` raises `asyncio.CancelledError`, and release it. Unknown ids are ignored."""
 
     async def release(self, request_id: str) -> None:
-        """Give the request's KV memory back. Called once per conversation, also after an error; unknown ids are ignored."""
+        """Free the request's KV memory. Call it once per conversation, also after an error. Unknown ids are ignored."""
 
     async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
-        """Replace the weights, drop every KV cache of the older ones, and prove the result against `checksum`.
+        """Replace the weights, drop all KV caches, and compare the result with `checksum`.
 
-        `checksum` is `weights_checksum` of what was sent, in the engine's dtype. Raises `WeightsNotProven` when it differs.
+        `checksum` is `weights_checksum` of the sent weights, in the engine's dtype. Raises `WeightsNotProven` if it differs.
         """
 
     async def close(self) -> None: ...
 
 
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:
-    """A digest of names, shapes, dtypes and bytes; the order of `tensors` does not matter."""
+    """Return a digest of names, shapes, dtypes and bytes. The order of `tensors` does not matter."""
     import hashlib
+
+    import torch
 
     total = hashlib.blake2b(digest_size=16)
     digests = []
@@ -114,3 +124,132 @@ def weights_checksum(tensors: Iterable[NamedTensor]) -> str:
     for each in sorted(digests):
         total.update(each)
     return total.hexdigest()
+
+
+LOWEST_TEMPERATURE = 0.01  # servers raise a lower one to it, or to their own; at 1e-38 a logit over it is no float32 any more
+_ROUNDING_NATS = 1e-4  # by which the logarithm of a probability may come out above 0
+_TYPES = {"ids": int, "logprobs": float, "is_forced": bool, "entropies": float}
+
+
+def check_request(request: CompletionRequest, *, max_length: int) -> None:
+    """Raises:
+    RequestTooLong: ids + max_tokens exceed `max_length`, the longest conversation the engine can hold.
+    UserError: a temperature that is not 0, and too low to be sampled at.
+    StropError: a number out of its range.
+    """
+    num_tokens = len(request.ids) + request.max_tokens
+    if num_tokens > max_length:
+        raise RequestTooLong(
+            f"request {request.id} may grow to {num_tokens} tokens ({len(request.ids)} ids + max_tokens {request.max_tokens}),"
+            f" but a conversation of this engine holds {max_length}. Lower max_tokens, or raise engine.max_length."
+        )
+    wrong = {
+        "ids is empty": not request.ids,
+        f"max_tokens is {request.max_tokens}, below 1": request.max_tokens < 1,
+        f"temperature is {request.temperature}, below 0": not request.temperature >= 0,
+        f"min_tokens is {request.min_tokens}, above max_tokens {request.max_tokens}": request.min_tokens > request.max_tokens,
+        f"at is {request.at}, outside its {len(request.ids)} ids": not 0 <= request.at <= len(request.ids),
+        f"at is {request.at}, but extends is empty": bool(request.at) and not request.extends,
+        "id is empty": not request.id,
+    }
+    for fault, is_so in wrong.items():
+        if is_so:
+            raise StropError(f"request {request.id}: {fault}.")
+    if 0 < request.temperature < LOWEST_TEMPERATURE:
+        raise UserError(
+            f"request {request.id} has temperature {request.temperature}; engines sample at no less than"
+            f" {LOWEST_TEMPERATURE}. Use 0, or at least {LOWEST_TEMPERATURE}."
+        )
+
+
+def check_vocabulary(request: CompletionRequest, vocab_size: int) -> None:
+    """Raises `ModelError` when an id or a stop id is none of the model's."""
+    smallest, largest = min((*request.ids, *request.stop_ids)), max((*request.ids, *request.stop_ids))
+    if smallest < 0:
+        raise ModelError(
+            f"request {request.id} has the negative id {smallest}. Ids count from 0: what masks or pads a batch, as -100 does,"
+            " is no token of a request."
+        )
+    if largest >= vocab_size:
+        raise ModelError(
+            f"request {request.id} has ids up to {largest}, but the model's vocabulary has {vocab_size}."
+            " Tokenizer and model do not belong together."
+        )
+
+
+def check_prefix(request: CompletionRequest, held: Sequence[int]) -> None:
+    """Raises `StropError` unless the first `at` ids of `request` are the first of `held`, the ids of what it extends."""
+    if request.at > len(held):
+        raise StropError(
+            f"request {request.id} extends {request.extends} at {request.at}, but that has {len(held)} ids. `at` counts ids of"
+            " the earlier request and its completion, not of what was observed after it."
+        )
+    if tuple(request.ids[: request.at]) != tuple(held[: request.at]):
+        place = next(index for index in range(request.at) if request.ids[index] != held[index])
+        raise StropError(
+            f"request {request.id} extends {request.extends} at {request.at}, but their ids differ at position {place}:"
+            f" {request.ids[place]} instead of {held[place]}. A conversation is append-only."
+        )
+
+
+def check_completion(
+    request: CompletionRequest, completion: Completion, *, vocab_size: int | None, policy_version: int | None
+) -> None:
+    """Raises `EngineLost`, which names what is wrong, unless `completion` can be an answer to `request`.
+
+    Args:
+        vocab_size: of the model; None if it is not known.
+        policy_version: of the weights that were published last; None to accept any.
+    """
+    faults = itertools.chain(_wrong_types(completion), _faults(request, completion, vocab_size, policy_version))
+    if fault := next(faults, None):
+        raise EngineLost(f"the engine returned an invalid completion: the completion of request {request.id} {fault}.")
+
+
+def _wrong_types(completion: Completion) -> Iterator[str]:
+    """Yield fields of a wrong type, which the other checks could not compare."""
+    for name, kind in _TYPES.items():
+        figures = getattr(completion, name)
+        if not isinstance(figures, tuple):
+            yield f"has {figures!r} as {name}, which is no tuple"
+        elif not set(map(type, figures)) <= {kind}:
+            place = next(index for index, each in enumerate(figures) if type(each) is not kind)
+            yield f"has {name} {figures[place]!r} at position {place}, which is no {kind.__name__}"
+    for name in ("cached_tokens", "policy_version"):
+        if type(number := getattr(completion, name)) is not int:
+            yield f"has {number!r} as {name}, which is no int"
+
+
+def _faults(
+    request: CompletionRequest, completion: Completion, vocab_size: int | None, policy_version: int | None
+) -> Iterator[str]:
+    ids, length = completion.ids, len(completion.ids)
+    if not 0 < length <= request.max_tokens:
+        yield f"has {length} ids, but max_tokens is {request.max_tokens}"
+    for name, is_optional in (("logprobs", False), ("is_forced", False), ("entropies", True)):
+        if len(figures := getattr(completion, name)) != length and (figures or not is_optional):
+            yield f"has {length} ids and {len(figures)} {name}"
+    if min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+        bounds = f"0..{vocab_size - 1}" if vocab_size is not None else "0.."
+        yield f"has an id outside the vocabulary {bounds}: {min(ids) if min(ids) < 0 else max(ids)}"
+    for position, logprob in enumerate(completion.logprobs):
+        if not -math.inf < logprob <= _ROUNDING_NATS:
+            yield f"has log-prob {logprob} at position {position}"
+    for position, entropy in enumerate(completion.entropies):
+        if not -_ROUNDING_NATS <= entropy < math.inf:
+            yield f"has entropy {entropy} at position {position}"
+    if early := [position for position, token in enumerate(ids[:-1]) if token in request.stop_ids]:
+        yield f"goes on after stop id {ids[early[0]]} at position {early[0]}"
+    has_stop_id = ids[-1] in request.stop_ids
+    if completion.finish_reason is FinishReason.LENGTH and (has_stop_id or length < request.max_tokens):
+        ending = f"stop id {ids[-1]}" if has_stop_id else f"{length} of {request.max_tokens} tokens"
+        yield f"says that it was cut at max_tokens, but ends with {ending}"
+    if completion.finish_reason is FinishReason.STOP:
+        if not has_stop_id and not request.stop_strings:
+            yield f"says that it was stopped, but ends with id {ids[-1]}, and the stop ids are {sorted(request.stop_ids)}"
+        if length < request.min_tokens:
+            yield f"was stopped after {length} tokens, but min_tokens is {request.min_tokens}"
+    if not 0 <= completion.cached_tokens <= len(request.ids):
+        yield f"says that {completion.cached_tokens} of {len(request.ids)} ids were cached"
+    if policy_version is not None and completion.policy_version != policy_version:
+        yield f"was sampled from policy version {completion.policy_version}, but {policy_version} was published"

@@ -1,16 +1,23 @@
-"""The deterministic double of an engine: says what it was told to say, and fails where it was told to fail."""
+"""A deterministic engine for tests: returns given replies, and fails at given points."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 
-from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor, weights_checksum
-from strop.engine.requests import check_prefix, check_request
+from strop.engine.protocol import (
+    Capabilities,
+    Capacity,
+    CompletionRequest,
+    NamedTensor,
+    check_prefix,
+    check_request,
+    weights_checksum,
+)
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason
 
@@ -28,6 +35,7 @@ class Fault(StrEnum):
     """What a scripted engine can do wrong."""
 
     HANG = "hang"  # answers nothing, loads nothing, until `recover`
+    LOSE = "lose"  # the request is lost, and no other
     DIE = "die"  # every request is lost, these and all later ones, until `restart`
     OUT_OF_MEMORY = "out_of_memory"  # the same, and it says why
     MISSING_LOGPROB = "missing_logprob"
@@ -58,18 +66,16 @@ class ScriptedEngine:
 
     Each completion is cut after its first stop id and at `max_tokens`, as a model's would be; a script that ends before both
     counts as stopped. Bare ids are reported with log-prob and entropy 0: a script is certain of what it says. It samples before
-    any weights were published, too, and reports `policy_version`. It fails on demand: at chosen requests (`faults`, `lost_at`),
+    any weights were published, too, and reports `policy_version`. It fails on demand: at chosen requests (`faults`),
     or from one moment to the next (`fail`, `kill`, `restart`).
 
     Args:
         policy: a function of the request; or completions to give in order of arrival; or completions by request id.
         latency_s: how long each completion takes.
-        token_latency_s: and how much longer for each of its tokens.
         kv_tokens: KV memory. A conversation holds len(ids) + max_tokens of it until it is released; others wait.
         max_request_tokens: the longest conversation.
         max_running: how many conversations may hold KV memory at once.
-        lost_at: which requests, counted from 0 in order of arrival, raise `EngineLost`, and nothing else does.
-        faults: what goes wrong at which requests, counted alike.
+        faults: what goes wrong at which requests, counted from 0 in order of arrival.
         has_wrong_weights: whether every load ends up holding other values than were sent.
         policy_version: before the first `load_weights`.
         dtype: of the weights it holds.
@@ -80,11 +86,9 @@ class ScriptedEngine:
         policy: Policy | Sequence[Sequence[int]] | Mapping[str, Sequence[int]],
         *,
         latency_s: float = 0.0,
-        token_latency_s: float = 0.0,
         kv_tokens: int = 1 << 20,
         max_request_tokens: int = 1 << 14,
         max_running: int = 1 << 10,
-        lost_at: Collection[int] = (),
         faults: Mapping[int, Fault] | None = None,
         has_wrong_weights: bool = False,
         policy_version: int = 0,
@@ -94,11 +98,10 @@ class ScriptedEngine:
         self.released: list[str] = []  # every id that `release` was called with
         self.weights: dict[str, torch.Tensor] = {}  # of the newest load
         self._policy = policy
-        self._latency_s, self._token_latency_s = latency_s, token_latency_s
+        self._latency_s = latency_s
         self._capacity = Capacity(
             total_tokens=kv_tokens, max_request_tokens=min(max_request_tokens, kv_tokens), max_running=max_running
         )
-        self._lost_at = frozenset(lost_at)
         self._faults = dict(faults or {})
         self._fault: Fault | None = None
         self._may_answer = asyncio.Event()
@@ -112,7 +115,7 @@ class ScriptedEngine:
         self._num_ends = 0
         self._dying: asyncio.Task[None] | None = None
         self._holds: dict[str, _Hold] = {}  # by newest request
-        self._refused: dict[str, str] = {}  # a request that was refused -> the conversation that it would have gone on
+        self._refused: dict[str, str] = {}  # a refused request -> the conversation that it would have continued
         self._room = asyncio.Condition()
         self._queue: list[str] = []  # requests that wait for room, in order of arrival
 
@@ -220,7 +223,7 @@ class ScriptedEngine:
         self.requests.append(request)
         if self._is_lost:
             raise EngineLost(self._last_words)
-        if number in self._lost_at:
+        if Fault.LOSE in (self._faults.get(number), self._fault):
             raise EngineLost(f"request {request.id}, number {number}, was scripted to lose the engine.")
         if not self._is_proven:
             raise WeightsNotProven("the last publication was not proven. Publish weights to the engine again.")
@@ -293,8 +296,6 @@ class ScriptedEngine:
         stop = next((index + 1 for index, token in enumerate(reply.ids) if token in request.stop_ids), None)
         length = min(stop or len(reply.ids), request.max_tokens)
         is_stopped = length == stop or length < request.max_tokens
-        if self._token_latency_s:
-            await asyncio.sleep(self._token_latency_s * length)
         completion = Completion(
             ids=reply.ids[:length],
             logprobs=reply.logprobs[:length],

@@ -1,15 +1,13 @@
 """Arena-Hard (arXiv 2406.11939): how often a judge prefers a model's answers to a baseline's, each pair shown in both orders.
 
 Questions and answers are files of the published schemas, v0.1 (`question_id`, `turns`; `choices`) and v2.0 (`uid`, `prompt`;
-`messages`). A clear verdict (>>) counts as three slight ones, as in the published script. Its interval draws verdicts; ours
-draws questions, since the verdicts on one of them hang together.
+`messages`). A clear verdict (>>) counts as three slight ones, as in the published script. The published interval resamples
+verdicts; this one resamples questions, since the two verdicts on a question are not independent.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,23 +17,48 @@ from typing import Any
 import numpy as np
 
 from strop.errors import TaskError
-from strop.evaluation.arena_hard_prompt import PROMPT
-from strop.evaluation.statistics import Estimate, unseen_share
-from strop.rewards.scorers.chat_client import ChatClient, ChatServiceConfig, Reply
-from strop.rewards.scorers.judge import JudgeConfig, ModelJudge
-from strop.rewards.scorers.refusals import Refusals
-from strop.rewards.text import final_summary
-from strop.runs import write_text
+from strop.evaluation.statistics import Estimate, bootstrap_interval, bounded_share
+from strop.rewards.base import final_summary
+from strop.rewards.judge import JudgeConfig, ModelJudge
 from strop.tasks.files import read_rows
-from strop.web import ServiceRefused
 
-logger = logging.getLogger(__name__)
+_JUDGE_DEFAULTS = {"max_tokens": 4096, "timeout_s": 1800.0}  # a judgement holds the judge's own answer
+_CLEAR_WEIGHT = 3
+_VERDICTS = {2.0: "much better", 1.0: "better", 0.0: "equal", -1.0: "worse", -2.0: "much worse"}
 
-_JUDGE_TOKENS = 4096  # of a judgement, which holds the judge's own answer
-_TIMEOUT_S = 1800.0  # of a reply that comes as one: 16 384 tokens at 10 a second
-_MAX_TOKENS = 16_384  # of an answer, where the service's file says nothing: a judge's 1024 cut thoughts off
-_CLEAR = 3  # how many slight verdicts a clear one is
-_NUM_RESAMPLES = 10_000
+PROMPT = """\
+You judge two answers, of assistant A and assistant B, to the request below. Say which of them is the better one, and nothing
+else counts: not the order in which they stand, and not who may have written them.
+
+1. First answer the request yourself, before you judge anything.
+2. Compare both answers with yours, and name what each gets wrong.
+3. Ask whether each is helpful (it does what was asked for; where the request can be read in several ways, asking back is better
+   than guessing), relevant (all of it belongs to the request) and concise (clear, without padding).
+4. Where it matters, ask how original they are. Last, name what is missing from them.
+
+Then give your verdict as one of these five labels:
+
+[[A>>B]] A is much better
+[[A>B]] A is a little better
+[[A=B]] they are about as good as each other
+[[B>A]] B is a little better
+[[B>>A]] B is much better
+
+For example: My verdict is a tie: [[A=B]].
+
+<request>
+$prompt
+</request>
+
+<answer_a>
+$a
+</answer_a>
+
+<answer_b>
+$b
+</answer_b>"""
+"""The default prompt of the judge, with the criteria of the paper in other words. To compare with published results, give the
+published prompt as `pair_prompt` of the judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,164 +72,85 @@ class Question:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What one model answered, by question."""
+    """The answers of one model, by question id."""
 
     model: str
     texts: Mapping[str, str]
-    cut_off: frozenset[str] = frozenset()  # questions whose answers ended at max_tokens; a published file does not tell
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """Both verdicts on one question, from -2 (the baseline is much better) to 2; None where a reply holds none."""
+    """Both verdicts on one question, from -2 (the baseline is much better) to 2, or None where a reply has no verdict."""
 
     question: Question
     verdicts: tuple[float | None, float | None]  # the baseline shown first, then the model shown first
 
     @property
-    def is_whole(self) -> bool:
-        return None not in self.verdicts
-
-    @property
     def wins(self) -> tuple[float, float]:
-        """(won, of so many): a verdict is won, lost or half won, and a clear one counts as several."""
+        """(won, total): a verdict is won, lost or half won, and a clear one counts three times."""
         each = [
-            ((found > 0) + 0.5 * (found == 0), _CLEAR if abs(found) == 2 else 1) for found in self.verdicts if found is not None
+            ((found > 0) + 0.5 * (found == 0), _CLEAR_WEIGHT if abs(found) == 2 else 1)
+            for found in self.verdicts
+            if found is not None
         ]
         return sum(won * weight for won, weight in each), float(sum(weight for _, weight in each))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArenaResult:
-    """As result.json and problems.jsonl hold it."""
-
-    figures: dict[str, Any]
-    problems: tuple[dict[str, Any], ...]
-
-
-def read_questions(path: Path, *, categories: Collection[str] | None = None) -> list[Question]:
-    """Those of `categories`, or all.
-
-    Raises:
-        TaskError: a file that cannot be read, a row that is no question, none at all, or a category that none is of.
-    """
+def read_questions(path: Path, *, categories: Collection[str] = ()) -> list[Question]:
+    """Return the questions of `categories`, or all. Raises `TaskError` for a bad row, no question or an unknown category."""
     found = [_question(place, row) for place, row in read_rows(path)]
     if not found:
         raise TaskError(f"{path}: it has no questions.")
     if twice := [id for id, num in Counter(each.id for each in found).items() if num > 1]:
-        raise TaskError(f"{path}: question {twice[0]!r} stands there twice. Remove one.")
+        raise TaskError(f"{path}: question {twice[0]!r} occurs twice. Remove one.")
     known = dict.fromkeys(each.category for each in found)
-    if unknown := [name for name in categories or () if name not in known]:
-        raise TaskError(f"{path}: no question is of the category {unknown[0]!r}. They are of {', '.join(known)}.")
+    if unknown := [name for name in categories if name not in known]:
+        raise TaskError(f"{path}: no question has the category {unknown[0]!r}. The categories are {', '.join(known)}.")
     return [each for each in found if not categories or each.category in categories]
 
 
-def with_room_to_answer(config: JudgeConfig) -> JudgeConfig:
-    """`config` with tokens and time for a judge that is asked to answer first, where it does not say how many."""
-    service = config.service
-    room = {"max_tokens": _JUDGE_TOKENS, "timeout_s": _TIMEOUT_S}
-    unsaid = {key: value for key, value in room.items() if key not in service.model_fields_set}
-    return config.model_copy(update={"service": service.model_copy(update=unsaid)})
-
-
 def read_answers(path: Path) -> Answers:
-    """One model's answers. Raises `TaskError` for a row that is none, or for several models in one file."""
-    texts: dict[str, str] = {}
-    models, cut_off = set(), set()
-    for place, row in read_rows(path):
-        id, model, text = _answer(place, row)
-        texts[id] = text
-        models.add(model)
-        told = row.get("metadata")
-        if isinstance(told, Mapping) and told.get("finish_reason") == "length":
-            cut_off.add(id)
+    """Return one model's answers. Raises `TaskError` for a bad row, or for several models in one file."""
+    rows = [_answer(place, row) for place, row in read_rows(path)]
+    models = sorted({model for _, model, _ in rows})
     if len(models) != 1:
-        raise TaskError(f"{path}: answers of {len(models)} models ({', '.join(sorted(models))}). A file has those of one.")
-    return Answers(model=models.pop(), texts=texts, cut_off=frozenset(cut_off))
+        raise TaskError(f"{path}: answers of {len(models)} models ({', '.join(models)}). Give a file with the answers of one.")
+    return Answers(model=models[0], texts={id: text for id, _, text in rows})
 
 
-async def ask_for_answers(questions: Sequence[Question], service: ChatServiceConfig, out: Path) -> Answers:
-    """What a served model answers, written to `out` in the schema of v2.0; a request that it refuses has no answer.
-
-    Answers have up to 16 384 tokens and half an hour where `service` does not say how many. One that is cut off there is
-    judged as it is, and a warning tells how many are.
-
-    Raises:
-        ServiceRefused: the service failed, or refused all of its first requests, or several different ones in a row.
-    """
-    room = {"max_tokens": _MAX_TOKENS, "timeout_s": _TIMEOUT_S}
-    unsaid = {key: value for key, value in room.items() if key not in service.model_fields_set}
-    service = service.model_copy(update=unsaid)
-    client, refusals = ChatClient(service, is_kept=lambda text: bool(text.strip())), Refusals(what="without an answer")
-
-    async def ask(question: Question) -> Reply | None:
-        with refusals.asking((question.prompt,)) as asking:
-            try:
-                reply = await client.reply([{"role": "user", "content": question.prompt}])
-            except ServiceRefused as refused:
-                refusals.add(refused, *asking)
-                return None
-            refusals.judged(asking)
-        return reply
-
-    try:
-        replies = await asyncio.gather(*map(ask, questions))
-    finally:
-        await client.close()
-    given = {question.id: reply for question, reply in zip(questions, replies, strict=True) if reply is not None}
-    rows = [
-        {
-            "uid": question.id,
-            "model": service.model,
-            "messages": [
-                {"role": "user", "content": question.prompt},
-                {"role": "assistant", "content": {"answer": given[question.id].text}},
-            ],
-            "metadata": {"finish_reason": given[question.id].finish_reason},
-        }
-        for question in questions
-        if question.id in given
-    ]
-    write_text(out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    cut_off = frozenset(id for id, reply in given.items() if reply.finish_reason == "length")
-    if cut_off:
-        logger.warning(
-            "%d of %d answers were cut off at max_tokens = %d, and are judged as they are. Raise max_tokens in the file of the"
-            " service; all are then asked for anew.",
-            len(cut_off),
-            len(given),
-            service.max_tokens,
-        )
-    return Answers(model=service.model, texts={id: reply.text for id, reply in given.items()}, cut_off=cut_off)
+def with_room_to_answer(config: JudgeConfig) -> JudgeConfig:
+    """Return `config` with more tokens and time, where it sets none, for a judge that first answers by itself."""
+    more = {key: value for key, value in _JUDGE_DEFAULTS.items() if key not in config.service.model_fields_set}
+    return config.model_copy(update={"service": config.service.model_copy(update=more)})
 
 
 async def judge_answers(
     questions: Sequence[Question], answers: Answers, baseline: Answers, config: JudgeConfig, *, think_tag: str | None = None
 ) -> list[Judged]:
-    """Both verdicts on every question that model and baseline have answered.
+    """Return both verdicts on every question that model and baseline have answered.
 
     Args:
-        think_tag: of thoughts in the model's answers, which are not shown: DeepSeek-R1 (arXiv 2501.12948) had its final summary
-            judged alone, so that length does not count. An answer without one is shown as an empty one.
+        think_tag: the tag of thoughts in the model's answers. The judge sees only the final summary, as in DeepSeek-R1 (arXiv
+            2501.12948), so that length does not count; without a summary it sees an empty answer.
 
     Raises:
-        TaskError: there is no such question.
+        TaskError: no question is answered by both.
         ServiceRefused: the judge failed, or gave no verdict on several questions in a row.
     """
     both = [question for question in questions if question.id in answers.texts and question.id in baseline.texts]
     if not both:
         raise TaskError(
-            f"none of {len(questions)} questions is answered by both {answers.model!r} and {baseline.model!r}. Are the files of"
-            " one version of the benchmark?"
+            f"none of {len(questions)} questions is answered by both {answers.model!r} and {baseline.model!r}. Check that the"
+            " files belong to one version of the benchmark."
         )
     judge = ModelJudge(config if config.pair_prompt else config.model_copy(update={"pair_prompt": PROMPT}))
 
     async def judged(question: Question) -> Judged:
-        said, other = answers.texts[question.id], baseline.texts[question.id]
+        ours, theirs = answers.texts[question.id], baseline.texts[question.id]
         if think_tag is not None:
-            said = final_summary(said, think_tag=think_tag) or ""
-        first = await judge.compare_as_shown(question.prompt, other, said)
-        second = await judge.compare_as_shown(question.prompt, said, other)
+            ours = final_summary(ours, think_tag=think_tag) or ""
+        first = await judge.compare_as_shown(question.prompt, theirs, ours)
+        second = await judge.compare_as_shown(question.prompt, ours, theirs)
         return Judged(question=question, verdicts=(None if first is None else -first, second))
 
     try:
@@ -225,22 +169,23 @@ def result_of(
     num_questions: int,
     think_tag: str | None = None,
     seed: int = 0,
-) -> ArenaResult:
-    """The win rate with its interval, in all and by category; questions without both verdicts are left out and counted.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the content of result.json and problems.jsonl: the win rate, in all and by category.
+
+    Questions without both verdicts are left out and counted.
 
     Raises:
         TaskError: no question has both verdicts.
     """
-    whole = [each for each in judged if each.is_whole]
+    whole = [each for each in judged if None not in each.verdicts]
     if not whole:
         raise TaskError(f"none of {len(judged)} questions has a verdict in both orders, so there is no win rate.")
     rate = win_rate([each.wins for each in whole], seed=seed)
-    categories = dict.fromkeys(each.question.category for each in whole)
     by_category = {
-        name: win_rate([each.wins for each in whole if each.question.category == name], seed=seed) for name in categories
+        name: win_rate([each.wins for each in whole if each.question.category == name], seed=seed)
+        for name in dict.fromkeys(each.question.category for each in whole)
     }
-    firsts = Counter(_told(each.verdicts[0]) for each in whole)
-    seconds = Counter(_told(each.verdicts[1]) for each in whole)
+    firsts, seconds = (dict(Counter(_VERDICTS[each.verdicts[at] or 0.0] for each in whole)) for at in (0, 1))
     judge = config.service
     figures = {
         "harness": f"arena-hard, judged by {judge.model} against {baseline.model}",
@@ -249,13 +194,12 @@ def result_of(
         "num_tasks": len(whole),
         "num_without_verdict": len(judged) - len(whole),
         "num_without_answer": num_questions - len(judged),
-        "num_cut_off": sum(each.question.id in answers.cut_off for each in judged),
         "k": 1,
         "accuracy": rate.mean,
         "accuracy_low": rate.low,
         "accuracy_high": rate.high,
         "by_category": {name: {"mean": each.mean, "low": each.low, "high": each.high} for name, each in by_category.items()},
-        "verdicts": {"baseline_first": dict(firsts), "model_first": dict(seconds)},
+        "verdicts": {"baseline_first": firsts, "model_first": seconds},
         "reward": {
             "kind": "arena_hard",
             "judge": {"model": judge.model, "temperature": judge.temperature, "max_tokens": judge.max_tokens},
@@ -264,7 +208,7 @@ def result_of(
             "think_tag": think_tag,
         },
     }
-    problems = tuple(
+    problems = [
         {
             "id": each.question.id,
             "question": each.question.prompt,
@@ -275,57 +219,51 @@ def result_of(
             "num_void": 0,
         }
         for each in whole
-    )
-    return ArenaResult(figures=figures, problems=problems)
+    ]
+    return figures, problems
 
 
 def win_rate(wins: Sequence[tuple[float, float]], *, seed: int) -> Estimate:
-    """Summed wins over summed verdicts, with the 95 % bootstrap interval over questions; shares from 0 to 1.
+    """Return summed wins over summed verdicts, from 0 to 1, with the 95% bootstrap interval over questions.
 
     Args:
-        wins: of each question, (won, of so many).
+        wins: (won, total) of each question.
     """
-    won, of = (np.array(column, dtype=np.float64) for column in zip(*wins, strict=True))
-    mean = float(won.sum() / of.sum())
-    if np.all(won / of == won[0] / of[0]):  # all resamples would agree and promise certainty: the exact bound over questions
-        reach = unseen_share(len(won))
-        return Estimate(mean=mean, low=mean - reach * mean, high=mean + reach * (1 - mean))
-    generator = np.random.default_rng(seed)
-    rates = np.empty(_NUM_RESAMPLES)
-    for start in range(0, _NUM_RESAMPLES, 1000):
-        drawn = generator.integers(len(won), size=(1000, len(won)))
-        rates[start : start + 1000] = won[drawn].sum(axis=1) / of[drawn].sum(axis=1)
-    low, high = np.quantile(rates, [0.025, 0.975])
-    return Estimate(mean=mean, low=float(low), high=float(high))
+    won, total = (np.array(column, dtype=np.float64) for column in zip(*wins, strict=True))
+    mean = float(won.sum() / total.sum())
+    if np.all(won / total == won[0] / total[0]):  # all resamples would agree
+        return bounded_share(mean, len(won))
+    low, high = bootstrap_interval([won, total], _ratio_of_sums, seed=seed)
+    return Estimate(mean=mean, low=low, high=high)
 
 
-def _told(verdict: float | None) -> str:
-    return {2.0: "much better", 1.0: "better", 0.0: "equal", -1.0: "worse", -2.0: "much worse"}[verdict or 0.0]
+def _ratio_of_sums(won: np.ndarray, total: np.ndarray, axis: int) -> np.ndarray:
+    ratio: np.ndarray = won.sum(axis=axis) / total.sum(axis=axis)
+    return ratio
 
 
 def _question(place: str, row: Mapping[str, Any]) -> Question:
-    id, prompt = row.get("uid", row.get("question_id")), row.get("prompt")
-    turns = row.get("turns")
+    id, prompt, turns = row.get("uid", row.get("question_id")), row.get("prompt"), row.get("turns")
     if prompt is None and isinstance(turns, list) and len(turns) == 1 and isinstance(turns[0], Mapping):
         prompt = turns[0].get("content")
     if not isinstance(id, str | int) or not isinstance(prompt, str):
         raise TaskError(
-            f"{place}: no question of Arena-Hard: it has neither uid and prompt (v2.0) nor question_id and one turn of text"
-            " (v0.1)."
+            f"{place}: no question of Arena-Hard: it needs uid and prompt (v2.0), or question_id and one turn of text (v0.1)."
         )
     return Question(id=str(id), prompt=prompt, category=str(row.get("category") or "all"))
 
 
 def _answer(place: str, row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return question, model and text."""
     id, model = row.get("uid", row.get("question_id")), row.get("model", row.get("model_id"))
     try:
-        said = row["messages"][-1]["content"] if "messages" in row else row["choices"][0]["turns"][-1]["content"]
-        text = said["answer"] if isinstance(said, Mapping) else said
+        content = row["messages"][-1]["content"] if "messages" in row else row["choices"][0]["turns"][-1]["content"]
+        text = content["answer"] if isinstance(content, Mapping) else content
     except (KeyError, IndexError, TypeError):
         text = None
     if not isinstance(id, str | int) or not isinstance(model, str) or not isinstance(text, str):
         raise TaskError(
-            f"{place}: no answer of Arena-Hard: it has neither uid, model and messages (v2.0) nor question_id, model_id and"
-            " choices (v0.1)."
+            f"{place}: no answer of Arena-Hard: it needs uid, model and messages (v2.0), or question_id, model_id and choices"
+            " (v0.1)."
         )
     return str(id), model, text

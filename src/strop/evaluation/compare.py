@@ -1,4 +1,4 @@
-"""Compares two evaluations problem by problem, on the problems that both have."""
+"""Compares two evaluations on the problems that both have."""
 
 from __future__ import annotations
 
@@ -13,30 +13,39 @@ from strop.evaluation.results import RESULT, EvalFiles, place_of
 from strop.evaluation.statistics import PairedDifference, paired_difference
 
 Problems: TypeAlias = Mapping[tuple[str, int], Mapping[str, Any]]
-"""By question, and how often it stood before: a generator may ask one twice."""
+"""By question and its occurrence: a generator may ask one twice."""
 
-_LISTS = {"accuracy": "correct", "truncated": "truncated"}
-_AMOUNTS = {name: name for name in ("length_tokens", "tool_calls", "tool_errors")}
+Pair: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
+"""One problem in both evaluations."""
+
+_SHARES = {"accuracy": "correct", "truncated": "truncated"}
+_AMOUNTS = ("length_tokens", "tool_calls", "tool_errors")
 _SETTINGS = ("model", "k", "temperature", "max_tokens", "max_turns", "prompt", "tools", "engine", "dtype")
-_FREE_OF_JUDGEMENT = frozenset(
+_NO_EFFECT = frozenset(
     (
         *("weights", "weight", "verify_deadline_s"),
         *("url", "key_env", "timeout_s", "retries", "backoff_s", "rate_per_s", "max_running", "cache"),  # of a service
         *("device", "max_tokens_per_batch", "max_wait_s", "max_batch"),  # of a reward model
     )
 )
-"""Keys of a reward, and of its parts, that leave its verdict as it is; weights do where a part says what is right."""
+"""Keys of a reward and of its parts that do not change a verdict. Weights change it if no part says what is right."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricComparison:
-    """One figure of both on the shared problems, and their difference (second - first)."""
+    """One metric of both on the shared problems, and their difference (second - first)."""
 
     metric: str
     first: float
     second: float
     is_share: bool
     paired: PairedDifference
+
+    @property
+    def detectable(self) -> float | None:
+        """The smallest true difference found with probability 0.8; None if unknown, or if no possible one is found."""
+        found = self.paired.detectable()
+        return None if found is None or (self.is_share and found > 1) else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,41 +57,38 @@ class Comparison:
     num_only_first: int
     num_only_second: int
     settings: Mapping[str, tuple[Any, Any]]  # those that differ
-    stale: tuple[str, ...]  # for each that is, where and why
+    stale: tuple[str, ...]  # for each stale evaluation, where and why
     metrics: tuple[MetricComparison, ...]
 
     def as_json(self) -> dict[str, Any]:
-        metrics = [{**asdict(each), "detectable": each.paired.detectable()} for each in self.metrics]
+        metrics = [{**asdict(each), "detectable": each.detectable} for each in self.metrics]
         return {**asdict(self), "metrics": metrics}
 
 
 def compare(first: EvalFiles, second: EvalFiles, *, seed: int = 0) -> Comparison:
-    """Accuracy, every part of the reward that both have, lengths, calls, errors and truncation, each tested in pairs.
+    """Compare accuracy, every part of the reward that both have, lengths, calls, errors and truncation in pairs.
 
-    A stale evaluation is compared as any other, and told of.
+    Stale evaluations are compared too, and listed in `stale`.
 
     Raises:
-        RunError: one keeps no problems, they share none, they were judged in different ways, or one question has two answers.
+        RunError: one has no problems, they share none, their rewards differ, or one question has two answers.
     """
     of_first, of_second = _by_question(first), _by_question(second)
     shared = [key for key in of_first if key in of_second]
     names = [str(each.result.get("benchmark", "unnamed")) for each in (first, second)]
     where = f"{first.directory} and {second.directory}"
     if not shared:
-        why = (
-            f"the first is of {names[0]!r}, the second of {names[1]!r}"
-            if names[0] != names[1]
-            else f"both are of {names[0]!r}, but asked {len(of_first)} and {len(of_second)} different questions (split, seed or"
-            " data differ)"
+        raise RunError(
+            f"{where} share no problem: the first asks {len(of_first)} questions of {names[0]!r}, the second {len(of_second)}"
+            f" of {names[1]!r}. Compare evaluations of the same benchmark, split and seed."
         )
-        raise RunError(f"{where} share no problem: {why}. Compare evaluations of the same problems.")
     _check_judges(first, second, where)
     for key in shared:
         answers = of_first[key]["answer"], of_second[key]["answer"]
         if answers[0] != answers[1]:
             raise RunError(
-                f"{where} differ in task: the answer to {key[0][:80]!r} is {answers[0]!r} in the first and {answers[1]!r} in"
-                " the second. Evaluate both on one version of the data."
+                f"{where}: the answer to {key[0][:80]!r} is {answers[0]!r} in the first and {answers[1]!r} in the second."
+                " Evaluate both on one version of the data."
             )
     pairs = [(of_first[key], of_second[key]) for key in shared]
     return Comparison(
@@ -91,17 +97,17 @@ def compare(first: EvalFiles, second: EvalFiles, *, seed: int = 0) -> Comparison
         num_only_first=len(of_first) - len(shared),
         num_only_second=len(of_second) - len(shared),
         settings=_differing(first.result, second.result),
-        stale=tuple(_told_stale(each) for each in (first, second) if each.why_stale),
+        stale=tuple(_stale_text(each) for each in (first, second) if each.why_stale),
         metrics=tuple(_metric(name, pairs, seed) for name in _metric_names(pairs)),
     )
 
 
 def _by_question(files: EvalFiles) -> Problems:
-    """Those that have an attempt."""
+    """Return the problems with an attempt."""
     if not files.problems:
         raise RunError(
-            f"{files.directory}: keeps no problems (an evaluation of an earlier version, or a harness that tells totals alone),"
-            " so nothing can be paired. Evaluate again."
+            f"{files.directory}: has no problems.jsonl (some harnesses report only totals), so nothing can be paired. Compare"
+            " evaluations that have one."
         )
     seen: Counter[str] = Counter()
     found = {}
@@ -118,18 +124,18 @@ def _check_judges(first: EvalFiles, second: EvalFiles, where: str) -> None:
     if judges[0] == judges[1]:
         return
     keys = [key for key in {**judges[0], **judges[1]} if judges[0].get(key) != judges[1].get(key)]
-    told = ", ".join(f"{key} = {judges[0].get(key)!r} and {judges[1].get(key)!r}" for key in keys[:3])
-    raise RunError(f"{where} were judged in different ways: {told}. Evaluate both under one reward.")
+    differing = ", ".join(f"{key} = {judges[0].get(key)!r} and {judges[1].get(key)!r}" for key in keys[:3])
+    raise RunError(f"{where} have different rewards: {differing}. Evaluate both with one reward.")
 
 
 def _judge(result: Mapping[str, Any]) -> dict[str, Any]:
     reward = result.get("reward") or {"harness": result.get("harness")}
     is_sum_that_judges = reward.get("kind") == "sum" and "accuracy" not in reward.get("parts", {})
-    return _judging(reward, "reward", _FREE_OF_JUDGEMENT - ({"weight"} if is_sum_that_judges else set()))
+    return _judging(reward, "reward", _NO_EFFECT - ({"weight"} if is_sum_that_judges else set()))
 
 
 def _judging(tree: Mapping[str, Any], place: str, free: Set[str]) -> dict[str, Any]:
-    """By dotted key, what decides over a verdict. Parts, and facts in a part's `where`, may be called as they like."""
+    """Return the keys that affect a verdict, by dotted path. Names of parts and of facts in `where` are free."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if key in free and place != "reward.parts" and not place.endswith(".where"):
@@ -141,11 +147,11 @@ def _judging(tree: Mapping[str, Any], place: str, free: Set[str]) -> dict[str, A
     return found
 
 
-def _told_stale(files: EvalFiles) -> str:
+def _stale_text(files: EvalFiles) -> str:
     stage = place_of(files.directory / RESULT)
     return (
-        f"{stage}: stale, so its figures are not those of what the recipe makes now: {files.why_stale}. `strop train` with"
-        f" --from {stage.name} makes it anew."
+        f"{stage}: stale, so its results do not match the recipe: {files.why_stale}. Rerun it: `strop train` with --from"
+        f" {stage.name}."
     )
 
 
@@ -153,13 +159,13 @@ def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str,
     return {key: (first.get(key), second.get(key)) for key in _SETTINGS if first.get(key) != second.get(key)}
 
 
-def _metric_names(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> list[str]:
-    """Those that some problem has in both: a part of the reward, and so a verdict, may be for some problems alone."""
+def _metric_names(pairs: Sequence[Pair]) -> list[str]:
+    """Return the metrics that some problem has in both: a part of the reward may apply to only some problems."""
     parts = dict.fromkeys(name for first, _ in pairs for name in first.get("parts", {}) if name != "accuracy")
-    return [name for name in (*_LISTS, *_AMOUNTS, *parts) if _having(pairs, name)]
+    return [name for name in (*_SHARES, *_AMOUNTS, *parts) if _having(pairs, name)]
 
 
-def _metric(name: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], seed: int) -> MetricComparison:
+def _metric(name: str, pairs: Sequence[Pair], seed: int) -> MetricComparison:
     first, second = ([_mean(_values(pair[at], name)) for pair in _having(pairs, name)] for at in (0, 1))
     is_share = name not in _AMOUNTS and all(0 <= value <= 1 for value in (*first, *second))
     return MetricComparison(
@@ -171,16 +177,14 @@ def _metric(name: str, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any
     )
 
 
-def _having(
-    pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], name: str
-) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _having(pairs: Sequence[Pair], name: str) -> list[Pair]:
     return [pair for pair in pairs if all(_values(problem, name) for problem in pair)]
 
 
 def _values(problem: Mapping[str, Any], name: str) -> Sequence[float]:
-    """Of the attempts that were given one."""
-    column = _LISTS.get(name) or _AMOUNTS.get(name)
-    values: Sequence[float | None] = problem.get(column, []) if column else problem.get("parts", {}).get(name, [])
+    """Return the values of the attempts that have one."""
+    columns = problem if name in _SHARES or name in _AMOUNTS else problem.get("parts", {})
+    values: Sequence[float | None] = columns.get(_SHARES.get(name, name), [])
     return [value for value in values if value is not None]
 
 

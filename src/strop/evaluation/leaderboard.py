@@ -1,4 +1,4 @@
-"""Gathers the results of evaluations, wherever they lie, and ranks them within their benchmarks."""
+"""Finds the results of evaluations below some directories and ranks them within their benchmarks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from strop.errors import RunError
 from strop.evaluation.results import find_results, place_of, why_stale
-from strop.runs import read_json
+from strop.run_directory import read_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class Entry:
     """One evaluation. `result` is its result.json."""
 
     benchmark: str
-    name: str  # of the run, its directory's where it does not say; and of the stage where the run has several of the benchmark
+    name: str  # of the run, followed by the stage if the run has several evaluations of the benchmark
     place: Path
     result: Mapping[str, Any]
 
@@ -29,7 +29,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaderboard:
-    """Benchmarks by name, each with the best entry first; and what is not ranked (damaged or stale), with the reason."""
+    """Benchmarks by name, each with the best entry first; and the reasons why damaged or stale results are left out."""
 
     benchmarks: Mapping[str, Sequence[Entry]]
     left_out: Sequence[str]
@@ -45,14 +45,14 @@ class Leaderboard:
 
 
 def gather(directories: Sequence[Path]) -> Leaderboard:
-    """Every finished evaluation below `directories`. A damaged or a stale one is told, and keeps nobody else out.
+    """Return every finished evaluation below `directories`. Damaged and stale ones are listed in `left_out`.
 
     Raises:
-        RunError: a directory is not there, or none holds an evaluation.
+        RunError: a directory does not exist, or none holds an evaluation.
     """
     for directory in directories:
         if not directory.exists():
-            raise RunError(f"{directory}: there is no such directory. Give directories that hold runs.")
+            raise RunError(f"{directory}: no such directory. Give directories that hold runs.")
     paths = dict.fromkeys(path.resolve() for directory in directories for path in find_results(directory))
     entries, left_out = [], []
     for path in paths:
@@ -61,9 +61,9 @@ def gather(directories: Sequence[Path]) -> Leaderboard:
         except RunError as error:
             left_out.append(str(error))
     if not entries:
-        told = "; ".join(left_out) or "no eval/result.json lies there"
-        raise RunError(f"{', '.join(map(str, directories))}: no evaluation to show: {told}. `strop eval` makes one.")
-    entries = _told_apart(entries)
+        reasons = "; ".join(left_out) or "there is no eval/result.json"
+        raise RunError(f"{', '.join(map(str, directories))}: no evaluation to show: {reasons}. Run `strop eval` first.")
+    entries = _with_stages(entries)
     entries.sort(key=lambda each: (each.benchmark, -each.accuracy, each.name, str(each.place)))
     names = dict.fromkeys(each.benchmark for each in entries)
     return Leaderboard(
@@ -71,8 +71,8 @@ def gather(directories: Sequence[Path]) -> Leaderboard:
     )
 
 
-def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
-    """With the stage behind the run's name where the run has several of a benchmark."""
+def _with_stages(entries: Sequence[Entry]) -> list[Entry]:
+    """Add the stage to the name where a run has several evaluations of a benchmark."""
     counts = Counter((each.benchmark, _run_of(each.place)) for each in entries)
     return [
         replace(each, name=f"{each.name}/{each.place.name}") if counts[each.benchmark, _run_of(each.place)] > 1 else each
@@ -83,10 +83,10 @@ def _told_apart(entries: Sequence[Entry]) -> list[Entry]:
 def _entry(path: Path) -> Entry:
     result = read_json(path)
     if not isinstance(result, dict) or not isinstance(result.get("accuracy"), int | float):
-        raise RunError(f"{path}: no result of an evaluation that can be ranked (no 'accuracy': nothing said what is right)")
+        raise RunError(f"{path}: cannot be ranked, since it has no 'accuracy': no reward says what is right")
     place = place_of(path)
     if because := why_stale(path):
-        raise RunError(f"{path}: stale, so it is not ranked: {because}. `strop train` with --from {place.name} makes it anew")
+        raise RunError(f"{path}: stale, so it is not ranked: {because}. Rerun it: `strop train` with --from {place.name}")
     return Entry(
         benchmark=str(result.get("benchmark") or result.get("stage") or "unnamed"),
         name=str(result.get("run") or _run_of(place).name),
@@ -96,5 +96,5 @@ def _entry(path: Path) -> Entry:
 
 
 def _run_of(place: Path) -> Path:
-    """The run that a stage's directory lies in."""
+    """Return the run directory of a stage."""
     return place.parent.parent if place.parent.name == "stages" else place

@@ -1,4 +1,4 @@
-"""How well scores tell good responses from bad ones, and how far they only tell long ones from short ones."""
+"""How well scores separate good responses from bad ones, and how far they only follow length."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreferenceQuality:
-    """Of a reward model on held-out preferences. What cannot be said (one class alone, equal lengths) is None."""
+    """Of a reward model on validation preferences. None where a value is undefined (only one class, equal lengths)."""
 
     num: int  # pairs, or single responses
-    accuracy: float  # of pairs in the right order, a tie a half; of single responses on the right side of 0
-    auc: float | None  # how often any good response is scored above any bad one, of all prompts; a tie a half
-    length_correlation: float | None  # Pearson's, of score and length in tokens, of the response alone
-    length_correlation_in_pairs: float | None  # of their differences within a pair, where the prompt cannot matter
-    length_correlation_in_labels: float | None  # of single responses: of both, each less its label's mean
+    accuracy: float  # pairs in the right order, ties half; single responses on the right side of 0
+    auc: float | None  # how often any good response is scored above any bad one, over all prompts; ties count half
+    length_correlation: float | None  # Pearson's, of score and length in tokens, of the response only
+    length_correlation_in_pairs: float | None  # of their differences within a pair, independent of the prompt
+    length_correlation_in_labels: float | None  # of single responses: each minus its label's mean
 
     def as_json(self) -> dict[str, int | float | None]:
         return asdict(self)
@@ -27,10 +27,10 @@ class PreferenceQuality:
 def pair_quality(
     chosen: Sequence[float], rejected: Sequence[float], chosen_lengths: Sequence[int], rejected_lengths: Sequence[int]
 ) -> PreferenceQuality:
-    """Of pairs; one number of each for every pair."""
+    """The quality on pairs; each argument has one number per pair."""
     margins = np.array(chosen) - np.array(rejected)
     lengths = np.array(chosen_lengths) - np.array(rejected_lengths)
-    # Both directions of a difference: how pairs were written down must not count.
+    # Both directions of each difference, so that the order within pairs has no effect.
     both_margins, both_lengths = np.concatenate([margins, -margins]), np.concatenate([lengths, -lengths])
     return PreferenceQuality(
         num=len(margins),
@@ -43,8 +43,11 @@ def pair_quality(
 
 
 def label_quality(scores: Sequence[float], is_good: Sequence[bool], lengths: Sequence[int]) -> PreferenceQuality:
-    """Of single responses. Where bad ones are the longer ones, a model that is right scores long ones low without looking at
-    their length: what is left of that within a label is its own."""
+    """The quality on single responses.
+
+    If bad ones are longer, a good model scores long ones low without regard to length, so the correlation within labels shows
+    what length itself contributes.
+    """
     good = [score for score, label in zip(scores, is_good, strict=True) if label]
     bad = [score for score, label in zip(scores, is_good, strict=True) if not label]
     right = [0.5 if score == 0 else float((score > 0) == label) for score, label in zip(scores, is_good, strict=True)]
@@ -59,7 +62,7 @@ def label_quality(scores: Sequence[float], is_good: Sequence[bool], lengths: Seq
 
 
 def area_under_curve(good: Sequence[float], bad: Sequence[float]) -> float | None:
-    """The share of all (good, bad) in which the good one is larger, ties a half; None without one of them."""
+    """The share of all (good, bad) pairs in which the good one is larger, ties half; None if either is empty."""
     if not good or not bad:
         return None
     ordered = np.sort(np.array(bad))
@@ -68,16 +71,16 @@ def area_under_curve(good: Sequence[float], bad: Sequence[float]) -> float | Non
 
 
 def correlation(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Pearson's; None where one of them never changes."""
+    """Pearson's; None if one of them is constant."""
     if any(min(values, default=0.0) == max(values, default=0.0) for values in (one, other)):
-        return None  # by their values: equal ones less their mean may leave 1e-17, of which a correlation could be made
+        return None  # compare the values: rounding could leave 1e-17 after subtracting the mean
     left, right = _centred(one), _centred(other)
     norm = float(np.sqrt((left**2).sum() * (right**2).sum()))
     return float((left * right).sum() / norm) if norm > 0 else None
 
 
 def _less_the_mean_of(labels: Sequence[bool], values: Sequence[float]) -> list[float]:
-    """Each less the mean of its label's; exact zeros where these are equal, whose mean in binary may not be one of them."""
+    """Each minus the mean of its label; exactly 0 if all values of the label are equal, despite rounding."""
     means = dict[bool, float]()
     for label in set(labels):
         of_label = [value for value, each in zip(values, labels, strict=True) if each == label]

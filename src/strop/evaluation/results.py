@@ -1,6 +1,6 @@
-"""An evaluation's two files: `result.json` with its figures, `problems.jsonl` with what each attempt made of every problem.
+"""The two files of an evaluation: `result.json` with its metrics, `problems.jsonl` with the attempts at each problem.
 
-Comparisons and the leaderboard read them, whoever wrote them: an evaluation of ours, or an adapter of another harness.
+Comparisons and the leaderboard read both, for evaluations of strop and of other harnesses.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import RunError
+from strop.evaluation.metrics import USUAL, Verdict, rollout_metrics
 from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
-from strop.evaluation.summary import rollout_metrics
-from strop.evaluation.verdict import USUAL, Verdict
-from strop.runs import RunDirectory, StageDirectory, read_json, read_lines, write_json, write_text
+from strop.run_directory import RunDirectory, StageDirectory, read_json, read_lines, write_json, write_text
 from strop.types import Group
 
 RESULT, PROBLEMS = "result.json", "problems.jsonl"
@@ -24,12 +23,12 @@ RESULT, PROBLEMS = "result.json", "problems.jsonl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalFiles:
-    """What lies in one evaluation's directory. `problems` is empty where the evaluation keeps none (an older one, BFCL)."""
+    """The content of one evaluation's directory. `problems` is empty if it has no problems.jsonl (BFCL)."""
 
     directory: Path
     result: Mapping[str, Any]
     problems: Sequence[Mapping[str, Any]]
-    why_stale: str = ""  # why its stage is marked so; "" where it is not
+    why_stale: str = ""  # "" if its stage is not stale
 
 
 def figures_of(
@@ -40,14 +39,14 @@ def figures_of(
     votes: Sequence[Sequence[str]] | None = None,
     verdict: Verdict = USUAL,
 ) -> dict[str, Any]:
-    """The figures of groups that were judged; a task all of whose rollouts were void is left out and counted.
+    """Return the metrics of judged groups. Tasks with only void rollouts are left out and counted.
 
-    Accuracy, pass@k and maj@k are of the tasks of which `verdict` says what is right; without any they are left out. A task
-    with fewer than k attempts that are not void has no pass@k: it is in none, and counted.
+    Accuracy, pass@k and maj@k cover the tasks for which `verdict` says what is right, and are absent if there is none. Tasks
+    with fewer than k attempts that are not void are not in pass@k, and counted.
 
     Args:
-        k: the attempts that each task was meant to have; the most that one has by default.
-        votes: per group and attempt the answer, equal ones spelt alike; without them there is no maj@k.
+        k: the number of attempts that each task should have; by default the largest number of attempts.
+        votes: per group and attempt the normalized answer; without votes there is no maj@k.
 
     Raises:
         ValueError: every rollout is void.
@@ -85,9 +84,9 @@ def figures_of(
 
 
 def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USUAL) -> dict[str, Any]:
-    """One line of `problems.jsonl`; lists have an entry for each attempt, `correct` none where nothing says what is right.
+    """Return one line of `problems.jsonl`. Lists have an entry for each attempt; `correct` is empty without a verdict.
 
-    Of a part that an attempt was not given the entry is None: nobody judged it, which is not 0.
+    A part that was not computed for an attempt is None, which is not 0.
     """
     scored = group.trajectories
     lists: dict[str, list[Any]] = {
@@ -109,45 +108,41 @@ def problem_of(group: Group, votes: Sequence[str] | None, verdict: Verdict = USU
     }
 
 
-def refuse_to_replace(directory: Path, result: Mapping[str, Any], *, told_by: Collection[str] | None = None) -> None:
-    """Raises `RunError` where `directory` holds a result of something else than `result`, told by these keys, or by all."""
+def refuse_to_replace(directory: Path, result: Mapping[str, Any], *, keys: Collection[str] | None = None) -> None:
+    """Raise `RunError` if `directory` holds a result that differs from `result` in one of `keys`, or in any key."""
     path = directory / RESULT
     if not path.exists():
         return
     there, here = (json.loads(json.dumps(each)) for each in (read_json(path), result))
-    keys = [key for key in told_by or {**there, **here} if there.get(key) != here.get(key)]
-    if keys:
+    if differing := [key for key in keys or {**there, **here} if there.get(key) != here.get(key)]:
         raise RunError(
-            f"{path}: holds the result of something else: it differs in {', '.join(keys)}. Give this one a --name of its own,"
-            " or remove the directory."
+            f"{path}: holds another result, which differs in {', '.join(differing)}. Choose another --name, or remove the"
+            " directory."
         )
 
 
 def write_eval(directory: Path, result: Mapping[str, Any], problems: Sequence[Mapping[str, Any]]) -> None:
-    """The result comes last: while it is missing the evaluation is not finished."""
+    """Write both files. The result comes last: an evaluation without it is not finished."""
     write_text(directory / PROBLEMS, "".join(json.dumps(each, ensure_ascii=False) + "\n" for each in problems))
     write_json(directory / RESULT, result)
 
 
 def read_eval(path: Path) -> EvalFiles:
-    """The one evaluation at `path`: its result.json, the directory of it, a stage of a run, or a run with one evaluation.
+    """Return the evaluation at `path`: a result.json, its directory, a stage of a run, or a run with one evaluation.
 
     Raises:
-        RunError: there is none, or more than one.
+        RunError: there is no evaluation, or more than one.
     """
     found = [path] if path.is_file() else find_results(path)
     if not found:
-        hint = "" if path.exists() else " There is no such directory."
-        raise RunError(f"{path}: no evaluation lies there (no eval/{RESULT}).{hint} Give a run of `strop eval`, or its stage.")
+        problem = f"no evaluation there (no eval/{RESULT})" if path.exists() else "no such directory"
+        raise RunError(f"{path}: {problem}. Give a run of `strop eval`, or its stage.")
     if len(found) > 1:
         names = "\n".join(f"  {each.parent}" for each in found[:8])
         raise RunError(f"{path}: holds {len(found)} evaluations. Give one of them:\n{names}")
     result = read_json(found[0])
     if not isinstance(result, dict) or not {"accuracy", "num_tasks"} & result.keys():
-        raise RunError(
-            f"{found[0]}: no result of an evaluation (neither 'accuracy' nor 'num_tasks'). Give a run of `strop eval`, or its"
-            " stage."
-        )
+        raise RunError(f"{found[0]}: not the result of an evaluation. Give a run of `strop eval`, or its stage.")
     return EvalFiles(
         directory=found[0].parent,
         result=result,
@@ -157,41 +152,41 @@ def read_eval(path: Path) -> EvalFiles:
 
 
 def find_results(path: Path) -> list[Path]:
-    """Every `result.json` of an evaluation below `path`, in the order of their places.
+    """Return every `result.json` of an evaluation below `path`, sorted.
 
-    What a run has put aside, to make it anew, is no result of it any more: it is found only where `path` lies in there.
+    Results that a run has moved to its `stale/` are found only if `path` lies in there.
     """
     if (path / RESULT).is_file():
         return [path / RESULT]
-    return sorted(each for each in path.rglob(f"eval/{RESULT}") if each.is_file() and not _is_put_aside(each, path))
+    return sorted(each for each in path.rglob(f"eval/{RESULT}") if each.is_file() and not _is_replaced(each, path))
 
 
 def place_of(result: Path) -> Path:
-    """The directory of the evaluation that wrote `result`, whole: of its stage, or of an import."""
+    """Return the directory that `result` belongs to: a stage, or an import."""
     folder = result.resolve().parent
     return folder.parent if folder.name == "eval" else folder
 
 
 def why_stale(result: Path) -> str:
-    """Why the stage that wrote `result` is marked as one that the recipe would make otherwise now; "" where it is not."""
+    """Return why the stage that wrote `result` is stale, or ""."""
     marked = StageDirectory(place_of(result)).stale
-    return str(read_json(marked).get("because") or "what it stands on has changed") if marked.exists() else ""
+    return str(read_json(marked).get("because") or "its inputs have changed") if marked.exists() else ""
 
 
-def _is_put_aside(result: Path, below: Path) -> bool:
-    """Whether a run between `below` and `result` has moved it to its `stale/`. A run may itself be called `stale`."""
+def _is_replaced(result: Path, below: Path) -> bool:
+    """Whether a run below `below` has moved `result` to its `stale/`. A run itself may have the name `stale`."""
     places = [place for place in result.parents if place.name == "stale" and place != below and place.is_relative_to(below)]
     return any((place.parent / "stages").is_dir() or RunDirectory(place.parent).manifest.exists() for place in places)
 
 
 def _verdicts(group: Group, verdict: Verdict) -> list[bool]:
-    """One for each attempt; [] where nothing says whether they are right."""
+    """Return one verdict for each attempt, or [] if nothing says whether they are right."""
     found = [verdict(scored) for scored in group.trajectories]
     return [bool(each) for each in found] if None not in found else []
 
 
 def _powers_of_two(k: int) -> list[int]:
-    """1, 2, 4, ... and `k` itself."""
+    """Return 1, 2, 4, ... and `k` itself."""
     return sorted({k, *(2**power for power in range(k.bit_length()))})
 
 
@@ -201,7 +196,7 @@ def _tool_outcomes(groups: Sequence[Group]) -> dict[str, int]:
 
 
 def _parts(groups: Sequence[Group], *, seed: int) -> dict[str, dict[str, float]]:
-    """Each part of the reward, as accuracy is counted: mean over the tasks that it is for, with its interval."""
+    """Return each part of the reward as a mean over the tasks that have it, with its interval."""
     names = sorted({name for group in groups for scored in group.trajectories for name in scored.reward_parts})
     found = {}
     for name in names:

@@ -1,56 +1,70 @@
-"""What each attempt answered, and which answers are one by the task's own judge: the votes of maj@k (cons@k in DeepSeek-R1)."""
+"""The answer of each attempt, where answers that the task's judge takes for the same are one: the votes of maj@k (cons@k)."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-from strop.evaluation.multiple_choice import read_letter
-from strop.evaluation.question_answering import read_answer
-from strop.evaluation.verdict import Verdict, verdict_of
-from strop.rewards import AnyRewardConfig, CountdownRewardConfig, MathVerifier, RewardConfig, SumRewardConfig
-from strop.rewards.answers import CLOSING, OPENING, extract_answer, final_text
-from strop.rewards.r1_zero import has_r1_zero_format, r1_zero_reward_fn
-from strop.rewards.service import AnswerService
-from strop.rewards.sum_config import AnyPart, FunctionPart, MathPart, R1ZeroPart
-from strop.sandbox.numbers import exact_match
-from strop.tasks.boxes import boxed
+from strop.evaluation.metrics import Verdict
+from strop.evaluation.short_answers import read_answer, read_letter
+from strop.rewards.base import Reward, RewardKeys, RunService, reward_of
+from strop.rewards.function import FunctionPart
+from strop.rewards.sum import SumReward
 from strop.types import Group, Trajectory
 
-_FUNCTIONS: dict[str, Callable[[Trajectory], str]] = {
-    "strop.evaluation.question_answering:exact_match": read_answer,
-    "strop.evaluation.multiple_choice:right_letter": read_letter,
+_READERS: dict[str, Callable[[Trajectory], str]] = {
+    "strop.evaluation.short_answers:exact_match": read_answer,
+    "strop.evaluation.short_answers:right_letter": read_letter,
 }
-"""Functions of ours that judge answers, and how each reads one; both compare as texts."""
+"""Our own reward functions that judge answers, and how each reads one; both compare texts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerRule:
-    """How a reward reads an answer ("" where there is none), and when it takes two for the same."""
+class AnswerRule(Protocol):
+    """How a part of a reward reads an answer, and when it takes two for the same. An `AnswerPart` is one."""
 
-    read: Callable[[Trajectory], str]
-    is_same: Callable[[str, str], Awaitable[bool]]
+    def read_answer(self, trajectory: Trajectory) -> str | None: ...
+    async def is_same(self, gold: str, answer: str) -> bool: ...
+
+
+class _TextRule:
+    """Answers of one of our own functions."""
+
+    def __init__(self, read: Callable[[Trajectory], str]) -> None:
+        self._read = read
+
+    def read_answer(self, trajectory: Trajectory) -> str:
+        return self._read(trajectory)
+
+    async def is_same(self, gold: str, answer: str) -> bool:
+        return gold == answer
 
 
 class Voting:
-    """Votes under one reward; `close` ends what compares answers.
+    """Votes under one reward; `close` releases what compares answers.
 
     Args:
-        service: compares answers; processes of its own where there is none.
+        service: compares answers; processes of its own by default.
     """
 
-    def __init__(self, reward: AnyRewardConfig, service: AnswerService | None = None) -> None:
-        self._verifiers: list[MathVerifier] = []
-        self._verdict = verdict_of(reward)
-        self._service = service
-        self._rules = {name: self._rule_of(reward, name) for name in self._verdict.parts}
+    def __init__(self, reward: RewardKeys | Reward, service: RunService | None = None) -> None:
+        judged = reward_of(reward)
+        self._verdict = Verdict(judged.verifying_parts)
+        self._parts = {name: part for name in self._verdict.parts if (part := judged.answer_part(name)) is not None}
+        for part in self._parts.values():
+            part.open(service)
+        self._rules: dict[str, AnswerRule] = dict(self._parts)
+        if isinstance(judged, SumReward):
+            for name in self._verdict.parts:
+                mine = judged.parts[name]
+                if isinstance(mine, FunctionPart) and mine.config.function in _READERS:
+                    self._rules[name] = _TextRule(_READERS[mine.config.function])
 
     async def votes(self, groups: Sequence[Group]) -> list[list[str]] | None:
-        """Per group and attempt the answer, spelt as the first of those that are the same; "" where there is none.
+        """The answer of each attempt in each group, as the first of those that are the same; "" if there is none.
 
-        An answer is read as the part does that says what is right for the task; without one there are no answers. None where
-        a part has none to compare (`without_answers`).
+        An answer is read by the part that says what is right for the task; without such a part there are no answers. None if
+        such a part has no answers to compare (`without_answers`).
 
         Raises:
             MachineError: what compares answers was lost.
@@ -60,13 +74,13 @@ class Voting:
         return list(await asyncio.gather(*(self._votes_of(group) for group in groups)))
 
     def without_answers(self, groups: Sequence[Group]) -> list[str]:
-        """The parts that say what is right for some of `groups`, but have no answers to compare: programs, a user's own."""
+        """The parts that say what is right for some of `groups` but compare no answers: programs, a user's own function."""
         judging = dict.fromkeys(name for group in groups if (name := self._part_of(group)) is not None)
-        return [name for name in judging if self._rules[name] is None]
+        return [name for name in judging if name not in self._rules]
 
     async def close(self) -> None:
-        for verifier in self._verifiers:
-            await verifier.close()
+        for part in self._parts.values():
+            await part.close()
 
     def _part_of(self, group: Group) -> str | None:
         """The part that says what is right for the group's task."""
@@ -75,60 +89,26 @@ class Voting:
 
     async def _votes_of(self, group: Group) -> list[str]:
         name = self._part_of(group)
-        rule = None if name is None else self._rules[name]
+        rule = None if name is None else self._rules.get(name)
         return [""] * len(group.trajectories) if rule is None else await _votes_of(group, rule, self._verdict)
-
-    def _rule_of(self, reward: AnyRewardConfig, part: str) -> AnswerRule | None:
-        match reward:
-            case RewardConfig():
-                return AnswerRule(read=_tagged(needs_box=reward.needs_box), is_same=self._mathematics(reward.verify_deadline_s))
-            case CountdownRewardConfig():
-                return AnswerRule(read=_tagged(needs_box=reward.needs_box), is_same=_same_text)
-            case SumRewardConfig():
-                return self._rule_of_part(reward.parts[part])
-            case _:
-                return None
-
-    def _rule_of_part(self, part: AnyPart) -> AnswerRule | None:
-        match part:
-            case MathPart():
-                read = _tagged(needs_box=part.needs_box) if part.answer_in == "answer_tag" else _last_box
-                is_exact = part.judge == "exact"
-                return AnswerRule(read=read, is_same=_same_exactly if is_exact else self._mathematics(part.verify_deadline_s))
-            case R1ZeroPart():
-                read = _behind_thoughts if part.kind == "r1_zero" else _box_at_end
-                return AnswerRule(read=read, is_same=_same_to_r1_zero(fast=part.fast))
-            case FunctionPart() if part.function in _FUNCTIONS:
-                return AnswerRule(read=_FUNCTIONS[part.function], is_same=_same_text)
-            case _:
-                return None
-
-    def _mathematics(self, deadline_s: float) -> Callable[[str, str], Awaitable[bool]]:
-        verifier = MathVerifier(self._service, deadline_s=deadline_s)
-        self._verifiers.append(verifier)
-
-        async def is_same(one: str, other: str) -> bool:
-            return (await verifier.verify(one, other)).is_correct
-
-        return is_same
 
 
 async def _votes_of(group: Group, rule: AnswerRule, verdict: Verdict) -> list[str]:
-    """What was judged right is one answer; a wrong one is compared with the wrong ones before it that are spelt otherwise."""
+    """Right answers count as one; a wrong one is compared with the different wrong ones before it."""
     right = ""
-    first_spelling: dict[str, str] = {}  # of a wrong answer: that of the first which is the same
+    first_same: dict[str, str] = {}  # of a wrong answer: the first one that is the same
     votes = []
     for scored in group.trajectories:
-        answer = rule.read(scored.trajectory)
+        answer = rule.read_answer(scored.trajectory)
         if not answer:
             votes.append("")
         elif verdict(scored):
             right = right or answer
             votes.append(right)
         else:
-            if answer not in first_spelling:
-                first_spelling[answer] = await _first_same(answer, list(dict.fromkeys(first_spelling.values())), rule)
-            votes.append(first_spelling[answer])
+            if answer not in first_same:
+                first_same[answer] = await _first_same(answer, list(dict.fromkeys(first_same.values())), rule)
+            votes.append(first_same[answer])
     return votes
 
 
@@ -137,49 +117,3 @@ async def _first_same(answer: str, known: Sequence[str], rule: AnswerRule) -> st
         if await rule.is_same(each, answer):
             return each
     return answer
-
-
-def _tagged(*, needs_box: bool) -> Callable[[Trajectory], str]:
-    return lambda trajectory: extract_answer(trajectory, needs_box=needs_box) or ""
-
-
-def _last_box(trajectory: Trajectory) -> str:
-    boxes = boxed(final_text(trajectory) or "")
-    return boxes[-1].strip() if boxes else ""
-
-
-def _behind_thoughts(trajectory: Trajectory) -> str:
-    """As the grader `r1_zero` reads it."""
-    text = final_text(trajectory) or ""
-    if not has_r1_zero_format(text):
-        return ""
-    answer = text.rpartition(OPENING)[2].replace(CLOSING, "")
-    return _last_box_of(answer) if r"\boxed" in answer else answer.strip()
-
-
-def _box_at_end(trajectory: Trajectory) -> str:
-    """As the grader `question_only` reads it."""
-    return _last_box_of(final_text(trajectory) or "")
-
-
-def _last_box_of(text: str) -> str:
-    """What stands in the last box; "" where that does not close."""
-    boxes = boxed(text[max(text.rfind(r"\boxed"), 0) :])
-    return boxes[0].strip() if boxes else ""
-
-
-def _same_to_r1_zero(*, fast: bool) -> Callable[[str, str], Awaitable[bool]]:
-    async def is_same(one: str, other: str) -> bool:
-        response = f"</think> {OPENING}{other}{CLOSING}"
-        rewards = await asyncio.to_thread(r1_zero_reward_fn, response, one, fast)  # it may wait for its process
-        return rewards["answer_reward"] > 0
-
-    return is_same
-
-
-async def _same_text(one: str, other: str) -> bool:
-    return one == other
-
-
-async def _same_exactly(one: str, other: str) -> bool:
-    return bool(exact_match(one, other))

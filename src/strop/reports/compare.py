@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from strop.reports.html import render
 from strop.reports.panels import Drawing
 from strop.reports.plots import Plot, Point, Series
-from strop.reports.scales import Unit
+from strop.reports.scales import Table, Unit
 
 Curve: TypeAlias = Sequence[Point]  # of one run, in order of x
 Curves: TypeAlias = Mapping[str, Mapping[str, Sequence[Curve]]]  # metric -> arm -> one curve a seed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Figures beside the curves; the first cell of a row names it."""
-
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def compare_page(
@@ -33,11 +24,16 @@ def compare_page(
     x_label: str = "step",
 ) -> str:
     """A page that needs no other file. See `compare_plots` for `curves`; `lead` says what is compared, and how to read it."""
+    drawings = drawings_of(curves, units=units, x_label=x_label)
+    return render("compare.html.j2", title=title, lead=lead, figures=table, drawings=drawings)
+
+
+def drawings_of(curves: Curves, *, units: Mapping[str, Unit] | None = None, x_label: str = "step") -> list[Drawing]:
+    """Return one drawing a metric; metrics without any arm are left out."""
     plots = compare_plots(curves, units=units, x_label=x_label)
     num_seeds = max((len(seeds) for arms in curves.values() for seeds in arms.values()), default=0)
     note = "Line: mean of the seeds. Band: their range." if num_seeds > 1 else ""
-    drawings = [Drawing(plot=plot, note=note) for plot in plots.values()]
-    return render("compare.html.j2", {"title": title, "lead": lead, "table": table, "drawings": drawings})
+    return [Drawing(plot=plot, note=note) for plot in plots.values() if plot.series or plot.missing]
 
 
 def compare_plots(curves: Curves, *, units: Mapping[str, Unit] | None = None, x_label: str = "step") -> dict[str, Plot]:

@@ -1,4 +1,4 @@
-"""Shows a run in a terminal, or as plain lines where there is none: stages, one line a step, the end result."""
+"""Shows a run in a terminal: stages, one line a step, the results."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.table import Table
 
 from strop.reports.log import STEPPED, why_stale
-from strop.reports.scales import Unit, duration, figure
-from strop.runs import RunDirectory
+from strop.reports.scales import Table, Unit, duration, figure
+from strop.reports.terminal import print_table, printable
+from strop.run_directory import RunDirectory
 
-_SHOWN = {  # metric -> how it is called in a line, and its unit
+_SHOWN = {  # metric -> its text in a line, and its unit
     "rollout/reward_mean": ("reward {}", Unit.PLAIN),
     "validation/accuracy": ("validated {}", Unit.PERCENT),
     "rollout/kept_fraction": ("kept {}", Unit.PERCENT),
@@ -28,30 +29,52 @@ _SHOWN = {  # metric -> how it is called in a line, and its unit
     "sft/loss": ("loss {}", Unit.PLAIN),
     "dpo/loss": ("loss {}", Unit.PLAIN),
     "dpo/accuracy": ("accuracy {}", Unit.PERCENT),
-    "validation/pair_accuracy": ("held out {}", Unit.PERCENT),
+    "validation/pair_accuracy": ("validated {}", Unit.PERCENT),
     "rollout/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
     "sft/tokens_per_s": ("{} tokens/s", Unit.PLAIN),
 }
-_PLAN_TABLE_WIDTH = 120  # where a terminal has less, columns would leave what a stage does too little of it
-_FIGURES_WIDTH = 64  # of all columns of the final table but the first, with what stands between them
-_LINES_PER_STAGE = 20  # of a stage whose steps are too quick to be read one by one
+_NUMBERS_WIDTH = 66  # of all columns of the final table but the first
+_LINES_PER_STAGE = 20  # of a stage with quick steps
 
 
 @dataclass(slots=True, kw_only=True)
 class _Stage:
-    """The stage that is running now."""
+    """The stage that runs now."""
 
     name: str
     kind: str
     total: int
-    done_before: int
     done: int
-    started: float
+    time_left: TimeLeft
     bar: TaskID | None
 
 
+class TimeLeft:
+    """Estimates the time that a stage has left from the mean time of its steps without the longest.
+
+    The longest is often the first, which includes the start of the stage, or one that a busy machine delayed.
+    """
+
+    def __init__(self, *, total: int, done: int, now: float) -> None:
+        self._total = total
+        self._start = self._last = (done, now)
+        self._longest = (0, 0.0)  # steps and seconds
+
+    def after(self, step: int, now: float) -> float | None:
+        """Return the seconds left after `step`, which is done `now`; None if they are unknown, or the stage is done."""
+        gap = (step - self._last[0], now - self._last[1])
+        self._last = (step, now)
+        self._longest = max(self._longest, gap, key=lambda each: each[1])
+        num_steps, time_s = step - self._start[0], now - self._start[1]
+        if num_steps < 1 or step >= self._total:
+            return None
+        if num_steps > self._longest[0]:
+            num_steps, time_s = num_steps - self._longest[0], time_s - self._longest[1]
+        return time_s / num_steps * (self._total - step)
+
+
 class ConsoleProgress:
-    """Implements `Progress`. In a terminal a bar with the time left stays below the lines; `close`, or `with`, removes it."""
+    """Implements `Progress`. In a terminal a bar with the time left stays below the lines until `close`."""
 
     def __init__(self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = Console() if console is None else console
@@ -75,12 +98,12 @@ class ConsoleProgress:
         self.close()
 
     def close(self) -> None:
-        """Take the bar away. Safe to call twice."""
+        """Remove the bar. Safe to call twice."""
         self._bars.stop()
 
     @property
     def place(self) -> str:
-        """How far the stage that is running has come, in words; empty where none is."""
+        """The progress of the current stage in words; "" if there is none."""
         stage = self._stage
         if stage is None:
             return f"in {self._entered}" if self._entered else ""
@@ -97,24 +120,24 @@ class ConsoleProgress:
         self._say(f"{name} · {kind}{size}" if name != kind else f"{name}{size}", style="bold")
         bar = None
         if total_steps > 1 and self._console.is_terminal:
-            bar = self._bars.add_task(name, total=total_steps, completed=done_steps, left="")
+            bar = self._bars.add_task(escape(printable(name)), total=total_steps, completed=done_steps, left="")
             self._bars.start()
-            self._console.show_cursor(True)  # a process that is killed here must not leave a terminal without one
+            self._console.show_cursor(True)  # so that a kill does not leave the terminal without a cursor
         self._stage = _Stage(
             name=name,
             kind=kind,
             total=total_steps,
-            done_before=done_steps,
             done=done_steps,
-            started=self._clock(),
+            time_left=TimeLeft(total=total_steps, done=done_steps, now=self._clock()),
             bar=bar,
         )
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
         stage = self._stage
-        assert stage is not None, "a step of no stage: stage_started comes first"
+        assert stage is not None, "stage_started comes before step"
         stage.done = step
-        left = self._time_left(stage, step)
+        left_s = stage.time_left.after(step, self._clock())
+        left = "" if left_s is None else f"{duration(left_s)} left"
         if stage.bar is not None:
             self._bars.update(stage.bar, completed=step, left=left)
         if not self._is_worth_a_line(stage, step, metrics):
@@ -142,20 +165,14 @@ class ConsoleProgress:
         if results:
             names = [str(result.get("stage", "")) for result in results]
             stale = {name for name in names if name and why_stale(RunDirectory(report.parent).stage(name))}
-            self._console.print(_result_table(results, stale, width=self._console.width), markup=False)
+            print_table(_result_table(results, stale, width=self._console.width), console=self._console, wrapped=("stage",))
         self._say(f"report: {report}", style="bold")
 
     def _say(self, text: str, style: str | None = None) -> None:
-        self._console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
-
-    def _time_left(self, stage: _Stage, step: int) -> str:
-        num_done, num_left = step - stage.done_before, stage.total - step
-        if num_done < 1 or num_left < 1:
-            return ""
-        return f"{duration((self._clock() - stage.started) / num_done * num_left)} left"
+        self._console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
     def _is_worth_a_line(self, stage: _Stage, step: int, metrics: Mapping[str, float]) -> bool:
-        """Every step with rollouts of its own; of quicker stages a few, and none where a bar already says it all."""
+        """Whether a step gets a line: each step with rollouts, a few of a quick stage, and none that only moves the bar."""
         if stage.kind in STEPPED or step == stage.total:
             return bool(metrics) or stage.bar is None
         if not metrics and stage.bar is not None:
@@ -164,108 +181,36 @@ class ConsoleProgress:
 
 
 def _unit(kind: str) -> str:
-    """What the steps of a stage of this kind are called."""
+    """Return the name of the steps of a stage of this kind."""
     return "tasks" if kind == "eval" else "steps"
 
 
-class PlannedStage(Protocol):
-    """What `print_plan` shows of one stage."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def kind(self) -> str: ...
-    @property
-    def init(self) -> str: ...
-    @property
-    def arithmetic(self) -> str: ...
-    @property
-    def tokens(self) -> int: ...
-    @property
-    def memory_mib(self) -> float: ...
-    @property
-    def time_s(self) -> float: ...
-    @property
-    def schedule(self) -> Sequence[str]: ...
-
-
-def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, console: Console | None = None) -> None:
-    """Show what a recipe would do, with its estimates."""
-    console = Console() if console is None else console
-    console.print(f"{name}: {description}" if description else name, style="bold", markup=False, highlight=False)
-    if console.width >= _PLAN_TABLE_WIDTH:
-        console.print(_plan_table(stages), markup=False)
-    else:
-        for stage in stages:
-            _print_planned(stage, console)
-    total_s = sum(stage.time_s for stage in stages)
-    if total_s:
-        console.print(f"about {duration(total_s)} in all: rough, measured on this machine just now", highlight=False)
-    console.print("Nothing was run.", highlight=False)
-
-
-def _plan_table(stages: Sequence[PlannedStage]) -> Table:
-    table = _table("stage", "kind", "from", "what", "tokens", "memory", "time")
-    for column in table.columns[4:]:
-        column.justify = "right"
-    for stage in stages:
-        what = "\n".join((stage.arithmetic, *stage.schedule))
-        table.add_row(stage.name, stage.kind, stage.init or "–", what, *(each or "–" for each in _estimates(stage)))
-    return table
-
-
-def _print_planned(stage: PlannedStage, console: Console) -> None:
-    """The stage's name and where it starts from, and below them, indented, what it does and takes."""
-    origin = f" · from {stage.init}" if stage.init else ""
-    tokens, *others = _estimates(stage)
-    takes = ", ".join(each for each in (tokens and f"{tokens} tokens", *others) if each)
-    heading = textwrap.wrap(
-        f"{stage.name} · {stage.kind}{origin}", console.width, subsequent_indent="    ", break_on_hyphens=False
-    )
-    console.print("\n".join(heading), style="bold", markup=False, highlight=False)
-    for text in filter(None, (stage.arithmetic, *stage.schedule, takes)):
-        lines = textwrap.wrap(text, console.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-        console.print("\n".join(lines), markup=False, highlight=False)
-
-
-def _estimates(stage: PlannedStage) -> tuple[str, str, str]:
-    """Tokens, memory and time; empty where nothing is known, or nothing is to be told."""
-    return (
-        f"≤ {stage.tokens:,}" if stage.tokens else "",
-        f"{stage.memory_mib:,.0f} MiB" if stage.memory_mib else "",
-        duration(stage.time_s) if stage.time_s else "",
-    )
-
-
 def _result_table(results: Sequence[Mapping[str, Any]], stale: Set[str], *, width: int) -> Table:
-    """Results of `stale` stages say that they are.
+    """Return one row an evaluation. Without a verdict on what is right it shows the mean reward in place of the accuracy.
 
-    Figures are never broken; a name too long for what they leave of `width` is, behind a hyphen where it has one.
+    Numbers are never broken; a name longer than the rest of `width` is, after a hyphen if it has one.
     """
-    table = _table("stage", "accuracy", "95% interval", "tool\nerrors", "when\nright", "tokens", "truncated")
-    for column in table.columns[1:]:
-        column.justify, column.no_wrap = "right", True
-    room = max(12, width - _FIGURES_WIDTH)
+    score = "accuracy" if any("accuracy" in result for result in results) else "mean reward"
+    columns = ("stage", score, "95% interval", "tool\nerrors", "when\nright", "tokens", "truncated")
+    room = max(12, width - _NUMBERS_WIDTH)
+    rows = []
     for result in results:
         name = str(result.get("stage", ""))
-        table.add_row(
-            "\n".join(textwrap.wrap(f"{name} (stale)" if name in stale else name, room)),
-            _shown(result, "accuracy"),
-            f"{_shown(result, 'accuracy_low')} – {_shown(result, 'accuracy_high')}",
-            _shown(result, "tool_error_rate"),
-            _shown(result, "tool_error_rate_correct"),
-            _shown(result, "length_tokens_mean", Unit.PLAIN),
-            _shown(result, "truncated_fraction"),
+        reward = _shown(result, "reward_mean", Unit.PLAIN)
+        has_interval = "accuracy_low" in result and "accuracy_high" in result
+        rows.append(
+            (
+                "\n".join(textwrap.wrap(f"{name} (stale)" if name in stale else name, room)),
+                _shown(result, "accuracy") if "accuracy" in result else f"reward {reward}" if score == "accuracy" else reward,
+                f"{_shown(result, 'accuracy_low')} – {_shown(result, 'accuracy_high')}" if has_interval else "–",
+                "no tool\ncalls" if result.get("tool_calls_mean") == 0 else _shown(result, "tool_error_rate"),
+                _shown(result, "tool_error_rate_correct"),
+                _shown(result, "length_tokens_mean", Unit.PLAIN),
+                _shown(result, "truncated_fraction"),
+            )
         )
-    return table
+    return Table(columns=columns, rows=tuple(rows))
 
 
 def _shown(result: Mapping[str, Any], key: str, unit: Unit = Unit.PERCENT) -> str:
-    return figure(result[key], unit) if key in result else "missing"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
+    return figure(result[key], unit) if key in result else "–"

@@ -1,54 +1,68 @@
-"""Shows evaluations beside each other: a paired comparison, and the standing leaderboard as tables and as a page."""
+"""A paired comparison of evaluations, and the leaderboard as tables and as a page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from strop.evaluation.compare import Comparison, MetricComparison
 from strop.evaluation.leaderboard import Entry, Leaderboard
-from strop.reports.compare import Table
 from strop.reports.html import render
-from strop.reports.scales import Unit, figure
+from strop.reports.scales import Table, Unit, figure
 
 _NONE = "–"
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """One row a figure: both values, the difference, its interval and p-value, on how many problems the second is higher."""
+    """Return one row a metric: both values, their difference, its interval and p-value, and its sign in how many problems."""
     return Table(
-        columns=("figure", "first", "second", "difference", "95% interval", "p", "higher", "lower"),
+        columns=("metric", "first", "second", "difference", "95% interval", "p", "up/down"),
         rows=tuple(_comparison_row(each) for each in comparison.metrics),
     )
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """What is compared, before the table."""
-    alone = comparison.num_only_first + comparison.num_only_second
-    lines = [f"{comparison.benchmark}: {comparison.num_shared} problems in both" + (f", {alone} left out" if alone else "")]
-    lines += [f"{key}: {_told(first)} and {_told(second)}" for key, (first, second) in comparison.settings.items()]
-    for each in comparison.metrics:
-        if each.metric == "accuracy" and (smallest := each.paired.detectable()) is not None:
-            lines.append(
-                f"a true difference in accuracy is found with a chance of 80% from {figure(smallest, Unit.PERCENT)} on"
-            )
+    """Return the lines above the table."""
+    num_left_out = comparison.num_only_first + comparison.num_only_second
+    lines = [
+        f"{comparison.benchmark}: {comparison.num_shared} problems in both"
+        + (f", {num_left_out} left out" if num_left_out else "")
+    ]
+    lines += [f"{key}: {_setting(first)} and {_setting(second)}" for key, (first, second) in comparison.settings.items()]
+    accuracy = next((each for each in comparison.metrics if each.metric == "accuracy"), None)
+    if accuracy is not None and accuracy.detectable is not None:
+        smallest = figure(accuracy.detectable, Unit.PERCENT)
+        lines.append(f"true differences in accuracy of {smallest} or more are found with 80% probability")
+    elif accuracy is not None:
+        lines.append("too few problems: no true difference in accuracy is found with 80% probability")
     return lines
 
 
-def leaderboard_table(entries: tuple[Entry, ...] | list[Entry]) -> Table:
-    """The entries of one benchmark, as they are ranked."""
+def leaderboard_table(entries: Sequence[Entry]) -> Table:
+    """Return the entries of one benchmark in their order."""
     return Table(
-        columns=("run", "pass@1", "95% interval", "pass@k", "maj@k", "tasks × k", "length", "truncated", "tool errors", "how"),
+        columns=(
+            "run",
+            "pass@1",
+            "95% interval",
+            "pass@k",
+            "maj@k",
+            "tasks × k",
+            "length",
+            "truncated",
+            "tool errors",
+            "settings",
+        ),
         rows=tuple(_entry_row(each) for each in entries),
     )
 
 
 def leaderboard_page(board: Leaderboard) -> str:
-    """A page that needs no other file."""
+    """Return a page that needs no other file."""
     sections = [
         {
             "name": name,
-            "table": leaderboard_table(list(entries)),
+            "table": leaderboard_table(entries),
             "intervals": [
                 {
                     "name": each.name,
@@ -62,7 +76,7 @@ def leaderboard_page(board: Leaderboard) -> str:
         for name, entries in board.benchmarks.items()
     ]
     num = sum(len(entries) for entries in board.benchmarks.values())
-    return render("leaderboard.html.j2", {"sections": sections, "num": num, "left_out": board.left_out})
+    return render("leaderboard.html.j2", sections=sections, num=num, left_out=board.left_out)
 
 
 def _comparison_row(metric: MetricComparison) -> tuple[str, ...]:
@@ -75,8 +89,7 @@ def _comparison_row(metric: MetricComparison) -> tuple[str, ...]:
         _signed(difference.mean, unit),
         f"{_signed(difference.low, unit)} to {_signed(difference.high, unit)}",
         "< 0.001" if metric.paired.p_value < 0.001 else f"{metric.paired.p_value:.3f}",
-        str(metric.paired.num_better),
-        str(metric.paired.num_worse),
+        f"{metric.paired.num_better}/{metric.paired.num_worse}",
     )
 
 
@@ -102,26 +115,26 @@ def _entry_row(entry: Entry) -> tuple[str, ...]:
         figure(result["length_tokens_mean"]) if "length_tokens_mean" in result else _NONE,
         _share(result, "truncated_fraction"),
         _share(result, "tool_error_rate"),
-        _how(result),
+        _settings(result),
     )
 
 
-def _how(result: Mapping[str, Any]) -> str:
-    """What two entries of one benchmark may differ in."""
+def _settings(result: Mapping[str, Any]) -> str:
+    """Return what two entries of one benchmark may differ in."""
     if "harness" in result:
         return str(result["harness"])
-    told = [
+    settings = [
         f"{result['prompt']}" if "prompt" in result else "",
         f"t {result['temperature']:g}" if "temperature" in result else "",
         f"{result['max_tokens']:,} tokens" if "max_tokens" in result else "",
         f"{result['engine']} {result.get('dtype', '')}".strip() if "engine" in result else "",
         f"tools: {result['tools']}" if result.get("tools", "real") != "real" else "",
     ]
-    return ", ".join(each for each in told if each)
+    return ", ".join(each for each in settings if each)
 
 
 def _pass_at_k(result: Mapping[str, Any]) -> str:
-    """With how many problems lack attempts for it, where some do: they are not in it."""
+    """Return pass@k, with the number of problems that have too few attempts for it."""
     below = int(result.get("num_tasks_below_k", 0))
     return _share(result, "pass_at_k") + (f" (without {below})" if below else "")
 
@@ -130,5 +143,5 @@ def _share(result: Mapping[str, Any], key: str) -> str:
     return figure(result[key], Unit.PERCENT) if key in result else _NONE
 
 
-def _told(value: Any) -> str:
-    return "not told" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+def _setting(value: Any) -> str:
+    return "not recorded" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from strop.reports.plots import STYLE, THEME, Plot, draw
-from strop.reports.scales import Unit, figure
+from strop.reports.scales import Unit, duration, figure
 
 
-def render(template: str, values: Mapping[str, object]) -> str:
-    """The page that `template`, a file of reports/templates, makes of `values`: one file that needs no other."""
-    return _ENVIRONMENT.get_template(template).render(values)
+def render(template: str, **values: object) -> Markup:
+    """The page or drawing that `template`, a file of reports/templates, makes of `values`: one file that needs no other."""
+    return Markup(_ENVIRONMENT.get_template(template).render(values))
 
 
-def _draw(plot: Plot) -> Markup:
-    return draw(plot)
-
-
-def _percent(value: float) -> str:
-    return figure(value, Unit.PERCENT)
+def number(value: float) -> str:
+    """A coordinate of a drawing."""
+    return f"{value:.1f}".removesuffix(".0")
 
 
 def _environment() -> Environment:
@@ -32,8 +28,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"draw": _draw, "figure": figure, "percent": _percent}
-    environment.globals |= {"theme": Markup(THEME), "plot_style": Markup(STYLE)}
+    percent = partial(figure, unit=Unit.PERCENT)
+    environment.filters |= {"duration": duration, "figure": figure, "number": number, "percent": percent}
     return environment
 
 

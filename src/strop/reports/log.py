@@ -1,7 +1,4 @@
-"""A run directory -> what a report says about it, as typed values.
-
-It may be read while the run goes on: a file that is not there yet is a figure that is not there yet.
-"""
+"""Reads a run directory into typed values for a report, also while the run continues: absent files are absent metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
 
-from strop.runs import RunDirectory, StageDirectory, read_json, read_lines
+from strop.run_directory import RunDirectory, StageDirectory, read_json, read_lines
 
 Metrics: TypeAlias = Mapping[str, float]
 STEPPED = ("rl", "expert_iteration")
@@ -21,7 +18,7 @@ STEPPED = ("rl", "expert_iteration")
 
 
 class StageState(StrEnum):
-    """How far a stage has come, in words for a reader."""
+    """The progress of a stage, in words for a reader."""
 
     DONE = "done"
     STALE = "stale"
@@ -31,18 +28,18 @@ class StageState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageLog:
-    """One stage of the program, with what it logged at each step."""
+    """One stage of a run and what it logged at each step."""
 
     name: str
-    kind: str  # model, sft, eval, rl, expert_iteration; "" where the manifest does not say
-    init: str  # the stage, or the place, that its model came from; "" likewise
+    kind: str  # model, sft, eval, rl, ...; "" if the manifest has none
+    init: str  # the stage or path of its initial model; "" if the manifest has none
     is_done: bool
-    steps: Mapping[int, Metrics]  # in order of step; of a step that ran twice, what it logged last
-    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the stages that it stands on, by key
-    updates: tuple[tuple[float, Metrics], ...] = ()  # of steps that may have several: where in its steps each is, what it told
-    switches: Mapping[int, str] = field(default_factory=dict)  # what its schedule changed for good, by the first step with it
+    steps: Mapping[int, Metrics]  # in order of step; the last line of a step that ran twice
+    inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # the stages that it reads, by key
+    updates: tuple[tuple[float, Metrics], ...] = ()  # (position on the axis of steps, metrics) of each update
+    switches: Mapping[int, str] = field(default_factory=dict)  # permanent changes of its schedule, by their first step
     is_begun: bool = False
-    why_stale: str = ""  # why what it made is not what the recipe would make now; "" where it is
+    why_stale: str = ""  # why the recipe would now give another result; "" if it would not
 
     @property
     def state(self) -> StageState:
@@ -59,7 +56,7 @@ class StageLog:
 
     @property
     def has_several_updates(self) -> bool:
-        """Whether any of its steps had more updates than one, so that they say more than their means."""
+        """Whether a step had more than one update."""
         return any(place < math.ceil(place) for place, _ in self.updates)
 
     @property
@@ -70,11 +67,11 @@ class StageLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """What one evaluation found. A figure that was not written is nowhere in `figures`."""
+    """The result of one evaluation. Absent metrics are absent from `figures`."""
 
     stage: str
-    condition: str  # what was done to its tools: "none", "noise"; "" where nothing was
-    terms: str  # which tasks, and how they were played: evaluations on other terms are not compared
+    condition: str  # change of its tools: "none", "noise"; "" for real tools
+    terms: str  # tasks and settings: only evaluations with equal terms are compared
     figures: Metrics
 
 
@@ -89,7 +86,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLog:
-    """Everything a report says about a run, rollouts apart."""
+    """Everything that a report shows about a run, except rollouts."""
 
     name: str
     command: str
@@ -102,21 +99,25 @@ class RunLog:
 
     @property
     def stale(self) -> dict[str, str]:
-        """The stages that are, by name: why what each made is not what the recipe would make now."""
+        """Stale stages by name, with the reason."""
         return {stage.name: stage.why_stale for stage in self.stages if stage.state is StageState.STALE}
 
     @property
     def current_evaluations(self) -> tuple[Evaluation, ...]:
-        """Those that a headline, a comparison or a plot may use: what a stale stage found is of another model or recipe."""
+        """Evaluations that are not stale. Only these appear in headlines, comparisons and plots."""
         return tuple(each for each in self.evaluations if each.stage not in self.stale)
 
     @property
-    def before_and_after(self) -> tuple[Evaluation, Evaluation] | None:
-        """The last evaluation that an earlier one can be compared with, and the first of those; None where there is none.
+    def has_accuracy(self) -> bool:
+        """Whether some evaluation has a reward that says what is right."""
+        return any("accuracy" in each.figures for each in self.evaluations)
 
-        Both are current, and of one line of descent: what the later one evaluated was trained from what the earlier one did. A
-        student and its teacher are not, nor two models that began alike. Evaluations with their tools taken away or made noisy
-        are controls: they are compared only where nothing else is.
+    @property
+    def before_and_after(self) -> tuple[Evaluation, Evaluation] | None:
+        """The last evaluation that has a comparable earlier one, and the first of those; None if there is none.
+
+        Both are current, have the same terms, and the later model was trained from the earlier one. A student and its teacher
+        are not compared. Evaluations without tools or with noisy tools are controls: they are compared only if no others are.
         """
         for is_control in (False, True):
             candidates = [each for each in self.current_evaluations if bool(each.condition) is is_control]
@@ -128,11 +129,11 @@ class RunLog:
         return None
 
     def _init_of(self, evaluation: Evaluation) -> str:
-        """What it evaluated; "" where the manifest does not say, which is one model for all that do not."""
+        """The stage of the evaluated model; "" if the manifest has none."""
         return next((stage.init for stage in self.stages if stage.name == evaluation.stage), "")
 
     def _line_of(self, evaluation: Evaluation) -> set[str]:
-        """The model that it evaluated, and those that this one was trained from, by the stages that made them."""
+        """The stages of the evaluated model and of its ancestors."""
         inits = {stage.name: stage.init for stage in self.stages}
         line: set[str] = set()
         name = self._init_of(evaluation)
@@ -143,7 +144,7 @@ class RunLog:
 
 
 def read_run(run: RunDirectory) -> RunLog:
-    """What is known of `run` now.
+    """Read what `run` has logged so far.
 
     Raises:
         RunError: there is no manifest, or a file is damaged.
@@ -170,12 +171,12 @@ def read_run(run: RunDirectory) -> RunLog:
 
 
 def why_stale(stage: StageDirectory) -> str:
-    """Why what the stage made is not what the recipe would make now; "" where it is."""
+    """Return why the recipe would now give another result of this stage; "" if it would not."""
     return str(read_json(stage.stale).get("because", "")) if stage.stale.exists() else ""
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, float]:
-    """The entries of `values` that are finite numbers."""
+    """Return the entries of `values` that are finite numbers."""
     return {
         key: float(value)
         for key, value in values.items()
@@ -216,7 +217,7 @@ def _steps(rows: list[dict[str, Any]], stage: str) -> dict[int, Metrics]:
 
 
 def _updates(rows: list[dict[str, Any]], stage: str) -> tuple[tuple[float, Metrics], ...]:
-    """Of the n updates of step k, the last stands at k and the others evenly before it, after those of step k - 1."""
+    """Return positions and metrics. The n updates of step k lie at k - (n-1)/n, ..., k - 1/n, k."""
     mine = [row for row in rows if row.get("stage") == stage]
     num_of = Counter((row["step"], row["role"]) for row in mine)
     return tuple(
@@ -229,15 +230,12 @@ def _updates(rows: list[dict[str, Any]], stage: str) -> tuple[tuple[float, Metri
 
 
 def _switches(events: list[dict[str, Any]], stage: str) -> dict[int, str]:
-    """Those of the last try, and of those before it what came up to the checkpoint that it resumed from.
-
-    What comes again and again is no switch.
-    """
+    """Return the permanent changes of the last attempt, and of earlier attempts those before the resumed checkpoint."""
     found: dict[int, dict[str, None]] = {}
     before, has_begun = found, False
     for event in (each for each in events if each.get("stage") == stage):
         match event.get("event"):
-            case "stage_started" if has_begun:  # a try that came to nothing changes nothing
+            case "stage_started" if has_begun:  # an attempt without a step changes nothing
                 before, found, has_begun = found, {}, False
             case "resumed":
                 found, has_begun = {step: whats for step, whats in before.items() if step <= int(event["step"]) + 1}, True
@@ -249,9 +247,9 @@ def _switches(events: list[dict[str, Any]], stage: str) -> dict[int, str]:
 
 
 def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:
-    """The stages as they ran, then those that did not begin yet, each after the stages that it needs.
+    """Return the stages in the order in which they ran, then the others, each after its inputs.
 
-    The manifest's keys may be sorted by name, so the order of the program is not in it.
+    The manifest's keys may be sorted by name, so they do not give the order.
     """
     ran = [str(line["stage"]) for line in [*events, *rows] if "stage" in line]
     names = list(dict.fromkeys(ran))

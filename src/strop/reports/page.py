@@ -1,4 +1,4 @@
-"""A run directory -> report.html: did it learn, how, and what its rollouts look like."""
+"""The report of a run: whether it learned, how, and what its rollouts look like."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from strop.reports.across import draw as draw_across
-from strop.reports.across import stages_in_sequence
 from strop.reports.html import render
 from strop.reports.log import Evaluation, RunLog, read_run
-from strop.reports.panels import sections
-from strop.reports.rollouts import RolloutTable, read_rollouts
+from strop.reports.panels import across, sections
+from strop.reports.rollouts import RolloutTable, clipped, read_rollouts
 from strop.reports.scales import Unit, figure
 from strop.reports.stage_graph import draw as draw_graph
 from strop.reports.timelines import Timeline, read_timelines
 from strop.reports.timelines import draw as draw_timelines
-from strop.runs import RunDirectory, write_text
+from strop.run_directory import RunDirectory, write_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """One figure before and after. `tone` is good, bad or flat: what the change means, not which way it went."""
+    """One metric before and after. `tone` says what the change means: good, bad or flat."""
 
     title: str
     metric: str
@@ -30,12 +28,11 @@ class Card:
     change: str
     tone: str
     caption: str
-    is_missing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the evaluations say, in a sentence and in what supports it."""
+    """What the evaluations show, in a sentence, and the evidence for it."""
 
     text: str
     support: str
@@ -43,10 +40,10 @@ class Verdict:
 
 
 def write_report(run: RunDirectory) -> Path:
-    """Write the run's report beside its logs, whole or not at all; the run may still go on.
+    """Write the run's report into its directory, also while it runs.
 
     Raises:
-        RunError: the directory is not a run's, a file of it is damaged, or the report cannot be written.
+        RunError: the directory is not a run directory, a file is damaged, or the report cannot be written.
     """
     log = read_run(run)
     timelines = [timeline for stage in log.stages if stage.is_stepped for timeline in read_timelines(run, stage.name)]
@@ -55,58 +52,51 @@ def write_report(run: RunDirectory) -> Path:
 
 
 def report_page(log: RunLog, rollouts: RolloutTable, timelines: Sequence[Timeline] = ()) -> str:
-    """The page itself; `timelines` of what the engines did."""
+    """Return the page; `timelines` show the activity of the engines."""
     pair = log.before_and_after
     return render(
         "report.html.j2",
-        {
-            "log": log,
-            "verdict": verdict(log),
-            "pair": pair,
-            "cards": cards(*pair) if pair else (),
-            "graph": draw_graph(log.stages),
-            "across": draw_across(log),
-            "beside": _beside(log),
-            "sections": sections(log),
-            "timelines": draw_timelines(timelines) if timelines else "",
-            "table": rollouts,
-        },
+        log=log,
+        verdict=verdict(log),
+        pair=pair,
+        cards=cards(*pair) if pair else (),
+        graph=draw_graph(log.stages),
+        sections=[*filter(None, [across(log)]), *sections(log)],
+        timelines=draw_timelines(timelines) if timelines else "",
+        table=rollouts,
+        clipped=clipped,
     )
 
 
-def _beside(log: RunLog) -> list[str]:
-    """Stages of rollouts with steps that are not in the sequence that is drawn."""
-    drawn = [stage.name for stage in stages_in_sequence(log)]
-    return [stage.name for stage in log.stages if stage.is_stepped and stage.steps and stage.name not in drawn]
-
-
 def verdict(log: RunLog) -> Verdict:
-    """Whether the run learned. It claims a change only where the intervals of before and after lie apart."""
+    """Say whether the run learned. A change counts only if the intervals before and after do not overlap."""
     pair = log.before_and_after
     if pair is None:
         return _verdict_without_pair(log)
     before, after = pair
     first, last = before.figures.get("accuracy"), after.figures.get("accuracy")
     if first is None or last is None:
+        rewards = [each.figures.get("reward_mean") for each in pair]
+        texts = ["unknown" if reward is None else figure(reward) for reward in rewards]
         return Verdict(
-            text="Whether it learned is not known: accuracy is missing.",
-            support="An evaluation's result.json has no “accuracy”.",
+            text=f"Mean reward went from {texts[0]} to {texts[1]}.",
+            support="No reward says what is right, so there is no accuracy.",
             tone="flat",
         )
     moved = f"from {figure(first, Unit.PERCENT)} to {figure(last, Unit.PERCENT)}"
     bounds = [each.figures.get(f"accuracy_{end}") for each in pair for end in ("low", "high")]
     if any(bound is None for bound in bounds):
         word = "rose" if last > first else "fell" if last < first else "stayed"
-        return Verdict(text=f"Accuracy {word} {moved}.", support="No intervals were logged beside it.", tone="flat")
+        return Verdict(text=f"Accuracy {word} {moved}.", support="No intervals were logged.", tone="flat")
     stages = f"Stage {before.stage} against stage {after.stage}"
     low_before, high_before, low_after, high_after = (bound or 0.0 for bound in bounds)
     if low_after > high_before:
-        return Verdict(text=f"Accuracy rose {moved}.", support=f"{stages}: the 95% intervals lie apart.", tone="good")
+        return Verdict(text=f"Accuracy rose {moved}.", support=f"{stages}: the 95% intervals do not overlap.", tone="good")
     if high_after < low_before:
-        return Verdict(text=f"Accuracy fell {moved}.", support=f"{stages}: the 95% intervals lie apart.", tone="bad")
+        return Verdict(text=f"Accuracy fell {moved}.", support=f"{stages}: the 95% intervals do not overlap.", tone="bad")
     return Verdict(
-        text=f"Accuracy went {moved}: no change that can be told from chance.",
-        support=f"{stages}: the 95% intervals overlap; more tasks or more steps would tell.",
+        text=f"Accuracy went {moved}: the change may be chance.",
+        support=f"{stages}: the 95% intervals overlap; use more tasks or more steps.",
         tone="flat",
     )
 
@@ -115,70 +105,75 @@ def _verdict_without_pair(log: RunLog) -> Verdict:
     if log.stages and all(stage.kind not in ("", "eval") for stage in log.stages):
         return Verdict(
             text="Nothing was evaluated.",
-            support="The recipe has no stage of kind eval; one before and one after training would tell whether it learned.",
+            support="The recipe has no stage of kind eval. Add one before and one after training.",
             tone="flat",
         )
     if not log.evaluations:
         return Verdict(
             text="No evaluation yet.",
-            support="Missing: stages/<name>/eval/result.json of an evaluation before and of one after training.",
+            support="There is no stages/<name>/eval/result.json.",
             tone="flat",
         )
-    support = "Missing: an evaluation of the same tasks of a model that it was trained from, to compare with."
+    support = "No earlier evaluation of the same tasks and an ancestor of the model."
     if stale := [each.stage for each in log.evaluations if each.stage in log.stale]:
         first = next(iter(log.stale))
-        support = f"Stale, so compared with nothing: {', '.join(stale)}. `strop train` with --from {first} evaluates anew."
+        support = f"Stale, so not compared: {', '.join(stale)}. Rerun with `strop train` and --from {first}."
     if not log.current_evaluations:
-        return Verdict(text="No evaluation of what the recipe makes now.", support=support, tone="flat")
+        return Verdict(text="No evaluation matches the recipe.", support=support, tone="flat")
     last = log.current_evaluations[-1]
     accuracy = last.figures.get("accuracy")
-    shown = "accuracy is missing" if accuracy is None else f"accuracy {figure(accuracy, Unit.PERCENT)}"
+    reward = last.figures.get("reward_mean")
+    shown = f"mean reward {'unknown' if reward is None else figure(reward)}"
+    if accuracy is not None:
+        shown = f"accuracy {figure(accuracy, Unit.PERCENT)}"
     return Verdict(text=f"After stage {last.stage}: {shown}.", support=support, tone="flat")
 
 
 def cards(before: Evaluation, after: Evaluation) -> list[Card]:
-    """The figures that a reader looks for first."""
+    """Return the main metrics before and after."""
+    pair = (before, after)
+    has_accuracy = all("accuracy" in each.figures for each in pair)
+    score = (
+        _card("Accuracy", "accuracy", pair, "avg@k over the evaluation's tasks", _more_is_good)
+        if has_accuracy
+        else _card("Mean reward", "reward_mean", pair, "over the evaluation's rollouts", _more_is_good, Unit.PLAIN)
+    )
     return [
-        _card("Accuracy", "accuracy", before, after, Unit.PERCENT, "avg@k over the evaluation's tasks", _more_is_good),
-        _card("Tool errors", "tool_error_rate", before, after, Unit.PERCENT, "share of calls that went wrong", _less_is_good),
-        _card(
-            "Tool errors when right",
-            "tool_error_rate_correct",
-            before,
-            after,
-            Unit.PERCENT,
-            "share of calls, in correct trajectories",
-            _less_is_good,
-        ),
-        _card("Response length", "length_tokens_mean", before, after, Unit.PLAIN, "mean tokens of a rollout", _neither),
+        score,
+        _card("Tool errors", "tool_error_rate", pair, "share of calls that failed", _less_is_good),
+        _card("Tool errors when right", "tool_error_rate_correct", pair, "share of calls, correct rollouts", _less_is_good),
+        _card("Response length", "length_tokens_mean", pair, "mean tokens of a rollout", _neither, Unit.PLAIN),
     ]
 
 
 def _card(
-    title: str, metric: str, before: Evaluation, after: Evaluation, unit: Unit, caption: str, tone: Callable[[float], str]
+    title: str,
+    metric: str,
+    pair: tuple[Evaluation, Evaluation],
+    caption: str,
+    tone: Callable[[float], str],
+    unit: Unit = Unit.PERCENT,
 ) -> Card:
-    first, last = before.figures.get(metric), after.figures.get(metric)
-    texts = ["missing" if value is None else figure(value, unit) for value in (first, last)]
-    if first is None or last is None:
-        return Card(
-            title=title,
-            metric=metric,
-            before=texts[0],
-            after=texts[1],
-            change="",
-            tone="flat",
-            caption=f"missing: {metric} is not in every result.json",
-            is_missing=True,
-        )
+    first, last = (each.figures.get(metric) for each in pair)
+    before, after = (_value(each, metric, unit) for each in pair)
+    is_known = first is not None and last is not None
     return Card(
         title=title,
         metric=metric,
-        before=texts[0],
-        after=texts[1],
-        change=_change(first, last, unit),
-        tone=tone(last - first) if texts[0] != texts[1] else "flat",
-        caption=caption,
+        before=before,
+        after=after,
+        change=_change(first, last, unit) if first is not None and last is not None else "",
+        tone=tone(last - first) if first is not None and last is not None and before != after else "flat",
+        caption=caption if is_known else "not known for both",
     )
+
+
+def _value(evaluation: Evaluation, metric: str, unit: Unit) -> str:
+    value = evaluation.figures.get(metric)
+    if value is not None:
+        return figure(value, unit)
+    has_no_calls = evaluation.figures.get("tool_calls_mean") == 0
+    return "no tool calls" if has_no_calls and metric.startswith("tool_error_rate") else "–"
 
 
 def _change(first: float, last: float, unit: Unit) -> str:

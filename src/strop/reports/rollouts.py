@@ -1,39 +1,78 @@
-"""The rollouts that a report shows, every token with what is known of it; which ones these are, chosen_rollouts.py says.
-
-A page that everybody can open has a size limit, so texts and token strips share fixed budgets; what is left out is counted.
-"""
+"""The rollouts that a report shows, with every token, its log-prob and its entropy."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
-from strop.reports.chosen_rollouts import ChosenGroup, ChosenRollout, ChosenStep, choose_rollouts
-from strop.reports.log import RunLog, finite
-from strop.reports.scales import duration, figure
-from strop.reports.tokens import find_tokenizer, token_texts
-from strop.runs import RunDirectory
-from strop.types import RolloutKey, Task, Turn
+from strop.errors import RunError
+from strop.reports.log import Metrics, RunLog, StageLog, finite
+from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.types import RolloutKey, ScoredTrajectory, StopReason, Task, ToolCall, ToolOutcome, Trajectory, Turn
 
+
+def find_tokenizer(run: RunDirectory, log: RunLog, stage: StageLog) -> Tokenizer | None:
+    """Return the tokenizer of the stage, of its initial model or of an earlier stage; None if none has a file."""
+    names = [each.name for each in log.stages]
+    earlier = names[: names.index(stage.name)]
+    files = (
+        place / "tokenizer.json"
+        for name in [stage.name, *([stage.init] if stage.init else []), *reversed(earlier)]
+        for place in _models(run, name)
+    )
+    return next((_read_tokenizer(file) for file in files if file.is_file()), None)
+
+
+def _read_tokenizer(file: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # `tokenizers` raises nothing more specific
+        raise RunError(f"{file}: not a tokenizer: {error}. Restore the file.") from error
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """Return the text of each id. If several ids share a character, the first gets all of it and the others are empty."""
+    pieces: list[str] = []
+    while len(pieces) < len(ids):
+        start = len(pieces)
+        for width in (1, 2, 3, 4):
+            text = tokenizer.decode(list(ids[start : start + width]), skip_special_tokens=False)
+            if "\ufffd" not in text:
+                break
+        else:
+            text, width = tokenizer.decode([ids[start]], skip_special_tokens=False), 1
+        if (tokenizer.id_to_token(ids[start]) or "").startswith("▁") and not text.startswith(" "):
+            text = " " + text  # SentencePiece removes the space before the first word of a text
+        pieces += [text, *[""] * (min(width, len(ids) - start) - 1)]
+    return pieces
+
+
+def _models(run: RunDirectory, stage: str) -> list[Path]:
+    """Return the places of the model of `stage`: its directory, or the path that it recorded."""
+    directory = run.stage(stage)
+    elsewhere = read_json(directory.done).get("model") if directory.done.exists() else None
+    return [directory.model, *([Path(elsewhere)] if elsewhere else [])]
+
+
+STEPS_PER_STAGE = 4
+GROUPS_PER_STEP = 2
+ROLLOUTS_PER_GROUP = 8
 TEXT_BUDGET = 600_000  # characters of the whole page
 TOKEN_BUDGET = 30_000  # tokens of the whole page; about 35 bytes each
 
+Kind: TypeAlias = StopReason | ToolOutcome
+"""How a rollout or one of its calls ended."""
+_Played: TypeAlias = Mapping[RolloutKey, tuple[ScoredTrajectory, Mapping[str, Any]]]
+
+_SCORED = TypeAdapter(ScoredTrajectory)
+_KEY = TypeAdapter(RolloutKey)
 _TASK = TypeAdapter(Task)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallView:
-    """One tool call, as it is shown."""
-
-    name: str
-    arguments: str
-    outcome: str
-    is_error: bool
-    duration: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,73 +85,122 @@ class Passage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TurnView:
-    """One turn: what the policy wrote, the calls that it made so, and what it was answered."""
+class ShownTurn:
+    """One turn: the completion, its tool calls and the observation."""
 
     completion: Passage
-    calls: tuple[CallView, ...]
+    calls: tuple[ToolCall, ...]
     observation: Passage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutView:
-    """One rollout with its judgement and its fate."""
+class ShownRollout:
+    """A rollout with its rewards and whether it was kept."""
 
-    name: str
-    depth: int  # how many forks lie between it and the prompt
-    origin: str  # where it branched; empty for one from the prompt
-    reward: str
-    reward_parts: tuple[tuple[str, str], ...]
-    advantage: float | None  # None where none was recorded
-    advantage_share: float  # of the largest in its group, for the bar; in [-1, 1]
-    is_kept: bool
-    reason: str
-    figures: tuple[tuple[str, str], ...]
-    stop_reason: str
-    policy_version: str
-    num_tokens: int
-    turns: tuple[TurnView, ...]
+    scored: ScoredTrajectory
+    entry: Mapping[str, Any]  # of the step's selection
+    line: Mapping[str, Any]  # of the step's rollouts
+    lineage: tuple[RolloutKey, ...]  # from the root rollout to itself
+    step: int
+    turns: tuple[ShownTurn, ...] = ()
 
     @property
-    def calls(self) -> list[CallView]:
-        return [call for turn in self.turns for call in turn.calls]
+    def trajectory(self) -> Trajectory:
+        return self.scored.trajectory
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        return frozenset({self.trajectory.stop_reason, *(call.outcome for call in self.trajectory.calls)})
+
+    @property
+    def name(self) -> str:
+        return _name(self.trajectory.key)
+
+    @property
+    def origin(self) -> str:
+        """Where it branched; empty for one from the prompt."""
+        parent = self.trajectory.parent
+        return f"{self.trajectory.forked_at:,} tokens of {_name(parent)}" if parent else ""
+
+    @property
+    def reward(self) -> float:
+        return self.scored.reward
+
+    @property
+    def reward_parts(self) -> Metrics:
+        return finite(self.scored.reward_parts)
+
+    @property
+    def advantage(self) -> float | None:
+        """None where none was recorded."""
+        return self.entry.get("advantage")
+
+    @property
+    def is_kept(self) -> bool:
+        return bool(self.entry["is_kept"])
+
+    @property
+    def reason(self) -> str:
+        return str(self.entry.get("reason", ""))
+
+    @property
+    def figures(self) -> Metrics:
+        return finite(self.entry.get("figures") or {})
+
+    @property
+    def policy_version(self) -> str:
+        """The version of the sampling weights and how many publications it is behind its step."""
+        if "policy_version" not in self.line:
+            return ""
+        version = int(self.line["policy_version"])
+        behind = self.step - 1 - version
+        return f"{version} ({behind} behind)" if behind > 0 else str(version)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GroupView:
-    """The rollouts of one task that are shown, and how many there were."""
+class ShownGroup:
+    """The rollouts of a task that are shown, branches below their parent."""
 
-    question: str
-    answer: str
-    source: str
-    prompt: Passage
-    num_rollouts: int
-    num_kept: int
-    rollouts: tuple[RolloutView, ...]
+    task: Task
+    entries: Sequence[Mapping[str, Any]]  # of all rollouts, in the step's selection
+    rollouts: tuple[ShownRollout, ...]
+    prompt: Passage | None = None
+
+    @property
+    def num_kept(self) -> int:
+        return sum(bool(entry["is_kept"]) for entry in self.entries)
+
+    @property
+    def largest_advantage(self) -> float:
+        return max((abs(entry.get("advantage") or 0.0) for entry in self.entries), default=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepView:
-    """The groups of one step that are shown."""
+class ShownStep:
+    """The groups of a step that are shown, and how many it has."""
 
-    stage: str
+    stage: StageLog
     step: int
     num_groups: int
-    groups: tuple[GroupView, ...]
+    groups: tuple[ShownGroup, ...]
+
+    @property
+    def rollouts(self) -> list[ShownRollout]:
+        return [rollout for group in self.groups for rollout in group.rollouts]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutTable:
     """Everything shown, and the token strips that the page draws when a rollout is opened."""
 
-    steps: tuple[StepView, ...]
+    steps: tuple[ShownStep, ...]
     strips: tuple[Mapping[str, Any], ...]
     has_tokens: bool  # False: no tokenizer was found, so tokens are shown as text only
 
 
 def read_rollouts(run: RunDirectory, log: RunLog) -> RolloutTable:
-    """What the page says of each rollout that is shown."""
-    chosen = choose_rollouts(run, log)
+    """Read the rollouts that the page shows."""
+    chosen = _choose_steps(run, log)
     num_rollouts = max(1, sum(len(step.rollouts) for step in chosen))
     strips: list[Mapping[str, Any]] = []
     steps = []
@@ -120,13 +208,91 @@ def read_rollouts(run: RunDirectory, log: RunLog) -> RolloutTable:
     for step in chosen:
         tokenizer = find_tokenizer(run, log, step.stage)
         has_tokens = has_tokens and tokenizer is not None
-        press = _Press(tokenizer, strips, TEXT_BUDGET // num_rollouts, TOKEN_BUDGET // num_rollouts)
-        steps.append(_step(step, press))
+        formatter = _Formatter(tokenizer, strips, TEXT_BUDGET // num_rollouts, TOKEN_BUDGET // num_rollouts)
+        steps.append(replace(step, groups=tuple(map(formatter.group, step.groups))))
     return RolloutTable(steps=tuple(steps), strips=tuple(strips), has_tokens=has_tokens)
 
 
-class _Press:
-    """Turns ids and texts into passages within a budget a rollout, and collects the strips of tokens that they point to."""
+def _choose_steps(run: RunDirectory, log: RunLog) -> list[ShownStep]:
+    """Choose the first, the last and some steps between of each stage, and of each step first groups whose rewards differ.
+
+    In addition, each stop reason and each outcome of a call appears at least once if a rollout of these steps has it.
+    """
+    chosen: list[ShownStep] = []
+    shown: set[Kind] = set()
+    for stage in log.stages:
+        for step in _spread(_closed_steps(run, stage.name), STEPS_PER_STAGE):
+            chosen.append(_choose(run, stage, step, shown))
+            shown.update(*(rollout.kinds for rollout in chosen[-1].rollouts))
+    return chosen
+
+
+def _choose(run: RunDirectory, stage: StageLog, step: int, shown: Collection[Kind]) -> ShownStep:
+    """Choose rollouts of one step. The page already has rollouts of the `shown` kinds."""
+    selected: list[dict[str, Any]] = read_json(run.stage(stage.name).selection(step)).get("groups", [])
+    lines = read_lines(run.stage(stage.name).rollouts(step))
+    played = {scored.trajectory.key: (scored, line) for line in lines for scored in [_SCORED.validate_python(line["rollout"])]}
+    mixed_first = sorted(selected, key=lambda group: len({entry.get("reward") for entry in group["rollouts"]}) < 2)
+    members = [_members(group["rollouts"], played, step) for group in mixed_first]
+    usual = [rollout for each in members[:GROUPS_PER_STEP] for rollout in _some_of_both(each)]
+    keys = {rollout.trajectory.key for rollout in usual}
+    seen = frozenset(shown).union(*(rollout.kinds for rollout in usual))
+    for rollout in chain.from_iterable(members):
+        if not rollout.kinds <= seen:
+            keys.add(rollout.trajectory.key)
+            seen |= rollout.kinds
+    groups = []
+    for place, (group, rollouts) in enumerate(zip(mixed_first, members, strict=True)):
+        wanted = sorted((each for each in rollouts if each.trajectory.key in keys), key=lambda each: each.lineage)
+        if wanted or place < GROUPS_PER_STEP:
+            task = _TASK.validate_python(group["task"])
+            groups.append(ShownGroup(task=task, entries=group["rollouts"], rollouts=tuple(wanted)))
+    return ShownStep(stage=stage, step=step, num_groups=len(selected), groups=tuple(groups))
+
+
+def _members(entries: Sequence[Mapping[str, Any]], played: _Played, step: int) -> list[ShownRollout]:
+    """Return the rollouts of a group that are in the file of rollouts."""
+    found = [(entry, *played[key]) for entry in entries if (key := _KEY.validate_python(entry["key"])) in played]
+    return [
+        ShownRollout(scored=scored, entry=entry, line=line, lineage=_lineage(scored, played), step=step)
+        for entry, scored, line in found
+    ]
+
+
+def _lineage(scored: ScoredTrajectory, played: _Played) -> tuple[RolloutKey, ...]:
+    """Return the keys from the root rollout to this one. Sorting by them puts branches below their parent."""
+    lineage = [scored.trajectory.key]
+    parent = scored.trajectory.parent
+    while parent is not None:
+        lineage.insert(0, parent)
+        parent = played[parent][0].trajectory.parent if parent in played else None
+    return tuple(lineage)
+
+
+def _some_of_both(members: Sequence[ShownRollout]) -> list[ShownRollout]:
+    """Return at most `ROLLOUTS_PER_GROUP`, kept and dropped ones."""
+    kept = [each for each in members if each.is_kept]
+    dropped = [each for each in members if not each.is_kept]
+    num_dropped = min(len(dropped), max(ROLLOUTS_PER_GROUP // 2, ROLLOUTS_PER_GROUP - len(kept)))
+    return kept[: ROLLOUTS_PER_GROUP - num_dropped] + dropped[:num_dropped]
+
+
+def _closed_steps(run: RunDirectory, stage: str) -> list[int]:
+    """Return the steps whose rollouts are all judged: those that have a selection file."""
+    directory = run.stage(stage).selection(0).parent
+    names = sorted(path.name for path in directory.glob("step-*.selection.json"))
+    return [int(name.removeprefix("step-").removesuffix(".selection.json")) for name in names]
+
+
+def _spread(steps: Sequence[int], count: int) -> list[int]:
+    """Return `count` of `steps` at equal distances, including the first and the last."""
+    if len(steps) <= count:
+        return list(steps)
+    return [steps[round(index * (len(steps) - 1) / (count - 1))] for index in range(count)]
+
+
+class _Formatter:
+    """Turns ids and texts into passages within a budget per rollout, and collects their strips of tokens."""
 
     def __init__(self, tokenizer: Tokenizer | None, strips: list[Mapping[str, Any]], num_chars: int, num_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -134,8 +300,17 @@ class _Press:
         self._num_chars = num_chars
         self._num_tokens = num_tokens
 
-    def passages(self, turn: Turn, num_turns: int) -> tuple[Passage, Passage]:
-        """Completion and observation of one of `num_turns` turns, each with an equal share of its rollout's budget."""
+    def group(self, group: ShownGroup) -> ShownGroup:
+        """Return `group` with its prompt and the turns of its rollouts."""
+        prompt = self._prompt(group.rollouts[0].trajectory.prompt_ids) if group.rollouts else None
+        return replace(group, prompt=prompt, rollouts=tuple(map(self._rollout, group.rollouts)))
+
+    def _rollout(self, rollout: ShownRollout) -> ShownRollout:
+        turns = rollout.trajectory.turns
+        return replace(rollout, turns=tuple(self._turn(turn, len(turns)) for turn in turns))
+
+    def _turn(self, turn: Turn, num_turns: int) -> ShownTurn:
+        """Show one of `num_turns` turns. Each has an equal share of its rollout's budget."""
         chars, tokens = self._num_chars // (2 * num_turns), self._num_tokens // (2 * num_turns)
         completion, observed = turn.completion, turn.observation_ids
         of_policy: dict[str, list[float] | list[int]] = {
@@ -143,15 +318,16 @@ class _Press:
             "h": [round(value, 3) for value in completion.entropies],
             "f": [int(forced) for forced in completion.is_forced],
         }
-        spare = max(0, tokens - len(observed))  # what a short observation leaves is the completion's
-        return (
-            self._passage(completion.ids, turn.completion_text, of_policy, chars, tokens + spare),
-            self._passage(observed, turn.observation_text, {}, chars, tokens),
+        spare = max(0, tokens - len(observed))  # the completion gets what a short observation leaves
+        return ShownTurn(
+            completion=self._passage(completion.ids, turn.completion_text, of_policy, chars, tokens + spare),
+            calls=turn.calls,
+            observation=self._passage(observed, turn.observation_text, {}, chars, tokens),
         )
 
-    def prompt(self, ids: Sequence[int]) -> Passage:
+    def _prompt(self, ids: Sequence[int]) -> Passage:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False) if self._tokenizer else ""
-        return Passage(text=_clipped(text, self._num_chars), num_tokens=len(ids), strip=-1)
+        return Passage(text=clipped(text, self._num_chars), num_tokens=len(ids), strip=-1)
 
     def _passage(
         self, ids: Sequence[int], text: str, columns: Mapping[str, list[float] | list[int]], chars: int, limit: int
@@ -167,91 +343,23 @@ class _Press:
                 | {name: [column[place] for place in places] for name, column in columns.items() if column}
                 | ({"gap": [head, tail - head]} if tail > head else {})
             )
-        return Passage(text=_clipped(text, chars), num_tokens=len(ids), strip=strip)
-
-
-def _step(step: ChosenStep, press: _Press) -> StepView:
-    return StepView(
-        stage=step.stage.name,
-        step=step.step,
-        num_groups=step.num_groups,
-        groups=tuple(_group(group, press, step=step.step) for group in step.groups),
-    )
-
-
-def _group(group: ChosenGroup, press: _Press, *, step: int) -> GroupView:
-    task = _TASK.validate_python(group.selected["task"])
-    entries: list[dict[str, Any]] = group.selected["rollouts"]
-    largest = max((abs(entry.get("advantage") or 0.0) for entry in entries), default=0.0)
-    return GroupView(
-        question=task.question,
-        answer=task.answer,
-        source=task.source,
-        prompt=press.prompt(group.rollouts[0].scored.trajectory.prompt_ids if group.rollouts else ()),
-        num_rollouts=len(entries),
-        num_kept=sum(bool(entry["is_kept"]) for entry in entries),
-        rollouts=tuple(_rollout(rollout, largest, press, step=step) for rollout in group.rollouts),
-    )
-
-
-def _rollout(rollout: ChosenRollout, largest: float, press: _Press, *, step: int) -> RolloutView:
-    scored, entry = rollout.scored, rollout.entry
-    trajectory = scored.trajectory
-    advantage = entry.get("advantage")
-    return RolloutView(
-        name=_name(trajectory.key),
-        depth=len(rollout.lineage) - 1,
-        origin=f"{trajectory.forked_at:,} tokens of {_name(trajectory.parent)}" if trajectory.parent else "",
-        reward=figure(scored.reward),
-        reward_parts=tuple((name, figure(value)) for name, value in finite(scored.reward_parts).items()),
-        advantage=advantage,
-        advantage_share=(advantage or 0.0) / largest if largest else 0.0,
-        is_kept=bool(entry["is_kept"]),
-        reason=str(entry.get("reason", "")),
-        figures=tuple((name, figure(value)) for name, value in finite(entry.get("figures") or {}).items()),
-        stop_reason=trajectory.stop_reason.value.replace("_", " "),
-        policy_version=_version(rollout.line, step),
-        num_tokens=trajectory.num_response_tokens,
-        turns=tuple(_turn(turn, len(trajectory.turns), press) for turn in trajectory.turns),
-    )
-
-
-def _version(line: Mapping[str, Any], step: int) -> str:
-    """Of the weights that sampled a rollout, and by how many publications they are older than those of its step."""
-    if "policy_version" not in line:
-        return ""
-    behind = step - 1 - int(line["policy_version"])
-    return f"{line['policy_version']} ({behind} behind)" if behind > 0 else str(line["policy_version"])
+        return Passage(text=clipped(text, chars), num_tokens=len(ids), strip=strip)
 
 
 def _name(key: RolloutKey) -> str:
     return f"attempt {key.attempt}" + (f" · branch {key.branch}" if key.branch else "")
 
 
-def _turn(turn: Turn, num_turns: int, press: _Press) -> TurnView:
-    completion, observation = press.passages(turn, num_turns)
-    calls = tuple(
-        CallView(
-            name=call.name or "(no name)",
-            arguments=_clipped(call.arguments, 200),
-            outcome=call.outcome.value.replace("_", " "),
-            is_error=call.outcome.is_error,
-            duration=duration(call.duration_s),
-        )
-        for call in turn.calls
-    )
-    return TurnView(completion=completion, calls=calls, observation=observation)
-
-
 def _ends(length: int, limit: int) -> tuple[int, int]:
-    """Where a gap begins and ends so that `limit` of `length` are left: two thirds before it, one third after it."""
+    """Return begin and end of a gap that leaves `limit` of `length`: two thirds before it, one third after it."""
     if length <= limit:
         return length, length
     head = 2 * limit // 3
     return head, length - (limit - head)
 
 
-def _clipped(text: str, limit: int) -> str:
+def clipped(text: str, limit: int) -> str:
+    """Return `text` with its middle left out if it is longer than `limit`, or 200 characters."""
     head, tail = _ends(len(text), max(200, limit))
     if head == tail:
         return text

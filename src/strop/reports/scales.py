@@ -1,8 +1,9 @@
-"""Axis ticks at round numbers, and how a figure is written for a reader."""
+"""Axis ticks at round numbers, and how a figure or a table is written for a reader."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -12,6 +13,34 @@ class Unit(StrEnum):
     PLAIN = "plain"
     PERCENT = "percent"  # of a fraction: 0.125 is written 12.5%
     SECONDS = "seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Figures in rows; the first cell of a row names it."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+_SHARES = (
+    "accuracy",
+    "error_rate",
+    "error_rate_correct",
+    "fraction",
+    "pass_at_k",
+    "share",
+    "share_mean",
+    "share_max",
+    "utilisation",
+)
+
+
+def unit_of(metric: str) -> Unit:
+    """Return how a metric, or a figure of an evaluation, is written."""
+    if metric.endswith(_SHARES) or "clip_fraction" in metric:
+        return Unit.PERCENT
+    return Unit.SECONDS if metric.endswith("_s") and not metric.endswith("per_s") else Unit.PLAIN
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,39 +1,212 @@
-"""A sweep as a table, a page and a JSON value."""
+"""The runs of a sweep in a terminal, on a page and in a JSON file: results over seeds, curves against steps and time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import StrEnum
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
 
-from strop.evaluation.statistics import mean_of_seeds
-from strop.reports.compare import Curves, Table, compare_plots
+from rich.console import Console
+from rich.markup import escape
+from rich.status import Status
+
+from strop.evaluation.statistics import Estimate, mean_of_seeds
+from strop.reports.compare import Curves, drawings_of
 from strop.reports.html import render
-from strop.reports.panels import Drawing
-from strop.reports.scales import duration, figure
-from strop.reports.sweep_log import State, SweepArm, SweepLog, SweepRun, curves_by_step, curves_by_time, difference, unit_of
+from strop.reports.log import Metrics, read_run
+from strop.reports.plots import Point
+from strop.reports.scales import Table, duration, figure, unit_of
+from strop.reports.terminal import print_table, printable
+from strop.run_directory import RunDirectory
 
 FORMAT_VERSION = 1
 _NOTHING = "–"
+_TAIL_BYTES = 65_536  # of metrics.jsonl, read for the last step
+
+USUAL_CURVES = (
+    "validation/accuracy",
+    "rollout/accuracy",
+    "rollout/reward_mean",
+    "rollout/tool_error_rate",
+    "rollout/length_tokens_mean",
+    "policy/entropy_nats",
+    "update/grad_norm",
+    "policy/clip_fraction_low",
+    "policy/clip_fraction_high",
+    "sft/loss",
+)
+"""Drawn where a sweep names no curves, if a run logged them and not every value is 0."""
+
+
+class State(StrEnum):
+    """The state of a run of a sweep."""
+
+    WAITING = "waiting"
+    UNFINISHED = "unfinished"  # started earlier; the next call resumes it
+    RUNNING = "running"
+    FAILED = "failed"
+    DONE = "done"
+
+
+_MARKS = {State.DONE: "(done)", State.UNFINISHED: "(started)"}  # in the plan of a sweep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Section:
-    title: str
-    drawings: list[Drawing]
+class SweepRun:
+    """One arm with one seed."""
+
+    seed: int
+    name: str  # of the run and its directory
+    state: State
+    failure: str  # the error of a failed run
+    result: float | None
+    low: float | None  # of the evaluation's own interval, over its tasks
+    high: float | None
+    steps: Mapping[int, Metrics]  # of the stage that is compared
+
+    @property
+    def time_s(self) -> float:
+        """Time of the steps, without interrupted steps and shared stages."""
+        return sum(metrics.get("time/step_s", 0.0) for metrics in self.steps.values())
+
+    @property
+    def tokens(self) -> float:
+        """Tokens sampled in the steps; for SFT, tokens trained on including prompts."""
+        return sum(
+            metrics.get("rollout/tokens_per_s", 0.0) * metrics.get("time/rollout_s", 0.0)
+            + metrics.get("sft/tokens_per_s", 0.0) * metrics.get("time/step_s", 0.0)
+            for metrics in self.steps.values()
+        )
+
+    def curve(self, metric: str) -> dict[int, tuple[float, float]]:
+        """Return step -> (seconds of all steps up to it, value) for each step that logged `metric`."""
+        points, elapsed_s = {}, 0.0
+        for step, metrics in self.steps.items():
+            elapsed_s += metrics.get("time/step_s", 0.0)
+            if metric in metrics:
+                points[step] = (elapsed_s, metrics[metric])
+        return points
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A run of the list, and where its report lies."""
+class SweepArm:
+    """One arm with all its seeds."""
 
     name: str
-    link: str
-    cells: tuple[str, ...]
+    changes: tuple[str, ...]  # as `--set` takes them
+    runs: tuple[SweepRun, ...]
+
+    @property
+    def results(self) -> dict[int, float]:
+        """Results by seed, of the runs that have one."""
+        return {run.seed: run.result for run in self.runs if run.result is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepLog:
+    """The content of the page of a sweep."""
+
+    name: str
+    description: str
+    command: str
+    recipe: str
+    common: tuple[str, ...]  # changes of every arm
+    stage: str
+    result: str  # evaluation.metric; "" for a metric of the last step
+    curves: tuple[str, ...]
+    jobs: int  # parallel runs
+    arms: tuple[SweepArm, ...]
+
+    @property
+    def runs(self) -> tuple[SweepRun, ...]:
+        return tuple(run for arm in self.arms for run in arm.runs)
+
+    @property
+    def failures(self) -> tuple[SweepRun, ...]:
+        return tuple(run for run in self.runs if run.state is State.FAILED)
+
+    @property
+    def num_done(self) -> int:
+        return sum(run.state is State.DONE for run in self.runs)
+
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The metrics to draw."""
+        if self.curves:
+            return self.curves
+        steps = [metrics for run in self.runs for metrics in run.steps.values()]
+        return tuple(metric for metric in USUAL_CURVES if any(metrics.get(metric) for metrics in steps))
+
+
+def read_sweep_run(
+    run: RunDirectory, *, seed: int, state: State, failure: str, stage: str, result: str, curves: Sequence[str]
+) -> SweepRun:
+    """Read the steps and the result that `run` has so far. Raises `RunError` when a file is damaged."""
+    steps: Mapping[int, Metrics] = {}
+    figures: Metrics = {}
+    name, _, metric = result.partition(".")
+    if run.manifest.exists():
+        log = read_run(run)
+        steps = next((each.steps for each in log.stages if each.name == stage), {})
+        figures = next((each.figures for each in log.current_evaluations if each.stage == name), {})
+        if not result and steps and state is State.DONE:  # the recipe has no evaluation
+            figures = steps[max(steps)]
+            metric = next((each for each in (*curves, *USUAL_CURVES) if each in figures), "")
+    return SweepRun(
+        seed=seed,
+        name=run.path.name,
+        state=state,
+        failure=failure,
+        result=figures.get(metric),
+        low=figures.get(f"{metric}_low"),
+        high=figures.get(f"{metric}_high"),
+        steps=steps,
+    )
+
+
+def difference(arm: SweepArm, baseline: SweepArm) -> Estimate | None:
+    """Return how far `arm` is above `baseline` over their common seeds, or None for fewer than two.
+
+    Runs of one seed share their cold start and the tasks of their evaluation, so differences vary less than results.
+    """
+    theirs = baseline.results
+    pairs = [value - theirs[seed] for seed, value in arm.results.items() if seed in theirs]
+    return mean_of_seeds(pairs) if len(pairs) > 1 else None
+
+
+def curves_by_step(log: SweepLog) -> Curves:
+    """Return metric -> arm -> one curve a seed, against steps."""
+    return {metric: {arm.name: _arm_curves(arm, metric) for arm in _started(log)} for metric in log.drawn}
+
+
+def curves_by_time(log: SweepLog) -> Curves:
+    """Return the same against seconds: a point lies at the mean time that the seeds took up to its step."""
+    return {metric: {arm.name: _arm_curves(arm, metric, by_time=True) for arm in _started(log)} for metric in log.drawn}
+
+
+def _started(log: SweepLog) -> list[SweepArm]:
+    return [arm for arm in log.arms if any(run.steps for run in arm.runs)]
+
+
+def _arm_curves(arm: SweepArm, metric: str, *, by_time: bool = False) -> list[list[Point]]:
+    """Return curves over the steps that all seeds logged: a mean over fewer would jump where one ends.
+
+    Unfinished runs are left out if there are finished ones.
+    """
+    done = [run for run in arm.runs if run.state is State.DONE] or arm.runs
+    curves = [curve for run in done if (curve := run.curve(metric))]
+    common = [step for step in curves[0] if all(step in curve for curve in curves)] if curves else []
+    x = {step: sum(curve[step][0] for curve in curves) / len(curves) if by_time else float(step) for step in common}
+    return [[(x[step], curve[step][1]) for step in common] for curve in curves if common]
 
 
 def results_table(log: SweepLog) -> Table:
-    """One row an arm: the result over its seeds, how far it is from the first arm, what it took."""
+    """Return one row an arm: the result over its seeds, the difference from the first arm, time and tokens."""
     baseline = log.arms[0]
     name = log.result.partition(".")[2] or "last step"
     columns = ("arm", name, "95% interval", "range", f"above {baseline.name}", "seeds", "time", "tokens")
@@ -42,25 +215,19 @@ def results_table(log: SweepLog) -> Table:
 
 def _row(log: SweepLog, arm: SweepArm, baseline: SweepArm) -> tuple[str, ...]:
     values = list(arm.results.values())
-    mean = interval = reach = _NOTHING
+    mean = interval = values_range = above = _NOTHING
     if values:
         mean = _shown(log, sum(values) / len(values))
-        reach = f"{_shown(log, min(values))} – {_shown(log, max(values))}"
+        values_range = f"{_shown(log, min(values))} – {_shown(log, max(values))}"
     if len(values) > 1:
         over_seeds = mean_of_seeds(values)
         interval = f"{_shown(log, over_seeds.low)} – {_shown(log, over_seeds.high)}"
+    if arm is not baseline and (found := difference(arm, baseline)) is not None:
+        above = f"{_shown(log, found.mean)} [{_shown(log, found.low)}, {_shown(log, found.high)}]"
     done = [run for run in arm.runs if run.state is State.DONE]
-    above = difference(arm, baseline) if arm is not baseline else None
-    return (
-        arm.name,
-        mean,
-        interval,
-        reach,
-        _NOTHING if above is None else f"{_shown(log, above.mean)} [{_shown(log, above.low)}, {_shown(log, above.high)}]",
-        f"{len(values)} of {len(arm.runs)}",
-        duration(sum(run.time_s for run in done) / len(done)) if done else _NOTHING,
-        f"{sum(run.tokens for run in done) / len(done):,.0f}" if done else _NOTHING,
-    )
+    time = duration(sum(run.time_s for run in done) / len(done)) if done else _NOTHING
+    tokens = f"{sum(run.tokens for run in done) / len(done):,.0f}" if done else _NOTHING
+    return (arm.name, mean, interval, values_range, above, f"{len(values)} of {len(arm.runs)}", time, tokens)
 
 
 def _shown(log: SweepLog, value: float) -> str:
@@ -68,7 +235,7 @@ def _shown(log: SweepLog, value: float) -> str:
 
 
 def run_summary(run: SweepRun, result: str) -> str:
-    """What a finished run came to, in few words."""
+    """Return the result of a finished run in a few words."""
     if run.result is None:
         return "done"
     name = result.partition(".")[2]
@@ -76,7 +243,7 @@ def run_summary(run: SweepRun, result: str) -> str:
 
 
 def sweep_page(log: SweepLog) -> str:
-    """A page that needs no other file; it links to the reports of the runs beside it."""
+    """Return a page that needs no other file. It links to the reports of the runs."""
     num_runs, num_seeds = len(log.runs), len(log.arms[0].runs)
     unfinished = "" if log.num_done == num_runs else f" {log.num_done} of {num_runs} runs are finished."
     measured = f" of {log.result.partition('.')[0]}" if log.result else ""
@@ -84,61 +251,50 @@ def sweep_page(log: SweepLog) -> str:
         f"{len(log.arms)} arms of {log.recipe}, {num_seeds} {'seed' if num_seeds == 1 else 'seeds'} each.{unfinished} Results"
         f" are those{measured}; curves, time and tokens those of {log.stage}."
     )
-    sections = [
-        _section("Against steps", curves_by_step(log), "step"),
-        _section("Against wall-clock time", curves_by_time(log), "seconds"),
-    ]
-    values = {
-        "log": log,
-        "lead": lead,
-        "results": results_table(log),
-        "reading": _reading(log, num_seeds),
-        "sections": sections,
-        "run_columns": ("run", "state", "result", "its own 95% interval", "steps", "time", "tokens"),
-        "runs": [_run_row(log, run) for run in log.runs],
-    }
-    return render("sweep.html.j2", values)
-
-
-def _section(title: str, curves: Curves, x_label: str) -> _Section:
-    plots = compare_plots(curves, units={metric: unit_of(metric) for metric in curves}, x_label=x_label)
-    num_seeds = max((len(seeds) for arms in curves.values() for seeds in arms.values()), default=0)
-    note = "Line: mean of the seeds. Band: their range." if num_seeds > 1 else ""
-    return _Section(title=title, drawings=[Drawing(plot=plot, note=note) for plot in plots.values() if plot.series])
+    units = {metric: unit_of(metric) for metric in log.drawn}
+    axes = (("Against steps", curves_by_step, "step"), ("Against wall-clock time", curves_by_time, "seconds"))
+    sections = [{"title": title, "drawings": drawings_of(curves(log), units=units, x_label=x)} for title, curves, x in axes]
+    return render(
+        "sweep.html.j2",
+        log=log,
+        lead=lead,
+        results=results_table(log),
+        reading=_reading(log, num_seeds),
+        sections=sections,
+        run_columns=("run", "state", "result", "its own 95% interval", "steps", "time", "tokens"),
+        runs=[_run_row(log, run) for run in log.runs],
+    )
 
 
 def _reading(log: SweepLog, num_seeds: int) -> str:
-    contended = f" Up to {log.jobs} runs shared this machine, so times are longer than alone." if log.jobs > 1 else ""
-    time = f" Time and tokens are means over finished runs; time is that of the steps of {log.stage} alone.{contended}"
+    contended = (
+        f" Up to {log.jobs} runs shared this machine, so times are longer than those of one run." if log.jobs > 1 else ""
+    )
+    time = f" Time and tokens are means over finished runs and count only the steps of {log.stage}.{contended}"
     if num_seeds == 1:
-        return "One seed has no interval: a difference between arms may be chance. Give several seeds before you choose." + time
+        return "One seed has no interval: a difference between arms may be chance. Run several seeds before you choose." + time
     return (
-        f"Intervals are Student's, over seeds. “Above {log.arms[0].name}” is the mean difference of runs of one seed, which"
-        " start from the same weights and are evaluated on the same tasks; arms differ where its interval is on one side of 0."
-        " Many arms make many comparisons: one of twenty is on one side by chance." + time
+        f"Intervals are Student's, over seeds. “Above {log.arms[0].name}” is the mean difference of runs with the same seed,"
+        " which start from the same weights and are evaluated on the same tasks. Arms differ where its interval does not"
+        " contain 0. With many arms, about one in twenty differs by chance." + time
     )
 
 
-def _run_row(log: SweepLog, run: SweepRun) -> _Row:
+def _run_row(log: SweepLog, run: SweepRun) -> dict[str, Any]:
     interval = _NOTHING
     if run.low is not None and run.high is not None:
         interval = f"{_shown(log, run.low)} – {_shown(log, run.high)}"
-    return _Row(
-        name=run.name,
-        link=f"{run.name}/report.html" if run.state is State.DONE else "",
-        cells=(
-            run.state.value,
-            _NOTHING if run.result is None else _shown(log, run.result),
-            interval,
-            f"{len(run.steps)}",
-            duration(run.time_s) if run.steps else _NOTHING,
-            f"{run.tokens:,.0f}" if run.steps else _NOTHING,
-        ),
-    )
+    result = _NOTHING if run.result is None else _shown(log, run.result)
+    time, tokens = (duration(run.time_s), f"{run.tokens:,.0f}") if run.steps else (_NOTHING, _NOTHING)
+    return {
+        "name": run.name,
+        "link": f"{run.name}/report.html" if run.state is State.DONE else "",
+        "cells": (run.state.value, result, interval, f"{len(run.steps)}", time, tokens),
+    }
 
 
 def sweep_json(log: SweepLog) -> dict[str, Any]:
-    """The figures behind the page. Curves: metric -> arm -> seed -> [step, seconds, value]."""
+    """Return the numbers of the page. Curves: metric -> arm -> seed -> [step, seconds, value]."""
     return {
         "format": FORMAT_VERSION,
         "name": log.name,
@@ -157,31 +313,20 @@ def sweep_json(log: SweepLog) -> dict[str, Any]:
 
 def _arm_json(arm: SweepArm, baseline: SweepArm) -> dict[str, Any]:
     values = list(arm.results.values())
-    figures: dict[str, Any] = {"changes": list(arm.changes), "num_seeds": len(values)}
+    found: dict[str, Any] = {"changes": list(arm.changes), "num_seeds": len(values)}
     if values:
-        figures |= {"mean": sum(values) / len(values), "min": min(values), "max": max(values)}
+        found |= {"mean": sum(values) / len(values), "min": min(values), "max": max(values)}
     if len(values) > 1:
         over_seeds = mean_of_seeds(values)
-        figures |= {"low": over_seeds.low, "high": over_seeds.high}
-    above = difference(arm, baseline) if arm is not baseline else None
-    if above is not None:
-        figures["above"] = {"arm": baseline.name, "mean": above.mean, "low": above.low, "high": above.high}
-    return figures
+        found |= {"low": over_seeds.low, "high": over_seeds.high}
+    if arm is not baseline and (above := difference(arm, baseline)) is not None:
+        found["above"] = {"arm": baseline.name, "mean": above.mean, "low": above.low, "high": above.high}
+    return found
 
 
-def _run_json(run: SweepRun) -> Mapping[str, Any]:
-    return {
-        "name": run.name,
-        "seed": run.seed,
-        "state": run.state.value,
-        "failure": run.failure,
-        "result": run.result,
-        "low": run.low,
-        "high": run.high,
-        "num_steps": len(run.steps),
-        "time_s": run.time_s,
-        "tokens": round(run.tokens),
-    }
+def _run_json(run: SweepRun) -> dict[str, Any]:
+    found = {name: getattr(run, name) for name in ("name", "seed", "state", "failure", "result", "low", "high", "time_s")}
+    return {**found, "num_steps": len(run.steps), "tokens": round(run.tokens)}
 
 
 def _curves_json(arm: SweepArm, metric: str) -> dict[str, list[list[float]]]:
@@ -190,3 +335,105 @@ def _curves_json(arm: SweepArm, metric: str) -> dict[str, list[list[float]]]:
         for run in arm.runs
         if (curve := run.curve(metric))
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedArm:
+    """One line of the plan."""
+
+    name: str
+    changes: Sequence[str]
+    states: Mapping[int, State]  # by seed
+    time_s: float  # of one run, without shared stages
+
+
+class SweepConsole:
+    """Prints the progress of a sweep. In a terminal the last line shows the active runs."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = Console() if console is None else console
+        self._status: Status | None = None
+        self._num_runs = self._num_ended = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def started(self, *, num_runs: int, num_done: int) -> None:
+        self._num_runs, self._num_ended = num_runs, num_done
+        self._print(f"{num_runs} runs" + (f", {num_done} done before" if num_done else ""))
+
+    def warn(self, text: str) -> None:
+        self._print(f"! {text}", style="yellow")
+
+    def run_started(self, name: str, *, state: State, shared: str) -> None:
+        """`shared` names the run whose first stages this run copies; "" if there is none."""
+        how = "resumes" if state is State.UNFINISHED and not shared else "starts"
+        self._print(f"  · {name} {how}" + (f", from the first stages of {shared}" if shared else ""))
+
+    def run_finished(self, name: str, summary: str, time_s: float) -> None:
+        self._num_ended += 1
+        self._print(f"  ✓ {name}: {summary} ({duration(time_s)}; {self._num_ended} of {self._num_runs})")
+
+    def run_failed(self, name: str, failure: str, log: Path) -> None:
+        self._num_ended += 1
+        self._print(f"  ✗ {name}: {failure}. Log: {log}", style="red")
+
+    def under_way(self, runs: Mapping[str, RunDirectory]) -> None:
+        """Show the active runs; called once a second."""
+        if not self._console.is_terminal:
+            return
+        if self._status is None:
+            self._status = self._console.status("")
+            self._status.start()
+        self._status.update(escape("   ".join(f"{name}: {last_step(run)}" for name, run in runs.items())))
+
+    def finished(self, log: SweepLog, page: Path) -> None:
+        self.close()
+        self._console.print()
+        print_table(results_table(log), console=self._console, without=("range", "tokens"), wrapped=("arm",))
+        for run in log.failures:
+            self._print(f"failed: {run.name}: {run.failure}", style="red")
+        self._print(f"comparison: {page}")
+
+    def close(self) -> None:
+        """Remove the status line. Safe to call twice."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def last_step(run: RunDirectory) -> str:
+    """Return the stage and step of the last line of a run's metrics."""
+    try:
+        with run.metrics.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            line = json.loads(file.read().split(b"\n")[-2])
+    except (OSError, ValueError, IndexError):
+        return "starts"
+    return f"{line['stage']} {line['step']}"
+
+
+def print_arms(name: str, arms: Sequence[PlannedArm], *, shared: str, console: Console | None = None) -> None:
+    """Print the plan of a sweep: each arm, its changes, and the state of its runs."""
+    console = Console() if console is None else console
+    console.print(name, style="bold", markup=False, highlight=False)
+    rows = [
+        (
+            arm.name,
+            "\n".join(arm.changes) or "none",
+            ", ".join(f"{seed} {_MARKS.get(state, '')}".strip() for seed, state in arm.states.items()),
+            duration(arm.time_s),
+        )
+        for arm in arms
+    ]
+    table = Table(columns=("arm", "changes", "seeds", "a run"), rows=tuple(rows))
+    print_table(table, console=console, wrapped=("arm", "changes", "seeds"))
+    to_run = [arm.time_s for arm in arms for state in arm.states.values() if state is not State.DONE]
+    total = f"{len(to_run)} runs to go, roughly {duration(sum(to_run))} in all{shared}. Nothing was run."
+    console.print(total, markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from strop.errors import UserError
-from strop.runs import RunDirectory
+from strop.run_directory import RunDirectory
 
 
 class Tracker(Protocol):

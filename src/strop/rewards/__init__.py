@@ -1,24 +1,23 @@
-"""(task, trajectory) -> reward parts."""
+"""(task, trajectory) -> reward parts. The rewards that a recipe names by `kind`, and the form in which they read answers."""
 
-from strop.config import import_object
-from strop.errors import ConfigError
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeAlias
+
+from pydantic import Field
+
+from strop.registry import OrOwn
+from strop.rewards.base import Reward, RewardKeys, RunService, judge_group, make_reward, reward_of
 from strop.rewards.code import CodeReward
-from strop.rewards.config import (
-    AnyRewardConfig,
-    CodeRewardConfig,
-    CountdownRewardConfig,
-    FunctionRewardConfig,
-    RewardConfig,
-)
 from strop.rewards.countdown import CountdownReward
 from strop.rewards.function import FunctionReward, function_reward
-from strop.rewards.math import MathReward
-from strop.rewards.service import RunService
-from strop.rewards.sum import SumReward, judge_group
-from strop.rewards.sum_config import SumRewardConfig
-from strop.rewards.verifier import MathVerifier, Verdict
+from strop.rewards.math import MathReward, MathVerifier, Verdict
+from strop.rewards.sum import SumReward
+from strop.rollout.prompt import AnswerForm
 
 __all__ = [
+    "SETTINGS",
     "AnyRewardConfig",
     "CodeReward",
     "CodeRewardConfig",
@@ -28,6 +27,7 @@ __all__ = [
     "FunctionRewardConfig",
     "MathReward",
     "MathVerifier",
+    "Reader",
     "RewardConfig",
     "RunService",
     "SumReward",
@@ -36,30 +36,52 @@ __all__ = [
     "function_reward",
     "judge_group",
     "make_reward",
+    "readers_of",
 ]
 
+RewardConfig: TypeAlias = MathReward.Config
+CodeRewardConfig: TypeAlias = CodeReward.Config
+CountdownRewardConfig: TypeAlias = CountdownReward.Config
+FunctionRewardConfig: TypeAlias = FunctionReward.Config
+SumRewardConfig: TypeAlias = SumReward.Config
 
-def make_reward(
-    config: AnyRewardConfig, service: RunService | None = None
-) -> MathReward | CodeReward | CountdownReward | FunctionReward | SumReward:
-    """The reward that `config` describes; whoever asked closes it.
+_BuiltIn: TypeAlias = Annotated[
+    RewardConfig | CodeRewardConfig | CountdownRewardConfig | FunctionRewardConfig | SumRewardConfig,
+    Field(discriminator="kind"),
+]
+if TYPE_CHECKING:
+    AnyRewardConfig: TypeAlias = (
+        RewardConfig | CodeRewardConfig | CountdownRewardConfig | FunctionRewardConfig | SumRewardConfig | Reward
+    )
+else:
+    AnyRewardConfig = Annotated[_BuiltIn, OrOwn(Reward, default_kind="math")]
 
-    Args:
-        service: runs programs and compares answers. Without one answers are compared all the same, in processes of their own.
 
-    Raises:
-        ConfigError: a function cannot be imported, or programs are to be judged and nothing runs them.
-    """
-    match config:
-        case FunctionRewardConfig():
-            return function_reward(import_object(config.function, key="reward.function"))
-        case CodeRewardConfig():
-            if service is None:
-                raise ConfigError("reward.kind = 'code' runs programs, but there is no sandbox to run them in.")
-            return CodeReward(config, service)
-        case CountdownRewardConfig():
-            return CountdownReward(config)
-        case SumRewardConfig():
-            return SumReward(config, service)
-        case RewardConfig():
-            return MathReward(config, service)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """A part of a reward that looks for an answer; others look at lengths, languages or the whole response."""
+
+    key: str  # in the recipe: reward, or reward.parts.NAME
+    part: str  # the name that weights it; empty if the reward is not a sum
+    settings: str  # that decide what it reads
+    form: AnswerForm
+
+
+SETTINGS = {
+    AnswerForm.BOX_IN_TAG: "kind = 'math' or 'countdown'",
+    AnswerForm.TAG: "kind = 'math' or 'countdown' with needs_box = false",
+    AnswerForm.BOX: "a part of kind 'question_only', or of kind 'math' with answer_in = 'response'",
+    AnswerForm.R1_ZERO: "a part of kind 'r1_zero'",
+    AnswerForm.ARPO: "a part of kind 'arpo'",
+    AnswerForm.CODE: "kind = 'code'",
+}
+"""The settings of a recipe that read answers in each form."""
+
+
+def readers_of(reward: RewardKeys | Reward) -> list[Reader]:
+    """The parts that read an answer. What a user's own function reads is not known, so it is not among them."""
+    return [
+        Reader(key=f"reward.parts.{name}" if name else "reward", part=name, settings=part.settings, form=part.answer_form)
+        for name, part in reward_of(reward).readers().items()
+        if part.answer_form is not None
+    ]

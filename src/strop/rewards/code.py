@@ -1,137 +1,223 @@
-"""Judges programs by tests of what they print."""
+"""Judges programs by tests of their output."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Literal, Self
 
-from strop.errors import TaskError
-from strop.rewards.answers import final_text
-from strop.rewards.config import CodeRewardConfig
-from strop.rewards.shaping import has_called
-from strop.rewards.subtasks import read_subtasks, text_of_tests
-from strop.rewards.sum_config import CodePart
-from strop.sandbox.code_tests import CaseOutcome, CodeTest, run_tests
-from strop.sandbox.protocol import CodeRunner
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from strop.config import Config
+from strop.errors import ConfigError, TaskError
+from strop.rewards.base import (
+    Part,
+    PartConfig,
+    PositiveWeight,
+    Reward,
+    RewardKeys,
+    RolloutPart,
+    RunService,
+    Weight,
+    check_weights,
+    final_text,
+    has_called,
+)
+from strop.rollout.prompt import AnswerForm
+from strop.sandbox.code_tests import CaseOutcome, CodeTest, CodeTestReport, run_tests
 from strop.types import Task, Trajectory
 
-SHARE_WEIGHT = 0.1  # of the share in `weighted_sum`, beside 1 for all tests; open-r1's `cf_scoring.py`
+SHARE_WEIGHT = 0.1  # of the share in `weighted_sum`, where all tests passed counts 1; open-r1's `cf_scoring.py`
 
 _BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FORM = '{"tests": [{"input": "3\\n", "output": "9\\n", "subtasks": ["small"]}], "points": {"small": 30}}'
 
 
-class CodeReward:
-    """Parts: `accuracy` (all tests passed), `passed` (the share that did), `format` (a code block), `called` (a tool ran).
-
-    Where `passed` has no weight the first failure ends the tests, and `passed` is the share that passed before it.
-
-    Args:
-        runner: where the programs run.
-    """
-
-    def __init__(self, config: CodeRewardConfig, runner: CodeRunner) -> None:
-        self.config = config
-        self._runner = runner
-
-    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
-        tests = read_tests(task, fact=self.config.tests_fact)
-        code = extract_code(trajectory)
-        parts = {"accuracy": 0.0, "passed": 0.0, "format": float(code is not None), "called": float(has_called(trajectory))}
-        if code is not None:
-            report = await run_tests(
-                self._runner,
-                code,
-                tests,
-                wall_s=self.config.wall_s,
-                memory_mib=self.config.memory_mib,
-                stop_at_first_failure=not self.config.weights.get("passed"),
-            )
-            parts |= {"accuracy": float(report.is_passed), "passed": report.passed_share}
-        return parts
-
-    async def close(self) -> None:
-        """Nothing to end: the runner belongs to whoever opened it."""
+class _Test(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True)
+    input: str
+    output: str
+    subtasks: list[str] = []
 
 
-def code_part(part: CodePart, runner: CodeRunner) -> Callable[[Task, Trajectory], Awaitable[float]]:
-    """What the tests of a rollout's program are worth to `part`: a function of a task and a rollout.
+class ProgramTests(BaseModel):
+    """The tests of one task, and the points of their subtasks. A test may belong to several subtasks."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+    tests: list[_Test] = Field(min_length=1)
+    points: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+
+    @property
+    def subtasks(self) -> list[frozenset[str]]:
+        """The subtasks of each test. Raises `ValueError` if tests and points do not fit together."""
+        for number, test in enumerate(self.tests, start=1):
+            if not test.subtasks or not self.points.keys() >= set(test.subtasks):
+                raise ValueError(
+                    f"test {number} has the subtasks {test.subtasks}; it needs at least one, and each needs points"
+                    f" (known: {', '.join(self.points) or 'none'})"
+                )
+        if unused := self.points.keys() - {name for test in self.tests for name in test.subtasks}:
+            raise ValueError(f"subtask {min(unused)!r} has points but no test")
+        return [frozenset(test.subtasks) for test in self.tests]
+
+    def score(self, is_passed: Sequence[bool]) -> float:
+        """The points of the subtasks all of whose tests passed, as a share of all points.
+
+        open-r1's `ioi_scoring.py`: a subtask scores what its worst test scores. Here a test scores 0 or 1 and nothing is
+        rounded; there IOI's graders give fractions of a point, and scores have two decimals. A row of open-r1's data is one
+        subtask, whose score is the reward; tasks with several subtasks are weighted by points.
+        """
+        failed = {name for test, passed in zip(self.tests, is_passed, strict=True) if not passed for name in test.subtasks}
+        earned = math.fsum(points for name, points in self.points.items() if name not in failed)
+        return earned / math.fsum(self.points.values())
+
+
+class _Limits(Config):
+    wall_s: float = Field(default=4.0, gt=0, le=600, description="Time limit of one test.")
+    memory_mib: int = Field(default=512, ge=32, le=2**20, description="Memory limit of one test.")
+
+    async def report(
+        self,
+        runner: RunService,
+        code: str,
+        tests: ProgramTests,
+        *,
+        stops: bool,
+        subtasks: Sequence[frozenset[str]] | None = None,
+    ) -> CodeTestReport:
+        return await run_tests(
+            runner,
+            code,
+            [CodeTest(stdin=test.input, expected=test.output) for test in tests.tests],
+            wall_s=self.wall_s,
+            memory_mib=self.memory_mib,
+            stop_at_first_failure=stops,
+            subtasks=subtasks,
+        )
+
+
+class CodePart(RolloutPart):
+    """Tests of the program in the last fenced block of the last turn.
 
     The modes are those of huggingface/open-r1, `src/open_r1/rewards.py` and `src/open_r1/utils/competitive_programming`. Its
     `code` is `share`, its `binary_code` is `all`; its `cf_code` is `all` by pass_fail, `share` by partial and `weighted_sum` by
-    that name, each with `no_code` = -1; its `ioi_code` is `subtasks` for a task that has one. Where we depart:
+    that name; its `ioi_code` is `subtasks` for a task that has one. Differences:
 
-    - A line too few or too many fails a test; its `code` lets both pass.
-    - A task without tests is refused, and a fault of the backend is raised; there they score None or 0.
-    - The first failure of a batch ends what it settles; there the whole batch is awaited.
-
-    Args:
-        runner: where the programs run.
+    - A missing or additional line fails a test; its `code` accepts both.
+    - A task without tests is an error, and so is a fault of the backend; there they score None or 0.
+    - A rollout without a program scores 0; in its `cf_code` -1.
+    - The first failure ends the tests whose result it settles; there a whole batch is awaited.
     """
 
-    async def score(task: Task, trajectory: Trajectory) -> float:
-        tests = read_tests(task, fact=part.tests_fact)
-        subtasks = read_subtasks(task, fact=part.tests_fact) if part.score == "subtasks" else None
+    class Config(PartConfig, _Limits):
+        kind: Literal["code"] = Field(description="Selects this part.")
+        weight: PositiveWeight = 1.0
+        score: Literal["all", "share", "weighted_sum", "subtasks"] = Field(
+            default="all",
+            description="all: 1 if every test passed. share: the share that passed. weighted_sum: all + 0.1 x share. subtasks:"
+            " points of the subtasks that passed / all points.",
+        )
+
+    config: Config
+    _runner: RunService
+
+    @property
+    def is_verifier(self) -> bool:
+        return True
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        return AnswerForm.CODE
+
+    def open(self, service: RunService | None) -> None:
+        self._runner = _needed(service)
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        mode = self.config.score
+        tests = read_tests(task)
+        try:
+            subtasks = tests.subtasks if mode == "subtasks" else None
+        except ValueError as error:
+            raise TaskError(
+                f"task {task.id!r}: {error}. Write the answer as {_FORM}, or set another score than 'subtasks'."
+            ) from error
         code = extract_code(trajectory)
         if code is None:
-            return part.no_code
-        report = await run_tests(
-            runner,
-            code,
-            tests,
-            wall_s=part.wall_s,
-            memory_mib=part.memory_mib,
-            stop_at_first_failure=part.score in ("all", "subtasks"),
-            subtasks=None if subtasks is None else subtasks.of_tests,
-            batch_size=part.test_batch_size,
-        )
-        if subtasks is not None:
-            return subtasks.score([case.outcome is CaseOutcome.PASSED for case in report.cases])
-        if part.score == "share":
+            return 0.0
+        stops = mode in ("all", "subtasks")
+        report = await self.config.report(self._runner, code, tests, stops=stops, subtasks=subtasks)
+        if mode == "subtasks":
+            return tests.score([case.outcome is CaseOutcome.PASSED for case in report.cases])
+        if mode == "share":
             return report.passed_share
-        return float(report.is_passed) + (SHARE_WEIGHT * report.passed_share if part.score == "weighted_sum" else 0.0)
+        return float(report.is_passed) + (SHARE_WEIGHT * report.passed_share if mode == "weighted_sum" else 0.0)
 
-    return score
+
+class CodeReward(Reward):
+    """Parts: `accuracy` (all tests passed), `passed` (the share that did), `format` (a code block), `called` (a tool ran).
+
+    If `passed` has no weight, the first failure ends the tests, and `passed` is the share that passed before it.
+    """
+
+    class Config(RewardKeys, _Limits):
+        """The answer is a program, judged by the tests of its task."""
+
+        kind: Literal["code"] = Field(description="Selects this reward.")
+        weights: dict[str, Weight] = Field(
+            default={"accuracy": 1.0},
+            description="Weights of accuracy, passed, format and called; passed is a share, the others are 0 or 1.",
+        )
+
+        @model_validator(mode="after")
+        def _check(self) -> Self:
+            check_weights(self.weights, ("accuracy", "passed", "format", "called"))
+            return self
+
+    config: Config
+
+    def open(self, service: RunService | None) -> None:
+        self._runner = _needed(service)
+
+    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        tests = read_tests(task)
+        code = extract_code(trajectory)
+        parts = {"accuracy": 0.0, "passed": 0.0, "format": float(code is not None), "called": float(has_called(trajectory))}
+        if code is not None:
+            report = await self.config.report(self._runner, code, tests, stops=not self.config.weights.get("passed"))
+            parts |= {"accuracy": float(report.is_passed), "passed": report.passed_share}
+        return parts
+
+    def readers(self) -> Mapping[str, Part]:
+        return {"": CodePart(CodePart.Config(kind="code"))}
+
+
+def _needed(service: RunService | None) -> RunService:
+    if service is None:
+        raise ConfigError("reward.kind = 'code' runs programs, but there is no sandbox to run them in.")
+    return service
 
 
 def extract_code(trajectory: Trajectory) -> str | None:
-    """The last closed fenced block of the last turn; None when there is none, or the policy did not end the rollout itself."""
+    """The last closed fenced block of the last turn; None if there is none or the policy did not end the rollout itself."""
     blocks = _BLOCK.findall(final_text(trajectory) or "")
     return blocks[-1] if blocks else None
 
 
-def read_tests(task: Task, *, fact: str | None) -> list[CodeTest]:
-    """The tests in the task's answer, or in its `fact`, in one of three forms of JSON.
+def read_tests(task: Task) -> ProgramTests:
+    """The tests in the task's answer, in one of three forms of JSON.
 
         [{"input": "3\\n", "output": "9\\n"}, ...]    {"inputs": ["3\\n", ...], "outputs": ["9\\n", ...]}
         {"tests": [{"input": "3\\n", "output": "9\\n", "subtasks": ["small"]}, ...], "points": {"small": 30}}
 
     Raises:
-        TaskError: there is no such fact, or it holds no tests.
+        TaskError: it holds no tests.
     """
-    text, place = text_of_tests(task, fact=fact)
     try:
-        tests = [CodeTest(stdin=stdin, expected=expected) for stdin, expected in _pairs(json.loads(text))]
+        tree = json.loads(task.answer)
+        if isinstance(tree, dict) and "inputs" in tree:
+            tree = [{"input": stdin, "output": out} for stdin, out in zip(tree["inputs"], tree["outputs"], strict=True)]
+        return ProgramTests.model_validate({"tests": tree} if isinstance(tree, list) else tree)
     except (ValueError, KeyError, TypeError) as error:
-        tests = []
-        reason = f" ({type(error).__name__}: {error})"
-    else:
-        reason = ""
-    if not tests:
-        raise TaskError(
-            f'task {task.id!r}: {place} holds no tests{reason}. Write JSON: [{{"input": "3\\n", "output": "9\\n"}}], or'
-            ' {"inputs": [...], "outputs": [...]}.'
-        )
-    return tests
-
-
-def _pairs(tree: Any) -> list[tuple[str, str]]:
-    if isinstance(tree, dict) and "tests" not in tree:
-        pairs = list(zip(tree["inputs"], tree["outputs"], strict=True))
-    else:
-        tests = tree["tests"] if isinstance(tree, dict) else tree
-        pairs = [(test["input"], test["output"]) for test in tests]
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise TypeError("an input or output is no text")
-    return pairs
+        raise TaskError(f"task {task.id!r}: its answer holds no tests ({error}). Write JSON, as in {_FORM}.") from error

@@ -1,34 +1,69 @@
-"""Judges answers to Countdown problems: an expression is read, never executed, and computed in exact fractions."""
+"""Judges answers to Countdown problems: an expression is parsed, never executed, and computed in exact fractions."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from strop.errors import TaskError
-from strop.rewards.answers import extract_answer, has_answer_format
-from strop.rewards.config import CountdownRewardConfig
-from strop.rewards.shaping import has_called
+from strop.rewards.base import (
+    AnswerPart,
+    Part,
+    Reward,
+    RewardKeys,
+    Weight,
+    check_weights,
+    extract_answer,
+    has_answer_format,
+    has_called,
+)
+from strop.rollout.prompt import AnswerForm
 from strop.types import Task, Trajectory
 
 MAX_CHARS = 500
-MAX_DEPTH = 50  # of brackets in brackets
 
-_SPELLINGS = (("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-"))
-_LATEX = ((r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), (r"\left", ""), (r"\right", ""))
-_TOKEN = re.compile(r"\s*([0-9]+|[-+*/()])")
+_SPELLINGS = (
+    *(("×", "*"), ("·", "*"), ("÷", "/"), ("−", "-")),
+    *((r"\times", "*"), (r"\cdot", "*"), (r"\div", "/"), (r"\left", ""), (r"\right", "")),
+)
+_TOKEN = re.compile(r"[0-9]+|[-+*/()]")
+_EXPRESSION = re.compile(r"(?:[0-9]+|[-+*/()]|\s)+")
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
-class CountdownReward:
+class CountdownReward(Reward):
     """Parts, each 0 or 1: `accuracy` (an expression of exactly the task's numbers that equals its target), `valid` (one of
-    exactly these numbers, whatever it equals), `format` (one answer tag, one box), `called` (a tool ran).
+    exactly these numbers, whatever its value), `format` (one answer tag, one box), `called` (a tool ran).
 
-    A trajectory that was cut off has no answer, whatever it wrote before.
+    A truncated trajectory has no answer.
     """
 
-    def __init__(self, config: CountdownRewardConfig) -> None:
-        self.config = config
+    class Config(RewardKeys):
+        """The answer is an expression of the task's numbers, judged by its value."""
+
+        kind: Literal["countdown"] = Field(description="Selects this reward.")
+        weights: dict[str, Weight] = Field(
+            default={"accuracy": 1.0}, description="Weights of accuracy, valid, format and called; each part is 0 or 1."
+        )
+        needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")
+
+        @model_validator(mode="after")
+        def _check(self) -> Self:
+            check_weights(self.weights, ("accuracy", "valid", "format", "called"))
+            return self
+
+    config: Config
 
     async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
         numbers, target = _problem(task)
@@ -41,97 +76,72 @@ class CountdownReward:
             "called": float(has_called(trajectory)),
         }
 
-    async def close(self) -> None:
-        """Nothing to end."""
+    def readers(self) -> Mapping[str, Part]:
+        return {"": _Expression(self.config)}
+
+    def answer_part(self, name: str) -> AnswerPart:
+        return _Expression(self.config)
+
+
+class _Expression(AnswerPart):
+    """Reads the expression; two are the same only if their texts are."""
+
+    def __init__(self, config: CountdownReward.Config) -> None:
+        self.config = config
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        return AnswerForm.BOX_IN_TAG if self.config.needs_box else AnswerForm.TAG
+
+    @property
+    def settings(self) -> str:
+        return f"kind = 'countdown', needs_box = {str(self.config.needs_box).lower()}"
+
+    def read_answer(self, trajectory: Trajectory) -> str | None:
+        return extract_answer(trajectory, needs_box=self.config.needs_box)
+
+    async def is_same(self, gold: str, answer: str) -> bool:
+        return gold == answer
 
 
 def value_of(text: str, numbers: Sequence[int]) -> Fraction | None:
     r"""The value of `text` if it is an expression that uses each of `numbers` exactly once; None for anything else.
 
-    Allowed are + - * / between two operands, brackets, blanks, and the spellings ``\times \cdot \div × · ÷ −``. A sign before a
-    number, an equals sign, a quotient by zero and more than 500 characters make it no expression. It never raises.
+    Allowed are + - * / between two operands, brackets, blanks, and the spellings ``\times \cdot \div × · ÷ −``. A sign in front
+    of a number, an equals sign, a division by zero and more than 500 characters are not allowed. It never raises.
     """
-    tokens = _tokens(text)
-    if tokens is None or sorted(int(token) for token in tokens if token.isdigit()) != sorted(numbers):
-        return None  # so what is computed has as few numbers as the task, and none larger
-    try:
-        return _Reader(tokens).read()
-    except (_NoExpression, ZeroDivisionError):
-        return None
-
-
-def _tokens(text: str) -> list[str] | None:
-    """Numbers, operators and brackets; None where there is anything else."""
     if len(text) > MAX_CHARS:
         return None
-    for spelling, meaning in (*_SPELLINGS, *_LATEX):
+    for spelling, meaning in _SPELLINGS:
         text = text.replace(spelling, meaning)
-    text = text.rstrip()
-    tokens: list[str] = []
-    position = 0
-    while position < len(text):
-        found = _TOKEN.match(text, position)
-        if found is None:
-            return None
-        tokens.append(found[1])
-        position = found.end()
-    return tokens
+    if not _EXPRESSION.fullmatch(text):
+        return None
+    tokens = [str(int(token)) if token.isdigit() else token for token in _TOKEN.findall(text)]
+    if sorted(int(token) for token in tokens if token.isdigit()) != sorted(numbers):
+        return None  # the expression has only as many numbers as the task, and none larger
+    try:
+        return _computed(ast.parse(" ".join(tokens), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
 
 
-class _NoExpression(Exception):  # noqa: N818 - no error: what a policy wrote
-    """The tokens are no expression."""
-
-
-class _Reader:
-    """Computes an expression while it reads it: a sum of products of numbers and of sums in brackets."""
-
-    def __init__(self, tokens: Sequence[str]) -> None:
-        self._left = [*reversed(tokens)]
-
-    def read(self) -> Fraction:
-        """Raises `_NoExpression`, or `ZeroDivisionError`."""
-        value = self._sum(0)
-        if self._left:
-            raise _NoExpression
-        return value
-
-    def _sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
-        while self._comes("+-"):
-            value = value + self._product(depth) if self._left.pop() == "+" else value - self._product(depth)
-        return value
-
-    def _product(self, depth: int) -> Fraction:
-        value = self._operand(depth)
-        while self._comes("*/"):
-            value = value * self._operand(depth) if self._left.pop() == "*" else value / self._operand(depth)
-        return value
-
-    def _operand(self, depth: int) -> Fraction:
-        if not self._left:
-            raise _NoExpression
-        token = self._left.pop()
-        if token.isdigit():
-            return Fraction(int(token))
-        if token != "(" or depth == MAX_DEPTH:
-            raise _NoExpression
-        value = self._sum(depth + 1)
-        if not self._comes(")"):
-            raise _NoExpression
-        self._left.pop()
-        return value
-
-    def _comes(self, operators: str) -> bool:
-        return bool(self._left) and self._left[-1] in operators
+def _computed(node: ast.expr) -> Fraction:
+    """Raises `ValueError` for anything other than numbers and operations of two operands."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return Fraction(number)
+        case ast.BinOp(left=left, op=operation, right=right):
+            return _OPERATIONS[type(operation)](_computed(left), _computed(right))
+    raise ValueError("not an expression of + - * /")
 
 
 def _problem(task: Task) -> tuple[list[int], int]:
-    """The numbers and the target of a task. Raises `TaskError` when it says neither."""
+    """The numbers and the target of a task. Raises `TaskError` if one of them is missing."""
     try:
         return [int(number) for number in re.split(r"[,\s]+", task.facts["numbers"].strip())], int(task.facts["target"])
     except (KeyError, ValueError) as error:
         raise TaskError(
             f"task {task.id!r} is no Countdown problem ({type(error).__name__}: {error}): reward.kind = 'countdown' needs the"
-            ' facts `numbers`, as in "3, 7, 25", and `target`, as in "96". Use tasks.kind = "countdown", or carry columns of'
-            " these names along with tasks.facts."
+            ' facts `numbers`, as in "3, 7, 25", and `target`, as in "96". Use tasks.kind = "countdown", or add columns of'
+            " these names to tasks.facts."
         ) from error

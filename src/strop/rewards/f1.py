@@ -1,8 +1,8 @@
-r"""The layered reward of ARPO (arXiv 2507.19849): form before answer, the answer by its words, a bonus for both tools.
+r"""The layered reward of ARPO (arXiv 2507.19849): form, then the answer by its words, and a bonus for using all tools.
 
--1                 the form is wrong, or there is no answer
+-1                 if the form is wrong or there is no answer
 F1                 of the last \boxed{} in the answer, against the best of the references
-F1 + r_M           where that is more than 0 and every tool of `multi_tool` was used; r_M = 0.1
+F1 + r_M           if that is more than 0 and every tool of `multi_tool` was used; r_M = 0.1
 """
 
 from __future__ import annotations
@@ -11,11 +11,24 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
-from strop.rewards.answers import CLOSING, OPENING, final_text, last_answer_block
-from strop.rewards.text import written
+from pydantic import Field
+
+from strop.rewards.base import (
+    CLOSING,
+    OPENING,
+    PartConfig,
+    PositiveWeight,
+    RolloutPart,
+    Words,
+    final_text,
+    last_answer_block,
+    written,
+)
+from strop.rollout.prompt import AnswerForm
 from strop.tasks.boxes import boxed
-from strop.types import ToolOutcome, Trajectory
+from strop.types import Task, ToolOutcome, Trajectory
 
 INVALID = -1.0
 
@@ -29,7 +42,7 @@ def arpo_reward(
 ) -> float:
     """The layered reward; between -1 and 1 + `bonus`.
 
-    A tool counts as used where its closing tag stands in what the policy wrote, or a call of its name was answered.
+    A tool counts as used if the policy wrote its closing tag, or if a call of its name was answered.
     """
     answer = _answer(trajectory)
     if answer is None:
@@ -41,7 +54,7 @@ def arpo_reward(
 def token_f1(answer: str, reference: str) -> float:
     """F1 of the words in common, as SQuAD (arXiv:1606.05250) counts them; yes, no and noanswer match only themselves.
 
-    It knows no mathematics: 12.0 has nothing in common with 12.
+    Numbers are compared as words: 12.0 has nothing in common with 12.
     """
     said, wanted = normalized(answer), normalized(reference)
     if said != wanted and (said in _WHOLE or wanted in _WHOLE):
@@ -55,14 +68,14 @@ def token_f1(answer: str, reference: str) -> float:
 
 
 def normalized(text: str) -> str:
-    r"""Lower case, without punctuation, articles and what wraps text in LaTeX; one blank between words."""
+    r"""Lower case, without punctuation, articles and LaTeX text commands; one blank between words."""
     bare = _TEXT.sub(r"\1", text).lower()
     bare = "".join(character for character in bare if character not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
 
 def _answer(trajectory: Trajectory) -> str | None:
-    """The last box of the answer tag; None where the form is wrong, or the policy did not end the rollout itself."""
+    """The last box of the answer tag; None if the form is wrong or the policy did not end the rollout itself."""
     last, said = final_text(trajectory), written(trajectory)
     if last is None or not _is_well_formed(trajectory, said):
         return None
@@ -71,7 +84,7 @@ def _answer(trajectory: Trajectory) -> str | None:
 
 
 def _is_well_formed(trajectory: Trajectory, said: str) -> bool:
-    """Thoughts in pairs of tags, one pair of answer tags, every call answered, and no result that the policy made up."""
+    """Paired thought tags, one pair of answer tags, every call answered, and no result written by the policy itself."""
     num_thoughts = said.count("<think>")
     if num_thoughts == 0 or num_thoughts != said.count("</think>") or "<result>" in said:
         return False
@@ -89,3 +102,30 @@ def _has_used(trajectory: Trajectory, names: Sequence[str]) -> bool:
     said = written(trajectory)
     called = {call.name for call in trajectory.calls if call.outcome is not ToolOutcome.NOT_RUN}
     return bool(names) and all(name in called or f"</{name}>" in said for name in names)
+
+
+class F1Part(RolloutPart):
+    """ARPO's layered reward: -1 for a wrong form, else F1 of words, and a bonus for using every tool."""
+
+    class Config(PartConfig):
+        kind: Literal["arpo"] = Field(description="Selects this part.")
+        weight: PositiveWeight = 1.0
+        multi_tool: Words = Field(default=("search", "python"), description="Tools that must all be used for the bonus.")
+        bonus: float = Field(default=0.1, ge=0, le=1e6, description="r_M, the bonus for using all of multi_tool.")
+
+    config: Config
+
+    @property
+    def compares_answers(self) -> bool:
+        return True
+
+    @property
+    def is_verifier(self) -> bool:
+        return True
+
+    @property
+    def answer_form(self) -> AnswerForm:
+        return AnswerForm.ARPO
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        return arpo_reward(trajectory, [task.answer], multi_tool=self.config.multi_tool, bonus=self.config.bonus)

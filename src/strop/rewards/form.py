@@ -1,11 +1,15 @@
-"""Rewards for the form of a response: blocks, tags, fenced code, steps. Pure functions of what the policy wrote."""
+"""Rewards for the form of a response: blocks, tags, fenced code, steps, tool calls."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
-from strop.rewards.answers import last_answer_block
+from pydantic import Field
+
+from strop.rewards.base import PartConfig, PositiveWeight, RolloutPart, has_called, last_answer_block, written
+from strop.types import Task, Trajectory
 
 _STEPS = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
 _ENOUGH_STEPS = 3
@@ -13,16 +17,16 @@ _CALL = r"<(?P<name>(?!answer>)[\w.-]+)>(?:(?!</?(?P=name)>).)*</(?P=name)>"  # 
 
 
 def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
-    """1 where all of `text` is a block of thought and then one of answer, else 0. DeepSeek-R1 (arXiv 2501.12948) section 2.1.
+    """1 if all of `text` is a thought block followed by an answer block, else 0. DeepSeek-R1 (arXiv 2501.12948) section 2.1.
 
-    Each of the four tags stands there once: in open-r1 repeated blocks passed its pattern.
+    Each of the four tags must occur exactly once; open-r1's pattern accepts repeated blocks.
 
     Args:
         think_tag: `think`, or `reason` in rStar2-Agent's prompt.
         is_prefilled: the opening tag belongs to the prompt.
-        newlines: each tag stands on a line of its own, as in open-r1's pattern; else any whitespace, or none, will do.
+        newlines: each tag must be on its own line, as in open-r1's pattern; otherwise any whitespace, or none, is allowed.
     """
-    gap, edge = ("\n", "\n") if newlines else (r"\s*", "")  # .*? takes blanks too: more ways to share them would be tried
+    gap, edge = ("\n", "\n") if newlines else (r"\s*", "")  # .*? matches blanks too; another \\s* would backtrack
     text = f"<{think_tag}>{text}" if is_prefilled else text
     opening = rf"<{think_tag}>" + ("" if is_prefilled else edge)
     pattern = rf"{opening}.*?{edge}</{think_tag}>{gap}<answer>{edge}.*?{edge}</answer>"
@@ -30,9 +34,9 @@ def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = F
 
 
 def turns_format(turns: Sequence[str], *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
-    """1 where each of `turns` is a block of thought and then of calls, and the last has the form of `strict_format`; else 0.
+    """1 if each of `turns` is a thought block followed by calls, and the last one has the form of `strict_format`; else 0.
 
-    Ours: DeepSeek-R1 calls no tool, and its form holds for one turn alone. Of calls the tags are looked at, not what they hold.
+    DeepSeek-R1 calls no tools and defines the form of a single turn; this is our extension. Only the tags of calls are checked.
 
     Args:
         is_prefilled: the opening tag of the first turn belongs to the prompt.
@@ -54,15 +58,15 @@ def tag_count(text: str, *, think_tag: str = "think", is_prefilled: bool = False
     return sum(text.count(tag) == 1 for tag in _tags(think_tag)) / 4
 
 
-def code_format(text: str, *, language: str = "python", think_tag: str = "think", is_prefilled: bool = False) -> float:
-    """1 where the form is that of `strict_format`, and the answer holds a fenced block of `language`; open-r1."""
+def code_format(text: str, *, think_tag: str = "think", is_prefilled: bool = False) -> float:
+    """1 if the form is that of `strict_format` and the answer holds a fenced block of Python; open-r1."""
     block = last_answer_block(text) or ""
-    has_code = re.search(rf"^```{re.escape(language)}\n.*?^```", block.strip(), re.DOTALL | re.MULTILINE) is not None
+    has_code = re.search(r"^```python\n.*?^```", block.strip(), re.DOTALL | re.MULTILINE) is not None
     return float(has_code and bool(strict_format(text, think_tag=think_tag, is_prefilled=is_prefilled, newlines=False)))
 
 
 def reasoning_steps(text: str) -> float:
-    """A third for each sign of a step, up to 1: numbers, bullets, `First,`. open-r1; easily gamed, so for reports."""
+    """A third for each sign of a step, at most 1: numbers, bullets, `First,`. open-r1; easily gamed, so only for reports."""
     return min(1.0, len(_STEPS.findall(text)) / _ENOUGH_STEPS)
 
 
@@ -72,3 +76,49 @@ def _tags(think_tag: str) -> tuple[str, ...]:
 
 def _has_each_once(text: str, think_tag: str) -> bool:
     return all(text.count(tag) == 1 for tag in _tags(think_tag))
+
+
+class FormatPart(RolloutPart):
+    """Form of the whole response, a thought and then an answer: 0 or 1; `tag_count` in quarters."""
+
+    class Config(PartConfig):
+        kind: Literal["format", "turns_format", "tag_count", "code_format"] = Field(description="Selects this part.")
+        weight: PositiveWeight = 1.0
+        think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
+        is_prefilled: bool = Field(default=False, description="The prompt ends with the opening tag.")
+        newlines: bool = Field(default=True, description="Of format and turns_format: each tag must be on its own line.")
+
+    config: Config
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        text, tag, is_prefilled = written(trajectory), self.config.think_tag, self.config.is_prefilled
+        match self.config.kind:
+            case "format":
+                return strict_format(text, think_tag=tag, is_prefilled=is_prefilled, newlines=self.config.newlines)
+            case "turns_format":
+                turns = [turn.completion_text for turn in trajectory.turns]
+                return turns_format(turns, think_tag=tag, is_prefilled=is_prefilled, newlines=self.config.newlines)
+            case "tag_count":
+                return tag_count(text, think_tag=tag, is_prefilled=is_prefilled)
+            case "code_format":
+                return code_format(text, think_tag=tag, is_prefilled=is_prefilled)
+
+
+class CalledPart(RolloutPart):
+    """1 if a tool ran without error."""
+
+    class Config(PartConfig):
+        kind: Literal["called"] = Field(description="Selects this part.")
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        return float(has_called(trajectory))
+
+
+class ReasoningStepsPart(RolloutPart):
+    """Signs of steps; easily gamed."""
+
+    class Config(PartConfig):
+        kind: Literal["reasoning_steps"] = Field(description="Selects this part.")
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        return reasoning_steps(written(trajectory))

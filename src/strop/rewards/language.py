@@ -1,4 +1,4 @@
-"""Language consistency: does a policy think in the language that it was asked in?"""
+"""Language consistency: the share of the words of a chain of thought that are in the target language."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import re
 import unicodedata
 from functools import cache
 from itertools import groupby
+from typing import Literal
 
-from strop.rewards.text import prose, words
+from pydantic import Field, field_validator
+
+from strop.rewards.base import PartConfig, RolloutPart, prose, words, written
+from strop.types import Task, Trajectory
 
 SCRIPTS = {
     name: re.compile(f"[{letters}]")
@@ -33,17 +37,17 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
     "hi": ("devanagari",),
     "ko": ("hangul",),
 }
-"""By the scripts that a language is written in: that tells Chinese from English, and not French from English."""
-_OF_VARIABLES = ("latin", "greek")  # a single letter of these names one
-_SIGNS = ("<font>", "<sub>", "<super>")  # what Unicode says of the letters of formulas, raised ones and lowered ones
+"""The scripts of each language. Scripts distinguish Chinese from English, but not French from English."""
+_OF_VARIABLES = ("latin", "greek")  # a single letter of these is a variable
+_SIGNS = ("<font>", "<sub>", "<super>")  # Unicode decompositions of the letters of formulas, superscripts and subscripts
 _HEBREW_SIGNS = frozenset("\u2135\u2136\u2137\u2138")  # cardinal numbers
 
 
 def scripts_of(text: str) -> list[str]:
-    """The script of each word of `text`, in order; one that is not among `SCRIPTS` by Unicode's name of it, as `THAI`.
+    """The script of each word of `text`, in order; scripts that are not in `SCRIPTS` by their Unicode name, as `THAI`.
 
-    Code and mathematics are no words, and neither is a single Latin or Greek letter, which names a variable, whatever digits
-    and indices it has. A word that changes scripts is one word of each: `sinθ` is `sin` and a variable.
+    Code and mathematics are not words. A single Latin or Greek letter, with any digits and indices, is a variable and not a
+    word. A word that changes scripts counts once per script: `sinθ` is `sin` and a variable.
     """
     found = []
     for word in words(prose(text)):
@@ -58,7 +62,7 @@ def scripts_of(text: str) -> list[str]:
 
 
 def chain_of_thought(text: str, *, think_tag: str = "think") -> str | None:
-    """What stands between thinking tags, of all turns; the first may begin in the prompt. None without a closing tag."""
+    """The text between thinking tags in all turns; the first may begin in the prompt. None without a closing tag."""
     first, *others = text.split(f"</{think_tag}>")[:-1] or (None,)
     if first is None:
         return None
@@ -70,8 +74,8 @@ def chain_of_thought(text: str, *, think_tag: str = "think") -> str | None:
 def language_consistency(text: str, *, language: str, think_tag: str = "think") -> float:
     """Words in the target language as a share of all words of the chain of thought. DeepSeek-R1 (arXiv 2501.12948) Eq. 7.
 
-    What is no word is in neither count: digits, mathematics, code, and a single Latin or Greek letter, which names a variable.
-    Without a chain of thought, or without a word in it, 0.
+    Digits, mathematics, code and single Latin or Greek letters (variables) are in neither count. 0 without a chain of thought,
+    or without a word in it.
     """
     found = scripts_of(chain_of_thought(text, think_tag=think_tag) or "")
     return sum(script in LANGUAGES[language] for script in found) / len(found) if found else 0.0
@@ -84,8 +88,29 @@ def _is_sign(letter: str) -> bool:
 
 @cache
 def _script(letter: str) -> str:
-    """Empty for what is no letter of its own: an apostrophe, a mark, a digit of any kind."""
+    """The name of the letter's script; empty for an apostrophe, a mark or a digit."""
     for name, letters in SCRIPTS.items():
         if letters.match(letter):
             return name
     return unicodedata.name(letter, "UNKNOWN").split()[0] if unicodedata.category(letter) in ("Ll", "Lo", "Lt", "Lu") else ""
+
+
+class LanguagePart(RolloutPart):
+    """Share of the words of the chain of thought that are in the target language; DeepSeek-R1."""
+
+    class Config(PartConfig):
+        kind: Literal["language"] = Field(description="Selects this part.")
+        language: str = Field(default="en", description="The target language: " + ", ".join(sorted(LANGUAGES)) + ".")
+        think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
+
+        @field_validator("language")
+        @classmethod
+        def _is_known(cls, language: str) -> str:
+            if language not in LANGUAGES:
+                raise ValueError(f"{language!r:.200}: its script is not known. Known are {', '.join(sorted(LANGUAGES))}.")
+            return language
+
+    config: Config
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        return language_consistency(written(trajectory), language=self.config.language, think_tag=self.config.think_tag)

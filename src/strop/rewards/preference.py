@@ -3,54 +3,98 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from typing import Literal
 
-from strop.rewards.answers import final_text
-from strop.rewards.scorers.judge import ModelJudge
-from strop.rewards.scorers.protocol import Exchange, Scorer
-from strop.rewards.sum_config import JudgePart, PreferencePart, ScorerPart
-from strop.rewards.text import final_summary, written
+from pydantic import Field
+
+from strop.rewards.base import NotJudged, PartConfig, RolloutPart, RunService, final_summary, final_text, written
+from strop.rewards.judge import JudgeConfig, ModelJudge
+from strop.rewards.scorers import AnyScorerConfig, Exchange, Scorer, open_scorer
 from strop.types import Task, Trajectory
 
-PreferenceScorer = Callable[[Task, Trajectory], Awaitable[float | None]]
+
+class PreferenceConfig(PartConfig):
+    """What of a rollout another model is shown."""
+
+    judged_on: Literal["summary", "response"] = Field(
+        default="summary",
+        description="summary: the text after the last thought of the last turn. response: all that the policy wrote.",
+    )
+    think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
+    is_prefilled: bool = Field(
+        default=False, description="The prompt ends with the opening tag, so a response without a closing tag has no summary."
+    )
+    missing: float = Field(default=0.0, ge=-1e6, le=1e6, description="Value of a rollout without a summary or a response.")
 
 
-def scorer_part(part: ScorerPart, scorer: Scorer) -> PreferenceScorer:
-    """The score of a rollout by `scorer`, as `part` wants it; None, so excluded, where `scorer` will not judge it."""
+class PreferencePart(RolloutPart):
+    """A part that shows a text of the rollout to another model."""
 
-    async def score(task: Task, trajectory: Trajectory) -> float | None:
-        judged = judged_text(part, trajectory)
-        if judged is None:
-            return part.missing
-        [value] = await scorer.score([Exchange(prompt=task.question, response=judged)])
-        return value if value is None or part.scale == "raw" else _sigmoid(value)
+    config: PreferenceConfig
 
-    return score
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        judged = self._judged_text(trajectory)
+        return self.config.missing if judged is None else await self._ask(Exchange(prompt=task.question, response=judged))
 
+    async def _ask(self, exchange: Exchange) -> float:
+        raise NotImplementedError
 
-def judge_part(part: JudgePart, judge: ModelJudge) -> PreferenceScorer:
-    """The number of a rollout by `judge`, from 0 to 1; None, so excluded, where it gave no verdict."""
-
-    async def score(task: Task, trajectory: Trajectory) -> float | None:
-        judged = judged_text(part, trajectory)
-        if judged is None:
-            return part.missing
-        value = await judge.score(Exchange(prompt=task.question, response=judged))
-        return None if value is None else (value - part.judge.lowest) / (part.judge.highest - part.judge.lowest)
-
-    return score
+    def _judged_text(self, trajectory: Trajectory) -> str | None:
+        if self.config.judged_on == "response":
+            return written(trajectory) or None
+        last = final_text(trajectory)
+        if last is None:
+            return None  # truncated: there is no summary
+        if self.config.is_prefilled and f"</{self.config.think_tag}>" not in written(trajectory):
+            return None  # the thought that the prompt began does not end
+        return final_summary(last, think_tag=self.config.think_tag)
 
 
-def judged_text(part: PreferencePart, trajectory: Trajectory) -> str | None:
-    """What of the rollout is judged; None where there is no such thing."""
-    if part.judged_on == "response":
-        return written(trajectory) or None
-    last = final_text(trajectory)
-    if last is None:
-        return None  # cut off, or at a call that was not run: the policy did not come to a summary
-    if part.is_prefilled and f"</{part.think_tag}>" not in written(trajectory):
-        return None  # the prompt began a thought, and nothing that was written ends it
-    return final_summary(last, think_tag=part.think_tag)
+class ScorerPart(PreferencePart):
+    """What a reward model gives. In DeepSeek-R1 the helpful one judges the summary, the safety one the response."""
+
+    class Config(PreferenceConfig):
+        kind: Literal["scorer"] = Field(description="Selects this part.")
+        scorer: AnyScorerConfig = Field(description="The reward model and where it runs.")
+        scale: Literal["sigmoid", "raw"] = Field(
+            default="sigmoid", description="sigmoid: between 0 and 1, so that missing = 0 is never the better choice."
+        )
+
+    config: Config
+    _scorer: Scorer
+
+    def open(self, service: RunService | None) -> None:
+        self._scorer = open_scorer(self.config.scorer)
+
+    async def close(self) -> None:
+        await self._scorer.close()
+
+    async def _ask(self, exchange: Exchange) -> float:
+        value = await self._scorer.score(exchange)
+        if value is None:
+            raise NotJudged("the reward model's service refused it; a warning in the log shows the service's answer")
+        return value if self.config.scale == "raw" else _sigmoid(value)
+
+
+class JudgePart(PreferencePart):
+    """What a language model gives, from 0 (its lowest number) to 1 (its highest)."""
+
+    class Config(PreferenceConfig):
+        kind: Literal["judge"] = Field(description="Selects this part.")
+        judge: JudgeConfig = Field(description="The language model and its prompt.")
+
+    config: Config
+    _judge: ModelJudge
+
+    def open(self, service: RunService | None) -> None:
+        self._judge = ModelJudge(self.config.judge)
+
+    async def close(self) -> None:
+        await self._judge.close()
+
+    async def _ask(self, exchange: Exchange) -> float:
+        value = await self._judge.score(exchange)
+        return (value - self.config.judge.lowest) / (self.config.judge.highest - self.config.judge.lowest)
 
 
 def _sigmoid(value: float) -> float:

@@ -1,9 +1,9 @@
-"""Decides where a rollout forks, and which of the forks a task can afford: ARPO's entropy-based adaptive rollout.
+"""Where a rollout forks, and which forks a task can afford: ARPO's entropy-based adaptive rollout.
 
-ARPO (arXiv 2507.19849), section on entropy-based adaptive rollout: of the M rollouts of a task, N begin at the prompt. Where
-a tool's result leaves a rollout less certain than it was at its start, it branches; M - N rollouts are there for that, and
-those that nobody needed begin at the prompt after all. Everything here is a pure function of what was sampled and of seeds
-that belong to rollouts, so the tree of a task is the same in every run, whichever rollout is faster (design law 8).
+ARPO (arXiv 2507.19849), section on entropy-based adaptive rollout: of the M rollouts of a task, N begin at the prompt. A
+rollout branches where a tool's result leaves it less certain than it was at its start; M - N rollouts are kept for that, and
+those that remain begin at the prompt. Everything here is a pure function of what was sampled and of the seeds of rollouts, so
+the tree of a task is the same in every run, whichever rollout is faster.
 """
 
 from __future__ import annotations
@@ -19,47 +19,58 @@ from pydantic import Field, model_validator
 
 from strop.config import Config
 from strop.errors import UserError
-from strop.seeds import derive_seed
-from strop.types import Completion, RolloutKey, Trajectory
+from strop.rollout.player import rollout_seed
+from strop.types import Completion, Group, RolloutKey, Trajectory, derive_seed
+
+_SMALL_SHIFT = 0.01  # a |βΔH| below which only the coin decides
 
 
 class Scale(StrEnum):
-    """What the entropies of the first k tokens are summed up to. β belongs to one of them: with another βΔH vanishes."""
+    """How the entropies of the first k tokens are summed up. β belongs to one scale: with another one βΔH vanishes."""
 
-    SUM = "sum"  # sum / log V: the released code's, which its β = 0.2 belongs to
+    SUM = "sum"  # sum / log V: that of the released code, which its β = 0.2 belongs to
     PAPER = "paper"  # sum / V
-    MEAN = "mean"  # mean / log V, in [0, 1]; the same as SUM where β is k times as large
+    MEAN = "mean"  # mean / log V, in [0, 1]; the same as SUM if β is k times as large
 
 
 class Rule(StrEnum):
-    """What turns a probability into branches."""
+    """How a probability becomes branches."""
 
-    COIN = "coin"  # the released code: each of the Z paths tosses its own
-    THRESHOLD = "threshold"  # the paper: all Z paths where the probability exceeds τ
+    COIN = "coin"  # the released code: each of the Z paths tosses a coin of its own
+    THRESHOLD = "threshold"  # the paper: all Z paths if the probability exceeds τ
 
 
 class Probe(StrEnum):
-    """Whose first k tokens tell how uncertain an observation made the policy."""
+    """Which completion's first k tokens measure how uncertain an observation made the policy."""
 
-    AFTER_OBSERVATION = "after_observation"  # the completion behind it: the paper
+    AFTER_OBSERVATION = "after_observation"  # the completion after the observation: the paper
     SEGMENT_BEFORE_CALL = "segment_before_call"  # the completion that called the tool: the released code
 
 
 class BranchingConfig(Config):
-    """ARPO's knobs. M is the rollouts of a task in all, which the stage says."""
+    """ARPO's parameters. The stage sets M, the number of rollouts of a task."""
 
-    initial_rollouts: int = Field(ge=1)  # N; 8 of 16 in the published runs
-    beam_size: int = Field(default=2, ge=2)  # 1 + Z: the rollout itself, and as many branches at most at one observation
-    probe_tokens: int = Field(default=20, ge=1)  # k
-    base_probability: float = Field(default=0.5, ge=0, le=1)  # α
-    entropy_weight: float = Field(default=0.2, ge=0)  # β, for scale = "sum"
-    scale: Scale = Scale.SUM
-    rule: Rule = Rule.COIN
-    threshold: float | None = Field(default=None, ge=0, le=1)  # τ; None: α, so that a rollout branches where its entropy rose
-    probe: Probe = Probe.AFTER_OBSERVATION
+    initial_rollouts: int = Field(
+        ge=1, le=10**6, description="N: rollouts of a task that begin at the prompt; 8 of 16 in the published runs."
+    )
+    beam_size: int = Field(
+        default=2, ge=2, le=1000, description="1 + Z: the rollout itself, and at most Z branches at one observation."
+    )
+    probe_tokens: int = Field(default=20, ge=1, le=10**6, description="k: tokens whose entropy is measured.")
+    base_probability: float = Field(default=0.5, ge=0, le=1, description="α: probability of a branch if entropy is unchanged.")
+    entropy_weight: float = Field(default=0.2, ge=0, le=10**6, description="β: weight of the change of entropy, for `scale`.")
+    scale: Scale = Field(default=Scale.SUM, description="How the entropies of the first k tokens are summed up.")
+    rule: Rule = Field(default=Rule.COIN, description="How a probability becomes branches.")
+    threshold: float | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description='τ of `rule = "threshold"`; not set: α, so that a rollout branches where its entropy rose.',
+    )
+    probe: Probe = Field(default=Probe.AFTER_OBSERVATION, description="Which completion's entropy is measured.")
 
     @model_validator(mode="after")
-    def _has_a_threshold_for_its_rule_alone(self) -> Self:
+    def _check_threshold(self) -> Self:
         if self.threshold is not None and self.rule is not Rule.THRESHOLD:
             raise ValueError(f'threshold is {self.threshold}, but rule is "coin", which has none. Set rule = "threshold".')
         return self
@@ -67,12 +78,12 @@ class BranchingConfig(Config):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What was found at one observation of one rollout."""
+    """The decision at one observation of one rollout."""
 
     delta_h: float  # ΔH, on the configured scale
     weighted: float  # βΔH
     probability: float  # α + βΔH, within [0, 1]
-    paths: tuple[int, ...]  # which of the branches 1 .. Z are wanted; whether there is budget for them is another matter
+    paths: tuple[int, ...]  # which of the branches 1 .. Z are wanted; the budget may refuse them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +94,11 @@ class Branching:
     vocab_size: int
 
     def verdict(self, completions: Sequence[Completion], *, seed: int) -> Verdict:
-        """Whether to fork behind the newest observation: that between the last two of `completions`.
+        """Decide whether to fork at the newest observation, which lies between the last two of `completions`.
 
         Args:
-            completions: all of the rollout so far, shared ones included; two at least. The first tells how certain the
-                rollout was at its start, and so does its branches' (they share it).
+            completions: all of the rollout so far, shared ones included; at least two. The first one measures how certain the
+                rollout was at its start, and its branches too, because they share it.
             seed: of the rollout.
 
         Raises:
@@ -98,17 +109,18 @@ class Branching:
         delta_h = self._entropy(probed) - self._entropy(completions[0])
         weighted = config.entropy_weight * delta_h
         probability = min(1.0, max(0.0, config.base_probability + weighted))
-        return Verdict(
-            delta_h=delta_h, weighted=weighted, probability=probability, paths=self._wanted(probability, seed=seed, at=at)
-        )
+        paths = self._wanted(probability, seed=seed, at=at)
+        return Verdict(delta_h=delta_h, weighted=weighted, probability=probability, paths=paths)
 
     def key_of(self, claim: Claim) -> RolloutKey:
-        """The branch's key: its number, written in base 1 + Z, has a digit for each observation, the first one last. It is 0
-        where the rollout went on, and z where it is the z-th branch: unique, whatever else branches when."""
+        """Return the key of a branch. Its number in base 1 + Z has one digit for each observation, the first one last.
+
+        A digit is 0 where the rollout continued, and z where it is the z-th branch. So every branch has its own number.
+        """
         return replace(claim.parent, branch=claim.parent.branch + claim.path * self.config.beam_size ** (claim.at - 1))
 
     def descent(self, key: RolloutKey) -> list[Claim]:
-        """The claims that led to a branch, the oldest first; empty for a rollout from the prompt."""
+        """Return the claims that led to a branch, the oldest first; empty for a rollout from the prompt."""
         claims, parent, rest, at = [], replace(key, branch=0), key.branch, 0
         while rest:
             rest, path = divmod(rest, self.config.beam_size)
@@ -127,10 +139,10 @@ class Branching:
         return tuple(paths) if probability > threshold else ()
 
     def _entropy(self, completion: Completion) -> float:
-        """Of its first k tokens; of all where there are fewer."""
+        """Of its first k tokens; of all if there are fewer."""
         if len(completion.entropies) != len(completion.ids):
             raise UserError(
-                "branching weighs the entropy of what was sampled, and the engine reports none. Use engine.kind = 'torch', or"
+                "branching needs the entropy of sampled tokens, but the engine reports none. Use engine.kind = 'torch', or"
                 " leave branching out."
             )
         first = completion.entropies[: self.config.probe_tokens]
@@ -146,7 +158,7 @@ class Branching:
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Claim:
-    """A branch that a rollout wants. Claims are in order by how many turns lie behind, then by rollout, then by path."""
+    """A branch that a rollout wants. Claims are ordered by the turns before the fork, then by rollout, then by path."""
 
     at: int  # turns that the branch shares with its parent
     parent: RolloutKey
@@ -154,35 +166,37 @@ class Claim:
 
 
 class Claims:
-    """The claims of one task that are met: the first of them in their order, as many as the budget holds.
+    """The accepted claims of one task: the first ones in their order, as many as the budget holds.
 
-    Which rollout comes to an observation first is chance. So a claim that is earlier in order displaces the last one, whose
-    branch is given up, and who comes too late in order is refused: at the end the tree is that of rollouts in lock-step,
-    observation by observation, though nobody waits for anybody.
+    Which rollout reaches an observation first is chance. So a claim that is earlier in the order displaces the last one, whose
+    branch ends, and a claim that is too late in the order is refused. In the end the tree is that of rollouts in lock-step,
+    observation by observation, although no rollout waits for another.
     """
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
-        self._met: list[Claim] = []
+        self._accepted: list[Claim] = []
 
     def add(self, claim: Claim) -> Claim | None:
-        """Returns the claim that is not met from now on: another one, this one, or none."""
-        insort(self._met, claim)
-        return self._met.pop() if len(self._met) > self._budget else None
+        """Return the claim that is not accepted from now on: another one, this one, or none."""
+        insort(self._accepted, claim)
+        return self._accepted.pop() if len(self._accepted) > self._budget else None
 
     def drop(self, claim: Claim) -> None:
-        """Its rollout begins anew, and its branches with it."""
-        if claim in self._met:
-            self._met.remove(claim)
+        """The rollout of the claim begins again, and its branches with it."""
+        if claim in self._accepted:
+            self._accepted.remove(claim)
 
     @property
-    def met(self) -> tuple[Claim, ...]:
-        return tuple(self._met)
+    def accepted(self) -> tuple[Claim, ...]:
+        return tuple(self._accepted)
 
 
 def forks_at(trajectory: Trajectory) -> range:
-    """The observations behind which a rollout may have branched, by the turns before: those that it went on after, and that
-    are its own. A branch's own begin behind the observation that it forked at."""
+    """Return the observations at which a rollout may have branched, by the number of turns before them.
+
+    These are its own observations after which it continued. A branch's own begin after the one at which it forked.
+    """
     num_shared = 0
     num_tokens = 0
     while num_tokens < trajectory.forked_at:
@@ -190,3 +204,53 @@ def forks_at(trajectory: Trajectory) -> range:
         num_tokens += len(turn.completion.ids) + len(turn.observation_ids)
         num_shared += 1
     return range(num_shared + 1, len(trajectory.turns))
+
+
+def branch_metrics(groups: Sequence[Group], branching: Branching, *, seed: int) -> dict[str, float]:
+    """Return the metrics `branching/*` of a step, computed from what was sampled, so that a resumed step gives the same.
+
+    Metrics of decisions are left out if no rollout had an observation.
+
+    Args:
+        seed: of the batch that the groups were played in.
+    """
+    trajectories = [scored.trajectory for group in groups for scored in group.trajectories]
+    first = branching.config.initial_rollouts
+    verdicts = []
+    for trajectory in trajectories:
+        if trajectory.key.attempt < first:  # those that begin at the prompt to fill a group do not branch
+            completions = [turn.completion for turn in trajectory.turns]
+            own_seed = rollout_seed(seed, trajectory.key)
+            verdicts += [branching.verdict(completions[: at + 1], seed=own_seed) for at in forks_at(trajectory)]
+    num_paths = branching.config.beam_size - 1
+    num_branches = sum(trajectory.parent is not None for trajectory in trajectories)
+    metrics = {
+        "branching/branches_per_task": num_branches / max(1, len(groups)),
+        "branching/fresh_per_task": sum(each.key.attempt >= first for each in trajectories) / max(1, len(groups)),
+        "branching/decisions": float(len(verdicts)),
+        "branching/tokens_shared": float(sum(trajectory.forked_at for trajectory in trajectories)),
+    }
+    if not verdicts:
+        return metrics
+    num = len(verdicts)
+    return metrics | {
+        "branching/delta_h_mean": math.fsum(each.delta_h for each in verdicts) / num,
+        "branching/weighted_delta_h_mean": math.fsum(each.weighted for each in verdicts) / num,
+        "branching/weighted_delta_h_abs_max": max(abs(each.weighted) for each in verdicts),
+        "branching/probability_mean": math.fsum(each.probability for each in verdicts) / num,
+        "branching/wanted_rate": sum(len(each.paths) for each in verdicts) / (num * num_paths),
+        "branching/branch_rate": num_branches / (num * num_paths),
+    }
+
+
+def entropy_warning(metrics: dict[str, float], branching: Branching) -> str:
+    """Return a warning if entropy changed the probability of no decision; empty if it did, or if there was none."""
+    largest = metrics.get("branching/weighted_delta_h_abs_max")
+    if largest is None or largest >= _SMALL_SHIFT:
+        return ""
+    config = branching.config
+    return (
+        f"entropy does not influence where rollouts branch: |βΔH| is at most {largest:.2g}, so the probability is"
+        f" branching.base_probability = {config.base_probability:g} everywhere. With branching.scale = {config.scale.value!r},"
+        f" branching.entropy_weight = {config.entropy_weight:g} is too small: use scale = 'sum', or raise it."
+    )

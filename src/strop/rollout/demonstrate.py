@@ -1,14 +1,58 @@
-"""Plays a demonstrator's script in a real environment, so that demonstrations look exactly like rollouts."""
+"""Plays a demonstrator's script in a real environment, so that demonstrations look like rollouts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from strop.rollout.call_format import CallFormat
-from strop.rollout.chat import ChatFormat
-from strop.rollout.protocol import EnvironmentFactory
-from strop.rollout.retelling import retold, said_ids
+from strop.rollout.chat_template import ChatFormat
+from strop.rollout.environment import EnvironmentFactory
+from strop.rollout.tool_calls import CLOSING, OPENING, CallFormat, FailedCall, parse_tool_calls
+from strop.tasks.readers import Unreadable
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
+
+_GOES_ON = "a turn goes on behind its call, where sampling would stop"
+_MAX_CALLS = 1000  # of a turn: what a demonstrator wrote is not limited
+
+
+def retold(text: str, calls: CallFormat) -> tuple[str, int]:
+    """`text` with its JSON calls in the form of `calls`, and how many there are. Raises `Unreadable`."""
+    found = parse_tool_calls(text, max_calls=_MAX_CALLS)
+    if failed := next((call for call in found if isinstance(call, FailedCall)), None):
+        raise Unreadable(f"a call cannot be read: {failed.text}")
+    if not calls.continues_turn:
+        return text, len(found)
+    if not found:
+        return text, _num_own(text, calls)
+    start = text.index(OPENING)
+    if len(found) > 1 or not text.rstrip().endswith(CLOSING):
+        raise Unreadable(_GOES_ON)
+    [call] = found
+    try:
+        assert not isinstance(call, FailedCall)  # seen above
+        return text[:start] + calls.write(call.name, call.arguments), 1
+    except ValueError as error:
+        raise Unreadable(str(error)) from error
+
+
+def stops_at_call(text: str, calls: CallFormat) -> bool:
+    """Whether sampling ends such a turn at its call, and not at an end of turn: the tool answers in the middle of it."""
+    return calls.continues_turn and calls.has_closed_call(text)
+
+
+def said_ids(text: str, chat: ChatFormat, calls: CallFormat) -> tuple[int, ...]:
+    """What would have been sampled where `text` is said in one turn."""
+    ids = chat.completion_ids(text)
+    return ids[:-1] if stops_at_call(text, calls) else ids
+
+
+def _num_own(text: str, calls: CallFormat) -> int:
+    """Calls that are in the form of `calls` already; one at most. Raises `Unreadable`."""
+    found = calls.parse(text, max_calls=1)
+    if failed := next((call for call in found if isinstance(call, FailedCall)), None):
+        raise Unreadable(f"a call cannot be read: {failed.text}")
+    if found and not text.rstrip().endswith(calls.stop_strings):
+        raise Unreadable(_GOES_ON)
+    return len(found)
 
 
 async def demonstrate(
@@ -24,12 +68,12 @@ async def demonstrate(
 ) -> Trajectory:
     """The conversation in which `replies` answer the real observations, one after the other.
 
-    Replies have JSON calls, told in the form of `calls`. Completions are the demonstrator's tokens: encoded once, with the end
-    of turn unless sampling would stop at a call, log-probs 0 and policy version 0. The conversation ends where the script or
-    the environment ends it.
+    JSON calls in replies are rewritten in the form of `calls`. Completions are the demonstrator's tokens: encoded once, with
+    the end of turn unless sampling would stop at a call, log-probs 0 and policy version 0. The conversation ends where the
+    script or the environment ends it.
 
     Raises:
-        Unreadable: `calls` cannot tell a reply.
+        Unreadable: `calls` cannot write a call of a reply.
         MachineError: a tool broke.
     """
     environment = environments(task, seed=seed)
@@ -41,21 +85,13 @@ async def demonstrate(
         stop_reason = StopReason.ANSWERED
         for reply in replies:
             said = reply(observed)
-            if calls.continues_turn:  # else calls stand as they are, the wrong ones too: what is wrong with them is told
+            if calls.continues_turn:  # else calls stay as they are, also wrong ones, which get an error
                 said, _ = retold(said, calls)
             completion = _spoken(said_ids(said, chat, calls))
             num_left -= len(completion.ids)
             observation = await environment.step(completion, num_tokens_left=max(0, num_left))
             num_left -= len(observation.ids)
-            turns.append(
-                Turn(
-                    completion=completion,
-                    calls=observation.calls,
-                    observation_ids=observation.ids,
-                    completion_text=observation.completion_text,
-                    observation_text=observation.text,
-                )
-            )
+            turns.append(observation.as_turn(completion))
             observed = observation.text
             if observation.stop_reason is not None:
                 stop_reason = observation.stop_reason

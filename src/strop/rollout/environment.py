@@ -1,4 +1,4 @@
-"""Plays the tools' part in a rollout: reads a turn's calls, runs them, hands back the observation or the end.
+"""The environment with tools: reads the calls of a turn, runs them, and returns the observation or the end.
 
 Which turns go on and which end is rStar2-Agent's (arXiv 2508.20722, section 2.1): a turn with a tool call goes on, even if
 it also holds an answer; a turn without one ends the rollout; a call in the last allowed turn is not run.
@@ -8,34 +8,92 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from pydantic import Field
 
+from strop import user_code
 from strop.config import Config
 from strop.deadline import deadline
 from strop.errors import ConfigError, DeadlineExceeded
-from strop.rollout.arguments import argument_problem
-from strop.rollout.call_format import make_call_format
-from strop.rollout.chat import ChatFormat
+from strop.registry import Component
+from strop.rollout.chat_template import ChatFormat
 from strop.rollout.prompt import Prompt
-from strop.rollout.protocol import Environment, Observation
-from strop.rollout.tool_calls import Call, FailedCall, ParsedCall
-from strop.seeds import derive_seed
-from strop.tools.protocol import Tool, ToolResult
-from strop.tools.text import encodable
-from strop.types import Completion, FinishReason, StopReason, Task, ToolCall, ToolOutcome
+from strop.rollout.tool_calls import Call, FailedCall, ParsedCall, argument_problem, make_call_format
+from strop.tools.protocol import Tool, ToolResult, encodable
+from strop.types import Completion, FinishReason, StopReason, Task, ToolCall, ToolOutcome, Turn, derive_seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """The environment's answer to a completion: ids to feed before the next completion, or the end of the rollout."""
+
+    ids: tuple[int, ...]  # of the opening observation: the prompt
+    text: str
+    completion_text: str  # of the completion that is answered; empty for the opening observation
+    calls: tuple[ToolCall, ...]
+    stop_reason: StopReason | None  # None: the rollout continues
+
+    def as_turn(self, completion: Completion) -> Turn:
+        """Return the turn of this observation and the completion that it answers."""
+        return Turn(
+            completion=completion,
+            calls=self.calls,
+            observation_ids=self.ids,
+            completion_text=self.completion_text,
+            observation_text=self.text,
+        )
+
+
+class Environment(Protocol):
+    """One rollout's environment of one task. Single use, so there is no reset. `close` is called also after an error."""
+
+    async def start(self) -> Observation:
+        """Return the prompt."""
+
+    async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
+        """Answer a completion. An answer of more than `num_tokens_left` ids is not given: the rollout overflows instead."""
+
+    async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ForkableEnvironment(Environment, Protocol):
+    """An environment whose rollout may branch."""
+
+    async def fork(self, *, seed: int) -> Environment:
+        """Return the environment of a branch, which continues from here with the branch's seed. The caller closes it.
+
+        Called between an observation and the `step` that answers the next completion. The new environment has the state of
+        this one without repeating anything, and from here on the two share nothing.
+        """
+
+
+class EnvironmentFactory(Protocol):
+    """Makes the environment of one rollout; `seed` belongs to the rollout."""
+
+    def __call__(self, task: Task, *, seed: int) -> Environment: ...
 
 
 class RolloutLimits(Config):
-    """How far one rollout may go, apart from its tokens."""
+    """Limits of one rollout, except its tokens."""
 
-    max_turns: int = Field(default=10, ge=1)  # T; rStar2-Agent section 4.3, stages 1 and 2
-    max_calls_per_turn: int = Field(default=4, ge=1)
-    max_calls: int | None = Field(default=None, ge=0)  # calls run in a whole rollout; ARPO's call limit is 3 or 6
-    max_response_tokens: int = Field(default=512, ge=16)  # of one tool response; beyond it head and tail are kept
-    deadline_s: float = Field(default=60.0, gt=0)  # of one call beyond what its tool's own limits allow: then it is our fault
+    # rStar2-Agent section 4.3, stages 1 and 2: T = 10.
+    max_turns: int = Field(default=10, ge=1, le=10**6, description="Most turns of a rollout.")
+    max_calls_per_turn: int = Field(default=4, ge=1, le=10**4, description="Most calls of a turn; further ones are not run.")
+    max_calls: int | None = Field(
+        default=None, ge=0, le=10**9, description="Most calls that are run in a rollout. ARPO's limit is 3 or 6."
+    )
+    max_response_tokens: int = Field(
+        default=512, ge=16, le=10**9, description="Most tokens of a tool response; of a longer one, head and tail are kept."
+    )
+    deadline_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=86_400 * 365,
+        description="Seconds that a call may take beyond its tool's own limits before the tool counts as broken.",
+    )
 
 
 class ToolObserver(Protocol):
@@ -57,21 +115,8 @@ class ToolObserverFactory(Protocol):
     def __call__(self, task: Task, *, seed: int) -> ToolObserver: ...
 
 
-class Unobserved:
-    """Nobody follows, nothing is replayed."""
-
-    def opened(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> None:
-        pass
-
-    def closed(self, *, turn: int, index: int, result: ToolResult) -> None:
-        pass
-
-    def recorded(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> ToolResult | None:
-        return None
-
-
 class ToolEnvironments:
-    """Makes one `ToolEnvironment` per rollout; what all rollouts share is here.
+    """Makes one environment per rollout; what all rollouts share is here.
 
     Raises:
         ConfigError: two tools have one name.
@@ -84,7 +129,9 @@ class ToolEnvironments:
         tools: Sequence[Tool],
         limits: RolloutLimits,
         observe: ToolObserverFactory | None = None,
+        kind: EnvironmentKind | None = None,
     ) -> None:
+        self.kind = kind or Tools()
         self.chat = chat
         self.prompt = prompt
         self.limits = limits
@@ -98,11 +145,11 @@ class ToolEnvironments:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Where sampling stops, beside the end of a turn."""
+        """Strings at which sampling stops, next to the end of a turn."""
         return (*self.format.stop_strings, *self.prompt.stop)
 
     def __call__(self, task: Task, *, seed: int) -> Environment:
-        return ToolEnvironment(self, task, seed=seed)
+        return self.kind.for_rollout(self, task, seed=seed)
 
 
 class ToolEnvironment:
@@ -113,7 +160,7 @@ class ToolEnvironment:
         self._chat, self._limits, self._format = shared.chat, shared.limits, shared.format
         self._tools: dict[str, Tool] = {}  # the rollout's own
         self._task = task
-        self._observer: ToolObserver = Unobserved() if shared.observe is None else shared.observe(task, seed=seed)
+        self._observer = None if shared.observe is None else shared.observe(task, seed=seed)
         self._seed = seed
         self._num_turns = 0
         self._num_calls_run = 0
@@ -153,23 +200,23 @@ class ToolEnvironment:
         text = self._text_of(completion)
         calls = self._format.parse(text, max_calls=self._limits.max_calls_per_turn)
         if completion.finish_reason is FinishReason.LENGTH and not self._format.has_closed_call(text):
-            return _end(text, (), StopReason.LENGTH)
+            return ended(text, (), StopReason.LENGTH)
         if not calls:
-            return _end(text, (), StopReason.ANSWERED)
+            return ended(text, (), StopReason.ANSWERED)
         if self._num_turns >= self._limits.max_turns:
-            return _end(text, tuple(_not_run(call) for call in calls), StopReason.TURN_LIMIT)
+            return ended(text, tuple(_not_run(call) for call in calls), StopReason.TURN_LIMIT)
         wanted, is_over_budget = self._within_budget([self._checked(call) for call in calls])
         is_any_run = any(isinstance(each, ParsedCall) for each in wanted)
         is_told = is_any_run or not is_over_budget
         if is_told and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
-            return _end(text, tuple(_not_run(call) for call in calls), StopReason.OVERFLOW)
+            return ended(text, tuple(_not_run(call) for call in calls), StopReason.OVERFLOW)
         made = await self._run_all(wanted)
         if is_over_budget:
-            return _end(text, made, StopReason.TOOL_BUDGET)
+            return ended(text, made, StopReason.TOOL_BUDGET)
         responses = [call.text for call in made]
         ids = self._observation_ids(completion, responses)
         if len(ids) > num_tokens_left:
-            return _end(text, made, StopReason.OVERFLOW)
+            return ended(text, made, StopReason.OVERFLOW)
         return Observation(ids=ids, text="\n".join(responses), completion_text=text, calls=made, stop_reason=None)
 
     async def close(self) -> None:
@@ -190,7 +237,7 @@ class ToolEnvironment:
         )
 
     def _checked(self, call: Call) -> ToolCall | ParsedCall:
-        """The call with all of its arguments where it can be run, else what is told of it."""
+        """Return the call with all of its arguments if it can be run, else the call with its error."""
         if isinstance(call, FailedCall):
             return _told(call.name, call.arguments_text, call.outcome, call.text)
         if call.name not in self._tools:
@@ -217,7 +264,8 @@ class ToolEnvironment:
                 wanted.append(each)
         if num_free >= 0:
             return wanted, False
-        return [replace(each, text="") if isinstance(each, ToolCall) else each for each in wanted], True  # nobody is told
+        unread = [replace(each, text="") if isinstance(each, ToolCall) else each for each in wanted]  # the rollout ends here
+        return unread, True
 
     async def _run_all(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[ToolCall, ...]:
         """All calls of a turn at once; one that raises ends the others."""
@@ -244,10 +292,11 @@ class ToolEnvironment:
 
     async def _run(self, tool: Tool, index: int, call: ParsedCall) -> ToolResult:
         turn = self._num_turns - 1
-        recorded = self._observer.recorded(turn=turn, index=index, name=call.name, arguments=call.arguments)
-        if recorded is not None:
-            return recorded
-        self._observer.opened(turn=turn, index=index, name=call.name, arguments=call.arguments)
+        if self._observer is not None:
+            recorded = self._observer.recorded(turn=turn, index=index, name=call.name, arguments=call.arguments)
+            if recorded is not None:
+                return recorded
+            self._observer.opened(turn=turn, index=index, name=call.name, arguments=call.arguments)
         within_s = tool.longest_call_s + self._limits.deadline_s
         timeout: asyncio.Timeout | None = None
         try:
@@ -261,9 +310,12 @@ class ToolEnvironment:
                 f"tool {call.name!r} gave no answer to call {index} of turn {turn} of task {self._task.id!r} within"
                 f" {within_s:g} s ({own})."
             ) from error
+        what, about = f"tool {call.name!r}", f"for task {self._task.id!r}"
+        user_code.expect(result, ToolResult, tool.call, what=what, about=about)
         text = self._shortened(result.text) or self._format.empty_text(call.name)
         shown = ToolResult(outcome=result.outcome, text=text, duration_s=result.duration_s)
-        self._observer.closed(turn=turn, index=index, result=shown)
+        if self._observer is not None:
+            self._observer.closed(turn=turn, index=index, result=shown)
         return shown
 
     def _shortened(self, text: str) -> str:
@@ -276,10 +328,37 @@ def _told(name: str, arguments: str, outcome: ToolOutcome, text: str) -> ToolCal
 
 
 def _not_run(call: Call) -> ToolCall:
-    """A call on which the rollout ends. What could not be read stays the policy's mistake; it was just not told."""
+    """Return a call at which the rollout ends. A call that could not be read keeps its outcome."""
     outcome = call.outcome if isinstance(call, FailedCall) else ToolOutcome.NOT_RUN
     return _told(call.name, call.arguments_text, outcome, "")
 
 
-def _end(completion_text: str, calls: tuple[ToolCall, ...], stop_reason: StopReason) -> Observation:
+def ended(completion_text: str, calls: tuple[ToolCall, ...], stop_reason: StopReason) -> Observation:
     return Observation(ids=(), text="", completion_text=completion_text, calls=calls, stop_reason=stop_reason)
+
+
+class EnvironmentKind(Component):
+    """What a stage names by its key `environment`: `tools`, a `TextEnvironment` or an `Environment` of the user's."""
+
+    kinds = {"tools": "strop.rollout.environment:Tools"}  # noqa: RUF012  (a constant table)
+
+    class Config(Component.Config):
+        """An environment has no keys by itself."""
+
+    def for_rollout(self, shared: ToolEnvironments, task: Task, *, seed: int) -> Environment:
+        """Return a new environment, for one rollout of `task`."""
+        raise NotImplementedError
+
+    def prompt_ids(self, shared: ToolEnvironments, task: Task) -> tuple[int, ...]:
+        """Return the prompt of `task`, if it is known before the rollout; else nothing."""
+        return ()
+
+
+class Tools(EnvironmentKind):
+    """The environment with tools; it reads the recipe's `tools`, and `limits` and `prompt` of the stage."""
+
+    def for_rollout(self, shared: ToolEnvironments, task: Task, *, seed: int) -> Environment:
+        return ToolEnvironment(shared, task, seed=seed)
+
+    def prompt_ids(self, shared: ToolEnvironments, task: Task) -> tuple[int, ...]:
+        return shared.prompt.ids(shared.chat, task.question, [tool.spec for tool in shared.tools.values()])

@@ -1,28 +1,43 @@
-"""Plays one rollout: a conversation of engine and environment, from its opening, or from where it branched, to its end."""
+"""Collects the rollouts of a batch, and plays each: a conversation of engine and environment, until it is scored or void.
+
+There is no barrier. The next turn of a rollout starts when its own tools are done, its reward is computed when it ends, and
+its group is yielded when its last rollout is scored. The scheduler decides which engine a rollout uses, and when. A rollout
+that a fault of ours spoils is played again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Protocol, Self, TypeAlias
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Protocol, Self, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
 
+from strop import user_code
 from strop.config import Config
-from strop.engine.protocol import CompletionRequest, InferenceEngine
-from strop.engine.requests import LOWEST_TEMPERATURE
-from strop.errors import RequestTooLong, UserError
-from strop.rollout.branching import Branching
-from strop.rollout.fleet.fleet import Fleet
-from strop.rollout.fleet.seat import Seat
-from strop.rollout.protocol import Environment, EnvironmentFactory, Excluded, ForkableEnvironment, Reward
-from strop.seeds import derive_seed
-from strop.types import Completion, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
+from strop.engine.protocol import LOWEST_TEMPERATURE, CompletionRequest, InferenceEngine
+from strop.errors import EngineLost, MachineError, RequestTooLong
+from strop.rollout.environment import Environment, EnvironmentFactory, Observation
+from strop.rollout.scheduler.batch import Lease, RolloutBatch
+from strop.rollout.scheduler.engine_pool import EnginePool
+from strop.types import Completion, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn, derive_seed
 
-_ROUNDING = 0.0625  # at most, of a logit from 16 to 32 in bfloat16, which has 8 significant bits
+if TYPE_CHECKING:
+    from strop.rollout.branching import Branching
 
 
-def _can_be_divided_by(temperature: float) -> float:
+import logging
+from collections.abc import AsyncIterator
+
+from strop.types import Group
+from strop.user_code import blaming
+
+_ROUNDING = 0.0625  # largest error of a logit from 16 to 32 in bfloat16, which has 8 significant bits
+_ResultT = TypeVar("_ResultT")
+
+
+def _check_temperature(temperature: float) -> float:
     if 0 < temperature < LOWEST_TEMPERATURE:
         lowest, rounding = f"{LOWEST_TEMPERATURE:g}", f"{_ROUNDING:.2g}"
         raise ValueError(
@@ -34,19 +49,26 @@ def _can_be_divided_by(temperature: float) -> float:
     return temperature
 
 
-Temperature: TypeAlias = Annotated[float, Field(ge=0, allow_inf_nan=False), AfterValidator(_can_be_divided_by)]
+Temperature: TypeAlias = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False), AfterValidator(_check_temperature)]
 """0 takes the likeliest token."""
 
 
 class SamplingConfig(Config):
-    """How completions are sampled. Truncated sampling (top-p, top-k) does not exist here: law 5."""
+    """How completions are sampled. There is no top-p or top-k: log-probs have one definition, over the full vocabulary."""
 
-    temperature: Temperature = 1.0
-    max_tokens: int = Field(default=512, ge=1)  # of a whole response: every completion and observation after the prompt
-    min_tokens: int = Field(default=0, ge=0)  # of each completion: stop ids are banned before it; CS336 uses 4
+    temperature: Temperature = Field(default=1.0, description="Logits are divided by it. 0 takes the likeliest token.")
+    max_tokens: int = Field(
+        default=512,
+        ge=1,
+        le=10**9,
+        description="Tokens of a whole response: every completion and observation after the prompt.",
+    )
+    min_tokens: int = Field(
+        default=0, ge=0, le=10**9, description="Tokens of each completion before which stop ids are banned. CS336 uses 4."
+    )
 
     @model_validator(mode="after")
-    def _lets_a_completion_stop(self) -> Self:
+    def _check_min_tokens(self) -> Self:
         if self.min_tokens >= self.max_tokens:
             raise ValueError(
                 f"sampling.min_tokens is {self.min_tokens} and sampling.max_tokens is {self.max_tokens}: no completion could"
@@ -56,23 +78,76 @@ class SamplingConfig(Config):
         return self
 
 
+EXCLUDED = "excluded"
+"""The only reward part of a rollout that could not be judged."""
+
+
+class Excluded(dict[str, float]):
+    """The reward parts of a rollout that could not be judged: only `EXCLUDED`. `why` gives the reason."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__({EXCLUDED: 1.0})
+        self.why = why
+
+
+class Reward(Protocol):
+    """Scores a finished trajectory. A pure function of task and trajectory."""
+
+    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        """Return named parts; their weighted sum is the reward. A wrong or missing answer is a value, not an exception.
+
+        Return `Excluded` if another try could not judge the rollout either and its group is better without it.
+
+        Raises:
+            MachineError: the judge itself failed. It is tried again; then the trajectory is void.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """What a branch computed itself before it was ended, without what it shares with its parent."""
+
+    generated_tokens: int  # of its whole completions
+    prefilled_tokens: int  # that were not in the cache, those of a running completion included
+    is_sampling: bool  # a completion ran or waited for its engine; its tokens are unknown
+
+
+class PlayObserver(Protocol):
+    """Is called when the rollouts of a batch start and end."""
+
+    def started(self, key: RolloutKey, *, seed: int) -> None: ...
+
+    def finished(self, scored: ScoredTrajectory) -> None: ...
+
+    def voided(self, key: RolloutKey, *, reason: str) -> None:
+        """The rollout does not count. Called after `finished` if the rollout ended but could not be judged."""
+
+    def displaced(self, key: RolloutKey, spent: Spent) -> None:
+        """A branch is ended, finished or not: another one is earlier in the order, or its parent begins again."""
+
+
+class NullObserver(PlayObserver):
+    """A `PlayObserver` that does nothing."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     """A reward and the weights of its parts."""
 
     reward: Reward
-    weights: Mapping[str, float]
+    weights: Mapping[str, float] | None  # None: each part counts 1
 
     async def score(self, task: Task, trajectory: Trajectory) -> ScoredTrajectory:
         parts = await self.reward(task, trajectory)
-        total = sum(self.weights.get(name, 0.0) * value for name, value in parts.items())
+        weights = dict.fromkeys(parts, 1.0) if self.weights is None else self.weights
+        total = sum(weights.get(name, 0.0) * value for name, value in parts.items())
         kept = parts if isinstance(parts, Excluded) else dict(parts)
         return ScoredTrajectory(trajectory=trajectory, reward=total, reward_parts=kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Past:
-    """What a rollout begins with: its prompt, and, if it is a branch, the turns that it shares with its parent."""
+    """What a rollout begins with: its prompt and, for a branch, the turns that it shares with its parent."""
 
     prompt_ids: tuple[int, ...]
     turns: tuple[Turn, ...] = ()
@@ -92,138 +167,94 @@ class Past:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Opened:
-    """The environment of one playing of a rollout, and what it began with."""
+    """The environment of one try of a rollout, and what the rollout begins with."""
 
     environment: Environment
     past: Past
     is_closed: bool = False
 
     async def close(self) -> None:
-        """Safe to call twice."""
+        """Repeated calls do nothing."""
         if not self.is_closed:
             self.is_closed = True
             await self.environment.close()
 
 
 class Forking(Protocol):
-    """Forks one rollout as it is played; called in this order, turn by turn."""
+    """Forks one rollout while it is played. The methods are called in this order, turn by turn."""
 
-    def sampled(self, seat: Seat, past: Past, completion: Completion) -> None:
-        """`completion` answers `past`, which ends with an observation: whoever forks behind that asks `seat` for it now."""
+    def sampled(self, lease: Lease, past: Past, completion: Completion) -> None:
+        """`completion` answers `past`, which ends with an observation. A branch from there is requested with `lease` now."""
 
     async def split(self, environment: Environment) -> None:
-        """Fork the environment for those branches; it was not told of the completion yet."""
+        """Fork the environment for those branches, before it gets the completion."""
 
     async def part(self) -> None:
-        """Returns when no branch needs what the rollout holds on its engine."""
+        """Return when no branch needs what the rollout holds on its engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """Everything that playing a task needs, whatever the task."""
+    """Everything that rollouts need, whatever the task."""
 
-    engine: InferenceEngine | Fleet  # a bare engine is a fleet of one that is not replaced
+    engine: InferenceEngine | EnginePool  # a single engine becomes a pool of one, without replacement
     environments: EnvironmentFactory
     judge: Judge
     sampling: SamplingConfig
     stop_ids: frozenset[int]
     stop_strings: tuple[str, ...] = ()
     branching: Branching | None = None  # None: every rollout begins at the prompt
-    max_attempts: int = 3  # of one rollout and of its judgement, when the fault is ours
+    max_attempts: int = 3  # tries of one rollout and its judgement, if the fault is ours
 
     @property
-    def fleet(self) -> Fleet:
-        return self.engine if isinstance(self.engine, Fleet) else Fleet([self.engine], closes_engines=False)
+    def engine_pool(self) -> EnginePool:
+        return self.engine if isinstance(self.engine, EnginePool) else EnginePool([self.engine])
 
-    async def play_once(self, task: Task, key: RolloutKey, *, seed: int) -> Trajectory:
-        """One rollout from the first turn to the last.
-
-        Raises:
-            MachineError: a tool or the engine failed; nothing of the rollout is kept.
-        """
-        async with self.fleet.batch() as dispatch:
-            opened = await self.open(task, seed=seed, most=dispatch.max_request_tokens)
-            try:
-                seats = await dispatch.offer({key: opened.past.prompt_ids}, max_tokens=self.sampling.max_tokens)
-                return await self.converse(task, seats[key], opened, seed=seed)
-            finally:
-                await opened.close()
-
-    async def open(self, task: Task, *, seed: int, most: int | None) -> Opened:
-        """The environment of another playing of `task`, begun; whoever asked closes it.
+    async def open(self, task: Task, *, seed: int, max_request_tokens: int | None) -> Opened:
+        """Open an environment of `task`. The caller closes it.
 
         Args:
-            most: tokens of the longest conversation that an engine holds; None where nobody knows.
+            max_request_tokens: of the longest conversation that an engine holds; None: unknown.
 
         Raises:
-            RequestTooLong: its prompt leaves no room for the response.
+            RequestTooLong: the prompt leaves no room for the response.
         """
         environment = self.environments(task, seed=seed)
         try:
-            opening = await environment.start()
-            self._check_prompt(task, len(opening.ids), most)
+            opening = checked_observation(await environment.start(), environment.start, task)
+            self._check_prompt(task, len(opening.ids), max_request_tokens)
         except BaseException:
             await environment.close()
             raise
         return Opened(environment=environment, past=Past(prompt_ids=opening.ids))
 
-    async def reopen(self, task: Task, past: Past, *, seed: int, forks: Sequence[tuple[int, int]]) -> Opened:
-        """The environment of a branch whose parent is not there to be forked: what it shares is stepped through again.
-
-        Its tools run again for that; nothing is sampled, and the ids stay those of `past`.
-
-        Args:
-            seed: of the rollout that the branch goes back to, from the prompt.
-            forks: for each fork on the way from that to the branch, the turns before it and the seed of the rollout behind it.
-        """
-        environment = self.environments(task, seed=seed)
-        try:
-            await environment.start()
-            done = 0
-            for at, forked_seed in forks:
-                for turn in past.turns[done:at]:
-                    await environment.step(turn.completion, num_tokens_left=self.sampling.max_tokens)
-                forked = await fork(environment, seed=forked_seed)
-                before, environment, done = environment, forked, at
-                await before.close()
-        except BaseException:
-            await environment.close()
-            raise
-        return Opened(environment=environment, past=past)
-
     async def converse(
-        self, task: Task, seat: Seat, opened: Opened, *, seed: int, forking: Forking | None = None
+        self, task: Task, lease: Lease, opened: Opened, *, seed: int, forking: Forking | None = None
     ) -> Trajectory:
-        """One rollout from its opening to its end; seat and environment are given back."""
+        """Play one rollout from its opening to its end, and close lease and environment."""
         past = opened.past
         num_left = self.sampling.max_tokens - past.num_response_tokens
         try:
             while True:
-                # Behind what a branch begins with its parent decided already.
+                # The turn that a branch begins with was decided by its parent.
                 decides = forking if len(past.turns) > len(opened.past.turns) else None
-                completion = await self._complete(seat, past, num_left, seed=seed, forking=decides)
+                completion = await self._complete(lease, past, num_left, seed=seed, forking=decides)
                 num_left -= len(completion.ids)
                 if forking is not None:
                     await forking.split(opened.environment)
                 # One token stays free for the answer to the observation: without it the next completion could not start.
                 observation = await opened.environment.step(completion, num_tokens_left=max(0, num_left - 1))
-                turn = Turn(
-                    completion=completion,
-                    calls=observation.calls,
-                    observation_ids=observation.ids,
-                    completion_text=observation.completion_text,
-                    observation_text=observation.text,
-                )
-                past = Past(prompt_ids=past.prompt_ids, turns=(*past.turns, turn))
+                checked_observation(observation, opened.environment.step, task)
+                past = Past(prompt_ids=past.prompt_ids, turns=(*past.turns, observation.as_turn(completion)))
                 num_left -= len(observation.ids)
                 stop_reason = StopReason.LENGTH if observation.stop_reason is None and num_left < 1 else observation.stop_reason
                 if stop_reason is not None:
                     break
-                seat.observed(len(observation.ids))
+                lease.observed(len(observation.ids))
             if forking is not None:
                 await forking.part()
             return Trajectory(
-                key=seat.key,
+                key=lease.key,
                 task_id=task.id,
                 prompt_ids=past.prompt_ids,
                 turns=past.turns,
@@ -232,11 +263,11 @@ class Player:
                 forked_at=opened.past.num_response_tokens,
             )
         finally:
-            seat.leave()
+            lease.close()
             await opened.close()
 
-    async def _complete(self, seat: Seat, past: Past, num_left: int, *, seed: int, forking: Forking | None) -> Completion:
-        key, turn = seat.key, len(past.turns)
+    async def _complete(self, lease: Lease, past: Past, num_left: int, *, seed: int, forking: Forking | None) -> Completion:
+        key, turn = lease.key, len(past.turns)
         request = CompletionRequest(
             id=f"{seed:x}/{key.task_index}/{key.attempt}/{key.branch}/{turn}",
             ids=past.ids,
@@ -248,23 +279,267 @@ class Player:
             min_tokens=min(self.sampling.min_tokens, num_left),
         )
         if forking is None:
-            return await seat.complete(request)
-        return await seat.complete(request, sampled=lambda completion: forking.sampled(seat, past, completion))
+            return await lease.complete(request)
+        return await lease.complete(request, sampled=lambda completion: forking.sampled(lease, past, completion))
 
-    def _check_prompt(self, task: Task, length: int, most: int | None) -> None:
-        if most is not None and length + self.sampling.max_tokens > most:
+    def _check_prompt(self, task: Task, length: int, max_request_tokens: int | None) -> None:
+        if max_request_tokens is not None and length + self.sampling.max_tokens > max_request_tokens:
             raise RequestTooLong(
                 f"task {task.id!r}: its prompt of {length} tokens and sampling.max_tokens = {self.sampling.max_tokens} exceed"
-                f" engine.max_length = {most}. Leave such tasks out (tasks.max_question_chars), lower max_tokens,"
+                f" engine.max_length = {max_request_tokens}. Leave such tasks out (tasks.max_question_chars), lower max_tokens,"
                 " or raise engine.max_length and start a run under another --name."
             )
 
 
-async def fork(environment: Environment, *, seed: int) -> Environment:
-    """Raises `UserError` where the environment cannot."""
-    if not isinstance(environment, ForkableEnvironment):
-        raise UserError(
-            f"{type(environment).__name__} cannot be forked, but the stage branches. Give it `async def fork(self, *, seed)`"
-            " (strop.rollout.protocol.ForkableEnvironment), or leave branching out."
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Void:
+    """A rollout that faults of ours made worthless."""
+
+    key: RolloutKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLong:
+    """A rollout whose prompt leaves no room for a response. Neither another try nor another attempt would help."""
+
+    key: RolloutKey
+    error: RequestTooLong
+
+
+Result: TypeAlias = ScoredTrajectory | Void | TooLong
+Opening: TypeAlias = Opened | MachineError | RequestTooLong
+"""An environment that is open, or why it is not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchPlayer:
+    """Plays the rollouts of one batch, each until it is scored or void."""
+
+    player: Player
+    batch: RolloutBatch
+    seed: int
+    observer: PlayObserver
+    finished: Mapping[RolloutKey, ScoredTrajectory]  # before an interruption
+    is_exact: bool  # whether a rollout that is played again gives the same tokens
+    max_request_tokens: int | None  # of the longest conversation that an engine held when the batch began; None: no engine
+    opened: set[Opened] = field(default_factory=set)  # environments that may be open
+    too_long: dict[int, RequestTooLong] = field(default_factory=dict)  # by task index: why none of its rollouts was played
+
+    def seed_of(self, key: RolloutKey) -> int:
+        return rollout_seed(self.seed, key)
+
+    def started(self, key: RolloutKey) -> None:
+        if key not in self.finished:
+            self.observer.started(key, seed=self.seed_of(key))
+
+    async def open(self, task: Task, key: RolloutKey, past: Past | None = None) -> Opening:
+        """Open the environment of another try of `key`, at the prompt or after the `past` of a branch."""
+        self.started(key)
+        try:
+            if past is None:
+                opened = await self.player.open(task, seed=self.seed_of(key), max_request_tokens=self.max_request_tokens)
+            else:
+                from strop.rollout.branch_tree import reopen  # only branches have a past
+
+                opened = await reopen(self, task, key, past)
+        except (MachineError, RequestTooLong) as error:
+            return error
+        self.opened.add(opened)
+        return opened
+
+    async def leases(self, task: Task, opened: Mapping[RolloutKey, Opening]) -> dict[RolloutKey, Lease]:
+        """Return a lease for each rollout of one task whose environment is open. All have the same number of past tokens.
+
+        Raises:
+            EngineLost: no engine is left, or all that could hold a rollout of the task are lost.
+        """
+        pasts = {key: each.past for key, each in opened.items() if isinstance(each, Opened)}
+        if not pasts:
+            return {}
+        max_tokens = max(self.player.sampling.max_tokens - past.num_response_tokens for past in pasts.values())
+        try:
+            return await self.batch.offer({key: past.ids for key, past in pasts.items()}, max_tokens=max_tokens)
+        except RequestTooLong as error:
+            if self.max_request_tokens is None:
+                raise
+            raise EngineLost(f"task {task.id!r}: every engine that could hold it is lost. {error}") from error
+
+    async def play(
+        self,
+        task: Task,
+        key: RolloutKey,
+        opened: Opening,
+        lease: Lease | None,
+        *,
+        past: Past | None = None,
+        known: ScoredTrajectory | None = None,
+        make_forking: Callable[[], Awaitable[Forking | None]] | None = None,
+    ) -> Result:
+        """Play one rollout up to its score. The first try uses `opened`; later ones begin again after `past`.
+
+        Args:
+            lease: of the first try; None: requested here.
+            known: the result from before an interruption; the rollout is played again only for its branches.
+            make_forking: called before each try and after the last failed one; it removes the branches of earlier tries.
+        """
+        reason = ""
+        for num_tries in range(1, self.player.max_attempts + 1):
+            forking = None if make_forking is None else await make_forking()
+            if num_tries > 1:
+                opened, lease = await self.open(task, key, past), None
+            if isinstance(opened, RequestTooLong):
+                self.observer.voided(key, reason=str(opened))
+                return TooLong(key=key, error=opened)
+            if isinstance(opened, MachineError):
+                reason = str(opened)
+                continue
+            if lease is None:
+                lease = (await self.leases(task, {key: opened}))[key]
+            try:
+                trajectory = await self.player.converse(task, lease, opened, seed=self.seed_of(key), forking=forking)
+                self.opened.discard(opened)
+                if known is not None and trajectory.ids == known.trajectory.ids:
+                    return known
+                scored = await self.player.judge.score(task, trajectory)
+            except EngineLost:
+                raise
+            except MachineError as error:
+                reason = str(error)
+                continue
+            self.observer.finished(scored)
+            if isinstance(scored.reward_parts, Excluded):
+                self.observer.voided(key, reason=scored.reward_parts.why)
+            return scored
+        if make_forking is not None:
+            await make_forking()
+        if known is not None:
+            return known
+        self.observer.voided(key, reason=reason)
+        return Void(key=key, reason=reason)
+
+
+def rollout_seed(batch_seed: int, key: RolloutKey) -> int:
+    """Return a rollout's own seed, which depends only on the seed of the batch and the rollout's key."""
+    return derive_seed(batch_seed, key.task_index, key.attempt, key.branch)
+
+
+def checked_observation(value: object, made_by: object, task: Task) -> Observation:
+    """Return `value`, which an environment's `start` or `step` returned. Raises `ConfigError` if it is no observation."""
+    name = getattr(made_by, "__qualname__", type(made_by).__name__)
+    return user_code.expect(value, Observation, made_by, what=name, about=f"for task {task.id!r}")
+
+
+async def all_of(coroutines: Sequence[Awaitable[_ResultT]]) -> list[_ResultT]:
+    """Return the results in order. The first exception cancels the others."""
+    running = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*running))
+    finally:
+        await end(running)
+
+
+async def end(running: Sequence[asyncio.Future[_ResultT]]) -> None:
+    """Cancel what runs, and wait for it to end."""
+    for each in running:
+        each.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+
+
+logger = logging.getLogger(__name__)
+
+
+async def collect(
+    tasks: Sequence[tuple[int, Task]],
+    player: Player,
+    *,
+    num_rollouts: int,
+    seed: int,
+    observer: PlayObserver,
+    finished: Mapping[RolloutKey, ScoredTrajectory],
+) -> AsyncIterator[Group]:
+    """Play `num_rollouts` rollouts of each (task index, task); yield each group when its last rollout is scored.
+
+    With `player.branching`, `initial_rollouts` of them begin at the prompt and may branch. If they and their branches are
+    fewer than `num_rollouts` when the last of them has ended, the rest begin at the prompt, all at once, and do not branch.
+
+    A rollout that a fault of ours spoils is played again from turn 0, or from its fork, up to `player.max_attempts` times. Then
+    it is void and one more attempt takes its place; a group gets at most `num_rollouts` more attempts ("outcomes are typed").
+    A task whose prompt leaves no room for the response is void at once, with a warning.
+
+    Args:
+        seed: of the batch. A rollout's own seed depends only on it and on the rollout's key.
+        finished: rollouts that an interrupted run of this batch finished. They are not played again.
+
+    Raises:
+        RequestTooLong: no task's prompt leaves room; raised after all groups are yielded.
+        EngineLost: no engine is left. Finished rollouts were reported to `observer`.
+    """
+    pool = player.engine_pool
+    async with pool.batch() as batch:
+        batch_player = BatchPlayer(
+            player=player,
+            batch=batch,
+            seed=seed,
+            observer=observer,
+            finished=finished,
+            is_exact=all(engine.capabilities.is_deterministic for engine in pool.engines.values()),
+            max_request_tokens=batch.max_request_tokens,
         )
-    return await environment.fork(seed=seed)
+        groups = [
+            asyncio.ensure_future(_collect_group(index, task, batch_player, num_rollouts=num_rollouts)) for index, task in tasks
+        ]
+        try:
+            for closed in asyncio.as_completed(groups):
+                yield await closed
+            too_long = batch_player.too_long
+            if groups and len(too_long) == len(groups):
+                raise RequestTooLong(f"every task of the batch is too long. The first: {too_long[min(too_long)]}")
+        finally:
+            for group in groups:
+                group.cancel()
+            await asyncio.gather(*groups, return_exceptions=True)
+            for opened in batch_player.opened:  # of rollouts that were cancelled before their first turn
+                await opened.close()
+
+
+async def _collect_group(index: int, task: Task, batch_player: BatchPlayer, *, num_rollouts: int) -> Group:
+    with blaming(f"for task {task.id!r}"):
+        return await _play_group(index, task, batch_player, num_rollouts=num_rollouts)
+
+
+async def _play_group(index: int, task: Task, batch_player: BatchPlayer, *, num_rollouts: int) -> Group:
+    scored: list[ScoredTrajectory] = []
+    num_void, too_long = 0, None
+    branching = batch_player.player.branching
+    num_first = num_rollouts if branching is None else min(num_rollouts, branching.config.initial_rollouts)
+    attempts = range(num_first)
+    while attempts and too_long is None:
+        keys = [RolloutKey(task_index=index, attempt=attempt) for attempt in attempts]
+        if branching is not None and attempts.start == 0:
+            from strop.rollout.branch_tree import Tree  # most stages do not branch
+
+            results = await Tree(task, batch_player, branching, budget=num_rollouts - num_first).play(keys)
+        else:
+            results = await _play_attempts(task, keys, batch_player)
+        scored += [result for result in results if isinstance(result, ScoredTrajectory)]
+        num_void += sum(not isinstance(result, ScoredTrajectory) for result in results)
+        too_long = next((result.error for result in results if isinstance(result, TooLong)), None)
+        last = attempts.stop
+        attempts = range(last, min(last + num_rollouts - len(scored), num_first + num_rollouts))
+    if too_long is not None:
+        logger.warning("void: %s", too_long)
+        if not scored:
+            batch_player.too_long[index] = too_long
+    scored.sort(key=lambda each: each.trajectory.key)
+    return Group(task=task, task_index=index, trajectories=tuple(scored), num_void=num_void)
+
+
+async def _play_attempts(task: Task, keys: Sequence[RolloutKey], batch_player: BatchPlayer) -> list[Result]:
+    """Play rollouts of one task. They are offered together, so that the scheduler knows that they share a prompt."""
+    finished = batch_player.finished
+    fresh = [key for key in keys if key not in finished]
+    opened = dict(zip(fresh, await all_of([batch_player.open(task, key) for key in fresh]), strict=True))
+    leases = await batch_player.leases(task, opened)
+    played = await all_of([batch_player.play(task, key, opened[key], leases.get(key)) for key in fresh])
+    return [*(finished[key] for key in keys if key in finished), *played]

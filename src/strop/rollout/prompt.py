@@ -1,4 +1,4 @@
-"""Loads the prompts: what a policy reads before its first turn, one TOML file each, with its source."""
+"""The prompts: what a policy reads before its first turn, and in which form it is asked to answer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,45 @@ import difflib
 import json
 import re
 from collections.abc import Sequence
+from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, validate
 from strop.errors import ConfigError
-from strop.rollout.answer_forms import AnswerForm
-from strop.rollout.call_format import Calls
-from strop.rollout.chat import ChatFormat, Message, Span
+from strop.rollout.chat_template import ChatFormat, Message, Span
+from strop.rollout.tool_calls import Calls
 from strop.tools.protocol import ToolSpec
+
+
+class AnswerForm(StrEnum):
+    """Where a grader looks for the answer. A prompt lists those in which its answers are found; a reward has one a grader."""
+
+    BOX_IN_TAG = "box_in_tag"
+    TAG = "tag"
+    BOX = "box"
+    R1_ZERO = "r1_zero"
+    ARPO = "arpo"
+    CODE = "code"
+
+    @property
+    def words(self) -> str:
+        """Behind "reads" or "found in"."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    AnswerForm.BOX_IN_TAG: r"a \boxed{} inside <answer> tags",
+    AnswerForm.TAG: "<answer> tags, with a box in them or without",
+    AnswerForm.BOX: r"a \boxed{} anywhere in the last turn",
+    AnswerForm.R1_ZERO: "the text after `</think> <answer>`",
+    AnswerForm.ARPO: r"thoughts in <think> tags, then a \boxed{} inside the one pair of <answer> tags",
+    AnswerForm.CODE: "the last fenced code block of the last turn",
+}
+
 
 _PLACEHOLDER = re.compile(r"\{(question|tools)\}")
 
@@ -25,24 +52,24 @@ _PLACEHOLDER = re.compile(r"\{(question|tools)\}")
 class PromptMessage(Config):
     """One message of a prompt. Only `{question}` and `{tools}` are filled in; any other brace is text."""
 
-    role: Literal["system", "user", "assistant"]
-    content: str
+    role: Literal["system", "user", "assistant"] = Field(description="Who says it.")
+    content: str = Field(description="The text, with {question} and {tools}.")
 
 
 class Prompt(Config):
-    """Messages with places for the question and the tools, and the words put into the assistant's mouth; or one raw text.
+    """Messages, or one raw text, with places for the question and the tools, and how the policy writes calls and answers."""
 
-    It also says how the policy is to write its calls, where sampling stops beside the end of a turn, and which rewards read
-    answers in the form that it asks for.
-    """
-
-    source: str
-    messages: tuple[PromptMessage, ...] = ()
-    raw: str = ""  # instead of messages: a text that is continued, without a chat template. In a file of its own: `file`
-    prefill: str = ""
-    calls: Calls = Calls.JSON
-    stop: tuple[str, ...] = ()  # strings
-    graders: tuple[AnswerForm, ...] = ()  # that find answers in the form that it asks for; empty: it asks for none
+    source: str = Field(description="Where the prompt is published.")
+    messages: tuple[PromptMessage, ...] = Field(default=(), description="The messages before the first turn.")
+    raw: str = Field(
+        default="", description="Instead of messages: a text to continue, without a chat template. `file` names a file of it."
+    )
+    prefill: str = Field(default="", description="Text with which the first turn begins.")
+    calls: Calls = Field(default=Calls.JSON, description="How the policy writes tool calls.")
+    stop: tuple[str, ...] = Field(default=(), description="Strings at which sampling stops, next to the end of a turn.")
+    graders: tuple[AnswerForm, ...] = Field(
+        default=(), description="Rewards that find answers in the form that the prompt asks for; none if it asks for none."
+    )
 
     @model_validator(mode="after")
     def _asks_the_question_once(self) -> Self:
@@ -117,7 +144,7 @@ def _read(path: Path) -> Prompt:
         try:
             tree["raw"] = text.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}: its file {text} cannot be read: {error}. Name a text file beside it.") from error
+            raise ConfigError(f"{path}: its file {text} cannot be read: {error}. Name a text file next to it.") from error
     return validate(Prompt, tree, place=str(path))
 
 

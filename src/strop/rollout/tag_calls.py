@@ -1,9 +1,4 @@
-"""Reads a tool call that is written as a tag with the tool's name: `<search>query</search>`, `<python>code</python>`.
-
-The format is ARPO's (arXiv 2507.19849). Sampling stops at the closing tag, so a turn holds one call at most, and it is the last
-thing in it. The tag has one text, which is the tool's first argument: tags in it are text. As with JSON, a call that cannot be
-read is told to the policy: the released code ends the rollout on an empty one, and overlooks one that is not closed.
-"""
+"""Tool calls as ARPO (arXiv 2507.19849) writes them: a tag with the tool's name around one text."""
 
 from __future__ import annotations
 
@@ -42,7 +37,7 @@ class TagCalls:
         """The tags that `text` leaves open, and the call that it ends with; empty where there is neither. `max_calls` is 1 at
         least: more than one call cannot be written, and a tag that is left open takes its place from none.
 
-        A call begins at the last opening tag of its name, as in the released code: whoever writes it again begins anew.
+        A call begins at the last opening tag of its name, as in the released code.
         """
         tags = list(self._tag.finditer(text))
         if not tags:
@@ -53,12 +48,12 @@ class TagCalls:
             return [*_left_open(text, tags, len(text))]
         num_before = next((at for at in reversed(range(len(tags) - 1)) if tags[at].group() == f"<{name}>"), None)
         if num_before is None:
-            return [_failed(name, "", ToolOutcome.MALFORMED, f"</{name}> without <{name}>")]
+            return [_failed_tag(name, "", ToolOutcome.MALFORMED, f"</{name}> without <{name}>")]
         opening = tags[num_before]
         left_open = [call for call in _left_open(text, tags[:num_before], opening.start()) if call.name != name]
         content = text[opening.end() : last.start()].strip("\n")
         if not content.strip():
-            return [*left_open, _failed(name, content, ToolOutcome.MALFORMED, f"nothing between <{name}> and </{name}>")]
+            return [*left_open, _failed_tag(name, content, ToolOutcome.MALFORMED, f"nothing between <{name}> and </{name}>")]
         arguments = self._arguments(name, content)
         arguments_text = json.dumps(arguments, ensure_ascii=False)
         return [*left_open, ParsedCall(name=name, arguments=arguments, arguments_text=arguments_text)]
@@ -98,7 +93,7 @@ def _left_open(text: str, tags: Sequence[re.Match[str]], end: int) -> list[Faile
         name = tag.group(2)
         if name not in found:
             problem = f"<{name}> without </{name}>"
-            found[name] = _failed(name, text[tag.end() : end], ToolOutcome.UNCLOSED, problem)
+            found[name] = _failed_tag(name, text[tag.end() : end], ToolOutcome.UNCLOSED, problem)
         end = tag.start()
     return list(reversed(found.values()))
 
@@ -108,7 +103,7 @@ def _is_text(schema: object) -> bool:
     return isinstance(schema, Mapping) and schema.get("type") == "string"
 
 
-def _failed(name: str, block: str, outcome: ToolOutcome, problem: str) -> FailedCall:
+def _failed_tag(name: str, block: str, outcome: ToolOutcome, problem: str) -> FailedCall:
     return FailedCall(
         name=name,
         arguments_text=block,

@@ -1,4 +1,4 @@
-"""Runs untrusted programs and tells what happened. Knows nothing of learning; usable alone."""
+"""Runs untrusted programs and returns what happened. Independent of the rest of strop."""
 
 from strop.sandbox.config import SandboxConfig
 from strop.sandbox.local import LocalSandbox
@@ -17,8 +17,7 @@ from strop.sandbox.protocol import (
     VerifyRequest,
 )
 from strop.sandbox.scripted import ScriptedSandbox, scripted_result
-from strop.sandbox.session import Session
-from strop.sandbox.sync import Sandbox, SandboxSession
+from strop.sandbox.session import Sandbox, SandboxSession, Session
 
 __all__ = [
     "AnswerPair",

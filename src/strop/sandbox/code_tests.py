@@ -1,8 +1,7 @@
-"""Runs a program against tests of what it must print for what it is given.
+"""Runs a program against tests of its output for given inputs.
 
-Output is compared line by line, all of it: a missing line fails, and so does one too many. Whitespace at the end of a line and
-empty lines at the end of the output are forgiven. All that the program printed counts, to stderr too; the echo of a last
-expression does not.
+The whole output is compared line by line: a missing line fails, and so does an extra one. Whitespace at the end of a line and
+empty lines at the end of the output do not matter. Output to stderr counts; the echo of a last expression does not.
 """
 
 from __future__ import annotations
@@ -15,33 +14,33 @@ from enum import StrEnum
 from strop.errors import MachineError
 from strop.sandbox.protocol import CodeRunner, RunOutcome, RunRequest, RunResult
 
-_SPARE_OUTPUT_BYTES = 65_536  # beyond what is expected: for whitespace that is forgiven
+_SPARE_OUTPUT_BYTES = 65_536  # beyond the expected output, for whitespace that does not matter
 _MAX_SHOWN_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTest:
-    """What the program is given, and what it must print."""
+    """The input of a program and the output that it must print."""
 
     stdin: str
     expected: str
 
 
 class CaseOutcome(StrEnum):
-    """What became of one test. A fault of ours is none of these: it is raised."""
+    """The outcome of one test. A fault of the sandbox is raised instead."""
 
     PASSED = "passed"
     WRONG_OUTPUT = "wrong_output"
     ERROR = "error"
     TIMEOUT = "timeout"
     KILLED = "killed"
-    REJECTED = "rejected"  # the program, or its input, is over a limit of the sandbox
-    NOT_RUN = "not_run"  # earlier tests have settled what it counts for
+    REJECTED = "rejected"  # the program or its input is over a limit of the sandbox
+    NOT_RUN = "not_run"  # earlier tests have decided the result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaseReport:
-    """`why` is for people and logs: it quotes what was expected, which the writer of the program must not see."""
+    """The outcome of one test. `why` quotes the expected output, so the policy must not see it."""
 
     outcome: CaseOutcome
     why: str = ""
@@ -49,7 +48,7 @@ class CaseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTestReport:
-    """One report for each test, in their order."""
+    """One report for each test, in order."""
 
     cases: tuple[CaseReport, ...]
 
@@ -59,12 +58,12 @@ class CodeTestReport:
 
     @property
     def passed_share(self) -> float:
-        """Of all tests; one that was not run did not pass. 0 where there is no test."""
+        """Share of all tests, including those that did not run. 0 if there is no test."""
         return self.num_passed / max(1, len(self.cases))
 
     @property
     def is_passed(self) -> bool:
-        """All of them; False where there is no test, since nothing was shown."""
+        """Whether all tests passed; False if there is no test."""
         return bool(self.cases) and self.num_passed == len(self.cases)
 
 
@@ -77,24 +76,21 @@ async def run_tests(
     memory_mib: int = 512,
     stop_at_first_failure: bool = True,
     subtasks: Sequence[frozenset[str]] | None = None,
-    batch_size: int | None = None,
     concurrency: int = 8,
 ) -> CodeTestReport:
-    """Run `code` once for each test. The report depends neither on which run happens to end first nor on batches.
+    """Run `code` once for each test. The report does not depend on which run ends first.
 
     Args:
-        wall_s, memory_mib: of each run.
-        stop_at_first_failure: tests after the first, in their order, that fails are reported as not run.
-        subtasks: of each test, those that it belongs to, at least one. A subtask fails with the first of its tests; then it is
-            the tests all of whose subtasks have failed that are not run. None: all tests make one subtask.
-        batch_size: so many tests, in their order, start together, and the next ones when these are done. None: each starts as
-            soon as there is room.
+        wall_s, memory_mib: limits of each run.
+        stop_at_first_failure: tests after the first failed one are reported as not run.
+        subtasks: the subtasks of each test, at least one. A subtask fails with the first of its tests; a test whose subtasks
+            have all failed does not run. None: all tests are one subtask.
         concurrency: runs at once.
 
     Raises:
-        MachineError: the runner was lost, or failed, in a run that counts.
+        MachineError: the runner was lost or failed in a run that counts.
     """
-    room = asyncio.Semaphore(concurrency)  # serves in the order of asking, so earlier tests start earlier
+    room = asyncio.Semaphore(concurrency)  # first come, first served, so earlier tests start earlier
 
     async def run_one(test: CodeTest) -> CaseReport:
         request = RunRequest(
@@ -114,30 +110,26 @@ async def run_tests(
         return stop_at_first_failure and failed.issuperset(of_tests[index])
 
     cases = [CaseReport(outcome=CaseOutcome.NOT_RUN)] * len(tests)
-    waiting = list(range(len(tests)))
-    while waiting:
-        batch, waiting = waiting[:batch_size], waiting[batch_size:] if batch_size else []
-        runs = {index: asyncio.create_task(run_one(tests[index])) for index in batch}
-        try:
-            for index, run in runs.items():
-                if is_settled(index):
-                    continue
-                cases[index] = await run
-                if cases[index].outcome is not CaseOutcome.PASSED:
-                    failed |= of_tests[index]
-                    for other, other_run in runs.items():
-                        if is_settled(other):
-                            other_run.cancel()  # it makes room for one that counts
-        finally:
-            for run in runs.values():
-                run.cancel()
-            await asyncio.gather(*runs.values(), return_exceptions=True)
-        waiting = [index for index in waiting if not is_settled(index)]
+    runs = [asyncio.create_task(run_one(test)) for test in tests]
+    try:
+        for index, run in enumerate(runs):
+            if is_settled(index):
+                continue
+            cases[index] = await run
+            if cases[index].outcome is not CaseOutcome.PASSED:
+                failed |= of_tests[index]
+                for other, other_run in enumerate(runs):
+                    if is_settled(other):
+                        other_run.cancel()  # to make room for one that counts
+    finally:
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
     return CodeTestReport(cases=tuple(cases))
 
 
 def first_difference(expected: str, printed: str) -> str:
-    """Which line differs first, and how; empty when none does."""
+    """Describe the first line that differs; empty if none does."""
     wanted, found = _lines(expected), _lines(printed)
     for number, (want, got) in enumerate(zip(wanted, found, strict=False), start=1):
         if want != got:

@@ -1,4 +1,4 @@
-"""How programs are run: their default limits, how many at once, and how little isolation is still enough."""
+"""How programs run: their default limits, how many run at once, and the lowest accepted level of isolation."""
 
 from __future__ import annotations
 
@@ -13,35 +13,56 @@ from strop.sandbox.protocol import IsolationLevel
 
 
 class SandboxConfig(Config):
-    """Of a sandbox on this machine, unless `url` names a service. Limits are defaults: a `RunRequest` may ask for others."""
+    """A sandbox on this machine, unless `url` names a service. A `RunRequest` may ask for other limits."""
 
-    wall_s: float = Field(default=4.0, gt=0)  # from the start of the program; time in the queue is not counted
-    memory_mib: int = Field(default=512, ge=32)  # address space beyond the interpreter's own, for each process
-    output_bytes: int = Field(default=65_536, ge=256)  # head and tail are kept beyond it
-    # That compute. A node takes three times as many calls (its `num_slots`), so that the next is at hand when one ends.
-    max_running: int = Field(default_factory=lambda: 2 * (os.cpu_count() or 1), ge=1, le=1024)
-    max_alive: int = Field(default=256, ge=1, le=4096)  # with those that sleep, which lend their slots
-    max_sessions: int = Field(default=64, ge=0, le=4096)  # that live at once; they hold no slot between their cells
-    url: str = ""  # of a running service, which is used instead of this machine
-    token_env: str = "STROP_SANDBOX_TOKEN"  # the environment variable that holds what it asks for
-    min_level: IsolationLevel = IsolationLevel.CONFINED
-    level: IsolationLevel | None = None  # the best that this machine gives, up to `namespaces`, when left out
-    zygotes: int = Field(default_factory=lambda: os.cpu_count() or 1, ge=1, le=64)  # fork servers for each profile
-    warm: tuple[Literal["bare", "numpy", "full", "verify"], ...] = ("bare",)  # profiles started at once; others when needed
-    modules: tuple[str, ...] = ()  # loaded in the profile `full` besides its own
-    recycle_after: int = Field(default=100_000, ge=1)  # programs from one fork server before another takes its place
-    max_code_bytes: int = Field(default=262_144, ge=1)
-    max_stdin_bytes: int = Field(default=8_000_000, ge=0)
+    wall_s: float = Field(
+        default=4.0, gt=0, le=86_400, description="Seconds a program may run. Time in the queue is not counted."
+    )
+    memory_mib: int = Field(
+        default=512, ge=32, le=1 << 24, description="Address space of each process, beyond that of the interpreter."
+    )
+    output_bytes: int = Field(
+        default=65_536, ge=256, le=1 << 30, description="Bytes of output to keep. Of longer output, head and tail are kept."
+    )
+    max_running: int = Field(
+        default_factory=lambda: 2 * (os.cpu_count() or 1),
+        ge=1,
+        le=1024,
+        description="Programs that compute at once. A node accepts three times as many calls, so that the next one is ready.",
+    )
+    max_alive: int = Field(
+        default=256, ge=1, le=4096, description="Programs that exist at once, including those that sleep and lend their slots."
+    )
+    max_sessions: int = Field(
+        default=64, ge=0, le=4096, description="Sessions that exist at once. They hold no slot between their cells."
+    )
+    url: str = Field(default="", description="Address of a running service, used instead of this machine.")
+    token_env: str = Field(
+        default="STROP_SANDBOX_TOKEN", description="Environment variable that holds the token of that service."
+    )
+    min_level: IsolationLevel = Field(
+        default=IsolationLevel.CONFINED, description="Lowest accepted level of isolation. Below it the sandbox does not start."
+    )
+    level: IsolationLevel | None = Field(
+        default=None, description="Exact level of isolation. By default the best that this machine gives, up to `namespaces`."
+    )
+    fork_servers: int = Field(
+        default_factory=lambda: os.cpu_count() or 1, ge=1, le=64, description="Fork servers of each profile."
+    )
+    warm: tuple[Literal["bare", "numpy", "full", "verify"], ...] = Field(
+        default=("bare",), description="Profiles whose fork servers start at once. Others start when they are needed."
+    )
+    modules: tuple[str, ...] = Field(default=(), description="More modules to load in the profile `full`.")
 
     @field_validator("url")
     @classmethod
-    def _is_an_address(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         if url and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
             raise ValueError(f"{url!r} is no address of a code service. Write it as in url = 'http://127.0.0.1:8517'.")
         return url
 
     @model_validator(mode="after")
-    def _does_not_contradict_itself(self) -> Self:
+    def _check_levels(self) -> Self:
         if self.level is not None and self.level.rank < self.min_level.rank:
             raise ValueError(
                 f"sandbox.level is {self.level.value!r} (L{self.level.rank}), which is less than sandbox.min_level,"

@@ -1,4 +1,4 @@
-r"""Compares plain numbers exactly, in the forms in which people write them: 72, 72.0, +72, 1,072, $72, \text{72}."""
+r"""Compares plain numbers exactly in their common forms: 72, 72.0, +72, 1,072, $72, \text{72}."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DOLLAR_SIGNED = re.compile(r"(?P<sign>[+-]?)\s*(?:\\?\$)\s*(?P<number>.*)")
 
 
 def plain_number(text: str) -> Decimal | None:
-    """The number that `text` is, if it is nothing but one in plain decimal notation; None for anything else."""
+    """Return the number if `text` is exactly one number in plain decimal notation, otherwise None."""
     stripped = text.strip()
     if len(stripped) > _MAX_CHARS:
         return None
@@ -29,7 +29,7 @@ def plain_number(text: str) -> Decimal | None:
 
 
 def exact_match(gold: str, prediction: str) -> bool | None:
-    """Whether the two are equal, where that is plain: both the same text, or both plain numbers. None: ask mathematics."""
+    """Compare two equal texts or two plain numbers. None for other answers, which need `math_verify`."""
     if gold.strip() == prediction.strip():
         return bool(gold.strip())
     gold_number, predicted_number = plain_number(gold), plain_number(prediction)

@@ -1,11 +1,11 @@
-"""What a code service owes: run untrusted code, compare answers, tell what happened. No word of learning here.
+"""The protocols of a code service: run untrusted code, compare answers, keep sessions.
 
-    RunRequest    -> RunResult     one program, in a sandbox of its own
-    VerifyRequest -> PairVerdict*  pairs of mathematical answers, judged where no program ever ran
+    RunRequest    -> RunResult     one program, in its own sandbox
+    VerifyRequest -> PairVerdict*  pairs of mathematical answers, judged in processes that run no program
     session                        a notebook: cells that share their state, forked when a conversation branches
 
-Four protocols, each the one before and more: `CodeRunner` runs programs, `CodeService` also verifies and keeps sessions,
-`CodeNode` is a service on one machine that says how much it takes at once.
+`CodeRunner` runs programs, `CodeService` also verifies and keeps sessions, `CodeNode` is a service on one machine with a number
+of slots.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from typing import Protocol
 
 
 def demand(name: str, value: object, kind: type | UnionType, *, hint: str = "") -> None:
-    """Raises `TypeError`, naming the argument, when `value` is not of this kind. True and False are no numbers."""
+    """Raise `TypeError`, which names the argument, when `value` is not of this kind. True and False are not numbers."""
     if not isinstance(value, kind) or isinstance(value, bool):
         expected = kind.__name__ if isinstance(kind, type) else str(kind)
         raise TypeError(f"{name} is of type {type(value).__name__}; it has to be {expected}{hint}.")
 
 
 class RunOutcome(StrEnum):
-    """What became of a program, decided outside it. The last two are ours: never caused by a program."""
+    """The outcome of a program, decided outside of it. The last two are our faults: no program causes them."""
 
     STDOUT = "stdout"  # it printed something
-    ECHO = "echo"  # it printed nothing; its last expression is shown as IPython would
-    EMPTY = "empty"  # ended well, nothing to show
-    ERROR = "error"  # an exception, or a non-zero exit
+    ECHO = "echo"  # it printed nothing; its last expression is shown as in IPython
+    EMPTY = "empty"  # it ended without an error and shows nothing
+    ERROR = "error"  # an exception or a non-zero exit code
     TIMEOUT = "timeout"
-    KILLED = "killed"  # `reason` says by what: memory, output, signal N, policy
-    REJECTED = "rejected"  # the request itself is over a limit; never run
-    OVERLOADED = "overloaded"  # admission control; the client tries again
+    KILLED = "killed"  # `reason` is memory, output, signal N or policy
+    REJECTED = "rejected"  # the request is over a limit and does not run
+    OVERLOADED = "overloaded"  # the service is full; the client tries again
     INTERNAL = "internal"
 
     @property
@@ -43,12 +43,12 @@ class RunOutcome(StrEnum):
 
 
 class IsolationLevel(StrEnum):
-    """How far a program is kept from everything else; each level includes what the ones after it give."""
+    """How strongly a program is isolated; each level includes the ones after it."""
 
-    STRICT = "strict"  # L3: every namespace fresh for each call
-    NAMESPACES = "namespaces"  # L2: own pid, mount, ipc and user namespaces, an empty network; the default
-    CONFINED = "confined"  # L1: Landlock, seccomp and limits without namespaces: what plain containers allow
-    PROCESS = "process"  # L0: limits and a process group only: against accidents, not against intent
+    STRICT = "strict"  # L3: every namespace is new for each call
+    NAMESPACES = "namespaces"  # L2: new pid, mount, ipc and user namespaces, an empty network; the default
+    CONFINED = "confined"  # L1: Landlock, seccomp and limits without namespaces, as plain containers allow
+    PROCESS = "process"  # L0: only limits and a process group: against accidents, not against attacks
 
     @property
     def rank(self) -> int:
@@ -67,19 +67,19 @@ class RunRequest:
     code: str
     stdin: str = ""
     wall_s: float = 4.0  # from the start of the program; time in queues is not counted
-    cpu_s: float | None = None  # of all its threads, in whole seconds; a second more than `wall_s` when None
-    memory_mib: int = 512  # address space beyond the interpreter's own, for each process
+    cpu_s: float | None = None  # of all its threads, in whole seconds; `wall_s` and one second if None
+    memory_mib: int = 512  # address space of each process, beyond that of the interpreter
     max_processes: int = 32  # threads count too
     file_mib: int = 16  # the largest file it may write
     output_bytes: int = 65_536  # head and tail are kept beyond it
-    seed: int = 0  # of `random`, `os.urandom` and numpy; the hash seed is fixed: the same call gives the same text
-    profile: str = ""  # which modules are already loaded where it runs; chosen by its imports when empty
+    seed: int = 0  # of `random`, `os.urandom` and numpy. Equal calls give equal texts: the hash seed is fixed
+    profile: str = ""  # which modules are loaded before it starts; chosen by its imports when empty
     language: str = "python"
-    session: str = ""  # the cell of a session; empty for a program of its own
-    id: str = ""  # two requests of one client with the same id are one call; empty for no such promise
+    session: str = ""  # the session of a cell; empty for a program
+    id: str = ""  # two requests of one client with the same id run once; empty for no id
 
     def __post_init__(self) -> None:
-        """Raises `TypeError` for a value of another type. Whether a limit is bearable is the service's to say."""
+        """Raises `TypeError` for a value of another type. The service checks the limits."""
         for name, kind in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind) or value is True or value is False:
@@ -101,12 +101,12 @@ class RunTimings:
     queue_s: float = 0.0  # from arrival to a slot, over all queues
     setup_s: float = 0.0  # from the slot to the first instruction of the program
     run_s: float = 0.0  # from there to its end
-    cpu_s: float = 0.0  # user and system, of the program and everything it started and waited for
+    cpu_s: float = 0.0  # user and system, of the program and the children that it waited for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What happened. `text` is what a reader may see: it holds no time, process id, address or path of the runner."""
+    """What happened. `text` may be shown: it holds no time, process id, address or path of the runner."""
 
     outcome: RunOutcome
     reason: str  # detail of KILLED, REJECTED, OVERLOADED and INTERNAL; empty otherwise
@@ -117,27 +117,33 @@ class RunResult:
     peak_memory_bytes: int = 0  # the largest resident set among its processes
     node: str = ""
 
+    @classmethod
+    def not_run(cls, outcome: RunOutcome, reason: str, *, level: IsolationLevel) -> RunResult:
+        """The result of a program that did not run. Only a mistake of the program itself is shown to the policy."""
+        text = f"Not run: {reason}." if outcome is RunOutcome.REJECTED else ""
+        return cls(outcome=outcome, reason=reason, text=text, exit_code=None, timings=RunTimings(), level=level)
+
 
 class PairVerdict(StrEnum):
-    """What became of one comparison."""
+    """The verdict on one pair of answers."""
 
     EQUAL = "equal"
     UNEQUAL = "unequal"
-    UNREADABLE = "unreadable"  # one of the two is no mathematics
-    TIMEOUT = "timeout"  # the pair's own doing: it was stopped at its own limit, alone
-    INTERNAL = "internal"  # ours; tried again before it is said
+    UNREADABLE = "unreadable"  # one of the two is not mathematics
+    TIMEOUT = "timeout"  # stopped at the limit of this pair
+    INTERNAL = "internal"  # our fault, after a second try
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerPair:
-    """Two answers. With `differences`, pairs of expressions, they are equal, too, where sympy finds each of these to be 0."""
+    """Two answers. They are also equal if there are `differences`, pairs of expressions, and sympy finds each to be 0."""
 
     gold: str
     answer: str
     differences: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises `TypeError` for what is no text."""
+        """Raises `TypeError` for a value of another type."""
         demand("gold", self.gold, str)
         demand("answer", self.answer, str)
         demand("differences", self.differences, tuple)
@@ -165,14 +171,14 @@ class VerifyRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """Of a session as a whole; each cell has the limits of its own request besides."""
+    """The limits of a whole session; each cell also has the limits of its request."""
 
     memory_mib: int = 512
     max_processes: int = 32
     file_mib: int = 16
     seed: int = 0
     profile: str = "full"
-    lease_s: float = 300.0  # it ends when no cell came for so long
+    lease_s: float = 300.0  # it ends after so long without a cell
 
     def __post_init__(self) -> None:
         """Raises `TypeError` for a value of another type."""
@@ -186,7 +192,7 @@ class CodeRunner(Protocol):
     """Runs many programs at once. Every request is answered exactly once, within its own limit plus half a second."""
 
     async def run(self, request: RunRequest) -> RunResult:
-        """A program's misbehaviour is a `RunResult`; raises `MachineError` only when the runner itself is lost."""
+        """Misbehaviour of a program is a `RunResult`; raises `MachineError` only when the runner is lost."""
 
     async def close(self) -> None:
         """End every program that still runs, and the runner. Safe to call twice."""
@@ -198,16 +204,18 @@ class CodeService(CodeRunner, Protocol):
     def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
         """Yields (index of the pair, its verdict) as each is known; every index once, in any order.
 
-        Raises `MachineError` only when the service itself is lost.
+        Raises `MachineError` only when the service is lost.
         """
 
     async def open_session(self, limits: SessionLimits) -> str:
-        """The id of a new session: an interpreter whose state lasts from one cell to the next, errors included."""
+        """Return the id of a new session: an interpreter whose state lasts from cell to cell, also after errors."""
 
     async def fork_session(self, session: str) -> str:
-        """The id of a copy that shares nothing with `session` from here on.
+        """Return the id of a copy that shares nothing with `session`.
 
-        Raises `SessionLost` when the session does not exist any more.
+        Raises:
+            MachineError: the session cannot be forked, and goes on.
+            SessionLost: the session no longer exists.
         """
 
     async def close_session(self, session: str) -> None:
@@ -215,13 +223,13 @@ class CodeService(CodeRunner, Protocol):
 
 
 class CodeNode(CodeService, Protocol):
-    """A service on one machine: what the front sends work to."""
+    """A service on one machine, which gets its work from the front."""
 
     name: str
     level: IsolationLevel
-    # How many calls it takes at once, which may change; further ones wait in the front, not here. Three times the
-    # `max_running` that compute, so that one is at hand when another ends, and one more for each that sleeps.
+    # How many calls it accepts at once, which may change; others wait in the front. Three times `max_running`, so that the
+    # next call is ready when one ends, and one more for each that sleeps.
     num_slots: int
 
     async def wait_lost(self) -> str:
-        """Returns when the node is gone, with the reason. Calls in flight have raised `NodeLost` by then."""
+        """Return the reason when the node is lost. Calls in flight have raised `NodeLost` by then."""

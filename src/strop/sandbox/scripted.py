@@ -1,4 +1,4 @@
-"""A code runner and a node that run nothing: answers, delays, faults and deaths are scripted. For tests, ours and yours."""
+"""A code runner and a node for tests: they run nothing, and a script gives answers, delays, faults and deaths."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from strop.sandbox.protocol import (
     VerifyRequest,
 )
 from strop.sandbox.verify_process import ProcessVerifier
-from strop.seeds import derive_seed
+from strop.types import derive_seed
 
 
 def scripted_result(text: str, outcome: RunOutcome = RunOutcome.STDOUT, *, reason: str = "") -> RunResult:
-    """A result with nothing but an outcome and a text."""
+    """Return a result with an outcome and a text."""
     return RunResult(
         outcome=outcome, reason=reason, text=text, exit_code=0, timings=RunTimings(), level=IsolationLevel.NAMESPACES
     )
@@ -33,15 +33,15 @@ def scripted_result(text: str, outcome: RunOutcome = RunOutcome.STDOUT, *, reaso
 
 @dataclass(slots=True, kw_only=True)
 class ScriptedSandbox(CodeRunner):
-    """Answers each request from a script; which answer, how late and whether it fails depend on the request alone.
+    """Answers each request from a script; answer, delay and fault depend only on the request.
 
-    Answers to problems are compared for real, in processes that `close` ends. It belongs to one event loop then.
+    `verify` really compares answers, in processes that `close` ends. It then belongs to one event loop.
 
     Args:
-        answer: from the code to its text or its result, or a function of the request.
-        max_latency_s: answers take a time drawn from [0, this], by `seed` and the request.
-        fault_rate: share of requests that raise `MachineError`, drawn in the same way.
-        dies_after: after so many requests every further one raises `MachineError`; None for never.
+        answer: a mapping from code to text or result, or a function of the request.
+        max_latency_s: the delay of an answer is drawn from [0, this] by `seed` and the request.
+        fault_rate: share of requests that raise `MachineError`, drawn the same way.
+        dies_after: every request after so many raises `MachineError`; None for never.
     """
 
     answer: Callable[[RunRequest], str | RunResult] | Mapping[str, str | RunResult]
@@ -73,17 +73,17 @@ class ScriptedSandbox(CodeRunner):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ScriptedNode(CodeNode):
-    """A node of the code service that runs nothing. It dies on demand, and remembers what it was asked.
+    """A node of the code service that runs nothing. It records its requests, and `die` ends it.
 
-    Answers, latencies and faults depend on the request alone, as those of `ScriptedSandbox` do. Two answers are equal when
-    they are the same text. A session is the list of its cells: `answer` gets the request of a cell like any other, and
-    `cells` says what came before it.
+    Answers, delays and faults depend only on the request, as for `ScriptedSandbox`. Two answers are equal if they are the same
+    text. A session is the list of its cells: `answer` gets the request of a cell like any other, and `cells` has the ones
+    before it.
 
     Args:
-        answer: from the code to its text or its result, or a function of the request.
-        num_slots: a call beyond them raises `AssertionError`: the front promises not to send it.
-        max_latency_s: answers take a time drawn from [0, this], by `seed` and the request.
-        fault_rate: share of requests that raise `MachineError`, drawn in the same way.
+        answer: a mapping from code to text or result, or a function of the request.
+        num_slots: a call beyond them raises `AssertionError`, since the front must not send it.
+        max_latency_s: the delay of an answer is drawn from [0, this] by `seed` and the request.
+        fault_rate: share of requests that raise `MachineError`, drawn the same way.
     """
 
     answer: Callable[[RunRequest], str | RunResult] | Mapping[str, str | RunResult]
@@ -107,7 +107,7 @@ class ScriptedNode(CodeNode):
         return len(self._in_flight)
 
     def die(self, reason: str = "as its script says") -> None:
-        """Every call in flight raises `NodeLost`, and so does every later one."""
+        """Make every call in flight and every later call raise `NodeLost`."""
         self._death = self._death or reason
         self._died.set()
         for waiting in self._in_flight:
@@ -170,7 +170,7 @@ class ScriptedNode(CodeNode):
         return self.cells[session]
 
     async def _take(self, latency_s: float) -> None:
-        """Hold a slot for so long."""
+        """Hold a slot for `latency_s`."""
         assert len(self._in_flight) < self.num_slots, f"node {self.name!r} was sent more calls than its {self.num_slots} slots"
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()

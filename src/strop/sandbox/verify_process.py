@@ -1,197 +1,186 @@
-"""Compares answers in plain processes of this machine, where there is no code service to do it: the same judge, not shut in.
+"""Compares answers in plain processes of this machine, for use without a code service: the same judge, not confined.
 
-Answers are data that no program here executes, so this needs no sandbox; it needs to be killable.
+Answers are data that nothing here executes, so they need no sandbox, only processes that can be killed. Workers of `pebble` and
+`concurrent.futures` import the user's main module again, and the latter cannot lose one worker without losing all.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
-import signal
+import select
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from strop.errors import DeadlineExceeded, MachineError
 from strop.sandbox.inside import verify
-from strop.sandbox.node import verification
-from strop.sandbox.node.verification import ChildEnd, VerifyChild
-from strop.sandbox.protocol import PairVerdict, VerifyRequest
+from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
+from strop.sandbox.supervisor.verification import CRASHES, VERDICTS, compare_exactly
 
 _SCRIPT = Path(verify.__file__).with_name("verify_alone.py")
-_FREE = b"free"  # what the script says when it waits for a payload
+_READY = b"ready"  # what the script emits when it has imported everything
 _START_S = 120.0  # importing sympy on a busy machine
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 
 
 class ProcessVerifier:
-    """The `verify` of a `CodeService`, by processes that are started when needed and kept until one has to be killed.
+    """The `verify` of a `CodeService`, and its equivalents for plain code. Safe to use from any thread.
 
-    Belongs to one event loop. `close` ends its processes; so does the end of this one.
+    Each of up to `max_processes` threads has one process, started by its first pair and again after a kill. A process compares
+    one pair at a time. `close` ends the processes; so does the end of this one.
     """
 
     def __init__(self, *, max_processes: int = 2) -> None:
-        self._room = asyncio.Semaphore(max_processes)
-        self._idle: list[_Process] = []
+        self._threads = ThreadPoolExecutor(max_processes, thread_name_prefix="strop-verify")
+        self._of_thread = threading.local()
+        self._lock = threading.Lock()
+        self._processes: set[_Process] = set()
         self._is_closed = False
 
-    def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
-        return verification.verify(self.start_child, request)
+    async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        """As `CodeService.verify`. A pair that is being compared when the iterator is closed runs until its deadline."""
+
+        async def judge(index: int, pair: AnswerPair) -> tuple[int, PairVerdict]:
+            verdict = compare_exactly(pair)
+            if verdict is None:
+                question = [pair.gold, pair.answer, pair.differences]
+                verdict = await asyncio.wrap_future(self._submit(question, request.pair_wall_s))
+            return index, verdict
+
+        judging = [asyncio.create_task(judge(index, pair)) for index, pair in enumerate(request.pairs)]
+        try:
+            for judged in asyncio.as_completed(judging):
+                yield await judged
+        finally:
+            for each in judging:
+                each.cancel()
+            await asyncio.gather(*judging, return_exceptions=True)
+
+    def compare(self, gold: str, answer: str, *, wall_s: float) -> PairVerdict:
+        """What `math_verify` says. Blocks. Raises `MachineError` if no process can be started."""
+        return self._submit([gold, answer, ()], wall_s).result()
+
+    def are_zero(self, differences: Sequence[tuple[str, str]], *, wall_s: float) -> PairVerdict:
+        """EQUAL if sympy finds every difference to be 0. Blocks. Raises as `compare`."""
+        return self._submit([None, None, differences], wall_s).result()
 
     async def close(self) -> None:
-        """Safe to call twice. Pairs that are being compared end when whoever waits for them does."""
-        self._is_closed = True
-        while self._idle:
-            await self._idle.pop().end()
+        """End all processes; pairs that are being compared raise `MachineError`. Safe to call twice."""
+        await asyncio.to_thread(self.close_now)
 
-    async def start_child(self) -> ProcessVerifyChild:
-        """One payload's turn on a process.
+    def close_now(self) -> None:
+        """As `close`, for plain code."""
+        with self._lock:
+            self._is_closed = True
+            for process in self._processes:
+                process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        while self._processes:
+            self._processes.pop().end()
 
-        Raises:
-            MachineError: it does not start, or this verifier was closed.
-        """
-        await self._room.acquire()
-        try:
+    def _submit(self, question: Sequence[object], wall_s: float) -> Future[PairVerdict]:
+        if self._is_closed:
+            raise MachineError("the verifier was closed; answers came after that")
+        return self._threads.submit(self._judge, json.dumps(question).encode() + b"\n", wall_s)
+
+    def _judge(self, question: bytes, wall_s: float) -> PairVerdict:
+        for _ in range(2):
+            process = self._process()
+            try:
+                verdict = process.ask(question, wall_s)
+            except TimeoutError:
+                self._end(process)
+                return PairVerdict.TIMEOUT
+            if verdict in VERDICTS:
+                return VERDICTS[verdict]
+            if -self._end(process) in CRASHES:
+                return PairVerdict.UNREADABLE
+        return PairVerdict.INTERNAL
+
+    def _process(self) -> _Process:
+        """The process of this thread."""
+        process: _Process | None = getattr(self._of_thread, "process", None)
+        if process is not None:
+            return process
+        with self._lock:
             if self._is_closed:
-                raise MachineError("the verifier was closed; answers came after that")
-            while self._idle:
-                if not (process := self._idle.pop()).is_gone:
-                    return ProcessVerifyChild(process, self)
-                await process.end()
+                raise MachineError("the verifier was closed while it compared answers")
             process = _Process()
-            await process.start()
-            return ProcessVerifyChild(process, self)
-        except BaseException:
-            self._room.release()
+            self._processes.add(process)
+        try:
+            if process.read_line(_START_S) != _READY:
+                raise MachineError(f"the process that compares answers did not start. Try it: {sys.executable} -P {_SCRIPT}")
+        except BaseException as error:
+            self._end(process)
+            if isinstance(error, TimeoutError):
+                raise DeadlineExceeded(f"the process that compares answers did not start within {_START_S:.0f} s.") from error
             raise
+        self._of_thread.process = process
+        return process
 
-    async def take_back(self, process: _Process, *, is_free: bool) -> None:
-        """By a child that has ended."""
-        self._room.release()
-        if is_free and not self._is_closed:
-            self._idle.append(process)
-        else:
-            await process.end()
-
-
-class ProcessVerifyChild(VerifyChild):
-    """One payload's turn on a process."""
-
-    def __init__(self, process: _Process, owner: ProcessVerifier) -> None:
-        self.pid = process.pid
-        self._process = process
-        self._owner = owner
-        self._is_done = False
-
-    def send(self, payload: bytes) -> None:
-        self._process.write(payload + b"\n")
-
-    async def lines(self) -> AsyncIterator[bytes]:
-        while (line := await self._process.lines.get()) is not None:
-            if line == _FREE:
-                self._is_done = True
-                return
-            yield line
-
-    async def ended(self) -> ChildEnd:
-        signal_number = 0 if self._is_done else -await self._process.end()
-        await self._owner.take_back(self._process, is_free=self._is_done)
-        if self._is_done:
-            return ChildEnd.DONE
-        return ChildEnd.CRASHED if signal_number in _CRASHES else ChildEnd.LOST
-
-    def kill(self) -> None:
-        if not self._is_done:
-            self._process.kill()
+    def _end(self, process: _Process) -> int:
+        self._of_thread.process = None
+        with self._lock:
+            self._processes.discard(process)
+        return process.end()
 
 
 class _Process:
-    """A process that runs the script, and the two pipes to it; `lines` ends with None when it is gone.
-
-    Not one of asyncio's, which learn of an end in more than one place: a kill at the wrong moment costs the exit status.
-    """
+    """A process that runs the script, and the pipes to it."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
         self._popen = subprocess.Popen(
-            [sys.executable, "-P", str(_SCRIPT)],  # -P: the script's folder is no place to import from
+            [sys.executable, "-P", str(_SCRIPT)],  # -P: do not import from the script's folder
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # a terminal's Ctrl-C reaches this process alone
+            start_new_session=True,  # a terminal's Ctrl-C does not reach it
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        self._stdin, self._stdout = self._popen.stdin, self._popen.stdout
-        self._unsent = self._unread = b""
         self.pid = self._popen.pid
-        self.lines: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self.is_gone = False
-        for pipe in (self._stdin, self._stdout):
-            os.set_blocking(pipe.fileno(), False)
-        self._loop.add_reader(self._stdout, self._read)
+        self._unread = b""
 
-    async def start(self) -> None:
-        """Returns when it has imported everything and waits for its first payload. Raises `MachineError`."""
+    def ask(self, question: bytes, limit_s: float) -> bytes | None:
+        """The answer; None if the process is gone. Raises `TimeoutError`."""
+        assert self._popen.stdin is not None
         try:
-            async with asyncio.timeout(_START_S):
-                line = await self.lines.get()
-        except TimeoutError as error:
-            await self.end()
-            raise DeadlineExceeded(f"the process that compares answers did not start within {_START_S:.0f} s.") from error
-        except BaseException:
-            await self.end()
-            raise
-        if line != _FREE:
-            await self.end()
-            raise MachineError(
-                f"the process that compares answers ended before its first pair. Try it: {sys.executable} -P {_SCRIPT}"
-            )
+            self._popen.stdin.write(question)
+        except OSError:
+            return None
+        return self.read_line(limit_s)
 
-    def write(self, content: bytes) -> None:
-        self._unsent += content
-        self._write()
+    def read_line(self, limit_s: float) -> bytes | None:
+        """The next line; None if the process is gone. Raises `TimeoutError`."""
+        assert self._popen.stdout is not None
+        poll = select.poll()  # select() takes no descriptor above 1023
+        poll.register(self._popen.stdout, select.POLLIN)
+        deadline = time.monotonic() + limit_s
+        while b"\n" not in self._unread:
+            if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            part = os.read(self._popen.stdout.fileno(), 65_536)
+            if not part:
+                return None
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return line
 
     def kill(self) -> None:
         self._popen.kill()
 
-    async def end(self) -> int:
-        """Kill it, if it is not gone, and give its exit status, a signal as its negative. Safe to call twice."""
-        self._leave_pipes()
-        self._popen.kill()
-        status = await asyncio.to_thread(self._popen.wait)
-        self._stdin.close()
-        self._stdout.close()
+    def end(self) -> int:
+        """Kill it if it is still running; its exit status, a signal as its negative. Safe to call twice."""
+        self._popen.kill()  # the status of a process that ended by itself stays what it was
+        status = self._popen.wait()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
         return status
-
-    def _read(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            part = os.read(self._stdout.fileno(), 65_536)
-            *lines, self._unread = (self._unread + part).split(b"\n")
-            for line in lines:
-                self.lines.put_nowait(line)
-            if not part:
-                self._leave_pipes()
-
-    def _write(self) -> None:
-        try:
-            self._unsent = self._unsent[os.write(self._stdin.fileno(), self._unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # it is gone, which its other pipe tells
-            self._unsent = b""
-        if self._unsent:
-            self._loop.add_writer(self._stdin, self._write)
-        else:
-            self._loop.remove_writer(self._stdin)
-
-    def _leave_pipes(self) -> None:
-        if not self.is_gone:
-            self.is_gone = True
-            self._loop.remove_reader(self._stdout)
-            self._loop.remove_writer(self._stdin)
-            self.lines.put_nowait(None)

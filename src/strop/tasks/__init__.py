@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from strop.config import import_object
 from strop.tasks.arithmetic import ArithmeticTasks
 from strop.tasks.config import (
     ArithmeticConfig,
@@ -13,15 +12,12 @@ from strop.tasks.config import (
     JsonlConfig,
     LookupConfig,
     ParquetConfig,
-    PythonTasksConfig,
-    Split,
     TaskConfig,
 )
 from strop.tasks.countdown import CountdownTasks
 from strop.tasks.lookup import LookupTasks
-from strop.tasks.protocol import TaskSource
+from strop.tasks.protocol import OwnTasks, Split, TaskSource
 from strop.tasks.rows import RowTasks, iterate_rows, load_rows, open_rows
-from strop.tasks.task_files import Tasks
 
 __all__ = [
     "ArithmeticTasks",
@@ -31,7 +27,6 @@ __all__ = [
     "Split",
     "TaskConfig",
     "TaskSource",
-    "Tasks",
     "iterate_rows",
     "load_rows",
     "make_tasks",
@@ -40,10 +35,11 @@ __all__ = [
 
 
 def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
-    """The source that `config` describes. Training tasks come in an order that `seed` decides, test rows in file order.
+    """Return the source that `config` describes. `seed` decides the order of training tasks; test rows keep theirs.
 
     Raises:
-        TaskError: the rows cannot be found, or are not tasks.
+        TaskError: the rows cannot be found or are no tasks.
+        ConfigError: the user's source is wrong.
     """
     match config:
         case ArithmeticConfig():
@@ -54,8 +50,7 @@ def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
             return LookupTasks(config, seed=seed, split=split)
         case JsonlConfig() | ParquetConfig() | HubConfig():
             return RowTasks(open_rows(config, split=split), seed=seed, is_shuffled=split == "train")
-        case PythonTasksConfig():
-            source: TaskSource = import_object(config.source, key="tasks.source")(seed=seed, split=split)
-            return source
+        case TaskSource():  # a class of the user's
+            return OwnTasks(config, seed=seed, split=split)
         case _:
             assert_never(config)

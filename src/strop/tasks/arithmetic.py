@@ -1,23 +1,25 @@
-"""Makes arithmetic problems without end, such as (812-95)*7: easy with a tool, hard for a small model without one."""
+"""Generates arithmetic problems such as (812-95)*7: easy with a tool, hard for a small model without one."""
 
 from __future__ import annotations
 
 import random
 
 from strop.errors import TaskError
-from strop.seeds import derive_seed
-from strop.tasks.config import ArithmeticConfig, Split
-from strop.types import Task
+from strop.tasks.config import (
+    ArithmeticConfig,
+)
+from strop.tasks.protocol import Split, TaskSource
+from strop.types import Task, derive_seed
 
 _TEST_SHARE = 10  # one in so many sets of operands belongs to the test split
 _MAX_DRAWS = 1000
 
 
-class ArithmeticTasks:
+class ArithmeticTasks(TaskSource):
     """Expressions with integer results; the task at an index is a pure function of config, seed, split and index.
 
-    Which split an expression belongs to is a hash of its operands, whatever their order and operators: no seed brings
-    48*37 into training when 37*48 is tested.
+    A hash of its operands, in any order and with any operators, decides to which split an expression belongs: with no seed
+    is 48*37 in training when 37*48 is in the test.
     """
 
     def __init__(self, config: ArithmeticConfig, *, seed: int, split: Split) -> None:
@@ -30,7 +32,7 @@ class ArithmeticTasks:
         return None
 
     def task(self, index: int) -> Task:
-        """The task at `index`. Raises `TaskError` when so few operands are possible that the split has none."""
+        """Return the task at `index`. Raises `TaskError` if so few operands are possible that the split has none."""
         draw = random.Random(derive_seed("arithmetic", self.seed, self.split, index))
         for _ in range(_MAX_DRAWS):
             operands = [self._operand(draw) for _ in range(self.config.num_terms)]
@@ -55,7 +57,7 @@ class ArithmeticTasks:
         return draw.randint(2 if num_digits == 1 else 10 ** (num_digits - 1), 10**num_digits - 1)
 
     def _expression(self, draw: random.Random, operands: list[int]) -> tuple[str, int]:
-        """The operands joined from left to right by drawn operators, and the value."""
+        """Return the operands joined from left to right by drawn operators, and the value."""
         expression, value = str(operands[0]), operands[0]
         is_sum = False
         for operand in operands[1:]:

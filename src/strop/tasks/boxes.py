@@ -1,21 +1,21 @@
-r"""Finds what stands in the `\boxed{}` of a text: the one scanner of data sets' solutions and of policies' answers."""
+r"""Finds the content of `\boxed{}` in data sets' solutions and policies' answers."""
 
 from __future__ import annotations
 
 import re
 
-# A box, an escaped character that begins none, or a brace. A regex cannot balance braces, but it can skip all else.
+# The start of a box, another escaped character, or a brace. A regex cannot balance braces, but it can skip other text.
 _BOXED, _FRAMED = (
     re.compile(rf"(?P<box>\\(?:{names})\s*\{{)|\\(?!\\(?:{names})\s*\{{)[\s\S]|[{{}}]") for names in ("boxed", "boxed|fbox")
 )
 
 
 def boxed(text: str, *, is_fbox_one: bool = False) -> list[str]:
-    r"""What stands inside each `\boxed{...}` whose braces balance, in order of their opening. Escaped braces do not count.
+    r"""Return the content of each `\boxed{...}` whose braces balance, in order of their opening. Escaped braces do not count.
 
-    One pass over the text, however deep its braces go. `is_fbox_one`: a `\fbox{...}` is one too, as some data sets write.
+    Takes one pass over the text. `is_fbox_one`: `\fbox{...}` counts too, since some data sets use it.
     """
-    openings: list[int | None] = []  # of the braces that are open: where a box begins, None where a brace is just a brace
+    openings: list[int | None] = []  # of open braces: the start of a box, or None for another brace
     closed: list[tuple[int, int]] = []
     for token in (_FRAMED if is_fbox_one else _BOXED).finditer(text):
         if token["box"]:

@@ -1,38 +1,50 @@
-"""Says in a recipe where tasks come from."""
+"""The tables of a recipe that say where tasks come from."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from strop.config import Config
+from strop.registry import OrOwn
+from strop.run_directory import shortened
+from strop.tasks.protocol import TaskSource
 from strop.tasks.published import COUNTDOWN_WORDING, PUBLISHED
 
-Split: TypeAlias = Literal["train", "test"]
+
+def _check_wording(wording: str, *places: str) -> None:
+    for place in places:
+        if wording.count(place) != 1:
+            raise ValueError(f"wording is {shortened(repr(wording))}: it must hold {place} once, where it goes.")
+
+
+def _check_ranges(config: Config, *names: str) -> None:
+    for name in names:
+        low, high = getattr(config, f"min_{name}"), getattr(config, f"max_{name}")
+        if low > high:
+            raise ValueError(f"min_{name} is {low} but max_{name} is {high}: nothing lies between them. Lower min_{name}.")
 
 
 class ArithmeticConfig(Config):
     """Generated sums, differences and products."""
 
     kind: Literal["arithmetic"] = "arithmetic"
-    num_terms: int = Field(default=3, ge=2, le=10)
-    min_digits: int = Field(default=1, ge=1)  # of each operand
-    max_digits: int = Field(default=2, ge=1, le=12)
-    operators: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-", "*"), min_length=1)
-    wording: str = "What is {expression}?"
+    num_terms: int = Field(default=3, ge=2, le=10, description="Operands of an expression.")
+    min_digits: int = Field(default=1, ge=1, le=12, description="Fewest digits of an operand.")
+    max_digits: int = Field(default=2, ge=1, le=12, description="Most digits of an operand.")
+    operators: tuple[Literal["+", "-", "*"], ...] = Field(
+        default=("+", "-", "*"), min_length=1, description="Operators that expressions are made of."
+    )
+    wording: str = Field(default="What is {expression}?", description="The question, with {expression} once.")
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        if self.min_digits > self.max_digits:
-            raise ValueError(
-                f"min_digits is {self.min_digits} but max_digits is {self.max_digits}: no operand has both. Lower min_digits."
-            )
-        if self.wording.count("{expression}") != 1:
-            raise ValueError(f"wording is {self.wording!r}: it must hold {{expression}} once, where the expression goes.")
+        _check_ranges(self, "digits")
+        _check_wording(self.wording, "{expression}")
         return self
 
 
@@ -40,72 +52,71 @@ class CountdownConfig(Config):
     """Numbers and a target, which an expression of all the numbers reaches. More and larger numbers are harder."""
 
     kind: Literal["countdown"] = "countdown"
-    min_numbers: int = Field(default=3, ge=2, le=10)  # Countdown-Tasks-3to4 (Pan et al., 2025): three or four
-    max_numbers: int = Field(default=4, ge=2, le=10)
-    min_value: int = Field(default=1, ge=0, le=10**6)  # of each number
-    max_value: int = Field(default=99, ge=1, le=10**6)
-    min_target: int = Field(default=10, ge=0)
-    max_target: int = Field(default=100, ge=0, le=10**9)
-    operators: tuple[Literal["+", "-", "*", "/"], ...] = Field(default=("+", "-", "*", "/"), min_length=1)  # of the solution
-    wording: str = COUNTDOWN_WORDING
+    # Countdown-Tasks-3to4 (Pan et al., 2025) has three or four numbers.
+    min_numbers: int = Field(default=3, ge=2, le=10, description="Fewest numbers of a task.")
+    max_numbers: int = Field(default=4, ge=2, le=10, description="Most numbers of a task.")
+    max_value: int = Field(default=99, ge=1, le=10**6, description="Largest value of a number.")
+    min_target: int = Field(default=10, ge=0, le=10**9, description="Smallest target.")
+    max_target: int = Field(default=100, ge=0, le=10**9, description="Largest target.")
+    operators: tuple[Literal["+", "-", "*", "/"], ...] = Field(
+        default=("+", "-", "*", "/"), min_length=1, description="Operators of the solution that each task is made from."
+    )
+    wording: str = Field(default=COUNTDOWN_WORDING, description="The question, with {numbers} and {target} once each.")
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        for name in ("numbers", "value", "target"):
-            low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
-            if low > high:
-                raise ValueError(f"min_{name} is {low} but max_{name} is {high}: nothing lies between them. Lower min_{name}.")
-        for place in ("{numbers}", "{target}"):
-            if self.wording.count(place) != 1:
-                raise ValueError(f"wording is {self.wording!r}: it must hold {place} once, where it goes.")
+        _check_ranges(self, "numbers", "target")
+        _check_wording(self.wording, "{numbers}", "{target}")
         return self
 
 
 class LookupConfig(Config):
-    """Numbers to be found in a corpus and computed with: no tool alone is enough."""
+    """Numbers to find in a corpus and compute with: each task needs two tools."""
 
     kind: Literal["lookup"] = "lookup"
-    path: Path  # the corpus, a .jsonl that the search tool reads too
-    operators: tuple[Literal["+", "-", "*"], ...] = Field(default=("+", "-", "*"), min_length=1)
-    min_operand: int = Field(default=10, ge=0)  # of what is computed with the number
-    max_operand: int = Field(default=99, ge=1, le=10**6)
-    wording: str = "What is the {attribute} of {subject}, then {operation}?"
+    path: Path = Field(description="The corpus: a .jsonl file, which the search tool reads too.")
+    operators: tuple[Literal["+", "-", "*"], ...] = Field(
+        default=("+", "-", "*"), min_length=1, description="Operators of the computation with the number that was found."
+    )
+    wording: str = Field(
+        default="What is the {attribute} of {subject}, then {operation}?",
+        description="The question, with {attribute}, {subject} and {operation} once each.",
+    )
 
     @model_validator(mode="after")
     def _adds_up(self) -> Self:
-        if self.min_operand > self.max_operand:
-            raise ValueError(
-                f"min_operand is {self.min_operand} but max_operand is {self.max_operand}: nothing lies between them. Lower"
-                " min_operand."
-            )
-        for place in ("{attribute}", "{subject}", "{operation}"):
-            if self.wording.count(place) != 1:
-                raise ValueError(f"wording is {self.wording!r}: it must hold {place} once, where it goes.")
+        _check_wording(self.wording, "{attribute}", "{subject}", "{operation}")
         return self
 
 
 class Columns(Config):
     """Which columns of a row make a task, and which rows are left out."""
 
-    newer: ClassVar[tuple[str, ...]] = ("where",)
-
-    dataset: str | None = None  # a published data set, whose columns are known: gsm8k, math500, dapo-math-17k, ...
-    question: str = "question"
-    answer: str = "answer"
-    answer_after: str = ""  # the answer is what follows the last of these marks in its column; GSM8K's is "####"
-    facts: tuple[str, ...] = ()  # further columns to carry along, for rewards and reports
-    # Columns, and the values of rows that are read; others are counted in a warning. Unset: as `dataset` is published.
-    where: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] | None = None
-    max_question_chars: int | None = Field(default=None, ge=1)
-    max_solution_steps: int | None = Field(default=None, ge=0)  # GSM8K's calculations, written <<48/2=24>>
-    limit: int | None = Field(default=None, ge=1)  # the first rows of those that are left
-    bad_rows: Literal["error", "skip"] = (
-        "error"  # of rows without a question or an answer; skipped ones are counted in a warning
+    dataset: str | None = Field(
+        default=None, description="A published data set whose columns are known: gsm8k, math500, dapo-math-17k, ..."
+    )
+    question: str = Field(default="question", description="Column of the question.")
+    answer: str = Field(default="answer", description="Column of the answer.")
+    answer_after: str = Field(
+        default="", description='The answer is what follows the last of these marks in its column; "####" for GSM8K.'
+    )
+    facts: tuple[str, ...] = Field(default=(), description="Further columns that tasks keep, for rewards and reports.")
+    where: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] | None = Field(
+        default=None,
+        description="Columns with the values of rows that are read; others are counted in a warning. Unset: as published.",
+    )
+    max_question_chars: int | None = Field(default=None, ge=1, le=10**9, description="Leave out longer questions.")
+    max_solution_steps: int | None = Field(
+        default=None, ge=0, le=10**9, description="Leave out solutions with more calculations, which GSM8K writes <<48/2=24>>."
+    )
+    limit: int | None = Field(default=None, ge=1, le=10**9, description="Read only this many of the rows that are left.")
+    bad_rows: Literal["error", "skip"] = Field(
+        default="error", description="What a row without a question or an answer does; skipped rows are counted in a warning."
     )
 
     @property
     def rows_where(self) -> Mapping[str, tuple[str, ...]]:
-        """The columns that say whether a row is read, with the values of those that are."""
+        """Columns with the values of the rows that are read."""
         if self.where is not None:
             return self.where
         return PUBLISHED[self.dataset].where if self.dataset is not None else {}
@@ -116,7 +127,7 @@ class Columns(Config):
             nearest = difflib.get_close_matches(self.dataset, PUBLISHED, n=1, cutoff=0.4)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"dataset is {self.dataset!r}, which is not one of {', '.join(PUBLISHED)}.{hint}")
-        # A recipe that was written out whole holds every default, so being set is not enough.
+        # A recipe that was written by strop holds every default, so a set key is not enough.
         fields = type(self).model_fields
         named = [key for key in ("question", "answer", "answer_after") if getattr(self, key) != fields[key].default]
         if self.dataset is not None and named:
@@ -140,27 +151,29 @@ class JsonlConfig(Columns):
     """Rows of a file, one JSON object a line."""
 
     kind: Literal["jsonl"] = "jsonl"
-    path: Path
-    test_path: Path | None = None
+    path: Path = Field(description="The file.")
+    test_path: Path | None = Field(default=None, description="A file of test rows, which are not trained on.")
 
 
 class ParquetConfig(Columns):
-    """Rows of a Parquet file, or of all of a directory in the order of their names; needs the extra `data`."""
+    """Rows of a Parquet file, or of all files of a directory in the order of their names; needs the extra `data`."""
 
     kind: Literal["parquet"] = "parquet"
-    path: Path
-    test_path: Path | None = None
+    path: Path = Field(description="The file or directory.")
+    test_path: Path | None = Field(default=None, description="A file or directory of test rows, which are not trained on.")
 
 
 class HubConfig(Columns):
     """A data set of the Hugging Face hub, or a directory that `datasets` loads; needs the extra `data`."""
 
     kind: Literal["hub"] = "hub"
-    name: str | None = None  # by default where `dataset` is published
-    subset: str | None = None  # likewise
-    revision: str | None = None  # a commit or a tag, so that a run can be repeated; else the newest when a stage begins
-    train_split: str | None = None  # by default "train", or as `dataset` is published
-    test_split: str | None = None  # likewise, "test"
+    name: str | None = Field(default=None, description="The data set; by default the one of `dataset`.")
+    subset: str | None = Field(default=None, description="Its configuration; by default the one of `dataset`.")
+    revision: str | None = Field(
+        default=None, description="A commit or tag, so that a run can be repeated; by default the newest when a stage starts."
+    )
+    train_split: str | None = Field(default=None, description='By default "train", or as `dataset` is published.')
+    test_split: str | None = Field(default=None, description='By default "test", or as `dataset` is published.')
 
     @model_validator(mode="after")
     def _is_somewhere(self) -> Self:
@@ -169,14 +182,14 @@ class HubConfig(Columns):
         return self
 
 
-class PythonTasksConfig(Config):
-    """A user's own source: a function (seed, split) -> `TaskSource`, called with both by name."""
+def _table_of(word: str) -> dict[str, str]:
+    """The table that a word stands for: a file of rows, or a kind."""
+    kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(word).suffix)
+    return {"kind": word} if kind is None else {"kind": kind, "path": word}
 
-    kind: Literal["python"] = "python"
-    source: str  # module:name
 
-
-TaskConfig: TypeAlias = Annotated[
-    ArithmeticConfig | CountdownConfig | LookupConfig | JsonlConfig | ParquetConfig | HubConfig | PythonTasksConfig,
-    Field(discriminator="kind"),
-]
+_BuiltIn: TypeAlias = ArithmeticConfig | CountdownConfig | LookupConfig | JsonlConfig | ParquetConfig | HubConfig
+if TYPE_CHECKING:
+    TaskConfig: TypeAlias = _BuiltIn | TaskSource
+else:
+    TaskConfig = Annotated[Annotated[_BuiltIn, Field(discriminator="kind")], OrOwn(TaskSource, _table_of)]

@@ -1,25 +1,24 @@
-"""Demonstrations of conversations in one form: what supervised fine-tuning on published data reads.
+"""Conversations in one format, which supervised fine-tuning on published data reads.
 
-A tool call is JSON between tags in the assistant's text, and a tool's answer stands between tags under the role `tool`: the
-format of rStar2-Agent (arXiv 2508.20722, section 2.1), Hermes and Qwen. The tools stand in the system message, as there.
+A tool call is JSON between tags in the assistant's text, and a tool's answer has the role `tool`: the format of rStar2-Agent
+(arXiv 2508.20722, section 2.1), Hermes and Qwen. The system message lists the tools.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from strop.errors import TaskError
-from strop.runs import writing_to
-from strop.tasks.files import Found, NoRow, find_rows, half_of_a_character, read_hub, read_rows
+from strop.run_directory import parse_json
+from strop.tasks.files import Found, NoRow, find_rows, read_hub, read_rows
 from strop.tasks.readers import Unreadable
+from strop.tasks.row_file import writing_rows
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message. An assistant's is what is imitated; its calls stand in `content` between tags."""
+    """One message. Those of the assistant are imitated; their calls are in `content`, between tags."""
 
     role: Role
     content: str
@@ -45,7 +44,7 @@ class Conversation:
     facts: Mapping[str, str] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raises `Unreadable` for what cannot be trained on: nothing to imitate, an empty message, roles out of order."""
+        """Raise `Unreadable` if nothing can be imitated, a message is empty, or roles are out of order."""
         roles = [message.role for message in self.messages]
         body = roles[1:] if roles[:1] == ["system"] else roles
         if body[:1] != ["user"] or "system" in body:
@@ -60,12 +59,12 @@ class Conversation:
             if before == after and before in ("user", "assistant"):
                 raise Unreadable(f"two messages of the role {before!r} follow one another")
         if any(not message.content.strip() for message in self.messages if message.role != "tool"):
-            raise Unreadable("it has an empty message")  # that a tool answers nothing is an answer: APIGen-MT's `think` does
+            raise Unreadable("it has an empty message")  # an empty answer of a tool is valid: APIGen-MT's `think` has one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversion:
-    """What came of converting a file."""
+    """The result of converting a file."""
 
     num_converted: int
     num_dropped: int
@@ -73,13 +72,13 @@ class Conversion:
 
 
 def call_text(name: str, arguments: Mapping[str, Any]) -> str:
-    """One tool call as an assistant writes it."""
+    """Return one tool call as an assistant writes it."""
     call = json.dumps({"name": name, "arguments": dict(arguments)}, ensure_ascii=False)
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 def tools_text(tools: Iterable[Mapping[str, Any]]) -> str:
-    """The part of a system message that offers tools; empty without any."""
+    """Return the part of a system message that offers tools; empty without tools."""
     lines = [json.dumps({"type": "function", "function": dict(tool)}, ensure_ascii=False) for tool in tools]
     if not lines:
         return ""
@@ -97,9 +96,9 @@ def tools_text(tools: Iterable[Mapping[str, Any]]) -> str:
 
 
 def convert_file(dataset: str, source: str, out: Path, *, split: str | None = None) -> Conversion:
-    """Convert every row of `source` into `out`; what cannot be goes to `<out>.dropped.jsonl`, with the reason.
+    """Convert every row of `source` into `out`; others go to `<out>.dropped.jsonl`, each with the reason.
 
-    So does a line that is no JSON object, as the `text` of a row; how many there are is told in a warning, with the first.
+    A line that is no JSON object becomes the `text` of a row there; a warning counts such lines and names the first.
 
     Raises:
         TaskError: an unknown data set, a source that cannot be read, or no row that could be converted.
@@ -108,46 +107,37 @@ def convert_file(dataset: str, source: str, out: Path, *, split: str | None = No
 
     converter = converter_of(dataset)
     dropped_path = out.with_name(f"{out.name}.dropped.jsonl")
-    temporary = [path.with_name(f".{path.name}.tmp") for path in (out, dropped_path)]
     num_converted = num_dropped = num_no_rows = 0
     first = first_no_row = ""
-    with writing_to(out), ExitStack() as left:
-        for path in temporary:
-            left.callback(path.unlink, missing_ok=True)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with temporary[0].open("w", encoding="utf-8") as kept, temporary[1].open("w", encoding="utf-8") as dropped:
-            for place, row in _open(source, split=split or converter.split, subset=converter.subset):
-                try:
-                    if isinstance(row, NoRow):
-                        num_no_rows += 1
-                        first_no_row = first_no_row or f"{place}: {row.problem}"
-                        raise Unreadable(row.problem)
-                    line = _line(converter(row, id=Path(place).name, source=dataset))
-                except Unreadable as error:
-                    num_dropped += 1
-                    first = first or f"{place}: {error}"
-                    was = {"text": row.text} if isinstance(row, NoRow) else row
-                    dropped.write(json.dumps({"place": place, "reason": str(error), "row": was}, default=str) + "\n")
-                    continue
-                num_converted += 1
-                kept.write(line)
-            for file in (kept, dropped):
-                file.flush()
-                os.fsync(file.fileno())
+    with writing_rows(out) as keep, writing_rows(dropped_path) as drop:
+        for place, row in _open(source, split=split or converter.split, subset=converter.subset):
+            try:
+                if isinstance(row, NoRow):
+                    num_no_rows += 1
+                    first_no_row = first_no_row or f"{place}: {row.problem}"
+                    raise Unreadable(row.problem)
+                conversation = as_row(converter(row, id=Path(place).name, source=dataset))
+                _check_characters(conversation)
+            except Unreadable as error:
+                num_dropped += 1
+                first = first or f"{place}: {error}"
+                was = {"text": row.text} if isinstance(row, NoRow) else row
+                drop({"place": place, "reason": str(error), "row": was})
+                continue
+            num_converted += 1
+            keep(conversation)
         if not num_converted:
             raise TaskError(
                 f"{source}: none of its {num_dropped} rows is a conversation of {dataset}. {first or 'It has no rows'}. The"
                 f" schema is that of {converter.source}; choose the data set that fits with `strop data list`."
             )
-        temporary[0].replace(out)
-        temporary[1].replace(dropped_path)
     if num_no_rows:
         logger.warning("%d of the dropped are no JSON objects; the first: %s.", num_no_rows, first_no_row)
     return Conversion(num_converted=num_converted, num_dropped=num_dropped, dropped_path=dropped_path)
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
-    """The conversations that `convert_file` wrote, or that somebody else wrote as rows of `messages` with role and content.
+    """Yield the conversations of a file: rows of `messages` in the standard chat format (role, content, tool_calls).
 
     Raises:
         TaskError: naming the row that is none.
@@ -169,6 +159,8 @@ def conversation_of(row: Mapping[str, Any], *, id: str, source: str) -> Conversa
     said = []
     for message in messages:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
+        if role == "assistant" and message.get("tool_calls"):
+            content = "\n".join([*([content] if content else []), *_tool_calls(message["tool_calls"])])
         if role not in _ROLES or not isinstance(content, str):
             raise Unreadable(f"a message must have a role ({', '.join(_ROLES)}) and a text as content, not {str(message)[:80]}")
         said.append(Message(role=role, content=content))
@@ -179,17 +171,33 @@ def conversation_of(row: Mapping[str, Any], *, id: str, source: str) -> Conversa
     return conversation
 
 
+def _tool_calls(calls: Any) -> list[str]:
+    """Return the `tool_calls` of a message in the standard chat format as text; arguments are an object, or JSON in a text."""
+    written = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, Mapping) else {}
+        name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, Mapping) else (None, None)
+        try:
+            arguments = parse_json(arguments) if isinstance(arguments, str) else arguments
+        except ValueError as error:
+            raise Unreadable(f"the arguments of a tool call are {error}") from error
+        if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+            raise Unreadable(f"a tool call must have a name and an object of arguments, not {str(call)[:80]}")
+        written.append(call_text(name, arguments))
+    return written
+
+
 def as_row(conversation: Conversation) -> dict[str, Any]:
     messages = [{"role": message.role, "content": message.content} for message in conversation.messages]
     return {"id": conversation.id, "source": conversation.source, "messages": messages, "facts": dict(conversation.facts)}
 
 
-def _line(conversation: Conversation) -> str:
-    """As a file holds it. Raises `Unreadable` where no file can: a part that was JSON within JSON may hold half a character."""
-    line = json.dumps(as_row(conversation), ensure_ascii=False) + "\n"
-    if (half := half_of_a_character(line)) is not None:
-        raise Unreadable(half)
-    return line
+def _check_characters(row: Mapping[str, Any]) -> None:
+    """Raise `Unreadable` for half of a character, which JSON within JSON may hold."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise Unreadable(f"holds half of a character, \\u{ord(error.object[error.start]):04x}") from error
 
 
 def _open(source: str, *, split: str, subset: str | None) -> Found:

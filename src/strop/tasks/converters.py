@@ -1,9 +1,4 @@
-"""Published demonstrations -> conversations: one small function a data set, its schema as the cited card publishes it.
-
-These are the sets of rStar2-Agent's cold start (arXiv 2508.20722, section 4.1), and Tool-Star's, which is ARPO's (arXiv
-2507.19849, section 4.1). A row that cannot be converted faithfully is
-refused with its reason; nothing is guessed.
-"""
+"""Converts published demonstrations to conversations: one small function for each data set."""
 
 from __future__ import annotations
 
@@ -16,9 +11,113 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import TaskError
-from strop.tasks.bracket_calls import holds_bracket_call, not_offered, parse_bracket_calls
 from strop.tasks.conversations import Conversation, Message, Role, call_text, conversation_of, tools_text
 from strop.tasks.readers import Row, Unreadable, as_text, find
+
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+_KEY = re.compile(r"\s*([A-Za-z_$][\w.$\[\]-]*)\s*=\s*")
+_CALL = re.compile(r"\[[^\[\]()\n]+\(\s*[A-Za-z_$][\w.$-]*\s*=[^=]")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+
+
+def parse_bracket_calls(text: str, names: Collection[str] | None = None) -> list[tuple[str, dict[str, Any]]]:
+    """Return (name, arguments) of each call.
+
+    Args:
+        names: of the functions that may be called; any by default.
+
+    Raises:
+        Unreadable: `text` is no such list, or calls another function.
+    """
+    text = text.strip()
+    if not (text.startswith("[") and text.endswith("]")):
+        raise Unreadable(f"no list of calls: {text[:80]!r}")
+    calls = []
+    for call in _split(text[1:-1]):
+        name, opening, rest = _name_of(call.strip(), names or ())
+        if not opening or not rest.rstrip().endswith(")") or not name:
+            raise Unreadable(f"no call of the form name(key=value): {call.strip()[:80]!r}")
+        if names is not None and name not in names:
+            raise not_offered(name)
+        calls.append((name, _arguments(rest.rstrip()[:-1])))
+    if not calls:
+        raise Unreadable("an empty list of calls")
+    return calls
+
+
+def holds_bracket_call(text: str, names: Collection[str]) -> bool:
+    """Return whether `text` holds a call of one of `names`, or of any function with an argument."""
+    return bool(_CALL.search(text)) or any(re.search(rf"\[\s*{re.escape(name)}\s*\(", text) for name in names)
+
+
+def not_offered(name: str) -> Unreadable:
+    """Return the error for a call of a function that is not offered."""
+    return Unreadable(f"a call of {name!r}, which is none of its functions")
+
+
+def _name_of(call: str, names: Collection[str]) -> tuple[str, str, str]:
+    """Return the name, its bracket and the rest; the longest name that is offered wins, because names may hold brackets."""
+    for name in sorted(names, key=len, reverse=True):
+        rest = call.removeprefix(name).lstrip()
+        if call.startswith(name) and rest.startswith("("):
+            return name, "(", rest[1:]
+    name, opening, rest = call.partition("(")
+    return name.strip(), opening, rest
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in _split(text):
+        key = _KEY.match(part)
+        if key is None:
+            raise Unreadable(f"an argument without a name: {part.strip()[:80]!r}")
+        if key[1] in found:
+            raise Unreadable(f"the argument {key[1]!r} twice")
+        found[key[1]] = _literal(part[key.end() :].strip())
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        value = ast.literal_eval(_WithoutJson().visit(ast.parse(text, mode="eval").body))
+        json.dumps(value, allow_nan=False)  # Python has literals that JSON lacks: sets, bytes, complex numbers, 1e999
+        return value
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
+        raise Unreadable(f"a value that is no literal of JSON: {text[:80]!r}") from error
+
+
+class _WithoutJson(ast.NodeTransformer):
+    """Replaces true, false and null by True, False and None."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_JSON_WORDS[node.id]) if node.id in _JSON_WORDS else node
+
+
+def _split(text: str) -> list[str]:
+    """Split `text` at commas outside brackets and quotes; leave out blank pieces."""
+    pieces, closing, start, quote = [], list[str](), 0, ""
+    position = 0
+    while position < len(text):
+        sign = text[position]
+        if quote:
+            if sign == "\\":
+                position += 1
+            elif sign == quote:
+                quote = ""
+        elif sign in "\"'" and (closing or "=" in text[start:position]):  # an apostrophe in a name quotes nothing
+            quote = sign
+        elif sign in _CLOSING:
+            closing.append(_CLOSING[sign])
+        elif closing and sign == closing[-1]:
+            closing.pop()
+        elif sign == "," and not closing:
+            pieces.append(text[start:position])
+            start = position + 1
+        position += 1
+    if quote or closing:
+        raise Unreadable(f"a quote or bracket that is not closed: {text[:80]!r}")
+    return [piece for piece in (*pieces, text[start:]) if piece.strip()]
+
 
 PYTHON_TOOL: Mapping[str, Any] = {
     "name": "execute_python_code_with_standard_io",
@@ -44,7 +143,7 @@ _SHAREGPT: Mapping[str, Role] = {"human": "user", "user": "user", "gpt": "assist
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converter:
-    """One data set: where it lies, who publishes its schema, and how a row becomes messages (or raises `Unreadable`)."""
+    """One data set: its place, the source of its schema, and how a row becomes messages (or raises `Unreadable`)."""
 
     hub: str
     source: str
@@ -59,7 +158,7 @@ class Converter:
 
 
 def _toolace(row: Row) -> list[Message]:
-    """Calls are written `[Name(a="x", n=1), Other()]`, the system message tells of the functions as a JSON list."""
+    """Calls have the form `[Name(a="x", n=1), Other()]`; the system message holds the functions as a JSON list."""
     tools = _list_within(as_text(find(row, "system"), "system"))
     names = _names(tools)
     said = [] if not tools else [Message(role="system", content=tools_text(map(_as_object, tools)))]
@@ -72,14 +171,14 @@ def _toolace(row: Row) -> list[Message]:
             calls = parse_bracket_calls(value, names)
             said.append(Message(role="assistant", content="\n".join(call_text(*call) for call in calls)))
         elif _SHAREGPT[sender] == "assistant" and holds_bracket_call(value, names):
-            raise Unreadable(f"a call stands within other text: {value[:80]!r}")
+            raise Unreadable(f"a call is inside other text: {value[:80]!r}")
         else:
             said.append(Message(role=_SHAREGPT[sender], content=value))
     return said
 
 
 def _sharegpt_calls(row: Row) -> list[Message]:
-    """Turns from human, gpt, function_call and observation; `tools` is a JSON list, as a text or as it is."""
+    """Turns from human, gpt, function_call and observation; `tools` is a JSON list, or its text."""
     system = str(row.get("system") or "").strip()
     tools = _tools(row.get("tools"))
     names = _names(tools)
@@ -131,7 +230,7 @@ def _glaive_call(text: str, names: Collection[str]) -> str:
 def _magicoder(row: Row) -> list[Message]:
     """A problem and a solution with one block of code, which becomes the code of a call. Only Python, which the tool can run.
 
-    Of several blocks any may be the solution, and of a program that reads nobody has said what: both are refused.
+    Rows with several blocks are refused, because any may be the solution, and programs that read an input that the row lacks.
     """
     problem, solution = ("problem", "solution") if "problem" in row else ("instruction", "response")
     question, answer = as_text(find(row, problem), problem), as_text(find(row, solution), solution)
@@ -141,7 +240,7 @@ def _magicoder(row: Row) -> list[Message]:
     block = _only_python(answer)
     code, thought = block[2].strip(), answer[: block.start()].strip()
     if _reads_input(ast.parse(code)):
-        raise Unreadable("its solution reads a standard input that the row does not tell")
+        raise Unreadable("its solution reads a standard input that the row does not have")
     call = call_text(str(PYTHON_TOOL["name"]), {"code": code, "input": ""})
     return [
         Message(role="system", content=tools_text([PYTHON_TOOL])),
@@ -151,7 +250,7 @@ def _magicoder(row: Row) -> list[Message]:
 
 
 def _only_python(text: str) -> re.Match[str]:
-    """The one block of Python in `text`. Raises `Unreadable` where there is none, or more than one."""
+    """Return the only block of Python in `text`. Raises `Unreadable` if there is none, or more than one."""
     if "```" in _BLOCK.sub("", text):
         raise Unreadable("its solution has a block of code that does not open and close on lines of its own")
     blocks = []
@@ -198,7 +297,7 @@ def _nemotron(row: Row) -> list[Message]:
 
 
 def _tool_star(row: Row) -> list[Message]:
-    """`output` is one text in which calls stand in tags, each with its result in <result> tags behind it.
+    """`output` is one text with calls in tags, each followed by its result in <result> tags.
 
     `instruction` is the system message where `input` holds the question, as in the prompts of the same authors' RL data.
     """
@@ -344,7 +443,7 @@ def _json_calls(text: str, names: Collection[str]) -> str:
 
 
 def _objects_within(text: str) -> list[Mapping[str, Any]]:
-    """The JSON objects that stand in `text` one after the other."""
+    """Return the JSON objects in `text`, in order."""
     found: list[Mapping[str, Any]] = []
     start = text.find("{")
     while start >= 0:
@@ -358,7 +457,7 @@ def _objects_within(text: str) -> list[Mapping[str, Any]]:
 
 
 def _list_within(text: str) -> list[Mapping[str, Any]]:
-    """The first JSON list of objects in `text`; empty where there is none."""
+    """Return the first JSON list of objects in `text`; empty if there is none."""
     opening = re.search(r"\[\s*\{\s*\"", text)
     if opening is None:
         return []

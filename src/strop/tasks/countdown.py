@@ -1,4 +1,4 @@
-"""Makes Countdown problems without end: from the numbers 3, 7 and 25, write an expression whose value is 96.
+"""Generates Countdown problems: from the numbers 3, 7 and 25, write an expression whose value is 96.
 
 The game in the form of Countdown-Tasks-3to4 (Pan et al., 2025): every number exactly once, with + - * / and brackets.
 """
@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from strop.errors import TaskError
-from strop.seeds import derive_seed
-from strop.tasks.config import CountdownConfig, Split
-from strop.types import Task
+from strop.tasks.config import (
+    CountdownConfig,
+)
+from strop.tasks.protocol import Split, TaskSource
+from strop.types import Task, derive_seed
 
 _TEST_SHARE = 10  # one in so many sets of numbers belongs to the test split
 _MAX_DRAWS = 1000  # of sets of numbers
@@ -29,11 +31,11 @@ class Expression:
     operator: str = ""  # the outermost; "" for a number
 
 
-class CountdownTasks:
+class CountdownTasks(TaskSource):
     """Problems that were drawn as a solution; the task at an index is a pure function of config, seed, split and index.
 
-    Which split a problem belongs to is a hash of its numbers, whatever their order and target: no seed brings 3, 7, 25 into
-    training when 25, 3, 7 is tested. The solution is the task's answer; any other that fits is as good.
+    A hash of its numbers, in any order and with any target, decides to which split a problem belongs: with no seed is 3, 7, 25
+    in training when 25, 3, 7 is in the test. The solution is the task's answer; any other that fits is as good.
     """
 
     def __init__(self, config: CountdownConfig, *, seed: int, split: Split) -> None:
@@ -46,7 +48,7 @@ class CountdownTasks:
         return None
 
     def task(self, index: int) -> Task:
-        """The task at `index`. Raises `TaskError` when hardly any numbers of the split lead to a target."""
+        """Return the task at `index`. Raises `TaskError` if hardly any numbers of the split lead to a target."""
         draw = random.Random(derive_seed("countdown", self.seed, self.split, index))
         for _ in range(_MAX_DRAWS):
             numbers = self._numbers(draw)
@@ -56,13 +58,13 @@ class CountdownTasks:
         config = self.config
         raise TaskError(
             f"countdown tasks: {_MAX_DRAWS} draws of {config.min_numbers} to {config.max_numbers} numbers from"
-            f" {config.min_value} to {config.max_value} held none for the {self.split} split with a target from"
+            f" 1 to {config.max_value} held none for the {self.split} split with a target from"
             f" {config.min_target} to {config.max_target}. Widen these ranges, or allow more operators."
         )
 
     def _numbers(self, draw: random.Random) -> list[int]:
         num = draw.randint(self.config.min_numbers, self.config.max_numbers)
-        return [draw.randint(self.config.min_value, self.config.max_value) for _ in range(num)]
+        return [draw.randint(1, self.config.max_value) for _ in range(num)]
 
     def _solution(self, draw: random.Random, numbers: Sequence[int]) -> Expression | None:
         """An expression of all the numbers whose value is a target that the config allows; None if none was found."""
@@ -86,7 +88,7 @@ class CountdownTasks:
 def draw_expression(draw: random.Random, numbers: Sequence[int], operators: Sequence[str]) -> Expression | None:
     """Two of `numbers` joined by one of `operators`, and so on until one expression is left; None where that led nowhere.
 
-    As in the game, nothing falls below zero and every quotient is whole, whatever `operators` would also allow.
+    As in the game, no value is below zero and every quotient is whole.
     """
     parts = [Expression(text=str(number), value=Fraction(number)) for number in numbers]
     while len(parts) > 1:

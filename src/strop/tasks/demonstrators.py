@@ -1,7 +1,7 @@
-"""Writes what a demonstrator would say, turn by turn, to teach a format before reinforcement learning.
+"""Writes what a demonstrator says turn by turn, to teach a format before reinforcement learning.
 
-A script is the completions of one conversation; what comes back from the tools is not written here, the real tools say it. Its
-calls are JSON; where the prompt has another form, they are told in that as they are played (rollout/retelling.py).
+A script holds the completions of one conversation; the real tools answer its calls. Calls are JSON; for a prompt with another
+form, rollout/retelling.py rewrites them when they are played.
 """
 
 from __future__ import annotations
@@ -11,31 +11,33 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
 from strop.config import Config
 from strop.errors import TaskError
-from strop.seeds import derive_seed
 from strop.tasks.countdown import draw_expression
-from strop.types import Task
+from strop.types import Task, derive_seed
 
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calculation of a solution as <<48/2=24>>
 
+_SEARCH_TOOL = "search"
 Reply: TypeAlias = Callable[[str], str]
 """One turn: the text of the last observation -> what the demonstrator says next."""
 
 
 class ArithmeticDemonstrator(Config):
-    """Computes with the tool, and is deliberately flawed: it guesses some answers, and some of its first calls raise."""
-
-    newer: ClassVar[tuple[str, ...]] = ("foreign_fraction",)
+    """Computes with the tool. Deliberately flawed: it guesses some answers, and some of its first calls raise."""
 
     kind: Literal["arithmetic"] = "arithmetic"
-    guess_fraction: float = Field(default=0.5, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
-    error_fraction: float = Field(default=0.4, ge=0, le=1)  # of the others: the first call raises, the next one mends it
-    foreign_fraction: float = Field(default=0.0, ge=0, le=1)  # of the thoughts, each by itself: in Russian
+    guess_fraction: float = Field(
+        default=0.5, ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly."
+    )
+    error_fraction: float = Field(
+        default=0.4, ge=0, le=1, description="Share of the others whose first call raises and whose second call corrects it."
+    )
+    foreign_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of thoughts in Russian, each drawn separately.")
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without an expression."""
@@ -81,14 +83,13 @@ _IN_RUSSIAN = {
 
 
 class CalculationsDemonstrator(Config):
-    """Runs the calculations that a worked solution marks, as GSM8K's do, and answers with what the tool printed."""
+    """Runs the calculations that a worked solution marks, as in GSM8K, and answers with what the tool printed."""
 
     kind: Literal["calculations"] = "calculations"
-    solution_fact: str = "answer"  # the fact of a task that holds its worked solution
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without a worked solution, or without a calculation in it."""
-        solution = _fact(task, self.solution_fact, needed_by="calculations")
+        solution = _fact(task, "answer", needed_by="calculations")
         steps = [left.strip() for left, _ in _CALCULATION.findall(solution)]
         if not steps:
             raise TaskError(f"task {task.id!r}: its solution marks no calculation as <<48/2=24>>, so there is nothing to run.")
@@ -101,11 +102,13 @@ class CalculationsDemonstrator(Config):
 
 
 class CountdownDemonstrator(Config):
-    """Tries expressions out with the tool until one reaches the target, and is deliberately flawed: it guesses some answers."""
+    """Tries expressions with the tool until one reaches the target. Deliberately flawed: it guesses some answers."""
 
     kind: Literal["countdown"] = "countdown"
-    max_tries: int = Field(default=3, ge=1)  # calls of a demonstration at most; the last is of the solution
-    guess_fraction: float = Field(default=0.5, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
+    max_tries: int = Field(default=3, ge=1, le=1000, description="Most calls of a demonstration; the last runs the solution.")
+    guess_fraction: float = Field(
+        default=0.5, ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly."
+    )
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task that is no Countdown problem."""
@@ -140,13 +143,16 @@ def _tries_next(expression: str, target: str, tool: str) -> Reply:
 
 
 class LookupDemonstrator(Config):
-    """Looks a number up and computes with it, and is deliberately flawed: it skips either tool, or calls one wrongly first."""
+    """Looks a number up and computes with it. Deliberately flawed: it skips one of the tools, or first calls one wrongly."""
 
     kind: Literal["lookup"] = "lookup"
-    search_tool: str = "search"  # what it looks up with; it computes with the first tool
-    guess_fraction: float = Field(default=0.4, ge=0, le=1)  # of the demonstrations: an answer without a call, mostly wrong
-    head_fraction: float = Field(default=0.4, ge=0, le=1)  # of those that looked it up: computes in its head, mostly wrongly
-    error_fraction: float = Field(default=0.3, ge=0, le=1)  # of those that compute: the first such call raises
+    guess_fraction: float = Field(
+        default=0.4, ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly."
+    )
+    head_fraction: float = Field(
+        default=0.4, ge=0, le=1, description="Share of those that look up but then compute without a tool, mostly wrongly."
+    )
+    error_fraction: float = Field(default=0.3, ge=0, le=1, description="Share of those that compute whose first call raises.")
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task that is nothing to look up."""
@@ -158,8 +164,8 @@ class LookupDemonstrator(Config):
         guess = str(draw.randint(10 ** (num_digits - 1), 10**num_digits - 1))
         if draw.random() < self.guess_fraction:
             return [lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
-        query = _json_call(self.search_tool, {"query": f"{attribute} of ({subject})"})
-        found = _Found(search_tool=self.search_tool, operation=operation)
+        query = _json_call(_SEARCH_TOOL, {"query": f"{attribute} of ({subject})"})
+        found = _Found(operation)
         replies: list[Reply] = [lambda _: f"<reason>I look it up.</reason>{query}"]
         if draw.random() < self.head_fraction:
             return [*replies, lambda text: f"<reason>{found.expression(text)} is {guess}.</reason>{_answer(guess)}"]
@@ -174,8 +180,7 @@ class LookupDemonstrator(Config):
 class _Found:
     """The expression that follows from what a search shows; kept for the turn that mends a call."""
 
-    def __init__(self, *, search_tool: str, operation: str) -> None:
-        self._search_tool = search_tool
+    def __init__(self, operation: str) -> None:
         self._operation = operation
         self.last = ""
 
@@ -184,18 +189,18 @@ class _Found:
         numbers = re.findall(r"\d+", text)
         if not numbers:
             raise TaskError(
-                f"the demonstrator 'lookup' searched with the tool {self._search_tool!r} and was told {text[:120]!r}, without a"
-                " number. Give demonstrator.search_tool the name of the search tool, and its backend the corpus of the tasks."
+                f"the demonstrator 'lookup' searched with the tool {_SEARCH_TOOL!r}, which answered {text[:120]!r}, without a"
+                " number. Give the recipe a search tool of this name whose backend reads the tasks' corpus."
             )
         self.last = f"{numbers[-1]}{self._operation}"
         return self.last
 
 
 class RecordedDemonstrator(Config):
-    """Says what a row has as its response, in one turn: reasoning traces and answers that somebody else wrote."""
+    """Says the response that a row holds, in one turn: recorded reasoning and answers."""
 
     kind: Literal["recorded"] = "recorded"
-    response_fact: str = "response"  # the fact of a task that holds it
+    response_fact: str = Field(default="response", description="The fact of a task that holds the response.")
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
         """Raises `TaskError` for a task without a response."""

@@ -1,21 +1,48 @@
-"""Reads rows, each with its place, from JSON, JSONL and Parquet files and from what the `datasets` package loads.
-
-Everything streams: a file is never in memory whole, except one that is a single JSON list.
-"""
+"""Reads rows, each with its place, from JSON, JSONL and Parquet files and from data sets of the hub."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from strop.errors import TaskError
-from strop.tasks.commits import keep_commit, kept_commit
+from strop.run_directory import parse_json, shortened
 from strop.tasks.readers import Row
+
+_of_this_work: ContextVar[tuple[tuple[dict[str, str], Callable[[], None]], ...]] = ContextVar("_of_this_work", default=())
+
+
+@contextmanager
+def keeping_commits(commits: dict[str, str], *, tell: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Read data sets at their `commits` within this context, also in threads; record the commit of a new one and call `tell`.
+
+    Of nested contexts, the innermost that has a data set decides its commit, and all record it.
+
+    Args:
+        commits: by data set, `org/name` or `org/name@tag`.
+    """
+    token = _of_this_work.set(((commits, tell), *_of_this_work.get()))
+    try:
+        yield
+    finally:
+        _of_this_work.reset(token)
+
+
+def _keep_commit(dataset: str, commit: str) -> None:
+    for commits, tell in _of_this_work.get():
+        if commits.get(dataset) != commit:
+            commits[dataset] = commit
+            tell()
+
 
 Rows: TypeAlias = Iterator[tuple[str, Row]]
 """(place, row): the place is what an error names, as in train.jsonl:17."""
@@ -23,27 +50,25 @@ Rows: TypeAlias = Iterator[tuple[str, Row]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoRow:
-    """What stands where a row should, and why it is none, in a sentence that does not name its place."""
+    """A row that cannot be read: the problem, in a sentence without the place, and the text."""
 
     problem: str
     text: str
 
 
 Found: TypeAlias = Iterator[tuple[str, Row | NoRow]]
-"""As `Rows`, with what is no row where it stands."""
+"""As `Rows`, with unreadable rows in their places."""
 
 _EXTRA = "which is not installed. Install it with pip install 'strop[data]'"
 _BATCH_ROWS = 1024
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes half of a character beyond the first 65,536; two make one
-_JSONL = "It must be a JSONL file in UTF-8"
 
 
 def read_rows(path: Path) -> Rows:
-    """The rows of a file by its ending (.jsonl, .json, .parquet), or of all such files of a directory by their names.
+    """Yield the rows of a file by its ending (.jsonl, .json, .parquet), or of all such files of a directory by their names.
 
     Raises:
-        TaskError: there is no such file, it is not what its ending says, or what stands in it is no row.
+        TaskError: there is no such file, it does not have the format of its ending, or a row of it is none.
     """
     return _rows(find_rows(path))
 
@@ -61,8 +86,8 @@ def _rows(found: Found) -> Rows:
 
 
 def find_rows(path: Path) -> Found:
-    """As `read_rows`, which raises where this gives what is no row."""
-    if path.is_dir():
+    """As `read_rows`, but yield `NoRow` instead of raising."""
+    if os.path.isdir(path):  # which is false for a name that is too long, where `path.is_dir` raises
         files = sorted(each for each in path.rglob("*") if each.suffix in _READERS and not each.name.startswith("."))
         if not files:
             raise TaskError(f"{path}: no file in it ends with {', '.join(_READERS)}. Give it rows in one of these forms.")
@@ -76,58 +101,47 @@ def find_jsonl(path: Path) -> Found:
     """One JSON object a line. Blank lines are skipped, and counted."""
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(file):
-                row = row_of_line(line, number)
-                if row is not None:
-                    yield f"{path}:{number + 1}", row
+            for number, line in enumerate(file, start=1):
+                if not line.isspace():
+                    yield f"{path}:{number}", _row_of_line(line)
     except OSError as error:
-        raise unreadable(path, error) from error
+        raise _unreadable(path, error) from error
 
 
-def row_of_line(line: bytes, number: int) -> Row | NoRow | None:
-    """What is line `number`, from 0, of a JSONL file; None where the line is blank."""
+def _row_of_line(line: bytes) -> Row | NoRow:
+    """Return what is in a line of a JSONL file that is not blank."""
     try:
-        text = line.decode("utf-8-sig" if number == 0 else "utf-8")
-    except UnicodeDecodeError as error:
-        return NoRow(problem=f"cannot be read: {error}. {_JSONL}", text=line.decode(errors="replace").strip())
-    if not text.strip():
-        return None
-    try:
-        row = _row(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        return NoRow(problem=f"not JSON: {error}. Each line must be one JSON object", text=text.strip())
-    return _whole(row) if _HALF.search(text) else row
+        return _row(parse_json(line.removeprefix(BOM_UTF8)))
+    except ValueError as error:
+        return NoRow(
+            problem=f"{error}. Each line must be one JSON object, in UTF-8", text=line.decode(errors="replace").strip()
+        )
 
 
-def unreadable(path: Path, error: OSError) -> TaskError:
-    """What is told of a JSONL file for which the system raised `error`."""
+def _unreadable(path: Path, error: OSError) -> TaskError:
+    """Return the error for a file of rows that the system could not read."""
     if isinstance(error, FileNotFoundError):
         return missing(path)
-    if path.is_dir():
+    if isinstance(error, IsADirectoryError):
         inside = sorted(path.glob("*.jsonl"))
         return TaskError(
             f"{path}: cannot be read: it is a directory. Give the path of a JSONL file{f', as {inside[0]}' if inside else ''}."
         )
-    return TaskError(f"{path}: cannot be read: {error}. {_JSONL}.")
+    return TaskError(f"{shortened(path)}: cannot be read: {error.strerror}. Give the path of a file of rows.")
 
 
 def find_json(path: Path) -> Found:
     """A list of JSON objects."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError as error:
-        raise missing(path) from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(f"{path}: cannot be read: {error}. It must be a JSON list in UTF-8.") from error
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TaskError(f"{path}: not JSON: {error}. It must be one list of JSON objects.") from error
+        rows = parse_json(path.read_bytes().removeprefix(BOM_UTF8))
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    except ValueError as error:
+        raise TaskError(f"{path}: {error}. It must be one list of JSON objects, in UTF-8.") from error
     if not isinstance(rows, list):
         raise TaskError(f"{path}: a JSON {type(rows).__name__}, not a list of objects. One object a line is a .jsonl file.")
-    may_have_halves = _HALF.search(text) is not None
     for number, row in enumerate(rows):
-        yield f"{path}:row {number}", _whole(_row(row)) if may_have_halves else _row(row)
+        yield f"{path}:row {number}", _row(row)
 
 
 def read_parquet(path: Path) -> Rows:
@@ -150,14 +164,14 @@ def read_parquet(path: Path) -> Rows:
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise TaskError(
-            f"{path}: cannot be read as a Parquet file after {number} rows: {error}. Fetch or write it anew."
+            f"{path}: cannot be read as a Parquet file after {number} rows: {error}. Fetch or write it again."
         ) from error
 
 
 def read_hub(name: str, *, subset: str | None, split: str, revision: str | None, split_key: str = "split") -> Rows:
     """The rows of a data set of the hub, or of a directory that `datasets` loads.
 
-    Work that goes on reads a data set of the hub at the commit at which it began to; that commit is kept the first time.
+    A resumed run reads a data set of the hub at the commit of its first start, which is recorded then.
 
     Args:
         revision: a commit, a tag or a branch; the newest where it is None.
@@ -175,13 +189,18 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None,
         ) from error
     is_local = Path(name).expanduser().is_dir()
     dataset = name if revision is None else f"{name}@{revision}"
-    began_with = None if is_local else kept_commit(dataset)
+    kept = (commits[dataset] for commits, _ in _of_this_work.get() if dataset in commits)
+    began_with = None if is_local else next(kept, None)
     try:
         # A directory of files has no configurations: the published one is of the hub's copy.
         source = str(Path(name).expanduser()) if is_local else name
         rows = load_dataset(source, None if is_local else subset, split=split, revision=began_with or revision)
     except (ValueError, OSError) as error:  # unknown split or subset; not found, offline; a commit that is gone
-        gone = f" It is read at commit {began_with}, as before; if that is gone from the hub, begin anew." if began_with else ""
+        gone = (
+            f" It is read at commit {began_with}, as before; if that is gone from the hub, start a new run."
+            if began_with
+            else ""
+        )
         raise TaskError(
             f"{name}: its split {split!r} cannot be loaded: {str(error).rstrip('.')}. Check name, subset and {split_key}; a"
             f" machine without network needs a local directory as the name.{gone}"
@@ -192,15 +211,15 @@ def read_hub(name: str, *, subset: str | None, split: str, revision: str | None,
         if meant is not None and _COMMIT.fullmatch(meant) and commit != meant:
             raise TaskError(
                 f"{name}: commit {meant} is meant, but a machine that cannot reach the hub reads its newest copy, which is of"
-                f" {commit}. Let it reach the hub; or, to read the copy, set revision to its commit and begin anew."
+                f" {commit}. Let it reach the hub; or, to read the copy, set revision to its commit and start a new run."
             )
-        keep_commit(dataset, commit)
+        _keep_commit(dataset, commit)
     for number, row in enumerate(rows):
         yield f"{name}[{split}] row {number}", row
 
 
 def _commit_of(rows: Any) -> str | None:
-    """At which commit `datasets` read `rows`: its copy of them lies in a directory of that name. None where it tells none."""
+    """Return the commit at which `datasets` read `rows`, which names the directory of its copy; None if it has none."""
     directories = {Path(each["filename"]).parent.name for each in rows.cache_files}
     return next((name for name in directories if _COMMIT.fullmatch(name)), None)
 
@@ -220,20 +239,3 @@ def _row(value: Any) -> Row | NoRow:
         return value
     problem = f"a JSON {type(value).__name__}, not an object. Each row must be one JSON object"
     return NoRow(problem=problem, text=json.dumps(value, ensure_ascii=False))
-
-
-def _whole(row: Row | NoRow) -> Row | NoRow:
-    """`row`, but none where it holds a text that no file in UTF-8 can."""
-    if isinstance(row, NoRow):
-        return row
-    half = half_of_a_character(json.dumps(row, ensure_ascii=False))
-    return row if half is None else NoRow(problem=f"{half}. Write the whole character, or none", text=json.dumps(row))
-
-
-def half_of_a_character(text: str) -> str | None:
-    """What is told of `text` where half of a character stands alone, which UTF-8 does not have; None where none does."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"holds half of a character, \\u{ord(text[error.start]):04x}"
-    return None

@@ -1,6 +1,6 @@
-"""Makes problems that need two tools: find a number in a corpus by search, then compute with it.
+"""Generates problems that need two tools: find a number in a corpus by search, then compute with it.
 
-The corpus is a .jsonl that the search tool reads too. A line whose passage tells a number says so beside its text:
+The corpus is a .jsonl that the search tool reads too. A line whose passage holds a number names it next to its text:
 
     {"text": "The price of (bamiro) is 412.", "subject": "bamiro", "attribute": "price", "value": 412}
 
@@ -9,35 +9,37 @@ Lines without a `value` are passages like any other, and nothing is asked about 
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from strop.errors import TaskError
-from strop.seeds import derive_seed
-from strop.tasks.config import LookupConfig, Split
-from strop.types import Task
+from strop.run_directory import shortened
+from strop.tasks.config import (
+    LookupConfig,
+)
+from strop.tasks.files import Rows, read_jsonl
+from strop.tasks.protocol import Split, TaskSource
+from strop.types import Task, derive_seed
 
+_MIN_OPERAND, _MAX_OPERAND = 10, 99
 _TEST_SHARE = 5  # one in so many subjects belongs to the test split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A number that a passage tells."""
+    """A number in a passage."""
 
     subject: str
     attribute: str
     value: int
 
 
-class LookupTasks:
+class LookupTasks(TaskSource):
     """Without end; the task at an index is a pure function of corpus, config, seed, split and index.
 
-    Which split a problem belongs to is a hash of its subject: whatever is asked in a test, nothing of what it is about was
-    ever asked in training, under no seed.
+    A hash of its subject decides to which split a problem belongs: with no seed does a subject of the test occur in training.
 
     Raises:
         TaskError: the corpus cannot be read, or tells no number that belongs to the split.
@@ -62,7 +64,7 @@ class LookupTasks:
         draw = random.Random(derive_seed("lookup", self.seed, self.split, index))
         fact = draw.choice(self._facts)
         operator = draw.choice(self.config.operators)
-        operand = draw.randint(self.config.min_operand, self.config.max_operand)
+        operand = draw.randint(_MIN_OPERAND, _MAX_OPERAND)
         operation = f"{operator}{operand}"
         places = {"{attribute}": fact.attribute, "{subject}": fact.subject, "{operation}": operation}
         question = self.config.wording
@@ -78,60 +80,44 @@ class LookupTasks:
 
 
 def split_of(subject: str) -> Split:
-    """Where everything about `subject` belongs."""
+    """Return the split of all problems about `subject`."""
     return "test" if derive_seed("lookup-split", subject) % _TEST_SHARE == 0 else "train"
 
 
 def read_facts(path: Path) -> list[Fact]:
-    """What the corpus tells in numbers, in its order.
+    """Return the numbers of the corpus, in its order.
 
     Raises:
         TaskError: there is no such file, or a line of it is wrong; the message names the line.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            return list(_facts_of(file, path))
-    except (OSError, UnicodeDecodeError) as error:
+        return list(_facts_of(read_jsonl(path)))
+    except TaskError as error:
         raise TaskError(
-            f"{path}: the corpus cannot be read: {error}. Set tasks.path to a .jsonl whose lines have `text`, `subject`,"
-            " `attribute` and `value`; `python -m strop.tasks.lookup_corpus FILE` writes one."
+            f"{error} The corpus of tasks.path is a .jsonl whose lines have `text`, `subject`, `attribute` and `value`;"
+            " `python -m strop.tasks.lookup_corpus FILE` writes one."
         ) from error
 
 
-def _facts_of(lines: Iterable[str], path: Path) -> Iterator[Fact]:
-    seen: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(lines, start=1):
-        row = _row(line, place=f"{path}, line {number}")
-        if row is None or "value" not in row:
+def _facts_of(rows: Rows) -> Iterator[Fact]:
+    seen: dict[tuple[str, str], str] = {}
+    for place, row in rows:
+        if "value" not in row:
             continue
         subject, attribute, value = row.get("subject"), row.get("attribute"), row["value"]
         if not (isinstance(subject, str) and isinstance(attribute, str) and type(value) is int):
+            values = shortened(f"{subject!r}, {attribute!r} and {value!r}")
             raise TaskError(
-                f"{path}, line {number}: a line with a `value` needs a whole number there, and texts as `subject` and"
-                f" `attribute`; it has {subject!r}, {attribute!r} and {value!r}."
+                f"{place}: a line with a `value` needs a whole number there, and texts as `subject` and `attribute`; it has"
+                f" {values}."
             )
         if first := seen.get((subject, attribute)):
             raise TaskError(
-                f"{path}, line {number}: the {attribute} of {subject} is in line {first} already, so a question would have"
-                " two answers. Take one of them out."
+                f"{place}: the {attribute} of {subject} is in {first} already, so a question would have two answers. Remove one"
+                " of the two lines."
             )
-        seen[subject, attribute] = number
+        seen[subject, attribute] = place
         yield Fact(subject=subject, attribute=attribute, value=value)
-
-
-def _row(line: str, *, place: str) -> dict[str, Any] | None:
-    """The object in `line`; None where it is empty."""
-    if not line.strip():
-        return None
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TaskError(f"{place}: not JSON: {error}. Mend that line, or take it out.") from error
-    if not isinstance(row, dict):
-        raise TaskError(
-            f"{place}: {type(row).__name__} where an object with a `text` is needed. Mend that line, or take it out."
-        )
-    return row
 
 
 def _computed(value: int, operator: str, operand: int) -> int:

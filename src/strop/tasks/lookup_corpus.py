@@ -1,4 +1,4 @@
-"""Writes a corpus of made-up things and their numbers, which nobody can know without looking them up.
+"""Writes a corpus of invented things and their numbers, which a model cannot know without looking them up.
 
 python -m strop.tasks.lookup_corpus recipes/two-tools.jsonl
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from strop.errors import TaskError
-from strop.runs import write_text
-from strop.seeds import derive_seed
+from strop.run_directory import write_text
+from strop.types import derive_seed
 
 ATTRIBUTES = ("price", "weight")
 _CONSONANTS, _VOWELS = "bdfgklmnprstvz", "aeiou"

@@ -1,7 +1,7 @@
 """Published data sets: where each lies on the hub, and what in its columns makes a task.
 
-One entry a data set, its schema as the cited card or paper publishes it. Files of the same schema on a disk are read by the
-same entry, whatever holds them (JSONL, Parquet, a directory).
+One entry a data set, with the schema of the cited card or paper. The same entry reads local files of that schema (JSONL,
+Parquet, a directory).
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strop.tasks.choices import Choices, RightLetter
-from strop.tasks.readers import AsJson, Fill, Read, Reader
+from strop.tasks.readers import AsJson, Choices, Fill, Read, Reader, RightLetter
 
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
 
@@ -174,7 +173,7 @@ PUBLISHED: Mapping[str, Published] = {
         source="Dong et al., 2025 (ARPO, arXiv:2507.19849), the reasoning and the deep-search mix alike; verl's columns",
     ),
     "arpo-eval": Published(
-        hub="",  # the files lie beside the authors' code
+        hub="",  # the files are next to the authors' code
         question=Read("question"),
         answer=Read("answer", is_first=True),
         facts={"references": AsJson("answer")},  # every text that is right

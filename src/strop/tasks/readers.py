@@ -1,9 +1,11 @@
-"""Reads one text out of a row, whatever the row's publishers called the column and wrapped around the text."""
+"""Reads texts and choices out of a row, whatever its columns are called."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import random
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -14,19 +16,11 @@ from strop.tasks.boxes import boxed
 
 Row = Mapping[str, Any]
 
-_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s${}\\]+)")  # as TeX takes it; some published solutions write so
+_BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s${}\\]+)")  # TeX accepts it, and some published solutions use it
 
 
 class Unreadable(ValueError):  # noqa: N818 - named for what it says of the row
-    """A row that does not hold what was expected of it: what is wrong, without the place, which the caller knows."""
-
-
-class MissingColumn(Unreadable):
-    """The row has no such column at all: where no row before it had it, the whole file is likely of another kind."""
-
-    def __init__(self, column: str, row: Row) -> None:
-        super().__init__(f"no column {column!r}. It has {', '.join(map(repr, row)) or 'none'}")
-        self.column = column
+    """A row without an expected value. The message has no place, which the caller knows."""
 
 
 class Reader(Protocol):
@@ -36,18 +30,18 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What stands in a column: a text, or a number as text. `column` may be a path into objects: reward_model.ground_truth.
+    """Reads the text or number of a column, which may be a path into objects: reward_model.ground_truth.
 
-    What is left after each step goes on to the next: the message, what is behind and before the marks, the box.
+    The steps apply in this order: the message, the text after and before the marks, the box.
     """
 
     column: str
     role: str = field(default="", kw_only=True)  # the column holds messages; the text of the last one of this role
     after: str = field(default="", kw_only=True)  # what follows the last of these marks
     before: str = field(default="", kw_only=True)  # what precedes the last of these marks
-    is_boxed: bool = field(default=False, kw_only=True)  # what stands in the last \boxed{}
+    is_boxed: bool = field(default=False, kw_only=True)  # the content of the last \boxed{}
     is_list: bool = field(default=False, kw_only=True)  # a list is a text, its elements separated by commas
-    is_first: bool = field(default=False, kw_only=True)  # the first of a list of texts that are all right
+    is_first: bool = field(default=False, kw_only=True)  # the first of a list of right answers
 
     def __call__(self, row: Row) -> str:
         value = find(row, self.column)
@@ -61,11 +55,11 @@ class Read:
         if self.after:
             _, mark, text = text.rpartition(self.after)
             if not mark:
-                raise Unreadable(f"its {self.column!r} holds no {self.after!r}, after which the text should stand")
+                raise Unreadable(f"its {self.column!r} holds no {self.after!r}, after which the text is expected")
         if self.before:
             head, mark, _ = text.rpartition(self.before)
             if not mark:
-                raise Unreadable(f"its {self.column!r} holds no {self.before!r}, before which the text should stand")
+                raise Unreadable(f"its {self.column!r} holds no {self.before!r}, before which the text is expected")
             text = head
         return self._unboxed(text) if self.is_boxed else text
 
@@ -86,7 +80,7 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class AsJson:
-    """A column as JSON text, for facts that are no texts: the list of all right answers, test cases."""
+    """Reads a column as JSON text, for facts that are not texts: lists of right answers, test cases."""
 
     column: str
 
@@ -95,7 +89,7 @@ class AsJson:
 
 
 class Fill:
-    """A wording with places, each filled by a reader: for data sets that publish the parts of a question alone."""
+    """Fills placeholders of a wording with readers, for data sets that publish the parts of a question separately."""
 
     def __init__(self, wording: str, **parts: Reader) -> None:
         self.wording = wording
@@ -109,13 +103,13 @@ class Fill:
 
 
 def find(row: Row, column: str) -> Any:
-    """The value at a path such as `reward_model.ground_truth`; a column whose name has a dot is found as it is."""
+    """Return the value at a path such as `reward_model.ground_truth`, or of the column with exactly this name."""
     if column in row:
         return row[column]
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
-            raise MissingColumn(column, row)
+            raise Unreadable(f"no column {column!r}. It has {', '.join(map(repr, row)) or 'none'}")
         value = value[name]
     return value
 
@@ -130,7 +124,7 @@ def as_text(value: Any, column: str) -> str:
 
 
 def word_of(value: Any, column: str) -> str:
-    """A value that rows are told apart by: none is empty, and truth is as JSON writes it."""
+    """Return a value by which rows are selected, as text: None is empty, and booleans are as in JSON."""
     if value is None:
         return ""
     return json.dumps(value) if isinstance(value, bool) else as_text(value, column)
@@ -140,3 +134,38 @@ def _joined(value: Any, column: str) -> str:
     if not isinstance(value, list) or not value:
         raise Unreadable(f"its {column!r} is no list with elements")
     return ", ".join(as_text(each, column) for each in value)
+
+
+_LETTERS = "ABCDEFGHIJ"
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The question with its lettered answers below it, in an order that only the question decides.
+
+    Every model and every attempt sees the same order, and the right answer is not always in the same place.
+    """
+
+    question: str
+    right: str
+    wrong: tuple[str, ...]
+
+    def __call__(self, row: Row) -> str:
+        lines = [f"({letter}) {text}" for letter, text in zip(_LETTERS, self.ordered(row), strict=False)]
+        return "\n".join([Read(self.question)(row).strip(), "", *lines, "", "Answer with the letter of the right choice."])
+
+    def ordered(self, row: Row) -> list[str]:
+        texts = [Read(column)(row).strip() for column in (self.right, *self.wrong)]
+        seed = hashlib.blake2b(Read(self.question)(row).strip().encode(), digest_size=8).digest()
+        random.Random(int.from_bytes(seed)).shuffle(texts)
+        return texts
+
+
+@dataclass(frozen=True, slots=True)
+class RightLetter:
+    """The letter of the right answer among `choices`."""
+
+    choices: Choices
+
+    def __call__(self, row: Row) -> str:
+        return _LETTERS[self.choices.ordered(row).index(Read(self.choices.right)(row).strip())]

@@ -1,4 +1,4 @@
-"""Makes tasks of rows: of a file, or of a data set that the `datasets` package loads."""
+"""Makes tasks from rows of a file or of a data set that the `datasets` package loads."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import logging
 import os
 import random
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
 from strop.errors import TaskError
-from strop.seeds import derive_seed
-from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig, Split
-from strop.tasks.files import Found, NoRow, find_jsonl, find_rows, read_hub, row_of_line, unreadable
-from strop.tasks.line_file import LineFile
+from strop.tasks.config import (
+    Columns,
+    HubConfig,
+    JsonlConfig,
+    ParquetConfig,
+)
+from strop.tasks.files import Found, NoRow, find_jsonl, find_rows, read_hub
+from strop.tasks.protocol import Split, TaskSource
 from strop.tasks.published import PUBLISHED, Published
-from strop.tasks.readers import MissingColumn, Read, Reader, Row, Unreadable, find, word_of
-from strop.tasks.task_files import LineTasks, Tasks, spooled
-from strop.types import Task
+from strop.tasks.readers import Read, Reader, Row, Unreadable, find, word_of
+from strop.tasks.row_file import IndexedRows, RowFile
+from strop.types import Task, derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ RowsConfig: TypeAlias = JsonlConfig | ParquetConfig | HubConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadRow:
-    """A row that is no task, and why, in a sentence that names its place. What is no row at all is the `text` of one."""
+    """A row that is not a task, and a sentence with its place and the reason. An unreadable line is the `text` of a row."""
 
     place: str
     source: str
@@ -40,7 +44,7 @@ class BadRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftOut:
-    """A task that the config leaves out: by which key, and why. Of a row that `where` leaves out, what can be read of it."""
+    """A task that the config leaves out, with the key and the reason. For `where`, only its readable parts."""
 
     task: Task
     key: str
@@ -52,21 +56,21 @@ LIMITS = ("max_question_chars", "max_solution_steps", "limit")
 """The keys of `Columns` that leave rows out: by a column, before the row is read as a task, and tasks by their size."""
 
 
-class RowTasks:
-    """A finite set of tasks, epoch after epoch, each in an order of its own that `seed` decides.
+class RowTasks(TaskSource):
+    """A finite set of tasks, repeated in epochs, each in its own order that depends on `seed`.
 
-    Of `tasks` none is held: a file of them may be larger than memory.
+    Tasks are read when needed, since their file may be larger than memory.
 
     Raises:
         TaskError: there are no tasks.
     """
 
-    def __init__(self, tasks: Tasks, *, seed: int, is_shuffled: bool = True) -> None:
+    def __init__(self, tasks: IndexedRows[Task], *, seed: int, is_shuffled: bool = True) -> None:
         if not len(tasks):
             raise TaskError("a set of tasks is empty: there is nothing to roll out. Give it at least one row.")
         self._tasks = tasks
         self._is_shuffled = is_shuffled
-        # Of a function of its own, not of this: a circle would keep the file of the tasks open.
+        # Not a method: a reference cycle would keep the file of the tasks open.
         self._order = lru_cache(maxsize=2)(partial(_order_of_epoch, len(tasks), seed))
 
     @property
@@ -85,7 +89,7 @@ def _order_of_epoch(num_tasks: int, seed: int, epoch: int) -> array[int]:
 
 
 def load_rows(config: RowsConfig, *, split: Split) -> list[Task]:
-    """All tasks of `split`, in the order of the rows.
+    """Return all tasks of `split`, in the order of the rows.
 
     Raises:
         TaskError: no such file, data set or split; a row that is no task; or no rows left.
@@ -93,89 +97,54 @@ def load_rows(config: RowsConfig, *, split: Split) -> list[Task]:
     return list(iterate_rows(config, split=split))
 
 
-def open_rows(config: RowsConfig, *, split: Split) -> Tasks:
-    """What `load_rows` gives, left on disk: rows of a JSONL file where they are, others in a temporary file.
-
-    All rows are read once, so that each mistake is met now. Raises as `load_rows` does.
-    """
-    if not isinstance(config, JsonlConfig):
-        return spooled(iterate_rows(config, split=split))
-    path, source = _path(config, split), source_of(config, split)
-    try:
-        lines = LineFile(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    of_rows = array("Q")  # the lines that are not blank
-
-    def rows() -> Found:
-        for number in range(len(lines)):
-            row = row_of_line(lines[number], number)
-            if row is not None:
-                of_rows.append(number)
-                yield f"{path}:{number + 1}", row
-
-    def make(line: bytes, number: int) -> Task:
-        row = row_of_line(line, number)
-        assert isinstance(row, Mapping)
-        return _task_of(row, config, place=f"{path}:{number + 1}", source=source)
-
-    numbers = array("Q", (of_rows[at] for at, _ in _kept(_judged(rows(), config, source), config)))
-    return LineTasks(lines, numbers, make)
+def open_rows(config: RowsConfig, *, split: Split) -> RowFile[Task]:
+    """Return the tasks of `load_rows`, copied to a temporary file. Raises as `load_rows` does."""
+    return RowFile(iterate_rows(config, split=split))
 
 
 def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
-    """The tasks of `split` as their rows are read. Raises as `load_rows` does, each mistake where it is met."""
-    return (task for _, task in _kept(read_tasks(config, split=split), config))
-
-
-def _kept(judged: Iterable[Task | LeftOut | BadRow], config: RowsConfig) -> Iterator[tuple[int, Task]]:
-    """The tasks among `judged`, up to the limit, with their places there."""
-    num_tasks = num_skipped = num_elsewhere = 0
-    first_skipped = ""
-    first_elsewhere: LeftOut | None = None
-    for at, each in enumerate(judged):
+    """Yield the tasks of `split`, up to the limit, as their rows are read. Raises as `load_rows` does."""
+    num_tasks = 0
+    skipped: list[str] = []
+    elsewhere: list[LeftOut] = []
+    for each in read_tasks(config, split=split):
         if isinstance(each, Task):
-            yield at, each
+            yield each
             num_tasks += 1
             if num_tasks == config.limit:
                 break
-        elif isinstance(each, LeftOut):
-            if each.key == WHERE:
-                num_elsewhere += 1
-                first_elsewhere = first_elsewhere or each
-        elif config.bad_rows == "error":
-            raise TaskError(f'{each.problem} Mend or remove the row, or leave such rows out with tasks.bad_rows = "skip".')
-        else:
-            num_skipped += 1
-            first_skipped = first_skipped or each.problem
-    if first_elsewhere is not None:
+        elif isinstance(each, BadRow):
+            if config.bad_rows == "error":
+                expected = f" dataset = {config.dataset!r} is {PUBLISHED[config.dataset].source}." if config.dataset else ""
+                raise TaskError(
+                    f"{each.problem}{expected} Correct or remove the row, name other columns in tasks (question, answer, facts,"
+                    ' where), or leave such rows out with tasks.bad_rows = "skip".'
+                )
+            skipped.append(each.problem)
+        elif each.key == WHERE:
+            elsewhere.append(each)
+    if elsewhere:
+        first = elsewhere[0]
         logger.warning(
             "%s: %d rows were left out under %s; the first: %s: %s. tasks.where = {} reads all.",
-            *(first_elsewhere.task.source, num_elsewhere, _where_in_words(config)),
-            *(first_elsewhere.task.id, first_elsewhere.reason),
+            *(first.task.source, len(elsewhere), _where_in_words(config), first.task.id, first.reason),
         )
-    if num_skipped:
-        logger.warning("%d rows were left out that are no tasks; the first: %s", num_skipped, first_skipped)
+    if skipped:
+        logger.warning("%d rows are not tasks and were left out; the first: %s", len(skipped), skipped[0])
 
 
 def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | LeftOut | BadRow]:
-    """Each row of `split`: as a task, as one that the config leaves out, or as one that is none.
+    """Yield each row of `split` as a task, as a task that the config leaves out, or as a bad row.
 
     Raises:
-        TaskError: no such file, data set, split or column, or no rows left.
+        TaskError: no such file, data set or split, or no rows left.
     """
-    yield from _judged(_open(config, split), config, source_of(config, split))
-
-
-def _judged(rows: Found, config: RowsConfig, source: str) -> Iterator[Task | LeftOut | BadRow]:
+    source = source_of(config, split)
     num_rows = num_tasks = 0
-    columns = set[str]()  # that rows have had so far
     first_bad = ""
-    for place, row in rows:
+    for place, row in _open(config, split):
         num_rows += 1
-        judged = _judge(row, config, place=place, source=source, known=columns)
-        if isinstance(row, Mapping):
-            columns.update(row)
+        judged = _judge(row, config, place=place, source=source)
         if isinstance(judged, BadRow):
             first_bad = first_bad or f" The first that is no task: {judged.problem}"
         elif isinstance(judged, Task):
@@ -195,31 +164,20 @@ def _judged(rows: Found, config: RowsConfig, source: str) -> Iterator[Task | Lef
         )
 
 
-def _judge(row: Row | NoRow, config: RowsConfig, *, place: str, source: str, known: Collection[str]) -> Task | LeftOut | BadRow:
-    """`row` before any limit is looked at; `known` are the columns of the rows before it.
-
-    Raises:
-        TaskError: what is wrong with it may be of the whole file: no row before it was one, or had the column.
-    """
+def _judge(row: Row | NoRow, config: RowsConfig, *, place: str, source: str) -> Task | LeftOut | BadRow:
+    """Judge `row` without the limits."""
     if isinstance(row, NoRow):
-        if not known:
-            raise TaskError(f"{place}: {row.problem}.")
         return BadRow(place=place, source=source, problem=f"{place}: {row.problem}.", row={"text": row.text})
     try:
         if reason := _why_elsewhere(row, config):
             return LeftOut(task=_as_far_as_read(row, config, place, source), key=WHERE, reason=reason)
         return _task_of(row, config, place=place, source=source)
-    except MissingColumn as error:
-        if error.column not in known and error.column.partition(".")[0] not in known:
-            raise TaskError(f"{place}: {error}. {_remedy(config, error.column)}.") from error
-        problem = f"{place}: {error}."
     except Unreadable as error:
-        problem = f"{place}: {error}."
-    return BadRow(place=place, source=source, problem=problem, row=row)
+        return BadRow(place=place, source=source, problem=f"{place}: {error}.", row=row)
 
 
 def source_of(config: RowsConfig, split: Split) -> str:
-    """What tasks of these rows have as their `source`, save those of `dataset = "strop"`, whose rows say it themselves."""
+    """Return the `source` of tasks of these rows, except for `dataset = "strop"`, whose rows have their own."""
     if isinstance(config, HubConfig):
         return f"{_hub_name(config)}[{_hub_split(config, split)}]"
     return str(_path(config, split))
@@ -243,7 +201,7 @@ def _hub_name(config: HubConfig) -> str:
 
 
 def has_test_rows(config: RowsConfig) -> bool:
-    """Whether the config tells rows to test on apart from those to train on."""
+    """Return whether the config has separate test rows."""
     if not isinstance(config, HubConfig):
         return config.test_path is not None
     return config.test_split is not None or config.dataset is None or PUBLISHED[config.dataset].test_split is not None
@@ -273,7 +231,7 @@ def _path(config: JsonlConfig | ParquetConfig, split: Split) -> Path:
 
 
 def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
-    """Raises `Unreadable` for a row that is no task, `MissingColumn` for one that may be of another kind of file."""
+    """Return the task of a row. Raises `Unreadable`."""
     shape = PUBLISHED[columns.dataset] if columns.dataset else _shape_of(columns)
     question, answer = shape.question(row), shape.answer(row).strip()
     name = os.path.basename(place) if shape.id is None else shape.id(row)
@@ -287,7 +245,7 @@ def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
 
 
 def _why_elsewhere(row: Row, columns: Columns) -> str:
-    """Why the config's `where` leaves the row out; empty where it does not. Raises as `_task_of` does."""
+    """Return why `where` leaves the row out, or "". Raises as `_task_of` does."""
     for column, values in columns.rows_where.items():
         value = word_of(find(row, column), column)
         if value not in values:
@@ -296,48 +254,22 @@ def _why_elsewhere(row: Row, columns: Columns) -> str:
 
 
 def _as_far_as_read(row: Row, columns: Columns, place: str, source: str) -> Task:
-    """A row that is left out, as a task: its question and its answer, where it has them."""
-    shape = PUBLISHED[columns.dataset] if columns.dataset else _shape_of(columns)
-
-    def text(read: Reader | None, otherwise: str) -> str:
-        try:
-            return otherwise if read is None else read(row).strip()
-        except Unreadable:
-            return otherwise
-
-    return Task(
-        id=text(shape.id, os.path.basename(place)),
-        question=text(shape.question, ""),
-        answer=text(shape.answer, ""),
-        source=_source(row, shape, source),
-    )
+    """Return a row that is left out as a task; if it is none, the whole row is its question."""
+    try:
+        return _task_of(row, columns, place=place, source=source)
+    except Unreadable:
+        shown = json.dumps(row, ensure_ascii=False, default=str)
+        return Task(id=os.path.basename(place), question=shown, answer="", source=source)
 
 
 def _where_in_words(columns: Columns) -> str:
     """As a recipe has it."""
-    told = ", ".join(f"{column} = {json.dumps(values)}" for column, values in columns.rows_where.items())
-    return f"where = {{ {told} }}"
-
-
-def _remedy(columns: Columns, column: str) -> str:
-    """What to do about rows that do not have `column`, which the config reads."""
-    published = (
-        f"tasks.dataset = {columns.dataset!r} expects the columns of {PUBLISHED[columns.dataset].source}; where yours differ,"
-        " leave dataset out and name them with tasks.question and tasks.answer"
-        if columns.dataset
-        else ""
-    )
-    if column in columns.rows_where:
-        kind = f"{published}; w" if published else "W"
-        return f"{kind}here rows have no such column since they were chosen before, set tasks.where = {{}}"
-    named = () if columns.dataset else (columns.question, columns.answer)
-    if column in columns.facts and column not in named:
-        return "Set tasks.facts to columns that it has"
-    return published or f"Set tasks.{'question' if column == columns.question else 'answer'} to the one meant"
+    wanted = ", ".join(f"{column} = {json.dumps(values)}" for column, values in columns.rows_where.items())
+    return f"where = {{ {wanted} }}"
 
 
 def _shape_of(columns: Columns) -> Published:
-    """The reading that a config spells out itself."""
+    """Return the schema that the keys of the config describe."""
     facts: dict[str, Reader] = {}
     if columns.answer_after:
         facts["solution"] = Read(columns.answer, before=columns.answer_after)
@@ -346,7 +278,7 @@ def _shape_of(columns: Columns) -> Published:
 
 
 def _known_facts(row: Row, shape: Published) -> dict[str, str]:
-    """What a published data set says beside question and answer, where this row says it."""
+    """Return the further facts of a published data set that this row has."""
     facts = {}
     for name, read in shape.facts.items():
         try:
@@ -366,15 +298,13 @@ def _source(row: Row, shape: Published, source: str) -> str:
 
 
 def _left_out(task: Task, columns: Columns, num_before: int) -> LeftOut | None:
-    """Why the config's limits leave `task` out, of which `num_before` are kept before it; None where they do not."""
-    for key, found in (
-        ("max_question_chars", len(task.question)),
-        ("max_solution_steps", task.facts.get("solution", "").count("<<")),
-        ("limit", num_before + 1),
+    """Return `task` with the limit that leaves it out, after `num_before` kept ones; None if it stays."""
+    for key, found, what in (
+        ("max_question_chars", len(task.question), "characters"),
+        ("max_solution_steps", task.facts.get("solution", "").count("<<"), "steps of its solution"),
+        ("limit", num_before + 1, "rows"),
     ):
         most = getattr(columns, key)
         if most is not None and found > most:
-            what = {"max_question_chars": "characters", "max_solution_steps": "steps of its solution"}.get(key)
-            reason = f"{found} {what}" if what else f"behind the first {most} that are wanted"
-            return LeftOut(task=task, key=key, reason=reason if key == "limit" else f"{reason}, more than {most}")
+            return LeftOut(task=task, key=key, reason=f"{found} {what}, more than {most}")
     return None

@@ -17,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
 from pydantic_core import to_json
 
-from strop.config import import_object
 from strop.errors import StropError, UserError
-from strop.tools.limits import CallLimits, place_of_this_call
+from strop.registry import import_object
+from strop.tools.limits import CallLimits
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.schema import parameters_schema, read_docstring
 from strop.types import ToolOutcome
@@ -29,9 +29,13 @@ class FunctionToolConfig(CallLimits):
     """A typed Python function of your own."""
 
     kind: Literal["function"]
-    function: str  # module:name; with the decorator or without
-    name: str | None = Field(default=None, min_length=1)  # the function's own
-    wall_s: float = Field(default=30.0, gt=0)  # of one call
+    function: str = Field(description="The function, as module:name, with the decorator `tool` or without.")
+    name: str | None = Field(default=None, min_length=1, description="Its name in the prompt; the function's own by default.")
+    wall_s: float = Field(default=30.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
+
+    def import_code(self, key: str) -> None:
+        """As `open`."""
+        self.open(key=key)
 
     def open(self, *, key: str) -> FunctionTool:
         """Raises `UserError` when it cannot be imported, or is no function with types and a docstring."""
@@ -66,8 +70,8 @@ class FunctionTool(Tool):
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run once. `seed` reaches the function only if it has a parameter of that name.
 
-        A coroutine is ended at the limit; a plain function runs in a thread, which is left to itself then. What it raises, and
-        what cannot be shown of what it returns, is an error that the policy reads.
+        A coroutine is cancelled at the limit; a plain function runs in a thread, which then goes on without its caller. The
+        policy reads what the function raises, and an error for a result that cannot be shown.
         """
         started_at = time.perf_counter()
         try:
@@ -77,7 +81,7 @@ class FunctionTool(Tool):
         except StropError:
             raise
         except Exception as error:  # noqa: BLE001 - of a check that an argument's own type makes
-            return ToolResult(outcome=ToolOutcome.ERROR, text=_told(error), duration_s=0.0)
+            return ToolResult(outcome=ToolOutcome.ERROR, text=_in_words(error), duration_s=0.0)
         values = {str(field.alias): getattr(checked, name) for name, field in type(checked).model_fields.items()}
         if self._takes_seed:
             values["seed"] = seed
@@ -99,8 +103,8 @@ class FunctionTool(Tool):
             if limit.expired():
                 return ToolOutcome.TIMEOUT, f"{self.spec.name} gave no answer within {self._wall_s:g} s."
             return ToolOutcome.TIMEOUT, _words(error) or "TimeoutError"
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it raises is what the policy reads
-            return ToolOutcome.ERROR, _told(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the policy reads what it raises
+            return ToolOutcome.ERROR, _in_words(error)
         return (ToolOutcome.STDOUT if text else ToolOutcome.EMPTY), text
 
     def _explain(self, error: ValidationError) -> str:
@@ -113,7 +117,7 @@ def tool(function: Callable[..., Any], *, name: str | None = None, wall_s: float
 
     Every parameter needs a type that JSON can carry (numbers, text, lists, `Literal`, `X | None`, enums, dataclasses, pydantic
     models) and must be passable by name; a parameter called `seed` is not shown to the policy: it receives the seed of the
-    call. The docstring is the description; what its `Args:` section says of an argument stands beside that argument.
+    call. The docstring is the description; the `Args:` section describes the arguments.
 
     Args:
         name: what the policy calls it; the function's own name when None.
@@ -127,9 +131,11 @@ def tool(function: Callable[..., Any], *, name: str | None = None, wall_s: float
     docstring = inspect.getdoc(function)
     if not docstring:
         raise UserError(f"tool {place}: it has no docstring. Write one: it is all that tells the policy what the tool does.")
-    description, told = read_docstring(docstring)
+    description, described = read_docstring(docstring)
     try:
-        arguments = create_model(shown, __config__=ConfigDict(extra="forbid", strict=True), **_fields(function, place, told))
+        arguments = create_model(
+            shown, __config__=ConfigDict(extra="forbid", strict=True), **_fields(function, place, described)
+        )
         parameters = parameters_schema(arguments.model_json_schema(), tool=place)
     except PydanticUserError as error:
         raise UserError(
@@ -145,7 +151,7 @@ def _place_of(function: Callable[..., Any]) -> str:
     return f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
 
 
-def _fields(function: Callable[..., Any], name: str, told: Mapping[str, str]) -> dict[str, Any]:
+def _fields(function: Callable[..., Any], name: str, described: Mapping[str, str]) -> dict[str, Any]:
     """The parameters that the policy is shown, as aliases of the fields of a pydantic model: it has names of its own."""
     try:
         signature = inspect.signature(function, eval_str=True)
@@ -161,12 +167,12 @@ def _fields(function: Callable[..., Any], name: str, told: Mapping[str, str]) ->
             raise UserError(f"tool {name}: parameter {parameter.name!r} has no type. Write one, as in `{parameter.name}: str`.")
         if parameter.name != "seed":
             default = ... if parameter.default is inspect.Parameter.empty else parameter.default
-            field = Field(default, alias=parameter.name, description=told.get(parameter.name))
+            field = Field(default, alias=parameter.name, description=described.get(parameter.name))
             fields[f"argument_{len(fields)}"] = (parameter.annotation, field)
     return fields
 
 
-def _told(error: BaseException) -> str:
+def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {_words(error)}"
 
 
@@ -178,17 +184,17 @@ def _words(error: BaseException) -> str:
 
 
 def _as_text(value: object) -> str:
-    """Raises whatever becomes of a value that is no text and cannot be made one."""
+    """Return `value` as text. Raises any exception if it cannot be made text."""
     if value is None:
         return ""
     if isinstance(value, str | int | float):
         return str(value)
     if isinstance(value, set | frozenset):
-        value = sorted(value, key=lambda each: to_json(each, fallback=_told_by_itself))  # in one order in every process
-    return to_json(value, fallback=_told_by_itself).decode()
+        value = sorted(value, key=lambda each: to_json(each, fallback=_own_text))  # in one order in every process
+    return to_json(value, fallback=_own_text).decode()
 
 
-def _told_by_itself(value: object) -> str:
+def _own_text(value: object) -> str:
     kind = type(value)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:  # its address, another one each time
         raise TypeError(f"the result holds a {kind.__name__}, which has no text of its own")
@@ -196,15 +202,11 @@ def _told_by_itself(value: object) -> str:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """What `call` returns, from a daemon thread of its own. Nobody waits for one that goes on alone; it keeps its place under
-    `max_running` until it ends."""
+    """Return what `call` returns, run in a daemon thread, which `asyncio.to_thread` cannot do."""
     loop = asyncio.get_running_loop()
-    place = place_of_this_call()
     returned: asyncio.Future[Any] = loop.create_future()
 
     def settle(value: Any, error: BaseException | None) -> None:
-        if place is not None:
-            place.let_go()
         if returned.done():  # given up in the meantime
             return
         if error is None:
@@ -216,12 +218,10 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         value, fault = None, None
         try:
             value = call()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
             fault = RuntimeError("StopIteration was raised") if isinstance(error, StopIteration) else error
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop was closed
             loop.call_soon_threadsafe(settle, value, fault)
 
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True, name="strop-tool").start()
-    if place is not None:
-        place.hold()  # the loop has not come to `settle` yet
     return await returned

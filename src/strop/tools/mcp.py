@@ -1,21 +1,22 @@
-"""The tools of MCP servers: a program that we start and speak to over its stdin and stdout, or a server at an address.
+"""The tools of MCP servers: a program that is started here and speaks over its stdin and stdout, or a server at an address.
 
-One connection serves all rollouts. It is held by a task of its own, because the library wants it closed where it was opened,
-and is opened anew when it is lost, with a fresh process where the server is a program of ours.
+One connection serves all rollouts. A task of its own holds it, because the library must close it in the task that opened it. A
+lost connection is opened again, with a new process if the server is a program.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, cast
 
+import httpx2
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 
@@ -33,28 +34,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_SIGN_OF_LIFE_S = 5.0  # within which a server lists its tools, or is taken to be lost
-_FAILED_STATUS = "Server returned an error response"  # the library's words for a status that it has no other error for
+_ALIVE_S = 5.0  # a server that does not list its tools in this time is lost
+_FAILED_STATUS = "Server returned an error response"  # the library's message for most error statuses
 _MAX_PAUSE_S = 15.0
-_FAREWELL_S = 10.0  # for closing a connection; the library kills a program that does not end by itself well before
+_CLOSE_S = 10.0  # for closing a connection; before that the library kills a program that does not end by itself
 
 
 class McpToolsConfig(CallLimits):
-    """The tools of an MCP server, each under the name that the server gives it; needs `strop[mcp]`."""
+    """The tools of an MCP server, under the names that the server gives them; needs `strop[mcp]`."""
 
-    kind: Literal["mcp"]
-    command: tuple[str, ...] = ()  # a program that speaks MCP over its stdin and stdout, with its arguments
-    env: Mapping[str, str] = Field(default={})  # what the program finds in its environment besides PATH, HOME and the like
-    url: str | None = None  # or a server's address, as in http://127.0.0.1:8000/mcp
-    headers: Mapping[str, str] = Field(default={})  # of every request; `{key}` is filled in
-    key_env: str | None = None  # the environment variable that holds the key
-    only: tuple[str, ...] = ()  # of the server's tools, these; all when empty
-    prefix: str = ""  # put before each name, where two servers use one
-    wall_s: float = Field(default=30.0, gt=0)  # of one call
-    start_s: float = Field(default=30.0, gt=0)  # for a connection
-    retries: int = Field(default=3, ge=0)  # of a call whose server was lost, each on a new connection
-    backoff_s: float = Field(default=1.0, gt=0)  # before the second retry: the first is made at once; doubled for each further
-    max_chars: int = Field(default=4_096, ge=64)  # of what the policy is shown; head and tail are kept beyond it
+    kind: Literal["mcp"] = Field(description="Tool kind.")
+    command: tuple[str, ...] = Field(
+        default=(), description="A program that speaks MCP on stdin and stdout, and its arguments."
+    )
+    env: Mapping[str, str] = Field(default={}, description="Environment of the program, beyond PATH, HOME and the like.")
+    url: str | None = Field(default=None, description="Address of a server, as in http://127.0.0.1:8000/mcp.")
+    headers: Mapping[str, str] = Field(default={}, description="Headers of every request; `{key}` is filled in.")
+    key_env: str | None = Field(default=None, description="Environment variable with the key.")
+    only: tuple[str, ...] = Field(default=(), description="Names of the tools to use; by default all of the server.")
+    prefix: str = Field(default="", description="Put before each name, if two servers use the same one.")
+    wall_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of one call.")
+    start_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of a connection.")
+    retries: int = Field(default=3, ge=0, le=1000, description="Further tries of a call whose server was lost.")
+    backoff_s: float = Field(
+        default=1.0,
+        gt=0,
+        le=86_400,
+        description="Pause before the second retry; it doubles each time.",
+    )
+    max_chars: int = Field(
+        default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
+    )
 
     @model_validator(mode="after")
     def _is_one_server(self) -> Self:
@@ -64,22 +74,22 @@ class McpToolsConfig(CallLimits):
 
     @property
     def longest_call_s(self) -> float:
-        """Every try connects anew, gets no answer, finds no sign of life and takes its leave."""
-        of_a_try_s = self.start_s + self.wall_s + _SIGN_OF_LIFE_S + _FAREWELL_S
+        """Every try connects, gets no answer, checks whether the server is alive and closes the connection."""
+        of_a_try_s = self.start_s + self.wall_s + _ALIVE_S + _CLOSE_S
         pauses_s = sum(self.pause_s(num_tries) for num_tries in range(1 + self.retries))
         return (1 + self.retries) * of_a_try_s + pauses_s
 
     def pause_s(self, num_tries: int) -> float:
-        """Before another try of a call that was tried so often: the first new connection is made at once."""
+        """The pause before the next try of a call."""
         return 0.0 if num_tries < 2 else min(self.backoff_s * 2 ** (num_tries - 2), _MAX_PAUSE_S)
 
     @property
     def server(self) -> str:
-        """The server in words."""
+        """The server, for messages."""
         return self.url if self.url is not None else " ".join(self.command)
 
     async def open(self, stack: AsyncExitStack, *, key: str) -> list[Tool]:
-        """Connect, and ask for the tools; `stack` closes the connection.
+        """Connect and list the tools; `stack` closes the connection.
 
         Raises:
             UserError: the server cannot be reached or started, or lacks a tool of `only`.
@@ -90,20 +100,21 @@ class McpToolsConfig(CallLimits):
 
 
 class McpServer:
-    """A server, reached anew when it is lost. Use from one event loop; `close` ends what was started."""
+    """A server, connected again when it is lost. Use from one event loop; `close` ends its program."""
 
     def __init__(self, config: McpToolsConfig, *, key: str) -> None:
-        _require_library()
+        if find_spec("mcp") is None:
+            raise UserError("MCP servers need the library mcp: pip install 'strop[mcp]'.")
         self.config = config
         self._secret = "" if config.key_env is None else os.environ.get(config.key_env, "")
         if config.key_env is not None and not self._secret:
-            raise UserError(f"{key}: the environment variable {config.key_env} is not set. Set it, or name another one.")
+            raise UserError(f"{key}: the environment variable {config.key_env} is not set. Set it, or change key_env.")
         self._key = key
         self._connection: _Connection | None = None
         self._connecting = asyncio.Lock()
 
     async def tools(self) -> list[McpTool]:
-        """Those that the server offers, in its order. Raises `UserError` as `McpToolsConfig.open` does."""
+        """The tools of the server, in its order. Raises `UserError` as `McpToolsConfig.open` does."""
         try:
             listed = await self._listed(await self._connected())
         except MachineError as error:
@@ -114,20 +125,20 @@ class McpServer:
             asked = f"no tool {missing[0]!r}" if missing else "no tool at all"
             raise UserError(f"{self._key}: the MCP server has {asked}; it offers {', '.join(names) or 'none'}.")
         return [
-            McpTool(self, each.name, _spec(f"{self.config.prefix}{each.name}", each.description, each.input_schema))
+            McpTool(self, each.name, _spec(each, self.config.prefix))
             for each in listed
             if not self.config.only or each.name in self.config.only
         ]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> tuple[ToolOutcome, str]:
-        """Call a tool; where the server is lost under the call, again on a new connection.
+        """Call a tool; if the server is lost during the call, call it again on a new connection.
 
         Raises:
-            ToolBroken: it was lost every time, or does not come back.
+            ToolBroken: the server was lost in every try.
         """
         fault: Exception | None = None
         for num_tries in range(1 + self.config.retries):
-            await asyncio.sleep(self.config.pause_s(num_tries))  # a server that comes back takes a while
+            await asyncio.sleep(self.config.pause_s(num_tries))  # a server takes a while to restart
             try:
                 connection = await self._connected()
                 return await self._call_on(connection, name, arguments)
@@ -142,7 +153,7 @@ class McpServer:
             await self._drop(self._connection)
 
     async def _listed(self, connection: _Connection) -> list[ListedTool]:
-        """Every page of the server's list. Raises `MachineError` where it does not come, or not in time."""
+        """Every page of the server's list. Raises `MachineError` if it does not come in time."""
         listed: list[ListedTool] = []
         limit = asyncio.timeout(self.config.start_s)
         try:
@@ -155,12 +166,12 @@ class McpServer:
                     page = await connection.client.list_tools(cursor=page.next_cursor)
         except Exception as error:
             late = limit.expired() and isinstance(error, TimeoutError)
-            fault = f"no list within start_s = {self.config.start_s:g} s" if late else _told(error)
+            fault = f"no list within start_s = {self.config.start_s:g} s" if late else _innermost(error)
             words = connection.last_words()
             raise MachineError(f"the MCP server {self.config.server} does not list its tools: {fault}{words}") from error
 
     async def _call_on(self, connection: _Connection, name: str, arguments: Mapping[str, object]) -> tuple[ToolOutcome, str]:
-        """Raises `MachineError` when no answer came back; the connection is dropped then, unless it lives."""
+        """Raises `MachineError` if there was no answer; then the connection is closed, unless it is alive."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS
 
@@ -172,38 +183,29 @@ class McpServer:
             if error.code == INVALID_PARAMS:
                 return ToolOutcome.WRONG_ARGUMENTS, error.message
             fault = f"{type(error).__name__}: {error.message}"
-            if not self._may_be_lost(error) or await connection.is_alive():
+            if await connection.is_alive():
                 if not self._is_cut_off(error):
                     return ToolOutcome.ERROR, error.message or f"Error {error.code}."
-                raise MachineError(f"{self._lost(name)}: {fault}") from error  # the connection has others' calls
+                raise MachineError(f"{self._lost(name)}: {fault}") from error  # other calls still use the connection
         except TimeoutError:
-            if limit.expired() and await connection.is_alive():  # the call is slow, not the server
+            if limit.expired() and await connection.is_alive():  # only the call is slow
                 return ToolOutcome.TIMEOUT, f"{name} gave no answer within {self.config.wall_s:g} s."
-            fault = f"no sign of life for {_SIGN_OF_LIFE_S:g} s after a call of {self.config.wall_s:g} s"
-        except (ValidationError, RuntimeError) as error:  # what came back is no result, or not what its schema promises
+            fault = f"it lists no tools within {_ALIVE_S:g} s, after a call of {self.config.wall_s:g} s"
+        except (ValidationError, RuntimeError) as error:  # the answer is no result, or differs from its schema
             if await connection.is_alive():
-                return ToolOutcome.ERROR, f"The answer of {name} is not what it should be: {_told(error).splitlines()[0]}"
-            fault = _told(error)
-        except Exception as error:  # noqa: BLE001 - of the transport: what it raises when a server goes is not promised
+                return ToolOutcome.ERROR, f"The answer of {name} is invalid: {_innermost(error).splitlines()[0]}"
+            fault = _innermost(error)
+        except Exception as error:  # noqa: BLE001 - the errors of the transport are not documented
             fault = f"{type(error).__name__}: {error}"
         words = connection.last_words()
         await self._drop(connection)
         raise MachineError(f"{self._lost(name)}: {fault}{words}")
 
     def _lost(self, name: str) -> str:
-        return f"the MCP server {self.config.server} was lost under a call of {name}"
-
-    def _may_be_lost(self, error: MCPError) -> bool:
-        """Whether the library makes such errors itself where no answer came; any other is the answer of a server that lives."""
-        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR
-
-        if self.config.url is None:
-            return error.code == CONNECTION_CLOSED
-        of_status = (INVALID_REQUEST, METHOD_NOT_FOUND, PARSE_ERROR)  # 404: its session is over; a redirection; no message
-        return error.code in of_status or self._is_cut_off(error)
+        return f"the MCP server {self.config.server} was lost during a call of {name}"
 
     def _is_cut_off(self, error: MCPError) -> bool:
-        """Whether HTTP lost the answer, be the server alive or not: the stream broke off, or a proxy answered 5xx."""
+        """Whether HTTP lost the answer, with the server alive or not: the stream ended early, or a proxy answered 5xx."""
         from mcp.types import CONNECTION_CLOSED
 
         return self.config.url is not None and (error.code == CONNECTION_CLOSED or error.message == _FAILED_STATUS)
@@ -223,7 +225,7 @@ class McpServer:
 
 
 class _Connection:
-    """A task that holds the library's client open until it is told to stop, or the server goes."""
+    """A task that holds the library's client open until `close`, or until the server is lost."""
 
     def __init__(self, config: McpToolsConfig, *, secret: str) -> None:
         self._config = config
@@ -245,7 +247,7 @@ class _Connection:
             await connection.close()
             if not isinstance(error, Exception):
                 raise
-            fault = f"no answer within {config.start_s:g} s" if isinstance(error, TimeoutError) else _told(error)
+            fault = f"no answer within {config.start_s:g} s" if isinstance(error, TimeoutError) else _innermost(error)
             raise MachineError(f"the MCP server {config.server} cannot be reached: {fault}{words}") from error
         return connection
 
@@ -258,32 +260,32 @@ class _Connection:
         return self._holder.done()
 
     async def is_alive(self) -> bool:
-        """Whether it still lists its tools."""
+        """Whether the server still lists its tools."""
         try:
-            async with asyncio.timeout(_SIGN_OF_LIFE_S):
+            async with asyncio.timeout(_ALIVE_S):
                 await self.client.list_tools(cache_mode="bypass")
-        except Exception:  # noqa: BLE001 - whatever it is, it is no sign of life
+        except Exception:  # noqa: BLE001 - any error means no
             return False
         return True
 
     def last_words(self) -> str:
-        """The end of what the program wrote to stderr, for a message; empty for a server at an address."""
+        """The end of the program's stderr, for a message; empty for a server at an address."""
         if self._log.closed:
             return ""
         self._log.seek(0)
         lines = " ".join(self._log.read()[-300:].split())
-        return f". Its last words: {lines}" if lines else ""
+        return f". It printed: {lines}" if lines else ""
 
     async def close(self) -> None:
-        """Safe to call twice; the program, if there is one, has ended when this returns."""
+        """Safe to call twice. A program has ended when this returns."""
         self._stop.set()
         if not self._ready.done():
             self._holder.cancel()
-        _, running = await asyncio.wait([self._holder], timeout=_FAREWELL_S)
+        _, running = await asyncio.wait([self._holder], timeout=_CLOSE_S)
         for each in running:
             each.cancel()
         if self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # seen
+            self._ready.exception()  # or asyncio logs that it was never retrieved
         self._log.close()
 
     async def _hold(self) -> None:
@@ -295,7 +297,7 @@ class _Connection:
                 await self._stop.wait()
         except BaseException as error:
             if not self._ready.done():
-                self._ready.set_exception(error if isinstance(error, Exception) else MachineError("it was given up"))
+                self._ready.set_exception(error if isinstance(error, Exception) else MachineError("the attempt was cancelled"))
             if not isinstance(error, Exception):
                 raise
             logger.info("the MCP server %s: %s", self._config.server, error)
@@ -303,8 +305,7 @@ class _Connection:
 
 @asynccontextmanager
 async def _transport(config: McpToolsConfig, secret: str, log: TextIO) -> AsyncIterator[Any]:
-    """What the library's client speaks through, not yet opened."""
-    import httpx2  # the library's own
+    """The transport of the library's client, not yet opened."""
     from mcp import StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
@@ -314,13 +315,13 @@ async def _transport(config: McpToolsConfig, secret: str, log: TextIO) -> AsyncI
         yield stdio_client(server, errlog=log)
         return
     headers = {name: value.replace("{key}", secret) for name, value in config.headers.items()}
-    limits = httpx2.Timeout(config.start_s, read=None)  # how long an answer may take is each call's to say
+    limits = httpx2.Timeout(config.start_s, read=None)  # each call has its own limit for the answer
     async with httpx2.AsyncClient(headers=headers, timeout=limits) as http:
         yield streamable_http_client(config.url, http_client=http)
 
 
 class McpTool(Tool):
-    """One tool of a server. What the server keeps from call to call, all rollouts share."""
+    """One tool of a server. All rollouts share the state of the server."""
 
     def __init__(self, server: McpServer, name: str, spec: ToolSpec) -> None:
         self._server = server
@@ -336,19 +337,21 @@ class McpTool(Tool):
         return self._server.config.longest_call_s
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
-        """Call it once; again only where the server was lost under the call. Raises `ToolBroken`."""
+        """Call it; again only if the server was lost during the call. Raises `ToolBroken`."""
         started_at = time.perf_counter()
         outcome, text = await self._server.call(self._name, arguments)
         shown = shorten(text, self._server.config.max_chars)
         return ToolResult(outcome=outcome, text=shown, duration_s=time.perf_counter() - started_at)
 
 
-def _spec(name: str, description: str | None, schema: Mapping[str, Any]) -> ToolSpec:
-    return ToolSpec(name=name, description=description or name, parameters=parameters_schema(schema, tool=name))
+def _spec(listed: ListedTool, prefix: str) -> ToolSpec:
+    name = f"{prefix}{listed.name}"
+    parameters = parameters_schema(listed.input_schema, tool=name)
+    return ToolSpec(name=name, description=listed.description or name, parameters=parameters)
 
 
 def _read(result: CallToolResult) -> tuple[ToolOutcome, str]:
-    """Its texts; what a policy cannot read (pictures, sound) is named by its kind."""
+    """The texts of the result; other content (pictures, sound) is replaced by its type."""
     parts = [each.text if each.type == "text" else f"[{each.type}]" for each in result.content]
     if not parts and result.structured_content is not None:
         parts = [to_json(result.structured_content).decode()]
@@ -358,16 +361,8 @@ def _read(result: CallToolResult) -> tuple[ToolOutcome, str]:
     return (ToolOutcome.STDOUT if text else ToolOutcome.EMPTY), text
 
 
-def _told(error: Exception) -> str:
-    """The innermost error of a group: what went wrong, not where."""
+def _innermost(error: Exception) -> str:
+    """The innermost error of a group."""
     while isinstance(error, ExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
-
-
-def _require_library() -> None:
-    with contextlib.suppress(ImportError):
-        import mcp  # noqa: F401
-
-        return
-    raise UserError("MCP servers need the library mcp: pip install 'strop[mcp]'.")

@@ -1,4 +1,4 @@
-"""The notebook of one rollout: the Python tool with a state that lasts from call to call and is copied where it branches."""
+"""The notebook of a rollout: the calls of a stateful Python tool are cells of one sandbox session."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from strop.sandbox.session import Session
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.python import PythonTool
 
+_LEASE_S = 3_600.0  # without a call, after which a notebook ends
 NEW_NOTEBOOK = "[The notebook ended with the call before; this is a new one, without its variables.]"
 
 
 class PythonNotebook(Tool):
-    """Calls are cells of one session, which opens with the first of them. Calls of one turn run in their order.
+    """The notebook of one rollout: calls are cells of one session, which opens with the first. Calls of a turn run in order.
 
-    A cell that takes its session with it (`os._exit`, too much memory, no end after its limit) has its outcome, and the next
-    one finds itself in a new session and is told so. A session that is lost by our fault breaks the tool: what it held is
-    gone, so the rollout has to be played anew.
+    A cell that ends its session (`os._exit`, too much memory, no end after its limit) has its own outcome, and the next cell
+    runs in a new session, with a line that says so. A session that the sandbox loses breaks the tool: its state is gone, so the
+    rollout is played again.
     """
 
     def __init__(self, tool: PythonTool, service: CodeService, *, seed: int) -> None:
@@ -29,8 +30,8 @@ class PythonNotebook(Tool):
         self._service = service
         self._seed = seed
         self._session: Session | None = None
-        self._may_have_ended = False  # the last cell was such that its session may have ended with it
-        self._turn = asyncio.Lock()  # the first who waits is the first who runs
+        self._may_have_ended = False  # the last cell may have ended its session
+        self._turn = asyncio.Lock()  # calls wait in order
 
     @property
     def spec(self) -> ToolSpec:
@@ -41,7 +42,7 @@ class PythonNotebook(Tool):
         return self._tool.longest_call_s
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
-        """Run one more cell. Raises `ToolBroken` when the session is lost, or cannot be opened."""
+        """Run one more cell. Raises `ToolBroken` if the session is lost or cannot be opened."""
         with clock_stopped():
             await self._turn.acquire()
         try:
@@ -50,7 +51,7 @@ class PythonNotebook(Tool):
             self._turn.release()
 
     async def fork(self) -> Tool:
-        """A notebook with the same variables and files. Raises `MachineError` when the sandbox cannot copy the session."""
+        """Return a notebook with the same variables and files. Raises `MachineError` if the sandbox cannot copy the session."""
         branch = PythonNotebook(self._tool, self._service, seed=self._seed)
         async with self._turn:
             if self._session is not None:
@@ -59,7 +60,7 @@ class PythonNotebook(Tool):
                 except SessionLost:
                     if not self._may_have_ended:
                         raise
-                    await self.close()  # both begin anew, and their next calls are told so
+                    await self.close()  # both start a new session, and their next calls say so
             branch._may_have_ended = self._may_have_ended
         return branch
 
@@ -71,7 +72,8 @@ class PythonNotebook(Tool):
     async def _run(self, request: RunRequest) -> RunResult:
         is_new = self._session is None and self._may_have_ended
         if self._session is None:
-            self._session = await Session.open(self._service, self._limits())
+            limits = SessionLimits(memory_mib=self._tool.config.memory_mib, seed=self._seed, lease_s=_LEASE_S)
+            self._session = await Session.open(self._service, limits)
         try:
             result = await self._session.run(request)
         except SessionLost:
@@ -82,12 +84,8 @@ class PythonNotebook(Tool):
         self._may_have_ended = _may_end_session(result)
         return dataclasses.replace(result, text=f"{NEW_NOTEBOOK}\n{result.text}") if is_new else result
 
-    def _limits(self) -> SessionLimits:
-        config = self._tool.config
-        return SessionLimits(memory_mib=config.memory_mib, seed=self._seed, lease_s=config.lease_s)
-
 
 def _may_end_session(result: RunResult) -> bool:
-    """Whether a cell with this result may have taken its session with it: it was stopped, or left by an exit."""
+    """Return whether a cell with this result may have ended its session: it was stopped, or left by an exit."""
     stopped = (RunOutcome.TIMEOUT, RunOutcome.KILLED)
     return result.outcome in stopped or (result.outcome is RunOutcome.ERROR and result.exit_code is not None)

@@ -1,11 +1,12 @@
-"""What a tool owes: a name and a signature that the policy is shown, and one call at a time, run once."""
+"""The base class of tools: a name and a signature for the prompt, and calls that run once each."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from strop.registry import Component
 from strop.types import ToolOutcome
 
 
@@ -17,7 +18,7 @@ class ToolSpec:
     description: str
     parameters: Mapping[str, Any]  # a JSON schema of type object
     defaults: Mapping[str, object] = field(default_factory=dict)
-    """What stands for arguments that are left out, though the schema, as a paper prints it, asks for them. Not shown."""
+    """Values of arguments that may be left out although the schema requires them, as a paper prints it. Not shown."""
 
     def as_function(self) -> dict[str, Any]:
         """The wire form that chat templates and prompts print."""
@@ -36,22 +37,30 @@ class ToolResult:
     duration_s: float
 
 
-class Tool(Protocol):
-    """Something the policy may call. Subclass it: only `spec` and `call` have to be written.
+class Tool(Component):
+    """Something the policy may call. A subclass gives `spec` (a property, or a value) and `call`.
 
     What a recipe names is shared by all rollouts and holds no state of any one of them. A tool that keeps something from one
     call to the next gives each rollout an object of its own, by `start`; where the rollout branches, `fork` copies it.
     """
 
+    class Config(Component.Config):
+        """A tool has no keys by itself."""
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     @property
-    def spec(self) -> ToolSpec: ...
+    def spec(self) -> ToolSpec:
+        """What the prompt shows of the tool."""
+        raise NotImplementedError
 
     @property
     def longest_call_s(self) -> float:
         """Within how many seconds every call has come to an end by the tool's own limits; 0: it sets none.
 
-        A call that is silent for `limits.deadline_s` beyond it is our fault, and the rollout is played again; so a tool whose
-        calls the policy can make slow should end them itself, with a `timeout`.
+        A call without an answer for `limits.deadline_s` beyond it counts as a failure of the machine, and the rollout is played
+        again. A tool whose calls the policy can make slow should end them itself, with a timeout.
         """
         return 0.0
 
@@ -61,9 +70,10 @@ class Tool(Protocol):
         `seed` belongs to the call; the same arguments and seed, after the same earlier calls, give the same text. Cancelled,
         it lets go of what it holds.
         """
+        raise NotImplementedError
 
     async def start(self, *, seed: int) -> Tool:
-        """The tool of one rollout, with the rollout's seed; whoever asked closes it. One without state is its own."""
+        """Return the tool of one rollout, with its seed; the caller closes it. A tool without state returns itself."""
         return self
 
     async def fork(self) -> Tool:
@@ -77,3 +87,8 @@ class Tool(Protocol):
     async def close(self) -> None:
         """The rollout is over. Safe to call twice; what all rollouts share stays open."""
         return None  # noqa: RET501 - a body, so that a subclass need not write one
+
+
+def encodable(text: str) -> str:
+    r"""Return `text` with halves of surrogate pairs escaped (`\ud83d`), which neither UTF-8 nor a tokenizer can hold."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
 """The Python tool: runs the policy's program in a sandbox and shows one of the four responses of rStar2-Agent section 2.1.
 
-Printed output; else the last expression as IPython would show it; an error with its traceback; a timeout. Every call is a
-program of its own, or, with `stateful`, the next cell of the rollout's notebook, which a branch copies.
+The responses are printed output, else the last expression as IPython shows it; an error with its traceback; a timeout. Every
+call runs its own program, or, with `stateful`, the next cell of the rollout's notebook, which a branch copies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from strop.types import ToolOutcome
 
 _log = logging.getLogger(__name__)
 
-_RETRIES = 2  # of what is our fault, never of what a program did
+
+_RETRIES = 2  # of failures of the sandbox, never of a program
 _DESCRIPTION = (
     "Executes Python code with the given standard input and returns what it printed, or the value of its last expression."
 )
@@ -37,26 +38,28 @@ _OUTCOMES = {
 
 
 class PythonToolConfig(CallLimits):
-    """The tool's name in the prompt, whether it remembers, and the limits of one call."""
+    """Python programs in the sandbox."""
 
     kind: Literal["python"] = "python"
-    name: str = Field(default="execute_python_code_with_standard_io", min_length=1)  # rStar2-Agent, Figure 3
-    stateful: bool = False  # a notebook for each rollout instead of a program for each call
-    wall_s: float = Field(default=4.0, gt=0)  # of a call, stateful or not: what earlier cells took is not counted
-    memory_mib: int = Field(default=512, ge=32)  # of a program; of a whole notebook
-    max_chars: int = Field(default=4_096, ge=64)  # of what the policy is shown; head and tail are kept beyond it
-    lease_s: float = Field(default=3_600.0, gt=0)  # a notebook ends when no cell came for so long
+    # rStar2-Agent, Figure 3
+    name: str = Field(default="execute_python_code_with_standard_io", min_length=1, description="The name in the prompt.")
+    stateful: bool = Field(default=False, description="Give each rollout a notebook, instead of each call a new program.")
+    wall_s: float = Field(default=4.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
+    memory_mib: int = Field(default=512, ge=32, le=2**30, description="MiB of memory of a program, or of a whole notebook.")
+    max_chars: int = Field(
+        default=4_096, ge=64, le=10**9, description="Characters of output that the policy sees; beyond it head and tail."
+    )
 
 
 class PythonTool(Tool):
-    """Runs `code` with `input` on stdin, as a program of its own; `start` gives a rollout its notebook where one is asked for.
+    """Runs `code` with `input` on stdin as a separate program; with `stateful`, `start` gives each rollout a notebook.
 
     Args:
-        runner: where programs run; shared by all rollouts, closed by whoever made it.
+        runner: where programs run; shared by all rollouts, closed by the caller.
         config: name and limits.
 
     Raises:
-        UserError: it is to be stateful, and `runner` keeps no sessions.
+        UserError: `config.stateful` is true, and `runner` keeps no sessions.
     """
 
     def __init__(self, runner: CodeRunner, config: PythonToolConfig | None = None) -> None:
@@ -90,18 +93,20 @@ class PythonTool(Tool):
         return self._config
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
-        """Run once; `input` may be left out. Raises `ToolBroken` when the sandbox fails again and again."""
+        """Run once; `input` may be left out. Raises `ToolBroken` if the sandbox fails three times."""
         return await self.answer(arguments, self._runner.run, seed=seed)
 
     async def start(self, *, seed: int) -> Tool:
-        from strop.tools.notebook import PythonNotebook  # which runs its cells by `answer`
+        if self._service is None:
+            return self
+        from strop.tools.notebook import PythonNotebook  # most recipes run each program on its own
 
-        return self if self._service is None else PythonNotebook(self, self._service, seed=seed)
+        return PythonNotebook(self, self._service, seed=seed)
 
     async def answer(
         self, arguments: Mapping[str, object], run: Callable[[RunRequest], Awaitable[RunResult]], *, seed: int
     ) -> ToolResult:
-        """What the policy reads of the run of `arguments` by `run`."""
+        """Run `arguments` with `run`, and return what the policy reads."""
         started_at = time.perf_counter()
         code, stdin = arguments.get("code"), arguments.get("input", "")
         if mistake := self._mistake(arguments):
@@ -124,7 +129,7 @@ class PythonTool(Tool):
         )
 
     def _mistake(self, arguments: Mapping[str, object]) -> str:
-        """What is wrong with the arguments, in words for the policy; empty when nothing is."""
+        """Return what is wrong with the arguments, in words for the policy; empty if nothing is."""
         if "code" not in arguments:
             return f"{self.spec.name}: the argument 'code' is missing."
         for name, value in arguments.items():
@@ -139,7 +144,7 @@ class PythonTool(Tool):
         for _ in range(1 + _RETRIES):
             try:
                 result = await run(request)
-            except SessionLost as error:  # and what earlier cells made with it: only a new rollout has another
+            except SessionLost as error:  # with the state of earlier cells; only a new rollout has another
                 raise ToolBroken(f"{self.spec.name}: {error}") from error
             except MachineError as error:
                 fault = str(error)
@@ -169,7 +174,7 @@ def _service_of(runner: CodeRunner, config: PythonToolConfig) -> CodeService:
 
 
 def shorten(text: str, max_chars: int) -> str:
-    """`text`, or its head and its tail of together `max_chars` characters around a line that counts what is left out."""
+    """Return `text`, or its head and tail with together `max_chars` characters around a line that counts the rest."""
     if len(text) <= max_chars:
         return text
     head, tail = max_chars - max_chars // 2, max_chars // 2

@@ -41,10 +41,10 @@ def _written_out(node: Any, definitions: Mapping[str, Any], inside: tuple[str, .
                 f"tool {tool}: the type {name} of an argument holds itself, or is not defined; the policy cannot be shown it."
                 " Take a flat type, or text that the tool reads."
             )
-        if isinstance(definitions[name], bool):  # anything, or nothing: what stands beside it narrows neither for a policy
+        if isinstance(definitions[name], bool):  # anything, or nothing: further keys narrow neither for a policy
             return definitions[name]
-        beside = {key: value for key, value in node.items() if key != "$ref"}
-        return _written_out({**definitions[name], **beside}, definitions, (*inside, name), tool)
+        siblings = {key: value for key, value in node.items() if key != "$ref"}
+        return _written_out({**definitions[name], **siblings}, definitions, (*inside, name), tool)
     is_field_table = isinstance(node.get("properties"), Mapping)
     written = {}
     for key, value in node.items():
@@ -58,26 +58,26 @@ def _written_out(node: Any, definitions: Mapping[str, Any], inside: tuple[str, .
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What stands above the sections of a docstring, and what its `Args:` section says of each argument."""
+    """Return the text above the sections of a docstring, and the description of each argument in its `Args:` section."""
     text = inspect.cleandoc(text)
     sections = list(_SECTION.finditer(text))
     description = text[: sections[0].start()].strip() if sections else text
-    told: dict[str, str] = {}
+    described: dict[str, str] = {}
     ends = [section.start() for section in sections[1:]] + [len(text)]
     for section, end in zip(sections, ends, strict=False):
         if section[1] in ("Args", "Arguments", "Parameters"):
-            told |= _arguments(text[section.end() : end])
-    return description, told
+            described |= _arguments(text[section.end() : end])
+    return description, described
 
 
 def _arguments(section: str) -> dict[str, str]:
     lines = [line for line in inspect.cleandoc(section).splitlines() if line.strip()]
-    told: dict[str, str] = {}
+    described: dict[str, str] = {}
     name = ""
     for line in lines:
         named = _ARGUMENT.match(line)
         if named:
-            name, told[named[1]] = named[1], named[2].strip()
+            name, described[named[1]] = named[1], named[2].strip()
         elif name:
-            told[name] = f"{told[name]} {line.strip()}".strip()
-    return told
+            described[name] = f"{described[name]} {line.strip()}".strip()
+    return described

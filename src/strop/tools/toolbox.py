@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from pydantic import Field
 
+from strop import user_code
+from strop.registry import OrOwn
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.function import FunctionToolConfig
 from strop.tools.limits import capped
 from strop.tools.mcp import McpToolsConfig
-from strop.tools.protocol import Tool
+from strop.tools.protocol import Tool, ToolSpec
 from strop.tools.python import PythonTool, PythonToolConfig
 from strop.tools.search.tool import SearchToolConfig
 
-ToolConfig: TypeAlias = Annotated[
-    PythonToolConfig | SearchToolConfig | FunctionToolConfig | McpToolsConfig, Field(discriminator="kind")
-]
+if TYPE_CHECKING:
+    ToolConfig: TypeAlias = PythonToolConfig | SearchToolConfig | FunctionToolConfig | McpToolsConfig | Tool
+else:
+    _BuiltIn = Annotated[PythonToolConfig | SearchToolConfig | FunctionToolConfig | McpToolsConfig, Field(discriminator="kind")]
+    ToolConfig = Annotated[_BuiltIn, OrOwn(Tool)]
 
 TOOL_KINDS = ("python", "search", "function", "mcp")
 """A table that is called like a kind is of that kind, unless it says otherwise."""
@@ -38,7 +42,8 @@ async def open_tools(configs: Mapping[str, ToolConfig], runner: CodeRunner) -> A
     async with AsyncExitStack() as stack:
         tools: list[Tool] = []
         for name, config in configs.items():
-            tools += capped(await _open(config, runner, stack, key=f"tools.{name}"), config)
+            opened = await _open(config, runner, stack, key=f"tools.{name}")
+            tools += opened if isinstance(config, Tool) else capped(opened, config)
         yield tuple(tools)
 
 
@@ -52,3 +57,8 @@ async def _open(config: ToolConfig, runner: CodeRunner, stack: AsyncExitStack, *
             return [config.open(key=key)]
         case McpToolsConfig():
             return await config.open(stack, key=key)
+        case Tool():  # a class of the user's
+            if not isinstance(config.spec, ToolSpec):
+                remedy = "It must be a strop.ToolSpec"
+                raise user_code.returned(type(config), config.spec, remedy, what=f"{key}: {type(config).__qualname__}.spec")
+            return [config]

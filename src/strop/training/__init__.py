@@ -2,17 +2,14 @@
 
 from strop.training.batch import Microbatch, TokenBatch, microbatches, pack, split_by_group
 from strop.training.config import CriticConfig, CriticOptimizerConfig, LoraConfig, OptimizerConfig, Schedule, TrainerConfig
-from strop.training.opening import open_trainer
-from strop.training.protocol import Trainer, UpdateReport, WeightsLost
+from strop.training.optimizer import UpdateReport, WeightsLost
 from strop.training.sft import Demonstration, Segment, pack_demonstrations, sft_token_loss, sft_token_statistics
-from strop.training.trainer import LocalTrainer
-from strop.training.workers import WorkerTrainer
+from strop.training.trainer import Trainer
 
 __all__ = [
     "CriticConfig",
     "CriticOptimizerConfig",
     "Demonstration",
-    "LocalTrainer",
     "LoraConfig",
     "Microbatch",
     "OptimizerConfig",
@@ -23,9 +20,7 @@ __all__ = [
     "TrainerConfig",
     "UpdateReport",
     "WeightsLost",
-    "WorkerTrainer",
     "microbatches",
-    "open_trainer",
     "pack",
     "pack_demonstrations",
     "sft_token_loss",

@@ -1,27 +1,63 @@
-"""Trajectories laid out as token columns, with each token's share of the update.
+"""Trajectories as padded rows of tokens, with each token's share of the update; and the micro-batches of an update.
 
-One row per trajectory, in canonical order; `T` is the longest row. Column `t` of every per-token tensor speaks of the token
-`ids[:, t]`, which the model predicts from `ids[:, :t]`; so column 0 is never trained on.
+One row per trajectory, in canonical order; `T` is the longest row. Column `t` of every per-token tensor belongs to the token
+`ids[:, t]`, which the model predicts from `ids[:, :t]`. Column 0 is never trained on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from strop.algorithms.aggregation import Aggregation, token_weights
-from strop.algorithms.protocol import Column, Selection
-from strop.training.packing import shared_lengths
-from strop.training.world import World
+from strop.algorithms.losses import Aggregation, token_weights
+from strop.algorithms.method import Column, Selection
+from strop.training.config import TrainerConfig
 from strop.types import ScoredTrajectory, Trajectory
+
+MIN_SHARED = 16  # tokens; below, computing them again costs less than attending to them apart
+# On CUDA a row behind a shared beginning needs a mask, with which kernels compute the half of its own scores that causal ones
+# leave out: 2 h L^2 operations a layer of width h for L own tokens, against 24 h^2 for each shared one. Here h is 1024.
+# One rule for all devices: micro-batches depend only on the batch.
+_MOST_OWN_SQUARED = 12 * 1024
+UNIT = 16  # tokens; for each number of rows that is no multiple of it, products compile kernels, and keep them
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes that train one model together, as one of them sees it. By default there is only this one."""
+
+    rank: int = 0
+    size: int = 1
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Return the sum over all ranks, on every rank."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, on every rank."""
+        values = [value] * self.size
+        if self.size > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def wait(self) -> None:
+        """Wait until all ranks are here."""
+        if self.size > 1:
+            dist.barrier()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ban:
-    """Ids that could not be drawn at the first tokens of each completion: stop ids, before `sampling.min_tokens`."""
+    """Ids that cannot be drawn in the first tokens of each completion: stop ids before `sampling.min_tokens`."""
 
     ids: frozenset[int]
     num_tokens: int
@@ -40,9 +76,9 @@ class TokenBatch:
     loss_weights: Tensor  # float32, each token's share of the update (law 4); 0 where masked
     advantages: Tensor  # float32, 0 where masked
     sampled_logprobs: Tensor  # float32, nats, 0 where nothing was sampled
-    columns: Mapping[Column, Tensor]  # float32; those that were asked for
+    columns: Mapping[Column, Tensor]  # float32; the requested ones
     temperature: float  # at which the tokens were sampled, and are scored (law 5)
-    is_banned: Tensor  # bool, True on tokens in whose place none of `banned_ids` could be drawn: scored likewise
+    is_banned: Tensor  # bool, True on tokens that were drawn, and are scored, without `banned_ids`
     banned_ids: tuple[int, ...]
 
     @property
@@ -51,18 +87,18 @@ class TokenBatch:
         return int(self.loss_mask.sum())
 
     def to(self, device: torch.device) -> TokenBatch:
-        return TokenBatch(
-            ids=self.ids.to(device),
-            lengths=self.lengths.to(device),
-            loss_mask=self.loss_mask.to(device),
-            loss_weights=self.loss_weights.to(device),
-            advantages=self.advantages.to(device),
-            sampled_logprobs=self.sampled_logprobs.to(device),
-            columns={column: values.to(device) for column, values in self.columns.items()},
-            temperature=self.temperature,
-            is_banned=self.is_banned.to(device),
-            banned_ids=self.banned_ids,
-        )
+        return self._map(lambda values: values.to(device))
+
+    def rows(self, index: Tensor, num_columns: int) -> TokenBatch:
+        """Return the first columns of some rows."""
+        taken = self._map(lambda values: values[index] if values.dim() == 1 else values[index, :num_columns])
+        return replace(taken, lengths=taken.lengths.clamp(max=num_columns))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> TokenBatch:
+        fields: dict[str, Any] = {
+            name: change(value) for name in self.__slots__ if isinstance(value := getattr(self, name), Tensor)
+        }
+        return replace(self, **fields, columns={column: change(values) for column, values in self.columns.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +115,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """Rows of a batch that go through the model at once, as a batch of their own, cut after their last trained token."""
+    """Rows of a batch that go through the model together, cut after their last trained token."""
 
     rows: Tensor  # int64 (n,), where they stand in the whole batch
     batch: TokenBatch
@@ -94,17 +130,16 @@ def pack(
     constant: int | None = None,
     ban: Ban = NO_BAN,
 ) -> TokenBatch:
-    """The kept trajectories of one update as a batch, in canonical order (law 4); of no rows if none was kept.
+    """Return the kept trajectories of one update as a batch, in canonical order; without rows if none was kept.
 
-    Masks come from each trajectory's provenance (law 2), by way of its selection. Weights are computed here, over the whole
-    update, and never again.
+    Masks come from the selections. The weights of the tokens are computed here, once, over the whole update.
 
     Args:
         selections: the groups of one update, in any order.
         advantages: `method.advantages(selections)`: per selection and kept trajectory a tensor (len(trajectory.ids),).
         aggregation, constant: the method's.
         temperature: at which the tokens were sampled.
-        ban: under which they were sampled.
+        ban: the ban with which they were sampled.
 
     Raises:
         ValueError: advantages do not match the trajectories.
@@ -138,7 +173,7 @@ def _is_banned(trajectory: Trajectory, ban: Ban) -> list[bool]:
 
 
 def in_canonical_order(selections: Sequence[Selection]) -> list[ScoredTrajectory]:
-    """What was kept, in the order of the rows of `pack`."""
+    """Return the kept trajectories in the order of the rows of `pack`."""
     kept = (scored for selection in selections for scored in selection.kept)
     return sorted(kept, key=lambda scored: scored.trajectory.key)
 
@@ -151,7 +186,7 @@ def pack_rows(
     constant: int | None = None,
     banned_ids: tuple[int, ...] = (),
 ) -> TokenBatch:
-    """`rows` of one update in the order given, padded on the right to the longest of them.
+    """Return the rows of one update in the given order, padded on the right to the longest.
 
     Raises:
         ValueError: the sequences of a row differ in length.
@@ -192,11 +227,11 @@ def pack_rows(
 
 
 def split_by_group(selections: Sequence[Selection], num_minibatches: int) -> list[list[Selection]]:
-    """The groups that kept something, in canonical order, in `num_minibatches` runs of nearly equal numbers of groups.
+    """Split the groups with kept trajectories, in canonical order, into `num_minibatches` parts of nearly equal size.
 
-    A mini-batch is one update: `pack` each of them by itself, and score it by itself, so that each update's weights sum as its
-    aggregation says. Groups are never torn. With fewer groups than mini-batches asked for, there is one mini-batch a group;
-    with none, there is none. The first mini-batches hold the one group more that an uneven division leaves.
+    A mini-batch is one update: `pack` and score each separately, so that the weights of each update sum as its aggregation
+    says. Groups are never split. With fewer groups than mini-batches, each group is a mini-batch; without groups there is
+    none. If the division is uneven, the first mini-batches hold one group more.
 
     Raises:
         ValueError: `num_minibatches` is not positive.
@@ -215,26 +250,26 @@ def split_by_group(selections: Sequence[Selection], num_minibatches: int) -> lis
 
 
 def microbatches(batch: TokenBatch, max_tokens: int, *, is_packed: bool = False) -> list[Microbatch]:
-    """`batch` in parts of at most `max_tokens` tokens that go through the model; a longer row goes by itself.
+    """Split `batch` into parts of at most `max_tokens` tokens that go through the model. A longer row is a part of its own.
 
-    Packed, rows stay in canonical order, where those of a group are neighbours, and what a row shares with the row before it
-    is not counted again. Otherwise shortest rows come first, rows of equal length in canonical order, and padding counts.
+    If packed, rows stay in canonical order, so that rows of a group are neighbours, and a prefix shared with the row before
+    is not counted again. Otherwise rows are sorted by length, and padding counts.
 
-    A row counts up to its last trained token, since nothing after it reaches the loss; a row without one is left out. The
+    A row counts up to its last trained token, because later tokens do not reach the loss. A row without one is left out. The
     parts are a pure function of the batch.
     """
     positions = torch.arange(1, batch.loss_mask.shape[1] + 1)
     lengths = (batch.loss_mask * positions).amax(1) if len(batch.lengths) else torch.zeros(0, dtype=torch.int64)
     rows = lengths.nonzero().squeeze(1)
     parts = _packed(batch.ids[rows], lengths[rows], max_tokens) if is_packed else _padded(lengths[rows], max_tokens)
-    return [_take(batch, rows[part], int(lengths[rows[part]].max())) for part in parts]
+    return [Microbatch(rows=rows[part], batch=batch.rows(rows[part], int(lengths[rows[part]].max()))) for part in parts]
 
 
 def shares(batch: TokenBatch, max_tokens: int, is_packed: bool, world: World) -> list[Microbatch]:
-    """This rank's micro-batches of `batch`; every rank gets as many, some of them blank.
+    """Return this rank's micro-batches of `batch`. Every rank gets the same number, some of them blank.
 
-    Those of a rank alone are those of `microbatches`. For several they are made so small that all ranks have some, and about
-    as much each. A blank one weighs nothing: its rank only takes part in what all ranks do together.
+    A single rank gets those of `microbatches`. For several ranks they are
+    smaller, so that each rank has about as much work. A blank one has no weight: its rank only joins collective operations.
     """
     parts = microbatches(batch, max_tokens, is_packed=is_packed)
     if world.size == 1 or not parts:
@@ -249,8 +284,8 @@ def shares(batch: TokenBatch, max_tokens: int, is_packed: bool, world: World) ->
 
 
 def _blank(part: Microbatch) -> Microbatch:
-    """The first two tokens of a part, none of which is trained on."""
-    taken = _take(part.batch, torch.zeros(1, dtype=torch.int64), 2).batch
+    """Return the first two tokens of a part, without loss."""
+    taken = part.batch.rows(torch.zeros(1, dtype=torch.int64), 2)
     nothing = torch.zeros_like(taken.loss_mask)
     blank = replace(taken, loss_mask=nothing, loss_weights=nothing.float(), advantages=nothing.float())
     return Microbatch(rows=part.rows[:1], batch=blank)
@@ -280,20 +315,168 @@ def _padded(lengths: Tensor, max_tokens: int) -> list[list[int]]:
     return parts
 
 
-def _take(batch: TokenBatch, index: Tensor, num_columns: int) -> Microbatch:
-    def cut(values: Tensor) -> Tensor:
-        return values[index, :num_columns]
+@torch.no_grad()
+def score_rows(batch: TokenBatch, config: TrainerConfig, world: World, score: Callable[[TokenBatch], Tensor]) -> Tensor:
+    """Return float32 (N, T) on the CPU: the scores of all rows, of which each rank computes its share.
 
-    taken = TokenBatch(
-        ids=cut(batch.ids),
-        lengths=batch.lengths[index].clamp(max=num_columns),
-        loss_mask=cut(batch.loss_mask),
-        loss_weights=cut(batch.loss_weights),
-        advantages=cut(batch.advantages),
-        sampled_logprobs=cut(batch.sampled_logprobs),
-        columns={column: cut(values) for column, values in batch.columns.items()},
-        temperature=batch.temperature,
-        is_banned=cut(batch.is_banned),
-        banned_ids=batch.banned_ids,
+    Args:
+        score: (n, T') for a micro-batch on the device; depends only on its own rows, up to rounding.
+    """
+    scores = torch.zeros(batch.ids.shape)
+    for part in shares(batch, config.max_tokens_per_microbatch, config.packing, world):
+        of_part = score(part.batch.to(torch.device(config.device)))
+        if part.batch.num_loss_tokens:
+            scores[part.rows, : of_part.shape[1]] = of_part.cpu()
+    return world.sum(scores)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The first `length` tokens of what `row` has for itself."""
+
+    row: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Read:
+    """Tokens that attend to others: a row to itself, causally, or rows to all of a piece that they share."""
+
+    queries: slice
+    keys: slice
+    is_own: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waves:
+    """Reads in the order in which threads compute them: of a wave no two have a query, or a key, in common."""
+
+    reads: Tensor  # int64 (R, 5): the first query, how many, the first key, how many, whether it is a row's own
+    starts: Tensor  # int64 (waves + 1,), of each wave the first of its reads, and how many there are in all
+
+    @classmethod
+    def of(cls, reads: Sequence[Read]) -> Waves:
+        """First those of rows to themselves, one of each token; then each read after those before it that it touches."""
+        waves: list[list[Read]] = [[each for each in reads if each.is_own]]
+        for read in (each for each in reads if not each.is_own):
+            touched = (number for number, wave in enumerate(waves[1:], start=1) if any(_touch(read, other) for other in wave))
+            number = max(touched, default=0) + 1
+            if number == len(waves):
+                waves.append([])
+            waves[number].append(read)
+        rows = [
+            [read.queries.start, _length(read.queries), read.keys.start, _length(read.keys), int(read.is_own)]
+            for wave in waves  # of a wave, the longest first: the last ones then end at about the same time
+            for read in sorted(wave, key=lambda read: -_length(read.queries) * _length(read.keys))
+        ]
+        return cls(torch.tensor(rows), torch.tensor([0, *accumulate(map(len, waves))]))
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout:
+    """Where the tokens of rows stand when they are laid end to end."""
+
+    ids: Tensor  # int64 (1, total), with some at the end that no place points to
+    positions: Tensor  # int64 (1, total), of each token in its row
+    places: Tensor  # int64 (n, T), where each token of a row stands among `total`; 0 beyond the row
+    sizes: tuple[int, ...]  # of each row, how many tokens it has for itself
+    shared: tuple[tuple[Piece, ...], ...]  # of each row, what comes before its own tokens
+    reads: tuple[Read, ...]  # what attends to what: of every row to itself first, then to what rows share
+    waves: Waves  # the same reads
+    masks: dict[tuple[int, torch.dtype, int | None], Tensor] = field(default_factory=dict)  # made once for all layers
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(size + sum(piece.length for piece in pieces) for size, pieces in zip(self.sizes, self.shared, strict=True))
+
+
+def shared_lengths(ids: Tensor, lengths: Tensor) -> list[int]:
+    """How many of its first tokens each row shares with the row before it; 0 where sharing them would cost more than it saves.
+
+    Args:
+        ids: int64 (n, T).
+        lengths: int64 (n,), of each row.
+    """
+    if len(ids) < 2:
+        return [0] * len(ids)
+    both = torch.minimum(lengths[1:], lengths[:-1])
+    is_same = (ids[1:] == ids[:-1]) & (torch.arange(ids.shape[1], device=ids.device) < both[:, None])
+    counts = is_same.cumprod(1, dtype=torch.int8).sum(1)
+    is_worth_it = (counts >= MIN_SHARED) & ((lengths[1:] - counts) ** 2 <= _MOST_OWN_SQUARED * counts)
+    return [0, *(counts * is_worth_it).tolist()]
+
+
+def lay_out(ids: Tensor, lengths: Tensor) -> RowLayout:
+    """Args as of `shared_lengths`. The last row is padded, with tokens that are never read, to a multiple of `UNIT` in all.
+
+    For each other number of tokens the products of every layer would compile kernels, and keep them.
+    """
+    places = torch.zeros(ids.shape, dtype=torch.int64, device=ids.device)
+    sizes: list[int] = []
+    shared: list[tuple[Piece, ...]] = []
+    start = 0
+    of_rows = zip(lengths.tolist(), shared_lengths(ids, lengths), strict=True)
+    for row, (length, num_shared) in enumerate(of_rows):
+        if num_shared:
+            places[row, :num_shared] = places[row - 1, :num_shared]
+            shared.append(_first(num_shared, (*shared[-1], Piece(row - 1, sizes[-1]))))
+        else:
+            shared.append(())
+        sizes.append(length - num_shared)
+        places[row, num_shared:length] = torch.arange(start, start + sizes[-1], device=ids.device)
+        start += sizes[-1]
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    is_own = (columns < lengths[:, None]) & (columns >= (lengths - torch.tensor(sizes, device=ids.device))[:, None])
+    num_more = -start % UNIT if start >= UNIT**2 else 0
+    sizes[-1] += num_more
+    more = torch.arange(num_more, device=ids.device)
+    reads = _reads(sizes, shared)
+    return RowLayout(
+        ids=torch.cat([ids[is_own], torch.zeros_like(more)])[None],
+        positions=torch.cat([columns.expand(ids.shape)[is_own], lengths[-1] + more])[None],
+        places=places,
+        sizes=tuple(sizes),
+        shared=tuple(shared),
+        reads=reads,
+        waves=Waves.of(reads),
     )
-    return Microbatch(rows=index, batch=taken)
+
+
+def _reads(sizes: Sequence[int], shared: Sequence[tuple[Piece, ...]]) -> tuple[Read, ...]:
+    """Rows that stand together and share the same piece read it together."""
+    starts = [0, *accumulate(sizes)]
+    tokens = [slice(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    together: list[Read] = []
+    newest: dict[Piece, int] = {}  # where the last read of a piece stands in `together`
+    for own, pieces in zip(tokens, shared, strict=True):
+        for piece in pieces if own.start < own.stop else ():
+            place = newest.get(piece)
+            if place is not None and together[place].queries.stop == own.start:
+                together[place] = replace(together[place], queries=slice(together[place].queries.start, own.stop))
+            else:
+                newest[piece] = len(together)
+                start = starts[piece.row]
+                together.append(Read(queries=own, keys=slice(start, start + piece.length), is_own=False))
+    return (*(Read(queries=own, keys=own, is_own=True) for own in tokens if own.start < own.stop), *together)
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)
+
+
+def _touch(one: Read, other: Read) -> bool:
+    both = (one.queries, other.queries), (one.keys, other.keys)
+    return any(a.start < b.stop and b.start < a.stop for a, b in both)
+
+
+def _first(length: int, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    """The first `length` tokens of `pieces`."""
+    taken = []
+    for piece in pieces:
+        if length <= 0:
+            break
+        if piece.length:
+            taken.append(Piece(piece.row, min(piece.length, length)))
+            length -= piece.length
+    return tuple(taken)

@@ -1,8 +1,7 @@
-"""Settings of the trainer and its optimizer, and the learning rate of each update."""
+"""The `trainer` table of a recipe."""
 
 from __future__ import annotations
 
-import math
 from enum import StrEnum
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -12,109 +11,111 @@ from strop.config import Config
 
 
 class Schedule(StrEnum):
-    """What the learning rate does after the warm-up."""
+    """The learning rate after the warm-up."""
 
     CONSTANT = "constant"
-    COSINE = "cosine"  # half a cosine down to `final_lr_fraction`, reached after the last update
+    COSINE = "cosine"  # falls to `final_lr_fraction` after the last update
 
 
 _Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+_MAX_COUNT = 10**9
 
 
 class OptimizerConfig(Config):
     """AdamW. Vectors (norms, biases) are never decayed."""
 
-    lr: float = Field(default=1e-6, gt=0)  # rStar2-Agent (arXiv 2508.20722) section 4.3
-    betas: tuple[_Decay, _Decay] = (0.9, 0.95)  # CS336 assignment 5
-    weight_decay: float = Field(default=0.0, ge=0)
-    eps: float = Field(default=1e-8, gt=0)
-    grad_clip: float = Field(default=1.0, ge=0)  # largest gradient norm; 0: no clipping
-    warmup_updates: int = Field(default=0, ge=0)  # linear; the first update already moves
-    schedule: Schedule = Schedule.CONSTANT
-    final_lr_fraction: float = Field(default=0.0, ge=0, le=1)  # of lr, at the end of the cosine
-    moments: Literal["memory", "disk"] = "memory"  # where they lie between steps; on a disk below TMPDIR, on a CPU alone
+    # rStar2-Agent (arXiv 2508.20722) section 4.3
+    lr: float = Field(default=1e-6, gt=0, le=1e38, description="Learning rate after the warm-up.")
+    # CS336 assignment 5
+    betas: tuple[_Decay, _Decay] = Field(default=(0.9, 0.95), description="Decay rates of the two moments.")
+    weight_decay: float = Field(default=0.0, ge=0, le=10, description="Decoupled weight decay of matrices.")
+    eps: float = Field(default=1e-8, gt=0, le=1e9, description="Added to the root of the second moment.")
+    grad_clip: float = Field(default=1.0, ge=0, le=1e9, description="Largest norm of the gradient. 0: no clipping.")
+    warmup_updates: int = Field(
+        default=0, ge=0, le=_MAX_COUNT, description="Updates of the linear warm-up. The first has a rate above 0."
+    )
+    schedule: Schedule = Field(default=Schedule.CONSTANT, description="Learning rate after the warm-up: constant or cosine.")
+    final_lr_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of lr at the end of a cosine.")
+    moments: Literal["memory", "disk"] = Field(
+        default="memory", description="Where the moments are between steps. disk: in files below TMPDIR, only on a CPU."
+    )
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW of the critic, which has to keep up with the policy."""
+    """AdamW of the critic."""
 
-    lr: float = Field(default=1e-5, gt=0)  # ten times the policy's default
+    lr: float = Field(default=1e-5, gt=0, le=1e38, description="Learning rate; by default ten times the policy's.")
 
 
 class CriticConfig(Config):
-    """What is different of the critic, where the method has one; all else is as of the policy."""
+    """The keys in which the critic of a method differs from the policy."""
 
-    optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    alone_steps: int = Field(default=0, ge=0)  # first steps of a stage, in which the critic learns and the policy does not
+    optimizer: CriticOptimizerConfig = Field(default=CriticOptimizerConfig(), description="Optimizer of the critic.")
+    alone_steps: int = Field(
+        default=0, ge=0, le=_MAX_COUNT, description="Steps at the start of a stage that train only the critic."
+    )
 
 
 class LoraConfig(Config):
-    """Low-rank matrices beside frozen ones (LoRA, arXiv 2106.09685)."""
+    """Low-rank matrices next to frozen ones (LoRA, arXiv 2106.09685)."""
 
-    rank: int = Field(default=16, gt=0)
-    alpha: int = Field(default=32, gt=0)  # what they add is scaled by alpha / rank
-    targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"  # or names of layers: "q_proj"; the head is never one
-    seed: int = 0  # of the random half
+    rank: int = Field(default=16, gt=0, le=65_536, description="Rank of the added matrices.")
+    alpha: int = Field(default=32, gt=0, le=10**6, description="The added product is scaled by alpha / rank.")
+    targets: Literal["all-linear"] | tuple[str, ...] = Field(
+        default="all-linear", description='Names of linear layers, such as "q_proj", or all of them except the head.'
+    )
+    seed: int = Field(default=0, ge=0, le=2**63 - 1, description="Seed of the matrices that start with random values.")
 
 
 class TrainerConfig(Config):
     """How one model is trained."""
 
-    optimizer: OptimizerConfig = OptimizerConfig()
-    precision: Literal["float32", "bfloat16"] = "float32"  # to compute in; weights, gradient sums and optimizer are float32
-    lora: LoraConfig | None = None  # train an adapter; unset: all weights
-    critic: CriticConfig = CriticConfig()  # of a method that has one
-    workers: int = Field(default=0, ge=0)  # processes that divide the model among them; 0: this one has all of it
-    worker_timeout_s: float = Field(default=1800.0, gt=0)  # of one call of them, until the silent one is named
-    device: str = "cpu"  # or "cuda", "cuda:1"
-    max_tokens_per_microbatch: int = Field(default=16_384, gt=0)  # decides memory, never the gradient (law 4)
-    packing: bool = True  # rows end to end, without padding, and what rows of a group begin with computed once
-    activation_checkpointing: bool = False  # compute layers again in the backward pass instead of keeping what they computed
-    max_logits: int = Field(default=2**25, gt=0)  # held at once, and not computed twice; in bfloat16 64 MiB
-    background_checkpoints: bool = True  # copy what a checkpoint holds in memory, and write it while training goes on
-    max_skipped_updates: int = Field(default=3, gt=0)  # in a row, before the run says that it cannot learn
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="Optimizer of the policy.")
+    precision: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Precision of the computation. Weights, gradient sums and moments are always float32."
+    )
+    lora: LoraConfig | None = Field(default=None, description="Train a LoRA adapter. Unset: train all weights.")
+    critic: CriticConfig = Field(default=CriticConfig(), description="The critic, if the method has one.")
+    workers: int = Field(default=0, ge=0, le=1024, description="Processes that share the model. 0: train in this process.")
+    worker_timeout_s: float = Field(
+        default=1800.0, gt=0, le=86_400.0 * 365, description="Longest time of one call of the workers."
+    )
+    device: str = Field(default="cpu", max_length=64, description="cpu, cuda, or one device, such as cuda:1.")
+    max_tokens_per_microbatch: int = Field(
+        default=16_384, gt=0, le=_MAX_COUNT, description="Tokens of a micro-batch. Changes memory, never the gradient."
+    )
+    packing: bool = Field(
+        default=True, description="Place rows end to end without padding, and compute prefixes that rows share once."
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Compute layers again in the backward pass instead of keeping their activations."
+    )
+    max_logits: int = Field(
+        default=2**25, gt=0, le=10**12, description="Logits in memory at once. The default takes 64 MiB in bfloat16."
+    )
+    background_checkpoints: bool = Field(
+        default=True, description="Copy the state in memory and write the checkpoint while training continues."
+    )
+    max_skipped_updates: int = Field(
+        default=3, gt=0, le=_MAX_COUNT, description="Skipped updates in a row after which the run ends with an error."
+    )
 
     @property
     def gives_back_memory(self) -> bool:
-        """Whether what a micro-batch freed goes back to the system at once: where little memory is wanted, of the machine's."""
+        """Whether memory that a micro-batch freed is returned to the system at once."""
         return self.activation_checkpointing and self.device == "cpu"
 
     @model_validator(mode="after")
     def _can_page(self) -> Self:
-        roles = {"optimizer": self.optimizer, "critic.optimizer": self.critic.optimizer}
-        paged = [key for key, optimizer in roles.items() if optimizer.moments == "disk"]
-        if paged and not self.device.startswith("cpu"):
-            raise ValueError(
-                f"{paged[0]}.moments is 'disk' and device is {self.device!r}: moments on a disk are for a CPU. Set moments ="
-                " 'memory', and divide them with workers if they have no room."
-            )
+        if "disk" in (self.optimizer.moments, self.critic.optimizer.moments) and (self.device != "cpu" or self.workers):
+            raise ValueError("optimizer.moments = 'disk' is for device = 'cpu' without workers. Set moments = 'memory'.")
         return self
 
     @model_validator(mode="after")
     def _gives_each_worker_a_device(self) -> Self:
         if self.workers and ":" in self.device:
             raise ValueError(
-                f"device is {self.device!r} and workers is {self.workers}: worker k computes on device k."
+                f"device is {self.device!r}, but with workers, worker k computes on device k."
                 f" Set device = {self.device.partition(':')[0]!r}, or workers = 0."
             )
         return self
-
-
-def learning_rate(config: OptimizerConfig, update: int, total_updates: int | None) -> float:
-    """The learning rate of the update that comes after `update` others.
-
-    Raises:
-        ValueError: a cosine without `total_updates`, or without an update after its warm-up.
-    """
-    if update < config.warmup_updates:
-        return config.lr * (update + 1) / config.warmup_updates
-    if config.schedule is Schedule.CONSTANT:
-        return config.lr
-    if total_updates is None or total_updates <= config.warmup_updates:
-        raise ValueError(
-            f"optimizer.schedule is 'cosine' over {total_updates} updates after {config.warmup_updates} of warm-up:"
-            " it needs a total that is larger than the warm-up"
-        )
-    progress = min(1.0, (update - config.warmup_updates) / (total_updates - config.warmup_updates))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.final_lr_fraction + (1.0 - config.final_lr_fraction) * cosine)

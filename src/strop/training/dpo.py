@@ -1,6 +1,6 @@
 """Preference pairs as token batches: DPO as a policy gradient whose advantages are known before the backward pass.
 
-The loss of a pair hangs on both of its responses, but its gradient is that of their log-probs, each times a number that a
+The loss of a pair depends on both of its responses, but its gradient is that of their log-probs, each times a number that a
 forward pass tells (`response_advantages`). So both are rows of their own, and may lie in two micro-batches (law 4).
 """
 
@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import Aggregation
 from strop.algorithms.dpo import dpo_loss, implicit_rewards, ranked_rightly, response_advantages, sequence_logprobs
-from strop.algorithms.losses import policy_gradient_token_loss
-from strop.algorithms.protocol import Column, LossInputs
+from strop.algorithms.losses import Aggregation, policy_gradient_token_loss
+from strop.algorithms.method import Column, LossInputs
 from strop.training.batch import Row, TokenBatch, pack_rows
 
 

@@ -1,44 +1,52 @@
-"""The roles of a trainer (policy, reference, critic), or one rank's part of them: the compute behind it, in plain calls."""
+"""Computes with the models of a trainer (policy, reference, critic), or with one rank's part of them."""
 
 from __future__ import annotations
 
+import resource
 import time
+import timeit
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+import transformers
+from torch import Tensor, nn
 
-from strop.algorithms.protocol import Column, LossInputs
-from strop.engine.memory import give_back_freed_memory
+from strop.algorithms.method import Column, LossInputs, checked_token_loss
 from strop.engine.protocol import weights_checksum
 from strop.errors import ModelError
-from strop.runs import read_json
-from strop.training.adapter import Adapter
-from strop.training.batch import TokenBatch, shares
-from strop.training.compute import ModelProducts, UpdateCost, seconds_since, update_cost, update_flops
+from strop.run_directory import read_json
+from strop.training.batch import TokenBatch, World, microbatches, score_rows, shared_lengths
 from strop.training.config import TrainerConfig
-from strop.training.critic import Critic
-from strop.training.figures import TokenFigures
 from strop.training.logprobs import LogprobModule
-from strop.training.optimization import Optimization
-from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
-from strop.training.reference import Reference
-from strop.training.scoring import score_rows
-from strop.training.snapshot import Snapshot, copied
-from strop.training.state import read_model, read_tensors, shell_of, write_model
-from strop.training.weights import Weights
-from strop.training.world import World
+from strop.training.lora import Adapter
+from strop.training.models import load_model
+from strop.training.optimizer import (
+    Optimization,
+    TokenLoss,
+    TokenStatistics,
+    UpdateCost,
+    UpdateReport,
+    ValueLoss,
+    ValueStatistics,
+    add_up_gradient,
+)
+from strop.training.roles import Critic, Reference
+from strop.training.weights import Snapshot, Weights, WriteCheckpoint, copied, read_tensors, shell_of, write_model
+
+_MIB = 2**20
+_PROBE = {"cpu": 1024, "cuda": 8192}  # width of the products that the machine is measured by
+_NARROWEST_PROBE, _SHORT_PROBE_S, _NUM_PROBES = 128, 0.02, 8
 
 
 class Learner:
-    """Calls of `Trainer`, as they run on each rank: all ranks make the same calls, and take their shares of each batch.
+    """Implements the calls of `Trainer` on one rank. All ranks make the same calls and take their shares of each batch.
 
     Args:
-        policy: the model, in whatever form computes the log-probs of rows.
+        policy: the model, as a module that computes the log-probs of rows.
         weights: of `policy`.
         adapter: where only an adapter is trained.
         reference, critic: None where there is none.
@@ -63,9 +71,7 @@ class Learner:
         self._tokenizer_files = dict(tokenizer_files)
         self._shell = shell_of(policy.model)
         self._products = ModelProducts.of(policy.model)
-        self._writers = world.another()
-        self._device = torch.device(config.device)
-        self._optimization = Optimization(
+        self.optimization = Optimization(
             weights,
             config.optimizer,
             key="trainer.optimizer",
@@ -75,21 +81,16 @@ class Learner:
         )
 
     @property
-    def model(self) -> PreTrainedModel:
+    def model(self) -> transformers.PreTrainedModel:
         return self.policy.model
-
-    @property
-    def optimizer(self) -> torch.optim.AdamW:
-        """The policy's."""
-        return self._optimization.optimizer
 
     @property
     def num_updates(self) -> int:
         """Of the policy."""
-        return self._optimization.num_updates
+        return self.optimization.num_updates
 
     def score(self, batch: TokenBatch, column: Column) -> Tensor:
-        """What policy, reference or critic says of this rank's share of the rows, (N, T); 0 elsewhere."""
+        """Return `column` for all rows, (N, T), of which each rank computes its share."""
         self._check()
         match column:
             case Column.VALUES if self.critic is not None:
@@ -112,35 +113,8 @@ class Learner:
     def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
         self._check()
         started = time.perf_counter()
-        report = self._optimization.update(batch, lambda: self._backward(batch, loss, statistics))
-        return report if report.is_skipped else replace(report, cost=self._cost(batch, started))
 
-    def _cost(self, batch: TokenBatch, started: float) -> UpdateCost:
-        time_s, config = seconds_since(started, self._device), self.config
-        num_tokens, flops = update_flops(
-            self._products, batch, max_tokens=config.max_tokens_per_microbatch, is_packed=config.packing
-        )
-        return update_cost(
-            tokens=num_tokens,
-            flops=flops,
-            time_s=time_s,
-            device=self._device,
-            precision=config.precision,
-            world=self.world,
-        )
-
-    def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
-        if self.critic is None:
-            raise ValueError("this trainer has no critic to update: it was built without one")
-        self._check()
-        return self.critic.update(batch, loss, statistics)
-
-    def _backward(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> tuple[Tensor, TokenFigures]:
-        """Add this rank's share of the gradient up; returns its share of the loss and of the figures."""
-        total_loss = torch.zeros((), dtype=torch.float64, device=self._device)
-        figures = TokenFigures()
-        for part in shares(batch, self.config.max_tokens_per_microbatch, self.config.packing, self.world):
-            rows = part.batch.to(self._device)
+        def token_losses(rows: TokenBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
             logprobs, entropies = self.policy(rows.ids, rows.loss_mask, rows.temperature, rows.is_banned, rows.banned_ids)
             inputs = LossInputs(
                 loss_mask=rows.loss_mask,
@@ -149,65 +123,77 @@ class Learner:
                 entropies=entropies,
                 columns={Column.OLD_LOGPROBS: logprobs.detach(), **rows.columns},
             )
-            part_loss = (rows.loss_weights * loss(logprobs, inputs)).sum()
-            part_loss.backward()  # type: ignore[no-untyped-call]
-            if self.config.gives_back_memory:
-                give_back_freed_memory()
-            total_loss += part_loss.detach()
-            figures.add(rows.loss_mask, {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)})
-        return total_loss, figures
+            losses = checked_token_loss(loss, logprobs, inputs)
+            return losses, {"entropy_nats": entropies.detach(), **statistics(logprobs.detach(), inputs)}
+
+        report = self.optimization.update(batch, lambda: add_up_gradient(batch, self.config, self.world, token_losses))
+        if report.is_skipped:
+            return report
+        tokens, flops = update_flops(self._products, batch, self.config)
+        return replace(report, cost=update_cost(tokens, flops, started, self.config, self.world))
+
+    def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
+        if self.critic is None:
+            raise ValueError("this trainer has no critic to update: it was built without one")
+        self._check()
+        return self.critic.update(batch, loss, statistics)
 
     def _check(self) -> None:
-        """Raises `WeightsLost` where policy or critic have no weights any more."""
-        self._optimization.check()
+        """Raise `WeightsLost` if an update of policy or critic made weights that are not finite."""
+        self.optimization.check()
         if self.critic is not None:
             self.critic.optimization.check()
 
     def names(self) -> list[str]:
-        """Of the tensors that are published: those of a model without an adapter."""
+        """Return the names of the published tensors: those of a model without an adapter."""
         self._check()
         names = self.weights.names()
         return names if self.adapter is None else self.adapter.published_names(names)
 
     def tensor(self, name: str) -> Tensor:
-        """A published tensor in float32, whole; an adapter is merged into it. Do not write into it."""
+        """Return a published tensor in float32, with the adapter merged. Do not write into it."""
         return self.weights.whole(name) if self.adapter is None else self.adapter.merged(name, self.weights.whole)
+
+    def published(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return a copy of a published tensor in another precision."""
+        return self.tensor(name).to(dtype, copy=True)
 
     def checksum(self, dtype: torch.dtype) -> str:
         return weights_checksum((name, self.tensor(name).to(dtype)) for name in self.names())
 
     def save(self, directory: Path) -> None:
-        """Write model (or adapter), state and counters; of several ranks, the first writes what is not divided."""
+        """Write model or adapter, state and counters. The first rank writes what is not divided."""
         self.snapshot(is_copy=False).write(directory)
         self._rest()
 
     def snapshot(self, *, is_copy: bool = True) -> Snapshot:
-        """What a checkpoint holds. Without a copy it is to be written before anything is called again."""
+        """Return the content of a checkpoint. Without a copy, write it before the next call."""
         self._check()
-        state = self._optimization.moments()
+        state = self.optimization.moments()
         counters: dict[str, Any] = {
-            **self._optimization.counters(),
+            **self.optimization.counters(),
             "has_moved_reference": self.reference is not None and self.reference.has_moved,
         }
         if self.reference is not None:
             state |= self.reference.state()
         if self.critic is not None:
             state |= self.critic.state()
-            counters["critic"] = self.critic.counters()
+            counters["critic"] = self.critic.optimization.counters()
         if is_copy:
             state = copied(state)
             self._rest()
-        return Snapshot(
-            write_weights=self._weights_to_write(is_copy=is_copy), state=state, counters=counters, world=self._writers
-        )
+        return Snapshot(write_weights=self._weights_to_write(is_copy=is_copy), state=state, counters=counters, world=self.world)
+
+    def snapshot_writer(self) -> WriteCheckpoint:
+        return self.snapshot().write
 
     def _rest(self) -> None:
-        self._optimization.rest()
+        self.optimization.rest()
         if self.critic is not None:
             self.critic.optimization.rest()
 
     def _weights_to_write(self, *, is_copy: bool) -> Callable[[Path], None] | None:
-        """Writes the policy's weights, or its adapter's, below a directory; None on all ranks but the first."""
+        """Return a function that writes the policy's weights or its adapter; None on all ranks but the first."""
         if self.adapter is None:
             tensors = self._gathered(self.names(), self.tensor, is_copy=is_copy)
             shell, files = self._shell, self._tokenizer_files
@@ -225,7 +211,7 @@ class Learner:
         return write if self.world.rank == 0 else None
 
     def _gathered(self, names: Iterable[str], whole: Callable[[str], Tensor], *, is_copy: bool) -> dict[str, Tensor]:
-        """Whole tensors on the host: all ranks take part, the first one keeps them."""
+        """Return whole tensors on the host. All ranks take part; only the first keeps them."""
         tensors = {}
         for name in names:
             tensor = whole(name)
@@ -234,10 +220,19 @@ class Learner:
         return tensors
 
     def save_model(self, directory: Path) -> None:
-        """Write the model and its tokenizer into `directory`, which `transformers` then loads."""
+        """Write the model and its tokenizer into `directory` in the format of `transformers`."""
         tensors = self._gathered(self.names(), self.tensor, is_copy=False)
         if self.world.rank == 0:
             write_model(directory, self._shell, tensors, self._tokenizer_files)
+        self.world.wait()
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapter into `directory` in the format of `peft`."""
+        if self.adapter is None:
+            raise ValueError("this trainer has no adapter: trainer.lora is not set")
+        tensors = self._gathered(self.weights.named(), self.weights.whole, is_copy=False)
+        if self.world.rank == 0:
+            self.adapter.write(directory, tensors)
         self.world.wait()
 
     def load(self, directory: Path) -> None:
@@ -250,7 +245,8 @@ class Learner:
             weights = self.adapter.read(directory / "adapter", {name: parameter.shape for name, parameter in named.items()})
         if self.critic is not None and "critic" not in counters:
             raise ModelError(f"{directory}: holds no critic, but the method needs one: it was written for another method.")
-        state = self._optimization.restore(counters)
+        self.optimization.restore(counters)
+        state = self.optimization.moments()
         if self.reference is not None:
             if counters["has_moved_reference"]:
                 state |= self.reference.prepare_state()
@@ -261,15 +257,116 @@ class Learner:
         read_tensors(directory / "state", state, is_alone=self.world.size == 1)
         self.weights.assign(weights.items())
         if self.critic is not None:
-            self.critic.refresh()
+            self.critic.weights.refresh()
         self._rest()
 
     def reset_optimizer(self) -> None:
         self._check()
-        self._optimization.reset()
+        self.optimization.reset()
 
     def refresh_reference(self) -> None:
         self._check()
         if self.reference is None:
             raise ValueError("this trainer has no reference that could be refreshed: it was built without one")
         self.reference.refresh()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProducts:
+    """Sizes of the matrix products of a model."""
+
+    layers: int  # weights that each token is multiplied by
+    head: int  # likewise, of tokens that are trained on
+    attention: int  # multiplications for each pair of tokens that see each other
+    backward: float  # products of the backward pass / of the forward pass
+
+    @classmethod
+    def of(cls, model: transformers.PreTrainedModel) -> ModelProducts:
+        """Of a decoder with a head, of logits or of one reward; where only an adapter is trained, frozen matrices have no
+        gradients of their own."""
+        head = model.get_output_embeddings() or model.get_submodule("score")
+        linear = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+        config = model.config
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        is_adapter = not head.weight.requires_grad
+        return cls(
+            layers=sum(module.in_features * module.out_features for module in linear),
+            head=int(head.weight.shape[0] * head.weight.shape[1]),
+            attention=2 * config.num_hidden_layers * config.num_attention_heads * width,
+            backward=1.0 if is_adapter else 2.0,
+        )
+
+    def flops(self, lengths: list[int], shared: list[int], num_trained: int) -> float:
+        """Return the FLOPs of one update on rows of these lengths; the row before computes the first `shared` tokens."""
+        own = [length - begun for length, begun in zip(lengths, shared, strict=True)]
+        # A token sees itself and those before it, in its row.
+        pairs = sum(each * (length + begun + 1) / 2 for each, length, begun in zip(own, lengths, shared, strict=True))
+        products = self.layers * sum(own) + self.head * num_trained + self.attention * pairs
+        return 2.0 * products * (1.0 + self.backward)
+
+
+def update_flops(products: ModelProducts, batch: TokenBatch, config: TrainerConfig) -> tuple[int, float]:
+    """Return the tokens that go through the decoder in an update on `batch`, and its FLOPs, as one process splits it."""
+    num_tokens, flops = 0, 0.0
+    for part in microbatches(batch, config.max_tokens_per_microbatch, is_packed=config.packing):
+        places = torch.arange(part.batch.loss_mask.shape[1])  # the last trained token is only predicted
+        lengths = (part.batch.loss_mask * places).amax(1)
+        shared = shared_lengths(part.batch.ids, lengths) if config.packing else [0] * len(lengths)
+        num_tokens += int(lengths.sum()) - sum(shared)
+        flops += products.flops(lengths.tolist(), shared, part.batch.num_loss_tokens)
+    return num_tokens, flops
+
+
+def update_cost(tokens: int, flops: float, started: float, config: TrainerConfig, world: World) -> UpdateCost:
+    """Return the cost of an update of all ranks that began at `started`, a time of `time.perf_counter`."""
+    device = torch.device(config.device)
+    _wait(device)
+    time_s = time.perf_counter() - started
+    if device.type == "cuda":
+        peak_memory_mib = torch.cuda.max_memory_allocated(device) / _MIB
+    else:
+        peak_memory_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # KiB
+    of_ranks = world.gather((measured_flops_per_s(device, getattr(torch, config.precision)), peak_memory_mib))
+    return UpdateCost(
+        tokens=tokens,
+        flops=flops,
+        time_s=time_s,
+        peak_flops_per_s=sum(rate for rate, _ in of_ranks),
+        peak_memory_mib=max(memory for _, memory in of_ranks),
+    )
+
+
+@cache
+def measured_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the best rate of products on this device, measured once in a process: of the widest that take a short time."""
+    widest, width = _PROBE.get(device.type, _PROBE["cpu"]), _NARROWEST_PROBE
+    while width < widest and _product_s(width, device, dtype, 3) < _SHORT_PROBE_S:
+        width *= 2
+    return 2 * width**3 / _product_s(width, device, dtype, _NUM_PROBES)
+
+
+def _product_s(width: int, device: torch.device, dtype: torch.dtype, tries: int) -> float:
+    left, right = (torch.ones(width, width, device=device, dtype=dtype) for _ in range(2))
+
+    def multiply() -> None:
+        left @ right
+        _wait(device)
+
+    return min(timeit.repeat(multiply, number=1, repeat=tries))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def read_model(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return the float32 weights of the model in `directory`.
+
+    Raises:
+        ModelError: the directory has no model, or one with other names or shapes.
+    """
+    found = {name: parameter.data for name, parameter in load_model(directory).named_parameters()}
+    if {name: tuple(tensor.shape) for name, tensor in found.items()} != dict(shapes):
+        raise ModelError(f"{directory}: not the model that is being trained: its tensors have other names or shapes.")
+    return found

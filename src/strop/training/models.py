@@ -1,4 +1,4 @@
-"""Models to train: read from a directory, and held against what the trainer takes for granted."""
+"""Loads models to train, and checks the trainer's assumptions about them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from strop.errors import ModelError
-from strop.training.attention import keep_attention, use_row_attention
-from strop.training.gates import use_lean_gates
+from strop.training.batch import MIN_SHARED
+from strop.training.cpu.attention import keep_attention, use_row_attention
+from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.logprobs import token_logprobs
-from strop.training.norms import use_lean_norms
-from strop.training.packing import MIN_SHARED
 
 # What makes up a tokenizer on disk. Carried from the first model to every saved one, byte for byte.
 TOKENIZER_FILES = (
@@ -37,8 +35,8 @@ _PROBE_LENGTH = 24
 PROBE_TOLERANCE = 1e-3  # nats; between two orders of the same float32 sums there are about 1e-6
 
 
-def load_model(directory: Path) -> PreTrainedModel:
-    """The causal language model in `directory`, in float32, with PyTorch's scaled-dot-product attention.
+def load_model(directory: Path) -> transformers.PreTrainedModel:
+    """Return the causal language model in `directory`, in float32, with PyTorch's scaled-dot-product attention.
 
     Raises:
         ModelError: `directory` holds no model that transformers can load.
@@ -46,12 +44,12 @@ def load_model(directory: Path) -> PreTrainedModel:
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(f"{directory}: transformers cannot load this model: {error}") from error
-    assert isinstance(model, PreTrainedModel)
+    assert isinstance(model, transformers.PreTrainedModel)
     return model
 
 
@@ -59,18 +57,18 @@ def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
     return {name: (directory / name).read_bytes() for name in TOKENIZER_FILES if (directory / name).is_file()}
 
 
-def checkpoint_activations(model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
-    """Keep of each layer what enters it, of packed rows on a CPU what attention gives; compute the rest again going backward.
+def checkpoint_activations(model: transformers.PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+    """Keep only the inputs of each layer, and for packed rows on a CPU the attention output; compute the rest again later.
 
     Call it after `eval()`.
 
     Args:
-        dtype: round weights of a layer to it when the layer computes, and forget them then; None: take them as they are.
+        dtype: round the weights of a layer to it only while the layer computes; None: use the weights as they are.
 
     Raises:
         ModelError: the model library does not mark the layers of this model.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(
             f"{type(model).__name__}: its layers cannot be computed again in the backward pass."
@@ -79,7 +77,7 @@ def checkpoint_activations(model: PreTrainedModel, dtype: torch.dtype | None = N
     for layer in layers:
         layer.gradient_checkpointing = True
         layer._gradient_checkpointing_func = partial(_computed_again, layer, dtype)
-        layer.training = True  # of the layer alone, which asks for it; what lies within stays as it is, so dropout is off
+        layer.training = True  # only of the layer itself; its submodules stay in eval mode, so dropout is off
 
 
 def _computed_again(layer: nn.Module, dtype: torch.dtype | None, function: Callable[..., Any], *inputs: Any) -> Any:
@@ -109,10 +107,10 @@ def _rounded(layer: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_logprobs(model: PreTrainedModel, *, is_packed: bool) -> None:
-    """Hold the trainer's log-probs against those of the model's own full forward, before anything is trained (law 5).
+def check_logprobs(model: transformers.PreTrainedModel, *, is_packed: bool) -> None:
+    """Compare the trainer's log-probs with those of the model's own full forward pass, before training.
 
-    Call it first of all; afterwards the model has `use_lean_norms` and `use_lean_gates` and, with `is_packed`,
+    Call it first. Afterwards the model has `use_lean_layers` and, with `is_packed`,
     `use_row_attention`.
 
     Raises:
@@ -125,8 +123,7 @@ def check_logprobs(model: PreTrainedModel, *, is_packed: bool) -> None:
     full = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
-    use_lean_norms(model)
-    use_lean_gates(model)
+    use_lean_layers(model)
     if is_packed:
         use_row_attention(model)
     try:

@@ -1,7 +1,7 @@
-"""Makes preference pairs of candidate responses: several judgements each, clear ones alone, neither side the longer one.
+"""Makes preference pairs of candidate responses: several judgements each, only clear ones kept, lengths balanced.
 
 DeepSeek-R1 (arXiv 2501.12948), section 3.1: four judgements in random order, a mean difference above 1, and lengths
-balanced over the set. Its helpful pairs are judged on the final summary alone, its safety on the whole response; the lengths
+balanced over the set. Its helpful pairs are judged only on the final summary, its safety on the whole response; the lengths
 are those of what is judged.
 """
 
@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import TaskError
-from strop.rewards.scorers.judge import JudgeConfig, ModelJudge
-from strop.rewards.text import final_summary
-from strop.runs import write_text
+from strop.rewards.base import final_summary
+from strop.rewards.judge import JudgeConfig, ModelJudge
+from strop.run_directory import write_text
+from strop.tasks.files import read_jsonl
+from strop.tasks.readers import Row
 from strop.training.preferences import JudgedOn, Pair
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,7 @@ class Candidates:
 class MadePairs:
     """The pairs that are kept, and why the others are not; the numbers add up to those of the candidates."""
 
-    pairs: tuple[Pair, ...]  # of whole responses, whatever they were judged on
+    pairs: tuple[Pair, ...]  # of whole responses
     num_without_summary: int  # that was to be judged; they were not shown to the judge
     num_unjudged: int  # a judgement without a verdict
     num_unclear: int  # a mean difference that is not above the threshold
@@ -120,13 +122,7 @@ def read_candidates(path: Path) -> list[Candidates]:
     Raises:
         TaskError: the file is missing or empty, or a row is not of that form.
     """
-    try:
-        with path.open(encoding="utf-8") as file:
-            found = [_candidates(line, f"{path}:{number}") for number, line in enumerate(file, start=1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(
-            f"{path}: cannot be read: {error}. Give a .jsonl with prompt, first and second on each line."
-        ) from error
+    found = [_candidates(row, place) for place, row in read_jsonl(path)]
     if not found:
         raise TaskError(f"{path}: it has no rows, so there is nothing to judge.")
     return found
@@ -198,12 +194,8 @@ def balanced(pairs: Sequence[Pair], *, seed: int, length: Callable[[str], int] =
     return [pair for index, pair in enumerate(pairs) if index not in dropped]
 
 
-def _candidates(line: str, place: str) -> Candidates:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise TaskError(f"{place}: not valid JSON ({error}). Mend that line.") from error
-    texts: dict[str, Any] = {name: row.get(name) if isinstance(row, dict) else None for name in ("prompt", "first", "second")}
+def _candidates(row: Row, place: str) -> Candidates:
+    texts: dict[str, Any] = {name: row.get(name) for name in ("prompt", "first", "second")}
     if wrong := [name for name, text in texts.items() if not isinstance(text, str)]:
         raise TaskError(f"{place}: {wrong[0]} is no text. A line has prompt, first and second.")
     return Candidates(**texts)

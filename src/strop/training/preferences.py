@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from strop.errors import TaskError
-from strop.rewards.scorers.reward_model import ExchangeFormat
-from strop.rewards.text import final_summary
-from strop.tasks.line_file import LineFile
+from strop.rewards.base import final_summary
+from strop.rewards.reward_model import ExchangeFormat
+from strop.run_directory import shortened
+from strop.tasks.files import NoRow, find_jsonl
+from strop.tasks.readers import Row
+from strop.tasks.row_file import RowFile
 
 JudgedOn: TypeAlias = Literal["summary", "response"]
 _LABELS: dict[object, bool] = {True: True, False: False, "safe": True, "unsafe": False}
@@ -54,7 +55,7 @@ class PreferenceRows:
 
     rows: tuple[tuple[int, ...], ...]  # each of question and response
     num_prompt_ids: int  # of the question, with which all rows begin
-    is_good: bool = True  # of one response alone
+    is_good: bool = True  # of a single response
 
     @property
     def is_pair(self) -> bool:
@@ -66,60 +67,21 @@ class PreferenceRows:
         return [len(row) - self.num_prompt_ids for row in self.rows]
 
 
-def read_preferences(path: Path) -> PreferenceLines:
-    """The rows of a .jsonl: `prompt`, `chosen`, `rejected`; or `prompt`, `response`, `label` (true, false, "safe", "unsafe").
+def read_preferences(path: Path) -> RowFile[Preference]:
+    """Open a .jsonl: `prompt`, `chosen`, `rejected`; or `prompt`, `response`, `label` (true, false, "safe", "unsafe").
 
-    All are read once, so that each mistake is met now, and left on disk.
+    All rows are read now, so that each mistake is found; they stay on disk.
 
     Raises:
-        TaskError: the file is missing or empty, a row is neither of them, or the file has rows of both.
+        TaskError: the file is missing or empty, a row has neither form, or the file has rows of both.
     """
-    if not path.is_file():
-        raise TaskError(f"{path}: no such file of preferences. Give a .jsonl with prompt, chosen and rejected on each line.")
-    return PreferenceLines(path)
-
-
-class PreferenceLines:
-    """The preferences of a file by number, from 0; 24 bytes of memory each. One is read whenever it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        """Raises as `read_preferences` does."""
-        self._path = path
-        try:
-            self._lines = LineFile(path)
-        except OSError as error:
-            raise TaskError(f"{path}: cannot be read: {error}. Give a .jsonl in UTF-8.") from error
-        self._numbers = array("Q")  # of the lines that are not blank
-        kinds = set()
-        for number in range(len(self._lines)):
-            preference = self._read(number)
-            if preference is not None:
-                self._numbers.append(number)
-                kinds.add(type(preference))
-        if not self._numbers:
-            raise TaskError(f"{path}: it has no rows, so there is nothing to learn from.")
-        if len(kinds) > 1:
-            raise TaskError(f"{path}: it has pairs and single responses, which are learnt in different ways. Make two files.")
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, number: int, /) -> Preference:
-        """Raises `IndexError` where there is no such preference, and `TaskError` where its line has changed."""
-        preference = self._read(self._numbers[number])
-        assert preference is not None  # a line that is another than at first is refused
-        return preference
-
-    def __iter__(self) -> Iterator[Preference]:
-        return (self[number] for number in range(len(self)))
-
-    def _read(self, number: int) -> Preference | None:
-        """None where the line is blank."""
-        try:
-            line = self._lines[number].decode()
-        except UnicodeDecodeError as error:
-            raise TaskError(f"{self._path}: cannot be read: {error}. Give a .jsonl in UTF-8.") from error
-        return _preference(line, f"{self._path}:{number + 1}") if line.strip() else None
+    preferences = RowFile(_preference(row, place) for place, row in find_jsonl(path))
+    kinds = {type(preference) for preference in preferences}
+    if not kinds:
+        raise TaskError(f"{path}: it has no rows. Give a .jsonl with prompt, chosen and rejected on each line.")
+    if len(kinds) > 1:
+        raise TaskError(f"{path}: it has pairs and single responses, which are learnt in different ways. Make two files.")
+    return preferences
 
 
 def as_rows(
@@ -156,25 +118,19 @@ def _rows(
     return PreferenceRows(rows=tuple(rows), num_prompt_ids=len(prompt), is_good=is_good)
 
 
-def _preference(line: str, place: str) -> Preference:
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise TaskError(f"{place}: not valid JSON ({error}). Mend that line.") from error
-    if not isinstance(row, dict):
-        raise TaskError(
-            f"{place}: {line.strip()[:80]!r} is no table. Write one object a line, with prompt, chosen and rejected."
-        )
+def _preference(row: Row | NoRow, place: str) -> Preference:
+    if isinstance(row, NoRow):
+        raise TaskError(f"{place}: {row.problem}, with prompt, chosen and rejected.")
     if "chosen" in row or "rejected" in row:
         return Pair(**_texts(row, ("prompt", "chosen", "rejected"), place))
     texts = _texts(row, ("prompt", "response"), place)
     label = row.get("label")
     if not isinstance(label, bool | str) or label not in _LABELS:
-        raise TaskError(f'{place}: label is {label!r}. Write true or false, or "safe" or "unsafe".')
+        raise TaskError(f'{place}: label is {shortened(repr(label))}. Write true or false, or "safe" or "unsafe".')
     return Labelled(**texts, is_good=_LABELS[label])
 
 
-def _texts(row: dict[str, Any], names: Sequence[str], place: str) -> dict[str, str]:
+def _texts(row: Row, names: Sequence[str], place: str) -> dict[str, str]:
     for name in names:
         if not isinstance(row.get(name), str):
             found = f"is {str(row[name])[:60]!r}" if name in row else f"is missing; the row has {', '.join(sorted(row))}"

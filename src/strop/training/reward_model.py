@@ -6,45 +6,34 @@ and the loss of an update is a mean over all of its preferences, so micro-batche
 
 from __future__ import annotations
 
-import asyncio
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from strop.algorithms.aggregation import Aggregation
-from strop.engine.memory import give_back_freed_memory
-from strop.engine.teams import end_team
+from strop.algorithms.losses import Aggregation
+from strop.engine.torch.cpu.resources import give_back_freed_memory
 from strop.errors import RunError
-from strop.rewards.scorers.reward_model import (
+from strop.rewards.reward_model import (
     ExchangeFormat,
     begin_reward_model,
     cut_by_tokens,
     last_token_scores,
     score_rows,
 )
-from strop.runs import read_json, write_text
-from strop.training.batch import Row, TokenBatch, pack_rows
-from strop.training.compute import ModelProducts, UpdateCost, seconds_since, update_cost
+from strop.run_directory import read_json
+from strop.training.batch import Row, TokenBatch, World, pack_rows
 from strop.training.config import TrainerConfig
-from strop.training.figures import TokenFigures
+from strop.training.learner import ModelProducts, update_cost
 from strop.training.models import checkpoint_activations
-from strop.training.optimization import Optimization
+from strop.training.optimizer import Optimization, TokenFigures, UpdateReport
 from strop.training.preferences import PreferenceRows
-from strop.training.protocol import UpdateReport, WriteCheckpoint
-from strop.training.state import read_tensors, write_tensors
-from strop.training.weights import MasterWeights
-from strop.training.world import World
-
-Result = TypeVar("Result")
-_PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from strop.training.trainer import ComputeThread
+from strop.training.weights import MasterWeights, Snapshot, WriteCheckpoint, copied, read_tensors
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor) -> Tensor:
@@ -70,7 +59,7 @@ class RewardTrainer:
         total_updates: where a cosine schedule ends.
 
     Raises:
-        ModelError: there is no model, or no reward model can be made of it.
+        ModelError: there is no model, or it cannot become a reward model.
         ValueError: the schedule and `total_updates` do not fit.
     """
 
@@ -82,7 +71,7 @@ class RewardTrainer:
         if config.activation_checkpointing:
             checkpoint_activations(self._model)
         self._products = ModelProducts.of(self._model)
-        self._weights = MasterWeights(self._model, _PRECISIONS[config.precision])
+        self._weights = MasterWeights(self._model, getattr(torch, config.precision))
         self._optimization = Optimization(
             self._weights,
             config.optimizer,
@@ -91,7 +80,7 @@ class RewardTrainer:
             max_skipped=config.max_skipped_updates,
             total_updates=total_updates,
         )
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-reward-trainer")
+        self._thread = ComputeThread()
 
     async def update(self, preferences: Sequence[PreferenceRows]) -> UpdateReport:
         """One optimizer step on the mean loss of `preferences`; statistics are `accuracy`, `margin`, `score`.
@@ -104,9 +93,13 @@ class RewardTrainer:
         def update() -> UpdateReport:
             started = time.perf_counter()
             report = self._optimization.update(pack_preferences(preferences), lambda: self._backward(preferences))
-            return report if report.is_skipped else replace(report, cost=self._cost(preferences, started))
+            if report.is_skipped:
+                return report
+            lengths = [len(row) for each in preferences for row in each.rows]
+            flops = self._products.flops(lengths, [0] * len(lengths), len(lengths))
+            return replace(report, cost=update_cost(sum(lengths), flops, started, self._config, self._world))
 
-        return await self._run(update)
+        return await self._thread.run(update)
 
     async def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """The reward of each conversation, in order."""
@@ -115,7 +108,7 @@ class RewardTrainer:
             self._optimization.check()
             return score_rows(self._model, rows, max_tokens=self._config.max_tokens_per_microbatch)
 
-        return await self._run(score)
+        return await self._thread.run(score)
 
     async def save_model(self, directory: Path) -> None:
         """A directory that transformers loads with AutoModelForSequenceClassification, with its tokenizer."""
@@ -128,27 +121,25 @@ class RewardTrainer:
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(self.exchanges.pad_id)
             tokenizer.save_pretrained(directory)
 
-        await self._run(write)
+        await self._thread.run(write)
 
     async def save(self, directory: Path) -> None:
-        """Writes `directory`/state and trainer.json."""
-
-        def write() -> None:
-            _write(directory, self._state(), self._optimization.counters())
-            self._optimization.rest()
-
-        await self._run(write)
+        """Write `directory`/state and trainer.json."""
+        await self._thread.run(lambda: self._snapshot(is_copy=False).write(directory))
+        self._optimization.rest()
 
     async def snapshot(self) -> WriteCheckpoint:
-        """A copy of what `save` writes, to be written while training goes on."""
+        """Copy what `save` writes. Return a function that writes the copy, also while training continues."""
+        snapshot = await self._thread.run(lambda: self._snapshot(is_copy=True))
+        return snapshot.write
 
-        def copy() -> WriteCheckpoint:
-            state = {name: tensor.detach().clone() for name, tensor in self._state().items()}
+    def _snapshot(self, *, is_copy: bool) -> Snapshot:
+        self._optimization.check()
+        state, counters = self._optimization.state(), self._optimization.counters()
+        if is_copy:
+            state = copied(state)
             self._optimization.rest()
-            counters = self._optimization.counters()
-            return lambda directory: _write(directory, state, counters)
-
-        return await self._run(copy)
+        return Snapshot(write_weights=None, state=state, counters=counters, world=self._world)
 
     async def load(self, directory: Path) -> None:
         """Go on from what `save` wrote. Raises `RunError` when it is damaged, `ModelError` when it is of another model."""
@@ -158,18 +149,14 @@ class RewardTrainer:
             if not isinstance(counters, dict):
                 raise RunError(f"{directory / 'trainer.json'}: no counters of a trainer. Use the checkpoint before it.")
             self._optimization.restore(counters)
-            read_tensors(directory / "state", self._state(), is_alone=True)
+            read_tensors(directory / "state", self._optimization.state(), is_alone=True)
             self._optimization.rest()
             self._weights.refresh()
 
-        await self._run(read)
+        await self._thread.run(read)
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._worker.shutdown)
-
-    def _state(self) -> dict[str, Tensor]:
-        self._optimization.check()
-        return {**{name: each.detach() for name, each in self._weights.named().items()}, **self._optimization.moments()}
+        await self._thread.close()
 
     def _backward(self, preferences: Sequence[PreferenceRows]) -> tuple[Tensor, TokenFigures]:
         total = torch.zeros((), dtype=torch.float64, device=self._model.device)
@@ -186,31 +173,11 @@ class RewardTrainer:
             figures.add(torch.ones_like(losses, dtype=torch.bool), {name: per_row * each for name, each in statistics.items()})
         return total, figures
 
-    def _cost(self, preferences: Sequence[PreferenceRows], started: float) -> UpdateCost:
-        lengths = [len(row) for each in preferences for row in each.rows]
-        return update_cost(
-            tokens=sum(lengths),
-            flops=self._products.flops(lengths, [0] * len(lengths), len(lengths)),
-            time_s=seconds_since(started, self._model.device),
-            device=self._model.device,
-            precision=self._config.precision,
-            world=self._world,
-        )
-
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        def compute() -> Result:
-            try:
-                return work()
-            finally:
-                end_team()  # or the engine's operations would sleep between each other
-
-        return await asyncio.get_running_loop().run_in_executor(self._worker, compute)
-
 
 def pack_preferences(preferences: Sequence[PreferenceRows]) -> TokenBatch:
     """The rows of one update as the optimizer counts them, and as they are kept if it is skipped.
 
-    One row a response, chosen before rejected. Each learns by its last token: alone in the mask, with advantage 1 where the
+    One row a response, chosen before rejected. Only the last token of each is in the mask, with advantage 1 where the
     response is the chosen one or good, -1 where it is not.
     """
     rows = [
@@ -249,8 +216,3 @@ def _microbatches(preferences: Sequence[PreferenceRows], max_tokens: int) -> Ite
     lengths = [len(each.rows) * max(map(len, each.rows)) for each in preferences]  # with padding
     for batch in cut_by_tokens(lengths, max_tokens):
         yield [preferences[index] for index in batch]
-
-
-def _write(directory: Path, state: dict[str, Tensor], counters: dict[str, int | bool]) -> None:
-    write_tensors(directory / "state", state, world=World())
-    write_text(directory / "trainer.json", json.dumps(counters, indent=2) + "\n")

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.algorithms.aggregation import Aggregation
-from strop.algorithms.losses import policy_gradient_token_loss
-from strop.algorithms.protocol import LossInputs
+from strop.algorithms.losses import Aggregation, policy_gradient_token_loss
+from strop.algorithms.method import LossInputs
 from strop.training.batch import Row, TokenBatch, pack_rows
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 class ShardedWeights:
@@ -48,7 +48,7 @@ class ShardedWeights:
             overwrite(self._parameters[name], tensor)
 
     def refresh(self) -> None:
-        """The next forward pass gathers the weights anew."""
+        """Let the next forward pass gather the weights again."""
 
     def rest(self) -> None:
         assert isinstance(self._root, FSDPModule)
@@ -68,7 +68,7 @@ def divide(
 ) -> None:
     """Divide a model over all ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass."""
     mesh = init_device_mesh(device.type, (num_ranks,))
-    layers = [module for module in scorer.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [module for module in scorer.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(scorer, mesh=mesh, mp_policy=precision, reshard_after_forward=not keeps_ends)

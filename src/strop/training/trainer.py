@@ -1,4 +1,4 @@
-"""A trainer in this process: one model, one optimizer, one worker thread in which all of their compute runs."""
+"""The trainer of a policy: one model in this process, or divided over several processes. The event loop never computes."""
 
 from __future__ import annotations
 
@@ -9,36 +9,53 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self, TypeVar
 
-from strop.algorithms.protocol import Column
+from strop.algorithms.method import Column
 from strop.engine.protocol import COPIED_AT_ONCE, NamedTensor, TakesWeights
-from strop.engine.teams import end_team
-from strop.errors import ConfigError
-from strop.training.assembly import open_learner
+from strop.engine.torch.cpu.resources import end_team
+from strop.training.assembly import LearnerOptions, open_learner
 from strop.training.batch import TokenBatch
 from strop.training.config import TrainerConfig
 from strop.training.learner import Learner
-from strop.training.protocol import (
-    TokenLoss,
-    TokenStatistics,
-    UpdateReport,
-    ValueLoss,
-    ValueStatistics,
-    WriteCheckpoint,
-)
+from strop.training.optimizer import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
+from strop.training.weights import WriteCheckpoint
+from strop.training.workers import LearnerGroup
 
 Result = TypeVar("Result")
 
 
-class LocalTrainer:
-    """Implements `Trainer` for a model that fits on one device. Tensors of a batch come and go on the CPU.
+class ComputeThread:
+    """One thread for everything that touches a model, so that calls never overlap and the event loop stays free."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-trainer")
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        def compute() -> Result:
+            try:
+                return work()
+            finally:
+                end_team()  # else the engine's threads sleep between operations
+
+        return await asyncio.get_running_loop().run_in_executor(self._executor, compute)
+
+    async def close(self) -> None:
+        """Wait for the running call, then end the thread."""
+        await asyncio.to_thread(self._executor.shutdown)
+
+
+class Trainer:
+    """Owns the weights and the optimizer. Make one call at a time. Tensors of a batch come and go on the CPU.
 
     Weights, gradients and moments are float32; with precision "bfloat16" the model computes with rounded copies of the
     weights, and gradients are rounded before they are added up.
+
+    After an update that made weights that are not finite, every call except `load` raises `WeightsLost`. When a process of
+    the trainer is lost, every call raises `TrainerLost`; the last checkpoint is what is left.
     """
 
-    def __init__(self, learner: Learner) -> None:
+    def __init__(self, learner: Learner | LearnerGroup) -> None:
         self.learner = learner
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-trainer")
+        self._thread = ComputeThread()
 
     @classmethod
     def from_directory(
@@ -51,58 +68,77 @@ class LocalTrainer:
         total_updates: int | None = None,
         total_critic_updates: int | None = None,
     ) -> Self:
-        """A trainer of the model in `directory`; the arguments are those of `open_trainer`.
+        """Return a trainer of the model in `directory`: in this process, or over `config.workers` processes.
+
+        Args:
+            directory: which `transformers` loads.
+            config: of the trainer.
+            reference: a directory with the frozen model of the KL penalty.
+            critic: a directory with the model whose decoder the critic starts from; the critic also takes a reward model's
+                head.
+            total_updates: the updates of the policy's cosine schedule.
+            total_critic_updates: the updates of the critic's cosine schedule.
 
         Raises:
             ModelError: there is no model, or not one that can be trained here.
-            ConfigError: `config` asks for processes, which `open_trainer` starts.
             ValueError: a schedule and the number of updates do not fit.
+            TrainerLost: a process did not start.
         """
-        if config.workers:
-            raise ConfigError(f"trainer.workers is {config.workers}, but this trainer is one process: use open_trainer.")
-        learner = open_learner(
-            directory,
-            config,
+        options = LearnerOptions(
+            directory=directory,
+            config=config,
             reference=reference,
             critic=critic,
             total_updates=total_updates,
             total_critic_updates=total_critic_updates,
         )
-        return cls(learner)
+        return cls(LearnerGroup(options) if config.workers else open_learner(options))
 
     @property
     def num_updates(self) -> int:
         return self.learner.num_updates
 
     async def score(self, batch: TokenBatch, column: Column) -> TokenBatch:
-        scores = await self._run(lambda: self.learner.score(batch, column))
+        """Return `batch` with `column` from the policy, the reference or the critic, without gradient.
+
+        Log-probs are at the batch's temperature. Raises `ValueError` if the trainer has no such model.
+        """
+        scores = await self._thread.run(lambda: self.learner.score(batch, column))
         return replace(batch, columns={**batch.columns, column: scores})
 
     async def update(self, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
-        return await self._run(lambda: self.learner.update(batch, loss, statistics))
+        """Make one optimizer step on the batch: loss = sum(loss_weights * token loss), in micro-batches.
+
+        A batch without old log-probs is on policy: the update uses its own log-probs as old ones, without extra cost.
+
+        Raises:
+            CannotLearnError: too many updates in a row were skipped.
+            WeightsLost: the step made weights that are not finite.
+        """
+        return await self._thread.run(lambda: self.learner.update(batch, loss, statistics))
 
     async def update_critic(self, batch: TokenBatch, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
-        return await self._run(lambda: self.learner.update_critic(batch, loss, statistics))
+        """Make one step of the critic's optimizer on the batch, which has values and returns. Raises as `update`."""
+        return await self._thread.run(lambda: self.learner.update_critic(batch, loss, statistics))
 
     async def publish(self, engine: TakesWeights, *, version: int) -> str:
-        """Each tensor is a copy, cast to the engine's dtype when its turn comes: the engine may keep it."""
+        """Send a copy of each tensor to the engine in its dtype. Return their checksum when the engine has confirmed it."""
         dtype = engine.capabilities.dtype
-        checksum = await self._run(lambda: self.learner.checksum(dtype))
-
-        names = iter(self.learner.names())
+        checksum = await self._thread.run(lambda: self.learner.checksum(dtype))
+        names = iter(await self._thread.run(self.learner.names))
 
         def copy_some() -> list[NamedTensor]:
             copies: list[NamedTensor] = []
             num_bytes = 0
             for name in names:
-                copies.append((name, self.learner.tensor(name).to(dtype, copy=True)))
+                copies.append((name, self.learner.published(name, dtype)))
                 num_bytes += copies[-1][1].nbytes
                 if num_bytes >= COPIED_AT_ONCE:
                     break
             return copies
 
         async def stream() -> AsyncIterator[NamedTensor]:
-            while copies := await self._run(copy_some):
+            while copies := await self._thread.run(copy_some):
                 for copy in copies:
                     yield copy
 
@@ -110,35 +146,49 @@ class LocalTrainer:
         return checksum
 
     async def save(self, directory: Path) -> None:
-        """Writes `directory`/model (or adapter), state and trainer.json."""
-        await self._run(lambda: self.learner.save(directory))
+        """Write a checkpoint into the empty `directory`: the model or adapter, the state of optimizer and critic, counters."""
+        await self._thread.run(lambda: self.learner.save(directory.absolute()))
 
     async def snapshot(self) -> WriteCheckpoint:
-        snapshot = await self._run(self.learner.snapshot)
-        return snapshot.write
+        """Copy in memory what `save` writes. Return a function that writes the copy, also while training continues.
+
+        With several processes the next call waits until it is written. Take the next snapshot only when this one is written.
+        """
+        return await self._thread.run(self.learner.snapshot_writer)
 
     async def save_model(self, directory: Path) -> None:
-        await self._run(lambda: self.learner.save_model(directory))
+        """Write the model and its tokenizer into `directory` in the format of `transformers`; an adapter is merged."""
+        await self._thread.run(lambda: self.learner.save_model(directory.absolute()))
+
+    async def save_adapter(self, directory: Path) -> None:
+        """Write the adapter into `directory` in the format of `peft`. Raises `ValueError` if there is none."""
+        await self._thread.run(lambda: self.learner.save_adapter(directory.absolute()))
 
     async def load(self, directory: Path) -> None:
-        await self._run(lambda: self.learner.load(directory))
+        """Continue from a checkpoint. The next update is bit for bit the one that followed in the saved run.
+
+        With another number of processes it is equal up to rounding.
+
+        Raises:
+            RunError: a file of the checkpoint is missing or damaged.
+            ModelError: the checkpoint is of another model.
+        """
+        await self._thread.run(lambda: self.learner.load(directory.absolute()))
 
     async def reset_optimizer(self) -> None:
-        await self._run(self.learner.reset_optimizer)
+        """Reset the policy's moments and its learning-rate schedule. The weights and `num_updates` stay."""
+        await self._thread.run(lambda: self.learner.reset_optimizer())
 
     async def refresh_reference(self) -> None:
-        await self._run(self.learner.refresh_reference)
+        """Set the reference of the KL penalty to the current policy (DeepSeek-R1, arXiv 2501.12948: every 400 steps).
+
+        Raises:
+            ValueError: the trainer has no reference.
+        """
+        await self._thread.run(lambda: self.learner.refresh_reference())
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._worker.shutdown)
-
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        """Everything that touches the weights runs in the one worker thread, so calls never overlap (law 7)."""
-
-        def compute() -> Result:
-            try:
-                return work()
-            finally:
-                end_team()  # or the engine's operations would sleep between each other
-
-        return await asyncio.get_running_loop().run_in_executor(self._worker, compute)
+        """Wait for the running call, then release threads and processes."""
+        if isinstance(self.learner, LearnerGroup):
+            await self._thread.run(self.learner.close)
+        await self._thread.close()

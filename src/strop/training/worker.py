@@ -1,6 +1,6 @@
-"""One rank of a trainer over several processes: does what its parent asks, together with the other ranks.
+"""One rank of a trainer over several processes: makes the calls of its `Learner` that the parent asks for.
 
-Started by `strop.training.workers` with the arguments SOCKET LIFELINE RANK SIZE DIRECTORY.
+Started by `strop.training.workers` with the arguments SOCKET RANK SIZE DIRECTORY. Its stdin ends with the parent.
 """
 
 from __future__ import annotations
@@ -12,36 +12,20 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from strop.algorithms.protocol import Column
 from strop.errors import StropError
-from strop.training.assembly import open_learner
-from strop.training.batch import TokenBatch
-from strop.training.config import TrainerConfig
+from strop.training.assembly import LearnerOptions, open_learner
+from strop.training.batch import World
 from strop.training.learner import Learner
-from strop.training.protocol import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
-from strop.training.snapshot import Snapshot
-from strop.training.world import ProcessGroup
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """What each worker is told first: the arguments of `open_learner`."""
-
-    directory: Path
-    config: TrainerConfig
-    reference: Path | None
-    critic: Path | None
-    total_updates: int | None
-    total_critic_updates: int | None
+from strop.training.weights import Snapshot
+from strop.user_code import blame
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,80 +36,20 @@ class Fault:
     text: str
 
 
-class Calls:
-    """What a parent may ask for. Tensors go through files in a directory that parent and workers share."""
+def serve(connection: Connection, learner: Learner) -> None:
+    """Answer until the parent says that it is done, or is gone. Only the first rank sends results."""
+    snapshots: list[Snapshot] = []
 
-    def __init__(self, learner: Learner) -> None:
-        self._learner = learner
-        self._snapshot: Snapshot | None = None
+    def call(name: str, arguments: tuple[Any, ...]) -> Any:
+        if name == "write_snapshot":
+            return snapshots.pop().write(*arguments)
+        found = getattr(learner, name)
+        result = found(*arguments) if callable(found) else found
+        if isinstance(result, Snapshot):
+            snapshots[:] = [result]
+            return None
+        return result if learner.world.rank == 0 else None
 
-    def score(self, batch: Path, column: Column, output: Path) -> Path:
-        path = output.with_suffix(f".{self._learner.world.rank}")
-        torch.save(self._learner.score(read_batch(batch), column), path)
-        return path
-
-    def update(self, batch: Path, loss: TokenLoss, statistics: TokenStatistics) -> UpdateReport:
-        return self._learner.update(read_batch(batch), loss, statistics)
-
-    def update_critic(self, batch: Path, loss: ValueLoss, statistics: ValueStatistics) -> UpdateReport:
-        return self._learner.update_critic(read_batch(batch), loss, statistics)
-
-    def names(self) -> list[str]:
-        return self._learner.names()
-
-    def checksum(self, dtype: torch.dtype) -> str:
-        return self._learner.checksum(dtype)
-
-    def tensor(self, name: str, dtype: torch.dtype, output: Path) -> torch.Size:
-        tensor = self._learner.tensor(name).to(dtype)
-        if self._learner.world.rank == 0:
-            output.write_bytes(tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
-        return tensor.shape
-
-    def save(self, directory: Path) -> None:
-        self._learner.save(directory)
-
-    def snapshot(self) -> None:
-        self._snapshot = self._learner.snapshot()
-
-    def write_snapshot(self, directory: Path, output: Path) -> None:
-        """Write the snapshot while other calls are answered; what came of it is put into `output`.<rank>."""
-        snapshot, self._snapshot = self._snapshot, None
-        assert snapshot is not None
-        path = output.with_suffix(f".{self._learner.world.rank}")
-
-        def work() -> None:
-            result = pickle.dumps(_attempt(lambda: snapshot.write(directory)))
-            half = path.with_name(f"{path.name}.half")
-            half.write_bytes(result)
-            half.replace(path)
-
-        threading.Thread(target=work, daemon=True, name="strop-checkpoint").start()
-
-    def save_model(self, directory: Path) -> None:
-        self._learner.save_model(directory)
-
-    def load(self, directory: Path) -> int:
-        self._learner.load(directory)
-        return self._learner.num_updates
-
-    def reset_optimizer(self) -> None:
-        self._learner.reset_optimizer()
-
-    def refresh_reference(self) -> None:
-        self._learner.refresh_reference()
-
-
-def write_batch(path: Path, batch: TokenBatch) -> None:
-    torch.save({**{name: getattr(batch, name) for name in TokenBatch.__slots__}, "columns": dict(batch.columns)}, path)
-
-
-def read_batch(path: Path) -> TokenBatch:
-    return TokenBatch(**torch.load(path, weights_only=False, mmap=True))  # by our own parent
-
-
-def serve(connection: Connection, calls: Calls) -> None:
-    """Answer until the parent says that it is done, or is gone."""
     while True:
         try:
             name, arguments = connection.recv()
@@ -133,14 +57,19 @@ def serve(connection: Connection, calls: Calls) -> None:
             return
         if name == "close":
             return
-        connection.send(_attempt(lambda: getattr(calls, name)(*arguments)))  # noqa: B023 - called at once
+        _send(connection, _attempt(lambda: call(name, arguments)))  # noqa: B023 - called at once
+
+
+def _send(connection: Connection, answer: Any) -> None:
+    connection.send_bytes(pickle.dumps(answer))  # torch makes `send` share files of tensors, which end with this process
 
 
 def _attempt(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 - the parent raises it
+    except Exception as raised:  # noqa: BLE001 - the parent raises it
         traceback.print_exc()
+        error = blame(raised) or raised
         is_plain = isinstance(error, StropError | ValueError) and _can_be_sent(error)
         return Fault(error=error if is_plain else None, text=f"{type(error).__name__}: {error}")
 
@@ -153,11 +82,11 @@ def _can_be_sent(error: Exception) -> bool:
     return True
 
 
-def _end_with_parent(lifeline: int, directory: str) -> None:
-    """The parent holds the other end and never writes: what can be read is its end, however it came."""
+def _end_with_parent(directory: str) -> None:
+    """The parent never writes to the pipe: a read returns only when the parent is gone."""
 
     def watch() -> None:
-        os.read(lifeline, 1)
+        os.read(0, 1)
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(1)
 
@@ -165,37 +94,26 @@ def _end_with_parent(lifeline: int, directory: str) -> None:
 
 
 def main() -> None:
-    socket, lifeline, rank, size = map(int, sys.argv[1:5])
-    _end_with_parent(lifeline, sys.argv[5])
+    socket, rank, size = map(int, sys.argv[1:4])
+    directory = sys.argv[4]
+    _end_with_parent(directory)
     connection = Connection(socket)
-    assignment: Assignment = connection.recv()
-    config = assignment.config
+    options: LearnerOptions = connection.recv()
+    config = options.config
     if config.device == "cuda":
         torch.cuda.set_device(rank)
         config = config.model_copy(update={"device": f"cuda:{rank}"})
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and config.device != "cpu" else "gloo",
-        init_method=f"file://{sys.argv[5]}/rendezvous",
+        init_method=f"file://{directory}/rendezvous",
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=config.worker_timeout_s),
     )
     try:
-        learner = _attempt(
-            lambda: open_learner(
-                assignment.directory,
-                config,
-                reference=assignment.reference,
-                critic=assignment.critic,
-                total_updates=assignment.total_updates,
-                total_critic_updates=assignment.total_critic_updates,
-                world=ProcessGroup(),
-            )
-        )
-        if isinstance(learner, Fault):
-            connection.send(learner)
-            return
-        connection.send(learner.num_updates)
-        serve(connection, Calls(learner))
+        learner = _attempt(lambda: open_learner(replace(options, config=config), World(rank, size)))
+        _send(connection, learner if isinstance(learner, Fault) else None)
+        if not isinstance(learner, Fault):
+            serve(connection, learner)
     finally:
         dist.destroy_process_group()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from strop.engine.servers.client import ServerClient
+from strop.engine.servers.server import ServerClient
 from strop.errors import EngineLost
 
 _ANSWER = b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 13\r\n\r\n{"done":true}'

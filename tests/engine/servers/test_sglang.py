@@ -9,9 +9,9 @@ import pytest
 from aiohttp import web
 
 from strop.engine.config import SglangConfig
+from strop.engine.model_directory import ModelFacts
 from strop.engine.opening import open_engines
 from strop.engine.servers import sglang
-from strop.engine.servers.facts import ModelFacts
 from strop.errors import DeadlineExceeded, EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 

@@ -245,7 +245,7 @@ def test_a_server_that_is_stopped_or_killed_is_named_with_its_log(tmp_path):
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(EngineLost, match=r"vllm 0"):
                 await running
-            await engine._server._process.wait()  # its keeper tells
+            await engine._server._process.wait()  # its reaper tells
             with pytest.raises(EngineLost, match=r"(?s)vllm 0: .*killed by SIGKILL.*The end of its log"):
                 await engine.complete(make_request("c", [1]))
         finally:

@@ -10,8 +10,8 @@ from strop.engine import Capacity
 from strop.engine.config import VllmConfig
 from strop.engine.opening import open_engines
 from strop.errors import DeadlineExceeded, EngineLost, UserError, WeightsNotProven
-from strop.pipelines.engines import open_fleet
-from strop.rollout.scheduling import SchedulerConfig
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.stages.loop.engines import open_engine_pool
 
 from ..support import make_model, make_request, publish
 from .fake_vllm import FakeVllm
@@ -91,8 +91,8 @@ def test_a_block_is_as_large_as_the_server_says_and_not_as_large_as_the_recipe_s
             directory=SimpleNamespace(logs=None),
             open_engines=AsyncMock(return_value=[engine]),
         )
-        fleet = await open_fleet(context, model, SimpleNamespace(decode=None))
-        [member] = fleet._members.values()
+        fleet = await open_engine_pool(context, model, SimpleNamespace(decode=None))
+        [member] = fleet._engines.values()
         assert (member.spec.kv_blocks, member.spec.block_tokens) == (10, 128)  # 10 rollouts of 33 tokens, and not 20
 
     run(model, fake, scenario, slots=64)

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from strop.engine.config import VllmConfig
+from strop.engine.model_directory import ModelFacts
 from strop.engine.servers import vllm
-from strop.engine.servers.answers import completion_of
-from strop.engine.servers.facts import ModelFacts
-from strop.engine.servers.vllm_answers import parse_memory
+from strop.engine.servers.server import completion_of
+from strop.engine.servers.vllm import parse_memory
 from strop.errors import EngineLost
 from strop.types import FinishReason
 

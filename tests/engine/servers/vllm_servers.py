@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from strop.engine.config import VllmConfig
+from strop.engine.model_directory import ModelFacts
 from strop.engine.servers.engine import ServerEngine
-from strop.engine.servers.facts import ModelFacts
 from strop.engine.servers.vllm import VllmServer
 
 PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()

@@ -33,6 +33,13 @@ def said(text: Any, finish_reason: str = "stop") -> Answer:
     return Answer(body={"choices": [choice], "usage": {"prompt_tokens": 7, "completion_tokens": 3}})
 
 
+class QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Print no traceback: a client that ends before its answer resets its connection."""
+
+
 class Service:
     def __init__(self, answer: Callable[[Asked, int], Answer]) -> None:
         self.asked: list[Asked] = []
@@ -43,6 +50,7 @@ class Service:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # else each answer waits 40 ms for the acknowledgement of its headers
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -70,8 +78,7 @@ class Service:
                 except OSError:
                     pass  # it did not wait
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = QuietServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
         self._thread.start()

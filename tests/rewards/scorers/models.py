@@ -3,8 +3,8 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from strop.pipelines.tiny_model import make_tokenizer
-from strop.rewards.scorers.reward_model import ExchangeFormat, begin_reward_model, head_of
+from strop.rewards.reward_model import ExchangeFormat, begin_reward_model, head_of
+from strop.stages.model import make_tokenizer
 
 
 def make_language_model(directory):

@@ -5,16 +5,9 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from strop.errors import ModelError, UserError
-from strop.rewards.scorers import (
-    BatchingScorer,
-    EmbeddedScorerConfig,
-    Exchange,
-    HttpScorerConfig,
-    ServiceRefused,
-    VllmScorerConfig,
-    open_scorer,
-)
-from strop.rewards.scorers.reward_model import ExchangeFormat, cut_by_tokens
+from strop.http import ServiceRefused
+from strop.rewards.reward_model import ExchangeFormat, cut_by_tokens
+from strop.rewards.scorers import EmbeddedScorerConfig, Exchange, HttpScorerConfig, Scorer, VllmScorerConfig, open_scorer
 
 from .chat_service import Answer, serving
 from .models import make_language_model, make_reward_model
@@ -38,7 +31,7 @@ def score(config, exchanges=EXCHANGES):
     async def run():
         scorer = open_scorer(config)
         try:
-            return await scorer.score(exchanges)
+            return await asyncio.gather(*map(scorer.score, exchanges))
         finally:
             await scorer.close()
 
@@ -63,7 +56,6 @@ def test_scores_are_those_of_the_model_library_on_a_padded_batch(reward_model):
 
 def test_a_batch_of_any_size_gives_the_same_scores_in_order(reward_model):
     whole = score(embedded(reward_model))
-    assert score(embedded(reward_model, max_tokens_per_batch=1)) == pytest.approx(whole, abs=1e-5)
     assert score(embedded(reward_model, max_batch=1)) == pytest.approx(whole, abs=1e-5)
 
 
@@ -83,7 +75,7 @@ def test_batches_hold_as_many_tokens_as_they_may_with_their_padding():
     ("make", "words"),
     [
         (lambda language_model, empty: empty, "config.json is missing"),
-        (lambda language_model, empty: language_model, "no reward model but a language model"),
+        (lambda language_model, empty: language_model, "a language model, not a reward model"),
     ],
 )
 def test_a_directory_without_a_reward_model_is_named(make, words, language_model, tmp_path):
@@ -95,50 +87,47 @@ def test_a_directory_without_a_reward_model_is_named(make, words, language_model
         score(embedded(directory))
 
 
-class Counting:
+class Counting(Scorer):
     """A scorer that notes its batches; a response called "broken" breaks it."""
 
-    def __init__(self):
+    def __init__(self, max_batch):
+        super().__init__(max_batch=max_batch)
         self.batches = []
 
-    async def score(self, exchanges):
+    async def score_batch(self, exchanges):
         self.batches.append([each.response for each in exchanges])
         if "broken" in self.batches[-1]:
             raise ServiceRefused("broken")
         return [float(each.response) for each in exchanges]
 
-    async def close(self):
-        pass
 
-
-def of(*responses):
-    return [Exchange(prompt="", response=response) for response in responses]
+def scores_of(scorer, responses):
+    asked = [scorer.score(Exchange(prompt="", response=response)) for response in responses]
+    return asyncio.gather(*asked, return_exceptions=True)
 
 
 def test_callers_at_the_same_time_share_batches_and_each_gets_its_own():
     async def run():
-        counting = Counting()
-        scorer = BatchingScorer(counting, max_wait_s=0.5, max_batch=4)
-        scores = await asyncio.gather(*(scorer.score(of(str(n))) for n in range(8)), scorer.score(of("8", "9")))
+        scorer = Counting(max_batch=4)
+        scores = await scores_of(scorer, map(str, range(10)))
         await scorer.close()
-        return counting.batches, scores
+        return scorer.batches, scores
 
     batches, scores = asyncio.run(run())
-    assert scores == [[0.0], [1.0], [2.0], [3.0], [4.0], [5.0], [6.0], [7.0], [8.0, 9.0]]
-    assert sorted(map(len, batches)) in ([2, 4, 4], [1, 1, 4, 4])
+    assert scores == [float(n) for n in range(10)]
+    assert list(map(len, batches)) == [4, 4, 2]
 
 
-def test_the_error_of_a_batch_is_of_that_batch_alone():
+def test_the_error_of_a_batch_is_of_that_batch_only():
     async def run():
-        scorer = BatchingScorer(Counting(), max_wait_s=0.01, max_batch=2)
-        asked = (scorer.score(of(each)) for each in ("1", "broken", "2", "3"))
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        later = await scorer.score(of("4"))
+        scorer = Counting(max_batch=2)
+        found = await scores_of(scorer, ("1", "broken", "2", "3"))
+        later = await scores_of(scorer, ("4",))
         await scorer.close()
         return found, later
 
     found, later = asyncio.run(run())
-    assert [type(each) for each in found] == [ServiceRefused, ServiceRefused, list, list]
+    assert [type(each) for each in found] == [ServiceRefused, ServiceRefused, float, float]
     assert later == [4.0]
 
 
@@ -154,11 +143,11 @@ def test_a_plain_service_is_shown_exchanges_and_gives_numbers():
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"scores": [1.0]}, "1 scores where 4 were asked for"),
+        ({"scores": [1.0]}, "1 scores where 4 were requested"),
         ({"scores": [1, 2, "good", 4]}, "'good' where a finite number"),
         ({"scores": [1, 2, float("nan"), 4]}, "nan where a finite number"),
-        ({"rewards": []}, "no list of scores"),
-        (b"<html>", "no JSON"),
+        ({"rewards": []}, "not a list of scores"),
+        (b"<html>", "without JSON"),
     ],
 )
 def test_a_service_that_answers_nonsense_is_one_clear_error(body, words):

@@ -7,9 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from strop.errors import UserError
-from strop.pipelines.tiny_model import make_tokenizer
+from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import EmbeddedScorerConfig, Exchange, VllmScorerConfig, open_scorer
-from strop.rewards.scorers.reward_model import ExchangeFormat
+from strop.stages.model import make_tokenizer
 from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.preferences import Pair, as_rows
 from strop.training.reward_model import RewardTrainer
@@ -78,7 +78,7 @@ def served(directory, folder, scenario):
 async def ask(config, exchanges):
     scorer = open_scorer(config)
     try:
-        return await scorer.score(exchanges)
+        return await asyncio.gather(*map(scorer.score, exchanges))
     finally:
         await scorer.close()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 
 from strop.engine.servers.process import ServerProcess
 from strop.engine.servers.vllm import shared_memory_of
@@ -29,7 +29,7 @@ class VllmService:
 
     def num_requests(self) -> int:
         """That it has answered, as it counts them itself; none that its asker left."""
-        return sum(int(float(number)) for number in _FINISHED.findall(httpx.get(f"{self.address}/metrics").text))
+        return sum(int(float(number)) for number in _FINISHED.findall(httpx2.get(f"{self.address}/metrics").text))
 
     async def close(self) -> None:
         await self._server.stop()
@@ -50,9 +50,9 @@ async def start_vllm(directory: Path, folder: Path, options: Mapping[str, Any]) 
 
     async def is_up() -> bool:
         try:
-            async with httpx.AsyncClient() as client:
+            async with httpx2.AsyncClient() as client:
                 return (await client.get(f"{address}/health", timeout=5)).is_success
-        except httpx.HTTPError:
+        except httpx2.HTTPError:
             return False
 
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}

@@ -10,28 +10,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.rollout.scheduling import (
+from strop.rollout.scheduler.admission import EngineSpec
+from strop.rollout.scheduler.events import (
     Action,
-    BranchAsked,
+    BranchRequested,
     CallTools,
     EngineDied,
-    EngineDrained,
-    EngineDraining,
     EngineJoined,
-    EngineSpec,
     Event,
     GroupOffered,
     Release,
     RolloutEnded,
     RolloutOffer,
     Run,
-    SchedulerConfig,
-    Tick,
     ToolFinished,
     ToolStarted,
     TurnFinished,
-    make_scheduler,
 )
+from strop.rollout.scheduler.scheduler import SchedulerConfig, make_scheduler
 from strop.types import RolloutKey
 
 
@@ -45,7 +41,6 @@ class Driver:
     running: dict[RolloutKey, Run] = field(default_factory=dict)
     calling: dict[RolloutKey, int] = field(default_factory=dict)  # tokens that are left
     engines: dict[str, EngineSpec] = field(default_factory=dict)
-    draining: set[str] = field(default_factory=set)
     stale: list[Run] = field(default_factory=list)
     ended: Counter[RolloutKey] = field(default_factory=Counter)
     first_runs: list[RolloutKey] = field(default_factory=list)
@@ -77,16 +72,11 @@ class Driver:
             assert not self.ended[action.key]
             self.running[action.key] = action
             if action.run == 1 and action.key in self.offered:
-                assert action.engine not in self.draining
                 self.first_runs.append(action.key)
         elif isinstance(action, CallTools):
             assert action.key in self.calling
         elif isinstance(action, Release):
             self.running.pop(action.key, None)
-        elif isinstance(action, EngineDrained):
-            assert all(run.engine != action.name for run in self.running.values())
-            del self.engines[action.name]
-            self.draining.discard(action.name)
 
     def join(self) -> None:
         self.num_engines += 1
@@ -154,20 +144,14 @@ class Driver:
         parent = self.random.choice(list(self.running))
         number = sum(self.ended.values()) + len(self.scheduler.live) + self.scheduler.ledger.branches_refused
         key = RolloutKey(task_index=parent.task_index, attempt=parent.attempt, branch=1000 + number)
-        self.tell(BranchAsked(parent=parent, key=key, max_tokens=self.running[parent].max_tokens))
+        self.tell(BranchRequested(parent=parent, key=key, max_tokens=self.running[parent].max_tokens))
 
     def die(self) -> None:
         name = self.random.choice(list(self.engines))
         lost = [key for key, run in self.running.items() if run.engine == name]
         self.stale += [self.running.pop(key) for key in lost]
         del self.engines[name]
-        self.draining.discard(name)
         self.tell(EngineDied(name=name))
-
-    def drain(self) -> None:
-        name = self.random.choice(list(self.engines))
-        self.draining.add(name)
-        self.tell(EngineDraining(name=name))
 
     def late_answer(self) -> None:
         run = self.stale.pop()
@@ -175,7 +159,7 @@ class Driver:
 
     def step(self) -> None:
         choices = [self.join] if len(self.engines) < 4 else []
-        takers = [name for name in self.engines if name not in self.draining and self.engines[name].block_tokens > 0]
+        takers = list(self.engines)
         if takers and any(self.engines[name].kv_blocks * self.engines[name].block_tokens >= 64 for name in takers):
             choices += [self.offer] + [self.offer_more] * bool(self.num_groups)
         choices += [self.answer] * 6 if self.running else []
@@ -183,11 +167,8 @@ class Driver:
         choices += [self.tool] * 5 if self.calling else []
         choices += [self.cancel] if self.scheduler.live and self.random.random() < 0.3 else []
         choices += [self.die] if self.engines and self.random.random() < 0.3 else []
-        choices += [self.drain] if takers and self.random.random() < 0.1 else []
         choices += [self.late_answer] if self.stale else []
         self.random.choice(choices or [self.join])()
-        if self.scheduler.next_tick_s is not None and self.scheduler.next_tick_s <= self.now_s:
-            self.tell(Tick())
 
     def finish(self) -> None:
         """No more faults: everything that is left ends."""
@@ -198,19 +179,16 @@ class Driver:
             (self.answer if self.running else self.tool)()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     order=st.sampled_from(["fifo", "longest_first"]),
     oversubscription=st.sampled_from([1.0, 1.7]),
-    suspend_after_s=st.sampled_from([None, 0.5]),
 )
 def test_reservations_fit_everyone_ends_once_and_the_ledger_is_exact_whatever_dies(
-    seed: int, order: str, oversubscription: float, suspend_after_s: float | None
+    seed: int, order: str, oversubscription: float
 ) -> None:
-    config = SchedulerConfig.model_validate(
-        {"order": order, "oversubscription": oversubscription, "suspend_after_s": suspend_after_s}
-    )
+    config = SchedulerConfig.model_validate({"order": order, "oversubscription": oversubscription})
     driver = Driver(seed, config)
     driver.join()
     for _ in range(120):
@@ -222,7 +200,7 @@ def test_reservations_fit_everyone_ends_once_and_the_ledger_is_exact_whatever_di
     assert set(driver.ended.values()) <= {1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_equals_start_in_the_order_of_their_offer(seed: int) -> None:
     driver = Driver(seed, SchedulerConfig(order="fifo"))
     spec = EngineSpec(name="only", kv_blocks=12, block_tokens=10, max_conversations=4)
@@ -235,7 +213,7 @@ def test_equals_start_in_the_order_of_their_offer(seed: int) -> None:
     assert driver.first_runs == driver.offered[: len(driver.first_runs)]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(3))
 def test_on_several_engines_groups_still_start_one_after_the_other(seed: int) -> None:
     driver = Driver(seed, SchedulerConfig(order="fifo"))
     for name in ("a", "b", "c"):

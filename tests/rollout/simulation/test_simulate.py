@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError, UserError
-from strop.rollout.scheduling import EngineDied, EngineDraining, EngineSpec, SchedulerConfig
-from strop.rollout.simulation.bounds import critical_path_s, lower_bound_s, throughput_bound_s
-from strop.rollout.simulation.engines import EngineTiming
-from strop.rollout.simulation.offline import best_offline_s
-from strop.rollout.simulation.simulate import Disturbance, SimulatedMachine, offers, simulate
-from strop.rollout.simulation.timing import DecodePoint, MeasuredTrace, PrefillPoint, load_timing
-from strop.rollout.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed
-from strop.rollout.simulation.trace_file import load_trace
+from strop.rollout.scheduler.admission import EngineSpec
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.simulation.bounds import best_offline_s, critical_path_s, lower_bound_s, throughput_bound_s
+from strop.simulation.engines import DecodePoint, EngineTiming, MeasuredTrace, PrefillPoint, load_timing
+from strop.simulation.simulate import SimulatedMachine, offers, simulate
+from strop.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed, load_trace
 from strop.types import RolloutKey
 
 TIMING = EngineTiming(step_s=1.0, row_s=0.5, kv_token_s=0.0, prefill_token_s=0.25)
@@ -89,29 +87,19 @@ def test_tools_beyond_the_workers_queue() -> None:
     assert outcome.ledger.tool_wait_s == pytest.approx(10 + 20)
 
 
-def test_engines_that_die_drain_and_join_lose_and_repeat_nothing() -> None:
+def test_every_token_and_turn_of_a_trace_is_counted_once() -> None:
     small = heavy_tailed(num_groups=12, group_size=8, seed=3)
-    machines = [machine(f"engine-{index}", kv_tokens=20_000) for index in range(4)]
-    undisturbed = simulate(small, machines, SchedulerConfig())
-    third = undisturbed.makespan_s / 3
-    disturbances = [
-        Disturbance(at_s=third, event=EngineDied(name="engine-0")),
-        Disturbance(at_s=third, event=machine("engine-4", kv_tokens=30_000)),
-        Disturbance(at_s=1.5 * third, event=EngineDraining(name="engine-1")),
-    ]
-    outcome = simulate(small, machines, SchedulerConfig(), disturbances=disturbances)
+    outcome = simulate(small, [machine(f"engine-{index}", kv_tokens=20_000) for index in range(4)], SchedulerConfig())
     assert set(outcome.ended) == {rollout.key for rollout in small.rollouts}
-    assert outcome.ledger.lost_turns > 0
     assert outcome.evictions == 0
-    for ledger in (outcome.ledger, undisturbed.ledger):
-        assert ledger.sampled_tokens == sum(turn.num_tokens for rollout in small.rollouts for turn in rollout.turns)
-        assert ledger.ended == ledger.offered == 96
-        assert ledger.turns == sum(len(rollout.turns) for rollout in small.rollouts)
+    assert outcome.ledger.sampled_tokens == sum(turn.num_tokens for rollout in small.rollouts for turn in rollout.turns)
+    assert outcome.ledger.ended == outcome.ledger.offered == 96
+    assert outcome.ledger.turns == sum(len(rollout.turns) for rollout in small.rollouts)
 
 
 @pytest.mark.parametrize("name", TRACES)
 def test_nobody_beats_the_bound_and_one_seed_gives_one_schedule(name: str) -> None:
-    small = TRACES[name](num_groups=16, group_size=8, seed=1)
+    small = TRACES[name](num_groups=8, group_size=8, seed=1)
     machines = [machine(f"engine-{index}", kv_tokens=9_000 * (1 + index), rows=8) for index in range(3)]
     bound = lower_bound_s(small, machines)
     offline_s, _ = best_offline_s(small, machines)
@@ -138,7 +126,7 @@ def test_the_bounds_by_hand() -> None:
 
 
 def test_a_heavy_trace_has_a_twentieth_of_its_rollouts_at_the_limit() -> None:
-    lengths = [rollout.response_tokens for rollout in heavy_tailed(num_groups=256, group_size=16, seed=0).rollouts]
+    lengths = [rollout.response_tokens for rollout in heavy_tailed(num_groups=128, group_size=16, seed=0).rollouts]
     assert max(lengths) == 8192
     assert sum(length == 8192 for length in lengths) / len(lengths) == pytest.approx(0.05, abs=0.02)
 
@@ -159,12 +147,6 @@ def test_the_fit_finds_the_coefficients_that_made_the_measurements() -> None:
     assert timing.prefill_token_s == pytest.approx(0.005)
 
 
-def test_the_committed_measurements_are_those_of_an_engine() -> None:
-    timing = load_timing()
-    assert 0 < timing.step_s < 1
-    assert 0 < timing.row_s < 0.1
-
-
 def test_a_trace_of_your_own_is_read(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text('{"max_tokens": 20, "groups": [{"prompt_tokens": 4, "rollouts": [[[5, 0.5, 3], [6, 0, 0]]]}]}')
@@ -176,22 +158,14 @@ def test_a_trace_of_your_own_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ("[]", "groups: is empty, but at least 1"),
-        ('[{"prompt_tokens": 4, "rollouts": []}]', "groups.0.rollouts: is empty, but at least 1"),
-        ('[{"prompt_tokens": 4, "rollouts": [[]]}]', "groups.0.rollouts.0: is empty, but at least 1"),
-        ('[{"prompt_tokens": -4, "rollouts": [[[5, 0, 0]]]}]', "groups.0.prompt_tokens: .*-4"),
-        ('[{"prompt_tokens": 4, "rollouts": [[[0, 0, 0]]]}]', "groups.0.rollouts.0.0.0: .*got 0"),
+        ('[{"prompt_tokens": 4, "rollouts": [[]]}]', "groups.0.rollouts.0: .*at least 1"),
         ('[{"prompt_tokens": 4, "rollouts": [[[5, -1, 3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.1: .*-1"),
         ('[{"prompt_tokens": 4, "rollouts": [[[5, NaN, 3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.1: .*nan"),
-        ('[{"prompt_tokens": 4, "rollouts": [[[5, 1e999, 3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.1: .*inf"),
-        ('[{"prompt_tokens": 4, "rollouts": [[[5, 1, -3], [5, 0, 0]]]}]', "groups.0.rollouts.0.0.2: .*-3"),
-        ('[{"prompt_tokens": 4, "rollouts": [[[5.5, 0, 0]]]}]', "groups.0.rollouts.0.0.0: .*5.5"),
-        ('[{"prompt_tokens": 4, "rollouts": [[[5, 9, 0]]]}]', "the last turn of rollout 0 of group 0 has tools of 9 s"),
+        ('[{"prompt_tokens": 4, "rollouts": [[[5, 9, 0]]]}]', "the last turn of rollout 0 of group 0 has tools"),
         (
             '[{"prompt_tokens": 4, "rollouts": [[[5, 0, 0]], [[50, 0, 3], [60, 0, 0]]]}]',
             "rollout 1 of group 0 has 113 tokens, above max_tokens = 100",
         ),
-        ("{}", "groups: "),
     ],
 )
 def test_a_trace_that_could_not_be_is_refused_with_its_place(groups: str, said: str, tmp_path: Path) -> None:
@@ -212,12 +186,8 @@ def test_a_file_that_is_no_trace_is_named(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("decode", "prefill", "said"),
     [
-        ([], [{"tokens": 1.0, "seconds": 1.0}], "decode: is empty, but at least 1"),
-        ([{"rows": 1.0, "kv_tokens": 0.0, "seconds": 1.0}], [], "prefill: is empty, but at least 1"),
+        ([], [{"tokens": 1.0, "seconds": 1.0}], "decode: .*at least 1"),
         ([{"rows": 1.0, "kv_tokens": 0.0, "seconds": 0.0}], [{"tokens": 1.0, "seconds": 1.0}], "decode.0.seconds"),
-        ([{"rows": 0.0, "kv_tokens": 0.0, "seconds": 1.0}], [{"tokens": 1.0, "seconds": 1.0}], "decode.0.rows"),
-        ([{"rows": 1.0, "kv_tokens": -1.0, "seconds": 1.0}], [{"tokens": 1.0, "seconds": 1.0}], "decode.0.kv_tokens"),
-        ([{"rows": 1.0, "kv_tokens": 0.0, "seconds": 1.0}], [{"tokens": 0.0, "seconds": 1.0}], "prefill.0.tokens"),
     ],
 )
 def test_measurements_that_could_not_be_are_refused(

@@ -50,7 +50,7 @@ class Plan:
 
 @dataclass(slots=True)
 class Agent:
-    """Acts until it is told to stop; then whoever is stopped goes on."""
+    """Acts until it is asked to stop; then stopped processes continue."""
 
     service: Service
     plan: Plan
@@ -75,7 +75,7 @@ class Agent:
         if self._later:
             await asyncio.wait(self._later)
         for act in self.acts:
-            if act.process.is_stopped:  # nobody has found out, or needed it
+            if act.process.is_stopped:  # not found out, or not needed
                 act.process.send(signal.SIGCONT)
 
     def check(self) -> None:

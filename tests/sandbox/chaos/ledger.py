@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from strop.errors import MachineError
+from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.protocol import RunOutcome, RunRequest, RunResult
-from strop.sandbox.service.client import SandboxClient
 
 LIMIT_S = 4.0  # of an honest program, which needs some milliseconds
 SHORT_LIMIT_S = 0.5  # of one that never ends
@@ -70,7 +70,7 @@ class Ledger:
     async def play(
         self, client: SandboxClient, calls: Sequence[Call], *, in_flight: int, done: Callable[[int], None] = lambda num: None
     ) -> None:
-        """Ask for all of them, so many at a time; `done` is told how many are answered."""
+        """Ask for all of them, so many at a time; `done` gets the number of answers."""
         waiting = iter(calls)
 
         async def ask_on() -> None:
@@ -97,7 +97,7 @@ class Ledger:
         Args:
             within_s: from the question to the answer, queues and second tries included.
             may_fault: whether what happened meanwhile is a reason for an answer that is a fault of ours.
-            stopped_s: how long whoever ends programs at their limits may have stood still.
+            stopped_s: how long the process that ends programs at their limits may have been stopped.
         """
         answered = Counter(entry.call.number for entry in self.entries)
         assert answered == Counter(call.number for call in calls), "some calls were not answered once"

@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 
 import pytest
 
-FRONT_ADDRESS, NODE_ADDRESS = "192.0.2.1", "192.0.2.2"  # of a block for documentation: nobody has them
+FRONT_ADDRESS, NODE_ADDRESS = "192.0.2.1", "192.0.2.2"  # from the block for documentation, never used
 _CLONE_NEWNET = 0x40000000
 
 _ResultT = TypeVar("_ResultT")
@@ -24,7 +24,7 @@ _ResultT = TypeVar("_ResultT")
 class Cable:
     """Use as `with`. The namespaces are gone after it, whatever happened inside.
 
-    Skips the test where there is no `ip`, or nobody may make namespaces.
+    Skips the test where there is no `ip`, or namespaces are not allowed.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Cable:
         self._remove()
 
     def cut(self) -> None:
-        """Whatever is sent from now on is lost; nobody is told."""
+        """Whatever is sent from now on is lost without a message."""
         _ip("-n", self.node, "link", "set", self._node_end, "down")
 
     def mend(self) -> None:

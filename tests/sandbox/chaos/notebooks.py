@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import dataclass, field
 
 from strop.errors import MachineError, SessionLost
+from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.protocol import RunOutcome, RunRequest, SessionLimits
-from strop.sandbox.service.client import SandboxClient
 from strop.sandbox.session import Session
 
 _LEASE_S = 10.0  # of one whose name was lost on the way
@@ -18,7 +18,7 @@ _CELL = "n = globals().get('n', 0) + 1\nprint({number}, n)"
 
 @dataclass(slots=True)
 class Notebooks:
-    """Plays one session after the other until it is told to stop."""
+    """Plays one session after the other until it is asked to stop."""
 
     num_cells: int = 0
     num_sessions: int = 0

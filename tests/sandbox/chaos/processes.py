@@ -1,4 +1,4 @@
-"""The processes of a service by their part in it, read from /proc, and signals that reach nobody else."""
+"""The processes of a service by their part in it, read from /proc, and signals that reach no other process."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Part(StrEnum):
     FRONT = "front"
     NODE = "node"  # started by the front
     JOINED = "joined node"  # `strop sandbox node --join`
-    ZYGOTE_OUTER = "fork server, outside its namespaces"
-    ZYGOTE_INNER = "fork server"
+    FORK_SERVER_OUTER = "fork server, outside its namespaces"
+    FORK_SERVER_INNER = "fork server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +68,15 @@ def parts_below(root: int, own: Part) -> dict[Part, list[Process]]:
     _note(found[own], root)
     nodes = [root]
     if own is Part.FRONT:
-        nodes = [child for child in children_of(root) if "strop.sandbox.node" in _command(child)]
+        nodes = [child for child in children_of(root) if "strop.sandbox.supervisor" in _command(child)]
         for node in nodes:
             _note(found[Part.NODE], node)
     for node in nodes:
         for outer in children_of(node):
             if any(argument.endswith("/inside/boot.py") for argument in _command(outer)):
-                _note(found[Part.ZYGOTE_OUTER], outer)
+                _note(found[Part.FORK_SERVER_OUTER], outer)
                 for inner in children_of(outer):
-                    _note(found[Part.ZYGOTE_INNER], inner)
+                    _note(found[Part.FORK_SERVER_INNER], inner)
     return found
 
 

@@ -15,8 +15,8 @@ from types import TracebackType
 from typing import Self
 
 from strop.errors import StropError
-from strop.sandbox.service.client import SandboxClient
-from strop.sandbox.service.lines import Health
+from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.server.ndjson import Health
 
 from .processes import Part, Process, everyone_below, parts_below, process_of
 
@@ -141,7 +141,7 @@ class Service:
                 for part, processes in parts_below(pid, own).items():
                     found[part] += processes
         if not self._has_inner:  # what a fork server started is then a program
-            found[Part.ZYGOTE_INNER] = []
+            found[Part.FORK_SERVER_INNER] = []
         return found
 
     def words(self) -> str:

@@ -1,4 +1,4 @@
-"""A node behind a cable that is cut while it works: no end is told, no call is lost, and it is used again afterwards."""
+"""A node behind a cable that is cut while it works: no end is reported, no call is lost, and it is used again afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox import RunRequest
-from strop.sandbox.service.client import SandboxClient
+from strop.sandbox.client.client import SandboxClient
 
 from .ledger import Ledger, make_calls
 from .networks import FRONT_ADDRESS, Cable
@@ -46,11 +46,7 @@ async def node_names(client: SandboxClient, num: int) -> set[str]:
 def test_a_cut_cable_costs_no_call_and_is_noticed_within_two_seconds(tmp_path: Path, cut_s: float) -> None:
     async def scene(cable: Cable) -> None:
         service = Service(
-            tmp_path,
-            num_local=1,
-            nodes_host=FRONT_ADDRESS,
-            warm="bare,numpy",
-            run_joined=("ip", "netns", "exec", cable.node),
+            tmp_path, num_local=1, nodes_host=FRONT_ADDRESS, warm="bare,numpy", run_joined=("ip", "netns", "exec", cable.node)
         )
         async with service, service.client(patience_s=60.0) as client:
             calls = make_calls(_NUM_BEFORE + _NUM_DURING, seed=6)

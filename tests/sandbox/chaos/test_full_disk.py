@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox import RunOutcome, RunRequest
-from strop.sandbox.service.client import SandboxClient
+from strop.sandbox.client.client import SandboxClient
 
 from .ledger import Ledger, make_calls
 from .processes import Part
@@ -41,7 +41,7 @@ print(len(input()))
 
 @pytest.fixture
 def small_disk() -> Iterator[Path]:
-    """Where one will be mounted, in a mount namespace of the service alone."""
+    """Where one will be mounted, in a mount namespace of the service."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("a small disk for the service is mounted by root, in a mount namespace that util-linux's unshare makes")
     with tempfile.TemporaryDirectory(dir="/tmp") as place:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from re import Pattern
 
 from strop.sandbox import IsolationLevel, RunResult
@@ -31,7 +31,7 @@ class Answer:
 Answers = tuple[Answer, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Case:
     """A program that somebody might run at us.
 
@@ -41,6 +41,7 @@ class Case:
     name: str
     attacks: str
     code: str
+    _: KW_ONLY
     expect: Answers
     at: Mapping[IsolationLevel, Answers] = field(default_factory=dict)  # where a level answers otherwise
     needs: str = ""  # the part of the confinement it leans on
@@ -49,8 +50,8 @@ class Case:
     wall_s: float = 10.0  # far more than an honest program needs: the machine may be busy
     memory_mib: int = 512
     before: tuple[str, ...] = ()  # calls that prepare the attack
-    beside: str = ""  # an accomplice that runs at the same time
-    beside_text: str | None = None  # what the accomplice must print; None: whatever it likes
+    alongside: str = ""  # an accomplice that runs at the same time
+    alongside_text: str | None = None  # what the accomplice must print; None: whatever it likes
     repeats_from: IsolationLevel | None = CONFINED  # the least level where the text is the same each time; None: a race
     is_stable: bool = True  # the same class each time; only a race may lack it
     is_short: bool = False  # belongs to the selection that every test run plays
@@ -113,5 +114,5 @@ def rejected() -> Answers:
     return (Answer("rejected"),)
 
 
-# Named semaphores are files in /dev/shm. All calls would share it where none has mounts of its own, so nobody may write there.
+# Named semaphores are files in /dev/shm. Calls without their own mounts would share it, so no program may write there.
 NO_SEMAPHORES = {CONFINED: error(re.compile(r"\nPermissionError: \[Errno 13\]"))}

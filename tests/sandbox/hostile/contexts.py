@@ -14,7 +14,7 @@ from pathlib import Path
 from strop.sandbox import IsolationLevel
 
 _HERE = Path(__file__).parent
-_UNPRIVILEGED_UID = 64_123  # nobody else's: RLIMIT_NPROC counts the processes of a user
+_UNPRIVILEGED_UID = 64_123  # of no other user: RLIMIT_NPROC counts the processes of a user
 
 
 class Context(StrEnum):

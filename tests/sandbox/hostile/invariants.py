@@ -33,7 +33,7 @@ def of_answer(case: Case, level: IsolationLevel, result: RunResult) -> list[str]
 
 
 def of_reply(result: RunResult, level: IsolationLevel, host: Host) -> list[str]:
-    """Every reply can be sent, is bounded, is nobody's fault but the program's, and tells nothing that it should not."""
+    """Every reply can be sent, is bounded, blames only the program, and reveals no secret."""
     found = []
     if result.outcome.is_ours:
         found.append(f"a program caused {result.outcome}: {result.reason}")
@@ -67,10 +67,10 @@ def of_next_call(result: RunResult, elapsed_s: float, text: str) -> list[str]:
 
 
 def of_victim(result: RunResult, elapsed_s: float, text: str) -> list[str]:
-    """The call beside it is as right as ever, and not stuck."""
+    """The concurrent call is right, and not stuck."""
     if (result.outcome, result.text) != ("stdout", text):
-        return [f"the call beside it answered {kind_of(result)} {shorten(result.text)}"]
-    return [f"the call beside it took {elapsed_s:.2f} s"] if elapsed_s > VICTIM_S else []
+        return [f"the concurrent call answered {kind_of(result)} {shorten(result.text)}"]
+    return [f"the concurrent call took {elapsed_s:.2f} s"] if elapsed_s > VICTIM_S else []
 
 
 def of_repetition(case: Case, level: IsolationLevel, first: RunResult, second: RunResult) -> list[str]:

@@ -1,4 +1,4 @@
-"""Plays one case: twice, each time beside a victim and before an honest call, and looks from outside at what is left."""
+"""Plays one case: twice, each time next to a victim and before an honest call, and looks from outside at what is left."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def _run(box: Sandbox, case: Case, host: Host) -> tuple[RunResult, list[str]]:
     with ThreadPoolExecutor(2) as threads:
         victim = threads.submit(_timed, box, _VICTIM, wall_s=_VICTIM_WALL_S)
         accomplice: Future[tuple[RunResult, float]] | None = None
-        if case.beside:
-            accomplice = threads.submit(_timed, box, host.fill(case.beside), wall_s=case.wall_s)
+        if case.alongside:
+            accomplice = threads.submit(_timed, box, host.fill(case.alongside), wall_s=case.wall_s)
         result, elapsed_s = _timed(box, host.fill(case.code), stdin=case.stdin, wall_s=case.wall_s, memory_mib=case.memory_mib)
         violations = invariants.of_victim(*victim.result(), _VICTIM_TEXT)
-        if accomplice is not None and case.beside_text is not None and accomplice.result()[0].text != case.beside_text:
+        if accomplice is not None and case.alongside_text is not None and accomplice.result()[0].text != case.alongside_text:
             violations.append(f"the accomplice printed {accomplice.result()[0].text!r}")
     after, after_s = _timed(box, honest_code, stdin=honest_stdin)
     violations += [

@@ -1,7 +1,7 @@
 """A process that plays cases: one name on each line of its input, one JSON report on each line of its output.
 
 A process of its own, because what holds for a program depends on who started the sandbox, and because it counts what is left:
-nobody else may open a file or start a child in it meanwhile.
+no other code may open a file or start a child in it meanwhile.
 
     python -m hostile.player namespaces < names
 """
@@ -49,7 +49,7 @@ def main() -> None:
 def sandbox_at(level: IsolationLevel) -> Sandbox:
     """Raises `UserError` where this machine cannot give `level`."""
     # One fork server for each profile: the call after an attack then comes from the same one.
-    return Sandbox(config=SandboxConfig(level=level, min_level=level, max_running=4, zygotes=1))
+    return Sandbox(config=SandboxConfig(level=level, min_level=level, max_running=4, fork_servers=1))
 
 
 def _tell(content: dict[str, object]) -> None:

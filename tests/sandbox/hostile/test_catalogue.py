@@ -1,4 +1,4 @@
-"""Every hostile program at every level, by whoever may start the sandbox."""
+"""Every hostile program at every level, by each kind of user that may start the sandbox."""
 
 from __future__ import annotations
 

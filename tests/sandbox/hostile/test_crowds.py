@@ -84,9 +84,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("level", [NAMESPACES, CONFINED])
-def test_a_service_that_is_killed_takes_its_programs_with_it_and_the_next_one_starts_clean(
-    level: IsolationLevel,
-) -> None:
+def test_a_service_that_is_killed_takes_its_programs_with_it_and_the_next_one_starts_clean(level: IsolationLevel) -> None:
     def survivors() -> list[int]:
         return [process.pid for process in processes() if process.name == "strop-unclean" and not process.is_zombie]
 

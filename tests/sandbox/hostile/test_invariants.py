@@ -21,7 +21,7 @@ from .case import NAMESPACES, Case, echo, stdout
 from .cases import CASES
 from .host import Host
 
-CASE = Case(name="one", attacks="nothing", code="1", expect=echo("1"), wall_s=1.0)
+CASE = Case("one", "nothing", "1", expect=echo("1"), wall_s=1.0)
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_every_case_compiles_or_means_not_to_and_says_what_it_attacks() -> None:
         assert case.expect, case.name
         if case.name in not_python:
             continue
-        for code in (case.code, case.beside, *case.before):
+        for code in (case.code, case.alongside, *case.before):
             compile(code.removeprefix("\ufeff").replace("HOST_", "host_"), case.name, "exec", dont_inherit=True)
 
 

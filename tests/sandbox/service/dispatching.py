@@ -6,7 +6,7 @@ from services import echo
 
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
 from strop.sandbox.scripted import ScriptedNode
-from strop.sandbox.service.dispatcher import Dispatcher
+from strop.sandbox.server.dispatcher import Dispatcher
 
 
 def node(name: str = "n", *, slots: int = 4, latency_s: float = 0.0, fault_rate: float = 0.0) -> ScriptedNode:

@@ -8,8 +8,10 @@ import socket
 from collections.abc import AsyncIterator, Callable
 
 from strop.errors import StropError
+from strop.sandbox.link import LinkTiming
+from strop.sandbox.node_end import serve_node
 from strop.sandbox.protocol import CodeNode
-from strop.sandbox.service.link import LinkTiming, RemoteNode, serve_node
+from strop.sandbox.remote_node import RemoteNode
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 FAST = LinkTiming(heartbeat_s=0.05, silence_s=0.2, handshake_s=0.5)

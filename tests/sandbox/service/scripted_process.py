@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from strop.sandbox.node_end import serve_node
 from strop.sandbox.protocol import RunRequest
 from strop.sandbox.scripted import ScriptedNode
-from strop.sandbox.service.config import ServeConfig
-from strop.sandbox.service.link import serve_node
-from strop.sandbox.service.server import serve
+from strop.sandbox.server.config import ServeConfig
+from strop.sandbox.server.server import serve
 
 
 def echo(request: RunRequest) -> str:

@@ -11,8 +11,8 @@ import aiohttp
 
 from strop.sandbox.protocol import CodeNode, RunRequest
 from strop.sandbox.scripted import ScriptedNode
-from strop.sandbox.service.config import DispatchConfig, ServeConfig
-from strop.sandbox.service.server import CodeServer
+from strop.sandbox.server.config import DispatchConfig, ServeConfig
+from strop.sandbox.server.server import CodeServer
 
 
 def echo(request: RunRequest) -> str:
@@ -26,8 +26,8 @@ def scripted(name: str = "n", *, slots: int = 8, latency_s: float = 0.0, fault_r
 @contextlib.asynccontextmanager
 async def serving(*nodes: CodeNode, dispatch: DispatchConfig | None = None, **settings: Any) -> AsyncIterator[CodeServer]:
     settings = {"port": 0, "grace_s": 0.2} | settings
-    config = ServeConfig(num_local_nodes=0, dispatch=dispatch or DispatchConfig(), **settings)
-    async with CodeServer(config) as server:
+    config = ServeConfig(num_local_nodes=0, **settings)
+    async with CodeServer(config, dispatch) as server:
         for node in nodes:
             server.dispatcher.add_node(node)
         yield server

@@ -11,9 +11,9 @@ from services import echo
 from strop.errors import MachineError
 from strop.sandbox.protocol import RunOutcome, RunRequest
 from strop.sandbox.scripted import ScriptedNode
-from strop.sandbox.service.config import DispatchConfig
-from strop.sandbox.service.dispatcher import Dispatcher
-from strop.sandbox.service.jobs import Answer
+from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.dispatcher import Dispatcher
+from strop.sandbox.server.jobs import Answer
 
 
 def test_two_requests_with_one_id_are_one_call_also_later() -> None:

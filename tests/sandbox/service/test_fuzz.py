@@ -9,21 +9,22 @@ import threading
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
-import httpx
+import httpx2
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from links import FAST, stream_pair
-from services import answers_by_key, echo, scripted, serving
+from services import echo, scripted, serving
 
 from strop.errors import LinkBroken, NodeLost, StropError
+from strop.sandbox.client.client import SandboxClient
+from strop.sandbox.link import Failed, Failure, FrameDecoder, Hello, Message, Ran, Run, Welcome, decode, encode
+from strop.sandbox.node_end import serve_node
 from strop.sandbox.protocol import RunRequest
+from strop.sandbox.remote_node import RemoteNode
 from strop.sandbox.scripted import ScriptedNode, scripted_result
-from strop.sandbox.service.client import SandboxClient
-from strop.sandbox.service.config import DispatchConfig, RequestLimits
-from strop.sandbox.service.lines import LineSplitter, RunLine, TooLong, Unreadable, read_run_line
-from strop.sandbox.service.link import RemoteNode, serve_node
-from strop.sandbox.service.messages import Failed, Failure, FrameDecoder, Hello, Message, Ran, Run, Welcome, decode, encode
+from strop.sandbox.server.config import DispatchConfig
+from strop.sandbox.server.ndjson import LineSplitter, RunLine, TooLong, Unreadable, read_run_line
 
 slow_ok = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -243,9 +244,8 @@ class Live:
         self._loop.close()
 
     async def _serve(self) -> None:
-        limits = RequestLimits(max_code_bytes=500, max_stdin_bytes=500)
-        dispatch = DispatchConfig(limits=limits, linger_s=0.0)
-        async with serving(scripted(slots=50, latency_s=0.01), dispatch=dispatch, max_body_bytes=20_000) as server:
+        dispatch = DispatchConfig(linger_s=0.0)
+        async with serving(scripted(slots=50, latency_s=0.01), dispatch=dispatch) as server:
             self.port = server.port
             self.held = lambda: server.dispatcher.admission.held.num
             self._is_up.set()
@@ -260,7 +260,7 @@ def live() -> Iterator[Live]:
 
 
 def is_well(live: Live) -> None:
-    result = httpx.post(f"http://127.0.0.1:{live.port}/v1/run", json={"code": "well"}, timeout=2).json()
+    result = httpx2.post(f"http://127.0.0.1:{live.port}/v1/run", json={"code": "well"}, timeout=2).json()
     assert result["text"] == "ran well"
 
 
@@ -287,7 +287,7 @@ paths = st.sampled_from(
     | st.lists(nearly_lines).map(b"\n".join),
 )
 def test_any_body_on_any_route_is_answered_with_json(live: Live, path: str, body: bytes) -> None:
-    response = httpx.post(f"http://127.0.0.1:{live.port}{path}", content=body, timeout=3)
+    response = httpx2.post(f"http://127.0.0.1:{live.port}{path}", content=body, timeout=3)
     assert response.status_code in (200, 400, 404, 405, 410, 413)
     for line in response.content.splitlines():
         if line:
@@ -340,7 +340,7 @@ def test_no_call_of_a_stream_is_mixed_up_with_another(live: Live, script: list[t
     body = b"\n".join(lines)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=8)))
     parts = [body[start:end] for start, end in zip([0, *cuts], [*cuts, len(body)], strict=True)]
-    response = httpx.post(f"http://127.0.0.1:{live.port}/v1/runs", content=iter(parts), timeout=5)
+    response = httpx2.post(f"http://127.0.0.1:{live.port}/v1/runs", content=iter(parts), timeout=5)
     answers = [json.loads(line) for line in response.content.splitlines() if line]
     assert len(answers) == len(lines)
     assert {a["key"]: a["result"]["text"] for a in answers if a["key"] is not None} == expected
@@ -380,8 +380,3 @@ def test_whatever_answers_the_client_its_call_ends_with_a_typed_error(lines: lis
                     await asyncio.wait_for(client.run(RunRequest(code="x")), 5)
 
     asyncio.run(play())
-
-
-def test_answers_by_key_would_see_an_answer_that_came_twice() -> None:
-    with pytest.raises(AssertionError):
-        answers_by_key(b'{"key": 1}\n{"key": 1}\n')

@@ -8,15 +8,17 @@ import json
 import time
 
 import aiohttp
+import pytest
 from links import until
 from openapi_spec_validator import OpenAPIV31SpecValidator
 from prometheus_client.parser import text_string_to_metric_families
 from services import answers_by_key, asking, echo, run_lines, scripted, serving
 
+from strop.sandbox import limits
 from strop.sandbox.protocol import RunRequest, SessionLimits
 from strop.sandbox.scripted import ScriptedNode
-from strop.sandbox.service.config import DispatchConfig, RequestLimits
-from strop.sandbox.service.run_stream import MAX_OPEN
+from strop.sandbox.server import run_stream
+from strop.sandbox.server.config import DispatchConfig
 
 TOKEN = "correct horse battery"
 
@@ -40,12 +42,11 @@ def test_one_program_is_one_request_and_one_answer() -> None:
 
 def test_a_batch_of_every_kind_of_call_keeps_its_keys() -> None:
     async def play() -> None:
-        limits = RequestLimits(max_code_bytes=100, max_stdin_bytes=100)
-        async with serving(scripted(latency_s=0.05), dispatch=DispatchConfig(limits=limits)) as server, asking(server) as http:
+        async with serving(scripted(latency_s=0.05)) as server, asking(server) as http:
             body = run_lines(
                 *((number, {"code": f"call {number}", "seed": number}) for number in range(60)),
-                ("long code", {"code": "x" * 101}),
-                ("long input", {"code": "x", "stdin": "y" * 101}),
+                ("long code", {"code": "x" * 300_000}),
+                ("long input", {"code": "x", "stdin": "y" * 8_000_001}),
                 ("misspelled", {"code": "x", "wal_s": 1.0}),
                 ("wrong type", {"code": "x", "wall_s": "1"}),
                 ("no code", {"stdin": "x"}),
@@ -62,8 +63,8 @@ def test_a_batch_of_every_kind_of_call_keeps_its_keys() -> None:
             assert answers.pop("lost")["error"]["kind"] == "session_lost"
             assert {answer["result"]["outcome"] for answer in answers.values()} == {"rejected"}
             assert {key: answer["result"]["reason"].split(": ", 1)[-1] for key, answer in answers.items()} == {
-                "long code": "the code has 101 bytes, the limit is 100",
-                "long input": "the input has 101 bytes, the limit is 100",
+                "long code": "the code has more than 262144 bytes, which is the limit",
+                "long input": "the input has more than 8000000 bytes, which is the limit",
                 "misspelled": "request.wal_s: Unexpected keyword argument",
                 "wrong type": "request.wall_s: Input should be a valid number",
                 "no code": "request.code: Field required",
@@ -97,10 +98,11 @@ def test_results_are_streamed_as_each_call_ends() -> None:
     asyncio.run(play())
 
 
-def test_a_line_that_is_too_long_is_rejected_by_its_key_and_takes_no_memory() -> None:
+def test_a_line_that_is_too_long_is_rejected_by_its_key_and_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
-        limits = RequestLimits(max_code_bytes=1000, max_stdin_bytes=1000)  # so a line may have 77 536 bytes
-        async with serving(scripted(), dispatch=DispatchConfig(limits=limits)) as server, asking(server) as http:
+        monkeypatch.setattr(limits, "MAX_CODE_BYTES", 1000)
+        monkeypatch.setattr(limits, "MAX_STDIN_BYTES", 1000)  # so a line may have 77 536 bytes
+        async with serving(scripted()) as server, asking(server) as http:
             body = run_lines(("huge", {"code": "x" * 20_000_000}), ("next", {"code": "x"}))
             async with http.post("/v1/runs", data=body) as response:
                 answers = answers_by_key(await response.read())
@@ -135,31 +137,14 @@ async def next_line(response: aiohttp.ClientResponse) -> object:
     return json.loads(line)
 
 
-def test_lines_beyond_the_limit_are_not_read_and_the_ones_before_are_answered() -> None:
+def test_clients_take_turns() -> None:
     async def play() -> None:
-        async with serving(scripted(), max_lines=10) as server, asking(server) as http:
-            async with http.post("/v1/runs", data=run_lines(*((n, {"code": str(n)}) for n in range(12)))) as response:
-                answers = answers_by_key(await response.read())
-            assert {*range(10), None} == set(answers)
-            assert "more than 10 lines" in answers[None]["result"]["reason"]
-
-    asyncio.run(play())
-
-
-def test_clients_take_turns_by_token_and_by_header() -> None:
-    async def play() -> None:
-        tokens = {"a": TOKEN + " a", "b": TOKEN + " b"}
-        async with (
-            serving(scripted(slots=1, latency_s=0.02), tokens=tokens) as server,
-            asking(server, Authorization=f"Bearer {TOKEN} a") as many,
-            asking(server, Authorization=f"Bearer {TOKEN} b") as lone,
-        ):
+        async with serving(scripted(slots=1, latency_s=0.02)) as server, asking(server) as many:
             flood = asyncio.create_task(read(many, run_lines(*((n, {"code": str(n), "seed": n}) for n in range(2000)))))
             await until(lambda: server.dispatcher.admission.held.num > 1900)
             started_at = time.monotonic()
-            for http, headers in ((lone, {}), (many, {"X-Strop-Client": "another"})):
-                async with http.post("/v1/run", data=b'{"code": "x"}', headers=headers) as response:
-                    assert response.status == 200
+            async with many.post("/v1/run", data=b'{"code": "x"}', headers={"X-Strop-Client": "another"}) as response:
+                assert response.status == 200
             assert time.monotonic() - started_at < 0.5
             flood.cancel()
 
@@ -226,10 +211,10 @@ def test_verdicts_are_streamed_and_a_refusal_is_a_status() -> None:
             serving(scripted(latency_s=0.005), dispatch=DispatchConfig(max_held=2, client_share=1.0)) as server,
             asking(server) as http,
         ):
-            pairs = [{"gold": str(n), "answer": str(n % 2)} for n in range(20)]
+            pairs = [{"gold": str(n), "answer": str(n % 2)} for n in range(40)]
             async with http.post("/v1/verify", json={"pairs": pairs}) as response:
                 verdicts = [json.loads(line) for line in (await response.read()).splitlines() if line]
-            assert sorted(verdict["index"] for verdict in verdicts) == list(range(20))
+            assert sorted(verdict["index"] for verdict in verdicts) == list(range(40))
             assert {verdict["index"] for verdict in verdicts if verdict["verdict"] == "equal"} == {0, 1}
             async with http.post("/v1/verify", json={"pairs": []}) as response:
                 assert (response.status, (await response.read()).strip()) == (200, b"")
@@ -314,17 +299,21 @@ def test_the_description_is_legal_openapi_and_names_every_route() -> None:
     asyncio.run(play())
 
 
-def test_one_stream_holds_a_bounded_number_of_calls_and_takes_the_rest_later() -> None:
+def test_one_stream_holds_a_bounded_number_of_calls_and_takes_the_rest_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_stream, "MAX_OPEN", 300)
+
     async def play() -> None:
-        async with serving(scripted(slots=500, latency_s=0.05)) as server, asking(server) as http:
-            num = MAX_OPEN + 5000
-            reading = asyncio.create_task(read(http, run_lines(*((n, {"code": str(n), "seed": n}) for n in range(num)))))
+        async with serving(scripted(slots=100, latency_s=0.05)) as server, asking(server) as http:
+            num = 3000
+            reading = asyncio.create_task(
+                read(http, run_lines(*((n, {"code": str(n), "seed": n, "stdin": "x" * 1000}) for n in range(num))))
+            )
             most = 0
             while not reading.done():
                 most = max(most, server.dispatcher.admission.held.num)
                 await asyncio.sleep(0.01)
             answers = await reading
-            assert MAX_OPEN <= most < MAX_OPEN + 5000
+            assert 300 <= most < 2900
             assert all(answers[n]["result"]["text"] == f"ran {n}" for n in range(num))
 
     asyncio.run(play())
@@ -348,10 +337,12 @@ def test_a_client_that_reads_nothing_holds_up_nobody_else() -> None:
     asyncio.run(play())
 
 
-def test_a_client_that_leaves_too_much_unread_is_cut_off() -> None:
+def test_a_client_that_leaves_too_much_unread_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_stream, "MAX_UNREAD_BYTES", 4_000_000)
+
     async def play() -> None:
         node = ScriptedNode(answer=lambda request: "x" * 100_000, num_slots=8)
-        async with serving(node, max_unread_bytes=4_000_000) as server:
+        async with serving(node) as server:
             reader, writer = await asyncio.open_connection(server.config.host, server.port)
             body = run_lines(*((n, {"code": "x"}) for n in range(1000)))
             writer.write(b"POST /v1/runs HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body)

@@ -8,7 +8,8 @@ import pytest
 from pydantic import ValidationError
 from services import answers_by_key, asking, run_lines, scripted, serving
 
-from strop.sandbox.service.config import DispatchConfig, ServeConfig
+from strop.sandbox.server import http as http_front
+from strop.sandbox.server.config import DispatchConfig, ServeConfig
 
 TOKEN = "correct horse battery"
 
@@ -33,9 +34,13 @@ TOKEN = "correct horse battery"
         ("GET", "/v1/sessions/%ED%A0%80", b"", 405, ""),
     ],
 )
-def test_a_mistake_is_told_as_json_with_its_reason(method: str, path: str, body: bytes, status: int, words: str) -> None:
+def test_a_mistake_is_told_as_json_with_its_reason(
+    method: str, path: str, body: bytes, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_front, "MAX_BODY_BYTES", 1500)
+
     async def play() -> None:
-        async with serving(scripted(), max_body_bytes=1500) as server, asking(server) as http:
+        async with serving(scripted()) as server, asking(server) as http:
             async with http.request(method, path, data=body) as response:
                 assert response.status == status
                 assert words in (await response.json())["error"]["message"]
@@ -66,7 +71,7 @@ def test_a_method_that_a_route_does_not_take_is_told_as_such_with_those_it_takes
 def test_a_token_that_is_not_taken_is_answered_with_how_to_send_it(headers: dict[str, str], words: str) -> None:
     async def play() -> None:
         async with (
-            serving(scripted(), tokens={"trainer": TOKEN}) as server,
+            serving(scripted(), token=TOKEN) as server,
             asking(server, **headers) as http,
             http.post("/v1/run", data=b'{"code": "x"}') as response,
         ):
@@ -80,7 +85,7 @@ def test_a_token_that_is_not_taken_is_answered_with_how_to_send_it(headers: dict
 
 def test_who_has_no_token_learns_nothing_but_that_the_service_lives() -> None:
     async def play() -> None:
-        async with serving(scripted(), tokens={"trainer": TOKEN}) as server:
+        async with serving(scripted(), token=TOKEN) as server:
             for headers in (
                 {},
                 {"Authorization": "Bearer wrong"},
@@ -124,7 +129,7 @@ def test_a_service_without_nodes_says_so_and_when_to_come_again() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("settings", [{"host": "0.0.0.0"}, {"nodes_port": 0, "nodes_host": "::"}, {"tokens": {"a": "short"}}])
+@pytest.mark.parametrize("settings", [{"host": "0.0.0.0"}, {"nodes_port": 0, "nodes_host": "::"}, {"token": "short"}])
 def test_a_service_that_others_could_reach_is_refused_without_a_good_token(settings: dict[str, object]) -> None:
     with pytest.raises(ValidationError, match="token"):
         ServeConfig.model_validate(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import subprocess
 import sys
@@ -15,19 +16,23 @@ from pathlib import Path
 import psutil
 import pytest
 from links import until
-from services import serving
+from services import scripted, serving
 from test_client import free_port
 
 from strop.errors import MachineError, UserError
+from strop.sandbox.client.client import SandboxClient
 from strop.sandbox.config import SandboxConfig
+from strop.sandbox.local import open_service
+from strop.sandbox.node_end import serve_node
 from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest
-from strop.sandbox.service.client import SandboxClient
-from strop.sandbox.service.config import ServeConfig
-from strop.sandbox.service.server import CodeServer
-from strop.sandbox.service.spawn import spawn_node
+from strop.sandbox.server.config import ServeConfig
+from strop.sandbox.server.server import CodeServer
+from strop.sandbox.spawn import log_line, spawn_node
+from strop.sandbox.supervisor.__main__ import join_front
+from strop.sandbox.supervisor.node import Node
 
 TOKEN = "correct horse battery"
-ANY_LEVEL = SandboxConfig(min_level=IsolationLevel.PROCESS, max_running=2, zygotes=1)
+ANY_LEVEL = SandboxConfig(min_level=IsolationLevel.PROCESS, max_running=2, fork_servers=1)
 
 
 @contextlib.contextmanager
@@ -63,13 +68,13 @@ def test_calls_survive_nodes_that_are_killed_and_stopped_and_a_stopped_one_is_no
         async with serving(nodes_port=0, nodes_token=TOKEN) as server, SandboxClient(server.url) as client:
             with joining(server, "killed") as killed, joining(server, "stopped") as stopped, joining(server, "steady"):
                 seats = server.dispatcher.floor.seats
-                await until(lambda: len(seats) == 3, limit_s=10)
-                calls = [asyncio.create_task(client.run(RunRequest(code=str(n), seed=n))) for n in range(3000)]
-                await until(lambda: server.dispatcher.tally.outcomes.total() > 300)
+                await until(lambda: len(seats) == 3, limit_s=60)
+                calls = [asyncio.create_task(client.run(RunRequest(code=str(n), seed=n))) for n in range(1500)]
+                await until(lambda: server.dispatcher.tally.outcomes.total() > 300, limit_s=20)
                 killed.kill()
-                await until(lambda: len(seats) == 2, limit_s=0.5)  # the kernel hangs up for it
+                await until(lambda: len(seats) == 2, limit_s=5)  # the kernel hangs up for it
                 num_before = server.dispatcher.tally.outcomes.total()  # a call may lose one node, not two
-                await until(lambda: server.dispatcher.tally.outcomes.total() > num_before + 200)
+                await until(lambda: server.dispatcher.tally.outcomes.total() > num_before + 200, limit_s=20)
                 stopped.send_signal(signal.SIGSTOP)
                 stopped_at = time.monotonic()
                 await until(lambda: len(seats) == 1, limit_s=20)
@@ -78,7 +83,7 @@ def test_calls_survive_nodes_that_are_killed_and_stopped_and_a_stopped_one_is_no
                 stopped.send_signal(signal.SIGCONT)
                 await asyncio.sleep(0.2)  # what it has finished meanwhile finds nobody
                 assert server.dispatcher.tally.num_nodes_lost == 2
-        assert [result.text for result in results] == [f"ran {n}" for n in range(3000)]
+        assert [result.text for result in results] == [f"ran {n}" for n in range(1500)]
         assert set(Counter(result.node for result in results)) == {"killed", "stopped", "steady"}
         return noticed_s
 
@@ -106,7 +111,7 @@ def test_a_stranger_at_the_door_of_the_nodes_harms_nobody() -> None:
                 await asyncio.wait_for(reader.read(), 1)
                 writer.close()
             with joining(server, "true", token=""):
-                await until(lambda: len(server.dispatcher.floor.seats) == 1, limit_s=10)
+                await until(lambda: len(server.dispatcher.floor.seats) == 1, limit_s=60)
 
     asyncio.run(play())
 
@@ -178,7 +183,7 @@ def test_a_local_node_that_dies_is_started_again() -> None:
 def test_a_node_of_this_machine_that_cannot_start_says_why() -> None:
     async def play() -> None:
         with pytest.raises(MachineError, match="did not start"):
-            await spawn_node(SandboxConfig.model_construct(zygotes=0))  # which the node itself does not accept
+            await spawn_node(SandboxConfig.model_construct(fork_servers=0))  # which the node itself does not accept
 
     asyncio.run(play())
 
@@ -188,7 +193,7 @@ def test_a_node_dies_with_the_process_that_started_it() -> None:
         "import asyncio\n"
         "from strop.sandbox.config import SandboxConfig\n"
         "from strop.sandbox.protocol import IsolationLevel\n"
-        "from strop.sandbox.service.spawn import spawn_node\n"
+        "from strop.sandbox.spawn import spawn_node\n"
         "async def main():\n"
         "    node = await spawn_node(SandboxConfig(min_level=IsolationLevel.PROCESS))\n"
         "    print('started', flush=True)\n"
@@ -209,5 +214,63 @@ def nodes_of(parent: psutil.Process) -> list[psutil.Process]:
     found = []
     for child in parent.children():
         with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has no command line any more
-            found += [child] if "strop.sandbox.node" in child.cmdline() else []
+            found += [child] if "strop.sandbox.supervisor" in child.cmdline() else []
     return found
+
+
+@pytest.mark.parametrize(
+    ("said", "level", "logged"),
+    [
+        ("WARNING programs run at level L1", logging.WARNING, "node n: programs run at level L1"),
+        ("INFO all is well", logging.INFO, "node n: all is well"),
+        ("Traceback (most recent call last):", logging.WARNING, "node n: Traceback (most recent call last):"),
+    ],
+)
+def test_a_line_of_a_nodes_log_keeps_its_level_and_is_not_marked_twice(
+    caplog: pytest.LogCaptureFixture, said: str, level: int, logged: str
+) -> None:
+    caplog.set_level(logging.INFO, logger="strop.sandbox")
+    log_line("n", said)
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(level, logged)]
+
+
+def test_a_node_asks_who_listens_before_its_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def start(node: Node) -> None:
+        raise AssertionError("the self-test was begun")
+
+    monkeypatch.setattr(Node, "start", start)
+    with pytest.raises(UserError, match=r"no front answers at 127\.0\.0\.1:9"):
+        asyncio.run(join_front("127.0.0.1:9", SandboxConfig(), name="n", token=""))
+
+
+def test_joining_is_logged_on_both_ends_and_a_knock_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    async def play() -> None:
+        async with serving(nodes_port=0, nodes_token=TOKEN) as server:
+            _, knock = await asyncio.open_connection("127.0.0.1", server.nodes_port)
+            knock.close()
+            await knock.wait_closed()
+            link = await asyncio.open_connection("127.0.0.1", server.nodes_port)
+            serve = asyncio.create_task(serve_node(scripted("far", slots=4), *link, token=TOKEN))
+            joined = f"joined 127.0.0.1:{server.nodes_port} as far (L2)"
+            await until(lambda: joined in caplog.messages and "node far joined" in caplog.text)
+        await serve
+
+    caplog.set_level(logging.INFO, logger="strop.sandbox")
+    asyncio.run(play())
+    assert not [record for record in caplog.records if "could not join" in record.getMessage()]
+
+
+def test_a_service_that_is_opened_without_its_token_says_where_to_put_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with serving(scripted(), token=TOKEN) as server:
+            config = SandboxConfig(url=server.url, token_env="THE_TOKEN")
+            for wrong in ("", "wrong"):
+                monkeypatch.setenv("THE_TOKEN", wrong)
+                with pytest.raises(UserError, match=r"environment variable THE_TOKEN; `strop sandbox run` .* --token-file"):
+                    async with open_service(config):
+                        pass
+            monkeypatch.setenv("THE_TOKEN", TOKEN)
+            async with open_service(config) as service:
+                assert (await service.run(RunRequest(code="1"))).text == "ran 1"
+
+    asyncio.run(main())

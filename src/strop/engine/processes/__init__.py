@@ -1,1 +1,1 @@
-"""What an engine in a process of its own is made of: where it is born, what it is told, how it gets its weights."""
+"""Engines in separate processes: fork server, messages, shared weights."""

@@ -62,7 +62,7 @@ class SharedWeights:
             self._unused.set()
 
     def close(self) -> None:
-        """Nobody may use it any more. Safe to call twice."""
+        """Free the memory. No user may be left. Safe to call twice."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1

@@ -1,4 +1,4 @@
-"""An engine whose model runs in a server; what every kind of server has in common."""
+"""An engine whose model runs in a server, and the conversations that the server holds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, TypeAlias
 
 from strop.engine.config import ServerConfig
-from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor
-from strop.engine.requests import check_request, check_vocabulary
-from strop.engine.servers.answers import Answer, completion_of
-from strop.engine.servers.conversations import Conversations
-from strop.engine.servers.facts import ModelFacts
-from strop.engine.servers.handover import handed_over
+from strop.engine.model_directory import ModelFacts
+from strop.engine.protocol import (
+    Capabilities,
+    Capacity,
+    CompletionRequest,
+    NamedTensor,
+    check_prefix,
+    check_request,
+    check_vocabulary,
+)
+from strop.engine.servers.server import Answer, Server, completion_of
+from strop.engine.servers.weight_transfer import transferred
 from strop.errors import DeadlineExceeded, EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 
@@ -23,30 +30,135 @@ _log = logging.getLogger(__name__)
 _REFRESH_S = 30.0  # for one token after a cached prefix
 
 
-class Server(Protocol):
-    """One server of one kind: how it is spoken to. Every call has a deadline and raises `EngineLost` naming the server."""
+Ids: TypeAlias = tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Hold:
+    ids: Ids  # of the conversation's newest request, and of its completion
+    num_blocks: int  # that it takes; while it runs, that it may take
+    is_running: bool = True
+    num_released: int = 0  # blocks that had been released when it was used last
+
+
+class Conversations:
+    """The places of one server. A request that goes on where its conversation ended takes its place; any other needs one.
+
+    A server manages its KV memory itself. The count here limits requests to what the server was started for, and shows which
+    prefixes the server may evict while a tool runs: a server treats a conversation that waits for a tool like one that has
+    ended, and evicts the blocks that were used longest ago.
+    """
+
+    def __init__(self, num_places: int, *, num_blocks: int = 0, block_tokens: int | None = None) -> None:
+        """Places, and the KV memory below them, of a server that takes first what was used longest ago.
+
+        Args:
+            num_blocks: of its KV memory.
+            block_tokens: of a block; None where the server does not tell: then nothing is known of its prefixes.
+        """
+        self._num_places = num_places
+        self._num_blocks, self._block_tokens = num_blocks, block_tokens
+        self._num_released = 0  # blocks, of conversations that have left
+        self._holds: dict[str, _Hold] = {}  # by newest request
+        self._waiting: dict[str, tuple[asyncio.Future[None], CompletionRequest]] = {}  # in order of arrival
+        self._refused: dict[str, str] = {}  # a refused request -> the conversation that it would have continued
 
     @property
-    def name(self) -> str: ...
+    def busy(self) -> list[str]:
+        """Requests that run or wait."""
+        return [*(request_id for request_id, hold in self._holds.items() if hold.is_running), *self._waiting]
 
-    @property
-    def capacity(self) -> Capacity: ...
+    async def enter(self, request: CompletionRequest) -> None:
+        """Take a place; waits for one if it must.
 
-    @property
-    def can_prove_weights(self) -> bool:
-        """Whether `read_weights` tells a checksum that was computed inside the server."""
+        Raises:
+            StropError: the id is in use, or the request does not begin as the conversation that it extends.
+        """
+        if request.id in self._holds or request.id in self._waiting:
+            raise StropError(f"request {request.id}: an earlier request of that id was not released.")
+        parent = self._holds.get(request.extends)
+        if parent is not None:
+            check_prefix(request, parent.ids)
+        if self._goes_on_in_place(request):
+            del self._holds[request.extends]
+            self._holds[request.id] = self._hold_of(request)
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = (place, request)
+        self._grant()
+        try:
+            await place
+            if request.id not in self._holds:
+                raise asyncio.CancelledError  # it left in the moment of its turn
+        except asyncio.CancelledError:
+            self.leave(request.id)  # it may have been granted in the same moment
+            raise
 
-    async def complete(self, request: CompletionRequest, *, timeout_s: float) -> Answer:
-        """Sample; a cancelled call ends the request in the server, too."""
+    def refuse(self, request: CompletionRequest) -> None:
+        """Record a request that was refused before it entered: its id releases the conversation that it extends."""
+        if request.id not in self._holds and self._goes_on_in_place(request):
+            self._refused[request.id] = request.extends
 
-    async def read_weights(self, directory: Path, *, label: str) -> str:
-        """Let the server replace its weights by those of `directory` and forget every KV cache; from then on its answers bear
-        `label`. Returns the checksum of what it read, "" if it cannot tell."""
+    def end(self, request: CompletionRequest, ids: Ids) -> None:
+        """`request` is complete; its conversation keeps its place. `ids` were sampled."""
+        hold = self._holds.get(request.id)
+        if hold is not None:  # it was not released meanwhile
+            hold.ids, hold.is_running = (*request.ids, *ids), False
+            hold.num_blocks, hold.num_released = self._blocks_of(len(hold.ids)), self._num_released
 
-    def has_ended(self) -> str:
-        """What became of it, with the end of its log, if it was started by us and has ended; else empty."""
+    def leave(self, request_id: str) -> None:
+        """Free a conversation's place for the next request. Cancel the request if it waits itself. Ignore unknown ids."""
+        request_id = self._refused.pop(request_id, request_id)
+        if (hold := self._holds.pop(request_id, None)) is not None:
+            self._num_released += hold.num_blocks
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting[0].cancel()
+        self._grant()
 
-    async def close(self) -> None: ...
+    def endangered(self) -> list[Ids]:
+        """Prefixes that the server may evict for those who run, though their conversations go on: use each of them now.
+
+        A conversation's blocks are safe while the memory holds the blocks of all conversations and all blocks that were
+        released after its last use. The caller must use the returned prefixes: they count as used from now on.
+        """
+        if self._block_tokens is None:
+            return []
+        # A use takes a block for a moment, and everybody may be used at once.
+        spare = self._num_blocks - self._num_places - sum(hold.num_blocks for hold in self._holds.values())
+        found = []
+        for hold in self._holds.values():
+            whole = (len(hold.ids) - 1) // self._block_tokens * self._block_tokens  # the last id was never fed
+            num_since = self._num_released - hold.num_released
+            if whole and not hold.is_running and num_since > max(0, spare):
+                hold.num_released = self._num_released
+                found.append(hold.ids[: whole + 1])
+        return found
+
+    def clear(self) -> None:
+        """Forget every conversation: what was cached of them is gone."""
+        self._holds.clear()
+        self._refused.clear()
+        self._num_released = 0
+        self._grant()
+
+    def _goes_on_in_place(self, request: CompletionRequest) -> bool:
+        parent = self._holds.get(request.extends)
+        return parent is not None and not parent.is_running and request.at == len(parent.ids)
+
+    def _grant(self) -> None:
+        while self._waiting and len(self._holds) < self._num_places:
+            request_id = next(iter(self._waiting))
+            place, request = self._waiting.pop(request_id)
+            if not place.cancelled():
+                self._holds[request_id] = self._hold_of(request)
+                place.set_result(None)
+
+    def _hold_of(self, request: CompletionRequest) -> _Hold:
+        return _Hold(request.ids, self._blocks_of(len(request.ids) + request.max_tokens))
+
+    def _blocks_of(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_tokens) if self._block_tokens is not None else 0
 
 
 class ServerEngine:
@@ -57,7 +169,7 @@ class ServerEngine:
     `cached_tokens` tells.
     """
 
-    def __init__(self, server: Server, model: ModelFacts, config: ServerConfig) -> None:
+    def __init__(self, server: Server[Any], model: ModelFacts, config: ServerConfig) -> None:
         """An engine over a server that is ready, and whose weights are not known yet."""
         self._server, self._model, self._config = server, model, config
         capacity = server.capacity
@@ -96,7 +208,7 @@ class ServerEngine:
         Raises:
             EngineLost: the server died, cannot be reached, answered garbage, or lost the weights.
             DeadlineExceeded: no place was free within `deadline_s`, or it was not complete that long after it got one. A
-                server that hangs looks the same; whoever asks knows whether it answers others.
+                server that hangs looks the same; the caller knows whether it answers other requests.
             UserError: a stop string, but the model directory has no tokenizer; or ids outside the model's vocabulary.
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
@@ -146,7 +258,7 @@ class ServerEngine:
         self._doubt = f"the last publication (version {version}) was not completed"
         self._conversations.clear()
         size = self._config.torch_dtype.itemsize
-        async with handed_over(tensors, self._model, itemsize=size, version=version, checksum=checksum) as directory:
+        async with transferred(tensors, self._model, itemsize=size, version=version, checksum=checksum) as directory:
             await self._read_weights(directory, version=version, checksum=checksum)
 
     async def read_weights(self, directory: Path, *, version: int, checksum: str) -> None:

@@ -1,4 +1,4 @@
-"""A program that serves as an engine: started, watched, and gone when whoever started it is gone."""
+"""Starts and watches the program of a server engine. The program ends when its starter ends."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from typing import Any, Self
 
 from strop.errors import EngineLost
 
-_KEEPER = Path(__file__).with_name("keeper.py")
+_REAPER = Path(__file__).with_name("reaper.py")
 _ASK_S = 0.1  # between two looks whether it is ready
 _GRACE_S = 10.0  # to end by itself after SIGTERM
-_KILL_S = 30.0  # for the keeper to kill what is left; more than it allows itself
+_KILL_S = 30.0  # for the reaper to kill what is left; more than it allows itself
 _TAIL_BYTES, _TAIL_LINES = 16_384, 20
 
 
 class ServerProcess:
     """A running program. It and everything that it started ends with `stop`, or when this process ends, however it ends.
 
-    Its keeper is a process between the two, in a session of its own, so that a terminal's Ctrl-C reaches this process alone.
+    A reaper is between the two processes. It has its own session, so that Ctrl-C in a terminal does not reach the program.
     """
 
     def __init__(
@@ -34,20 +34,20 @@ class ServerProcess:
         command: str,
         log: Path,
         log_start: int,
-        keeper: asyncio.subprocess.Process,
+        reaper: asyncio.subprocess.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
         self.log = log
         self._command, self._log_start = command, log_start
-        self._keeper, self._reader, self._writer = keeper, reader, writer
+        self._reaper, self._reader, self._writer = reaper, reader, writer
         self._pid = 0
         self._failure = ""  # why the command could not be run
         self._status: int | None = None
         self._oom_kills = num_oom_kills()
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
-        self._listening = asyncio.create_task(self._listen(), name=f"keeper of {command}")
+        self._listening = asyncio.create_task(self._listen(), name=f"reaper of {command}")
 
     @classmethod
     async def start(
@@ -103,7 +103,7 @@ class ServerProcess:
         if self._failure:
             return f"could not be run: {self._failure}"
         if self._status is None:
-            return "was lost: its keeper was killed, and it with it"
+            return "was lost: its reaper was killed, and it with it"
         return how_it_ended(self._status, oom_kills_before=self._oom_kills)
 
     async def wait(self) -> None:
@@ -127,12 +127,12 @@ class ServerProcess:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), grace_s)
         with contextlib.suppress(OSError):
-            self._writer.write_eof()  # the keeper kills what is left, and says how that ended
+            self._writer.write_eof()  # the reaper kills what is left, and says how that ended
         try:
-            await asyncio.wait_for(self._keeper.wait(), _KILL_S)
+            await asyncio.wait_for(self._reaper.wait(), _KILL_S)
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                self._keeper.kill()
+                self._reaper.kill()
             raise EngineLost(self.describe(f"could not be killed within {_KILL_S:g} s")) from None
         finally:
             self._writer.close()
@@ -145,8 +145,8 @@ class ServerProcess:
         try:
             with theirs, log.open("ab") as output:
                 log_start = output.tell()
-                keeper = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", "-B", str(_KEEPER), str(theirs.fileno()), *argv),
+                reaper = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", "-B", str(_REAPER), str(theirs.fileno()), *argv),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -158,7 +158,7 @@ class ServerProcess:
             ours.close()
             raise
         reader, writer = await asyncio.open_connection(sock=ours)
-        return cls(shlex.join(argv), log, log_start, keeper, reader, writer)
+        return cls(shlex.join(argv), log, log_start, reaper, reader, writer)
 
     async def _become_ready(self, is_ready: Callable[[], Awaitable[bool]]) -> None:
         """Raises `EngineLost` when it ends before."""
@@ -176,7 +176,7 @@ class ServerProcess:
             await asyncio.gather(asking, ending, return_exceptions=True)
 
     async def _listen(self) -> None:
-        """To the keeper, until it has nothing more to say."""
+        """To the reaper, until it has nothing more to say."""
         try:
             while line := await self._reader.readline():
                 self._note(json.loads(line))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 import uuid
 from pathlib import Path
@@ -18,25 +17,22 @@ from typing import Annotated, Any, Self
 from pydantic import Strict
 
 from strop.engine.config import SglangConfig
+from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Capacity, CompletionRequest
-from strop.engine.servers.answers import Answer, Said, read
-from strop.engine.servers.client import ServerClient
-from strop.engine.servers.facts import ModelFacts
-from strop.engine.servers.process import ServerProcess
-from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
+from strop.engine.servers.server import ASK_S, Answer, Said, Server, ServerClient, command_of, environment_of, read
+from strop.errors import EngineLost, StropError, WeightsNotProven
 
 _log = logging.getLogger(__name__)
-_ASK_S = 60.0  # for what needs no model step
 
 
-class SglangServer:
-    """One SGLang server. Implements `strop.engine.servers.engine.Server`."""
+class SglangServer(Server[SglangConfig]):
+    """One SGLang server. One that strop starts listens on a port of the loopback interface."""
 
+    title, health = "SGLang", "/health_generate"
     can_prove_weights = False
 
-    def __init__(self, client: ServerClient, config: SglangConfig, process: ServerProcess | None) -> None:
-        self._client, self._config, self._process = client, config, process
-        self._capacity = Capacity(total_tokens=0, max_request_tokens=0, max_running=config.slots)
+    def __init__(self, client: ServerClient, config: SglangConfig) -> None:
+        super().__init__(client, config)
         self._aborting: set[asyncio.Task[None]] = set()
         _log.warning(
             "%s: the sglang engine is unproven: it was never run against SGLang itself (docs/engines.md).", client.name
@@ -44,59 +40,25 @@ class SglangServer:
 
     @classmethod
     async def start(cls, name: str, model: ModelFacts, config: SglangConfig, *, log: Path) -> Self:
-        """A server of our own, on a port of the loopback interface.
-
-        Raises:
-            EngineLost: it did not start within `start_timeout_s`; names its log.
-        """
         port = _free_port()
-        client = ServerClient(name, f"http://127.0.0.1:{port}")
-        try:
-            process = await ServerProcess.start(
-                command_line(model, config, port),
-                env=environment(config),
-                log=log,
-                is_ready=lambda: client.is_up("/health_generate"),
-                deadline_s=config.start_timeout_s,
-            )
-        except BaseException:
-            await client.close()
-            raise
-        return await cls(client, config, process)._ready(model)
-
-    @classmethod
-    async def connect(cls, address: str, model: ModelFacts, config: SglangConfig) -> Self:
-        """A server that runs already; it stays when this is closed.
-
-        Raises:
-            EngineLost: nobody answers there.
-            UserError: its dtype or context length is not the recipe's.
-        """
-        return await cls(ServerClient(f"SGLang at {address}", address), config, None)._ready(model)
-
-    @property
-    def name(self) -> str:
-        return self._client.name
-
-    @property
-    def capacity(self) -> Capacity:
-        return self._capacity
+        server = cls(ServerClient(name, f"http://127.0.0.1:{port}"), config)
+        return await server._run(command_line(model, config, port), environment=environment(config), log=log)
 
     async def complete(self, request: CompletionRequest, *, timeout_s: float) -> Answer:
         rid = uuid.uuid4().hex
         try:
-            told = await self._client.post("/generate", to_body(request, rid), timeout_s=timeout_s)
+            answer = await self._client.post("/generate", to_body(request, rid), timeout_s=timeout_s)
         except asyncio.CancelledError:
             # It notices a closed connection only every few seconds.
             task = asyncio.create_task(self._abort(rid))
             self._aborting.add(task)
             task.add_done_callback(self._aborting.discard)
             raise
-        return parse_answer(told, server=self.name)
+        return parse_answer(answer, server=self.name)
 
     async def read_weights(self, directory: Path, *, label: str) -> str:
-        await self._client.post("/pause_generation", {"mode": "abort"}, timeout_s=_ASK_S)
-        told = await self._client.post(
+        await self._client.post("/pause_generation", {"mode": "abort"}, timeout_s=ASK_S)
+        answer = await self._client.post(
             "/update_weights_from_disk",
             {
                 "model_path": str(directory),
@@ -107,59 +69,33 @@ class SglangServer:
             },
             timeout_s=self._config.publish_timeout_s,
         )
-        if not (updated := read(_Updated, told, server=self.name)).success:
+        if not (updated := read(_Updated, answer, server=self.name)).success:
             raise WeightsNotProven(f"{self.name} did not read the weights: {updated.message}")
-        await self._client.post("/flush_cache", timeout_s=_ASK_S, parsed=False)
-        await self._client.post("/continue_generation", {}, timeout_s=_ASK_S)
+        await self._client.post("/flush_cache", timeout_s=ASK_S, parsed=False)
+        await self._client.post("/continue_generation", {}, timeout_s=ASK_S)
         return ""
-
-    def has_ended(self) -> str:
-        if self._process is None or self._process.is_alive:
-            return ""
-        return f"{self.name}: {self._process.describe(self._process.end)}"
 
     async def close(self) -> None:
         await asyncio.gather(*self._aborting)
-        await self._client.close()
-        if self._process is not None:
-            await self._process.stop()
+        await super().close()
 
     async def _abort(self, rid: str) -> None:
         try:
-            await self._client.post("/abort_request", {"rid": rid}, timeout_s=_ASK_S, parsed=False)
-        except StropError as error:  # the request that was aborted tells nobody any more
+            await self._client.post("/abort_request", {"rid": rid}, timeout_s=ASK_S, parsed=False)
+        except StropError as error:  # the caller has gone; the log is the only place
             _log.warning("%s", error)
 
-    async def _ready(self, model: ModelFacts) -> Self:
-        try:
-            info = read(_ServerInfo, await self._client.get("/server_info", timeout_s=_ASK_S), server=self.name)
-            self._check_settings(info)
-            total = info.max_total_num_tokens
-        except BaseException:
-            await self.close()
-            raise
-        config = self._config
-        self._capacity = Capacity(
-            total_tokens=total, max_request_tokens=min(config.max_length, total), max_running=config.slots
-        )
-        return self
-
-    def _check_settings(self, info: _ServerInfo) -> None:
-        dtype, length = info.dtype, info.context_length
-        wrong = {
-            f"its dtype is {dtype!r}, but engine.dtype is {self._config.dtype!r}": dtype not in ("auto", self._config.dtype),
-            f"it holds conversations of {length} tokens, fewer than engine.max_length {self._config.max_length}": length
-            is not None
-            and length < self._config.max_length,
-        }
-        for fault, is_so in wrong.items():
-            if is_so:
-                raise UserError(f"{self.name} cannot be used: {fault}. Start it as docs/engines.md says.")
+    async def _learn_capacity(self) -> Capacity:
+        info = read(_ServerInfo, await self._client.get("/server_info", timeout_s=ASK_S), server=self.name)
+        config, total = self._config, info.max_total_num_tokens
+        is_other = info.dtype not in ("auto", config.dtype)
+        wrong = {f"its dtype is {info.dtype!r}, but engine.dtype is {config.dtype!r}": is_other}
+        self._refuse(wrong, length=info.context_length)
+        return Capacity(total_tokens=total, max_request_tokens=min(config.max_length, total), max_running=config.slots)
 
 
 def command_line(model: ModelFacts, config: SglangConfig, port: int) -> list[str]:
     """What starts a server of `model` on a port of the loopback interface."""
-    words = [str(config.python), "-m", "sglang.launch_server"]
     options: dict[str, object] = {
         "--model-path": model.directory,
         "--host": "127.0.0.1",
@@ -170,20 +106,13 @@ def command_line(model: ModelFacts, config: SglangConfig, port: int) -> list[str
         "--tp-size": config.tensor_parallel,
         "--sampling-defaults": "openai",  # the model directory's own would change how we sample
     }
-    if config.memory_fraction is not None:
-        options["--mem-fraction-static"] = config.memory_fraction
-    words += [str(word) for option in options.items() for word in option]
-    words += ["--enable-deterministic-inference"]  # without it a request's seed is ignored
-    words += [] if model.has_tokenizer else ["--skip-tokenizer-init"]
-    return [*words, *config.arguments]
+    flags = ["--enable-deterministic-inference"]  # without it a request's seed is ignored
+    return command_of("sglang.launch_server", options, flags, model, config)
 
 
 def environment(config: SglangConfig) -> dict[str, str]:
-    unwanted = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME", "SGLANG_RETURN_ORIGINAL_LOGPROB")  # the last: before temperature
-    variables = {name: value for name, value in os.environ.items() if name not in unwanted} | {"HF_HUB_OFFLINE": "1"}
-    if config.devices:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, config.devices))
-    return variables | config.environment
+    # The variable would have log-probs computed before the temperature.
+    return environment_of(config, {}, without=("SGLANG_RETURN_ORIGINAL_LOGPROB",))
 
 
 def to_body(request: CompletionRequest, rid: str) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What runs inside the sandbox: the fork server and its confined children. Standard library only; exec'ed alone."""
+"""What runs inside the sandbox: fork servers and their confined children. Imports only the standard library."""

@@ -1,4 +1,4 @@
-"""Makes a package of this folder and starts it. Run as a script, so that nothing else of strop needs to be importable."""
+"""Makes a package of this folder and starts it. Run as a script, so that it imports nothing else of strop."""
 
 import os
 import sys

@@ -1,25 +1,20 @@
-"""A session forks itself: two copies that share nothing, each pid 1 of its own namespaces, and an empty stem that holds them.
+"""Forks a session: two copies, each pid 1 of its own namespaces, and an empty process that holds both.
 
     session ──fork──> midwife ──clone(new namespaces)──> continuation
        │                 └──────clone(new namespaces)──> branch
-       └─ later: stem, `sleep` as pid 1 of the namespace that the copies' namespaces lie in
+       └─ later: stem, `sleep` as pid 1 of the namespace that contains the namespaces of both copies
 
-Only the thread that runs cells is copied, as with any fork. A copy has the variables, the files below /tmp and the open files
-of its origin, and shared memory as it was; pipes, sockets and event loops are closed in it, and processes that cells started
-are not copied. Random numbers go on from the same state in both.
+The supervisor forks only a session with one thread, no child process, no open file and no shared memory. A copy has the
+variables and the files below /tmp of its origin, and the same state of random numbers.
 
-This code runs among the program's own, so it is trusted with nothing. The supervisor answers the two clones one by one, gives
-each copy its uid and its /tmp from outside, and looks at what the copy still holds before it believes that it is alone.
+Programs of the session can change this code, so the supervisor trusts nothing that it says. The supervisor answers the two
+clones, gives each copy its uid and its /tmp from outside, and inspects each copy before it uses it.
 """
 
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import json
-import mmap
 import os
-import platform
 import random
 import resource
 import signal
@@ -28,46 +23,42 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
-from . import kernel, trees, wire
+from . import kernel, wire
 from .confine import WAKE
 
 if TYPE_CHECKING:
     from .cells import Line
 
-_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
 _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x00200000, 0x01000000
 _PR_GET_TID_ADDRESS = 40
-_MREMAP_MAYMOVE, _MREMAP_FIXED, _MAP_FIXED = 1, 2, 0x10
 _SLEEP = ("/bin/sleep", "sleep", "2147483647")
-_FILE_FLAGS = os.O_ACCMODE | os.O_APPEND | os.O_NONBLOCK | os.O_PATH
+_PART_BYTES = 1 << 20
 
-_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter locked: nothing may run between a clone and its first line
-_libc.mmap.restype = _libc.mremap.restype = ctypes.c_void_p
+_libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter lock: no other code runs between a clone and its first line
 _random_state: Callable[[], object] = random.getstate
 _restore_random = random.setstate
-_midwives: list[int] = []
 
 
 def fork(line: Line, flags: int, ends: list[int], open_line: Callable[[int], Line]) -> Line:
-    """Start two copies of this process; returns in all three, in each with its own line.
+    """Start two copies of this process. Returns in all three processes, in each with its own line.
 
     Args:
-        line: this process's own.
-        flags: the namespaces that each copy is in.
+        line: the line of this process.
+        flags: the namespaces of each copy, as flags of clone.
         ends: line and output of the first copy, then of the second.
-        open_line: from a descriptor.
+        open_line: makes a line of a descriptor.
     """
-    random_state = _random_state()  # a fork draws a new one
+    random_state = _random_state()  # `os.fork` seeds the child again
     try:
         midwife = os.fork()
     except OSError as error:
         line.send(wire.LINE_FAILED + f"fork: {error.strerror}".encode())
         midwife = -1
     if midwife:
-        if midwife > 0:
-            _midwives.append(midwife)
         for end in ends:
             os.close(end)
+        if midwife > 0:
+            os.waitpid(midwife, 0)  # it exits after the clones; the supervisor kills it when the fork fails
         return line
     try:
         _restore_random(random_state)  # type: ignore[arg-type]
@@ -81,20 +72,9 @@ def fork(line: Line, flags: int, ends: list[int], open_line: Callable[[int], Lin
     os._exit(0)
 
 
-def reap() -> None:
-    """Of a fork that failed: the session goes on, and its midwife is dead."""
-    for midwife in _midwives[:]:
-        try:
-            ended, _ = os.waitpid(midwife, os.WNOHANG)
-        except ChildProcessError:  # a cell waits for all its children
-            ended = midwife
-        if ended:
-            _midwives.remove(midwife)
-
-
 def become_stem() -> NoReturn:
-    """Give up everything, and sleep."""
-    trees.clear("/tmp")
+    """Remove the files below /tmp, and execute a program that sleeps."""
+    _clear("/tmp")
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -104,130 +84,81 @@ def become_stem() -> NoReturn:
 
 
 def _clone(flags: int) -> int:
-    """`fork` into new namespaces. For a process with one thread: it skips what the interpreter and libc prepare for more."""
-    number = _SYS_CLONE[platform.machine()]
+    """Fork into new namespaces. Only for a process with one thread: this skips what the interpreter and libc do for more."""
     thread_id_at = ctypes.c_void_p()
     if _libc.prctl(_PR_GET_TID_ADDRESS, ctypes.byref(thread_id_at), 0, 0, 0) == 0 and thread_id_at.value:
-        flags |= _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID  # where libc remembers it
-    tid_arguments = (thread_id_at, None) if platform.machine() == "x86_64" else (None, thread_id_at)
-    return kernel.check(
-        _libc.syscall(number, ctypes.c_ulong(flags | signal.SIGCHLD), None, None, *tid_arguments), "clone into new namespaces"
-    )
+        flags |= _CLONE_CHILD_SETTID | _CLONE_CHILD_CLEARTID  # libc stores the thread id there
+    result = _libc.syscall(kernel.SYS_CLONE, ctypes.c_ulong(flags | signal.SIGCHLD), None, None, thread_id_at, None)
+    return kernel.check(result, "clone into new namespaces")
 
 
 def _settle(line: Line, own_line: int, own_output: int, open_line: Callable[[int], Line]) -> Line:
-    """In a copy: everything of its own, while the supervisor gives it what it cannot take."""
-    old_files = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
-    place = os.getcwd() if _has_place() else wire.WORK_DIRECTORY
+    """In a copy: take its own line and output, wait for its /tmp, and copy the files of the origin into it."""
+    origin_files = os.open("/tmp", os.O_RDONLY | os.O_DIRECTORY)
+    directory = _working_directory()
+    nothing = os.open(os.devnull, os.O_RDONLY)
     line.close()
-    for target in (1, 2):
-        os.dup2(own_output, target)
-    os.close(own_output)
+    for source, target in ((nothing, 0), (own_output, 1), (own_output, 2)):
+        os.dup2(source, target)
     os.dup2(own_line, WAKE, inheritable=False)
-    os.close(own_line)
+    for descriptor in (nothing, own_output, own_line):
+        os.close(descriptor)
     line = open_line(WAKE)
     line.send(wire.LINE_BORN)
-    packet, _ = line.receive()
+    line.receive()  # the supervisor has mounted the new /tmp
     try:
-        mappings = json.loads(packet[1:])
         for kind in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS):
             hard = resource.getrlimit(kind)[1]
             resource.setrlimit(kind, (hard, hard))
-        copied = trees.copy(old_files, "/tmp")
-        for mapping in mappings:
-            _unshare_memory(copied, **mapping)
-        _replace_descriptors(copied, keep=(WAKE, old_files))
-        os.close(old_files)
-        os.chdir(place if os.path.isdir(place) else "/tmp")
+        os.fchdir(origin_files)
+        os.close(origin_files)
+        _copy_tree(".", "/tmp")
+        os.chdir(directory if os.path.isdir(directory) else wire.WORK_DIRECTORY)
         kernel.drop_capabilities()
         line.send(wire.LINE_DRESSED)
-    except (OSError, ValueError) as error:
-        line.send(wire.LINE_FAILED + str(error).encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        line.send(wire.LINE_FAILED + f"copy its files: {error}".encode("utf-8", "backslashreplace"))
         os._exit(1)
     return line
 
 
-def _has_place() -> bool:
+def _working_directory() -> str:
     try:
-        os.getcwd()
-    except OSError:
-        return False
-    return True
+        return os.getcwd()
+    except OSError:  # it was removed
+        return wire.WORK_DIRECTORY
 
 
-def _replace_descriptors(copied: dict[tuple[int, int], str], *, keep: tuple[int, ...]) -> None:
-    """Open again what is a file, at the same place in it; put something that only fails in the place of everything else."""
-    closed = os.open(os.devnull, os.O_PATH)
-    for number in (0, *range(3, resource.getrlimit(resource.RLIMIT_NOFILE)[1])):
-        if number in keep or number == closed:
+def _copy_tree(source: str, target: str) -> None:
+    """Copy directories, files and symbolic links with their modes and times. Pipes and sockets are left out."""
+    for name in reversed(os.listdir(source)):  # newest first: the copy lists its files in the same order
+        old, new = f"{source}/{name}", f"{target}/{name}"
+        status = os.lstat(old)
+        if stat.S_ISLNK(status.st_mode):
+            os.symlink(os.readlink(old), new)
             continue
-        try:
-            held, flags = os.fstat(number), fcntl.fcntl(number, fcntl.F_GETFL)
-        except OSError:
+        if stat.S_ISDIR(status.st_mode):
+            os.mkdir(new)
+            _copy_tree(old, new)
+        elif stat.S_ISREG(status.st_mode):
+            with open(old, "rb") as reader, open(new, "xb") as writer:
+                while part := reader.read(_PART_BYTES):
+                    writer.write(part)
+        else:
             continue
-        inherits = os.get_inheritable(number)
-        if stat.S_ISCHR(held.st_mode):
-            continue  # the devices of the sandbox: none of them remembers anything
-        new = closed
-        if path := copied.get((held.st_dev, held.st_ino)):
-            new = _open_again(number, flags, path)
-        elif stat.S_ISREG(held.st_mode) and not flags & os.O_PATH:
-            new = _copy_of(number, held.st_size)
-        os.dup2(new, number, inheritable=inherits)
-        if new != closed:
-            os.close(new)
-    os.close(closed)
+        os.chmod(new, stat.S_IMODE(status.st_mode))
+        os.utime(new, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def _open_again(number: int, flags: int, path: str) -> int:
-    new = os.open(path, flags & _FILE_FLAGS)
-    if not flags & os.O_PATH:
-        os.lseek(new, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
-    return new
-
-
-def _copy_of(number: int, length: int) -> int:
-    """A file of its own without a name, for one that has lost it, or that lies where the copy can only read."""
-    new = os.open("/tmp", os.O_TMPFILE | os.O_RDWR, 0o600)
-    trees.copy_content(number, new, length)
-    os.lseek(new, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
-    return new
-
-
-def _unshare_memory(
-    copied: dict[tuple[int, int], str], *, start: int, length: int, offset: int, protection: int, device: int, inode: int
-) -> None:
-    """Put memory of its own, with the same content, where this process shares some with its origin."""
-    if path := copied.get((device, inode)):
-        writable = protection & mmap.PROT_WRITE
-        file = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
-        address = _libc.mmap(
-            ctypes.c_void_p(start),
-            ctypes.c_size_t(length),
-            protection,
-            mmap.MAP_SHARED | _MAP_FIXED,
-            file,
-            ctypes.c_long(offset),
-        )
-        os.close(file)
-    else:
-        readable = mmap.PROT_READ | mmap.PROT_WRITE
-        kinds = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
-        new = _libc.mmap(None, ctypes.c_size_t(length), readable, kinds, -1, ctypes.c_long(0))
-        _check_address(new)
-        if protection & mmap.PROT_READ:
-            ctypes.memmove(new, start, length)
-        _libc.mprotect(ctypes.c_void_p(new), ctypes.c_size_t(length), protection)
-        address = _libc.mremap(
-            ctypes.c_void_p(new),
-            ctypes.c_size_t(length),
-            ctypes.c_size_t(length),
-            _MREMAP_MAYMOVE | _MREMAP_FIXED,
-            ctypes.c_void_p(start),
-        )
-    _check_address(address)
-
-
-def _check_address(address: int) -> None:
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), f"copy shared memory: {os.strerror(ctypes.get_errno())}")
+def _clear(path: str) -> None:
+    """Remove the content of `path`, as far as this process may."""
+    with os.scandir(path) as entries:
+        for entry in list(entries):
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    _clear(entry.path)
+                    os.rmdir(entry.path)
+                else:
+                    os.unlink(entry.path)
+            except OSError:
+                continue

@@ -1,4 +1,4 @@
-"""How a child is shut in, step by step, at each level; and the limits of what it then runs."""
+"""Confines a child step by step, at each level, and sets the limits of its work."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import TextIO
 from . import filesystem, kernel, landlock, program, seccomp
 from .wire import MAX_FAMILY_PROCESSES, WORK_DIRECTORY
 
-UNPRIVILEGED_UID = 1_000_000  # on the host, when started by root: RLIMIT_NPROC is not enforced for the kernel's uid 0
+UNPRIVILEGED_UID = 1_000_000  # on the host, if started by root: the kernel does not enforce RLIMIT_NPROC for uid 0
 INNER_UID = 1_000  # what a program sees
-NICENESS = 10  # the service that watches it comes first
+NICENESS = 10  # the supervisor has priority
 EXCHANGE, WAKE = 3, 4
-_SCOPED_ABI = 6  # of Landlock: it then keeps signals inside
+_SCOPED_ABI = 6  # first version of Landlock that keeps signals inside
 
 
 class Confinement:
-    """What the children of one fork server have in common; made before the first of them.
+    """Confines the children of one fork server. Built before the first of them.
 
     Args:
         level: the value of an `IsolationLevel`.
-        proc: the host's /proc, opened before it went out of sight.
+        proc: the /proc of the host, opened before it was unmounted.
         is_root: whether the fork server is the host's root.
-        readable: the trees that a program may read where no mount namespace hides the others.
+        readable: the trees that a program may read, where no mount namespace hides the others.
     """
 
     def __init__(self, level: str, *, proc: int, is_root: bool, readable: list[str]) -> None:
@@ -44,20 +44,20 @@ class Confinement:
                 is_namespaced=self.is_namespaced, has_own_uid=is_root, are_signals_scoped=landlock.abi() >= _SCOPED_ABI
             )
             self._session_filter = seccomp.build(is_namespaced=True, in_session=True) if self.is_namespaced else self._filter
-        # Python may live where only root looks. Landlock lets no program look elsewhere, whatever this capability allows.
+        # The interpreter may lie where only root can read. Landlock restricts this capability to the readable trees.
         is_hidden = level == "confined" and is_root and not all(_is_public(path) for path in readable)
         self._needed_capability = kernel.CAP_DAC_READ_SEARCH if is_hidden else None
         self._base_memory = _address_space(proc)
 
     def apply(self, directory: str) -> None:
-        """Into the cage, for good. `directory` is the call's own on disk, where there is no private /tmp."""
+        """Confine this process for good. `directory` is its directory on disk, where it has no private /tmp."""
         self._enter(directory, self._filter)
 
     def apply_to_session(self, directory: str, *, max_processes: int) -> int:
-        """The same for a process that may be asked to fork itself into new namespaces: the listener of its filter, or -1.
+        """Confine a process that can be forked into new namespaces. Returns the listener of its filter, or -1.
 
-        Its limit of processes is set here, since the filter lets nobody change it later: it is what a program may start, below
-        what all copies of the session may start together.
+        Sets the limit of processes, since the filter forbids that later: the soft limit is that of this session, the hard limit
+        that of all its copies together.
         """
         return self._enter(directory, self._session_filter, max_processes=max_processes)
 
@@ -69,12 +69,12 @@ class Confinement:
             directory = WORK_DIRECTORY
         elif self.is_root and self.level == "confined":
             _become_unprivileged(directory)
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # only now: a change of uid clears it
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the change of uid, which clears it
         if not self.is_namespaced:
-            # A fork server that died before that call sends no signal. One with a pid namespace takes everything with it.
+            # A fork server that died before that call sent no signal. At L2 its pid namespace dies with it.
             if os.getppid() != self._server:
                 os._exit(1)
-            os.environ["HOME"] = "."  # its own directory, whose path differs from call to call
+            os.environ["HOME"] = "."  # the path of its directory differs from call to call
         os.chdir(directory)
         if max_processes:
             hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
@@ -84,31 +84,25 @@ class Confinement:
         if self._rules is None or program_filter is None:
             return -1
         kernel.drop_capabilities(all_but=self._needed_capability)
-        # The /tmp of a session's copy is another one, that no rule could name before; everything else is mounted read-only.
+        # A copy of a session gets another /tmp, which no rule can name in advance; everything else is mounted read-only.
         writable = "/" if max_processes and self.is_namespaced else "/tmp" if self.is_namespaced else directory
         landlock.restrict(self._rules, writable=writable)
         return seccomp.install(program_filter)
 
     def limit(self, *, memory_bytes: int, cpu_s: int, max_processes: int, file_bytes: int) -> None:
-        """The limits of the work that follows; below those of the machine, where it has lower ones."""
-        for kind, limit in (
+        """Set the limits of the work that follows; the limits of the machine still hold."""
+        _set_limits(
             (resource.RLIMIT_CPU, cpu_s),
             (resource.RLIMIT_FSIZE, file_bytes),
             (resource.RLIMIT_NPROC, max_processes),
             *_FIXED_LIMITS,
-        ):
-            hard = resource.getrlimit(kind)[1]
-            value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(kind, (value, value))
+        )
         total = self._base_memory + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (total, total + program.SPARE_BYTES))
 
     def limit_session(self, *, memory_bytes: int, file_bytes: int) -> None:
-        """Of a session: its largest limits, below which each cell has its own. Its time is counted outside."""
-        for kind, limit in ((resource.RLIMIT_FSIZE, file_bytes), *_FIXED_LIMITS):
-            hard = resource.getrlimit(kind)[1]
-            value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-            resource.setrlimit(kind, (value, value))
+        """Set the highest limits of a session; each cell has its own below. The supervisor counts its time."""
+        _set_limits((resource.RLIMIT_FSIZE, file_bytes), *_FIXED_LIMITS)
         self.limit_cell(memory_bytes=memory_bytes, file_bytes=file_bytes, is_hard=True)
 
     def limit_cell(self, *, memory_bytes: int, file_bytes: int, is_hard: bool = False) -> None:
@@ -124,20 +118,18 @@ class Confinement:
         filesystem.mount_tmp()
         filesystem.make_work_directory()
         if self.is_root:
-            # Every call its own: what the kernel counts per user, such as pages in pipes, one call must not use up for all.
+            # One uid for each call: the kernel counts some resources per user, such as pages in pipes.
             uid = UNPRIVILEGED_UID + int(os.readlink("self", dir_fd=self.proc))
-            os.setgroups([])
-            os.setresgid(uid, uid, uid)
-            os.setresuid(uid, uid, uid)
-            kernel.libc.prctl(kernel.PR_SET_DUMPABLE, 1, 0, 0, 0)  # else the maps below belong to root
-        # A user namespace for each call: RLIMIT_NPROC is counted in it, and the same uid is seen on every machine.
+            kernel.become(uid)
+            kernel.libc.prctl(kernel.PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise the maps below belong to root
+        # A user namespace for each call: RLIMIT_NPROC counts in it, and programs see the same uid on every machine.
         kernel.enter_user_namespace(self.proc, inside=INNER_UID)
         if allows_more:
             return
         try:
-            kernel.write_at(self.proc, "sys/user/max_user_namespaces", "0")
+            kernel.write("sys/user/max_user_namespaces", "0", directory=self.proc)
         except OSError as error:
-            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):  # containers mount it read-only
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):  # containers mount /proc/sys read-only
                 raise
 
 
@@ -150,10 +142,17 @@ _FIXED_LIMITS = (
 )
 
 
+def _set_limits(*limits: tuple[int, int]) -> None:
+    for kind, limit in limits:
+        hard = resource.getrlimit(kind)[1]
+        value = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (value, value))
+
+
 def take_streams(exchange: int, wake: int, output: int) -> None:
-    """Put the descriptors in their places, close all others, and open the text streams."""
+    """Move the descriptors to their numbers, close all others, and open the text streams."""
     nothing = os.open(os.devnull, os.O_RDONLY)
-    moved = [os.dup(exchange), os.dup(wake)]  # out of the way of the places below
+    moved = [os.dup(exchange), os.dup(wake)]  # away from the numbers below
     for source, target in ((nothing, 0), (output, 1), (output, 2), (moved[0], EXCHANGE), (moved[1], WAKE)):
         os.dup2(source, target, inheritable=target < EXCHANGE)
     os.closerange(WAKE + 1, 4096)
@@ -165,7 +164,7 @@ def take_streams(exchange: int, wake: int, output: int) -> None:
 
 
 def give_stdin(content: bytes) -> None:
-    """Make `content` what the program reads from its standard input; a file, so that nobody waits for a reader."""
+    """Make `content` the standard input of the program; as a file, so that no process waits for a reader."""
     if content:
         descriptor = os.open(".", os.O_TMPFILE | os.O_RDWR, 0o600)
         rest = memoryview(content)
@@ -179,21 +178,19 @@ def give_stdin(content: bytes) -> None:
 
 
 def _text_stream(descriptor: int) -> TextIO:
-    """Line by line, so that what was printed before a kill is kept; surrogates are shown escaped."""
+    """Buffered by lines, so lines of threads and forks stay whole; surrogates are shown escaped."""
     return open(descriptor, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
 
 
 def _become_unprivileged(directory: str) -> None:
-    uid = UNPRIVILEGED_UID + os.getpid()  # RLIMIT_NPROC counts per uid, and every call has its own
+    uid = UNPRIVILEGED_UID + os.getpid()  # RLIMIT_NPROC counts per uid
     os.chown(directory, uid, uid)
-    kernel.keep_capabilities_over_setuid()
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
+    kernel.prctl(kernel.PR_SET_KEEPCAPS, 1)
+    kernel.become(uid)
 
 
 def _is_public(path: str) -> bool:
-    """Whether everybody may go there."""
+    """Whether all users can enter it."""
     parents = [path]
     while parents[-1] != "/":
         parents.append(os.path.dirname(parents[-1]))
@@ -201,8 +198,4 @@ def _is_public(path: str) -> bool:
 
 
 def _address_space(proc: int) -> int:
-    descriptor = os.open("self/statm", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
-    try:
-        return int(os.read(descriptor, 64).split()[0]) * resource.getpagesize()
-    finally:
-        os.close(descriptor)
+    return int(kernel.read("self/statm", directory=proc).split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""The root that programs see: the host's system and libraries read-only, five devices, and a /tmp that is each call's own."""
+"""Builds the root that programs see: system and libraries read-only, five devices, and a private /tmp for each call."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _TMP_OPTIONS = b"size=64m,nr_inodes=4096,mode=0777"
 
 
 def build_root(paths: list[str]) -> None:
-    """Leave the host's root for one that shows `paths`, the devices and nothing else. Needs a mount namespace of its own."""
-    sources = {path: os.path.realpath(path) for path in [*paths, *_DEVICES]}  # links lead elsewhere once the root has moved
+    """Replace the root of the host by one with `paths` and the devices. Needs a new mount namespace."""
+    sources = {path: os.path.realpath(path) for path in [*paths, *_DEVICES]}  # links point elsewhere after the root has moved
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
     for name in ("/tmp/old", "/tmp/new"):
@@ -25,7 +25,6 @@ def build_root(paths: list[str]) -> None:
     for path, source in sources.items():
         _show(path, source)
     os.mkdir("/new/tmp")
-    os.mkdir("/new/fork")  # where a forked session copies the files of its parent
     os.symlink("/tmp/shm", "/new/dev/shm")
     kernel.pivot_root("/new", "/new/tmp")
     os.chdir("/")
@@ -34,10 +33,10 @@ def build_root(paths: list[str]) -> None:
     kernel.mount("none", "/", "", flags)
 
 
-def mount_tmp(at: bytes = b"/tmp") -> None:
-    """A fresh /tmp, bounded in bytes and files, with the working directory in it. Needs a fresh mount namespace."""
+def mount_tmp() -> None:
+    """Mount an empty /tmp with limits of bytes and files. Needs a new mount namespace."""
     flags = kernel.MS_NOSUID | kernel.MS_NODEV
-    kernel.check(kernel.libc.mount(b"tmpfs", at, b"tmpfs", ctypes.c_ulong(flags), _TMP_OPTIONS), "mount /tmp")
+    kernel.check(kernel.libc.mount(b"tmpfs", b"/tmp", b"tmpfs", ctypes.c_ulong(flags), _TMP_OPTIONS), "mount /tmp")
 
 
 def make_work_directory() -> None:
@@ -48,12 +47,12 @@ def make_work_directory() -> None:
 
 
 def place_inside(path: str) -> str:
-    """Where a program finds what the host has at `path`: /tmp is each call's own, so what lies there is shown elsewhere."""
+    """Where a program finds the `path` of the host: /tmp is private, so what lies below it is shown elsewhere."""
     return f"/moved{path}" if path.startswith("/tmp/") else path
 
 
 def _show(path: str, source: str) -> None:
-    """What the host has at `source`, where `path` would lead there; links to the system's directories stay links."""
+    """Mount `source` of the host at `path`. Links to system directories stay links."""
     link, source, target = f"/old{path}", f"/old{source}", f"/new{place_inside(path)}"
     if source.startswith("/old/usr/") and os.path.islink(link):
         os.makedirs(os.path.dirname(target), exist_ok=True)

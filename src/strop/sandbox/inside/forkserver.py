@@ -1,13 +1,13 @@
-"""The fork server: a loop that only waits, forks and reaps. A child gets its work from the supervisor, past this process.
+"""The loop of a fork server, which waits, forks and reaps. A child gets its work directly from the supervisor.
 
-A child inherits this memory, so no program, input or output ever passes through it, only descriptors. Each child is pid 1 of a
-pid namespace: when it dies the kernel kills everything that it started.
+A child inherits the memory of this process, so no program, input or output passes through it, only descriptors. Each child is
+pid 1 of a pid namespace: when it dies, the kernel kills everything that it started.
 
     supervisor --(id of the child + exchange, wake, output)--> fork server --fork--> child: confined, waiting on `wake`
     supervisor <--(started: id, pid, pidfd)-- <--(ended: pid, status, CPU time, memory)--
 
 `repr(object())` must not differ between two equal calls. Addresses are not randomised, and the loop talks to the kernel through
-buffers made once, so that the heap at each fork is the same whatever ran before.
+buffers that are built once, so that the heap is the same at each fork.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from .wire import KIND_EXITED, KIND_REFUSED, KIND_SIGNALED, KIND_STARTED, MAX_SP
 _P_ALL, _WNOHANG, _WEXITED, _WNOWAIT = 0, 1, 4, 0x01000000
 _POLLIN = 1
 _NUM_DESCRIPTORS = 3
+_GROUP_POLL_US = 200  # between looks at killed processes that are not our children yet
 _MAX_CHILDREN_BYTES = 65_536
 
 
@@ -51,19 +52,19 @@ class _Rights(ctypes.Structure):
         ("length", ctypes.c_size_t),
         ("level", ctypes.c_int),
         ("kind", ctypes.c_int),
-        ("descriptors", ctypes.c_int * 4),  # three, and the padding that the kernel's alignment asks for
+        ("descriptors", ctypes.c_int * 4),  # three, and padding for the alignment of the kernel
     )
 
 
 class _Spawn(ctypes.Structure):
-    """`wire.SPAWN`, and the path behind it."""
+    """`wire.SPAWN`, then the path."""
 
     _pack_ = 1
     _fields_ = (("child", ctypes.c_uint64), ("directory", ctypes.c_char * MAX_SPAWN_BYTES))
 
 
 class _Report(ctypes.Structure):
-    """`wire.REPORT`, as the loop fills it in place."""
+    """`wire.REPORT`, filled in place."""
 
     _pack_ = 1
     _fields_ = (
@@ -81,13 +82,13 @@ class _Poll(ctypes.Structure):
 
 
 class _SignalInfo(ctypes.Structure):
-    """The part of `siginfo_t` that waitid fills, as 64-bit Linux lays it out."""
+    """The part of `siginfo_t` that waitid fills, in the layout of 64-bit Linux."""
 
     _fields_ = (("before", ctypes.c_int * 4), ("pid", ctypes.c_int), ("rest", ctypes.c_char * 108))
 
 
 class _Usage(ctypes.Structure):
-    """`struct rusage` as 64-bit Linux lays it out."""
+    """`struct rusage` in the layout of 64-bit Linux."""
 
     _fields_ = (
         ("user_s", ctypes.c_long),
@@ -104,8 +105,8 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
 
     Args:
         control: a seqpacket socket.
-        pid_namespace: this process's own, so that each child can get a new one; -1 for children that share it.
-        run_child: the life of a child: exchange, wake, output, directory.
+        pid_namespace: the namespace of this process, so that each child can get a new one; -1 if children share it.
+        run_child: runs a child, given exchange, wake, output and directory.
     """
     libc = kernel.libc
     spawn, report, usage, status, siginfo = _Spawn(), _Report(), _Usage(), ctypes.c_int(), _SignalInfo()
@@ -113,12 +114,12 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
     incoming, outgoing = _message(spawn, ctypes.sizeof(taken), taken), _message(report, ctypes.sizeof(given), given)
     outgoing.control_length = 24  # one descriptor, aligned
     deaths_fd = _death_descriptor()
-    children_fd = -1  # opened now: later there may be no descriptor left
+    children_fd = -1  # opened here: later there may be no descriptor left
     if pid_namespace < 0:
         children_fd = os.open(f"/proc/self/task/{os.getpid()}/children", os.O_RDONLY | os.O_CLOEXEC)
     polled = (_Poll * 2)(_Poll(control, _POLLIN), _Poll(deaths_fd, _POLLIN))
     drained = ctypes.create_string_buffer(128)
-    # References to foreign memory made once: the loop then allocates nothing that outlives an iteration.
+    # Built once: the loop then allocates nothing that outlives an iteration.
     report_at, usage_at, status_at = ctypes.byref(report), ctypes.byref(usage), ctypes.byref(status)
     siginfo_at = ctypes.byref(siginfo)
     incoming_at, outgoing_at, polled_at = ctypes.byref(incoming), ctypes.byref(outgoing), ctypes.byref(polled)
@@ -134,7 +135,7 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
             libc.read(deaths_fd, drained, 128)
             while True:
                 if pid_namespace < 0:
-                    # While its leader is not reaped, nobody else can be in the process group: end what the program left.
+                    # Kill what the program left, while the zombie of its leader keeps the number of its process group.
                     siginfo.pid = 0
                     libc.waitid(_P_ALL, 0, siginfo_at, _WEXITED | _WNOHANG | _WNOWAIT)
                     if siginfo.pid:
@@ -142,9 +143,12 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
                 report.pid = libc.wait4(siginfo.pid or -1, status_at, _WNOHANG, usage_at)
                 if report.pid <= 0:
                     break
-                ended = status.value
-                report.kind = KIND_SIGNALED if ended & 0x7F else KIND_EXITED
-                report.status = ended & 0x7F or (ended >> 8) & 0xFF
+                # The report means that all are gone: a lock that one of them holds must not reach the next program.
+                while siginfo.pid and libc.kill(-siginfo.pid, 0) == 0:
+                    if libc.wait4(-siginfo.pid, None, 0, None) < 0:
+                        libc.usleep(_GROUP_POLL_US)
+                report.kind = KIND_SIGNALED if status.value & 0x7F else KIND_EXITED
+                report.status = status.value & 0x7F or (status.value >> 8) & 0xFF
                 report.cpu_us = (usage.user_s + usage.system_s) * 1_000_000 + usage.user_us + usage.system_us
                 report.peak_kib = usage.peak_kib
                 libc.send(control, report_at, report_size, 0)
@@ -158,11 +162,11 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
             report.child, report.status = spawn.child, 0
             try:
                 if pid_namespace >= 0:
-                    # After the init of a pid namespace has died, fork fails with ENOMEM until a new one is asked for.
+                    # After the death of pid 1 of a namespace, fork fails with ENOMEM until a new namespace is requested.
                     kernel.check(libc.setns(pid_namespace, kernel.CLONE_NEWPID), "setns")
                     kernel.check(libc.unshare(kernel.CLONE_NEWPID), "unshare a pid namespace")
                 report.pid = os.fork()
-            except OSError as error:  # this machine has no room for one more; the others live on
+            except OSError as error:  # no room for another process; the others live on
                 report.kind, report.status = KIND_REFUSED, error.errno or 0
                 libc.send(control, report_at, report_size, 0)
             else:
@@ -173,17 +177,17 @@ def serve(control: int, *, pid_namespace: int, run_child: Callable[[int, int, in
                 if passed[0] < 0 or libc.sendmsg(control, outgoing_at, 0) < 0:
                     if pid_namespace < 0:
                         _end_descendants(children_fd)
-                    return  # a child that nobody could kill must not live: this ends with all of them
+                    return  # the supervisor could not kill this child, so the fork server ends with all of them
                 libc.close(passed[0])
             for index in range(_NUM_DESCRIPTORS):
                 libc.close(descriptors[index])
 
 
 def _end_descendants(children_fd: int) -> None:
-    """Where no pid namespace does it: kill all that is below this process, which adopts the orphans, until nobody is left."""
+    """Without a pid namespace: kill everything below this process, which adopts the orphans, until nothing is left."""
     while children := [int(pid) for pid in os.pread(children_fd, _MAX_CHILDREN_BYTES, 0).split()]:
         for pid in children:
-            kernel.libc.kill(-pid, signal.SIGKILL)  # a program's process group, which at L1 none of its processes can leave
+            kernel.libc.kill(-pid, signal.SIGKILL)  # the process group of a program, which it cannot leave at L1
             kernel.libc.kill(pid, signal.SIGKILL)
         for _ in children:
             os.wait()

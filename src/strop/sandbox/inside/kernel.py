@@ -1,31 +1,29 @@
-"""System calls that Python 3.11 has no function for, with errors that name what failed."""
+"""System calls without a function in Python 3.11, with errors that name what failed."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import platform
 
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 8, 36, 38
 ADDR_NO_RANDOMIZE = 0x0040000
 MADV_COLLAPSE = 25
-SYS_PIDFD_OPEN, SYS_MOUNT_SETATTR = 434, 442  # the same on every architecture
-_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+SYS_CLONE, SYS_PIVOT_ROOT, SYS_PIDFD_OPEN, SYS_MOUNT_SETATTR = 56, 155, 434, 442  # on x86_64
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 
 libc = ctypes.CDLL(None, use_errno=True)
 CAP_DAC_READ_SEARCH = 2
 _CAPABILITY_VERSION = (ctypes.c_uint32 * 2)(0x20080522, 0)
-_PR_SET_KEEPCAPS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 8, 47, 2
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE = 47, 2
 
 
 def check(result: int, what: str) -> int:
-    """`result`, or an `OSError` that says `what` failed when it is negative."""
+    """Return `result`. Raises `OSError`, which names `what`, when it is negative."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -52,26 +50,35 @@ def show_read_only(target: str, *, allows_devices: bool) -> None:
 
 
 def pivot_root(new: str, old: str) -> None:
-    number = _SYS_PIVOT_ROOT.get(platform.machine())
-    if number is None:
-        raise OSError(38, f"pivot_root has no known number on {platform.machine()}")
-    check(libc.syscall(number, new.encode(), old.encode()), "pivot_root")
+    check(libc.syscall(SYS_PIVOT_ROOT, new.encode(), old.encode()), "pivot_root")
 
 
 def drop_capabilities(*, all_but: int | None = None) -> None:
-    """Give up every capability, or every one but `all_but`, which programs that are executed then keep as well."""
+    """Drop every capability, except `all_but`, which executed programs keep too."""
     kept = 0 if all_but is None else 1 << all_but
     check(libc.capset(_CAPABILITY_VERSION, (ctypes.c_uint32 * 6)(kept, kept, kept)), "drop capabilities")
     if all_but is not None:
         check(libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_RAISE, all_but, 0, 0), "keep a capability")
 
 
-def keep_capabilities_over_setuid() -> None:
-    prctl(_PR_SET_KEEPCAPS, 1)
+def become(uid: int) -> None:
+    """Change to another user and its group, for good."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
 
 
-def write_at(directory: int, path: str, text: str) -> None:
-    """Write `text` to the file `path` below the open /proc `directory`."""
+def read(path: str, *, directory: int) -> bytes:
+    """The first 4 KiB of the file `path` below the open `directory`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
+
+
+def write(path: str, text: str, *, directory: int | None = None) -> None:
+    """Write `text` to the file `path`, below the open `directory` if there is one."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
         try:
@@ -79,13 +86,13 @@ def write_at(directory: int, path: str, text: str) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:
-        raise OSError(error.errno, f"write {text!r} to /proc/{path}: {error.strerror}") from error
+        raise OSError(error.errno, f"write {text!r} to {path}: {error.strerror}") from error
 
 
 def enter_user_namespace(proc: int, *, inside: int, other_namespaces: int = 0) -> None:
-    """A user namespace of its own where the caller's uid and gid are `inside`; the other namespaces then belong to it."""
+    """Enter a new user namespace in which the uid and gid of the caller are `inside`. It owns the other new namespaces."""
     uid, gid = os.geteuid(), os.getegid()
     check(libc.unshare(CLONE_NEWUSER | other_namespaces), "unshare a user namespace")
-    write_at(proc, "self/setgroups", "deny")
-    write_at(proc, "self/uid_map", f"{inside} {uid} 1")
-    write_at(proc, "self/gid_map", f"{inside} {gid} 1")
+    write("self/setgroups", "deny", directory=proc)
+    write("self/uid_map", f"{inside} {uid} 1", directory=proc)
+    write("self/gid_map", f"{inside} {gid} 1", directory=proc)

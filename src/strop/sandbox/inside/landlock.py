@@ -1,6 +1,6 @@
-"""What a program may reach of files, network and other processes, decided by Landlock in the kernel.
+"""Restricts by Landlock which files, sockets and processes a program can reach.
 
-What all programs of a fork server have in common is prepared once; a child adds its own directory and shuts the door.
+The common rules of a fork server are prepared once; a child adds its directory and enforces them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _FILE_RIGHTS = {1: 0x1FFF, 2: 0x2000, 3: 0x4000, 5: 0x8000}  # thirteen at once; refer; truncate; device ioctl
 _TCP_RIGHTS = {4: 0x3}  # bind, connect
 _SCOPES = {6: 0x3}  # abstract unix sockets, signals
-_SILENT = {7: 0x1}  # else every refusal is a line in the host's audit log, as fast as a program can ask
+_SILENT = {7: 0x1}  # otherwise every refusal is a line in the audit log of the host
 
 _EXECUTE, _WRITE, _READ, _READ_DIRECTORY, _TRUNCATE, _DEVICE_IOCTL = 0x1, 0x2, 0x4, 0x8, 0x4000, 0x8000
 _MAKE_DEVICES = 0x40 | 0x800
 _TO_READ = _EXECUTE | _READ | _READ_DIRECTORY
-_OF_A_FILE = _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_IOCTL  # the others are of directories, and refused for a file
+_OF_A_FILE = (
+    _EXECUTE | _WRITE | _READ | _TRUNCATE | _DEVICE_IOCTL
+)  # the other rights are for directories; the kernel refuses them for a file
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446  # the same on every architecture
 _ASK_VERSION, _PATH_BENEATH = 1, 1
 
 
 class _Handled(ctypes.Structure):
-    """struct landlock_ruleset_attr: what is forbidden unless a rule allows it. Older kernels accept it if its end is zero."""
+    """struct landlock_ruleset_attr: what is forbidden unless a rule allows it. Old kernels accept it if its end is zero."""
 
     _fields_ = (("files", ctypes.c_uint64), ("tcp", ctypes.c_uint64), ("scopes", ctypes.c_uint64))
 
@@ -46,15 +48,15 @@ class _Rule(ctypes.Structure):
 
 @functools.cache
 def abi() -> int:
-    """The version of Landlock here: 1 for Linux 5.13, 4 with TCP (6.7), 6 with scopes (6.12); 0 where it is off or denied."""
+    """The version of Landlock: 1 for Linux 5.13, 4 with TCP (6.7), 6 with scopes (6.12); 0 if it is off or denied."""
     version: int = kernel.libc.syscall(_CREATE, None, ctypes.c_size_t(0), _ASK_VERSION)
     return max(0, version)
 
 
 class Rules:
-    """What every program of a fork server may reach, in the kernel's own structures.
+    """What every program of a fork server may reach, in the structures of the kernel.
 
-    Whatever `restrict` passes to the kernel is made here: a child pays for each page that it touches first.
+    They are built here, before the fork: a child pays for each page that it touches first.
     """
 
     def __init__(self, *, handled_files: int, version: int) -> None:
@@ -68,7 +70,7 @@ class Rules:
         self._trees: list[_Rule] = []
 
     def allow(self, path: str, rights: int) -> None:
-        """Keeps a descriptor of `path` open, so that no child has to look it up."""
+        """Allow `rights` for `path`. Keeps a descriptor open, so that no child looks up the path."""
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         allowed = rights & self.handled_files
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -80,23 +82,23 @@ class Rules:
         self.trees_at.append(ctypes.byref(self._trees[-1]))
 
     def close(self) -> None:
-        """Give the descriptors back. Children that were forked before have their own."""
+        """Close the descriptors. Children that were forked before have copies."""
         self.trees_at.clear()
         while self._trees:
             os.close(self._trees.pop().parent)
 
 
 def prepare(*, readable: Sequence[str] | None, writable: Sequence[str] = DEVICES, version: int | None = None) -> Rules:
-    """Rules against TCP, abstract sockets and signals, as far as this kernel knows them, and for files as said here.
+    """Build rules for files, and against TCP, abstract sockets and signals as far as this kernel supports that.
 
     Args:
-        readable: trees to read and to execute; one that does not exist is left out. None where mounts already decide who reads
-            what: then only changes are judged.
-        writable: files and trees to read and to change, besides the directory of the call. Each costs a child 4 us.
-        version: of the kernel's interface, if it should be an older one than it is.
+        readable: trees to read and to execute; missing ones are left out. None where mounts decide what is readable: then the
+            rules only restrict changes.
+        writable: files and trees to read and to change, in addition to the directory of the call. Each costs a child 4 us.
+        version: the version of Landlock to use, if not the newest.
 
     Raises:
-        OSError: this kernel has no Landlock, or does not let us use it.
+        OSError: this kernel has no Landlock, or denies it.
     """
     version = abi() if version is None else version
     if version == 0:
@@ -112,10 +114,10 @@ def prepare(*, readable: Sequence[str] | None, writable: Sequence[str] = DEVICES
 
 
 def restrict(rules: Rules, *, writable: str) -> None:
-    """Hold the calling thread, and all it will start, to `rules` and the tree `writable`. For good; no mount is possible after.
+    """Enforce `rules` and the tree `writable` on this thread and its children, for good. No mount is possible after that.
 
     Raises:
-        OSError: a step was refused. Nothing holds then, so nothing may run.
+        OSError: a step was refused. No rule holds then, so no program may run.
     """
     check, syscall = kernel.check, kernel.libc.syscall
     ruleset = check(syscall(_CREATE, *rules.handled), "create a Landlock ruleset")
@@ -130,5 +132,5 @@ def restrict(rules: Rules, *, writable: str) -> None:
 
 
 def _known(added: dict[int, int], version: int) -> int:
-    """All of `added` that an interface of this version has."""
+    """All rights in `added` that this version has."""
     return sum(bits for since, bits in added.items() if since <= version)

@@ -1,9 +1,10 @@
-"""The start of a fork server: out of sight of the host, warm, then serving. Its arguments are one JSON object."""
+"""Starts a fork server: it isolates itself from the host, loads its modules and serves. Its argument is one JSON object."""
 
 from __future__ import annotations
 
 import _sitebuiltins
 import builtins
+import functools
 import json
 import mmap
 import os
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from . import cells, confine, filesystem, forkserver, kernel, profiles, program, verify
+from . import cells, confine, filesystem, forkserver, kernel, profiles, program, seccomp, verify
 from .wire import JOB_VERIFY, KIND_FAILED, KIND_HELLO, READY, RECORD_BYTES, RECORD_SETUP, REPORT, SESSION_MARK, STAMP, WORK
 
 
@@ -24,24 +25,30 @@ def main() -> None:
     control = settings["control"]
     os.set_inheritable(control, False)
     try:
-        cage, pid_namespace = start(settings)
+        confinement, pid_namespace = start(settings)
     except (OSError, ImportError) as error:
-        _send(control, KIND_FAILED, (isinstance(error, OSError) and error.strerror) or str(error))
+        said = (isinstance(error, OSError) and error.strerror) or str(error)
+        os.write(control, REPORT.pack(KIND_FAILED, 0, 0, 0, 0, 0) + said.encode())
         return
-    _send(control, KIND_HELLO)
-    forkserver.serve(control, pid_namespace=pid_namespace, run_child=Child(cage).live)
+    os.write(control, REPORT.pack(KIND_HELLO, 0, 0, 0, 0, 0))
+    forkserver.serve(control, pid_namespace=pid_namespace, run_child=functools.partial(live, confinement))
 
 
 def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
-    """Go out of sight of the host and load the profile; in the process that is to fork, its cage and its pid namespace.
+    """Isolate this process from the host and load the profile. Returns in the process that forks.
+
+    Returns:
+        what confines its children, and its pid namespace (-1 if children share it).
 
     Raises:
         OSError: this machine refuses a step; the message names it.
-        ImportError: of a module that was asked for by name.
+        ImportError: a module of `sandbox.modules` is missing.
     """
     level, libraries = settings["level"], settings["libraries"]
+    if level != "process":
+        seccomp.numbers()  # raises on another machine than an x86_64
     sys.argv = [""]
-    # What `site` would have added; it does not run here.
+    # What `site` adds; it does not run here.
     builtins.exit, builtins.quit = _sitebuiltins.Quitter("exit", "Ctrl-D"), _sitebuiltins.Quitter("quit", "Ctrl-D")
     is_namespaced, is_root, pid_namespace = level in ("strict", "namespaces"), os.geteuid() == 0, -1
     place = filesystem.place_inside if is_namespaced else str
@@ -53,7 +60,7 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
         setattr(sys, name, place(getattr(sys, name)))
     proc = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     _die_with(settings["supervisor"], os.getppid)
-    kernel.write_at(proc, "self/oom_score_adj", "1000")
+    kernel.write("self/oom_score_adj", "1000", directory=proc)
     if is_namespaced:
         is_root = _isolate(proc)
         outer = int(os.readlink("self", dir_fd=proc))
@@ -66,56 +73,48 @@ def start(settings: dict[str, Any]) -> tuple[confine.Confinement, int]:
         filesystem.build_root(settings["shown"])
         pid_namespace = os.open("self/ns/pid", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
     else:
-        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # what a program leaves behind comes here, to be killed and reaped
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)  # adopts what a program leaves, to kill and reap it
     profiles.load(settings["profile"], settings["modules"])
     profiles.collapse(proc)
     if not is_namespaced:
-        kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)  # from here on it sees the end of its supervisor, and ends what programs left
+        # From here on it notices the end of its supervisor, and kills what programs left.
+        kernel.prctl(kernel.PR_SET_PDEATHSIG, 0)
     return confine.Confinement(level, proc=proc, is_root=is_root, readable=settings["shown"]), pid_namespace
 
 
-class Child:
-    """The life of one child, from the fork to its last word."""
-
-    def __init__(self, cage: confine.Confinement) -> None:
-        self._cage = cage
-
-    def live(self, exchange: int, wake: int, output: int, directory: str) -> NoReturn:
-        if directory.startswith(SESSION_MARK):
-            cells.live(self._cage, exchange, wake, output, directory.removeprefix(SESSION_MARK), _seed)
-        record: mmap.mmap | None = None
-        try:
-            record = mmap.mmap(exchange, RECORD_BYTES)  # outlives any descriptor
-            self._cage.apply(directory)
-            confine.take_streams(exchange, wake, output)
-            os.read(confine.WAKE, 8)
-            os.close(confine.WAKE)
-            header = os.pread(confine.EXCHANGE, WORK.size, RECORD_BYTES)
-            job, seed, memory_bytes, cpu_s, max_processes, file_mib, code_length, stdin_length = WORK.unpack(header)
-            code = _read(code_length, RECORD_BYTES + WORK.size)
-            stdin = _read(stdin_length, RECORD_BYTES + WORK.size + code_length)
-            os.close(confine.EXCHANGE)
-            confine.give_stdin(stdin)
-            self._cage.limit(memory_bytes=memory_bytes, cpu_s=cpu_s, max_processes=max_processes, file_bytes=file_mib << 20)
-            _seed(seed)
-            record[: STAMP.size] = STAMP.pack(time.monotonic())
-            os.write(1, READY)
-        except BaseException as error:
-            if record is not None:
-                program.write_record(record, RECORD_SETUP, f"{type(error).__name__}: {error}")
-            os._exit(1)
-        if job == JOB_VERIFY:
-            verify.judge(code, _emit)
-            os._exit(0)
-        program.run_program(code.decode(), record)
-
-
-def _emit(line: bytes) -> None:
-    os.write(1, line + b"\n")
+def live(confinement: confine.Confinement, exchange: int, wake: int, output: int, directory: str) -> NoReturn:
+    """The life of one child, from the fork to its end."""
+    if directory.startswith(SESSION_MARK):
+        cells.live(confinement, exchange, wake, output, directory.removeprefix(SESSION_MARK), _seed)
+    record: mmap.mmap | None = None
+    try:
+        record = mmap.mmap(exchange, RECORD_BYTES)  # stays valid when its descriptor is closed
+        confinement.apply(directory)
+        confine.take_streams(exchange, wake, output)
+        os.read(confine.WAKE, 8)
+        os.close(confine.WAKE)
+        header = os.pread(confine.EXCHANGE, WORK.size, RECORD_BYTES)
+        job, seed, memory_bytes, cpu_s, max_processes, file_mib, code_length, stdin_length = WORK.unpack(header)
+        code = _read(code_length, RECORD_BYTES + WORK.size)
+        stdin = _read(stdin_length, RECORD_BYTES + WORK.size + code_length)
+        os.close(confine.EXCHANGE)
+        confine.give_stdin(stdin)
+        confinement.limit(memory_bytes=memory_bytes, cpu_s=cpu_s, max_processes=max_processes, file_bytes=file_mib << 20)
+        _seed(seed)
+        record[: STAMP.size] = STAMP.pack(time.monotonic())
+        os.write(1, READY)
+    except BaseException as error:
+        if record is not None:
+            program.write_record(record, RECORD_SETUP, f"{type(error).__name__}: {error}")
+        os._exit(1)
+    if job == JOB_VERIFY:
+        verify.judge(code, lambda line: os.write(1, line + b"\n"))
+        os._exit(0)
+    program.run_program(code.decode(), record)
 
 
 def _read(length: int, offset: int) -> bytes:
-    """Memory files give all that was asked for at once."""
+    """A memory file returns all bytes at once."""
     return os.pread(confine.EXCHANGE, length, offset) if length else b""
 
 
@@ -130,7 +129,7 @@ def _seed(seed: int) -> None:
 
 
 def _isolate(proc: int) -> bool:
-    """Into fresh namespaces, without a user namespace where root allows it. True if the caller is the host's root."""
+    """Enter new namespaces, without a user namespace if root allows that. True if the caller is the root of the host."""
     own = kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS
     is_root: bool = kernel.libc.unshare(own) == 0
     if not is_root:
@@ -140,29 +139,21 @@ def _isolate(proc: int) -> bool:
 
 
 def _die_with(parent: int, current_parent: Callable[[], int]) -> None:
-    """Die when `parent` does; at once if it is gone already, since its death before this call sends no signal."""
+    """Die with `parent`; at once if it is dead already, since an earlier death sends no signal."""
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     if current_parent() != parent:
         os._exit(1)
 
 
 def _parent_on_host(proc: int) -> int:
-    """From a new pid namespace, where `os.getppid()` is 0 whoever the parent is."""
-    status = os.open("self/status", os.O_RDONLY | os.O_CLOEXEC, dir_fd=proc)
-    try:
-        return int(os.read(status, 4096).partition(b"\nPPid:")[2].split(maxsplit=1)[0])
-    finally:
-        os.close(status)
+    """The parent on the host. In a new pid namespace `os.getppid()` is always 0."""
+    return int(kernel.read("self/status", directory=proc).partition(b"\nPPid:")[2].split(maxsplit=1)[0])
 
 
 def fix_addresses() -> None:
-    """Execute this script again without address randomisation; where that is refused, default reprs will differ."""
+    """Execute this script again without address randomisation, unless that is refused; default reprs differ then."""
     current = kernel.libc.personality(0xFFFFFFFF)
     if current < 0 or current & kernel.ADDR_NO_RANDOMIZE:
         return
     if kernel.libc.personality(current | kernel.ADDR_NO_RANDOMIZE) >= 0:
         os.execv(sys.executable, sys.orig_argv)
-
-
-def _send(control: int, kind: int, text: str = "") -> None:
-    os.write(control, REPORT.pack(kind, 0, 0, 0, 0, 0) + text.encode())

@@ -1,7 +1,7 @@
-"""Which modules are loaded before the first fork, so that a program that imports them finds them there.
+"""Loads modules before the first fork, so that a program that imports them starts fast.
 
-A fork of a process with much memory costs more than one of a bare interpreter: hence several profiles, and a program runs in
-the smallest that has what it imports. A wrong choice costs time, never correctness.
+A fork of a process with much memory costs more than one of a bare interpreter. So there are several profiles, and a program
+runs in the smallest that has its imports. A wrong choice costs time, never correctness.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ np.linalg.eigvals(np.eye(3) + 1)
 
 
 def load(profile: str, extra: list[str]) -> None:
-    """Import the modules of `profile` that are installed, and `extra`, and exercise them; a program then starts warm.
+    """Import the installed modules of `profile`, and `extra`, and run some of their code.
 
     Raises:
-        ImportError: of one of `extra`, which were asked for by name.
+        ImportError: a module of `extra` is missing.
     """
     if profile == "verify":
         verify.prime()
     for name in MODULES[profile].split():
-        with contextlib.suppress(ImportError):  # not everybody has scipy
+        with contextlib.suppress(ImportError):  # scipy is optional
             importlib.import_module(name)
     for name in extra:
         importlib.import_module(name)
@@ -67,7 +67,7 @@ def load(profile: str, extra: list[str]) -> None:
 
 
 def collapse(proc: int) -> None:
-    """Ask for huge pages under the heap: a fork then copies one entry where it copied 512. No matter if there are none."""
+    """Ask for huge pages under the heap: a fork then copies one entry instead of 512. Failure does not matter."""
     with open(os.open("self/maps", os.O_RDONLY, dir_fd=proc)) as maps:
         for line in maps.read().splitlines():
             place, rights, *rest = line.split(maxsplit=5)

@@ -1,7 +1,7 @@
-"""One program, from its text to its last word: echo as IPython would show it, errors with a traceback that is only its own.
+"""Runs one program: shows its last value as IPython does, and errors with a traceback of its own frames.
 
-Untrusted code runs in this process. What it says of itself goes into a record that nobody trusts; it may choose a text there,
-never an outcome. Every name that is used after the program ran is bound before it: a program may replace any of them.
+Untrusted code runs in this process. Its record is not trusted: it may choose a text there, never an outcome. Every name that is
+used after the program is bound before it, since a program may replace any of them.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import linecache
 import mmap
 import os
 import resource
+import signal
 import sys
 import traceback
 from _ast import Expr, Expression, Module, PyCF_ONLY_AST
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, ModuleType, TracebackType
 from typing import NoReturn, TextIO
 
-from .wire import MAX_TRACEBACK_CHARS, RECORD_BYTES, RECORD_ECHO, RECORD_ERROR, RECORD_HEADER, STAMP
+from .wire import FLUSH_SIGNAL, MAX_TRACEBACK_CHARS, RECORD_BYTES, RECORD_ECHO, RECORD_ERROR, RECORD_HEADER, STAMP
 
-MAX_FRAMES = 2_000  # twice Python's recursion limit; formatting millions takes longer than a program may run
-SPARE_BYTES = 32 << 20  # for the traceback of a program that has used all its memory
+MAX_FRAMES = 2_000  # twice the recursion limit; formatting millions takes longer than a program may run
+SPARE_BYTES = 32 << 20  # for the traceback of a program without free memory
 OWN_FILES = {__file__}
 
 
 def run_program(
     code: str,
     shown: mmap.mmap,
-    # Bound now: the program may replace any of them.
+    # Bound here: the program may replace any of them.
     exit_now: Callable[[int], NoReturn] = os._exit,
     getpid: Callable[[], int] = os.getpid,
     run_exit_hooks: Callable[[], None] = atexit._run_exitfuncs,
@@ -38,6 +39,7 @@ def run_program(
 ) -> NoReturn:
     own_pid, streams = getpid(), (sys.stdout, sys.stderr)
     exit_code, kind, text = 0, b"", ""
+    signal.signal(FLUSH_SIGNAL, lambda number, frame: flush(streams))
     try:
         value = execute(code, fresh_main())
         if value is not None:
@@ -48,23 +50,22 @@ def run_program(
         exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
     try:
         if (threading := modules.get("threading")) is not None:
-            threading._shutdown()  # waits for threads that are no daemons, as the interpreter does
+            threading._shutdown()  # waits for threads that are not daemons, as the interpreter does
         run_exit_hooks()
     except BaseException as error:
         if not exit_code:
             exit_code, kind, text = 1, RECORD_ERROR, format_error(error)
-    if getpid() != own_pid:  # a fork of the program that came back here; it has no record of its own
+    if getpid() != own_pid:  # a fork of the program that returned here; it has no record
         if kind == RECORD_ERROR:
             attempt(streams[1].write, text)
     elif kind:
         write_record(shown, kind, text)
-    for stream in streams:
-        attempt(stream.flush)
+    flush(streams)
     exit_now(exit_code)
 
 
 def fresh_main() -> dict[str, object]:
-    """The names of a new, registered `__main__`: pickling and multiprocessing look it up."""
+    """The names of a new `__main__`. It is registered, since pickle and multiprocessing look it up."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -72,9 +73,9 @@ def fresh_main() -> dict[str, object]:
 
 
 def execute(code: str, names: dict[str, object], file: str = "<code>") -> object:
-    """Run the program; the value of its last statement if that is an expression without a semicolon after it, else None."""
+    """Run the program. Returns the value of a last statement that is an expression without a semicolon, otherwise None."""
     code = code.removeprefix("\ufeff")
-    # Lines as the compiler counts them; a last one without its end would shift the carets of a traceback.
+    # Lines as the compiler counts them; a last line without a newline would shift the carets of a traceback.
     lines = [f"{line}\n" for line in code.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
     linecache.cache[file] = (len(code), None, lines, file)
     tree = compile(code, file, "exec", PyCF_ONLY_AST, dont_inherit=True)
@@ -85,7 +86,7 @@ def execute(code: str, names: dict[str, object], file: str = "<code>") -> object
     else:
         last = None
     body: CodeType = compile(tree, file, "exec", dont_inherit=True)
-    flags = body.co_flags & 0x1FF0000  # what `from __future__` asked for
+    flags = body.co_flags & 0x1FF0000  # of `from __future__`
     tail = None if last is None else compile(Expression(last.value), file, "eval", flags, dont_inherit=True)
     exec(body, names)
     if last is None or tail is None:
@@ -115,7 +116,7 @@ def exit_code_of(error: SystemExit, stderr: TextIO) -> int:
 def format_error(
     error: BaseException, format_exception: Callable[[BaseException], list[str]] = traceback.format_exception
 ) -> str:
-    """The traceback without the runner's frames and without the places where this machine keeps its libraries."""
+    """The traceback without the frames of the runner, and with neutral names for the paths of libraries."""
     try:
         memory_bytes = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
@@ -128,13 +129,13 @@ def format_error(
         text = "".join(format_exception(error))
         for prefix, name in LIBRARIES:
             text = text.replace(prefix, name)
-    except BaseException as broken:  # an exception whose own text raises, or a program that broke the formatter
+    except BaseException as broken:  # the text of the exception raises, or the program broke the formatter
         text = f"{type(error).__name__} (its traceback cannot be shown: {type(broken).__name__})\n"
     return _cut(text, MAX_TRACEBACK_CHARS)
 
 
 def _fold(frames: TracebackType | None) -> TracebackType | None:
-    """The same frames; of more than `MAX_FRAMES`, the first half and the last half of so many."""
+    """The same frames; if there are more than `MAX_FRAMES`, the first half and the last half of that number."""
     count, frame = 0, frames
     while frame is not None:
         count, frame = count + 1, frame.tb_next
@@ -150,7 +151,7 @@ def _fold(frames: TracebackType | None) -> TracebackType | None:
     return frames
 
 
-LIBRARIES: list[tuple[str, str]] = []  # (where it lies, what is shown), longest first; filled at start
+LIBRARIES: list[tuple[str, str]] = []  # (path, shown name), longest first; filled at start
 
 
 def _cut(text: str, limit: int) -> str:
@@ -168,12 +169,17 @@ def write_record(shown: mmap.mmap, kind: bytes, text: str) -> None:
 
 def encode_record(text: str) -> bytes:
     room = RECORD_BYTES - STAMP.size - RECORD_HEADER.size
-    # Eight bytes a character is more than any encoding of one, so that no cut falls into the middle of it.
+    # No character takes more than eight bytes, so the cut splits none.
     return _cut(text, room // 8).encode("utf-8", "backslashreplace")[:room]
 
 
+def flush(streams: Iterable[TextIO]) -> None:
+    for stream in streams:
+        attempt(stream.flush)
+
+
 def attempt(action: Callable[..., object], *arguments: str) -> None:
-    """For the last words of a program that may have closed or replaced its own streams."""
+    """Run `action` and ignore errors: a program may have closed or replaced its streams."""
     try:
         action(*arguments)
     except BaseException:

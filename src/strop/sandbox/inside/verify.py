@@ -1,13 +1,12 @@
-r"""Judges pairs of answers with `math_verify`, and sympy where asked, one after the other, where no program ever ran.
+r"""Compares pairs of answers with `math_verify`, and with sympy where requested, in a process where no program runs.
 
-The child may hang in any pair, inside C code that hears no signal, so nothing here keeps time: the supervisor does, from the
-lines that it reads, and kills. A hang costs its whole limit either way; an alarm in here would only save the fork of the next
-child, a hundredth of that, and leave half-filled caches behind.
+A comparison may hang inside C code that handles no signal, so this process keeps no time: its parent kills it at the pair's
+deadline.
 
-    payload   a JSON list of [gold, answer], with pairs of expressions behind them where sympy is asked about their differences
-    lines     `start`, then `<index> <verdict>` for each pair in order; the clock of a pair runs from the line before its own
+    payload   a JSON list of [gold, answer, *differences]; each difference is a pair of expressions for sympy
+    lines     `start`, then `<index> <verdict>` for each pair in order
 
-Texts enter, indices and verdicts leave: neither answer is ever written anywhere.
+No answer is ever written anywhere.
 """
 
 from __future__ import annotations
@@ -18,58 +17,73 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
-from . import answers, latex
+from . import latex
 
+# Read now: the sandbox hides this folder. The first line is a comment.
+_COMMON_ANSWERS = Path(__file__).with_name("answers.txt").read_text().splitlines()[1:]
 STARTED = b"start"
 EQUAL, UNEQUAL, UNREADABLE = b"equal", b"unequal", b"unreadable"
 
 
 def prime() -> None:
-    """`load`, and take the common paths once: a path costs 10 to 144 ms the first time, 0.1 to 3 ms ever after."""
+    """`load`, and parse one answer of each common form: a form costs 10 to 144 ms the first time, 0.1 to 3 ms afterwards."""
     load()
-    for form in answers.forms():
-        _parse(form)
-    for gold, answer in answers.comparisons():
-        compare(gold, answer)
-        compare(gold, f"{answer}+1")
+    for line in _COMMON_ANSWERS:
+        gold, _, answer = line.partition(" || ")
+        if answer:
+            compare(gold, answer)
+            compare(gold, f"{answer}+1")
+        else:
+            _parse(gold)
     _parse.cache_clear()
 
 
 def load() -> None:
-    """Import everything, which takes a third of a second."""
+    """Import everything and compare a first pair, which takes half a second."""
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     latex.read_faster()
+    compare("x + 1", "x + 2")
 
 
-def judge(payload: bytes, emit: Callable[[bytes], None]) -> None:
-    """Emit a line as each verdict is known. Whatever a pair raises is that pair's, and it is unreadable.
+def judge(payload: bytes, emit: Callable[[bytes], object]) -> None:
+    """Emit a line as each verdict is known.
 
     Args:
-        emit: given one line, without its end, that must leave the process at once.
+        emit: given one line without its end, which must leave the process immediately.
     """
     pairs = json.loads(payload)
-    with contextlib.redirect_stdout(None):  # nothing that a library prints may look like a verdict
+    with contextlib.redirect_stdout(None):  # output of a library must not look like a verdict
         emit(STARTED)
         for index, (gold, answer, *differences) in enumerate(pairs):
-            try:
-                verdict = EQUAL if _are_zero(differences) else compare(gold, answer)
-            except Exception:  # MemoryError and RecursionError among them
-                verdict = UNREADABLE
-            emit(b"%d %s" % (index, verdict))
+            emit(b"%d %s" % (index, judge_pair(gold, answer, differences)))
+
+
+def judge_pair(gold: str | None, answer: str | None, differences: Sequence[Sequence[str]]) -> bytes:
+    """EQUAL if sympy finds all `differences` (at least one) to be 0, else what `compare` says; without `gold`, UNEQUAL.
+
+    A pair that raises an exception is UNREADABLE.
+    """
+    try:
+        if _are_zero(differences):
+            return EQUAL
+        return UNEQUAL if gold is None or answer is None else compare(gold, answer)
+    except Exception:  # including MemoryError and RecursionError
+        return UNREADABLE
 
 
 def _are_zero(differences: Sequence[Sequence[str]]) -> bool:
-    """Whether there are some, and sympy can read them, and finds all of them to be 0."""
+    """Whether there are some, and sympy can read them and finds all of them to be 0."""
     with contextlib.suppress(Exception):  # math_verify may read what sympy's grammar does not
         return bool(differences) and all(is_zero_difference(gold, answer) for gold, answer in differences)
     return False
 
 
 def is_zero_difference(gold: str, answer: str) -> bool:
-    """Whether sympy finds the difference of the two to be 0. May hang, and may take all memory; what it cannot read raises."""
+    """Whether sympy finds the difference of the two to be 0. May hang or exhaust memory; raises if it cannot read one."""
     import sympy
     from latex2sympy2_extended import latex2sympy
 
@@ -83,7 +97,7 @@ def compare(gold: str, answer: str) -> bytes:
     parsed_gold, parsed_answer = _parse(gold), _parse(answer)
     if not parsed_gold or not parsed_answer:
         return UNREADABLE
-    # The limits of math_verify are off: they swallow what they stop, and a timeout must not look like a wrong answer.
+    # math_verify's own time limits are off: they would make a timeout look like a wrong answer.
     return EQUAL if verify(parsed_gold, parsed_answer, timeout_seconds=None) else UNEQUAL
 
 

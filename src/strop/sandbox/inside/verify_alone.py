@@ -1,7 +1,11 @@
-"""Runs `verify.judge` on every line of stdin, in a plain process. A script: nothing else of strop is importable here."""
+"""Runs `verify.judge_pair` on every line of stdin, in a plain process. A script: nothing else of strop is importable here.
+
+[gold, answer, differences]    ->    equal, unequal or unreadable
+"""
 
 import ctypes
 import gc
+import json
 import os
 import resource
 import signal
@@ -9,7 +13,7 @@ import sys
 import types
 
 MEMORY_BYTES = 4 << 30
-FREE = b"free"  # for the next line
+READY = b"ready"
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -20,23 +24,22 @@ def main() -> None:
     sys.modules["strop_inside"] = package
     from strop_inside import verify  # type: ignore[import-not-found]
 
-    if sys.platform == "linux":  # a loop inside C code hears nothing of the end of stdin; elsewhere it must be enough
+    if sys.platform == "linux":  # a loop inside C code does not notice the end of stdin
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair, which closes stdin
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and closes stdin
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints must not look like an answer
+    os.dup2(2, 1)  # output of a library must not look like an answer
 
     def emit(line: bytes) -> None:
         os.write(answers, line + b"\n")
 
     verify.load()
     gc.freeze()
-    emit(FREE)
-    for payload in sys.stdin.buffer:
-        verify.judge(payload, emit)
-        emit(FREE)
+    emit(READY)
+    for line in sys.stdin.buffer:
+        emit(verify.judge_pair(*json.loads(line)))
 
 
 main()

@@ -1,4 +1,4 @@
-"""BM25 over passages of one's own: the index is built once and kept on disk.
+"""BM25 over your own passages: the index is built once and cached on disk.
 
 The ranking is Lucene's form of BM25, by the library bm25s (arXiv 2407.03618), which scores a query against a sparse matrix in
 memory: some 10 ms over 100 000 passages. Words are stemmed by Snowball. Passages stay in memory too, so a corpus of tens of
@@ -30,25 +30,25 @@ from strop.tools.search.protocol import Backend, Passage, as_pages
 logger = logging.getLogger(__name__)
 
 _WORD = re.compile(r"\w+")
-_VERSION = 1  # of what an index holds; part of its name
+_VERSION = 1  # of the index format; part of the index's name
 
 
 class Bm25Config(Config):
     """An index of passages of your own; needs `strop[search]`."""
 
-    kind: Literal["bm25"]
-    path: str  # a .jsonl, a directory of texts, or a .json of search results
-    index: str | None = None  # where the built index is kept; the user's cache directory when not set
-    language: str = "english"  # of the stemmer, as Snowball names it; "none" leaves words as they are
-    k1: float = Field(default=0.9, ge=0)  # Anserini's values for passages, which the retrieval literature reports with
-    b: float = Field(default=0.4, ge=0, le=1)
+    kind: Literal["bm25"] = Field(description="Backend kind.")
+    path: str = Field(description="A .jsonl, a directory of texts, or a .json of search results.")
+    index: str | None = Field(default=None, description="Directory of the built index; by default the user's cache directory.")
+    language: str = Field(default="english", description='Stemmer, by its Snowball name; "none" does not stem.')
+    k1: float = Field(default=0.9, ge=0, le=1000, description="BM25's k1; the default is Anserini's for passages.")
+    b: float = Field(default=0.4, ge=0, le=1, description="BM25's b; the default is Anserini's for passages.")
 
 
 class Bm25Index(Backend):
-    """Passages that can be searched. Equal scores keep the order of the corpus.
+    """An index of passages. Equal scores keep the order of the corpus.
 
     Raises:
-        UserError: the libraries are missing, the corpus cannot be read, or there is no such language.
+        UserError: a library is missing, the corpus cannot be read, or the language is unknown.
     """
 
     def __init__(self, config: Bm25Config) -> None:
@@ -59,14 +59,14 @@ class Bm25Index(Backend):
         if self.was_built:
             self._build(config, place)
         self._index: Any = _bm25s().BM25.load(str(place), show_progress=False)
-        self._scoring = threading.Lock()  # the library does not say that it may be used by two threads at once
+        self._scoring = threading.Lock()  # the library is not documented as thread-safe
 
     async def results(self, query: str, *, top_k: int) -> str:
         return as_pages(await asyncio.to_thread(self.search, query, top_k))
 
     def search(self, query: str, top_k: int) -> list[Passage]:
         """The best passages for `query` that share a word with it, best first."""
-        import numpy as np  # here, so that a command line that searches nothing starts without it
+        import numpy as np  # not at the top: `strop --help` starts without numpy
 
         words = [word for word in self._words(query) if word in self._index.vocab_dict]
         if not words:
@@ -91,18 +91,18 @@ class Bm25Index(Backend):
                 index.save(str(made), show_progress=False)
                 os.rename(made, place)
             except OSError:
-                if not place.exists():  # else another process built the same meanwhile
+                if not place.exists():  # otherwise another process has built the same index
                     raise
             finally:
                 shutil.rmtree(made, ignore_errors=True)
         except OSError as error:
             raise UserError(
-                f"the search index cannot be kept at {place}: {error}. Set `index` to a directory to write in."
+                f"the search index cannot be written to {place}: {error}. Set `index` to a writable directory."
             ) from error
 
 
 def _place(config: Bm25Config, passages: Sequence[Passage]) -> Path:
-    """Where the index of just these passages, built in just this way, is kept."""
+    """The path of the index of these passages with these settings."""
     digest = hashlib.blake2b(json.dumps([_VERSION, config.language, config.k1, config.b]).encode(), digest_size=12)
     for passage in passages:
         digest.update(f"{len(passage.title)} {passage.title} {len(passage.text)} {passage.text}\0".encode())
@@ -115,7 +115,7 @@ def _bm25s() -> Any:
         import bm25s
     except ImportError as error:
         raise UserError("BM25 needs the library bm25s: pip install 'strop[search]'.") from error
-    logging.getLogger("bm25s").setLevel(logging.WARNING)  # it sets itself to tell everything
+    logging.getLogger("bm25s").setLevel(logging.WARNING)  # the library sets itself to DEBUG
     return bm25s
 
 
@@ -130,5 +130,5 @@ def _stemmer(language: str) -> Any:
         stemmer = Stemmer.Stemmer(language)
     except KeyError as error:
         known = ", ".join(Stemmer.algorithms())
-        raise UserError(f"language is {language!r}, which Snowball does not know. It knows {known}; or 'none'.") from error
+        raise UserError(f"language is {language!r}, which Snowball does not have. Use 'none' or one of {known}.") from error
     return stemmer.stemWords

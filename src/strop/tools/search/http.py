@@ -1,55 +1,134 @@
-"""Asks a search service over HTTP, as often as it takes and no faster than it may be asked.
+"""Search services over HTTP: how each is asked, and where the results are in its answer.
 
-What fails by the network's or the service's fault is asked for again (strop.web). A refusal of the query (400, 413, 414,
-422) is told to the policy. Anything else (401: the key is wrong; 404: the address is) is ours at once.
+A failure of the network or the service is retried (see strop.http). A refusal of the query (400, 413, 414, 422) is shown to the
+policy. Any other error status, such as 401 or 404, ends the run at once.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+import re
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeAlias
 from urllib.parse import quote
 
-import httpx
+import httpx2
+from pydantic import Field
 
+from strop.config import Config
 from strop.deadline import clock_stopped
 from strop.errors import ToolBroken
+from strop.http import PatientClient, ServiceRefused, read_key
+from strop.tools.protocol import encodable
+from strop.tools.search.cached_results import Origin, ResultFile
 from strop.tools.search.protocol import Backend, Passage, QueryRefused, as_pages
-from strop.tools.search.results import Origin, ResultFile
-from strop.tools.search.services import HttpConfig, at, filled, name_of, shape_of
-from strop.tools.text import encodable
-from strop.web import PatientClient, ServiceRefused, read_key
 
 _REFUSED = frozenset({400, 413, 414, 422})
 _MAX_PAUSE_S = 15.0
+_PLACEHOLDER = re.compile(r"\{(query|query_in_url|top_k|key)\}")
 
 
-@dataclass(slots=True)
-class _Asking:
-    """What is being asked for those who want it."""
+class ServiceConfig(Config):
+    """Keys of all services over HTTP."""
 
-    task: asyncio.Task[str]
-    num_waiting: int = 0
+    key_env: str | None = Field(default=None, description="Environment variable with the API key; not set: no key is sent.")
+    cache: str | None = Field(default=None, description="A .jsonl of results; a query in it is not asked again.")
+    timeout_s: float = Field(default=10.0, gt=0, le=86_400, description="Time limit of one try.")
+    retries: int = Field(default=3, ge=0, le=1000, description="Further tries after a failure.")
+    backoff_s: float = Field(default=0.5, gt=0, le=86_400, description="Pause before the second try; it doubles each time.")
+    rate_per_s: float | None = Field(default=None, gt=0, le=10**9, description="Most requests a second, retries included.")
+
+
+class SerperConfig(ServiceConfig):
+    """Google's results from serper.dev."""
+
+    kind: Literal["serper"] = Field(description="Backend kind.")
+    url: str = Field(default="https://google.serper.dev/search", description="Address of the service.")
+    key_env: str | None = Field(default="SERPER_API_KEY", description="Environment variable with the API key.")
+
+
+class BingConfig(ServiceConfig):
+    """Bing's web search, or a service with the same interface."""
+
+    kind: Literal["bing"] = Field(description="Backend kind.")
+    url: str = Field(default="https://api.bing.microsoft.com/v7.0/search", description="Address of the service.")
+    key_env: str | None = Field(default="BING_API_KEY", description="Environment variable with the API key.")
+
+
+class RetrieverConfig(ServiceConfig):
+    """A retriever server as in Search-R1 (arXiv 2503.09516): `{"queries": [...], "topk": k}` -> lists of documents."""
+
+    kind: Literal["retriever"] = Field(description="Backend kind.")
+    url: str = Field(description="Address of the server, as in http://127.0.0.1:8000/retrieve.")
+
+
+class AnyServiceConfig(ServiceConfig):
+    """Any other service that answers in JSON. `{query}`, `{query_in_url}`, `{top_k}` and `{key}` are filled in everywhere."""
+
+    kind: Literal["http"] = Field(description="Backend kind.")
+    url: str = Field(description="Address of the service.")
+    method: Literal["GET", "POST"] = Field(default="GET", description="HTTP method.")
+    params: Mapping[str, str] = Field(default={}, description="Parameters in the address.")
+    headers: Mapping[str, str] = Field(default={}, description='As in { Authorization = "Bearer {key}" }.')
+    body: dict[str, Any] | None = Field(default=None, description="Body, sent as JSON.")
+    results: str = Field(default="results", description="Path of the list of results, as in web.results or result.0.")
+    title: str = Field(default="title", description="Path of the title in a result; it may be missing.")
+    text: str = Field(default="text", description="Path of the text in a result.")
+
+
+HttpConfig: TypeAlias = SerperConfig | BingConfig | RetrieverConfig | AnyServiceConfig
+
+
+def _spelled_out(config: HttpConfig) -> AnyServiceConfig:
+    """The service with its request and the paths of its answer."""
+    match config:
+        case AnyServiceConfig():
+            return config
+        case SerperConfig():
+            shape: dict[str, Any] = {
+                "method": "POST",
+                "headers": {"X-API-KEY": "{key}"},
+                "body": {"q": "{query}", "num": "{top_k}"},
+                "results": "organic",
+                "text": "snippet",
+            }
+        case BingConfig():
+            shape = {
+                "headers": {"Ocp-Apim-Subscription-Key": "{key}"},
+                "params": {"q": "{query}", "count": "{top_k}"},
+                "results": "webPages.value",
+                "title": "name",
+                "text": "snippet",
+            }
+        case RetrieverConfig():
+            shape = {
+                "method": "POST",
+                "body": {"queries": ["{query}"], "topk": "{top_k}", "return_scores": True},
+                "results": "result.0",
+                "title": "document.title",
+                "text": "document.contents",
+            }
+    return AnyServiceConfig(**{**config.model_dump(), "kind": "http", **shape})
 
 
 class HttpSearch(Backend):
-    """Use as `async with`. A query that comes again while it is being asked waits for that answer.
+    """Use as `async with`. Equal queries at the same time share one request.
 
     Raises:
-        UserError: the variable of the key is not set.
+        UserError: the environment variable of the key is not set.
     """
 
     def __init__(self, config: HttpConfig) -> None:
-        self._config = config
-        self._shape = shape_of(config)
+        self._config = _spelled_out(config)
         self._key = read_key(config, config.url)
-        self._kept = None if config.cache is None else ResultFile(Path(config.cache))
-        self._name = name_of(config)
-        self._asking: dict[tuple[str, int], _Asking] = {}
+        self._cache = None if config.cache is None else ResultFile(Path(config.cache))
+        self._name = _name(self._config)
+        self._requests: dict[tuple[str, int], asyncio.Task[str]] = {}
         self._client = PatientClient(config, max_pause_s=_MAX_PAUSE_S)
 
     async def __aenter__(self) -> Self:
@@ -58,81 +137,105 @@ class HttpSearch(Backend):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        requests = list(self._requests.values())
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
         await self._client.close()
 
     @property
     def longest_call_s(self) -> float:
-        """Every try takes its time, and every pause is as long as a service may ask for."""
+        """Every try takes its whole time, and every pause is the longest that a service may ask for."""
         return (1 + self._config.retries) * self._config.timeout_s + self._config.retries * _MAX_PAUSE_S
 
     async def results(self, query: str, *, top_k: int) -> str:
-        """From the cache where it is there, else from the service, which is asked again where it fails.
+        """From the cache, or else from the service.
 
         Raises:
-            QueryRefused: the service does not take this query.
-            ToolBroken: it gave no answer in any try, or one that another try would not change.
+            QueryRefused: the service does not accept this query.
+            ToolBroken: no try gave an answer, or another try would not help.
         """
-        kept = None if self._kept is None else self._kept.get_from(query, self._origin(top_k))
-        return await self._shared(query, top_k) if kept is None else kept
+        cached = None if self._cache is None else self._cache.get(query, Origin(self._name, top_k))
+        return await self._share(query, top_k) if cached is None else cached
 
-    async def _shared(self, query: str, top_k: int) -> str:
-        """One request for all who ask the same at once. Whoever is cancelled leaves it to the others, the last one ends it."""
-        asking = self._asking.get((query, top_k))
-        is_first = asking is None
-        if asking is None:
-            asking = self._asking[query, top_k] = _Asking(asyncio.create_task(self._asked(query, top_k)))
-        asking.num_waiting += 1
-        try:
-            # The first one's clock is the request's own; the others wait for what ends by itself.
-            with nullcontext() if is_first else clock_stopped():
-                return await asyncio.shield(asking.task)
-        finally:
-            asking.num_waiting -= 1
-            if not asking.num_waiting:
-                if self._asking.get((query, top_k)) is asking:
-                    del self._asking[query, top_k]
-                asking.task.cancel()
-                await asyncio.wait([asking.task])
+    async def _share(self, query: str, top_k: int) -> str:
+        """One request for all callers that ask the same at once. It continues when a caller is cancelled."""
+        key = (query, top_k)
+        request = self._requests.get(key)
+        is_first = request is None
+        if request is None:
+            request = self._requests[key] = asyncio.create_task(self._request(query, top_k))
+            request.add_done_callback(lambda _: self._requests.pop(key))
+        # The deadline of the first caller runs during the request; the deadlines of the others stand still.
+        with nullcontext() if is_first else clock_stopped():
+            return await asyncio.shield(request)
 
-    async def _asked(self, query: str, top_k: int) -> str:
-        text = encodable(as_pages(await self._found(query, top_k)))  # JSON may hold halves of surrogate pairs
-        if self._kept is not None:
-            await self._kept.add(query, text, self._origin(top_k))
+    async def _request(self, query: str, top_k: int) -> str:
+        text = encodable(as_pages(await self._find(query, top_k)))
+        if self._cache is not None:
+            await self._cache.add(query, text, Origin(self._name, top_k))
         return text
 
-    def _origin(self, top_k: int) -> Origin:
-        return Origin(service=self._name, top_k=top_k)
-
-    async def _found(self, query: str, top_k: int) -> list[Passage]:
+    async def _find(self, query: str, top_k: int) -> list[Passage]:
+        config = self._config
         values: dict[str, str | int] = {"query": query, "query_in_url": quote(query, safe=""), "top_k": top_k, "key": self._key}
 
-        async def send(client: httpx.AsyncClient) -> httpx.Response:
+        async def send(client: httpx2.AsyncClient) -> httpx2.Response:
             return await client.request(
-                self._shape.method,
-                filled(self._config.url, values),
-                params=filled(self._shape.params, values) or None,
-                headers=filled(self._shape.headers, values),
-                json=filled(self._shape.body, values),
+                config.method,
+                _fill(config.url, values),
+                params=_fill(config.params, values) or None,
+                headers=_fill(config.headers, values),
+                json=_fill(config.body, values),
             )
 
         try:
-            return await self._client.ask(send, lambda answer: self._passages(answer, top_k), place=self._config.url)
+            return await self._client.ask(send, lambda answer: self._passages(answer, top_k), place=config.url)
         except ServiceRefused as refused:
             if refused.status in _REFUSED:
                 raise QueryRefused(f"status {refused.status}: {refused.said}") from refused
             raise ToolBroken(f"search: {refused}") from refused
 
     def _passages(self, answer: Any, top_k: int) -> list[Passage]:
-        found = at(answer, self._shape.results)
+        config = self._config
+        found = _at(answer, config.results)
         if found is None:
-            found = []  # services leave the list out where nothing was found
+            found = []  # services leave the list out if nothing was found
         if not isinstance(found, list):
-            raise ToolBroken(
-                f"search: {self._config.url} answered without a list at {self._shape.results!r}: {str(answer)[:200]}"
-            )
+            raise ToolBroken(f"search: {config.url} answered without a list at {config.results!r}: {str(answer)[:200]}")
         passages = []
         for number, each in enumerate(found[:top_k]):
-            title, text = at(each, self._shape.title), at(each, self._shape.text)
+            title, text = _at(each, config.title), _at(each, config.text)
             if isinstance(text, str):
                 passages.append(Passage(id=str(number), title=title if isinstance(title, str) else "", text=text))
         return passages
+
+
+def _name(config: AnyServiceConfig) -> str:
+    """The name of the service in a cache: its address, and a digest of how it is asked and read. It holds no key."""
+    asked = [config.url, config.method, config.params, config.body, config.results, config.title, config.text]
+    digest = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=4).hexdigest()
+    return f"{config.url.partition('?')[0].rpartition('@')[2]} {digest}"
+
+
+def _fill(template: Any, values: Mapping[str, str | int]) -> Any:
+    """`template` with its placeholders replaced. A text that is only `{top_k}` becomes a number."""
+    if isinstance(template, str):
+        if template == "{top_k}":
+            return values["top_k"]
+        return _PLACEHOLDER.sub(lambda found: str(values[found[1]]), template)
+    if isinstance(template, Mapping):
+        return {key: _fill(value, values) for key, value in template.items()}
+    return [_fill(value, values) for value in template] if isinstance(template, list) else template
+
+
+def _at(value: Any, path: str) -> Any:
+    """The value at `path`, as in web.results or result.0; None if there is none."""
+    for step in path.split(".") if path else ():
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value

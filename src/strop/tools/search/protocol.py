@@ -1,4 +1,4 @@
-"""What a search backend owes to the search tool."""
+"""The interface of search backends."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from strop.errors import StropError
 
 
 class QueryRefused(StropError):  # noqa: N818 - named for what happened
-    """The backend will not answer this query, however often it is asked: the policy's mistake, and it is told."""
+    """The backend does not answer this query: a mistake of the policy, which gets the message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passage:
-    """A piece of text that can be found."""
+    """A piece of text in a corpus or an answer."""
 
     id: str
-    title: str  # empty where it has none
+    title: str  # empty if it has none
     text: str
 
 
 class Backend(Protocol):
-    """Where results come from. Shared by all rollouts."""
+    """A source of results, shared by all rollouts."""
 
     @property
     def longest_call_s(self) -> float:
@@ -31,16 +31,16 @@ class Backend(Protocol):
         return 0.0
 
     async def results(self, query: str, *, top_k: int) -> str:
-        """What the policy reads, best first; empty when nothing was found.
+        """The text for the policy, best result first; empty if nothing was found.
 
         Raises:
             QueryRefused: the query itself cannot be answered.
-            MachineError: the backend failed, after what tries it makes.
+            MachineError: the backend failed, after its retries.
         """
 
 
 def as_pages(passages: Sequence[Passage]) -> str:
-    """One line for each, as in ARPO's search results: `Page 1: ...`."""
+    """One line a passage, as in ARPO's search results: `Page 1: ...`."""
     lines = []
     for number, passage in enumerate(passages, start=1):
         text = f"{passage.title}: {passage.text}" if passage.title else passage.text

@@ -1,4 +1,4 @@
-"""The search tool: a query in, what was found out, whatever the backend."""
+"""The search tool: takes a query, returns the results of its backend."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from strop.tools.limits import CallLimits
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.tools.python import shorten
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
-from strop.tools.search.http import HttpSearch
-from strop.tools.search.kept import KeptConfig, KeptResults
+from strop.tools.search.cached_results import KeptConfig, KeptResults
+from strop.tools.search.http import AnyServiceConfig, BingConfig, HttpSearch, RetrieverConfig, SerperConfig
 from strop.tools.search.protocol import Backend, QueryRefused
-from strop.tools.search.services import AnyServiceConfig, BingConfig, RetrieverConfig, SerperConfig
 from strop.types import ToolOutcome
 
 NOTHING_FOUND = "No search results found."  # ARPO's words
@@ -27,17 +26,21 @@ BackendConfig = Annotated[
 
 
 class SearchToolConfig(CallLimits):
-    """Searching, and where."""
+    """A search tool and its backend."""
 
-    kind: Literal["search"]
-    name: str | None = Field(default=None, min_length=1)  # the table's name when not set
-    description: str = "Searches for a query and returns the best results."  # what the policy is told
-    top_k: int = Field(default=5, ge=1)  # results of one query
-    max_chars: int = Field(default=4_096, ge=64)  # of what the policy is shown; head and tail are kept beyond it
-    backend: BackendConfig
+    kind: Literal["search"] = Field(description="Tool kind.")
+    name: str | None = Field(default=None, min_length=1, description="Name for the policy; by default the name of the table.")
+    description: str = Field(
+        default="Searches for a query and returns the best results.", description="Description for the policy."
+    )
+    top_k: int = Field(default=5, ge=1, le=10**6, description="Results of one query.")
+    max_chars: int = Field(
+        default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
+    )
+    backend: BackendConfig = Field(description="Where the results come from.")
 
     async def open(self, stack: AsyncExitStack, *, key: str) -> SearchTool:
-        """The tool; `stack` closes what it opened. Raises `UserError` when the backend cannot be opened."""
+        """The tool; `stack` closes it. Raises `UserError` if the backend cannot be opened."""
         backend: Backend
         match self.backend:
             case Bm25Config():
@@ -53,8 +56,8 @@ class SearchTool(Tool):
     """Searches for `query`. A query that finds nothing is no error.
 
     Args:
-        backend: shared by all rollouts, closed by whoever opened it.
-        name: what the policy calls it.
+        backend: shared by all rollouts; the caller closes it.
+        name: for the policy.
     """
 
     def __init__(self, backend: Backend, config: SearchToolConfig, *, name: str) -> None:
@@ -76,17 +79,17 @@ class SearchTool(Tool):
         return self._backend.longest_call_s
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
-        """Search once. Raises `ToolBroken` when the backend fails again and again."""
+        """Search once. Raises `ToolBroken` if the backend keeps failing."""
         started_at = time.perf_counter()
         query = arguments.get("query")
         if not isinstance(query, str) or not query.strip() or len(arguments) > 1:
-            text = f"{self.spec.name}: the one argument is 'query', a text that is not empty."
+            text = f"{self.spec.name}: the only argument is 'query', a text that is not empty."
             return ToolResult(outcome=ToolOutcome.WRONG_ARGUMENTS, text=text, duration_s=0.0)
         outcome = ToolOutcome.STDOUT
         try:
             text = await self._backend.results(query.strip(), top_k=self._config.top_k)
         except QueryRefused as error:
-            outcome, text = ToolOutcome.REJECTED, f"The search service does not take this query ({error})."
+            outcome, text = ToolOutcome.REJECTED, f"The search service does not accept this query ({error})."
         if not text:
             outcome, text = ToolOutcome.EMPTY, NOTHING_FOUND
         shown = shorten(text, self._config.max_chars)

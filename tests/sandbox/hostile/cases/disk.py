@@ -1,4 +1,4 @@
-"""Programs that fill the disk, its table of files or the patience of whoever cleans up after them."""
+"""Programs that fill the disk, its table of files or the patience of the cleanup."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ NAMESPACES = IsolationLevel.NAMESPACES
 
 CASES = [
     Case(
-        name="disk-one-file",
-        attacks="the disk by one file",
-        code="with open('big', 'wb') as f:\n    while True: f.write(bytes(1 << 20))",
+        "disk-one-file",
+        "the disk by one file",
+        "with open('big', 'wb') as f:\n    while True: f.write(bytes(1 << 20))",
         expect=error("OSError: [Errno 27] File too large"),
         is_core=True,
     ),
     Case(
-        name="disk-many",
-        attacks="the disk by files of 8 MB, each within the limit of a file",
-        code=program("""
+        "disk-many",
+        "the disk by files of 8 MB, each within the limit of a file",
+        program("""
             import errno
             try:
                 for n in range(1000):
@@ -35,9 +35,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="inode-flood",
-        attacks="the table of files by empty ones",
-        code=program("""
+        "inode-flood",
+        "the table of files by empty ones",
+        program("""
             import errno
             try:
                 for n in range(1_000_000): open(str(n), 'w').close()
@@ -49,9 +49,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="link-flood",
-        attacks="the same by names: a file with many, and links that lead nowhere",
-        code=program("""
+        "link-flood",
+        "the same by names: a file with many, and links that lead nowhere",
+        program("""
             import os
             open('f', 'w').close()
             try:
@@ -63,9 +63,9 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="long-names",
-        attacks="the memory of names: four thousand of 255 bytes",
-        code=program("""
+        "long-names",
+        "the memory of names: four thousand of 255 bytes",
+        program("""
             import os
             try:
                 for n in range(1_000_000): os.symlink('x' * 4000, str(n).rjust(255, 'n'))
@@ -76,23 +76,23 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="sparse-file",
-        attacks="whoever adds up sizes: a file of a terabyte without a block",
-        code="try:\n    with open('f', 'wb') as f: f.truncate(1 << 40)\nexcept OSError as e: print(e)",
+        "sparse-file",
+        "code that adds up sizes: a file of a terabyte without a block",
+        "try:\n    with open('f', 'wb') as f: f.truncate(1 << 40)\nexcept OSError as e: print(e)",
         holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("[Errno 27] File too large\n"),
     ),
     Case(
-        name="sparse-files",
-        attacks="the same by many that are just small enough",
-        code="for n in range(500):\n    with open(str(n), 'wb') as f: f.truncate(15 << 20)\nprint('made')",
+        "sparse-files",
+        "the same by many that are just small enough",
+        "for n in range(500):\n    with open(str(n), 'wb') as f: f.truncate(15 << 20)\nprint('made')",
         holds_from=NAMESPACES,  # there is no quota below it
         expect=stdout("made\n"),
     ),
     Case(
-        name="fallocate",
-        attacks="the disk by blocks that are asked for and never written",
-        code=program("""
+        "fallocate",
+        "the disk by blocks that are asked for and never written",
+        program("""
             import os
             held = [open(str(n), 'wb') for n in range(20)]
             try:
@@ -103,9 +103,9 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="deleted-but-open",
-        attacks="whoever looks for large files by name",
-        code=program("""
+        "deleted-but-open",
+        "code that looks for large files by name",
+        program("""
             import os
             held = []
             try:
@@ -120,9 +120,9 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="deleted-and-mapped",
-        attacks="the same without even a descriptor: only a map holds it",
-        code=program("""
+        "deleted-and-mapped",
+        "the same without even a descriptor: only a map holds it",
+        program("""
             import mmap, os
             held = []
             try:
@@ -138,9 +138,9 @@ CASES = [
         holds_from=NAMESPACES,  # there is no quota below it
     ),
     Case(
-        name="deep-tree",
-        attacks="the recursion of whoever deletes: three thousand directories, one in the other",
-        code=program("""
+        "deep-tree",
+        "the recursion of code that deletes: three thousand directories, one in the other",
+        program("""
             import os
             for n in range(3000):
                 os.mkdir('d')
@@ -152,9 +152,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="wide-tree",
-        attacks="the time of whoever deletes",
-        code=program("""
+        "wide-tree",
+        "the time of code that deletes",
+        program("""
             import os
             for n in range(50):
                 os.mkdir(str(n))
@@ -164,9 +164,9 @@ CASES = [
         expect=stdout("made\n"),
     ),
     Case(
-        name="symlink-loops",
-        attacks="whoever follows links while deleting: circles, and one that leads to the host's directory",
-        code=program("""
+        "symlink-loops",
+        "code that follows links while deleting: circles, and one that leads to the host's directory",
+        program("""
             import os
             os.symlink('b', 'a')
             os.symlink('a', 'b')
@@ -179,9 +179,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="odd-names",
-        attacks="whoever lists or deletes by name: newlines, bytes that are no text, options",
-        code=program("""
+        "odd-names",
+        "code that lists or deletes by name: newlines, bytes that are no text, options",
+        program("""
             import os
             for name in (b'a\\nb', b'\\xff\\xfe', b'-rf', b'*', b' ', b'~', b'\\x1b[2J', b'...', '‮'.encode()):
                 os.mkdir(name)
@@ -191,9 +191,9 @@ CASES = [
         expect=stdout("named\n"),
     ),
     Case(
-        name="closed-directories",
-        attacks="whoever deletes without rights: nobody may read, write or enter",
-        code=program("""
+        "closed-directories",
+        "code that deletes without rights: no user may read, write or enter",
+        program("""
             import os
             os.makedirs('a/b/c')
             open('a/b/c/f', 'w').close()
@@ -206,9 +206,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="sticky-setgid",
-        attacks="the same by modes that nobody expects",
-        code=program("""
+        "sticky-setgid",
+        "the same by unexpected modes",
+        program("""
             import os
             os.mkdir('d')
             for mode in (0o7777, 0o1000, 0o2000, 0o4000): os.chmod('d', mode)
@@ -217,9 +217,9 @@ CASES = [
         expect=either(stdout("set\n"), error(re.compile("PermissionError"))),
     ),
     Case(
-        name="immutable",
-        attacks="whoever deletes: a file that cannot be, even by root",
-        code=program("""
+        "immutable",
+        "code that deletes: a file that cannot be, even by root",
+        program("""
             import fcntl, os, struct
             f = os.open('f', os.O_CREAT | os.O_RDWR)
             try: fcntl.ioctl(f, 0x40086602, struct.pack('l', 0x10))  # FS_IOC_SETFLAGS, FS_IMMUTABLE_FL
@@ -228,9 +228,9 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="chown",
-        attacks="whoever deletes: files that belong to another user",
-        code=program("""
+        "chown",
+        "code that deletes: files that belong to another user",
+        program("""
             import os
             open('f', 'w').close()
             for uid in (0, 65534, 1_000_001):
@@ -240,9 +240,9 @@ CASES = [
         expect=stdout("refused\n" * 3),
     ),
     Case(
-        name="xattr-flood",
-        attacks="memory of the kernel by attributes of a file",
-        code=program("""
+        "xattr-flood",
+        "memory of the kernel by attributes of a file",
+        program("""
             import os
             open('f', 'w').close()
             try:
@@ -253,9 +253,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="file-locks",
-        attacks="memory of the kernel by locks on single bytes",
-        code=program("""
+        "file-locks",
+        "memory of the kernel by locks on single bytes",
+        program("""
             import fcntl
             f = open('f', 'w+b')
             try:
@@ -266,9 +266,9 @@ CASES = [
         expect=stdout("locked\n"),
     ),
     Case(
-        name="inotify-flood",
-        attacks="the watches that all programs of a user share",
-        code=LIBC
+        "inotify-flood",
+        "the watches that all programs of a user share",
+        LIBC
         + program("""
             for n in range(100):
                 os.mkdir(str(n))
@@ -278,9 +278,9 @@ CASES = [
         expect=stdout("True\n"),
     ),
     Case(
-        name="open-flood",
-        attacks="the machine's table of open files",
-        code=program("""
+        "open-flood",
+        "the machine's table of open files",
+        program("""
             held = []
             try:
                 while len(held) < 100_000: held.append(open('f', 'w'))
@@ -290,9 +290,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="open-flood-by-children",
-        attacks="the same by every process it may have",
-        code=program("""
+        "open-flood-by-children",
+        "the same by every process it may have",
+        program("""
             import os, time
             open('f', 'w').close()
             for _ in range(20):
@@ -305,9 +305,9 @@ CASES = [
         expect=stdout("opened\n"),
     ),
     Case(
-        name="rename-storm",
-        attacks="whoever walks the tree at the same moment",
-        code=program("""
+        "rename-storm",
+        "code that walks the tree at the same moment",
+        program("""
             import os, time
             os.makedirs('a/x')
             os.makedirs('b')
@@ -322,9 +322,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="write-at-the-end",
-        attacks="whoever cleans up before the last process has ended",
-        code=program("""
+        "write-at-the-end",
+        "code that cleans up before the last process has ended",
+        program("""
             import os
             if os.fork() == 0:
                 try: os.setsid()
@@ -340,9 +340,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="work-directory-gone",
-        attacks="the place where it runs: removed under its feet",
-        code=program("""
+        "work-directory-gone",
+        "the place where it runs: removed under its feet",
+        program("""
             import os
             here = os.getcwd()
             try:
@@ -353,9 +353,9 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="core-dump",
-        attacks="the disk, and the secrets in memory, by a dump of a crash",
-        code=program("""
+        "core-dump",
+        "the disk, and the secrets in memory, by a dump of a crash",
+        program("""
             import os, resource, signal
             try: resource.setrlimit(resource.RLIMIT_CORE, (-1, -1))
             except (OSError, ValueError): pass

@@ -7,17 +7,17 @@ from .preludes import LIBC, NOT_AS_ROOT, REFUSED, SYSCALLS
 
 CASES = [
     Case(
-        name="rm-rf",
-        attacks="every file there is",
-        code=NOT_AS_ROOT + "import shutil\nshutil.rmtree('/', ignore_errors=True)\nprint('done')",
+        "rm-rf",
+        "every file there is",
+        NOT_AS_ROOT + "import shutil\nshutil.rmtree('/', ignore_errors=True)\nprint('done')",
         wall_s=60.0,
         expect=stdout("done\n"),
         is_core=True,
     ),
     Case(
-        name="host-files",
-        attacks="a file of the host that everybody may read, and the directory around it",
-        code=REFUSED
+        "host-files",
+        "a file of the host that everybody may read, and the directory around it",
+        REFUSED
         + program("""
             import os
             print(refused(open, HOST_SECRET_FILE), refused(os.listdir, HOST_OPEN_DIRECTORY), os.path.exists(HOST_SECRET_FILE))
@@ -26,9 +26,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="host-files-written",
-        attacks="the same by changing, moving, replacing and deleting it",
-        code=REFUSED
+        "host-files-written",
+        "the same by changing, moving, replacing and deleting it",
+        REFUSED
         + program("""
             import os
             for attack in (
@@ -49,9 +49,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="host-files-linked",
-        attacks="the same by a link from one's own place",
-        code=REFUSED
+        "host-files-linked",
+        "the same by a link from one's own place",
+        REFUSED
         + program("""
             import os
             print(refused(os.link, HOST_SECRET_FILE, 'hard'))
@@ -62,9 +62,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="system-files",
-        attacks="the users of the host, their keys and their shells' histories",
-        code=program("""
+        "system-files",
+        "the users of the host, their keys and their shells' histories",
+        program("""
             import glob, os, sys
             private = '/etc/passwd /etc/shadow /etc/hosts /root/.* /home/* /var/log/* /boot/* /srv/* /mnt/* /media/*'
             for pattern in private.split():
@@ -79,9 +79,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="own-source",
-        attacks="the sources of the service, of its tests and of their repository",
-        code=program("""
+        "own-source",
+        "the sources of the service, of its tests and of their repository",
+        program("""
             import importlib.util, os, sys
             print(importlib.util.find_spec('strop'))
             for path in sys.path:
@@ -92,9 +92,9 @@ CASES = [
         needs="a root that does not show the service's own package",
     ),
     Case(
-        name="dot-dot",
-        attacks="the walls of its place, by going up",
-        code=REFUSED
+        "dot-dot",
+        "the walls of its place, by going up",
+        REFUSED
         + program("""
             up = '/tmp/' + '../' * 50
             for path in 'etc/passwd etc/hostname proc/version boot/. root/.profile'.split(): print(refused(open, up + path))
@@ -102,9 +102,9 @@ CASES = [
         expect=stdout("True\n" * 5),
     ),
     Case(
-        name="proc-root",
-        attacks="the same by the kernel's own links to other roots",
-        code=REFUSED
+        "proc-root",
+        "the same by the kernel's own links to other roots",
+        REFUSED
         + program("""
             import os
             names = ['root/etc/passwd', 'environ', 'mem', 'maps', 'cmdline', 'task', 'stack', 'syscall']
@@ -118,9 +118,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="chroot-escape",
-        attacks="the same by a second root below the first, left through an open directory",
-        code=LIBC
+        "chroot-escape",
+        "the same by a second root below the first, left through an open directory",
+        LIBC
         + program("""
             os.mkdir('jail')
             print(libc.chroot(b'jail'))
@@ -132,9 +132,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="directory-descriptor",
-        attacks="the same through a directory that someone left open",
-        code=program("""
+        "directory-descriptor",
+        "the same through a directory that someone left open",
+        program("""
             import os
             for fd in range(3, 1024):
                 try:
@@ -146,9 +146,9 @@ CASES = [
         expect=stdout("done\n"),
     ),
     Case(
-        name="file-handles",
-        attacks="the same by the number of a file rather than its name",
-        code=LIBC
+        "file-handles",
+        "the same by the number of a file rather than its name",
+        LIBC
         + program(f"""
             handle = ctypes.create_string_buffer(136)
             handle[0:4] = (128).to_bytes(4, 'little')
@@ -160,9 +160,9 @@ CASES = [
         needs="seccomp",
     ),
     Case(
-        name="overwrite-libraries",
-        attacks="the code that the next call runs",
-        code=REFUSED
+        "overwrite-libraries",
+        "the code that the next call runs",
+        REFUSED
         + program("""
             import json, os, site, sys
             places = [os.path.dirname(os.__file__), *[path for path in sys.path if path]]
@@ -176,16 +176,15 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="overwrite-running-binary",
-        attacks="the same through the map of a running program",
-        code=REFUSED
-        + "import sys, ctypes\nprint(refused(open, '/proc/self/exe', 'r+b'), refused(open, '/proc/self/mem', 'r+b'))",
+        "overwrite-running-binary",
+        "the same through the map of a running program",
+        REFUSED + "import sys, ctypes\nprint(refused(open, '/proc/self/exe', 'r+b'), refused(open, '/proc/self/mem', 'r+b'))",
         expect=stdout("True True\n"),
     ),
     Case(
-        name="plant-in-root",
-        attacks="places from which something is run or read at the next start",
-        code=REFUSED
+        "plant-in-root",
+        "places from which something is run or read at the next start",
+        REFUSED
         + program("""
             import os
             paths = '''
@@ -201,9 +200,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="rename-mount-point",
-        attacks="the directories that the sandbox is made of: moved, exchanged, deleted",
-        code=LIBC
+        "rename-mount-point",
+        "the directories that the sandbox is made of: moved, exchanged, deleted",
+        LIBC
         + program("""
             for path in (b'/tmp', b'/dev', b'/dev/shm', b'/usr', b'/proc'):
                 print(libc.rename(path, b'/moved-away'), libc.rmdir(path), end=' ')
@@ -213,9 +212,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="devices",
-        attacks="the machine's devices",
-        code=program("""
+        "devices",
+        "the machine's devices",
+        program("""
             import glob
             harmless = {'/dev/null', '/dev/zero', '/dev/full', '/dev/random', '/dev/urandom', '/dev/tty', '/dev/shm'}
             names = 'mem kmem port kvm fuse loop0 loop-control sda vda nvme0n1 nvidia0 nvidiactl dri/card0 kfd vhost-net vsock'
@@ -232,9 +231,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="make-device",
-        attacks="the same by a device of one's own making",
-        code=REFUSED
+        "make-device",
+        "the same by a device of one's own making",
+        REFUSED
         + program("""
             import os, stat
             print(refused(os.mknod, 'mem', 0o666 | stat.S_IFCHR, os.makedev(1, 1)))
@@ -244,9 +243,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="write-to-devices",
-        attacks="the devices that everybody has: what is written into the pool of randomness, and its controls",
-        code=REFUSED
+        "write-to-devices",
+        "the devices that everybody has: what is written into the pool of randomness, and its controls",
+        REFUSED
         + program("""
             import fcntl, struct
             pool = open('/dev/urandom')
@@ -255,9 +254,9 @@ CASES = [
         expect=stdout("True\n"),
     ),
     Case(
-        name="sysctl",
-        attacks="the settings of the kernel: what runs at a crash, what is logged, how memory is given out",
-        code=REFUSED
+        "sysctl",
+        "the settings of the kernel: what runs at a crash, what is logged, how memory is given out",
+        REFUSED
         + program("""
             paths = '''
                 /proc/sys/kernel/core_pattern /proc/sys/kernel/modprobe /proc/sys/vm/overcommit_memory
@@ -273,9 +272,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="facts-of-the-host",
-        attacks="what the machine tells about itself and its other programs",
-        code=REFUSED
+        "facts-of-the-host",
+        "what the machine tells about itself and its other programs",
+        REFUSED
         + program("""
             paths = '''
                 /proc/cmdline /proc/version /proc/mounts /proc/self/mountinfo /proc/net/tcp /proc/net/unix
@@ -290,8 +289,8 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="left-for-the-next",
-        attacks="the next call, by files where it might look",
+        "left-for-the-next",
+        "the next call, by files where it might look",
         before=(
             "for path in ('left', '/tmp/left', '/dev/shm/left', '/var/tmp/left', '/tmp/work/left', '/tmp/shm/left'):\n"
             "    try: open(path, 'w').write('left')\n    except OSError: pass",
@@ -305,8 +304,8 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="shared-memory-left",
-        attacks="the same by the named memory that multiprocessing uses",
+        "shared-memory-left",
+        "the same by the named memory that multiprocessing uses",
         before=(
             program("""
             from multiprocessing import shared_memory, resource_tracker
@@ -325,8 +324,8 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="modules-in-cwd",
-        attacks="the next call, by modules that shadow a library",
+        "modules-in-cwd",
+        "the next call, by modules that shadow a library",
         before=(
             "for name in ('numpy', 'json', 'usercustomize', 'sitecustomize', 'strop'):\n"
             "    open(f'{name}.py', 'w').write('print(\"planted\")')",
@@ -335,16 +334,16 @@ CASES = [
         expect=stdout("1 2\n"),
     ),
     Case(
-        name="shared-file-locks",
-        attacks="other calls, by locks on files that all of them see",
-        code=program("""
+        "shared-file-locks",
+        "other calls, by locks on files that all of them see",
+        program("""
             import fcntl, os, time
             f = open(os.__file__)
             try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except PermissionError: print('refused')
             time.sleep(0.3)
         """),
-        beside=program("""
+        alongside=program("""
             import fcntl, os, time
             time.sleep(0.1)
             f = open(os.__file__)
@@ -354,9 +353,9 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="watch-others",
-        attacks="other calls, by watching which files they open",
-        code=LIBC
+        "watch-others",
+        "other calls, by watching which files they open",
+        LIBC
         + program("""
             import time
             watch = libc.inotify_init1(0o4000)
@@ -365,7 +364,7 @@ CASES = [
             try: print(os.read(watch, 4096))
             except OSError: print('nothing')
         """),
-        beside=program("""
+        alongside=program("""
             import time
             for n in range(10):
                 open('/tmp/x', 'w').close()

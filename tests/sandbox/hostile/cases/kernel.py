@@ -8,9 +8,7 @@ from .preludes import IS_X86, LIBC, SYSCALLS
 
 def _door(name: str, attacks: str, call: str, *, is_core: bool = True) -> Case:
     """`call` must be refused: by an error, which is -1 in C."""
-    return Case(
-        name=name, attacks=attacks, code=LIBC + f"print({call})", expect=stdout("-1\n"), needs="seccomp", is_core=is_core
-    )
+    return Case(name, attacks, LIBC + f"print({call})", expect=stdout("-1\n"), needs="seccomp", is_core=is_core)
 
 
 CASES = [
@@ -50,15 +48,15 @@ CASES = [
                 "modify-ldt",
                 "the processor's own tables",
                 f"libc.syscall({SYSCALLS['modify_ldt']}, 0, ctypes.create_string_buffer(16), 16)",
-            ),
+            )
         ]
         if IS_X86
         else []
     ),
     Case(
-        name="exec-from-memory",
-        attacks="rules about files: a program that never was one",
-        code=program("""
+        "exec-from-memory",
+        "rules about files: a program that never was one",
+        program("""
             import os
             try:
                 fd = os.memfd_create('x')
@@ -73,9 +71,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="own-rules",
-        attacks="the rules by more of them: what a program adds may only take away",
-        code=LIBC
+        "own-rules",
+        "the rules by more of them: what a program adds may only take away",
+        LIBC
         + program("""
             import struct
             allow = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 0x7FFF0000))
@@ -86,9 +84,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="rules-with-a-listener",
-        attacks="the same with an answering process, which could answer for others",
-        code=LIBC
+        "rules-with-a-listener",
+        "the same with an answering process, which could answer for others",
+        LIBC
         + program(f"""
             import struct
             allow = ctypes.create_string_buffer(struct.pack('HBBI', 6, 0, 0, 0x7FFF0000))
@@ -98,9 +96,9 @@ CASES = [
         expect=stdout("-1\n"),
     ),
     Case(
-        name="unknown-syscalls",
-        attacks="a list of what is forbidden, by what came after it was written",
-        code=LIBC
+        "unknown-syscalls",
+        "a list of what is forbidden, by what came after it was written",
+        LIBC
         + program("""
             import errno
             odd = []

@@ -25,23 +25,18 @@ _HOG = program("""
 
 CASES = [
     Case(
-        name="mem-list",
-        attacks="memory by a list that grows",
-        code="x = []\nwhile True: x.append('x' * (1 << 20) + str(len(x)))",
+        "mem-list",
+        "memory by a list that grows",
+        "x = []\nwhile True: x.append('x' * (1 << 20) + str(len(x)))",
         memory_mib=MEMORY_MIB,
         expect=error("MemoryError"),
         is_short=True,
     ),
+    Case("mem-string", "memory by one request larger than the machine", "'a' * (1 << 46)", expect=error("MemoryError")),
     Case(
-        name="mem-string",
-        attacks="memory by one request larger than the machine",
-        code="'a' * (1 << 46)",
-        expect=error("MemoryError"),
-    ),
-    Case(
-        name="mem-caught",
-        attacks="memory by a program that goes on when it is refused",
-        code=program("""
+        "mem-caught",
+        "memory by a program that goes on when it is refused",
+        program("""
             x = []
             while True:
                 try: x.append(bytes(1 << 20))
@@ -52,9 +47,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="mem-full-at-the-end",
-        attacks="the runner's own lines after the program: not a byte is left for them",
-        code=program("""
+        "mem-full-at-the-end",
+        "the runner's own lines after the program: not a byte is left for them",
+        program("""
             x = []
             for size in (1 << 20, 1 << 12, 1 << 8):
                 try:
@@ -66,36 +61,36 @@ CASES = [
         expect=either(echo("True"), error(re.compile("MemoryError"))),
     ),
     Case(
-        name="mem-limit-lowered",
-        attacks="the same by a limit that the program sets for itself",
-        code="import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\nx = 'a' * (1 << 22)",
+        "mem-limit-lowered",
+        "the same by a limit that the program sets for itself",
+        "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))\nx = 'a' * (1 << 22)",
         expect=error(re.compile("MemoryError")),
         is_core=True,
     ),
     Case(
-        name="mem-numpy",
-        attacks="memory by one array",
-        code="import numpy as np\nnp.ones((1 << 17, 1 << 17))",
+        "mem-numpy",
+        "memory by one array",
+        "import numpy as np\nnp.ones((1 << 17, 1 << 17))",
         expect=error(re.compile(r"MemoryError: Unable to allocate 128. GiB")),
         is_core=True,
     ),
     Case(
-        name="mem-mmap",
-        attacks="address space by an anonymous map",
-        code="import mmap\nmmap.mmap(-1, 8 << 30)",
+        "mem-mmap",
+        "address space by an anonymous map",
+        "import mmap\nmmap.mmap(-1, 8 << 30)",
         expect=error(re.compile(r"(OSError: \[Errno 12\] Cannot allocate memory|MemoryError)\n\Z")),
         is_short=True,
     ),
     Case(
-        name="mem-noreserve",
-        attacks="the same by a map that promises to use nothing",
-        code=LIBC + "libc.mmap.restype = ctypes.c_long\nprint(libc.mmap(None, ctypes.c_size_t(1 << 40), 0, 0x4022, -1, 0))",
+        "mem-noreserve",
+        "the same by a map that promises to use nothing",
+        LIBC + "libc.mmap.restype = ctypes.c_long\nprint(libc.mmap(None, ctypes.c_size_t(1 << 40), 0, 0x4022, -1, 0))",
         expect=stdout("-1\n"),
     ),
     Case(
-        name="mem-many-maps",
-        attacks="the kernel's table of maps",
-        code=program("""
+        "mem-many-maps",
+        "the kernel's table of maps",
+        program("""
             import mmap
             held = []
             try:
@@ -106,9 +101,9 @@ CASES = [
         expect=stdout("refused\n"),
     ),
     Case(
-        name="mem-memfd",
-        attacks="memory beyond the address space: a file in memory, written to",
-        code=program("""
+        "mem-memfd",
+        "memory beyond the address space: a file in memory, written to",
+        program("""
             import os
             total = 0
             try:
@@ -123,15 +118,15 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-memfd-secret",
-        attacks="the same by a file that is taken out of the kernel's own map",
-        code=LIBC + f"print(libc.syscall({SYSCALLS['memfd_secret']}, 0))",
+        "mem-memfd-secret",
+        "the same by a file that is taken out of the kernel's own map",
+        LIBC + f"print(libc.syscall({SYSCALLS['memfd_secret']}, 0))",
         expect=stdout("-1\n"),
     ),
     Case(
-        name="mem-shm",
-        attacks="the same by shared memory",
-        code=program("""
+        "mem-shm",
+        "the same by shared memory",
+        program("""
             import errno
             try:
                 for n in range(1000):
@@ -142,9 +137,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-shm-map",
-        attacks="the same through a map, where a full file system is a signal",
-        code=program("""
+        "mem-shm-map",
+        "the same through a map, where a full file system is a signal",
+        program("""
             import mmap, os
             f = open('sparse', 'w+b')
             f.truncate(15 << 20)
@@ -162,9 +157,9 @@ CASES = [
         expect=either(killed("signal 7", "mapped\n"), stdout("mapped\nwritten\n"), killed("disk")),
     ),
     Case(
-        name="mem-pipes",
-        attacks="kernel memory by pipes that are filled and never read",
-        code=program("""
+        "mem-pipes",
+        "kernel memory by pipes that are filled and never read",
+        program("""
             import fcntl, os
             total = 0
             try:
@@ -180,9 +175,9 @@ CASES = [
         expect=stdout("True\n"),
     ),
     Case(
-        name="mem-pipes-of-others",
-        attacks="what all calls of one user share: the pages that its pipes may hold",
-        code=program("""
+        "mem-pipes-of-others",
+        "what all calls of one user share: the pages that its pipes may hold",
+        program("""
             import fcntl, os, time
             held, _ = [], os.fork()
             try:
@@ -194,20 +189,20 @@ CASES = [
             os.write(1, b'held')
             time.sleep(0.2)
         """),
-        beside=program("""
+        alongside=program("""
             import os, time
             time.sleep(0.2)
             read, write = os.pipe2(os.O_NONBLOCK)
             print(os.write(write, bytes(60_000)))
         """),
-        beside_text="60000\n",
+        alongside_text="60000\n",
         expect=stdout("heldheld"),
         needs="a user of each call's own",
     ),
     Case(
-        name="mem-sockets",
-        attacks="kernel memory by pairs of sockets that are filled and never read",
-        code=program("""
+        "mem-sockets",
+        "kernel memory by pairs of sockets that are filled and never read",
+        program("""
             import socket
             held, total = [], 0
             try:
@@ -225,9 +220,9 @@ CASES = [
         expect=stdout("True\n"),
     ),
     Case(
-        name="mem-descriptors-in-flight",
-        attacks="the limit on descriptors: they are sent to a socket that nobody reads, and closed here",
-        code=program("""
+        "mem-descriptors-in-flight",
+        "the limit on descriptors: they are sent to a socket that no process reads, and closed here",
+        program("""
             import os, socket
             count = 0
             held = []
@@ -244,9 +239,9 @@ CASES = [
         expect=stdout("True\n"),
     ),
     Case(
-        name="mem-epoll",
-        attacks="kernel memory by watches",
-        code=program("""
+        "mem-epoll",
+        "kernel memory by watches",
+        program("""
             import os, select
             try:
                 polls = [select.epoll() for _ in range(1000)]
@@ -255,9 +250,9 @@ CASES = [
         expect=stdout("24\n"),
     ),
     Case(
-        name="mem-forks",
-        attacks="memory by many processes, each within its own limit",
-        code=_HOG + "hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
+        "mem-forks",
+        "memory by many processes, each within its own limit",
+        _HOG + "hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
         memory_mib=MEMORY_MIB,
         wall_s=8.0,
         expect=killed("memory"),
@@ -265,9 +260,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-forks-shared",
-        attacks="the same by memory that counts as shared, though nobody else has it",
-        code=_HOG + "hogs(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
+        "mem-forks-shared",
+        "the same by memory that counts as shared, though no other process maps it",
+        _HOG + "hogs(mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
         memory_mib=MEMORY_MIB,
         wall_s=8.0,
         expect=killed("memory"),
@@ -275,9 +270,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-forks-orphaned",
-        attacks="the same by processes whose parent has ended, so that they are below somebody else",
-        code=_HOG + "if os.fork() == 0:\n    hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n    os._exit(0)\ntime.sleep(60)",
+        "mem-forks-orphaned",
+        "the same by processes whose parent has ended, so that they are below somebody else",
+        _HOG + "if os.fork() == 0:\n    hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\n    os._exit(0)\ntime.sleep(60)",
         memory_mib=MEMORY_MIB,
         wall_s=8.0,
         expect=killed("memory"),
@@ -285,9 +280,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-forks-undumpable",
-        attacks="the same by processes whose maps only root may read",
-        code=_HOG + LIBC + "libc.prctl(4, 0, 0, 0, 0)\nhogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
+        "mem-forks-undumpable",
+        "the same by processes whose maps only root may read",
+        _HOG + LIBC + "libc.prctl(4, 0, 0, 0, 0)\nhogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)\ntime.sleep(60)",
         memory_mib=MEMORY_MIB,
         wall_s=8.0,
         expect=killed("memory"),
@@ -295,16 +290,16 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-forks-then-exit",
-        attacks="the same, and the program itself has ended long before",
-        code=_HOG + "hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2)\ntime.sleep(0.05)\nprint('left them')",
+        "mem-forks-then-exit",
+        "the same, and the program itself has ended long before",
+        _HOG + "hogs(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, 2)\ntime.sleep(0.05)\nprint('left them')",
         memory_mib=MEMORY_MIB,
         expect=stdout("left them\n"),
     ),
     Case(
-        name="mem-fork-copies",
-        attacks="the same by writing to pages that forks share",
-        code=program("""
+        "mem-fork-copies",
+        "the same by writing to pages that forks share",
+        program("""
             import os, time
             held = bytearray(100 << 20)
             for _ in range(8):
@@ -319,9 +314,9 @@ CASES = [
         needs="the memory watchdog",
     ),
     Case(
-        name="mem-huge-teardown",
-        attacks="whoever waits for the end of a program: a gigabyte takes long to give back",
-        code=program("""
+        "mem-huge-teardown",
+        "code that waits for the end of a program: a gigabyte takes long to give back",
+        program("""
             held = bytearray(1 << 30)
             for at in range(0, len(held), 4096): held[at] = 1
             print('full', flush=True)
@@ -333,9 +328,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-oom-score",
-        attacks="the kernel's choice of whom to end when memory is out",
-        code=program("""
+        "mem-oom-score",
+        "the kernel's choice of whom to end when memory is out",
+        program("""
             for path in ('/proc/self/oom_score_adj', '/proc/1/oom_score_adj', '/proc/%d/oom_score_adj' % HOST_PID):
                 try:
                     with open(path, 'w') as f: f.write('-1000')
@@ -345,15 +340,15 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mem-lock",
-        attacks="memory that cannot be swapped or moved",
-        code=LIBC + "held = ctypes.create_string_buffer(1 << 22)\nprint(libc.mlock(held, 1 << 22), libc.mlockall(3))",
+        "mem-lock",
+        "memory that cannot be swapped or moved",
+        LIBC + "held = ctypes.create_string_buffer(1 << 22)\nprint(libc.mlock(held, 1 << 22), libc.mlockall(3))",
         expect=stdout("-1 -1\n"),
     ),
     Case(
-        name="mem-stack",
-        attacks="memory by a stack whose limit is lifted",
-        code=program("""
+        "mem-stack",
+        "memory by a stack whose limit is lifted",
+        program("""
             import resource
             limit = resource.getrlimit(resource.RLIMIT_STACK)[1]
             print(limit == -1)
@@ -364,9 +359,9 @@ CASES = [
         needs="a limit on the stack",
     ),
     Case(
-        name="mem-zip-bomb",
-        attacks="memory by a few bytes that unpack to a gigabyte",
-        code=program("""
+        "mem-zip-bomb",
+        "memory by a few bytes that unpack to a gigabyte",
+        program("""
             import zlib
             packer = zlib.compressobj(9)
             packed = b''.join(packer.compress(bytes(1 << 20)) for _ in range(1024)) + packer.flush()
@@ -377,9 +372,9 @@ CASES = [
         expect=error(re.compile("MemoryError|Error -4")),
     ),
     Case(
-        name="mem-no-collector",
-        attacks="memory by cycles that nobody collects",
-        code=program("""
+        "mem-no-collector",
+        "memory in cycles that are not collected",
+        program("""
             import gc
             gc.disable()
             while True:
@@ -390,16 +385,16 @@ CASES = [
         expect=error("MemoryError"),
     ),
     Case(
-        name="mem-exact-limit",
-        attacks="an honest program that uses most of what it may",
-        code="x = bytearray(100 << 20)\nprint(len(x))",
+        "mem-exact-limit",
+        "an honest program that uses most of what it may",
+        "x = bytearray(100 << 20)\nprint(len(x))",
         memory_mib=MEMORY_MIB,
         expect=stdout("104857600\n"),
     ),
     Case(
-        name="mem-userfault",
-        attacks="page faults that the program answers itself, or never",
-        code=LIBC + f"print(libc.syscall({SYSCALLS['userfaultfd']}, 1))",
+        "mem-userfault",
+        "page faults that the program answers itself, or never",
+        LIBC + f"print(libc.syscall({SYSCALLS['userfaultfd']}, 1))",
         expect=stdout("-1\n"),
         needs="seccomp",
     ),

@@ -19,16 +19,16 @@ _KNOCK = program("""
 
 CASES = [
     Case(
-        name="loopback-tcp",
-        attacks="a service that listens on the host's own loopback",
-        code=_KNOCK + "knock(socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', HOST_TCP_PORT))",
+        "loopback-tcp",
+        "a service that listens on the host's own loopback",
+        _KNOCK + "knock(socket.AF_INET, socket.SOCK_STREAM, ('127.0.0.1', HOST_TCP_PORT))",
         expect=stdout("refused\n"),
         is_short=True,
     ),
     Case(
-        name="loopback-udp",
-        attacks="the same by UDP, which needs no connection",
-        code=_KNOCK
+        "loopback-udp",
+        "the same by UDP, which needs no connection",
+        _KNOCK
         + program("""
             knock(socket.AF_INET, socket.SOCK_DGRAM, ('127.0.0.1', HOST_UDP_PORT))
             try:
@@ -41,9 +41,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="loopback-others",
-        attacks="the same by the other names of the loopback, and without a connection",
-        code=_KNOCK
+        "loopback-others",
+        "the same by the other names of the loopback, and without a connection",
+        _KNOCK
         + program("""
             for address in ('0.0.0.0', '127.1.2.3', 'localhost'):
                 knock(socket.AF_INET, socket.SOCK_STREAM, (address, HOST_TCP_PORT))
@@ -57,16 +57,16 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="unix-abstract",
-        attacks="a service that listens on an abstract address of the host",
-        code=_KNOCK + "knock(socket.AF_UNIX, socket.SOCK_STREAM, HOST_ABSTRACT)",
+        "unix-abstract",
+        "a service that listens on an abstract address of the host",
+        _KNOCK + "knock(socket.AF_UNIX, socket.SOCK_STREAM, HOST_ABSTRACT)",
         expect=stdout("refused\n"),
         is_short=True,
     ),
     Case(
-        name="unix-path",
-        attacks="the same on a path of the host, such as a container daemon's",
-        code=_KNOCK
+        "unix-path",
+        "the same on a path of the host, such as a container daemon's",
+        _KNOCK
         + program("""
             common = '/var/run/docker.sock /run/containerd/containerd.sock /run/dbus/system_bus_socket /tmp/.X11-unix/X0'
             for path in (HOST_UNIX_SOCKET, *common.split()):
@@ -76,9 +76,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="outside",
-        attacks="the world, by number and by name",
-        code=_KNOCK
+        "outside",
+        "the world, by number and by name",
+        _KNOCK
         + program("""
             knock(socket.AF_INET, socket.SOCK_STREAM, ('192.0.2.1', 80))
             knock(socket.AF_INET, socket.SOCK_DGRAM, ('198.51.100.1', 53))
@@ -89,9 +89,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="listen",
-        attacks="a neighbour that connects to us: an address of our own",
-        code=program("""
+        "listen",
+        "a neighbour that connects to us: an address of our own",
+        program("""
             import socket
             try:
                 with socket.create_server(('127.0.0.1', 0)) as s: print('listening')
@@ -101,9 +101,9 @@ CASES = [
         needs="seccomp",
     ),
     Case(
-        name="neighbours-loopback",
-        attacks="the same: two calls that share a loopback talk to each other",
-        code=program("""
+        "neighbours-loopback",
+        "the same: two calls that share a loopback talk to each other",
+        program("""
             import socket
             try:
                 s = socket.create_server(('127.0.0.1', 40_404))
@@ -112,7 +112,7 @@ CASES = [
                 print('a letter came')
             except OSError: print('nothing came')
         """),
-        beside=program("""
+        alongside=program("""
             import socket, time
             for _ in range(40):
                 time.sleep(0.01)
@@ -123,9 +123,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="socket-families",
-        attacks="the kernel by the protocols that few use and few check",
-        code=program("""
+        "socket-families",
+        "the kernel by the protocols that few use and few check",
+        program("""
             import errno, socket
             kinds = (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET)
             for family in range(2, 46):
@@ -141,9 +141,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="netlink",
-        attacks="the machine's interfaces and routes, by asking the kernel",
-        code=program("""
+        "netlink",
+        "the machine's interfaces and routes, by asking the kernel",
+        program("""
             import socket
             try: print(socket.if_nameindex())
             except OSError: print('refused')
@@ -158,16 +158,16 @@ CASES = [
         needs="seccomp",
     ),
     Case(
-        name="vsock",
-        attacks="the machine that this one runs on",
-        code=_KNOCK + "for cid in (0, 1, 2): knock(socket.AF_VSOCK, socket.SOCK_STREAM, (cid, 1024))",
+        "vsock",
+        "the machine that this one runs on",
+        _KNOCK + "for cid in (0, 1, 2): knock(socket.AF_VSOCK, socket.SOCK_STREAM, (cid, 1024))",
         expect=stdout("refused\n" * 3),
         is_core=True,
     ),
     Case(
-        name="crypto-sockets",
-        attacks="the kernel's ciphers, the door of several privilege escalations",
-        code=program("""
+        "crypto-sockets",
+        "the kernel's ciphers, the door of several privilege escalations",
+        program("""
             import socket
             try:
                 s = socket.socket(socket.AF_ALG, socket.SOCK_SEQPACKET)
@@ -180,17 +180,17 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="io-uring",
-        attacks="every rule about system calls: io_uring makes them on the program's behalf",
-        code=LIBC + f"print(libc.syscall({SYSCALLS['io_uring_setup']}, 8, ctypes.create_string_buffer(248)))",
+        "io-uring",
+        "every rule about system calls: io_uring makes them on the program's behalf",
+        LIBC + f"print(libc.syscall({SYSCALLS['io_uring_setup']}, 8, ctypes.create_string_buffer(248)))",
         expect=stdout("-1\n"),
         needs="seccomp",
         is_core=True,
     ),
     Case(
-        name="passed-socket",
-        attacks="the rule about families: a socket by another constructor",
-        code=program("""
+        "passed-socket",
+        "the rule about families: a socket by another constructor",
+        program("""
             import socket
             for family in (socket.AF_INET, socket.AF_INET6, 40):
                 try: socket.socketpair(family)
@@ -203,9 +203,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="pair-as-door",
-        attacks="the rule about addresses: the sockets of a pair may not be bound or connected anew",
-        code=program("""
+        "pair-as-door",
+        "the rule about addresses: the sockets of a pair may not be bound or connected again",
+        program("""
             import socket
             a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             for attack in (
@@ -221,9 +221,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="http-client",
-        attacks="nothing: a program that asks for a page has to get an error soon, not a wait",
-        code="import urllib.request\nurllib.request.urlopen('http://host.invalid', timeout=60)",
+        "http-client",
+        "nothing: a program that asks for a page has to get an error soon, not a wait",
+        "import urllib.request\nurllib.request.urlopen('http://host.invalid', timeout=60)",
         wall_s=5.0,
         expect=either(
             error("urllib.error.URLError: <urlopen error [Errno -3] Temporary failure in name resolution>"),

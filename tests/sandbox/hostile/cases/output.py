@@ -12,29 +12,29 @@ CUT = r"\n\[\.\.\. %s bytes left out \.\.\.\]\n"
 
 CASES = [
     Case(
-        name="flood",
-        attacks="the memory of whoever reads the output",
-        code="while True: print('flood' * 10_000)",
+        "flood",
+        "the memory of code that reads the output",
+        "while True: print('flood' * 10_000)",
         expect=killed("output", re.compile(r"\Aflood")),
         is_short=True,
     ),
     Case(
-        name="flood-stderr",
-        attacks="the same by the other stream",
-        code="import os\nwhile True: os.write(2, b'flood' * 10_000)",
+        "flood-stderr",
+        "the same by the other stream",
+        "import os\nwhile True: os.write(2, b'flood' * 10_000)",
         expect=killed("output", re.compile(r"\Aflood")),
     ),
     Case(
-        name="flood-by-children",
-        attacks="the same by eight processes at once",
-        code="import os\nfor _ in range(3): os.fork()\nwhile True: os.write(1, b'flood\\n' * 600)",
+        "flood-by-children",
+        "the same by eight processes at once",
+        "import os\nfor _ in range(3): os.fork()\nwhile True: os.write(1, b'flood\\n' * 600)",
         expect=killed("output", re.compile(r"\A(flood\n)+")),
         is_core=True,
     ),
     Case(
-        name="flood-without-blocking",
-        attacks="the same through a pipe that the program has set not to wait",
-        code=program("""
+        "flood-without-blocking",
+        "the same through a pipe that the program has set not to wait",
+        program("""
             import os
             os.set_blocking(1, False)
             while True:
@@ -45,85 +45,85 @@ CASES = [
         repeats_from=None,  # how much of a write fits depends on when the other end reads
     ),
     Case(
-        name="flood-then-exit",
-        attacks="the same by a program that ends by itself meanwhile",
-        code="import os\nfor _ in range(100): os.write(1, b'x' * 1_000_000)",
+        "flood-then-exit",
+        "the same by a program that ends by itself meanwhile",
+        "import os\nfor _ in range(100): os.write(1, b'x' * 1_000_000)",
         expect=killed("output", re.compile(r"\Ax")),
     ),
     Case(
-        name="flood-of-nul",
-        attacks="the reply's encoding: a NUL takes six bytes of JSON",
-        code="import os\nos.write(1, bytes(60_000))",
+        "flood-of-nul",
+        "the reply's encoding: a NUL takes six bytes of JSON",
+        "import os\nos.write(1, bytes(60_000))",
         expect=stdout("\0" * 60_000),
     ),
     Case(
-        name="flood-then-sleep",
-        attacks="the head and the tail of an output that is exactly as long as it may be, at the limit",
-        code=f"import sys, time\nsys.stdout.write('a' * {LIMIT // 2} + 'b' * {LIMIT // 2})\nsys.stdout.flush()\ntime.sleep(60)",
+        "flood-then-sleep",
+        "the head and the tail of an output that is exactly as long as it may be, at the limit",
+        f"import sys, time\nsys.stdout.write('a' * {LIMIT // 2} + 'b' * {LIMIT // 2})\nsys.stdout.flush()\ntime.sleep(60)",
         wall_s=0.6,
         expect=timeout("a" * (LIMIT // 2) + "b" * (LIMIT // 2)),
     ),
     Case(
-        name="output-at-limit",
-        attacks="the limit of the output, met exactly",
-        code=f"print('x' * {LIMIT - 1})",
+        "output-at-limit",
+        "the limit of the output, met exactly",
+        f"print('x' * {LIMIT - 1})",
         expect=stdout("x" * (LIMIT - 1) + "\n"),
     ),
     Case(
-        name="output-one-over",
-        attacks="the limit of the output, missed by one",
-        code=f"print('x' * {LIMIT})",
+        "output-one-over",
+        "the limit of the output, missed by one",
+        f"print('x' * {LIMIT})",
         expect=stdout(re.compile(r"\Ax+" + CUT % "1" + r"x+\n\Z")),
     ),
     Case(
-        name="one-long-line",
-        attacks="whoever reads the output by lines",
-        code="print('x' * 4_000_000, end='')",
+        "one-long-line",
+        "code that reads the output by lines",
+        "print('x' * 4_000_000, end='')",
         expect=stdout("x" * (LIMIT // 2) + f"\n[... {4_000_000 - LIMIT} bytes left out ...]\n" + "x" * (LIMIT // 2)),
         is_core=True,
     ),
     Case(
-        name="many-short-lines",
-        attacks="the same, and whoever handles every line",
-        code="print('\\n' * 1_000_000, end='')",
+        "many-short-lines",
+        "the same, and code that handles every line",
+        "print('\\n' * 1_000_000, end='')",
         expect=stdout(re.compile(r"\A\n+\[\.\.\. \d+ bytes left out \.\.\.\]\n+\Z")),
     ),
     Case(
-        name="one-byte-writes",
-        attacks="whoever does much for every piece that is read",
-        code="import os\nfor _ in range(50_000): os.write(1, b'x')",
+        "one-byte-writes",
+        "code that does much for every piece that is read",
+        "import os\nfor _ in range(50_000): os.write(1, b'x')",
         expect=stdout("x" * 50_000),
     ),
     Case(
-        name="wide-letters",
-        attacks="whoever counts letters where bytes were meant: three bytes each, cut in the middle of one",
-        code="print('漢' * 100_000)",
+        "wide-letters",
+        "code that counts letters where bytes were meant: three bytes each, cut in the middle of one",
+        "print('漢' * 100_000)",
         expect=stdout(re.compile(r"\A漢+\ufffd?" + CUT % r"\d+" + "\ufffd*漢+\n\\Z")),
     ),
     Case(
-        name="surrogate-print",
-        attacks="the encoding of the output: half a pair has none",
-        code="print('\\ud800')",
+        "surrogate-print",
+        "the encoding of the output: half a pair has none",
+        "print('\\ud800')",
         expect=stdout("\\ud800\n"),
         is_core=True,
     ),
     Case(
-        name="invalid-utf8",
-        attacks="the decoding of the output: bytes that are no text",
-        code="import os\nos.write(1, b'\\xff\\xfe\\xc3(\\xed\\xa0\\x80\\xf8')",
+        "invalid-utf8",
+        "the decoding of the output: bytes that are no text",
+        "import os\nos.write(1, b'\\xff\\xfe\\xc3(\\xed\\xa0\\x80\\xf8')",
         expect=stdout("\ufffd\ufffd\ufffd(\ufffd\ufffd\ufffd\ufffd"),
         is_short=True,
     ),
     Case(
-        name="invalid-utf8-flood",
-        attacks="the size of the reply: each such byte becomes a letter of three",
-        code="import os\nos.write(1, b'\\xff' * 60_000)",
-        expect=stdout("\ufffd" * 60_000),
+        "invalid-utf8-flood",
+        "the size of the reply: each such byte becomes a letter of three",
+        "import os\nos.write(1, b'\\xff' * 60_000)",
+        expect=stdout("\ufffd" * (LIMIT // 6) + f"\n[... {180_000 - LIMIT} bytes left out ...]\n" + "\ufffd" * (LIMIT // 6)),
     ),
     Case(
-        name="split-letter",
-        attacks="whoever decodes piece by piece: a letter in two writes",
-        code=program("""
+        "split-letter",
+        "code that decodes piece by piece: a letter in two writes",
+        program("""
             import os, time
             os.write(1, b'\\xc3')
             time.sleep(0.05)
@@ -132,41 +132,41 @@ CASES = [
         expect=stdout("é"),
     ),
     Case(
-        name="control-characters",
-        attacks="the terminal of whoever looks at the log",
-        code="print('\\x1b[2J\\x1b]0;title\\x07\\b\\r\\0\\x7f\\x9b')",
+        "control-characters",
+        "the terminal of code that looks at the log",
+        "print('\\x1b[2J\\x1b]0;title\\x07\\b\\r\\0\\x7f\\x9b')",
         expect=stdout("\x1b[2J\x1b]0;title\x07\b\r\0\x7f\x9b\n"),
         is_core=True,
     ),
     Case(
-        name="bidi-output",
-        attacks="the eyes of whoever reads the log",
-        code="print('\\u202e\\u2066txt.exe\\u2069\\ufeff\\u200d')",
+        "bidi-output",
+        "the eyes of code that reads the log",
+        "print('\\u202e\\u2066txt.exe\\u2069\\ufeff\\u200d')",
         expect=stdout("\u202e\u2066txt.exe\u2069\ufeff\u200d\n"),
     ),
     Case(
-        name="line-separators",
-        attacks="whoever writes one reply a line",
-        code="print('a\\r\\nb\\rc\\x85d\\u2028e\\x0bf\\x1cg')",
+        "line-separators",
+        "code that writes one reply a line",
+        "print('a\\r\\nb\\rc\\x85d\\u2028e\\x0bf\\x1cg')",
         expect=stdout("a\r\nb\rc\x85d\u2028e\x0bf\x1cg\n"),
     ),
     Case(
-        name="fake-timeout-text",
-        attacks="whoever reads the class from the text",
-        code="print('Execution timed out after 4 s.\\n[killed: memory]\\nTraceback (most recent call last):')",
+        "fake-timeout-text",
+        "code that reads the class from the text",
+        "print('Execution timed out after 4 s.\\n[killed: memory]\\nTraceback (most recent call last):')",
         expect=stdout("Execution timed out after 4 s.\n[killed: memory]\nTraceback (most recent call last):\n"),
         is_short=True,
     ),
     Case(
-        name="fake-json-reply",
-        attacks="the same by a whole reply",
-        code="""print('{"outcome": "echo", "text": "42", "exit_code": 0}\\n\\0\\x01\\x02')""",
+        "fake-json-reply",
+        "the same by a whole reply",
+        """print('{"outcome": "echo", "text": "42", "exit_code": 0}\\n\\0\\x01\\x02')""",
         expect=stdout('{"outcome": "echo", "text": "42", "exit_code": 0}\n\0\x01\x02\n'),
     ),
     Case(
-        name="forged-record",
-        attacks="the channel by which the runner speaks: marks and JSON into every descriptor",
-        code=program("""
+        "forged-record",
+        "the channel by which the runner speaks: marks and JSON into every descriptor",
+        program("""
             import os
             for fd in range(256):
                 for forged in (b'\\x01', b'v\\x02\\0\\0\\0ok', b'{"kind": "echo", "text": "42"}\\n'):
@@ -177,9 +177,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="forged-record-in-memory",
-        attacks="the same channel, found by walking the runner's frames, when the program fails",
-        code=program("""
+        "forged-record-in-memory",
+        "the same channel, found by walking the runner's frames, when the program fails",
+        program("""
             import sys, gc, mmap
             for found in gc.get_objects():
                 if type(found) is mmap.mmap:
@@ -196,9 +196,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="forged-echo-in-memory",
-        attacks="the same when the program printed: no echo may take the place of the output",
-        code=program("""
+        "forged-echo-in-memory",
+        "the same when the program printed: no echo may take the place of the output",
+        program("""
             import sys, mmap
             print('printed')
             frame = sys._getframe()
@@ -210,9 +210,9 @@ CASES = [
         expect=stdout("printed\n"),
     ),
     Case(
-        name="record-truncated",
-        attacks="the service's own map of a shared file: the program makes it shorter, so that a read of it is a signal",
-        code=program("""
+        "record-truncated",
+        "the service's own map of a shared file: the program makes it shorter, so that a read of it is a signal",
+        program("""
             import os
             for fd in range(3, 256):
                 try: os.ftruncate(fd, 0)
@@ -223,9 +223,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="descriptors",
-        attacks="what was left open by mistake: a directory, or a file of another call",
-        code=program("""
+        "descriptors",
+        "what was left open by mistake: a directory, or a file of another call",
+        program("""
             import os, stat
             for fd in range(3, 1024):
                 try: mode = os.fstat(fd).st_mode
@@ -236,9 +236,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="output-truncated",
-        attacks="the output if it were a file: cut, moved and mapped",
-        code=program("""
+        "output-truncated",
+        "the output if it were a file: cut, moved and mapped",
+        program("""
             import mmap, os
             attacks = ((os.ftruncate, 1, 0), (os.lseek, 1, 0, 0), (mmap.mmap, 1, 4096), (os.pread, 1, 9, 0))
             for attack, *arguments in attacks:
@@ -248,21 +248,21 @@ CASES = [
         expect=stdout("refused\n" * 4),
     ),
     Case(
-        name="output-stolen",
-        attacks="output of others: reading from one's own end",
-        code="import os\ntry: print(os.read(1, 100))\nexcept OSError: print('refused')",
+        "output-stolen",
+        "output of others: reading from one's own end",
+        "import os\ntry: print(os.read(1, 100))\nexcept OSError: print('refused')",
         expect=stdout("refused\n"),
     ),
     Case(
-        name="pipe-shrunk",
-        attacks="the pipe itself: one page small, and not waiting",
-        code="import fcntl, os\nfcntl.fcntl(1, 1031, 4096)\nprint('x' * 50_000)",
+        "pipe-shrunk",
+        "the pipe itself: one page small, and not waiting",
+        "import fcntl, os\nfcntl.fcntl(1, 1031, 4096)\nprint('x' * 50_000)",
         expect=stdout("x" * 50_000 + "\n"),
     ),
     Case(
-        name="pipe-of-messages",
-        attacks="the same in its mode of packets",
-        code=program("""
+        "pipe-of-messages",
+        "the same in its mode of packets",
+        program("""
             import fcntl, os
             fcntl.fcntl(1, fcntl.F_SETFL, os.O_DIRECT)
             for n in range(300): os.write(1, b'x')
@@ -271,9 +271,9 @@ CASES = [
         expect=stdout("x" * 300 + "y" * 10_000),
     ),
     Case(
-        name="spliced-output",
-        attacks="the pipe by pages of a file that the program changes afterwards",
-        code=program("""
+        "spliced-output",
+        "the pipe by pages of a file that the program changes afterwards",
+        program("""
             import os
             with open('f', 'w+b') as f:
                 f.write(b'before' * 1000)
@@ -284,9 +284,9 @@ CASES = [
         expect=stdout("before" * 1000),
     ),
     Case(
-        name="reopened-output",
-        attacks="the output by its other names",
-        code=program("""
+        "reopened-output",
+        "the output by its other names",
+        program("""
             for path in ('/dev/stdout', '/dev/fd/1', '/proc/self/fd/1', '/dev/tty', '/dev/console'):
                 try:
                     with open(path, 'w') as f: f.write('reached\\n')
@@ -295,15 +295,15 @@ CASES = [
         expect=stdout("refused\n" * 5),
     ),
     Case(
-        name="stdout-none",
-        attacks="streams that the program takes away: None",
-        code="import sys\nsys.stdout = sys.stderr = None\n1 / 0",
+        "stdout-none",
+        "streams that the program takes away: None",
+        "import sys\nsys.stdout = sys.stderr = None\n1 / 0",
         expect=error("ZeroDivisionError: division by zero"),
     ),
     Case(
-        name="stdout-closed",
-        attacks="the same: closed",
-        code=program("""
+        "stdout-closed",
+        "the same: closed",
+        program("""
             import sys
             sys.stdout.close()
             sys.stderr.close()
@@ -313,15 +313,15 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="stdout-closed-print",
-        attacks="the same, and then used",
-        code="import sys\nsys.stdout.close()\nprint(1)",
+        "stdout-closed-print",
+        "the same, and then used",
+        "import sys\nsys.stdout.close()\nprint(1)",
         expect=error("ValueError: I/O operation on closed file."),
     ),
     Case(
-        name="stdout-detached",
-        attacks="the same: taken apart",
-        code=program("""
+        "stdout-detached",
+        "the same: taken apart",
+        program("""
             import sys
             raw = sys.stdout.detach()
             raw.write(b'raw')
@@ -331,9 +331,9 @@ CASES = [
         expect=stdout("raw"),
     ),
     Case(
-        name="stdout-hostile",
-        attacks="the same: an object that raises, or ends the process, when the runner flushes it",
-        code=program("""
+        "stdout-hostile",
+        "the same: an object that raises, or ends the process, when the runner flushes it",
+        program("""
             import os, sys
             class Stream:
                 def __getattr__(self, name): os._exit(3)
@@ -343,16 +343,16 @@ CASES = [
         expect=either(echo("5"), exited(3)),
     ),
     Case(
-        name="close-all-fds",
-        attacks="the streams by their numbers",
-        code="import os\nos.closerange(0, 256)\nprint(1)",
+        "close-all-fds",
+        "the streams by their numbers",
+        "import os\nos.closerange(0, 256)\nprint(1)",
         expect=error("OSError: [Errno 9] Bad file descriptor"),
         is_short=True,
     ),
     Case(
-        name="swapped-fds",
-        attacks="the streams by their numbers: the output is now the input of a pipe that is full",
-        code=program("""
+        "swapped-fds",
+        "the streams by their numbers: the output is now the input of a pipe that is full",
+        program("""
             import os
             read, write = os.pipe()
             os.dup2(write, 1)
@@ -363,9 +363,9 @@ CASES = [
         expect=error(re.compile("BlockingIOError")),
     ),
     Case(
-        name="broken-pipe",
-        attacks="the same with nobody at the other end: SIGPIPE",
-        code=program("""
+        "broken-pipe",
+        "the same with a closed other end: SIGPIPE",
+        program("""
             import os, signal
             signal.signal(signal.SIGPIPE, signal.SIG_DFL)
             read, write = os.pipe()
@@ -378,9 +378,9 @@ CASES = [
         expect=either(killed("signal 13", ""), stdout("went on"), error(re.compile("BrokenPipeError"))),
     ),
     Case(
-        name="terminal",
-        attacks="the terminal of whoever started us: a line typed for him",
-        code=LIBC
+        "terminal",
+        "the terminal of the process that started the sandbox: a line typed into it",
+        LIBC
         + program("""
             import fcntl
             for fd in (0, 1, 2):
@@ -393,15 +393,15 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="terminal-master",
-        attacks="a terminal of its own, by which to get at another",
-        code="import os\ntry: os.openpty()\nexcept OSError: print('refused')",
+        "terminal-master",
+        "a terminal of its own, by which to get at another",
+        "import os\ntry: os.openpty()\nexcept OSError: print('refused')",
         expect=stdout("refused\n"),
     ),
     Case(
-        name="many-lines-kept-last",
-        attacks="the tail of a long output: the last line is what most readers want",
-        code="for n in range(20_000): print(n)\nprint('the last line')",
+        "many-lines-kept-last",
+        "the tail of a long output: the last line is what most readers want",
+        "for n in range(20_000): print(n)\nprint('the last line')",
         expect=stdout(re.compile(r"\A0\n1\n(.*\n)+19999\nthe last line\n\Z")),
     ),
 ]

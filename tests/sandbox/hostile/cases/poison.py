@@ -8,23 +8,23 @@ from ..case import Case, echo, either, empty, error, exited, killed, program, st
 
 CASES = [
     Case(
-        name="builtins-none",
-        attacks="the names that the runner uses after the program",
-        code="import builtins\nbuiltins.print = builtins.open = builtins.repr = builtins.isinstance = builtins.type = None\n1",
+        "builtins-none",
+        "the names that the runner uses after the program",
+        "import builtins\nbuiltins.print = builtins.open = builtins.repr = builtins.isinstance = builtins.type = None\n1",
         expect=echo("1"),
         is_short=True,
     ),
     Case(
-        name="builtins-cleared",
-        attacks="the same, all of them",
-        code="import builtins\nbuiltins.__dict__.clear()\n1",
+        "builtins-cleared",
+        "the same, all of them",
+        "import builtins\nbuiltins.__dict__.clear()\n1",
         expect=either(echo("1"), error(re.compile("Error"))),
         is_core=True,
     ),
     Case(
-        name="builtins-hostile",
-        attacks="the same by functions that end the process, or loop",
-        code=program("""
+        "builtins-hostile",
+        "the same by functions that end the process, or loop",
+        program("""
             import builtins, os
             for name in 'len str isinstance getattr range min bytes'.split(): setattr(builtins, name, lambda *_: os._exit(0))
             1 / 0
@@ -33,9 +33,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="patch-modules",
-        attacks="the modules that the runner uses after the program",
-        code=program("""
+        "patch-modules",
+        "the modules that the runner uses after the program",
+        program("""
             import atexit, io, json, linecache, os, signal, struct, sys, threading, traceback
             for module in (json, traceback, linecache, struct, atexit):
                 for name in dir(module):
@@ -47,8 +47,8 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="patch-numpy",
-        attacks="libraries that many calls share: the next one must compute rightly",
+        "patch-numpy",
+        "libraries that many calls share: the next one must compute rightly",
         before=(
             program("""
             import numpy as np, math
@@ -60,8 +60,8 @@ CASES = [
         expect=stdout("3 3.0\n"),
     ),
     Case(
-        name="patch-sympy-cache",
-        attacks="the caches of a library",
+        "patch-sympy-cache",
+        "the caches of a library",
         before=(
             program("""
             import sympy
@@ -75,9 +75,9 @@ CASES = [
         expect=stdout("2 [-2, 2]\n"),
     ),
     Case(
-        name="os-exit-patched",
-        attacks="the runner's way out",
-        code=program("""
+        "os-exit-patched",
+        "the runner's way out",
+        program("""
             import os, sys
             os._exit = sys.exit = lambda *_: None
             os.abort = lambda: None
@@ -86,15 +86,15 @@ CASES = [
         expect=echo("3"),
     ),
     Case(
-        name="getpid-patched",
-        attacks="the runner's check that it is still the same process",
-        code="import os\nos.getpid = lambda: 424242\n3",
+        "getpid-patched",
+        "the runner's check that it is still the same process",
+        "import os\nos.getpid = lambda: 424242\n3",
         expect=echo("3"),
     ),
     Case(
-        name="modules-wrecked",
-        attacks="the table of modules, the main one and the import system",
-        code=program("""
+        "modules-wrecked",
+        "the table of modules, the main one and the import system",
+        program("""
             import sys, builtins
             sys.modules.clear()
             sys.modules['__main__'] = None
@@ -107,9 +107,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="modules-hostile",
-        attacks="the same by modules that answer every question wrongly",
-        code=program("""
+        "modules-hostile",
+        "the same by modules that answer every question wrongly",
+        program("""
             import sys
             class Trap:
                 def __getattr__(self, name): raise BaseException(name)
@@ -120,9 +120,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="import-hooks",
-        attacks="imports that the runner may do late",
-        code=program("""
+        "import-hooks",
+        "imports that the runner may do late",
+        program("""
             import builtins, sys
             class Finder:
                 def find_spec(self, *_): raise SystemExit(0)
@@ -134,8 +134,8 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="import-hooks-left",
-        attacks="the imports of the next call",
+        "import-hooks-left",
+        "the imports of the next call",
         before=(
             program("""
             import builtins, sys
@@ -148,9 +148,9 @@ CASES = [
         expect=stdout("1/2\n"),
     ),
     Case(
-        name="threading-shutdown",
-        attacks="the wait for threads at the end",
-        code=program("""
+        "threading-shutdown",
+        "the wait for threads at the end",
+        program("""
             import threading
             threading._shutdown = None
             threading._register_atexit = None
@@ -160,9 +160,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="threading-fake",
-        attacks="the same by a module that only looks like it",
-        code=program("""
+        "threading-fake",
+        "the same by a module that only looks like it",
+        program("""
             import sys
             class Fake:
                 def _shutdown(self):
@@ -174,9 +174,9 @@ CASES = [
         expect=timeout("end\n"),
     ),
     Case(
-        name="audit-hook",
-        attacks="everything that the interpreter does from here on: a hook that forbids it",
-        code=program("""
+        "audit-hook",
+        "everything that the interpreter does from here on: a hook that forbids it",
+        program("""
             import sys
             def hook(*_): raise RuntimeError('no')
             sys.addaudithook(hook)
@@ -186,9 +186,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="audit-hook-error",
-        attacks="the same while a traceback is made",
-        code=program("""
+        "audit-hook-error",
+        "the same while a traceback is made",
+        program("""
             import sys
             def hook(*_): raise RuntimeError('no')
             sys.addaudithook(hook)
@@ -197,9 +197,9 @@ CASES = [
         expect=error(re.compile("ZeroDivisionError")),
     ),
     Case(
-        name="trace-runner",
-        attacks="the runner's own lines: a tracer put on the frames below the program",
-        code=program("""
+        "trace-runner",
+        "the runner's own lines: a tracer put on the frames below the program",
+        program("""
             import sys
             def tracer(frame, event, _):
                 if 'exit_code' in frame.f_locals: raise ValueError('into the runner')
@@ -215,9 +215,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="profile-runner",
-        attacks="the same by a profiler, which sees every call of the runner",
-        code=program("""
+        "profile-runner",
+        "the same by a profiler, which sees every call of the runner",
+        program("""
             import sys
             def profiler(frame, event, _):
                 if frame.f_code.co_filename != '<code>': raise ValueError('seen')
@@ -228,9 +228,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="runner-globals",
-        attacks="the runner's module: every global of the frames below",
-        code=program("""
+        "runner-globals",
+        "the runner's module: every global of the frames below",
+        program("""
             import sys
             frame = sys._getframe().f_back
             while frame:
@@ -243,9 +243,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="runner-functions",
-        attacks="the runner's functions: their code and their defaults",
-        code=program("""
+        "runner-functions",
+        "the runner's functions: their code and their defaults",
+        program("""
             import gc, types
             for f in gc.get_objects():
                 if type(f) is types.FunctionType and f.__module__ != '__main__' and 'inside' in f.__code__.co_filename:
@@ -257,9 +257,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="recursion-limit-low",
-        attacks="the stack that the runner needs after the program",
-        code=program("""
+        "recursion-limit-low",
+        "the stack that the runner needs after the program",
+        program("""
             import sys
             def f(n):
                 if n: return f(n - 1)
@@ -275,9 +275,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="gc-unfreeze",
-        attacks="the pages that calls share: all of them are touched",
-        code=program("""
+        "gc-unfreeze",
+        "the pages that calls share: all of them are touched",
+        program("""
             import gc
             gc.unfreeze()
             for _ in range(20): gc.collect()
@@ -287,9 +287,9 @@ CASES = [
         expect=stdout("collected\n"),
     ),
     Case(
-        name="gc-callbacks",
-        attacks="the runner's lines by the collector: a callback that never returns",
-        code=program("""
+        "gc-callbacks",
+        "the runner's lines by the collector: a callback that never returns",
+        program("""
             import gc
             def f(*_):
                 while True: pass
@@ -301,9 +301,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="codecs",
-        attacks="the encodings: utf-8 is something else from here on",
-        code=program("""
+        "codecs",
+        "the encodings: utf-8 is something else from here on",
+        program("""
             import codecs, sys
             sys.modules['encodings'].utf_8.encode = None
             codecs.register(lambda name: 1 / 0)
@@ -315,9 +315,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="linecache",
-        attacks="the source that tracebacks quote",
-        code=program("""
+        "linecache",
+        "the source that tracebacks quote",
+        program("""
             import linecache
             linecache.cache.clear()
             linecache.getlines = linecache.getline = linecache.checkcache = lambda *_: ['x' * 10_000_000] * 10
@@ -326,9 +326,9 @@ CASES = [
         expect=error(re.compile("ZeroDivisionError")),
     ),
     Case(
-        name="type-patched",
-        attacks="the types that everybody shares: a subclass of str that the interpreter takes for str",
-        code=program("""
+        "type-patched",
+        "the types that everybody shares: a subclass of str that the interpreter takes for str",
+        program("""
             import ctypes
             class S(str): pass
             s = S('text')
@@ -339,9 +339,9 @@ CASES = [
         expect=either(killed("signal 11"), killed("signal 6")),
     ),
     Case(
-        name="exec-main-gone",
-        attacks="the main module: replaced by the program, which then ends with a value",
-        code=program("""
+        "exec-main-gone",
+        "the main module: replaced by the program, which then ends with a value",
+        program("""
             import sys
             sys.modules['__main__'] = 5
             __builtins__ = None
@@ -350,9 +350,9 @@ CASES = [
         expect=either(echo("7"), error(re.compile("Error"))),
     ),
     Case(
-        name="displayhook",
-        attacks="the echo: a hook and an underscore of the program's own",
-        code=program("""
+        "displayhook",
+        "the echo: a hook and an underscore of the program's own",
+        program("""
             import sys, builtins
             sys.displayhook = lambda value: print('mine')
             builtins._ = 5
@@ -361,29 +361,29 @@ CASES = [
         expect=either(echo("7"), stdout("mine\n")),
     ),
     Case(
-        name="excepthook",
-        attacks="the report of an error by a hook that ends the process well",
-        code="import os, sys\nsys.excepthook = sys.unraisablehook = lambda *_: os._exit(0)\n1 / 0",
+        "excepthook",
+        "the report of an error by a hook that ends the process well",
+        "import os, sys\nsys.excepthook = sys.unraisablehook = lambda *_: os._exit(0)\n1 / 0",
         expect=error("ZeroDivisionError: division by zero"),
         is_core=True,
     ),
     Case(
-        name="atexit-exits",
-        attacks="the exit code by a hook: an error that is told as an end in order",
-        code="import atexit, os\natexit.register(os._exit, 0)\n1 / 0",
+        "atexit-exits",
+        "the exit code by a hook: an error that looks like a normal end",
+        "import atexit, os\natexit.register(os._exit, 0)\n1 / 0",
         expect=either(error(re.compile("ZeroDivisionError")), empty()),
     ),
     Case(
-        name="atexit-forks",
-        attacks="the end by a hook that makes two of it",
-        code="import atexit, os\natexit.register(os.fork)\nprint('end')",
+        "atexit-forks",
+        "the end by a hook that makes two of it",
+        "import atexit, os\natexit.register(os.fork)\nprint('end')",
         expect=stdout("end\n"),
         is_core=True,
     ),
     Case(
-        name="warnings-as-errors",
-        attacks="the runner's own code under a filter that makes every warning an error",
-        code=program("""
+        "warnings-as-errors",
+        "the runner's own code under a filter that makes every warning an error",
+        program("""
             import warnings
             warnings.simplefilter('error')
             warnings.showwarning = None
@@ -392,8 +392,8 @@ CASES = [
         expect=either(echo(r"'\\d'"), error(re.compile("Warning"))),
     ),
     Case(
-        name="locale",
-        attacks="the C library's locale and time zone",
+        "locale",
+        "the C library's locale and time zone",
         before=(
             program("""
             import locale, os, time
@@ -406,8 +406,8 @@ CASES = [
         expect=stdout("UTC 0 1234.5\n"),
     ),
     Case(
-        name="random-state-left",
-        attacks="the draws of the next call",
+        "random-state-left",
+        "the draws of the next call",
         before=(
             program("""
             import random, numpy
@@ -420,9 +420,9 @@ CASES = [
         expect=stdout(re.compile(r"\A0\.\d+\n\Z")),
     ),
     Case(
-        name="ctypes-closed-libc",
-        attacks="the C library under the interpreter's feet",
-        code=program("""
+        "ctypes-closed-libc",
+        "the C library under the interpreter's feet",
+        program("""
             import ctypes
             libc = ctypes.CDLL(None)
             libc.close(1)
@@ -431,9 +431,9 @@ CASES = [
         expect=empty(),
     ),
     Case(
-        name="ready-mark-forged",
-        attacks="the mark by which the runner says that the program has begun",
-        code="import os\nos.write(1, b'\\x01\\x01\\x01')\nos._exit(0)",
+        "ready-mark-forged",
+        "the mark by which the runner says that the program has begun",
+        "import os\nos.write(1, b'\\x01\\x01\\x01')\nos._exit(0)",
         expect=stdout("\x01\x01\x01"),
         is_core=True,
     ),

@@ -19,7 +19,7 @@ REFUSED = program("""
         return False
 """)
 
-# Where the confinement is broken, these programs would break the machine of whoever runs the tests.
+# Where the confinement is broken, these programs would break the machine that runs the tests.
 NOT_AS_ROOT = program("""
     import os
     if os.getuid() == 0: raise SystemExit('this program has to be run by somebody else')
@@ -46,46 +46,23 @@ IGNORE_ALL_SIGNALS = program("""
 """)
 
 IS_X86 = platform.machine() == "x86_64"
-_NUMBERS = {  # of the calls that glibc has no function for
-    "x86_64": {
-        "add_key": 248,
-        "bpf": 321,
-        "kcmp": 312,
-        "keyctl": 250,
-        "modify_ldt": 154,
-        "name_to_handle_at": 303,
-        "perf_event_open": 298,
-        "request_key": 249,
-        "userfaultfd": 323,
-        "sched_setattr": 314,
-        "kexec_load": 246,
-        "init_module": 175,
-        "ioprio_set": 251,
-        "syslog": 103,
-        "tgkill": 234,
-        "rt_sigqueueinfo": 129,
-    },
-    "aarch64": {
-        "add_key": 217,
-        "bpf": 280,
-        "kcmp": 272,
-        "keyctl": 219,
-        "name_to_handle_at": 264,
-        "perf_event_open": 241,
-        "request_key": 218,
-        "userfaultfd": 282,
-        "sched_setattr": 274,
-        "kexec_load": 104,
-        "init_module": 105,
-        "ioprio_set": 30,
-        "syslog": 116,
-        "tgkill": 131,
-        "rt_sigqueueinfo": 138,
-    },
-}
-SYSCALLS = {
-    **_NUMBERS[platform.machine()],
-    # The same on every architecture since Linux 5.
+SYSCALLS = {  # of the calls that glibc has no function for, on x86_64
+    "add_key": 248,
+    "bpf": 321,
+    "kcmp": 312,
+    "keyctl": 250,
+    "modify_ldt": 154,
+    "name_to_handle_at": 303,
+    "perf_event_open": 298,
+    "request_key": 249,
+    "userfaultfd": 323,
+    "sched_setattr": 314,
+    "kexec_load": 246,
+    "init_module": 175,
+    "ioprio_set": 251,
+    "syslog": 103,
+    "tgkill": 234,
+    "rt_sigqueueinfo": 129,
     "pidfd_send_signal": 424,
     "io_uring_setup": 425,
     "open_tree": 428,

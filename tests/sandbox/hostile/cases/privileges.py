@@ -20,9 +20,9 @@ _NEW_NAMESPACES = {
 
 CASES = [
     Case(
-        name="set-ids",
-        attacks="the ids it runs with: back to root, or to another call's",
-        code=REFUSED
+        "set-ids",
+        "the ids it runs with: back to root, or to another call's",
+        REFUSED
         + program("""
             import os
             print(os.getuid() != 0, os.getresuid() == (os.getuid(),) * 3, os.getgroups() in ([], [os.getgid()], [65534]))
@@ -34,9 +34,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="capabilities",
-        attacks="what is left of root's rights",
-        code=LIBC
+        "capabilities",
+        "what is left of root's rights",
+        LIBC
         + program("""
             header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
             libc.capget(header, data)
@@ -50,9 +50,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="setuid-binaries",
-        attacks="rights by the programs that give them: su, mount and their like",
-        code=program("""
+        "setuid-binaries",
+        "rights by the programs that give them: su, mount and their like",
+        program("""
             import os, subprocess
             commands = 'su -c id; mount -t tmpfs none .; umount /usr; newgrp; passwd -S; sudo -n id; pkexec id'
             for command in commands.split('; '):
@@ -68,9 +68,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="own-setuid-binary",
-        attacks="the same by a copy of one's own",
-        code=program("""
+        "own-setuid-binary",
+        "the same by a copy of one's own",
+        program("""
             import os, shutil, subprocess
             shutil.copyfile('/usr/bin/id', 'id')
             try: os.chmod('id', 0o6755)
@@ -82,9 +82,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="new-namespaces",
-        attacks="root in a namespace of one's own, where more of the kernel is within reach",
-        code=LIBC
+        "new-namespaces",
+        "root in a namespace of one's own, where more of the kernel is within reach",
+        LIBC
         + program(f"""
             for name, flag in {_NEW_NAMESPACES}.items():
                 if libc.unshare(flag) == 0: print('entered a new', name)
@@ -94,9 +94,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="new-namespaces-by-clone",
-        attacks="the same by clone and clone3",
-        code=LIBC
+        "new-namespaces-by-clone",
+        "the same by clone and clone3",
+        LIBC
         + program(f"""
             for flag in (0x10000000, 0x20000000, 0x40000000, 0x10000000 | 0x00020000):
                 pid = libc.syscall({220 if SYSCALLS["bpf"] == 280 else 56}, flag | 17, None, None, None, None)
@@ -112,9 +112,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="other-namespaces",
-        attacks="the namespaces of others, by a descriptor of the parent or of the host",
-        code=LIBC
+        "other-namespaces",
+        "the namespaces of others, by a descriptor of the parent or of the host",
+        LIBC
         + program(f"""
             for pid in (1, os.getppid() or HOST_PID, HOST_PID):
                 fd = libc.syscall({SYSCALLS["pidfd_open"]}, pid, 0)
@@ -130,9 +130,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="mounts",
-        attacks="the tree of files: a mount of one's own, a move, an unmount, a new root",
-        code=LIBC
+        "mounts",
+        "the tree of files: a mount of one's own, a move, an unmount, a new root",
+        LIBC
         + program(f"""
             os.makedirs('m/old')
             here = os.path.abspath('m').encode()
@@ -147,9 +147,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="raise-limits",
-        attacks="its own limits, hard ones and those that were lowered",
-        code=program("""
+        "raise-limits",
+        "its own limits, hard ones and those that were lowered",
+        program("""
             import resource
             for name in sorted(n for n in dir(resource) if n.startswith('RLIMIT_')):
                 kind = getattr(resource, name)
@@ -165,9 +165,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="limits-are-set",
-        attacks="the limits that somebody may have forgotten",
-        code=program("""
+        "limits-are-set",
+        "the limits that somebody may have forgotten",
+        program("""
             import resource as r
             for name in ('AS', 'CORE', 'CPU', 'FSIZE', 'MEMLOCK', 'MSGQUEUE', 'NOFILE', 'NPROC', 'STACK'):
                 if r.getrlimit(getattr(r, f'RLIMIT_{name}', 12))[1] == -1: print('no limit', name)
@@ -178,9 +178,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="host-facts-changed",
-        attacks="the machine's name and its clock",
-        code=LIBC
+        "host-facts-changed",
+        "the machine's name and its clock",
+        LIBC
         + REFUSED
         + program("""
             import socket, time
@@ -194,9 +194,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="machine-controls",
-        attacks="the machine: restart, swap, accounting, quotas, ports",
-        code=LIBC
+        "machine-controls",
+        "the machine: restart, swap, accounting, quotas, ports",
+        LIBC
         + program("""
             print(libc.reboot(0), libc.swapon(b'/planted', 0), libc.acct(b'/planted'), libc.vhangup())
             print(getattr(libc, 'iopl', lambda _: -1)(3), getattr(libc, 'ioperm', lambda *_: -1)(0x80, 1, 1))
@@ -205,29 +205,29 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="no-new-privileges-off",
-        attacks="the bit that keeps setuid binaries from working",
-        code=LIBC + "print(libc.prctl(38, 0, 0, 0, 0), libc.prctl(39, 0, 0, 0, 0))",
+        "no-new-privileges-off",
+        "the bit that keeps setuid binaries from working",
+        LIBC + "print(libc.prctl(38, 0, 0, 0, 0), libc.prctl(39, 0, 0, 0, 0))",
         expect=stdout("-1 1\n"),
         is_core=True,
     ),
     Case(
-        name="securebits",
-        attacks="the bits by which an id of 0 gives rights, and the bounding set",
-        code=LIBC + "print(libc.prctl(28, 0, 0, 0, 0), libc.prctl(24, 21, 0, 0, 0), libc.prctl(8, 1, 0, 0, 0))",
+        "securebits",
+        "the bits by which an id of 0 gives rights, and the bounding set",
+        LIBC + "print(libc.prctl(28, 0, 0, 0, 0), libc.prctl(24, 21, 0, 0, 0), libc.prctl(8, 1, 0, 0, 0))",
         expect=either(stdout("-1 -1 -1\n"), stdout("-1 -1 0\n")),
     ),
     Case(
-        name="personality",
-        attacks="the layout of memory and the architecture it pretends to have",
-        code=LIBC + "print(libc.personality(0x0008), libc.personality(0x0100000))",
+        "personality",
+        "the layout of memory and the architecture it pretends to have",
+        LIBC + "print(libc.personality(0x0008), libc.personality(0x0100000))",
         expect=stdout("-1 -1\n"),
         needs="seccomp",
     ),
     Case(
-        name="whoami",
-        attacks="nothing: who it is and where must not tell one machine from another",
-        code="import os, platform\nprint(os.getuid(), os.getgid(), os.getcwd(), platform.node())",
+        "whoami",
+        "nothing: who it is and where must not tell one machine from another",
+        "import os, platform\nprint(os.getuid(), os.getgid(), os.getcwd(), platform.node())",
         expect=either(
             stdout(re.compile(r"\A1000 1000 /tmp/work \S+\n\Z")), stdout(re.compile(r"\A\d+ \d+ \S+ \S+\n\Z")), killed("policy")
         ),

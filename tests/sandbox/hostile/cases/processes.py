@@ -9,9 +9,9 @@ from .preludes import LIBC, REFUSED, SURVIVE
 
 CASES = [
     Case(
-        name="fork-bomb",
-        attacks="the process table",
-        code=program("""
+        "fork-bomb",
+        "the process table",
+        program("""
             import os
             while True:
                 try: os.fork()
@@ -22,9 +22,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="fork-until-error",
-        attacks="the limit on processes, which the kernel does not hold root to",
-        code=program("""
+        "fork-until-error",
+        "the limit on processes, which the kernel does not hold root to",
+        program("""
             import errno, os, time
             count = 0
             try:
@@ -37,9 +37,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="thread-bomb",
-        attacks="the same by threads",
-        code=program("""
+        "thread-bomb",
+        "the same by threads",
+        program("""
             import threading, time
             try:
                 for count in range(1000): threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
@@ -49,9 +49,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="shell-fork-bomb",
-        attacks="the process table, by a shell that outlives the program",
-        code=program("""
+        "shell-fork-bomb",
+        "the process table, by a shell that outlives the program",
+        program("""
             import os, time
             os.system('f() { f | f & }; f >/dev/null 2>&1')
             time.sleep(0.2)
@@ -64,9 +64,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="daemonize",
-        attacks="the end of a call: a daemon of the old school",
-        code=SURVIVE
+        "daemonize",
+        "the end of a call: a daemon of the old school",
+        SURVIVE
         + program("""
             read, write = os.pipe()
             if os.fork() == 0:
@@ -82,9 +82,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="daemon-closed-fds",
-        attacks="whoever finds a call's processes by the pipes they hold",
-        code=SURVIVE
+        "daemon-closed-fds",
+        "code that finds a call's processes by the pipes they hold",
+        SURVIVE
         + program("""
             read, write = os.pipe()
             if os.fork() == 0:
@@ -101,9 +101,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="daemon-holds-output",
-        attacks="whoever waits for the end of the output rather than of the program",
-        code=SURVIVE
+        "daemon-holds-output",
+        "code that waits for the end of the output rather than of the program",
+        SURVIVE
         + program("""
             if os.fork() == 0:
                 leave()
@@ -115,9 +115,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="daemon-floods-late",
-        attacks="the output pipe, after the program that owned it has ended",
-        code=SURVIVE
+        "daemon-floods-late",
+        "the output pipe, after the program that owned it has ended",
+        SURVIVE
         + program("""
             if os.fork() == 0:
                 while True: os.write(1, b'late' * 1000)
@@ -129,9 +129,9 @@ CASES = [
         repeats_from=None,
     ),
     Case(
-        name="daemon-stopped",
-        attacks="whoever ends processes by a signal that a stopped one does not get",
-        code=SURVIVE
+        "daemon-stopped",
+        "code that ends processes by a signal that a stopped one does not get",
+        SURVIVE
         + program("""
             libc.prctl(36, 1, 0, 0, 0)
             if os.fork() == 0:
@@ -145,9 +145,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="daemon-of-another-name",
-        attacks="whoever finds a call's processes by their command line",
-        code=SURVIVE
+        "daemon-of-another-name",
+        "code that finds a call's processes by their command line",
+        SURVIVE
         + program("""
             if os.fork() == 0:
                 leave()
@@ -158,9 +158,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="daemon-undumpable",
-        attacks="whoever needs /proc of a process to end it",
-        code=SURVIVE
+        "daemon-undumpable",
+        "code that needs /proc of a process to end it",
+        SURVIVE
         + program("""
             if os.fork() == 0:
                 libc.prctl(4, 0, 0, 0, 0)
@@ -171,9 +171,9 @@ CASES = [
         expect=stdout("started\n"),
     ),
     Case(
-        name="chain-of-forks",
-        attacks="whoever ends processes one by one: each is gone before it is found, and its child runs",
-        code=SURVIVE
+        "chain-of-forks",
+        "code that ends processes one by one: each is gone before it is found, and its child runs",
+        SURVIVE
         + program("""
             if os.fork() == 0:
                 leave()
@@ -189,9 +189,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="tree-of-chains",
-        attacks="the same, many times at once, ignoring every signal",
-        code=SURVIVE
+        "tree-of-chains",
+        "the same, many times at once, ignoring every signal",
+        SURVIVE
         + program("""
             import signal
             for number in range(1, 65):
@@ -215,9 +215,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="own-subreaper",
-        attacks="whoever finds orphans as its own children: the program adopts them first",
-        code=SURVIVE
+        "own-subreaper",
+        "code that finds orphans as its own children: the program adopts them first",
+        SURVIVE
         + program("""
             libc.prctl(36, 1, 0, 0, 0)
             if os.fork() == 0:
@@ -231,9 +231,9 @@ CASES = [
         expect=stdout("started 0\n"),
     ),
     Case(
-        name="respawner",
-        attacks="whoever ends processes one by one: two that start each other again",
-        code=SURVIVE
+        "respawner",
+        "code that ends processes one by one: two that start each other again",
+        SURVIVE
         + program("""
             def watch():
                 libc.prctl(15, HOST_MARK.encode(), 0, 0, 0)
@@ -252,9 +252,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="zombie-farm",
-        attacks="the process table by the dead",
-        code=program("""
+        "zombie-farm",
+        "the process table by the dead",
+        program("""
             import os, time
             count = 0
             try:
@@ -267,9 +267,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="orphans",
-        attacks="a process that adopts children it never reaps",
-        code=program("""
+        "orphans",
+        "a process that adopts children it never reaps",
+        program("""
             import os, time
             for _ in range(200):
                 if (pid := os.fork()) == 0:
@@ -284,9 +284,9 @@ CASES = [
         repeats_from=None,
     ),
     Case(
-        name="fork-comes-back",
-        attacks="the runner's own lines after the program: two processes reach them",
-        code=program("""
+        "fork-comes-back",
+        "the runner's own lines after the program: two processes reach them",
+        program("""
             import os
             if os.fork() == 0:
                 1 / 0
@@ -297,9 +297,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="fork-storm-comes-back",
-        attacks="the same by thirty-two of them, each with a value",
-        code=program("""
+        "fork-storm-comes-back",
+        "the same by thirty-two of them, each with a value",
+        program("""
             import os
             for _ in range(5):
                 try: os.fork()
@@ -311,9 +311,9 @@ CASES = [
         repeats_from=None,
     ),
     Case(
-        name="parent-exits-first",
-        attacks="output of a child that lives longer than the program",
-        code=program("""
+        "parent-exits-first",
+        "output of a child that lives longer than the program",
+        program("""
             import os, time
             if os.fork() == 0:
                 time.sleep(0.3)
@@ -324,9 +324,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="child-claims-success",
-        attacks="the exit code: a child's is 0, the program's is 7",
-        code=program("""
+        "child-claims-success",
+        "the exit code: a child's is 0, the program's is 7",
+        program("""
             import os
             if os.fork() == 0: os._exit(0)
             os.wait()
@@ -335,9 +335,9 @@ CASES = [
         expect=exited(7),
     ),
     Case(
-        name="fork-in-thread",
-        attacks="locks that a fork copies while they are held",
-        code=program("""
+        "fork-in-thread",
+        "locks that a fork copies while they are held",
+        program("""
             import os, threading
             def work():
                 if os.fork() == 0:
@@ -352,9 +352,9 @@ CASES = [
         expect=stdout("child\n" * 4 + "joined\n"),
     ),
     Case(
-        name="exec-in-thread",
-        attacks="a thread that replaces the whole process",
-        code=program("""
+        "exec-in-thread",
+        "a thread that replaces the whole process",
+        program("""
             import os, threading
             threading.Thread(target=os.execv, args=('/bin/echo', ['echo', 'replaced'])).start()
             while True: pass
@@ -362,9 +362,9 @@ CASES = [
         expect=stdout("replaced\n"),
     ),
     Case(
-        name="main-thread-exits",
-        attacks="a process whose first thread is a zombie while another prints on",
-        code=LIBC
+        "main-thread-exits",
+        "a process whose first thread is a zombie while another prints on",
+        LIBC
         + program("""
             import threading, time
             def late():
@@ -377,17 +377,17 @@ CASES = [
         expect=either(stdout("late"), killed("signal 6"), killed("signal 11")),
     ),
     Case(
-        name="vfork-storm",
-        attacks="the process table by subprocesses, each a shell",
-        code="import subprocess\nfor _ in range(30): subprocess.Popen(['/bin/sleep', '60'])\nprint('started')",
+        "vfork-storm",
+        "the process table by subprocesses, each a shell",
+        "import subprocess\nfor _ in range(30): subprocess.Popen(['/bin/sleep', '60'])\nprint('started')",
         expect=either(stdout("started\n"), error(re.compile("BlockingIOError"))),
         is_stable=False,  # without namespaces and root its limit counts whatever else this user runs
         is_core=True,
     ),
     Case(
-        name="priorities",
-        attacks="the scheduling of others: the parent's and the host's, their processors and their policies",
-        code=REFUSED
+        "priorities",
+        "the scheduling of others: the parent's and the host's, their processors and their policies",
+        REFUSED
         + program("""
             import os
             for pid in (HOST_PID, os.getppid() or HOST_PID):
@@ -398,16 +398,16 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="priorities-of-user",
-        attacks="the scheduling of all processes of one's user, other calls' included",
-        code=LIBC + "print(libc.setpriority(2, 0, 19), libc.setpriority(1, 0, 19))",
+        "priorities-of-user",
+        "the scheduling of all processes of one's user, other calls' included",
+        LIBC + "print(libc.setpriority(2, 0, 19), libc.setpriority(1, 0, 19))",
         expect=stdout("-1 -1\n"),
         needs="seccomp",
     ),
     Case(
-        name="better-priority",
-        attacks="the neighbours' share: a real-time policy and a negative niceness",
-        code=REFUSED
+        "better-priority",
+        "the neighbours' share: a real-time policy and a negative niceness",
+        REFUSED
         + program("""
             import os
             print(refused(os.nice, -5), refused(os.sched_setscheduler, 0, os.SCHED_FIFO, os.sched_param(1)))
@@ -416,9 +416,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="limits-of-others",
-        attacks="the limits of the host's and the parent's process",
-        code=REFUSED
+        "limits-of-others",
+        "the limits of the host's and the parent's process",
+        REFUSED
         + program("""
             import os, resource
             for pid in (HOST_PID, os.getppid() or HOST_PID):
@@ -429,9 +429,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="groups-of-others",
-        attacks="the process group and the session of the parent",
-        code=REFUSED
+        "groups-of-others",
+        "the process group and the session of the parent",
+        REFUSED
         + program("""
             import os
             print(refused(os.setpgid, 0, HOST_PID), refused(os.setpgid, HOST_PID, 0), refused(os.tcsetpgrp, 0, HOST_PID))

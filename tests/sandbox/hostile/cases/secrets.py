@@ -1,4 +1,4 @@
-"""Programs that look for secrets: of the service's environment, of its memory, of the call before and of the call beside."""
+"""Programs that look for secrets of the service, its environment and memory, of the previous call and of a concurrent call."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from .preludes import LIBC, REFUSED, SYSCALLS
 
 CASES = [
     Case(
-        name="environment",
-        attacks="the environment of whoever started us",
-        code="import os\nprint(*(f'{name}={value}' for name, value in os.environ.items()), sep='\\n')",
+        "environment",
+        "the environment of the process that started the sandbox",
+        "import os\nprint(*(f'{name}={value}' for name, value in os.environ.items()), sep='\\n')",
         expect=stdout(re.compile(r"\APATH=")),
         is_short=True,
     ),
     Case(
-        name="environment-in-c",
-        attacks="the same where Python does not look: the C library's, and the stack it came on",
-        code=LIBC
+        "environment-in-c",
+        "the same where Python does not look: the C library's, and the stack it came on",
+        LIBC
         + program("""
             environ = ctypes.POINTER(ctypes.c_char_p).in_dll(libc, 'environ')
             n = 0
@@ -30,15 +30,15 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="arguments",
-        attacks="the command line of whoever started us",
-        code="import sys\nprint(sys.argv, sys.flags.interactive)",
+        "arguments",
+        "the command line of the process that started the sandbox",
+        "import sys\nprint(sys.argv, sys.flags.interactive)",
         expect=stdout("[''] 0\n"),
     ),
     Case(
-        name="heap",
-        attacks="what the call before left in the memory that this one inherited",
-        code=LIBC
+        "heap",
+        "what the call before left in the memory that this one inherited",
+        LIBC
         + program("""
             libc.sbrk.restype = ctypes.c_void_p
             end = libc.sbrk(0)
@@ -56,9 +56,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="objects",
-        attacks="the same among the objects of the interpreter, and in the frames of the runner",
-        code=program("""
+        "objects",
+        "the same among the objects of the interpreter, and in the frames of the runner",
+        program("""
             import gc, sys
             word = ''.join(['can', 'ary-'])
             seen, todo = set(), [*gc.get_objects(), *sys._current_frames().values(), sys.modules]
@@ -79,9 +79,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="descriptors-read",
-        attacks="what the descriptors still hold: the program and the input of others",
-        code=program("""
+        "descriptors-read",
+        "what the descriptors still hold: the program and the input of others",
+        program("""
             import os
             for fd in range(3, 1024):
                 try: print(fd, os.pread(fd, 1 << 20, 0))
@@ -92,15 +92,15 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="fresh-memory",
-        attacks="memory that the kernel hands out before it is cleared",
-        code="import mmap\nm = mmap.mmap(-1, 64 << 20)\nprint(any(m[:]), any(bytearray(1 << 20)))",
+        "fresh-memory",
+        "memory that the kernel hands out before it is cleared",
+        "import mmap\nm = mmap.mmap(-1, 64 << 20)\nprint(any(m[:]), any(bytearray(1 << 20)))",
         expect=stdout("False False\n"),
     ),
     Case(
-        name="fresh-files",
-        attacks="the same on disk: a hole in a file, and blocks that were never written",
-        code=program("""
+        "fresh-files",
+        "the same on disk: a hole in a file, and blocks that were never written",
+        program("""
             import os
             with open('f', 'w+b') as f:
                 f.truncate(8 << 20)
@@ -110,9 +110,9 @@ CASES = [
         expect=stdout("False\n"),
     ),
     Case(
-        name="trace-parent",
-        attacks="the memory and the registers of the parent and of the service",
-        code=LIBC
+        "trace-parent",
+        "the memory and the registers of the parent and of the service",
+        LIBC
         + program("""
             for pid in (HOST_PID, os.getppid() or HOST_PID, 1 if os.getpid() != 1 else HOST_PID):
                 print(libc.ptrace(16, pid, None, None), libc.ptrace(0x4206, pid, None, None), end=' ')  # ATTACH, SEIZE
@@ -121,9 +121,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="read-parent",
-        attacks="the same without stopping it",
-        code=LIBC
+        "read-parent",
+        "the same without stopping it",
+        LIBC
         + program("""
             buffer = ctypes.create_string_buffer(16)
             local = (ctypes.c_size_t * 2)(ctypes.addressof(buffer), 16)
@@ -135,9 +135,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="trace-child",
-        attacks="the rules themselves: a traced child may be made to call what it likes",
-        code=LIBC
+        "trace-child",
+        "the rules themselves: a traced child may be made to call what it likes",
+        LIBC
         + program("""
             pid = os.fork()
             if pid == 0:
@@ -149,9 +149,9 @@ CASES = [
         needs="seccomp",
     ),
     Case(
-        name="read-own-child",
-        attacks="the same by reading and writing a child's memory, and taking its descriptors",
-        code=LIBC
+        "read-own-child",
+        "the same by reading and writing a child's memory, and taking its descriptors",
+        LIBC
         + program(f"""
             import time
             pid = os.fork()
@@ -166,29 +166,29 @@ CASES = [
         needs="seccomp",
     ),
     Case(
-        name="call-beside",
-        attacks="the call beside: its processes, by every number there is",
-        code=LIBC
+        "concurrent-call",
+        "a concurrent call: its processes, by every number there is",
+        LIBC
         + program("""
             import time
             time.sleep(0.1)
             found = [pid for pid in range(2, 70_000) if libc.getpgid(pid) >= 0 or libc.getsid(pid) >= 0]
             print([pid for pid in found if pid != os.getpid() and libc.ptrace(16, pid, None, None) == 0])
         """),
-        beside=program("""
-            secret = 'canary-beside'
+        alongside=program("""
+            secret = 'canary-alongside'
             import time
             time.sleep(0.4)
             print('untouched')
         """),
-        beside_text="untouched\n",
+        alongside_text="untouched\n",
         expect=stdout("[]\n"),
         is_core=True,
     ),
     Case(
-        name="call-beside-files",
-        attacks="the call beside: its working directory, wherever it may lie",
-        code=program("""
+        "concurrent-call-files",
+        "a concurrent call: its working directory, wherever it may lie",
+        program("""
             import glob, os, time
             time.sleep(0.1)
             for pattern in ('/tmp/*/*', '/tmp/*', '/dev/shm/*', '/run/*/*', '/var/tmp/*', '../*/*', '/proc/*/cwd/*'):
@@ -198,10 +198,10 @@ CASES = [
                     except (OSError, ValueError): continue
             print('done')
         """),
-        beside=program("""
+        alongside=program("""
             import time
             for path in ('f', '/tmp/f', '/dev/shm/f'):
-                try: open(path, 'w').write('beside')
+                try: open(path, 'w').write('alongside')
                 except OSError: pass
             time.sleep(0.4)
         """),
@@ -209,8 +209,8 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="keys-left",
-        attacks="the kernel's key rings as a mailbox",
+        "keys-left",
+        "the kernel's key rings as a mailbox",
         before=(
             LIBC + f"print(libc.syscall({SYSCALLS['add_key']}, b'user', b'mailbox', b'left', 4, -4))",  # the user's ring
         ),
@@ -224,25 +224,25 @@ CASES = [
         needs="seccomp",
     ),
     Case(
-        name="system-v-left",
-        attacks="System V memory, semaphores and queues as a mailbox",
+        "system-v-left",
+        "System V memory, semaphores and queues as a mailbox",
         before=(LIBC + "print(libc.shmget(77, 4096, 0o1666), libc.semget(77, 1, 0o1666), libc.msgget(77, 0o1666))",),
         code=LIBC + "print(libc.shmget(77, 4096, 0), libc.semget(77, 1, 0), libc.msgget(77, 0))",
         expect=stdout("-1 -1 -1\n"),
         is_short=True,
     ),
     Case(
-        name="posix-queue-left",
-        attacks="POSIX message queues as a mailbox",
+        "posix-queue-left",
+        "POSIX message queues as a mailbox",
         before=(LIBC + "print(libc.mq_open(b'/left', 0o102, 0o666, None))",),
         code=LIBC + "print(libc.mq_open(b'/left', 2))",
         expect=stdout("-1\n"),
         is_core=True,
     ),
     Case(
-        name="abstract-mailbox",
-        attacks="abstract sockets as a mailbox between calls that run at the same time",
-        code=program("""
+        "abstract-mailbox",
+        "abstract sockets as a mailbox between calls that run at the same time",
+        program("""
             import socket, time
             try:
                 s = socket.socket(socket.AF_UNIX)
@@ -253,7 +253,7 @@ CASES = [
                 print('a letter came')
             except OSError: print('nothing came')
         """),
-        beside=program("""
+        alongside=program("""
             import socket, time
             for _ in range(40):
                 time.sleep(0.01)
@@ -268,9 +268,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="timing-of-host",
-        attacks="the machine's uptime, name and users",
-        code=REFUSED
+        "timing-of-host",
+        "the machine's uptime, name and users",
+        REFUSED
         + program("""
             import os, socket
             print(refused(open, '/proc/uptime'), refused(open, '/proc/stat'), refused(open, '/var/run/utmp'))
@@ -278,9 +278,9 @@ CASES = [
         expect=stdout("True True True\n"),
     ),
     Case(
-        name="kernel-log",
-        attacks="the kernel's log",
-        code=LIBC
+        "kernel-log",
+        "the kernel's log",
+        LIBC
         + program(f"""
             buffer = ctypes.create_string_buffer(4096)
             print(libc.syscall({SYSCALLS["syslog"]}, 3, buffer, 4096), libc.syscall({SYSCALLS["syslog"]}, 10, None, 0))

@@ -21,9 +21,9 @@ _MACHINE_CODE = LIBC + program("""
 
 CASES = [
     Case(
-        name="alarm",
-        attacks="an alarm that nobody handles",
-        code=program("""
+        "alarm",
+        "an alarm without a handler",
+        program("""
             import signal, time
             signal.alarm(1)
             time.sleep(1.3)
@@ -33,54 +33,54 @@ CASES = [
         at=dict.fromkeys(_NO_NAMESPACE, killed("signal 14")),
     ),
     Case(
-        name="self-kill",
-        attacks="a program that kills itself",
-        code="import os\nos.kill(os.getpid(), 9)\nprint('went on')",
+        "self-kill",
+        "a program that kills itself",
+        "import os\nos.kill(os.getpid(), 9)\nprint('went on')",
         expect=stdout("went on\n"),
         at=dict.fromkeys(_NO_NAMESPACE, killed("signal 9", "")),
         is_short=True,
     ),
     Case(
-        name="self-term",
-        attacks="the same, politely",
-        code="import os\nos.kill(os.getpid(), 15)\nprint('went on')",
+        "self-term",
+        "the same, politely",
+        "import os\nos.kill(os.getpid(), 15)\nprint('went on')",
         expect=stdout("went on\n"),
         at=dict.fromkeys(_NO_NAMESPACE, killed("signal 15", "")),
     ),
     Case(
-        name="self-stop",
-        attacks="a program that stops itself",
-        code="import os\nos.kill(os.getpid(), 19)\nprint('went on')",
+        "self-stop",
+        "a program that stops itself",
+        "import os\nos.kill(os.getpid(), 19)\nprint('went on')",
         wall_s=1.0,
         expect=stdout("went on\n"),
         at=dict.fromkeys(_NO_NAMESPACE, timeout("")),
         is_core=True,
     ),
     Case(
-        name="self-interrupt",
-        attacks="what Python makes of SIGINT",
-        code="import os\nos.kill(os.getpid(), 2)\nwhile True: pass",
+        "self-interrupt",
+        "what Python makes of SIGINT",
+        "import os\nos.kill(os.getpid(), 2)\nwhile True: pass",
         wall_s=2.0,
         expect=either(error("KeyboardInterrupt"), timeout("")),
     ),
     Case(
-        name="abort",
-        attacks="the end by abort, which is deaf to handlers",
-        code="import os, signal\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\nos.abort()",
+        "abort",
+        "the end by abort, which is deaf to handlers",
+        "import os, signal\nsignal.signal(signal.SIGABRT, signal.SIG_IGN)\nos.abort()",
         expect=either(killed("signal 6", ""), killed("signal 11", "")),
         is_core=True,
     ),
     Case(
-        name="segfault",
-        attacks="the end by a read of address 0",
-        code="import ctypes\nprint('before')\nctypes.string_at(0)",
+        "segfault",
+        "the end by a read of address 0",
+        "import ctypes\nprint('before')\nctypes.string_at(0)",
         expect=killed("signal 11", "before\n"),
         is_short=True,
     ),
     Case(
-        name="segfault-in-thread",
-        attacks="the same beside a main thread that waits",
-        code=program("""
+        "segfault-in-thread",
+        "the same next to a main thread that waits",
+        program("""
             import ctypes, threading
             t = threading.Thread(target=ctypes.string_at, args=(0,))
             t.start()
@@ -89,16 +89,16 @@ CASES = [
         expect=killed("signal 11", ""),
     ),
     Case(
-        name="segfault-ignored",
-        attacks="the same with a handler that returns: the fault comes again, forever",
-        code="import ctypes, signal\nsignal.signal(signal.SIGSEGV, lambda *_: None)\nctypes.string_at(0)",
+        "segfault-ignored",
+        "the same with a handler that returns: the fault comes again, forever",
+        "import ctypes, signal\nsignal.signal(signal.SIGSEGV, lambda *_: None)\nctypes.string_at(0)",
         wall_s=0.5,
         expect=timeout(""),
     ),
     Case(
-        name="faulthandler",
-        attacks="a report of the crash by Python itself, which may name places of the runner",
-        code=program("""
+        "faulthandler",
+        "a report of the crash by Python itself, which may name places of the runner",
+        program("""
             import faulthandler, ctypes, json
             faulthandler.enable()
             json.JSONDecoder(object_hook=lambda _: ctypes.string_at(0)).decode('{}')
@@ -107,46 +107,46 @@ CASES = [
         needs="neutral paths in what libraries print",
     ),
     Case(
-        name="dump-later",
-        attacks="a watchdog thread that ends the process",
-        code="import faulthandler\nfaulthandler.dump_traceback_later(0.1, exit=True)\nwhile True: pass",
+        "dump-later",
+        "a watchdog thread that ends the process",
+        "import faulthandler\nfaulthandler.dump_traceback_later(0.1, exit=True)\nwhile True: pass",
         expect=error(re.compile(r"Timeout \(0:00:00.100000\)!\n")),
     ),
     Case(
-        name="broken-heap",
-        attacks="the C library's own checks",
-        code=LIBC + "libc.free(ctypes.c_void_p(id(libc) + 8))\nprint('freed')",
+        "broken-heap",
+        "the C library's own checks",
+        LIBC + "libc.free(ctypes.c_void_p(id(libc) + 8))\nprint('freed')",
         expect=either(killed("signal 6"), killed("signal 11"), stdout("freed\n")),
     ),
     Case(
-        name="overwritten-none",
-        attacks="the interpreter itself: None is no longer what it was",
-        code="import ctypes\nctypes.memset(id(None), 0, 16)\nNone.x",
+        "overwritten-none",
+        "the interpreter itself: None is no longer what it was",
+        "import ctypes\nctypes.memset(id(None), 0, 16)\nNone.x",
         expect=either(killed("signal 11"), killed("signal 6"), error(re.compile("Error"))),
     ),
     Case(
-        name="overwritten-int",
-        attacks="the interpreter's small integers: 7 is 8 from here on",
-        code="import ctypes\nctypes.memmove(id(7), id(8), 32)\nprint(7)",
+        "overwritten-int",
+        "the interpreter's small integers: 7 is 8 from here on",
+        "import ctypes\nctypes.memmove(id(7), id(8), 32)\nprint(7)",
         expect=stdout("8\n"),
     ),
     Case(
-        name="bytecode",
-        attacks="the interpreter's loop by byte code that no compiler would write",
-        code="def f(): pass\nf.__code__ = f.__code__.replace(co_code=bytes(range(2, 250)), co_stacksize=0)\nf()",
+        "bytecode",
+        "the interpreter's loop by byte code that no compiler would write",
+        "def f(): pass\nf.__code__ = f.__code__.replace(co_code=bytes(range(2, 250)), co_stacksize=0)\nf()",
         expect=either(killed("signal 11"), killed("signal 6"), error(re.compile("."))),
     ),
     Case(
-        name="stack-smash",
-        attacks="the C stack below the interpreter",
-        code=LIBC
+        "stack-smash",
+        "the C stack below the interpreter",
+        LIBC
         + "buffer = ctypes.create_string_buffer(8)\nctypes.memset(ctypes.addressof(buffer), 0xFF, 1 << 20)\nprint('survived')",
         expect=either(killed("signal 11"), killed("signal 6"), stdout("survived\n")),
     ),
     Case(
-        name="thread-stack",
-        attacks="the stack of a thread, larger than memory and then overrun",
-        code=program("""
+        "thread-stack",
+        "the stack of a thread, larger than memory and then overrun",
+        program("""
             import threading
             try: threading.stack_size(1 << 34)
             except ValueError: print('too large')
@@ -157,31 +157,31 @@ CASES = [
         expect=either(stdout("refused\n"), stdout("too large\nran\n")),
     ),
     Case(
-        name="illegal-instruction",
-        attacks="the processor",
-        code=_MACHINE_CODE + "run(b'\\x0f\\x0b\\0\\0')",  # ud2 on x86; no instruction on ARM either
+        "illegal-instruction",
+        "the processor",
+        _MACHINE_CODE + "run(b'\\x0f\\x0b\\0\\0')",  # ud2 on x86; no instruction on ARM either
         expect=either(killed("signal 4", ""), killed("signal 11", "")),
     ),
     Case(
-        name="divide-by-zero",
-        attacks="the processor's own exception",
-        code=_MACHINE_CODE + f"run(b'\\x31\\xc9\\x31\\xd2\\xf7\\xf1\\xc3' if {IS_X86} else bytes(4))",
+        "divide-by-zero",
+        "the processor's own exception",
+        _MACHINE_CODE + f"run(b'\\x31\\xc9\\x31\\xd2\\xf7\\xf1\\xc3' if {IS_X86} else bytes(4))",
         expect=either(killed("signal 8", ""), killed("signal 4", ""), killed("signal 11", "")),
     ),
     *(
         [
             Case(
-                name="i386-syscall",
-                attacks="a filter that knows the numbers of one architecture only: getpid by the 32-bit door",
-                code=_MACHINE_CODE + "print(run(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3') > 0)",
+                "i386-syscall",
+                "a filter that knows the numbers of one architecture only: getpid by the 32-bit door",
+                _MACHINE_CODE + "print(run(b'\\xb8\\x14\\0\\0\\0\\xcd\\x80\\xc3') > 0)",
                 expect=either(killed("signal 31", ""), killed("policy", ""), stdout("False\n")),
                 needs="seccomp",
                 is_core=True,
             ),
             Case(
-                name="x32-syscall",
-                attacks="the same by the numbers of x32",
-                code=LIBC + "print(libc.syscall(ctypes.c_long(39 | 0x40000000)) > 0)",
+                "x32-syscall",
+                "the same by the numbers of x32",
+                LIBC + "print(libc.syscall(ctypes.c_long(39 | 0x40000000)) > 0)",
                 expect=either(killed("signal 31", ""), killed("policy", ""), stdout("False\n")),
                 needs="seccomp",
                 is_core=True,
@@ -191,9 +191,9 @@ CASES = [
         else []
     ),
     Case(
-        name="kill-parent",
-        attacks="the process that started it",
-        code=program("""
+        "kill-parent",
+        "the process that started it",
+        program("""
             import os
             try: os.kill(os.getppid(), 9)
             except OSError: pass
@@ -203,23 +203,23 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="kill-group",
-        attacks="everything in its process group",
-        code="import os\nos.kill(0, 9)\nprint('alive')",
+        "kill-group",
+        "everything in its process group",
+        "import os\nos.kill(0, 9)\nprint('alive')",
         expect=either(stdout("alive\n"), killed("signal 9", "")),
         is_core=True,
     ),
     Case(
-        name="kill-all",
-        attacks="everything that it may signal",
-        code=NOT_AS_ROOT + "try: os.kill(-1, 9)\nexcept OSError: pass\nprint('alive')",
+        "kill-all",
+        "everything that it may signal",
+        NOT_AS_ROOT + "try: os.kill(-1, 9)\nexcept OSError: pass\nprint('alive')",
         expect=either(stdout("alive\n"), killed("signal 9", "")),
         is_short=True,
     ),
     Case(
-        name="kill-scan",
-        attacks="every process id there is",
-        code=NOT_AS_ROOT
+        "kill-scan",
+        "every process id there is",
+        NOT_AS_ROOT
         + program("""
             found = []
             for pid in range(1, 32769):
@@ -233,16 +233,16 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="kill-host",
-        attacks="the process of the service, by its number on the host",
-        code=REFUSED + "import os, signal\nprint(refused(os.kill, HOST_PID, 9), refused(os.killpg, HOST_PID, 9))",
+        "kill-host",
+        "the process of the service, by its number on the host",
+        REFUSED + "import os, signal\nprint(refused(os.kill, HOST_PID, 9), refused(os.killpg, HOST_PID, 9))",
         expect=stdout("True True\n"),
         is_short=True,
     ),
     Case(
-        name="kill-by-other-doors",
-        attacks="rules that know `kill` only: sigqueue, tgkill and a pidfd, on the host and on the parent",
-        code=LIBC
+        "kill-by-other-doors",
+        "rules that know `kill` only: sigqueue, tgkill and a pidfd, on the host and on the parent",
+        LIBC
         + program(f"""
             info = ctypes.create_string_buffer(128)
             info[8:12] = (-1 & 0xFFFFFFFF).to_bytes(4, 'little')
@@ -256,9 +256,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="owner-of-a-pipe",
-        attacks="signals that the kernel sends for a descriptor: SIGIO to the parent and to the host",
-        code=program("""
+        "owner-of-a-pipe",
+        "signals that the kernel sends for a descriptor: SIGIO to the parent and to the host",
+        program("""
             import fcntl, os, signal, socket
             a, b = socket.socketpair()
             for owner in (HOST_PID, os.getppid()):
@@ -273,9 +273,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="timer-for-another",
-        attacks="a timer whose signal goes to another thread id: the parent's",
-        code=LIBC
+        "timer-for-another",
+        "a timer whose signal goes to another thread id: the parent's",
+        LIBC
         + program("""
             event = (ctypes.c_int * 16)()
             event[2], event[3], event[4] = 9, 4, os.getppid() or HOST_PID  # SIGKILL, SIGEV_THREAD_ID
@@ -285,9 +285,9 @@ CASES = [
         expect=stdout("-1\n"),
     ),
     Case(
-        name="own-filter",
-        attacks="the last words of the runner: a filter of the program's own kills its process at the next `write`",
-        code=LIBC
+        "own-filter",
+        "the last words of the runner: a filter of the program's own kills its process at the next `write`",
+        LIBC
         + program("""
             import struct
             rules = struct.pack('HBBI', 0x20, 0, 0, 0) + struct.pack('HBBI', 0x15, 0, 1, %d)
@@ -302,15 +302,15 @@ CASES = [
         expect=killed("signal 31", "last words\n"),
     ),
     Case(
-        name="strict-mode",
-        attacks="the same by seccomp's first mode, where even an orderly end is forbidden",
-        code=LIBC + "print('in', flush=True)\nlibc.prctl(22, 1, 0, 0, 0)\nprint('still', flush=True)",
+        "strict-mode",
+        "the same by seccomp's first mode, where even an orderly end is forbidden",
+        LIBC + "print('in', flush=True)\nlibc.prctl(22, 1, 0, 0, 0)\nprint('still', flush=True)",
         expect=either(stdout("in\nstill\n"), *(killed(f"signal {number}", re.compile(r"\Ain\n")) for number in (9, 11, 31))),
     ),
     Case(
-        name="handler-raises-late",
-        attacks="the runner's own lines after the program: a timer whose handler raises, again and again",
-        code=program("""
+        "handler-raises-late",
+        "the runner's own lines after the program: a timer whose handler raises, again and again",
+        program("""
             import signal
             def ring(*_): raise RuntimeError('rang')
             signal.signal(signal.SIGALRM, ring)

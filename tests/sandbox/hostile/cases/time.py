@@ -11,47 +11,47 @@ WALL_S = 0.4
 
 CASES = [
     Case(
-        name="sleep",
-        attacks="the clock of whoever counts CPU time only",
-        code="import time\nprint('so far')\ntime.sleep(60)",
+        "sleep",
+        "the clock of code that counts CPU time only",
+        "import time\nprint('so far')\ntime.sleep(60)",
         wall_s=WALL_S,
         expect=timeout("so far\n"),
         is_short=True,
     ),
     Case(
-        name="ignore-signals",
-        attacks="stopping by a signal that can be ignored",
-        code=IGNORE_ALL_SIGNALS + "while True: pass",
+        "ignore-signals",
+        "stopping by a signal that can be ignored",
+        IGNORE_ALL_SIGNALS + "while True: pass",
         wall_s=WALL_S,
         expect=timeout(""),
         is_short=True,
     ),
     Case(
-        name="big-pow",
-        attacks="stopping by a signal handler: one C call that never returns to the interpreter",
-        code="9 ** 9 ** 9",
+        "big-pow",
+        "stopping by a signal handler: one C call that never returns to the interpreter",
+        "9 ** 9 ** 9",
         wall_s=WALL_S,
         expect=timeout(""),
         is_short=True,
     ),
     Case(
-        name="redos",
-        attacks="the same in the regular expression engine",
-        code="import re\nre.match('(a+)+$', 'a' * 40 + 'b')",
+        "redos",
+        "the same in the regular expression engine",
+        "import re\nre.match('(a+)+$', 'a' * 40 + 'b')",
         wall_s=WALL_S,
         expect=timeout(""),
     ),
     Case(
-        name="endless-sum",
-        attacks="the same in an iterator",
-        code="import itertools\nsum(itertools.repeat(1))",
+        "endless-sum",
+        "the same in an iterator",
+        "import itertools\nsum(itertools.repeat(1))",
         wall_s=WALL_S,
         expect=timeout(""),
     ),
     Case(
-        name="evil-sort",
-        attacks="the same in a sort with a comparison of the attacker's",
-        code=program("""
+        "evil-sort",
+        "the same in a sort with a comparison of the attacker's",
+        program("""
             class C:
                 def __lt__(self, other):
                     while True: pass
@@ -61,9 +61,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="daemon-thread",
-        attacks="the wait for threads: Python does not wait for daemons",
-        code=program("""
+        "daemon-thread",
+        "the wait for threads: Python does not wait for daemons",
+        program("""
             import threading, time
             threading.Thread(target=time.sleep, args=(100,), daemon=True).start()
             print('main is done')
@@ -72,17 +72,17 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="thread-outlives-main",
-        attacks="the wait for threads: Python waits for all others",
-        code="import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\nprint('main is done')",
+        "thread-outlives-main",
+        "the wait for threads: Python waits for all others",
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()\nprint('main is done')",
         wall_s=WALL_S,
         expect=timeout("main is done\n"),
         is_short=True,
     ),
     Case(
-        name="finally-loop",
-        attacks="stopping by an exception: every one is caught",
-        code=program("""
+        "finally-loop",
+        "stopping by an exception: every one is caught",
+        program("""
             while True:
                 try:
                     while True: pass
@@ -93,9 +93,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="atexit-loop",
-        attacks="the end of the program: a hook that never returns",
-        code=program("""
+        "atexit-loop",
+        "the end of the program: a hook that never returns",
+        program("""
             import atexit
             @atexit.register
             def f():
@@ -107,9 +107,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="atexit-endless",
-        attacks="the same by hooks that register hooks",
-        code=program("""
+        "atexit-endless",
+        "the same by hooks that register hooks",
+        program("""
             import atexit
             def f(): atexit.register(f)
             f()
@@ -119,9 +119,9 @@ CASES = [
         expect=either(stdout("end\n"), timeout("end\n")),
     ),
     Case(
-        name="del-loop",
-        attacks="the end of an object: a finaliser that never returns",
-        code=program("""
+        "del-loop",
+        "the end of an object: a finaliser that never returns",
+        program("""
             class C:
                 def __del__(self):
                     while True: pass
@@ -132,9 +132,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="del-at-exit",
-        attacks="the end of the interpreter: objects that live until then",
-        code=program("""
+        "del-at-exit",
+        "the end of the interpreter: objects that live until then",
+        program("""
             class C:
                 def __del__(self):
                     while True: pass
@@ -145,9 +145,9 @@ CASES = [
         expect=either(stdout("end\n"), timeout("end\n")),
     ),
     Case(
-        name="own-pipe",
-        attacks="the wait for input: a pipe that the program itself keeps open",
-        code=program("""
+        "own-pipe",
+        "the wait for input: a pipe that the program itself keeps open",
+        program("""
             import os
             read, write = os.pipe()
             os.dup2(read, 0)
@@ -157,16 +157,12 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="fifo",
-        attacks="an `open` that waits in the kernel",
-        code="import os\nos.mkfifo('f')\nopen('f')",
-        wall_s=WALL_S,
-        expect=timeout(""),
+        "fifo", "an `open` that waits in the kernel", "import os\nos.mkfifo('f')\nopen('f')", wall_s=WALL_S, expect=timeout("")
     ),
     Case(
-        name="vfork-on-fifo",
-        attacks="a parent that waits in the kernel, deaf to all but SIGKILL, for a child that waits for a FIFO",
-        code=program("""
+        "vfork-on-fifo",
+        "a parent that waits in the kernel, deaf to all but SIGKILL, for a child that waits for a FIFO",
+        program("""
             import os
             os.mkfifo('f')
             os.posix_spawn('/bin/true', ['true'], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, 'f', os.O_RDONLY, 0)])
@@ -176,9 +172,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="lock-deadlock",
-        attacks="a wait for oneself",
-        code=program("""
+        "lock-deadlock",
+        "a wait for oneself",
+        program("""
             import threading
             lock = threading.Lock()
             lock.acquire()
@@ -188,9 +184,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="file-lock-deadlock",
-        attacks="the same through a lock in the kernel that a child holds",
-        code=program("""
+        "file-lock-deadlock",
+        "the same through a lock in the kernel that a child holds",
+        program("""
             import fcntl, os, time
             f = open('lock', 'w')
             if os.fork() == 0:
@@ -205,9 +201,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="wait-for-child",
-        attacks="a wait for a child that stops itself",
-        code=program("""
+        "wait-for-child",
+        "a wait for a child that stops itself",
+        program("""
             import os, signal
             pid = os.fork()
             if pid == 0: os.kill(os.getpid(), signal.SIGSTOP)
@@ -218,9 +214,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="asyncio-forever",
-        attacks="an event loop that swallows every cancellation",
-        code=program("""
+        "asyncio-forever",
+        "an event loop that swallows every cancellation",
+        program("""
             import asyncio
             async def f():
                 while True:
@@ -232,9 +228,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="cpu-hogs",
-        attacks="the neighbours' cores: twenty threads that leave the interpreter's lock",
-        code=program("""
+        "cpu-hogs",
+        "the neighbours' cores: twenty threads that leave the interpreter's lock",
+        program("""
             import hashlib, threading
             def burn():
                 while True: hashlib.sha256(bytes(1 << 20)).digest()
@@ -245,9 +241,9 @@ CASES = [
         is_short=True,
     ),
     Case(
-        name="cpu-hog-processes",
-        attacks="the same by processes in sessions of their own, at the best priority they can get",
-        code=program("""
+        "cpu-hog-processes",
+        "the same by processes in sessions of their own, at the best priority they can get",
+        program("""
             import os
             for _ in range(8):
                 if os.fork() == 0:
@@ -262,9 +258,9 @@ CASES = [
         is_core=True,
     ),
     Case(
-        name="yield-storm",
-        attacks="the scheduler: sixteen threads that do nothing but give way",
-        code=program("""
+        "yield-storm",
+        "the scheduler: sixteen threads that do nothing but give way",
+        program("""
             import os, threading
             def spin():
                 while True: os.sched_yield()
@@ -274,9 +270,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="timer-storm",
-        attacks="the kernel's timers: a signal every microsecond",
-        code=program("""
+        "timer-storm",
+        "the kernel's timers: a signal every microsecond",
+        program("""
             import signal
             signal.signal(signal.SIGALRM, lambda *_: None)
             signal.setitimer(signal.ITIMER_REAL, 1e-6, 1e-6)
@@ -286,9 +282,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="switch-interval",
-        attacks="other threads of the same process: this one never gives the lock back",
-        code=program("""
+        "switch-interval",
+        "other threads of the same process: this one never gives the lock back",
+        program("""
             import sys, threading
             sys.setswitchinterval(1e6)
             def spin():
@@ -300,9 +296,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="trace-loop",
-        attacks="code that runs between any two lines, those of the runner included",
-        code=program("""
+        "trace-loop",
+        "code that runs between any two lines, those of the runner included",
+        program("""
             import sys
             def trace(*_):
                 while True: pass
@@ -314,16 +310,16 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="print-then-loop",
-        attacks="what was printed before the limit, without a newline",
-        code="print('half a line', end='', flush=True)\nwhile True: pass",
+        "print-then-loop",
+        "what was printed before the limit, without a newline",
+        "print('half a line', end='', flush=True)\nwhile True: pass",
         wall_s=WALL_S,
         expect=timeout("half a line"),
     ),
     Case(
-        name="slow-drip",
-        attacks="whoever extends the limit at every sign of life, and quadratic buffers",
-        code=program("""
+        "slow-drip",
+        "code that extends the limit at every sign of life, and quadratic buffers",
+        program("""
             import os, time
             while True:
                 os.write(1, b'.')
@@ -334,15 +330,15 @@ CASES = [
         repeats_from=None,
     ),
     Case(
-        name="compile-bomb",
-        attacks="the compiler's constant folding and its time",
-        code="x = " + " + ".join(["(1 << 100 << 100 << 100)"] * 2_000) + "\nprint(x > 0)",
+        "compile-bomb",
+        "the compiler's constant folding and its time",
+        "x = " + " + ".join(["(1 << 100 << 100 << 100)"] * 2_000) + "\nprint(x > 0)",
         expect=either(stdout("True\n"), error(re.compile("Error"))),
     ),
     Case(
-        name="eval-growth",
-        attacks="the compiler by source that doubles",
-        code=program("""
+        "eval-growth",
+        "the compiler by source that doubles",
+        program("""
             source = '1'
             while True:
                 source = f'({source}+{source})'
@@ -352,9 +348,9 @@ CASES = [
         expect=either(empty(), error(re.compile("Error"))),
     ),
     Case(
-        name="cpu-limit-lowered",
-        attacks="the CPU limit: the program sets its own to one second and ignores the warning",
-        code=program("""
+        "cpu-limit-lowered",
+        "the CPU limit: the program sets its own to one second and ignores the warning",
+        program("""
             import resource, signal
             signal.signal(signal.SIGXCPU, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
@@ -364,9 +360,9 @@ CASES = [
         expect=killed("signal 9"),
     ),
     Case(
-        name="pause",
-        attacks="a wait for a signal that nobody sends, with all of them blocked",
-        code=program("""
+        "pause",
+        "a wait for a signal that never comes, with all of them blocked",
+        program("""
             import signal
             signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
             signal.sigwait({signal.SIGUSR1})
@@ -375,9 +371,9 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="epoll-forever",
-        attacks="a wait on descriptors that wait on each other",
-        code=program("""
+        "epoll-forever",
+        "a wait on descriptors that wait on each other",
+        program("""
             import select
             polls = [select.epoll() for _ in range(4)]
             for above, below in zip(polls, polls[1:]): above.register(below)
@@ -387,31 +383,31 @@ CASES = [
         expect=timeout(""),
     ),
     Case(
-        name="death-signal-off",
-        attacks="the signal that ends a process with its parent: switched off, and then it sleeps",
-        code=LIBC + "libc.prctl(1, 0, 0, 0, 0)\nif os.fork() == 0: libc.prctl(1, 0, 0, 0, 0)\nlibc.pause()",
+        "death-signal-off",
+        "the signal that ends a process with its parent: switched off, and then it sleeps",
+        LIBC + "libc.prctl(1, 0, 0, 0, 0)\nif os.fork() == 0: libc.prctl(1, 0, 0, 0, 0)\nlibc.pause()",
         wall_s=WALL_S,
         expect=timeout(""),
         is_core=True,
     ),
     Case(
-        name="undumpable",
-        attacks="whoever looks into /proc to stop a process: it belongs to root from here on",
-        code=LIBC + "libc.prctl(4, 0, 0, 0, 0)\nprint('hidden')\nwhile True: pass",
+        "undumpable",
+        "code that looks into /proc to stop a process: it belongs to root from here on",
+        LIBC + "libc.prctl(4, 0, 0, 0, 0)\nprint('hidden')\nwhile True: pass",
         wall_s=WALL_S,
         expect=timeout("hidden\n"),
     ),
     Case(
-        name="thread-named-like-us",
-        attacks="whoever finds processes by their name",
-        code=LIBC + "libc.prctl(15, b') R 1 1 1', 0, 0, 0)\nwhile True: pass",
+        "thread-named-like-us",
+        "code that finds processes by their name",
+        LIBC + "libc.prctl(15, b') R 1 1 1', 0, 0, 0)\nwhile True: pass",
         wall_s=WALL_S,
         expect=timeout(""),
     ),
     Case(
-        name="ends-at-the-limit",
-        attacks="the race between the end and the limit: either is right, a mixture is not",
-        code="import time\ntime.sleep(0.29)",
+        "ends-at-the-limit",
+        "the race between the end and the limit: either is right, a mixture is not",
+        "import time\ntime.sleep(0.29)",
         wall_s=0.3,
         expect=either(empty(), timeout("")),
         repeats_from=None,

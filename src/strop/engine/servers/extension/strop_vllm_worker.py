@@ -1,7 +1,7 @@
-"""What strop adds to a vLLM worker: weights read from a directory, a checksum of them, and proof that they are what multiplies.
+"""Extends a vLLM worker: reads weights from a directory, and proves by checksum that the worker computes with them.
 
-It runs in the server's environment, which has no strop: this file stands alone. vLLM mixes the class into its worker
-(`--worker-extension-cls strop_vllm_worker.StropWorker`), and `/collective_rpc` calls its methods in every worker.
+It runs in the server's environment, which has no strop, so this file imports nothing of strop. vLLM mixes the class into its
+worker (`--worker-extension-cls strop_vllm_worker.StropWorker`), and `/collective_rpc` calls its methods in every worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUNDING = 0.01  # of a product in bfloat16, relative; another matrix is off by
 
 
 class StropWorker:
-    """Methods that vLLM's worker gets besides its own."""
+    """Methods that are added to vLLM's worker."""
 
     model_runner: Any  # vLLM's
     reload_weights: Callable[..., None]

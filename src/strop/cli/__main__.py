@@ -1,0 +1,5 @@
+"""`python -m strop.cli` is `strop`."""
+
+from strop.cli import main
+
+main()

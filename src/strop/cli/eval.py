@@ -1,0 +1,237 @@
+"""The commands `strop eval ...`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from strop.cli.stopping import run_until_stopped
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Harness = Annotated[Literal["bfcl-eval", "lm-eval"], typer.Argument(help="bfcl-eval or lm-eval.", metavar="HARNESS")]
+Runs = Annotated[Path, typer.Option("--runs", help="Directory for results, with one directory each.")]
+
+
+class EvalGroup(TyperGroup):
+    """Makes `strop eval RECIPE ...` short for `strop eval run RECIPE ...`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] != "--help":
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=EvalGroup,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""
+Evaluate models, compare evaluations problem by problem, and rank them.
+
+- `strop eval recipes/eval/math.toml --stage aime24 --model DIR` evaluates a model directory (short for `eval run`).
+- `strop eval compare runs/a runs/b` tests the difference on the problems that both have.
+- `strop eval arena-hard question.jsonl ...` lets a judge compare answers with a baseline's.
+- `strop eval leaderboard runs` ranks every evaluation below a directory, on a page.
+""",
+)
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="The recipe, a TOML file.", metavar="RECIPE", show_default=False)],
+    model: Annotated[Path, typer.Option("--model", help="The model directory to evaluate.", show_default=False)],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Override a key, as in stages.aime24.k=4. Repeatable.", metavar="A.B=C"),
+    ] = None,
+    stage: Annotated[str | None, typer.Option("--stage", help="An evaluation of the recipe; default: the first.")] = None,
+    runs: Runs = Path("runs"),
+    name: Annotated[
+        str | None, typer.Option("--name", help="Name of the result; default: `eval-<stage>-<digest of the model>`.")
+    ] = None,
+) -> None:
+    """Evaluate a model directory with one of the recipe's evaluations: pass@1 with its interval, pass@k, maj@k, lengths."""
+    from strop.pipeline.evaluate import choose_evaluation, evaluate_model
+    from strop.recipe.load import load_recipe
+    from strop.reports.console import ConsoleProgress
+    from strop.reports.terminal import printable
+    from strop.runs.lineage import digest_of
+    from strop.stages.model import find_model
+
+    loaded = load_recipe(recipe, overrides or [], name=name)
+    chosen = choose_evaluation(loaded, stage, overrides or [])
+    typer.echo(printable(f"evaluating {model} with stage {chosen!r} of {recipe}"))
+    if name is None:
+        digest = digest_of(find_model(str(model)))[:12]
+        loaded = loaded.model_copy(update={"name": f"eval-{chosen}-{digest}"})
+    progress = ConsoleProgress()
+    run_until_stopped(evaluate_model(loaded, model, runs / loaded.name, stage=chosen, progress=progress), progress)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="An evaluation: its run, stage, or result.json.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Another evaluation of the same problems.", metavar="B")],
+    as_json: Json = False,
+) -> None:
+    """Compare two evaluations on the problems that both have: paired differences with intervals and permutation tests."""
+    from strop.evaluation.compare import compare as compare_files
+    from strop.evaluation.results import read_eval
+    from strop.reports.evaluations import comparison_lines, comparison_table
+    from strop.reports.terminal import print_table, printable
+
+    found = compare_files(read_eval(first), read_eval(second))
+    for reason in found.stale:
+        typer.echo(printable(f"warning: {reason}"), err=True)
+    if as_json:
+        typer.echo(json.dumps(found.as_json(), indent=2))
+        return
+    for line in comparison_lines(found):
+        typer.echo(printable(line))
+    print_table(comparison_table(found), wrapped=("metric",))
+
+
+@app.command()
+def leaderboard(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(help="Directories that hold runs; default: `runs`.", metavar="DIR...")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="The page; default: leaderboard.html in the first directory.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank every evaluation below some directories within its benchmark: tables, and a page with a JSON file next to it."""
+    from strop.evaluation.leaderboard import gather
+    from strop.reports.evaluations import leaderboard_page, leaderboard_table
+    from strop.reports.terminal import print_table, printable
+    from strop.run_directory import write_json, write_text
+
+    places = directories or [Path("runs")]
+    board = gather(places)
+    page = out or places[0] / "leaderboard.html"
+    write_text(page, leaderboard_page(board))
+    write_json(page.with_suffix(".json"), board.as_json())
+    if as_json:
+        typer.echo(json.dumps(board.as_json(), indent=2))
+        return
+    for benchmark, entries in board.benchmarks.items():
+        typer.echo(printable(f"\n{benchmark}"))
+        table = leaderboard_table(entries)
+        print_table(table, without=("pass@k", "length", "truncated", "tool errors"), wrapped=("run", "settings"))
+    for reason in board.left_out:
+        typer.echo(printable(f"left out: {reason}"), err=True)
+    typer.echo(f"\n{page}")
+
+
+@app.command()
+def harness(
+    name: Harness,
+    address: Annotated[str, typer.Option("--address", help="http://host:port of an OpenAI-compatible server.")],
+    model: Annotated[str, typer.Option("--model", help="Name of the model in the server (lm-eval) or harness (bfcl-eval).")],
+    tasks: Annotated[str, typer.Option("--tasks", help="Tasks or categories, separated by commas.")],
+    out: Annotated[Path, typer.Option("--out", help="Directory for the files of the harness.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            "--tokenizer",
+            help="bfcl-eval: the model directory. The server must call its model by its absolute path.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Print the commands that run another harness against a served model, for a shell of its own environment."""
+    from strop.errors import ConfigError
+    from strop.evaluation.harnesses import bfcl_commands, lm_eval_command
+
+    if name == "lm-eval":
+        typer.echo(lm_eval_command(address, model=model, tasks=tasks.split(","), out=out))
+    elif tokenizer is None:
+        raise ConfigError("bfcl-eval renders prompts itself: give --tokenizer, the model directory.")
+    else:
+        commands = bfcl_commands(address, model=model, tokenizer=tokenizer, categories=tasks.split(","), out=out)
+        typer.echo("\n".join(commands))
+
+
+@app.command(name="import")
+def import_results(
+    name: Harness,
+    directory: Annotated[Path, typer.Argument(help="The directory that the harness wrote.", metavar="DIR")],
+    runs: Runs = Path("runs"),
+    label: Annotated[str | None, typer.Option("--name", help="Prefix of the directories' names; default: HARNESS.")] = None,
+) -> None:
+    """Import the results of another harness, for comparisons and the leaderboard."""
+    from strop.evaluation.harnesses import read_bfcl, read_lm_eval
+    from strop.evaluation.results import refuse_to_replace, write_eval
+    from strop.reports.terminal import printable
+
+    imported = read_bfcl(directory) if name == "bfcl-eval" else read_lm_eval(directory)
+    places = {runs / f"{label or name}-{found.name}": found for found in imported.found}
+    for place, found in places.items():
+        refuse_to_replace(place / "eval", found.result)
+    for place, found in places.items():
+        write_eval(place / "eval", found.result, found.problems)
+        accuracy = f"{found.result['accuracy']:.3f} of {found.result['num_tasks']}"
+        typer.echo(printable(f"{found.result['benchmark']}: {accuracy} -> {place}"))
+    for note in imported.notes:
+        typer.echo(printable(note), err=True)
+
+
+@app.command(name="arena-hard")
+def arena_hard(
+    questions: Annotated[
+        Path, typer.Argument(help="Arena-Hard's question.jsonl, v0.1 or v2.0.", metavar="QUESTIONS", show_default=False)
+    ],
+    baseline: Annotated[Path, typer.Option("--baseline", help="The baseline's model_answer file.", show_default=False)],
+    judge: Annotated[Path, typer.Option("--judge", help="A TOML file with the keys of a judge.", show_default=False)],
+    answers: Annotated[Path, typer.Option("--answers", help="The model's model_answer file.", show_default=False)],
+    think_tag: Annotated[
+        str | None, typer.Option("--think-tag", help="Tag of thoughts, which the judge does not see.", show_default=False)
+    ] = None,
+    category: Annotated[
+        list[str] | None,
+        typer.Option("--category", help="Ask only questions of this category. Repeatable.", show_default=False),
+    ] = None,
+    runs: Runs = Path("runs"),
+    name: Annotated[str | None, typer.Option("--name", help="Name of the result; default: `<questions>-<model>`.")] = None,
+) -> None:
+    """Arena-Hard: how often a judge prefers a model's answers to a baseline's, in both orders. The same command resumes."""
+    from strop.config import load_toml, validate
+    from strop.evaluation import arena_hard as arena
+    from strop.evaluation.results import refuse_to_replace, write_eval
+    from strop.reports.terminal import printable
+    from strop.rewards.judge import JudgeConfig
+
+    asked = arena.read_questions(questions, categories=category or ())
+    config = arena.with_room_to_answer(validate(JudgeConfig, load_toml(judge), place=str(judge)))
+    ours, theirs = arena.read_answers(answers), arena.read_answers(baseline)
+    benchmark = "/".join([questions.resolve().parent.name, *(["+".join(category)] if category else [])])
+    place = runs / (name or f"{benchmark}-{ours.model}".replace("/", "__"))
+    if not config.service.cache:
+        cached = config.service.model_copy(update={"cache": str(place / "judgements")})
+        config = config.model_copy(update={"service": cached})
+    judged = asyncio.run(arena.judge_answers(asked, ours, theirs, config, think_tag=think_tag))
+    found, problems = arena.result_of(
+        judged,
+        benchmark=benchmark,
+        answers=ours,
+        baseline=theirs,
+        config=config,
+        num_questions=len(asked),
+        think_tag=think_tag,
+    )
+    refuse_to_replace(place / "eval", found, keys=("benchmark", "run", "reward"))
+    write_eval(place / "eval", found, problems)
+    typer.echo(
+        printable(
+            f"{found['run']}: preferred in {found['accuracy']:.1%} [{found['accuracy_low']:.1%},"
+            f" {found['accuracy_high']:.1%}] of {found['num_tasks']} questions; {found['num_without_answer']} without an"
+            f" answer, {found['num_without_verdict']} without a verdict -> {place}"
+        )
+    )

@@ -1,0 +1,300 @@
+"""The commands `strop sandbox run`, `check`, `serve` and `node`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from strop.errors import UserError
+from strop.sandbox.config import SandboxConfig
+from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunResult
+
+
+class _Commands(TyperGroup):
+    """Commands whose errors name options, where the same error in a recipe names keys."""
+
+    def invoke(self, context: Any) -> Any:
+        try:
+            return super().invoke(context)
+        except UserError as error:
+            command = self.commands.get(context.invoked_subcommand)
+            options = {} if command is None else {str(option.name): option.opts[0] for option in command.params}
+            raise UserError(in_options(str(error), options)) from error
+
+
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """Return `message` with keys replaced by options: `sandbox.min_level = 'confined'` becomes `--min-level confined`.
+
+    Args:
+        options: the option of each key.
+    """
+    keys = "|".join(key for key in options if key in SandboxConfig.model_fields)
+    if not keys:
+        return message
+    return re.sub(
+        rf"(?<![\w./-])sandbox\.({keys})(?![\w/-]|\.\w)(?: = ['\"]([^'\"]*)['\"])?",
+        lambda key: f"{options[key[1]]}{f' {key[2]}' if key[2] else ''}",
+        message,
+    )
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""
+Run untrusted programs, on this machine or as a service for many trainers.
+
+- `strop sandbox check` attacks the sandbox of this machine and prints which level of isolation holds.
+- `strop sandbox run file.py` runs one program in it.
+- `strop sandbox serve` offers it over HTTP; `strop sandbox node --join HOST:PORT` adds another machine to a service.
+""",
+)
+
+_EXIT_TIMEOUT, _EXIT_KILLED, _EXIT_OURS = 124, 137, 125  # as timeout(1), a shell and docker use them
+
+
+def _level(text: str) -> IsolationLevel:
+    try:
+        return IsolationLevel(text)
+    except ValueError as error:
+        known = ", ".join(f"{level} (L{level.rank})" for level in IsolationLevel)
+        raise typer.BadParameter(f"there is no level {text!r}; the levels are {known}.") from error
+
+
+MinLevel = Annotated[
+    IsolationLevel,
+    typer.Option(
+        "--min-level",
+        parser=_level,
+        metavar="LEVEL",
+        help="Refuse to start below it: strict (L3), namespaces (L2), confined (L1), process (L0).",
+    ),
+]
+TokenFile = Annotated[Path | None, typer.Option("--token-file", help="File with the token of the service.", show_default=False)]
+
+Level = Annotated[
+    IsolationLevel | None,
+    typer.Option(
+        "--level",
+        parser=_level,
+        metavar="LEVEL",
+        help="Run at exactly this level. By default at the best that this machine gives, up to namespaces.",
+    ),
+]
+MaxRunning = Annotated[
+    int | None,
+    typer.Option("--max-running", help="Programs that compute at once; twice the cores by default.", show_default=False),
+]
+Warm = Annotated[str, typer.Option("--warm", help="Profiles whose modules are loaded at the start: bare,numpy,full,verify.")]
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="The program; - for standard input.", metavar="FILE", show_default=False)],
+    stdin: Annotated[
+        Path | None, typer.Option("--stdin", help="File for the standard input of the program; - for ours.")
+    ] = None,
+    wall_s: Annotated[float, typer.Option("--wall-s", help="Seconds that the program may run.")] = 4.0,
+    memory_mib: Annotated[int, typer.Option("--memory-mib", help="Memory of each of its processes.")] = 512,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of its random numbers: equal calls give equal texts.")] = 0,
+    min_level: MinLevel = IsolationLevel.NAMESPACES,
+    level: Level = None,
+    url: Annotated[str | None, typer.Option("--url", help="Address of a running service; this machine by default.")] = None,
+    token_file: TokenFile = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as one JSON object.")] = False,
+) -> None:
+    """Run one program and print what a policy would see. Exits as the program did; 124 on timeout, 137 if it was killed."""
+    from strop.sandbox.session import Sandbox
+
+    if url is not None and level is not None:
+        raise UserError(f"--level is for this machine; the service at {url} has its own. Ask for enough with --min-level.")
+    code, given = _read(file), _read(stdin) if stdin else ""
+    config = SandboxConfig(level=level, min_level=_lowest(min_level, level))
+    with Sandbox(config=config, url=url, token=_token(token_file)) as box:
+        result = box.run(code, stdin=given, wall_s=wall_s, memory_mib=memory_mib, seed=seed)
+    if as_json:
+        typer.echo(json.dumps(asdict(result)))
+    else:
+        typer.echo(result.text, nl=bool(result.text) and not result.text.endswith("\n"))
+        if result.outcome not in (RunOutcome.STDOUT, RunOutcome.ECHO, RunOutcome.EMPTY):
+            reason = _reason(result, wall_s)
+            typer.echo(f"[{result.outcome}{f': {reason}' if reason else ''}]", err=True)
+    raise typer.Exit(_exit_code(result))
+
+
+@app.command()
+def check(
+    level: Level = None,
+    min_level: MinLevel = IsolationLevel.NAMESPACES,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+) -> None:
+    """Attack the sandbox of this machine and print which level of isolation holds. Exits with 2 if that is too low."""
+    from rich.console import Console
+
+    from strop.sandbox.supervisor.node import Node
+
+    node = Node(SandboxConfig(level=level, min_level=_lowest(min_level, level)))
+
+    async def attack() -> UserError | None:
+        try:
+            async with node:
+                return None
+        except UserError as error:
+            return error
+
+    refusal = asyncio.run(attack())
+    if as_json:
+        found = {level: found if isinstance(found, str) else found.as_json() for level, found in node.tried.items()}
+        typer.echo(json.dumps({"level": None if refusal else node.level, "tried": found}))
+    else:
+        for tried, report in node.tried.items():
+            Console().print(f"{tried} does not start: {report}" if isinstance(report, str) else report.table())
+    if refusal is not None:
+        raise refusal if as_json else UserError(_without_details(str(refusal)))
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; without a token only this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 for any free port.")] = 8517,
+    token_file: TokenFile = None,
+    local_nodes: Annotated[int, typer.Option("--local-nodes", help="Nodes to start on this machine.")] = 1,
+    nodes_host: Annotated[
+        str, typer.Option("--nodes-host", help="Address to listen on for nodes of other machines.")
+    ] = "127.0.0.1",
+    nodes_port: Annotated[
+        int | None, typer.Option("--nodes-port", help="Port for nodes of other machines; none can join by default.")
+    ] = None,
+    nodes_token_file: Annotated[
+        Path | None, typer.Option("--nodes-token-file", help="File with the token of those nodes.")
+    ] = None,
+    min_level: MinLevel = IsolationLevel.NAMESPACES,
+    level: Level = None,
+    max_running: MaxRunning = None,
+    warm: Warm = "bare,numpy,full,verify",
+    grace_s: Annotated[float, typer.Option("--grace-s", help="Seconds after SIGTERM for running calls.")] = 30.0,
+) -> None:
+    """Offer the code service over HTTP until SIGTERM. /openapi.json describes its routes; /metrics is for Prometheus."""
+    from strop.config import validate
+    from strop.sandbox.server.config import ServeConfig
+
+    try:
+        from strop.sandbox.server.server import CodeServer
+        from strop.sandbox.server.server import serve as serve_http
+    except ImportError as error:
+        raise UserError(
+            f"the service needs the extra `serve` ({error.name} is missing): pip install 'strop[serve]'."
+        ) from error
+
+    _show_progress()
+    if not local_nodes and nodes_port is None:
+        raise UserError("a service without nodes runs nothing. Use --local-nodes, or --nodes-port for nodes to join.")
+    token = _token(token_file)
+    settings = {
+        "host": host,
+        "port": port,
+        "token": token or "",
+        "nodes_host": nodes_host,
+        "nodes_port": nodes_port,
+        "nodes_token": _token(nodes_token_file) or "",
+        "num_local_nodes": local_nodes,
+        "node": _node_settings(min_level, level, max_running, warm),
+        "grace_s": grace_s,
+    }
+
+    def announce(server: CodeServer) -> None:
+        nodes = ", ".join(f"{seat.node.name} (L{seat.node.level.rank})" for seat in server.dispatcher.floor.seats) or "none yet"
+        typer.echo(f"The code service listens on {server.url} ; nodes: {nodes}")
+        if server.nodes_port is not None:
+            typer.echo(f"Nodes join with: strop sandbox node --join {nodes_host}:{server.nodes_port}")
+        if token is None:
+            typer.echo("It asks for no token: every user of this machine may use it.")
+        sys.stdout.flush()
+
+    asyncio.run(serve_http(validate(ServeConfig, settings, place="strop sandbox serve"), announce))
+
+
+@app.command()
+def node(
+    join: Annotated[str, typer.Option("--join", help="Address of the service for nodes, as HOST:PORT.", show_default=False)],
+    token_file: TokenFile = None,
+    name: Annotated[str | None, typer.Option("--name", help="Name in every reply; host and process id by default.")] = None,
+    min_level: MinLevel = IsolationLevel.NAMESPACES,
+    level: Level = None,
+    max_running: MaxRunning = None,
+    warm: Warm = "bare,numpy,full,verify",
+) -> None:
+    """Run programs for a service on another machine until SIGTERM. Running calls finish first."""
+    from strop.config import validate
+    from strop.sandbox.supervisor.__main__ import join_front
+
+    _show_progress()
+    config = validate(SandboxConfig, _node_settings(min_level, level, max_running, warm), place="strop sandbox node")
+    asyncio.run(join_front(join, config, name=name, token=_token(token_file) or ""))
+
+
+def _show_progress() -> None:
+    """Log at level INFO, which includes each node that joins or leaves."""
+    if "STROP_LOG" not in os.environ:
+        logging.getLogger("strop.sandbox").setLevel(logging.INFO)
+
+
+def _lowest(min_level: IsolationLevel, level: IsolationLevel | None) -> IsolationLevel:
+    """The lowest accepted level; an exact `level` is always accepted."""
+    return min(min_level, level or min_level, key=lambda one: one.rank)
+
+
+def _without_details(refusal: str) -> str:
+    """The refusal without its indented lines, which repeat the table."""
+    return "\n".join(line for line in refusal.splitlines() if not line.startswith("  "))
+
+
+def _reason(result: RunResult, wall_s: float) -> str:
+    """The reason of the outcome, with the limit where that is an option."""
+    if result.outcome is not RunOutcome.TIMEOUT:
+        return result.reason
+    if result.reason == "cpu":
+        return f"cpu: its processes used more CPU time than --wall-s {wall_s:g} allows"
+    return f"it ran longer than --wall-s {wall_s:g}"
+
+
+def _node_settings(
+    min_level: IsolationLevel, level: IsolationLevel | None, max_running: int | None, warm: str
+) -> dict[str, object]:
+    profiles = [name for name in warm.split(",") if name]
+    settings: dict[str, object] = {"min_level": _lowest(min_level, level), "level": level, "warm": profiles}
+    return settings | ({} if max_running is None else {"max_running": max_running})
+
+
+def _exit_code(result: RunResult) -> int:
+    if result.outcome is RunOutcome.TIMEOUT:
+        return _EXIT_TIMEOUT
+    if result.outcome is RunOutcome.KILLED:
+        return _EXIT_KILLED
+    return _EXIT_OURS if result.exit_code is None else result.exit_code
+
+
+def _read(path: Path) -> str:
+    """The text of a file, or of our standard input for `-`."""
+    try:
+        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 (byte {error.start}); programs and their input must be UTF-8.") from error
+
+
+def _token(path: Path | None) -> str | None:
+    return None if path is None else _read(path).strip()

@@ -1,0 +1,319 @@
+"""The program that forks processes of engines, and the life of such a process.
+
+The program imports everything once, then forks for each order that comes. An import of torch and transformers takes seconds of
+processor time; a fork takes milliseconds and shares what was imported. The program never computes: it has one thread, and no
+CUDA context, or a fork of it would not work. Its arguments are two inherited descriptors: the link to its client and the shared
+weights.
+
+A child opens a `TorchEngine`, then does what its client says until that hangs up. Its event loop computes nothing, so it
+answers a ping while the engine's own thread is busy with a model step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from strop.config import Config
+from strop.engine.config import EngineConfig
+from strop.engine.model_directory import config_of, has_tokenizer
+from strop.engine.processes.fork_server import MAX_ORDER_BYTES
+from strop.engine.processes.link import (
+    FROM_CHILD,
+    TO_CHILD,
+    Abandon,
+    Abort,
+    BeginLoad,
+    BreakOff,
+    Cancelled,
+    Complete,
+    Completed,
+    Failed,
+    FromChild,
+    Hello,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Ready,
+    Release,
+    ToChild,
+    read_message,
+    to_frame,
+)
+from strop.engine.processes.shared_weights import read_weights
+from strop.engine.protocol import NamedTensor
+from strop.engine.torch.cpu.resources import keep_little_freed_memory
+from strop.engine.torch.engine import TorchEngine
+from strop.errors import StropError
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class EngineOrder(Config):
+    """What a process is to open."""
+
+    model: str  # a directory
+    config: EngineConfig
+    version: int | None  # of the directory's weights; None: the engine waits for a publication
+    environment: dict[str, str]  # added to the environment of the fork server
+
+
+def main() -> int:
+    link, shared_weights = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    woken, wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # a collection in a child would touch, and so copy, every page
+    _tell(link, {"ready": len(os.listdir("/proc/self/task"))})  # threads; imports may start some
+    poll = select.poll()
+    poll.register(link, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor == woken:
+                os.read(woken, 4096)
+                continue
+            said, descriptors, _, _ = socket.recv_fds(link, MAX_ORDER_BYTES, 2)
+            if not said:
+                return 0  # the children get a death signal, and the reaper kills the rest
+            _obey(link, shared_weights, json.loads(said), descriptors)
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                _tell(link, {"died": ended[0], "status": os.waitstatus_to_exitcode(ended[1])})
+
+
+def _obey(link: socket.socket, shared_weights: int, said: dict[str, object], descriptors: list[int]) -> None:
+    if "kill" in said:
+        with contextlib.suppress(ProcessLookupError):  # only this process reaps it, so the pid is not reused
+            os.kill(int(str(said["kill"])), signal.SIGKILL)
+        return
+    fork_server = os.getpid()
+    if (pid := os.fork()) == 0:
+        status = 1
+        try:
+            link.close()
+            status = _begin(fork_server, shared_weights, said, descriptors)
+        except BaseException:  # noqa: BLE001 - the last words of this process
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    _tell(link, {"born": said["fork"], "pid": pid})
+
+
+def _begin(fork_server: int, shared_weights: int, said: dict[str, object], descriptors: list[int]) -> int:
+    """The life of a child. Returns its exit code."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != fork_server:
+        return 1
+    os.setpgid(0, 0)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    theirs, log = descriptors
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    order = EngineOrder.model_validate_json(json.dumps(said["order"]))
+    os.environ.update(order.environment)
+    return live(order, socket.socket(fileno=theirs), shared_weights)
+
+
+def _tell(link: socket.socket, message: dict[str, object]) -> None:
+    with contextlib.suppress(OSError):  # the client has gone: seen by the next look
+        link.send(json.dumps(message).encode())
+
+
+class _BrokenOff(Exception):  # noqa: N818 - named for what happened
+    """A publication ended before its weights were there."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _LoadUnderWay:
+    said: asyncio.Future[Load | BreakOff]  # what becomes of it
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def is_broken_off(self) -> bool:
+        return self.said.done() and isinstance(self.said.result(), BreakOff)
+
+
+def live(order: EngineOrder, link: socket.socket, shared_weights: int) -> int:
+    """Until the client hangs up. Returns the exit code."""
+    keep_little_freed_memory()
+    return asyncio.run(_serve(order, link, shared_weights))
+
+
+async def _serve(order: EngineOrder, link: socket.socket, shared_weights: int) -> int:
+    reader, writer = await asyncio.open_connection(sock=link)
+    try:
+        engine, hello = await asyncio.to_thread(_open, order)
+    except Exception as error:  # noqa: BLE001 - whatever keeps it from opening is for the client to raise
+        writer.write(to_frame(FROM_CHILD, _failed(0, error)))
+        await writer.drain()
+        return 1
+    writer.write(to_frame(FROM_CHILD, hello))
+    await _Service(engine, reader, writer, shared_weights).run()
+    return 0
+
+
+def _open(order: EngineOrder) -> tuple[TorchEngine, Hello]:
+    path = Path(order.model)
+    model_config = config_of(path)
+    detokenize = _detokenizer(path)
+    if order.version is None:
+        engine = TorchEngine(model_config, order.config, detokenize=detokenize)
+    else:
+        engine = TorchEngine.from_directory(path, order.config, version=order.version, detokenize=detokenize)
+    capabilities, capacity = engine.capabilities, engine.capacity
+    return engine, Hello(
+        dtype=order.config.dtype,
+        total_tokens=capacity.total_tokens,
+        max_request_tokens=capacity.max_request_tokens,
+        max_running=capacity.max_running,
+        vocab_size=model_config.vocab_size,
+        policy_version=engine.policy_version,
+        is_deterministic=capabilities.is_deterministic,
+        can_fork=capabilities.can_fork,
+        has_entropies=capabilities.has_entropies,
+    )
+
+
+def _detokenizer(path: Path) -> Callable[[Sequence[int]], str] | None:
+    """That of the model's tokenizer, which is loaded when a stop string needs it; None when the directory has none."""
+    if not has_tokenizer(path):
+        return None
+
+    @functools.cache
+    def tokenizer() -> Any:
+        return AutoTokenizer.from_pretrained(path)
+
+    return lambda ids: str(tokenizer().decode(list(ids)))
+
+
+class _Service:
+    """What one client asks of one engine, in the order in which it asks."""
+
+    def __init__(
+        self, engine: TorchEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shared_weights: int
+    ) -> None:
+        self._engine, self._reader, self._writer = engine, reader, writer
+        self._shared_weights = shared_weights
+        self._completions: dict[int, asyncio.Task[None]] = {}
+        self._loads: dict[int, _LoadUnderWay] = {}
+
+    async def run(self) -> None:
+        with contextlib.suppress(EOFError):
+            while True:
+                await self._obey(await read_message(TO_CHILD, self._reader))
+                await asyncio.sleep(0)  # a task that this order began reaches the engine before the next order does
+
+    async def _obey(self, order: ToChild) -> None:
+        match order:
+            case Ping():
+                self._answer(Pong())
+            case Complete():
+                task = asyncio.create_task(self._complete(order))
+                self._completions[order.number] = task
+                task.add_done_callback(lambda _: self._completions.pop(order.number))
+            case Abandon():
+                if task_abandoned := self._completions.get(order.number):
+                    task_abandoned.cancel()
+            case Abort():
+                await self._engine.abort(order.request_id)  # neither waits for anything
+            case Release():
+                await self._engine.release(order.request_id)
+            case BeginLoad():
+                load = _LoadUnderWay(said=asyncio.get_running_loop().create_future())
+                self._loads[order.number] = load
+                load.task = asyncio.create_task(self._load_weights(order, load))
+                load.task.add_done_callback(lambda _: self._loads.pop(order.number))
+            case Load() | BreakOff():
+                if load_begun := self._loads.get(order.begun):
+                    load_begun.said.set_result(order)
+
+    async def _complete(self, order: Complete) -> None:
+        try:
+            completion = await self._engine.complete(order.request)
+        except asyncio.CancelledError:
+            self._answer(Cancelled(number=order.number))
+        except Exception as error:  # noqa: BLE001 - for the client to raise
+            self._answer(_failed(order.number, error))
+        else:
+            self._answer(Completed(number=order.number, completion=completion))
+
+    async def _load_weights(self, order: BeginLoad, load: _LoadUnderWay) -> None:
+        ending = [other.task for other in self._loads.values() if other.is_broken_off and other.task is not None]
+        if ending:
+            await asyncio.wait(ending)  # its client has left it, so the engine is free in a moment
+        try:
+            await self._engine.load_weights(self._tensors(order, load), version=order.version, checksum=order.checksum)
+        except _BrokenOff:
+            return  # the client knows
+        except Exception as error:  # noqa: BLE001 - for the client to raise
+            self._answer(_failed(_number(order, load), error))
+        else:
+            self._answer(
+                Loaded(
+                    number=_number(order, load),
+                    policy_version=self._engine.policy_version,
+                    is_deterministic=self._engine.capabilities.is_deterministic,
+                )
+            )
+
+    async def _tensors(self, order: BeginLoad, load: _LoadUnderWay) -> AsyncIterator[NamedTensor]:
+        self._answer(Ready(number=order.number))
+        said = await load.said
+        if isinstance(said, BreakOff):
+            raise _BrokenOff
+        for named in read_weights(self._shared_weights, said.weights):
+            yield named
+
+    def _answer(self, message: FromChild) -> None:
+        self._writer.write(to_frame(FROM_CHILD, message))
+
+
+def _number(begun: BeginLoad, load: _LoadUnderWay) -> int:
+    """Of the order that waits for an answer."""
+    said = load.said.result() if load.said.done() else None
+    return said.number if isinstance(said, Load) else begun.number
+
+
+def _failed(number: int, error: Exception) -> Failed:
+    """In the words of the error; one of no class of ours is the engine's end."""
+    is_ours = isinstance(error, StropError)
+    message = str(error) if is_ours else f"its process failed with {type(error).__name__}: {error}"
+    if _is_out_of_memory(error) or _is_out_of_memory(error.__cause__):
+        message += " (out of memory). Lower engine.slots, engine.max_length or engine.cached_prompts, or use fewer engines."
+    return Failed(number=number, error=type(error).__name__ if is_ours else "EngineLost", message=message)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator for the CPU
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

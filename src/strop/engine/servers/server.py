@@ -1,0 +1,273 @@
+"""One server: started or given by address, and spoken to in JSON over HTTP. Its answers are validated."""
+
+from __future__ import annotations
+
+import json
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import httpx2
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from strop.engine.config import ServerConfig
+from strop.engine.model_directory import ModelFacts
+from strop.engine.protocol import Capacity, CompletionRequest, check_completion
+from strop.engine.servers.process import ServerProcess
+from strop.errors import EngineLost, StropError, UserError
+from strop.types import Completion, FinishReason
+
+ASK_S = 60.0  # for a call that needs no model step
+_CONNECT_S = 10.0
+_SHOWN = 500  # characters of a server's answer in an error
+_OUR_VARIABLES = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")  # name our interpreter and its modules
+
+
+class ServerClient:
+    """Calls one server. `name` is how errors call it.
+
+    Args:
+        socket: of a server on this machine that listens on no port; `url` is then only a prefix of paths.
+    """
+
+    def __init__(self, name: str, url: str, *, socket: Path | None = None) -> None:
+        self.name = name
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            transport=httpx2.AsyncHTTPTransport(
+                uds=str(socket) if socket else None,
+                # A connection for each call. One that is used again may be hung up while the call is on its way, since a server
+                # that was too busy to read takes it for idle. Not every call may be repeated.
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=0),
+            ),
+            trust_env=False,
+        )
+
+    async def get(self, path: str, *, timeout_s: float, query: Mapping[str, str] = MappingProxyType({})) -> Any:
+        """See `post`."""
+        return _parse(self.name, path, await self._send("GET", path, None, query, timeout_s))
+
+    async def get_text(self, path: str, *, timeout_s: float) -> str:
+        return (await self._send("GET", path, None, {}, timeout_s)).text
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float,
+        query: Mapping[str, str] = MappingProxyType({}),
+        parsed: bool = True,
+    ) -> Any:
+        """The parsed answer; None where it is empty, or not wanted. A call that is cancelled hangs up, which ends it in the
+        server, too.
+
+        Raises:
+            EngineLost: no connection, no answer in time, an answer of 5xx, or one that is not JSON.
+            StropError: an answer of 4xx: the request was wrong.
+        """
+        response = await self._send("POST", path, body, query, timeout_s)
+        return _parse(self.name, path, response) if parsed else None
+
+    async def is_up(self, path: str) -> bool:
+        """Whether `path` is answered with 200. Never raises."""
+        try:
+            return (await self._http.get(path, timeout=_CONNECT_S)).status_code == 200
+        except httpx2.HTTPError:
+            return False
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def _send(
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str], timeout_s: float
+    ) -> httpx2.Response:
+        timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
+        try:
+            response = await self._http.request(method, path, json=body, params=query, timeout=timeout)
+        except httpx2.TimeoutException as error:
+            raise EngineLost(f"{self.name} did not answer {path} within {timeout_s:g} s.") from error
+        except httpx2.HTTPError as error:
+            raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
+        if response.status_code >= 500:
+            raise EngineLost(f"{self.name} failed at {path} ({response.status_code}): {response.text[:_SHOWN]}")
+        if response.status_code >= 400:
+            raise StropError(f"{self.name} refused {path} ({response.status_code}): {response.text[:_SHOWN]}")
+        return response
+
+
+def _parse(name: str, path: str, response: httpx2.Response) -> Any:
+    if not response.content:
+        return None
+    try:
+        return response.json()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise EngineLost(f"{name} answered {path} with something that is not JSON: {response.text[:_SHOWN]!r}") from error
+
+
+SaidT = TypeVar("SaidT", bound="Said")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One completion as a server gave it, in our words. `label` names the weights that sampled it."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    is_stopped: bool  # by a stop id or string; False: by its length
+    cached_tokens: int
+    label: str
+
+
+def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vocab_size: int, version: int) -> Completion:
+    """Raises `EngineLost`, naming the server, when the answer cannot be one to this request."""
+    ids = tuple(answer.ids)
+    is_stopped = answer.is_stopped or (bool(ids) and ids[-1] in request.stop_ids)
+    completion = Completion(
+        ids=ids,
+        logprobs=tuple(answer.logprobs),
+        entropies=(),
+        is_forced=(False,) * len(ids),
+        policy_version=version,
+        finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
+        cached_tokens=answer.cached_tokens,
+    )
+    try:
+        check_completion(request, completion, vocab_size=vocab_size, policy_version=version)
+    except EngineLost as error:
+        raise EngineLost(f"{server}: {error}") from error
+    return replace(completion, logprobs=tuple(min(each, 0.0) for each in completion.logprobs))
+
+
+class Said(BaseModel):
+    """Part of an answer, as far as it concerns us; a server may say more."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+def read(kind: type[SaidT], body: Any, *, server: str) -> SaidT:
+    """`body` is parsed JSON. Raises `EngineLost`, which names the place, when it is not what `kind` says."""
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the top"
+        shown = json.dumps(body)[:_SHOWN]
+        raise EngineLost(f"{server} answered with garbage: {first['msg']}, at {place} of {shown}") from error
+
+
+ConfigT = TypeVar("ConfigT", bound=ServerConfig)
+
+
+class Server(ABC, Generic[ConfigT]):
+    """One server of one kind, and its process if strop started it.
+
+    Every call has a deadline and raises `EngineLost` naming the server.
+    """
+
+    title: ClassVar[str]  # of servers that are given by address
+    health: ClassVar[str]  # the path that is answered once the server is up
+    can_prove_weights: ClassVar[bool]  # whether `read_weights` returns a checksum that was computed inside the server
+
+    def __init__(self, client: ServerClient, config: ConfigT) -> None:
+        self._client, self._config = client, config
+        self._process: ServerProcess | None = None
+        self.capacity = Capacity(total_tokens=0, max_request_tokens=0, max_running=config.slots)
+
+    @classmethod
+    @abstractmethod
+    async def start(cls, name: str, model: ModelFacts, config: ConfigT, *, log: Path) -> Self:
+        """A server of our own, without weights, that only this machine can reach.
+
+        Raises `EngineLost`, which names the log, when it does not start within `start_timeout_s`.
+        """
+
+    @classmethod
+    async def connect(cls, address: str, config: ConfigT) -> Self:
+        """A server that runs already; it stays when this is closed.
+
+        Raises:
+            EngineLost: no server answers at the address.
+            UserError: it was not started as it must be.
+        """
+        return await cls(ServerClient(f"{cls.title} at {address}", address), config)._ready()
+
+    @abstractmethod
+    async def complete(self, request: CompletionRequest, *, timeout_s: float) -> Answer:
+        """Sample; a cancelled call ends the request in the server, too."""
+
+    @abstractmethod
+    async def read_weights(self, directory: Path, *, label: str) -> str:
+        """Let the server replace its weights by those of `directory` and forget every KV cache; from then on its answers bear
+        `label`. Returns the checksum of what it read, "" if it cannot tell."""
+
+    @property
+    def name(self) -> str:
+        return self._client.name
+
+    def has_ended(self) -> str:
+        """Return how the process ended, with the end of its log; empty while it runs or if it is not ours."""
+        if self._process is None or self._process.is_alive:
+            return ""
+        return f"{self.name}: {self._process.describe(self._process.end)}"
+
+    async def close(self) -> None:
+        await self._client.close()
+        if self._process is not None:
+            await self._process.stop()
+
+    @abstractmethod
+    async def _learn_capacity(self) -> Capacity:
+        """Ask the server what it holds. Raises `UserError` when it was not started as it must be."""
+
+    async def _run(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> Self:
+        """Start the program of this server, and wait until it is up."""
+        try:
+            self._process = await ServerProcess.start(
+                command,
+                env=environment,
+                log=log,
+                is_ready=lambda: self._client.is_up(self.health),
+                deadline_s=self._config.start_timeout_s,
+            )
+        except BaseException:
+            await self.close()
+            raise
+        return await self._ready()
+
+    async def _ready(self) -> Self:
+        try:
+            self.capacity = await self._learn_capacity()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    def _refuse(self, wrong: Mapping[str, bool], *, length: int | None) -> None:
+        """Raises `UserError` for the first fault that is so, or when the longest conversation of the server is too short."""
+        config = self._config
+        short = f"it holds conversations of {length} tokens, fewer than engine.max_length {config.max_length}"
+        for fault, is_so in {**wrong, short: length is not None and length < config.max_length}.items():
+            if is_so:
+                raise UserError(f"{self.name} cannot be used: {fault}. Start it as docs/engines.md says.")
+
+
+def command_of(
+    module: str, options: Mapping[str, object], flags: Sequence[str], model: ModelFacts, config: ServerConfig
+) -> list[str]:
+    """What starts a server of `model`."""
+    words = [str(config.python), "-m", module, *(str(word) for option in options.items() for word in option), *flags]
+    words += [] if model.has_tokenizer else ["--skip-tokenizer-init"]
+    return [*words, *config.arguments]
+
+
+def environment_of(config: ServerConfig, variables: Mapping[str, str], *, without: Sequence[str] = ()) -> dict[str, str]:
+    """Our environment for a server that we start, with the devices of its replica, but none of our modules."""
+    unwanted = (*_OUR_VARIABLES, *without)
+    inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
+    devices = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))} if config.devices else {}
+    return {**inherited, "HF_HUB_OFFLINE": "1", **variables, **devices, **config.environment}

@@ -1,0 +1,406 @@
+"""Admits requests into slots and advances all of them, one step at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from strop.engine.config import EngineConfig
+from strop.engine.protocol import CompletionRequest, check_prefix
+from strop.engine.torch.cuda_graphs import StaticRow, open_static_steps
+from strop.engine.torch.decoder import Decoder
+from strop.engine.torch.kv_cache import Conversation, ConversationTable, Prefix, Share
+from strop.engine.torch.sampling import Draw, DrawnRows, draw
+from strop.engine.torch.step_sizes import CHUNK_BUDGET, CHUNK_MAX, Chunk, Rows, StepSizes, all_sizes
+from strop.engine.torch.weights import PublishedWeights
+from strop.errors import EngineLost, StropError, WeightsNotProven
+from strop.types import Completion, FinishReason
+
+Detokenizer = Callable[[Sequence[int]], str]
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """One request and the tokens sampled so far."""
+
+    request: CompletionRequest
+    future: Future[Completion]
+    uniforms: list[float]
+    snapshot: Snapshot | None = None  # of the conversation that it forks, if that was released while this waited
+    awaits: Awaited | None = None  # columns that another conversation is about to compute
+    cached_tokens: int = 0
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    has_stop_string: bool = False
+
+    @property
+    def bans_stop_ids(self) -> bool:
+        return len(self.ids) < self.request.min_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """The columns of a released conversation that a fork needs."""
+
+    prefix: Prefix  # maybe longer than this fork needs
+    num_computed: int  # columns to copy
+    lineage: dict[str, Share]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Awaited:
+    """The first columns of another conversation, to be copied when they are computed."""
+
+    source: Conversation
+    num_columns: int
+
+
+class Batch:
+    """The requests of one engine and its KV cache. Used by one thread."""
+
+    def __init__(
+        self, config: EngineConfig, decoder: Decoder, weights: PublishedWeights, detokenize: Detokenizer | None
+    ) -> None:
+        self.sizes: StepSizes = all_sizes(decoder)
+        self.is_loading = False  # nothing is admitted while weights change
+        self._config, self._decoder, self._weights, self._detokenize = config, decoder, weights, detokenize
+        self._table = ConversationTable(config.slots)
+        self._waiting: deque[Job] = deque()
+        self._running: dict[Conversation, Job] = {}  # in order of their start
+        self._refused: dict[str, str] = {}  # a refused request -> the tail of the conversation that it would have continued
+        self._static = open_static_steps(config, decoder)
+        self._prompts: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()  # that no slot holds; least recently used first
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._running)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The requests that run or wait."""
+        return [job.request.id for job in (*self._running.values(), *self._waiting)]
+
+    def arrive(self, job: Job) -> None:
+        """Take a request in, at once if it goes on in place, else into the queue."""
+        request = job.request
+        parent = self._table.holder(request.extends)
+        try:
+            if self._is_in_use(request.id):
+                raise StropError(f"request {request.id}: an earlier request of that id was not released.")
+            if parent is not None:
+                is_whole = parent.tail == request.extends
+                check_prefix(request, parent.ids if is_whole else parent.ids[: request.at])
+        except StropError as error:
+            self._refuse(job, error)
+            return
+        conversation = self._table.continued_by(request)
+        if conversation is None:
+            self._waiting.append(job)
+        elif self._may_sample(job):
+            conversation.num_computed = min(conversation.num_computed, len(request.ids) - 1)
+            self._table.continue_(conversation, request)
+            self._start(job, conversation, cached_tokens=conversation.num_computed)
+
+    def admit(self) -> None:
+        """Start waiting requests, in order of arrival, while there are slots."""
+        while self._waiting and self._table.next_slot is not None and not self.is_loading:
+            job = self._waiting.popleft()
+            if job.future.done() or not self._may_sample(job):
+                continue
+            if parent := self._table.holder(job.request.extends):
+                self._start_fork(job, parent)
+            elif job.snapshot is not None:
+                conversation = self._open(job.request, job.snapshot.lineage, is_fork=True)
+                self._decoder.cache.copy_in(conversation.slot, job.snapshot.prefix, job.snapshot.num_computed)
+                conversation.num_computed = job.snapshot.num_computed
+                self._start(job, conversation, cached_tokens=conversation.num_computed)
+            else:
+                self._start_afresh(job)
+
+    def step(self) -> None:
+        """Compute a token for every running request with a complete prompt, and chunks of the other prompts."""
+        self._close_ranks()
+        self._copy_awaited()
+        ready = sorted(
+            (each for each in self._running if not each.num_missing and self._running[each].awaits is None),
+            key=lambda each: each.slot,
+        )
+        chunks = self._chunks()
+        if not self.sizes.can_mix:
+            for chunk in chunks:
+                self._compute((), [chunk])
+            chunks = []
+        elif self._static is not None and chunks:
+            self._compute((), chunks)
+            chunks = []
+        if self._static is not None and ready:
+            self._take(ready, self._static.step([self._static_row(each) for each in ready], self.sizes))
+        elif ready or chunks:
+            logits = self._compute(ready, chunks)
+            if ready:
+                self._take(ready, self._draw(ready, logits).rows())
+
+    def discard(self, request_id: str) -> None:
+        """Free the slot or queue place of a conversation, by its newest request. Cancels the request if it runs."""
+        request_id = self._refused.pop(request_id, request_id)
+        for job in self._waiting:
+            if job.request.id == request_id:
+                self._waiting.remove(job)
+                job.future.cancel()
+                return
+        if conversation := self._table.by_tail(request_id):
+            if job_running := self._running.pop(conversation, None):
+                job_running.future.cancel()
+            self._table.close(conversation)
+            self._keep_for_forks(conversation)
+            self._free_followers(conversation)
+
+    def abandon(self, future: Future[Completion]) -> None:
+        """Discard the request whose future this is, unless it has ended."""
+        for job in (*self._waiting, *self._running.values()):
+            if job.future is future:
+                self.discard(job.request.id)
+                return
+
+    def note_refusal(self, request: CompletionRequest) -> None:
+        """Record a refused request: its id releases the conversation that it would have continued."""
+        if conversation := self._table.continued_by(request):
+            self._refused[request.id] = conversation.tail
+
+    def clear(self) -> None:
+        """Forget all conversations and the KV cache. No request may be running."""
+        self._table.close_all()
+        self._refused.clear()
+        self._prompts.clear()
+        self._decoder.cache.clear()
+        if self._static is not None:
+            self._static.expect_load()
+
+    def _is_in_use(self, request_id: str) -> bool:
+        return self._table.holder(request_id) is not None or any(job.request.id == request_id for job in self._waiting)
+
+    def _refuse(self, job: Job, error: StropError) -> None:
+        self.note_refusal(job.request)
+        fail(job.future, error)
+
+    def _may_sample(self, job: Job) -> bool:
+        try:
+            self._weights.verify(is_idle=not self._running)
+        except WeightsNotProven as error:
+            self._refuse(job, error)
+            return False
+        return True
+
+    def _start(self, job: Job, conversation: Conversation, *, cached_tokens: int) -> None:
+        job.cached_tokens = cached_tokens
+        self._running[conversation] = job
+
+    def _start_fork(self, job: Job, parent: Conversation) -> None:
+        request = job.request
+        reused = parent.lineage[request.extends].reusable_by(request)
+        conversation = self._open(request, parent.lineage_of_fork(request.at, reused), is_fork=True)
+        job.awaits = Awaited(source=parent, num_columns=reused)
+        self._start(job, conversation, cached_tokens=reused)
+
+    def _start_afresh(self, job: Job) -> None:
+        """Begin a conversation; copy the KV cache of another conversation with the same prompt."""
+        ids, num_columns = job.request.ids, len(job.request.ids) - 1
+        held_in = self._table.slot_with(ids)
+        computing = self._table.computing(ids)
+        prompt = self._prompts.pop(ids, None)
+        conversation = self._open(job.request, {}, is_fork=False)
+        if held_in is not None or prompt is not None:
+            if held_in is not None and held_in != conversation.slot:
+                self._decoder.cache.copy_across(held_in, conversation.slot, num_columns)
+            elif held_in is None and prompt is not None:
+                self._decoder.cache.copy_in(conversation.slot, prompt, num_columns)
+            conversation.num_computed = num_columns
+        elif computing is not None:
+            job.awaits = Awaited(source=computing, num_columns=num_columns)
+        is_shared = conversation.num_computed or job.awaits
+        self._start(job, conversation, cached_tokens=num_columns if is_shared else 0)
+
+    def _open(self, request: CompletionRequest, lineage: dict[str, Share], *, is_fork: bool) -> Conversation:
+        slot = self._table.next_slot
+        assert slot is not None
+        self._keep_prompt(slot, but_not=() if is_fork else request.ids)
+        return self._table.open(request, lineage, is_fork=is_fork)
+
+    def _keep_prompt(self, slot: int, *, but_not: tuple[int, ...] = ()) -> None:
+        """Copy the prompt that a free slot holds before the slot is written to, unless another slot holds it too."""
+        opening = self._table.only_opening(slot)
+        if len(opening) < 2 or opening == but_not or not self._config.cached_prompts:
+            return
+        self._prompts[opening] = self._decoder.cache.copy_out(slot, len(opening) - 1)
+        if len(self._prompts) > self._config.cached_prompts:
+            self._prompts.popitem(last=False)
+
+    def _close_ranks(self) -> None:
+        """Move conversations from the highest slots to free lower ones if that makes a step smaller."""
+        sizes, table = self.sizes, self._table
+        fewest = sizes.slots_covering(max(1, table.num_open))
+        while table.num_open and table.highest.slot >= fewest:
+            conversation, slot = table.highest, table.next_slot
+            assert slot is not None
+            self._keep_prompt(slot)
+            if conversation.num_computed:
+                self._decoder.cache.copy_across(conversation.slot, slot, conversation.num_computed)
+            table.move(conversation)
+
+    def _copy_awaited(self) -> None:
+        for conversation, job in self._running.items():
+            awaited = job.awaits
+            if awaited is not None and awaited.source.num_computed >= awaited.num_columns:
+                if awaited.num_columns:
+                    self._decoder.cache.copy_across(awaited.source.slot, conversation.slot, awaited.num_columns)
+                conversation.num_computed = awaited.num_columns
+                job.awaits = None
+
+    def _chunks(self) -> list[Chunk]:
+        """Return the next chunks of incomplete prompts, oldest requests first.
+
+        The bounds of a chunk depend only on its own conversation, and so do its bits.
+        """
+        chunks: list[Chunk] = []
+        num_left = CHUNK_BUDGET
+        for conversation, job in self._running.items():
+            start, end = conversation.num_computed, len(conversation.ids) - 1
+            while job.awaits is None and start < end:
+                length = min(CHUNK_MAX, end - start)
+                num_left -= length
+                if num_left < 0:
+                    return chunks
+                chunks.append(Chunk(slot=conversation.slot, start=start, ids=conversation.ids[start : start + length]))
+                start += length
+                conversation.num_computed = start
+        return chunks
+
+    def _compute(self, ready: Sequence[Conversation], chunks: Sequence[Chunk]) -> Tensor:
+        """(rows, V) logits of the conversations that are `ready`."""
+        shape = self.sizes.shape(
+            num_rows=len(ready),
+            num_chunk_tokens=sum(len(chunk.ids) for chunk in chunks),
+            num_slots=ready[-1].slot + 1 if ready else 1,
+            num_columns=max((len(each.ids) for each in ready), default=1),
+        )
+        rows = Rows(
+            slots=[each.slot for each in ready],
+            ids=[each.ids[-1] for each in ready],
+            positions=[len(each.ids) - 1 for each in ready],
+        )
+        return self._decoder.step(rows, chunks, shape)
+
+    def _draw(self, ready: Sequence[Conversation], logits: Tensor) -> Draw:
+        jobs = [self._running[conversation] for conversation in ready]
+        bans = [(row, stop_id) for row, job in enumerate(jobs) if job.bans_stop_ids for stop_id in job.request.stop_ids]
+        device = self._decoder.device
+        banned = None
+        if bans:
+            banned = torch.zeros_like(logits, dtype=torch.bool)
+            banned[[row for row, _ in bans], [stop_id for _, stop_id in bans]] = True
+        return draw(
+            logits,
+            torch.tensor([job.request.temperature for job in jobs], device=device),
+            torch.tensor([job.uniforms[len(job.ids)] for job in jobs], dtype=torch.float64, device=device),
+            banned,
+        )
+
+    def _static_row(self, conversation: Conversation) -> StaticRow:
+        job = self._running[conversation]
+        return StaticRow(
+            slot=conversation.slot,
+            id=conversation.ids[-1],
+            position=len(conversation.ids) - 1,
+            uniform=job.uniforms[len(job.ids)],
+            temperature=job.request.temperature,
+            banned=tuple(job.request.stop_ids) if job.bans_stop_ids else (),
+        )
+
+    def _take(self, ready: Sequence[Conversation], drawn: DrawnRows) -> None:
+        """Append the drawn tokens, and end the requests that are done."""
+        if not math.isfinite(sum(drawn.logprobs)):
+            raise EngineLost("the model's logits are not finite: the published weights are broken.")
+        for conversation, token, logprob, entropy in zip(ready, drawn.ids, drawn.logprobs, drawn.entropies, strict=True):
+            job = self._running[conversation]
+            job.ids.append(token)
+            job.logprobs.append(logprob)
+            job.entropies.append(entropy)
+            conversation.num_computed += 1
+            conversation.ids.append(token)
+            if finish_reason := self._finish_reason(job, token):
+                self._finish(job, conversation, finish_reason)
+
+    def _finish_reason(self, job: Job, token: int) -> FinishReason | None:
+        request = job.request
+        if token in request.stop_ids:
+            return FinishReason.STOP
+        if request.stop_strings and self._detokenize is not None:
+            # A stop string ends in the newest token or was found before; a token may be as short as a quarter character.
+            window = 4 * max(len(stop) for stop in request.stop_strings) + 4
+            text = self._detokenize(job.ids[-window:])
+            job.has_stop_string = job.has_stop_string or any(stop in text for stop in request.stop_strings)
+            if job.has_stop_string and len(job.ids) >= request.min_tokens:
+                return FinishReason.STOP
+        return FinishReason.LENGTH if len(job.ids) == request.max_tokens else None
+
+    def _finish(self, job: Job, conversation: Conversation, finish_reason: FinishReason) -> None:
+        del self._running[conversation]
+        self._table.end(conversation)
+        resolve(
+            job.future,
+            Completion(
+                ids=tuple(job.ids),
+                logprobs=tuple(job.logprobs),
+                entropies=tuple(job.entropies),
+                is_forced=(False,) * len(job.ids),
+                policy_version=self._weights.version,
+                finish_reason=finish_reason,
+                cached_tokens=job.cached_tokens,
+            ),
+        )
+
+    def _keep_for_forks(self, gone: Conversation) -> None:
+        """Copy the columns that only `gone` holds and waiting forks of it need, before its slot is reused."""
+        forks = [
+            job
+            for job in self._waiting
+            if job.snapshot is None and job.request.extends in gone.lineage and not self._table.holder(job.request.extends)
+        ]
+        if not forks:
+            return
+        reusable = (gone.lineage[job.request.extends].reusable_by(job.request) for job in forks)
+        lengths = [min(length, gone.num_computed) for length in reusable]
+        prefix = self._decoder.cache.copy_out(gone.slot, max(lengths))
+        for job, length in zip(forks, lengths, strict=True):
+            lineage = gone.lineage_of_fork(job.request.at, length)
+            job.snapshot = Snapshot(prefix=prefix, num_computed=length, lineage=lineage)
+
+    def _free_followers(self, gone: Conversation) -> None:
+        """Let conversations that wait for columns of `gone` compute their prompts themselves."""
+        for conversation, job in self._running.items():
+            if job.awaits is not None and job.awaits.source is gone:
+                job.awaits, job.cached_tokens = None, 0
+                conversation.lineage = {job.request.id: conversation.lineage[job.request.id]}
+
+
+def resolve(future: Future[ResultT], result: ResultT) -> None:
+    try:
+        future.set_result(result)
+    except InvalidStateError:  # the caller was cancelled
+        return
+
+
+def fail(future: Future[Any], error: StropError) -> None:
+    try:
+        future.set_exception(error)
+    except InvalidStateError:  # the caller was cancelled
+        return

@@ -1,0 +1,102 @@
+"""Compiles functions in C for machines with a compiler and AVX-512 BF16, and compares them with torch before use."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+_log = logging.getLogger(__name__)
+_HEADER = Path(__file__).with_name("avx512.h")
+_COMPILE = ("-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-std=gnu11")
+_PROCESSOR = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma")
+_NEEDED_FLAGS = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16", "fma"}  # as /proc/cpuinfo names them
+_COMPILE_LIMIT_S = 120
+
+
+def proven(source: Path, wrap: Callable[[ctypes.CDLL], _T], is_proven: Callable[[_T], bool]) -> _T | None:
+    """Return the functions of `source`, or None if they cannot be compiled here or differ from torch. The log gives the reason.
+
+    Args:
+        wrap: the library in Python.
+        is_proven: whether it gives what torch gives.
+    """
+    try:
+        if not _has_processor():
+            return None
+        functions = wrap(ctypes.CDLL(str(_library(source))))
+        # In a separate thread: the first caller may be inside autocast, inference mode or a checkpoint of activations.
+        with ThreadPoolExecutor(max_workers=1) as aside:
+            are_right = aside.submit(is_proven, functions).result()
+        if are_right:
+            return functions
+        _log.warning("the compiled functions of %s differ from torch on this machine: torch's own operators are used", source)
+    except (OSError, subprocess.SubprocessError) as error:
+        words = getattr(error, "stderr", None)
+        _log.info("no compiled kernels, torch's own operators are used: %s", (words or str(error)).strip())
+    return None
+
+
+def _has_processor() -> bool:
+    """Return whether the processor has the instructions. Only Linux on x86-64 can."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return set(flags.split()) >= _NEEDED_FLAGS
+
+
+def _library(source: Path) -> Path:
+    """Where the compiled code is, in the user's cache directory; compiles it first where it is not there yet.
+
+    Raises:
+        OSError: there is no compiler, or nowhere to write.
+        subprocess.SubprocessError: it failed.
+    """
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise OSError("there is no C compiler (cc, gcc or clang)")
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)
+    flags = (*_COMPILE, *_PROCESSOR)
+    content = "\n".join((source.read_text(), _HEADER.read_text(), *flags, version.stdout, torch.__version__))
+    name = f"{source.stem}-{hashlib.sha256(content.encode()).hexdigest()[:16]}.so"
+    place = _private_directory() / name
+    if not place.exists():
+        with tempfile.TemporaryDirectory(dir=place.parent) as scratch:
+            made, code = Path(scratch, "kernels.o"), Path(scratch, name)
+            # Not linked with OpenMP: its functions are those of torch's own copy, so that both have one pool of threads.
+            for command in (
+                [compiler, *flags, f"-I{_HEADER.parent}", "-c", "-o", str(made), str(source)],
+                [compiler, "-shared", "-o", str(code), str(made), "-lm"],
+            ):
+                subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_LIMIT_S)
+            code.replace(place)
+    return place
+
+
+def _private_directory() -> Path:
+    """Return strop's cache directory of the user, which no other user can write to.
+
+    Raises:
+        OSError: it belongs to somebody else, or cannot be made.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    place = Path(base, "strop")
+    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = place.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise OSError(f"{place} can be written to by others; code from it is not run")
+    return place

@@ -1,0 +1,190 @@
+"""Attention, norms and the KV cache of a decode step in C, where this machine has a C compiler and AVX-512 BF16.
+
+torch's own operators read the cache at half the speed of this memory and cost their dispatch, dozens of times a layer. Where
+`kernels.c` cannot be compiled or is not proven (`strop.engine.torch.cpu.compiled`), they do the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from strop.engine.torch.cpu.compiled import proven
+from strop.engine.torch.kv_cache import KV_STEP
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_PAIRED, _LANES, _MAX_DIM, _MAX_GROUP = 32, 16, 256, 16  # of kernels.c and avx512.h
+_INT, _FLOAT, _PLACE = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class Kernels:
+    """The compiled functions. All tensors are contiguous, bfloat16 and on the CPU; slots and lengths are int64."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend, self._norm, self._place = library.strop_attend, library.strop_norm, library.strop_place
+        self._attend.argtypes = [_INT] * 8 + [_PLACE] * 7 + [_FLOAT, _PLACE]
+        self._norm.argtypes = [_INT] * 3 + [_PLACE] * 2 + [_FLOAT, _PLACE]
+        self._place.argtypes = [_INT] * 7 + [_PLACE] * 5 + [_FLOAT] + [_PLACE] * 4
+        for function in (self._attend, self._norm, self._place):
+            function.restype = None
+
+    def attend(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        lenders: Tensor,
+        lent: Tensor,
+        *,
+        num_heads: int,
+    ) -> Tensor:
+        """What the queries of each token read: softmax(query keysᵀ / sqrt(head_dim)) values, the softmax in float32.
+
+        Args:
+            qkv: (N, (heads + 2 kv_heads) * head_dim), the queries first.
+            keys, values: the cache of one layer, (blocks, slots, kv_heads, columns of a block, head_dim).
+            slots, lengths: (n,) of the first n <= N tokens: which slot a token reads, and how many of its columns.
+            lenders, lent: (n,): a slot whose first so many columns are the same, and are read there; it changes no bit.
+
+        Returns:
+            (N, heads * head_dim); zeros beyond n.
+        """
+        _, _, num_kv_heads, block, head_dim = keys.shape
+        num_tokens, width = len(slots), num_heads * head_dim
+        out = qkv.new_empty(len(qkv), width)
+        if num_tokens < len(qkv):
+            out[num_tokens:] = 0
+        self._attend(
+            torch.get_num_threads(),
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block,
+            keys.stride(0),
+            qkv.shape[1],
+            qkv.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            slots.data_ptr(),
+            lengths.data_ptr(),
+            lenders.data_ptr(),
+            lent.data_ptr(),
+            head_dim**-0.5,
+            out.data_ptr(),
+        )
+        return out
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm over the last axis of (N, width)."""
+        out = torch.empty_like(x)
+        self._norm(torch.get_num_threads(), *x.shape, x.data_ptr(), weight.data_ptr(), eps, out.data_ptr())
+        return out
+
+    def place(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        *,
+        num_heads: int,
+        tables: tuple[Tensor, Tensor],
+        norms: tuple[Tensor | None, Tensor | None],
+        eps: float,
+    ) -> None:
+        """Norm and turn queries and keys of the first n <= N tokens in place, and put their keys and values into the cache.
+
+        Args:
+            qkv, keys, values, slots: as for `attend`.
+            positions: (n,), the column that each token takes.
+            tables: cos and sin of every position, (positions, head_dim), the first half of each sin negated.
+            norms: the weights of the norms of queries and keys, (head_dim,), where there are any.
+        """
+        _, _, num_kv_heads, block, head_dim = keys.shape
+        cosines, sines = tables
+        q_norm, k_norm = (None if weight is None else weight.data_ptr() for weight in norms)
+        self._place(
+            torch.get_num_threads(),
+            len(slots),
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block,
+            keys.stride(0),
+            qkv.data_ptr(),
+            cosines.data_ptr(),
+            sines.data_ptr(),
+            q_norm,
+            k_norm,
+            eps,
+            slots.data_ptr(),
+            positions.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+        )
+
+
+def kernels_for(
+    *, dtype: torch.dtype, device: torch.device, head_dim: int, num_heads: int, num_kv_heads: int, hidden_size: int
+) -> Kernels | None:
+    """The compiled functions, if they are made for such a model and this machine can have them."""
+    fits = (
+        dtype is torch.bfloat16
+        and device.type == "cpu"
+        and head_dim % _PAIRED == 0
+        and head_dim <= _MAX_DIM
+        and num_heads % num_kv_heads == 0
+        and num_heads // num_kv_heads <= _MAX_GROUP
+        and hidden_size % _LANES == 0
+    )
+    return _compiled() if fits else None
+
+
+@cache
+def _compiled() -> Kernels | None:
+    return proven(_SOURCE, Kernels, _is_proven)
+
+
+@torch.inference_mode()
+def _is_proven(kernels: Kernels) -> bool:
+    """Whether a small attention, its rotations and norms included, is torch's to the rounding of bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    num_heads, num_kv_heads, dim, eps = 6, 2, 64, 1e-5
+    keys, values = some(2, 3, num_kv_heads, KV_STEP, dim), some(2, 3, num_kv_heads, KV_STEP, dim)
+    qkv, q_norm, k_norm = some(4, (num_heads + 2 * num_kv_heads) * dim), some(dim), some(dim)
+    angles = torch.rand(2 * KV_STEP, dim, generator=generator)
+    tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+    slots, lengths = torch.tensor([0, 2, 2]), torch.tensor([1, KV_STEP + 17, 30])
+    heads = qkv[:3].view(3, -1, dim).float()
+    kernels.place(qkv, keys, values, slots, lengths - 1, num_heads=num_heads, tables=tables, norms=(q_norm, k_norm), eps=eps)
+    keys[:, 1, :, :32], values[:, 1, :, :32] = keys[:, 2, :, :32], values[:, 2, :, :32]  # where slot 2 may read, too
+    lent = torch.tensor([0, 32, 17])
+    attended = kernels.attend(qkv, keys, values, slots, lengths, torch.ones_like(slots), lent, num_heads=num_heads)
+    attended = attended.view(4, num_heads, dim)
+    num_turned = num_heads + num_kv_heads
+    weights = torch.cat((q_norm.expand(num_heads, dim), k_norm.expand(num_kv_heads, dim))).float()
+    normed = torch.nn.functional.rms_norm(heads[:, :num_turned], (dim,), eps=eps) * weights
+    cosines, sines = (table[lengths - 1].float().unsqueeze(1) for table in tables)
+    turned = normed * cosines + normed.roll(dim // 2, -1) * sines
+    is_right = torch.allclose(qkv[:3, : num_turned * dim].view(3, -1, dim).float(), turned, rtol=0.02, atol=0.02)
+    for token, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+        own_keys, own_values = (
+            cache[:, slot].transpose(0, 1).reshape(num_kv_heads, -1, dim)[:, :length].float() for cache in (keys, values)
+        )
+        is_right &= torch.equal(own_values[:, -1], heads[token, num_turned:])
+        query = qkv[token, : num_heads * dim].view(num_kv_heads, -1, dim).float()
+        expected = (query @ own_keys.mT * dim**-0.5).softmax(-1) @ own_values
+        is_right &= torch.allclose(attended[token].float(), expected.reshape(num_heads, dim), rtol=0.02, atol=0.02)
+    return is_right and not attended[3].any()

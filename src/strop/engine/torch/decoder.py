@@ -1,0 +1,145 @@
+"""The forward of a Llama-like decoder over a KV cache with a fixed number of slots.
+
+Written for few operations, because a small model's step on a CPU is mostly overhead: q, k and v are one product, residuals,
+activations and gates are part of the products, and q and k turn together. Every function is the same arithmetic as
+`transformers`' own forward up to rounding; tests hold the gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from strop.engine.model_directory import Architecture
+from strop.engine.torch.attention import Tables, Tokens, attention_over
+from strop.engine.torch.kv_cache import KvCache
+from strop.engine.torch.step_sizes import Chunk, Rows, StepShape
+from strop.engine.torch.weights import DecoderWeights, LayerWeights
+from strop.errors import ModelError
+
+
+class Decoder:
+    """Weights, KV cache and one step: a token for each of many conversations, and chunks of prompts."""
+
+    def __init__(self, model_config: Any, *, dtype: torch.dtype, device: torch.device, num_slots: int, max_length: int) -> None:
+        self.architecture = Architecture.of(model_config, max_length=max_length)
+        self.weights = DecoderWeights(self.architecture, dtype=dtype, device=device)
+        self.device, self.num_slots = device, num_slots
+        self.cache = KvCache(self.architecture, dtype=dtype, device=device, num_slots=num_slots, num_columns=max_length)
+        self.num_columns = self.cache.num_columns
+        self._tables = self._rotary_tables(model_config, dtype)
+        self._attention: Any = attention_over(self.cache, self.architecture, self._tables)
+
+    def step(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape, *, num_layers: int | None = None) -> Tensor:
+        """Compute every token of `rows` and `chunks` and leave its keys and values in the cache.
+
+        Rows and chunks do not see each other, except that a chunk may go on where another of the same slot ended.
+
+        Args:
+            num_layers: stop after so many, to measure with.
+
+        Returns:
+            (rows, V) logits in the engine's dtype.
+        """
+        ids, tokens = self._tokens(rows, chunks, shape)
+        plan = self._attention.plan(tokens, rows, chunks, shape)
+        logits = self._forward(ids, plan, shape.num_rows, num_layers)
+        return logits[: len(rows.slots)]
+
+    def step_slots(self, ids: Tensor, positions: Tensor, num_columns: int) -> Tensor:
+        """As `step`, of one token for each of the first slots. Nothing but sizes decides what is computed, and where.
+
+        Args:
+            ids, positions: int64 (slots,), on the device. A slot that has no token takes the last position of the cache.
+            num_columns: of each slot that is read.
+
+        Returns:
+            (slots, V) logits in the engine's dtype.
+        """
+        num_slots = len(ids)
+        slots = torch.arange(num_slots, device=self.device)
+        tokens = Tokens(
+            positions=positions,
+            slots=slots,
+            lenders=slots,
+            lent=torch.zeros_like(slots),
+            num_rows=num_slots,
+            num_real=num_slots,
+        )
+        return self._forward(ids, self._attention.plan_slots(tokens, num_columns), num_slots, None)
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of every buffer that a step reads or writes and that outlives it."""
+        kept = (self.cache.keys, self.cache.values, *self._attention.buffers)
+        return (*self.weights.addresses(), *(tensor.data_ptr() for tensor in kept))
+
+    def _forward(self, ids: Tensor, plan: Any, num_rows: int, num_layers: int | None) -> Tensor:
+        attention = self._attention
+        hidden = F.embedding(ids, self.weights.embedding)
+        num_layers = num_layers or self.architecture.num_layers
+        for index, layer in enumerate(self.weights.layers[:num_layers]):
+            qkv = layer.qkv.product(attention.norm(hidden, layer.input_norm), layer.qkv_bias)
+            is_last = index == num_layers - 1
+            if is_last:  # of chunks, only keys and values are wanted
+                hidden = hidden[:num_rows]
+            attended = attention.read(layer, index, qkv, plan, with_chunks=not is_last)
+            hidden = self._finish_layer(layer, hidden, _padded(attended, len(hidden)))
+        return self.weights.head.product(attention.norm(hidden, self.weights.norm))
+
+    def _tokens(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> tuple[Tensor, Tokens]:
+        """Ids (N,) and places of all tokens of a step, padding included."""
+        ids, positions, slots = list(rows.ids), list(rows.positions), list(rows.slots)
+        for chunk in chunks:
+            ids += chunk.ids
+            positions += range(chunk.start, chunk.start + len(chunk.ids))
+            slots += [chunk.slot] * len(chunk.ids)
+        for slot, position in zip(slots, positions, strict=True):
+            self.cache.note_write(slot, position)
+        lenders, lent = zip(*map(self.cache.loan, slots), strict=True) if slots else ((), ())
+        num_real = len(ids)
+        padding = [0] * (shape.num_tokens - num_real)
+        columns = [[*column, *padding] for column in (ids, positions, slots, lenders, lent)]
+        all_ids, all_positions, all_slots, all_lenders, all_lent = torch.tensor(columns, device=self.device)
+        return all_ids, Tokens(
+            positions=all_positions,
+            slots=all_slots,
+            lenders=all_lenders,
+            lent=all_lent,
+            num_rows=len(rows.slots),
+            num_real=num_real,
+        )
+
+    def _finish_layer(self, layer: LayerWeights, hidden: Tensor, attended: Tensor) -> Tensor:
+        """The rest of a layer, after attention."""
+        hidden = layer.output.onto(hidden, attended, layer.output_bias)
+        normed = self._attention.norm(hidden, layer.mlp_norm)
+        gated = layer.up.times(layer.gate.silu(normed, layer.gate_bias), normed, layer.up_bias)
+        return layer.down.onto(hidden, gated, layer.down_bias)
+
+    def _rotary_tables(self, model_config: Any, dtype: torch.dtype) -> Tables:
+        """From `transformers`' own class, which is the same for every architecture that is implemented."""
+        rotary = LlamaRotaryEmbedding(model_config)
+        positions = torch.arange(self.num_columns)
+        if self.architecture.rope_limit is not None:  # columns beyond it exist for padding only
+            positions = positions.clamp_max(self.architecture.rope_limit - 1)
+        cos, sin = rotary(torch.zeros((), dtype=dtype), positions[None])
+        if cos.shape[-1] != self.architecture.head_dim:
+            raise ModelError(
+                f"the torch engine does not implement rotary embeddings of a part of each head ({cos.shape[-1]} of"
+                f" {self.architecture.head_dim}), which this {self.architecture.model_type} model uses."
+            )
+        sign = torch.ones(self.architecture.head_dim, dtype=dtype)
+        sign[: len(sign) // 2] = -1  # where rotate_half negates
+        return cos[0].contiguous().to(self.device), (sin[0] * sign).to(self.device)
+
+
+def _padded(tokens: Tensor, num_tokens: int) -> Tensor:
+    """`tokens` (N, width) with rows of zeros appended, up to `num_tokens` of them; or its first ones."""
+    if len(tokens) >= num_tokens:
+        return tokens[:num_tokens]
+    return F.pad(tokens, (0, 0, 0, num_tokens - len(tokens)))

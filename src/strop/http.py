@@ -1,0 +1,316 @@
+"""Asks services over HTTP: rate limits, retries, and JSON in both directions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import httpx2
+from pydantic import Field
+
+from strop.config import Config
+from strop.deadline import clock_stopped
+from strop.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Parsed = TypeVar("Parsed")
+_RETRY_STATUS = frozenset({408, 425, 429})  # and every 5xx
+_KEY_STATUS = frozenset({401, 402, 403})
+_ADDRESS_STATUS = frozenset({404, 405, 410})  # and every 3xx: redirections are not followed
+_REQUEST_STATUS = frozenset({400, 413, 422})
+
+
+class ServiceRefused(UserError):  # noqa: N818 - named for what happened
+    """A service gave no usable answer in any try, or one that another try would not change."""
+
+    def __init__(self, message: str, *, status: int | None = None, said: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        """Of an answer that another try would not change; None if there was none."""
+        self.said = said
+        """The beginning of such an answer."""
+
+    @property
+    def is_of_what_was_asked(self) -> bool:
+        """Whether the fault is in this request, for example its length, so that another request may succeed."""
+        return self.status in _REQUEST_STATUS
+
+
+class ServiceLimits(Protocol):
+    """Limits of the requests to a service; configs have them as keys."""
+
+    @property
+    def key_env(self) -> str | None: ...
+    @property
+    def timeout_s(self) -> float: ...
+    @property
+    def retries(self) -> int: ...
+    @property
+    def backoff_s(self) -> float: ...
+    @property
+    def rate_per_s(self) -> float | None: ...
+
+
+def read_key(limits: ServiceLimits, url: str) -> str:
+    """The key from its environment variable; empty for a service without a key.
+
+    Raises:
+        UserError: the variable is not set.
+    """
+    key = "" if limits.key_env is None else os.environ.get(limits.key_env, "")
+    if limits.key_env is not None and not key:
+        raise UserError(
+            f"the service at {url} needs a key, and the environment variable {limits.key_env} is not set. Set it, or"
+            " change key_env."
+        )
+    return key
+
+
+class PatientClient:
+    """A client of one service for many callers of one event loop. It opens with the first request.
+
+    Args:
+        max_pause_s: the longest pause between two tries, also if the service asks for more.
+        max_running: the most requests at once; None for no limit.
+    """
+
+    def __init__(self, limits: ServiceLimits, *, max_pause_s: float, max_running: int | None = None) -> None:
+        self._limits, self._max_pause_s, self._max_running = limits, max_pause_s, max_running
+        self._client: httpx2.AsyncClient | None = None
+        self._running: AbstractAsyncContextManager[None] = (
+            nullcontext() if max_running is None else asyncio.Semaphore(max_running)
+        )
+        self._next_start = 0.0  # on the loop's clock
+        self._draw = random.Random(0)  # for pauses only
+
+    async def ask(
+        self,
+        send: Callable[[httpx2.AsyncClient], Awaitable[httpx2.Response]],
+        parse: Callable[[Any], Parsed],
+        *,
+        place: str,
+        hints: Mapping[int, str] | None = None,
+    ) -> Parsed:
+        """The result of `parse` on the JSON of the answer.
+
+        Args:
+            parse: raises `ServiceRefused` for an invalid answer, which is retried; other errors are passed on.
+            place: the name of the service in messages.
+            hints: by status, a remedy for the message; statuses of keys and addresses have one.
+
+        Raises:
+            ServiceRefused: no try gave an answer, or another try would not change it.
+        """
+        fault, num_tries = "", 1 + self._limits.retries
+        async with self._running:
+            for number in range(1, num_tries + 1):
+                await self._pace()
+                asked_pause_s = 0.0
+                try:
+                    async with asyncio.timeout(self._limits.timeout_s):  # httpx2 limits each wait, not the request
+                        response = await send(self._opened())
+                    if response.status_code < 300:
+                        return parse(_json(response, place))
+                    fault = self._fault(response, place, hints or {})
+                    asked_pause_s = _seconds(response.headers.get("Retry-After", ""))
+                except TimeoutError:
+                    fault = f"{place} gave no answer within timeout_s = {self._limits.timeout_s:g}"
+                except (httpx2.InvalidURL, httpx2.UnsupportedProtocol) as error:
+                    raise ServiceRefused(f"{place} is no address: {error} Write it as in http://127.0.0.1:8000.") from error
+                except httpx2.RequestError as error:
+                    fault = f"{place} cannot be reached ({type(error).__name__}: {error})"
+                except ServiceRefused as refused:
+                    if refused.status is not None:
+                        raise
+                    fault = str(refused)
+                logger.warning("try %d of %d failed: %s", number, num_tries, fault)
+                if number < num_tries:
+                    pause_s = self._limits.backoff_s * 2 ** (number - 1) * self._draw.uniform(0.75, 1.25)
+                    await asyncio.sleep(min(max(pause_s, asked_pause_s), self._max_pause_s))
+        raise ServiceRefused(f"{fault.rstrip('.')}; that was the last of {num_tries} tries.")
+
+    async def close(self) -> None:
+        """Safe to call twice."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    def _opened(self) -> httpx2.AsyncClient:
+        if self._client is None:
+            keys: dict[str, Any] = {"timeout": self._limits.timeout_s}
+            if self._max_running is not None:
+                keys["limits"] = httpx2.Limits(max_connections=self._max_running, max_keepalive_connections=self._max_running)
+            self._client = httpx2.AsyncClient(**keys)
+        return self._client
+
+    async def _pace(self) -> None:
+        if self._limits.rate_per_s is None:
+            return
+        now = asyncio.get_running_loop().time()
+        start = max(now, self._next_start)
+        self._next_start = start + 1 / self._limits.rate_per_s
+        with clock_stopped():  # the start is fixed, so the wait does not count against the caller's deadline
+            await asyncio.sleep(start - now)
+
+    def _fault(self, response: httpx2.Response, place: str, hints: Mapping[int, str]) -> str:
+        """The fault of an answer that is worth another try. Raises `ServiceRefused` for any other answer."""
+        status, said = response.status_code, _in_short(response.text)
+        fault = f"{place} answered {status}: {said}"
+        if status in _RETRY_STATUS or status >= 500:
+            return fault
+        raise ServiceRefused(f"{fault.rstrip('.')}. {hints.get(status) or self._hint(status)}", status=status, said=said)
+
+    def _hint(self, status: int) -> str:
+        if status in _KEY_STATUS:
+            key = self._limits.key_env
+            return (
+                f"Is the key in {key} right, and paid for?"
+                if key
+                else "It needs a key: set key_env to its environment variable."
+            )
+        if status in _ADDRESS_STATUS or status < 400:
+            return "Is the address right?"
+        return "Another try would not change it."
+
+
+def _json(response: httpx2.Response, place: str) -> Any:
+    try:
+        return response.json()
+    except ValueError as error:
+        raise ServiceRefused(f"{place} answered without JSON: {_in_short(response.text)}") from error
+
+
+def _in_short(text: str) -> str:
+    return " ".join(text.split())[:200] or "nothing"
+
+
+def _seconds(retry_after: str) -> float:
+    return float(retry_after) if retry_after.strip().isdecimal() else 0.0
+
+
+_MAX_PAUSE_S = 60.0
+
+
+class WebServiceConfig(Config):
+    """A service and the limits for requests to it."""
+
+    url: str = Field(pattern=r"^https?://", description="Address of the service.")
+    key_env: str | None = Field(default=None, description="Environment variable with the key, which is sent as a bearer token.")
+    timeout_s: float = Field(default=60.0, gt=0, le=86_400, description="Time limit of one try.")
+    retries: int = Field(default=5, ge=0, le=1000, description="Tries after the first one.")
+    backoff_s: float = Field(
+        default=1.0, ge=0, le=3600, description="Pause before the first retry; doubled for each further one."
+    )
+    rate_per_s: float | None = Field(default=None, gt=0, le=1e6, description="Requests started per second. Unset: no limit.")
+    max_running: int = Field(default=16, ge=1, le=100_000, description="Concurrent requests.")
+
+
+class JsonService:
+    """POSTs JSON to one service and reads JSON back; for many callers of one event loop.
+
+    Args:
+        cache: where the caller stores replies, for error messages; None if it does not.
+
+    Raises:
+        UserError: the environment variable of the key is not set.
+    """
+
+    def __init__(self, config: WebServiceConfig, *, cache: str | None = None) -> None:
+        self._config = config
+        self._cache = cache
+        key = read_key(config, config.url)
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = PatientClient(config, max_pause_s=_MAX_PAUSE_S, max_running=config.max_running)
+
+    async def post(self, path: str, body: Mapping[str, Any], parse: Callable[[Any], Parsed]) -> Parsed:
+        """What `parse` returns for the answer. It raises `ServiceRefused` for a malformed answer, which is retried.
+
+        Raises:
+            ServiceRefused: no try gave an answer, or the service refused the request itself.
+        """
+        url = self._config.url.rstrip("/") + path
+
+        async def send(client: httpx2.AsyncClient) -> httpx2.Response:
+            return await client.post(url, json=body, headers=self._headers)
+
+        try:
+            return await self._client.ask(send, parse, place=url, hints=_hints(body))
+        except ServiceRefused as refused:
+            if refused.status is not None:
+                raise
+            raise ServiceRefused(
+                f"{refused} Repair the service, or give it more time (timeout_s, retries, backoff_s). {self._what_is_kept()}"
+            ) from refused
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    def _what_is_kept(self) -> str:
+        if self._cache is None:
+            return "The run keeps its judgements, and the same command continues from there."
+        return f"Its replies are stored in {self._cache}: the same command requests only the others."
+
+
+def _hints(body: Mapping[str, Any]) -> dict[int, str]:
+    """Possible causes of a refusal, by status and the keys of the request."""
+    hints: dict[int, str] = {}
+    if "model" in body:
+        hints[404] = f"Is the address right, and does it serve a model called {body['model']!r}?"
+    if "max_tokens" in body:
+        hints[400] = f"Is the request too long for it, with a reply of max_tokens = {body['max_tokens']}?"
+    if "seed" in body:
+        hints[400] = f"{hints.get(400, '')} Does it refuse the key `seed`? seeded = false omits it.".strip()
+    return hints
+
+
+logger = logging.getLogger(__name__)
+
+MAX_FROM_THE_START = 8
+"""Failures before the first judgement."""
+MAX_IN_A_ROW = 128
+"""Failures in a row after it: twice the largest group in use (64), since one bad request can fail with all its responses."""
+
+
+class Failures:
+    """Counts the responses in a row for which a service gave no judgement. Warns of the 1st, 2nd, 4th, 8th, ...
+
+    Args:
+        what: what happens to such a response, for messages.
+    """
+
+    def __init__(self, what: str = "not judged, and excluded from their groups") -> None:
+        self._what = what
+        self._has_succeeded = False
+        self._num_in_a_row = self._num = 0
+
+    def success(self) -> None:
+        """A judgement was given."""
+        self._has_succeeded, self._num_in_a_row = True, 0
+
+    def refused(self, error: ServiceRefused) -> None:
+        """The service refused one response.
+
+        Raises:
+            ServiceRefused: another response would be refused as well (`error` itself), or there were too many in a row.
+        """
+        if not error.is_of_what_was_asked:
+            raise error
+        self.add(str(error))
+
+    def add(self, reason: str) -> None:
+        """One response has no judgement. Raises `ServiceRefused` when there were too many in a row."""
+        self._num += 1
+        self._num_in_a_row += 1
+        if self._num_in_a_row >= (MAX_IN_A_ROW if self._has_succeeded else MAX_FROM_THE_START):
+            raise ServiceRefused(
+                f"{self._num_in_a_row} responses in a row were {self._what}. Check the server's log, its model and the length"
+                f" limits, and run the same command again. The last failure: {reason}"
+            )
+        if self._num.bit_count() == 1:  # 1, 2, 4, ...
+            logger.warning("%s: %d so far; the last: %s", self._what, self._num, reason)

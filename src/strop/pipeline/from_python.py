@@ -1,0 +1,78 @@
+"""Trains from Python: a recipe, or its keys as arguments."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from strop.errors import ConfigError
+from strop.pipeline.run import TrainResult
+from strop.pipeline.run import train as run_recipe
+from strop.recipe.graph import Product
+from strop.recipe.recipe import SHARED_TABLES, Recipe, resolve
+from strop.recipe.stage import STAGE_BEFORE, Stage
+from strop.registry import from_keys
+from strop.reports.console import ConsoleProgress
+from strop.stages.context import Progress
+
+
+def train(
+    recipe: Recipe | None = None, /, *, runs: str | Path = "runs", progress: Progress | None = None, **keys: Any
+) -> TrainResult:
+    """Run, or resume, a recipe, and return when it is done. Not for use in an event loop.
+
+    Args:
+        recipe: what to run; instead of `keys`.
+        runs: where run directories lie.
+        progress: shows how far the run is; the console by default.
+        **keys: keys of a recipe's root. `stages` may be a list: each stage is named by its kind (rl, rl-2), and a stage without
+            `init` starts from the stage before it. `model` is a model directory or hub id, and becomes the first stage. `name`
+            is the name of the script by default.
+
+    Raises:
+        UserError: a key is wrong, or the machine lacks what the recipe needs.
+    """
+    if (recipe is None) == (not keys):
+        raise ConfigError("train() takes a recipe, or the keys of one. Give either.")
+    found = recipe_of_keys(keys) if recipe is None else recipe
+    return asyncio.run(run_recipe(found, Path(runs) / found.name, progress=progress or ConsoleProgress()))
+
+
+def recipe_of_keys(keys: Mapping[str, Any]) -> Recipe:
+    """The recipe that the arguments of `train` describe. Raises `ConfigError`."""
+    tree = dict(keys)
+    tree.setdefault("name", Path(sys.argv[0]).stem or "run")
+    stages = tree.get("stages", {})
+    named = dict(stages) if isinstance(stages, Mapping) else _named(stages)
+    if "model" in tree:
+        named = {"model": Stage.of({"kind": "model", "path": str(tree.pop("model"))}), **named}
+    tree["stages"] = _with_init(named)
+    if shared := [key for key in SHARED_TABLES if key in tree and any(isinstance(each, Stage) for each in named.values())]:
+        raise ConfigError(f"{shared[0]}: stages that are made in Python do not read it from the root. Give it to each stage.")
+    return from_keys(Recipe, resolve(tree))
+
+
+def _named(stages: Sequence[Stage]) -> dict[str, Stage]:
+    named: dict[str, Stage] = {}
+    for stage in stages:
+        kind = stage.kind.rpartition(":")[2].lower()
+        number = sum(name == kind or name.startswith(f"{kind}-") for name in named) + 1
+        named[kind if number == 1 else f"{kind}-{number}"] = stage
+    return named
+
+
+def _with_init(stages: Mapping[str, Stage]) -> dict[str, Stage]:
+    """`stages`, each that has no `init` with the last stage before it that makes a model."""
+    found: dict[str, Stage] = {}
+    before = ""
+    for name, stage in stages.items():
+        if getattr(getattr(stage, "config", None), "init", None) == STAGE_BEFORE:
+            if not before:
+                raise ConfigError(f"stage {name!r} has no model to start from. Give train() a model, or the stage an init.")
+            stage = stage.replaced(init=before)
+        found[name] = stage
+        before = name if getattr(stage, "makes", None) is Product.MODEL else before
+    return found

@@ -1,0 +1,112 @@
+"""What a recipe would do, before it does it: stages, batch arithmetic, and estimates of tokens, memory and time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+import torch
+
+from strop import user_code
+from strop.config import import_code
+from strop.errors import TaskError, UserError
+from strop.recipe.recipe import Recipe
+from strop.recipe.stage import Estimate, Machine, Model
+from strop.reports.terminal import PlannedStage
+from strop.run_directory import RunDirectory
+from strop.runs.resume import Starts, named_starts, stages_until
+from strop.tasks.files import missing
+
+_TOKEN_SHARE = 1 / 3  # of the token limits, what the demo's stages were seen to use
+
+
+def plan(recipe: Recipe, *, until: str | None = None, start: Starts = ()) -> list[PlannedStage]:
+    """Every stage of `recipe` from `start` until `until`, with rough estimates for this machine.
+
+    Raises:
+        ConfigError: there is no such stage, or a function of the user's cannot be imported.
+        UserError: this machine lacks something that such a stage will open.
+        TaskError: a file that such a stage will play holds what is no task.
+    """
+    wanted = stages_until(recipe, until, start)
+    if start:  # what lies before it is there already
+        wanted = wanted[min(wanted.index(each) for each in named_starts(start)) :]
+    for name in wanted:
+        stage = recipe.stages[name]
+        import_code(stage.config, f"stages.{name}")
+        if "tools" in stage.root_keys:
+            import_code(recipe.tools, "tools")
+    check_stages(recipe, wanted, is_plan=True)
+    rate = _matmul_flops()
+    sizes: dict[str, Model] = {}
+    return [_planned(recipe, name, sizes, rate) for name in wanted]
+
+
+def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = False, run: RunDirectory | None = None) -> None:
+    """Check the stages of these `names` before anything is begun.
+
+    Args:
+        is_plan: files of data and reward models may still be made or fetched.
+        run: where it will be run; a file in the directory of an earlier stage there may still be made by that stage.
+
+    Raises:
+        UserError: the first problem of a stage, or a file that is not there.
+    """
+    for name in names:
+        stage = recipe.stages[name]
+        what = f"{type(stage).__qualname__}.check"
+        with user_code.blaming():
+            problems = stage.check(name, recipe, Machine(is_plan=is_plan))
+            for problem in user_code.expect(problems, Iterable, stage.check, what=what):  # type: ignore[type-abstract]
+                raise problem
+    if is_plan:
+        return
+    made_before: list[Path] = []
+    for name in names:
+        for key, path in recipe.stages[name].files().items():
+            if not path.exists() and not any(path.resolve().is_relative_to(each) for each in made_before):
+                raise TaskError(f"stages.{name}.{key}: {missing(path)} Nothing was begun.")
+            if key in ("path", "test_path") and path.is_dir():
+                raise UserError(f"stages.{name}.{key}: {path}: is a directory. Name a file of it; nothing was begun.")
+        made_before += [run.stage(name).path.resolve()] if run is not None else []
+
+
+def _planned(recipe: Recipe, name: str, sizes: dict[str, Model], rate: float) -> PlannedStage:
+    stage, origin = recipe.stages[name], recipe.origin_of(name)
+    if origin not in sizes:
+        sizes[origin] = recipe.stages[origin].size()
+    size = sizes[origin]
+    what = f"{type(stage).__qualname__}.plan"
+    with user_code.blaming():
+        estimate = stage.plan(name, recipe, Machine(is_plan=True, model=size))
+    user_code.expect(estimate, Estimate, stage.plan, what=what)
+    time_s = _TOKEN_SHARE * estimate.flops / rate
+    gone: dict[Path, str] = {}
+    for key, path in stage.files().items():
+        if not path.exists():
+            gone.setdefault(path, key)
+    return PlannedStage(
+        name=name,
+        kind=stage.kind,
+        init=", ".join(each.stage for each in stage.inputs()),
+        arithmetic=estimate.arithmetic,
+        tokens=estimate.tokens,
+        memory_mib=estimate.memory_mib if size.num_parameters else 0.0,
+        time_s=time_s if estimate.time_limit_s is None else min(time_s, estimate.time_limit_s),
+        schedule=(
+            *estimate.lines,
+            *(f"{key}: {path}: NOT FOUND. Put it there, or name another." for path, key in gone.items()),
+        ),
+    )
+
+
+def _matmul_flops() -> float:
+    """The best rate, in FLOP/s, of a float32 product of 512 x 1024 by 1024 x 1024 here and now."""
+    left, right = torch.ones(512, 1024), torch.ones(1024, 1024)
+    best_s = float("inf")
+    for _ in range(30):
+        started = time.perf_counter()
+        left @ right
+        best_s = min(best_s, time.perf_counter() - started)
+    return 2 * 512 * 1024 * 1024 / best_s

@@ -1,0 +1,165 @@
+"""Runs the stages of a recipe in a run directory, or resumes them."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from strop import user_code
+from strop.engine.opening import open_engines
+from strop.pipeline.plan import check_stages
+from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
+from strop.recipe.stage import StageResult
+from strop.reports.page import write_report
+from strop.reports.trackers import make_trackers
+from strop.rewards.base import RunService
+from strop.run_directory import LineWriter, RunDirectory, cut_back, read_json, write_json, writing_to
+from strop.runs.lineage import Lineage, check_inputs, check_parents, mark_stale, why_stale, write_lineage
+from strop.runs.manifest import locked
+from strop.runs.resume import Selected, Starts, finished, select, stages_to_rerun, stages_until
+from strop.sandbox.local import open_service
+from strop.stages.context import EngineFactory, Progress, StageContext, load_chat, product_of
+from strop.stages.loop.engines import check_room
+from strop.stages.reward_model import warnings_of_reward_models, with_reward_models
+from strop.tasks.files import keeping_commits
+from strop.tools.toolbox import open_tools
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """The run directory, and the results of the evaluations in order."""
+
+    run: RunDirectory
+    evaluations: tuple[Mapping[str, Any], ...]
+
+
+async def train(
+    recipe: Recipe,
+    directory: Path,
+    *,
+    progress: Progress,
+    command: str = "",
+    until: str | None = None,
+    start: Starts = (),
+    runner: RunService | None = None,
+    open_engines: EngineFactory = open_engines,
+) -> TrainResult:
+    """Run, or resume, `recipe` in `directory`. Finished stages do not run again.
+
+    Args:
+        command: the command that the user typed, for the manifest.
+        until: the last stage to run, in the order of the graph. None: all stages.
+        start: stages to rerun with everything that depends on them. Their present results are moved to `stale/`.
+        runner: runs programs and compares answers. None: a sandbox on this machine.
+        open_engines: opens the engines of a stage.
+
+    Raises:
+        RunError: the directory holds something else, a stage is stale, or a file of a finished stage has changed.
+        UserError: a check of a stage that will run has found a problem. Nothing was written.
+    """
+    run = RunDirectory(directory)
+    wanted = stages_until(recipe, until, start)
+    rerun = stages_to_rerun(recipe, start)
+    check_stages(recipe, [name for name in wanted if name in rerun or not run.stage(name).done.exists()], run=run)
+    with writing_to(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+    if recipe.threads is not None:
+        torch.set_num_threads(recipe.threads)  # starts no thread yet; the manifest records the number
+    async with AsyncExitStack() as opened:
+        opened.enter_context(locked(run))
+        selected = select(run, recipe, command, until=until, start=start)
+        if runner is None:
+            runner = await opened.enter_async_context(open_service(recipe.sandbox))  # before torch has threads (law 7)
+        is_done = all(run.stage(name).done.exists() for name in selected.stages)
+        toolbox = await opened.enter_async_context(open_tools({} if is_done else recipe.tools, runner))
+        events = opened.enter_context(closing(LineWriter(run.events)))
+        trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
+        for tracker in trackers:
+            opened.callback(tracker.close)
+        to_run = [name for name in selected.stages if not run.stage(name).done.exists()]
+        left_stale = [f"{name} is stale: {why}. Rerun it with --from {name}." for name, why in selected.left_stale.items()]
+        for warning in (*selected.new_layouts, *left_stale, *warnings_of_reward_models(recipe, to_run)):
+            progress.warning(warning)
+        for name in selected.stages:
+            stage = recipe.stages[name]
+            context = StageContext(
+                name=name,
+                stage=stage,
+                recipe=recipe,
+                run=run,
+                runner=runner,
+                toolbox=toolbox,
+                open_engines=open_engines,
+                progress=progress,
+                trackers=trackers,
+                events=events,
+            )
+            await _run_stage(context, selected)
+            if stage.makes is Product.MODEL and not stage.init:
+                check_room(recipe, name, load_chat(product_of(run, name)), context.tools())
+        finished(run)
+    evaluations = evaluations_of(run, recipe)
+    progress.finished(evaluations, write_report(run))
+    return TrainResult(run=run, evaluations=evaluations)
+
+
+def evaluations_of(run: RunDirectory, recipe: Recipe) -> tuple[Mapping[str, Any], ...]:
+    """Return the results of the recipe's finished evaluations, in order."""
+    stages = recipe.stages.items()
+    names = [name for name, stage in stages if stage.makes is Product.EVALUATION and run.stage(name).done.exists()]
+    return tuple(read_json(run.stage(name).evaluation) for name in names)
+
+
+async def _run_stage(context: StageContext, selected: Selected) -> None:
+    run, recipe, name, stage = context.run, context.recipe, context.name, context.stage
+    check_parents(run, recipe, name)
+    done = context.directory.done
+    if done.exists():
+        context.progress.stage_finished(name, f"{read_json(done)['summary']} (done before)")
+        return
+    await asyncio.to_thread(check_inputs, run, recipe, name)
+    started = time.perf_counter()
+    context.event("stage_started")
+    context.progress.stage_entered(name)
+    lineage: Lineage = dict(selected.lineages[name])
+    commits = lineage.setdefault("hub", {})
+    write_lineage(run, recipe, name, lineage)
+    try:
+        with keeping_commits(commits, tell=lambda: write_lineage(run, recipe, name, lineage)):
+            result = await with_reward_models(stage, run).run(context)
+    except BaseException:
+        _remove_if_empty(run, name)
+        raise
+    user_code.expect(result, StageResult, stage.run, what=f"{type(stage).__qualname__}.run")
+    elapsed = time.perf_counter() - started
+    key = "model" if stage.makes in (Product.MODEL, Product.REWARD_MODEL) else "data"
+    product = {} if result.product is None else {key: _as_seen_from(run.path, result.product)}
+    await asyncio.to_thread(write_lineage, run, recipe, name, lineage, product=result.product)
+    write_json(done, {"summary": result.summary, "time_s": elapsed, **product})
+    mark_stale(run, recipe, why_stale(run, recipe, selected.lineages))
+    context.event("stage_finished")
+    context.progress.stage_finished(name, f"{result.summary} ({elapsed:.0f} s)")
+
+
+def _remove_if_empty(run: RunDirectory, name: str) -> None:
+    """Remove the directory of a stage that failed before it wrote anything: it has not begun, so its keys may change."""
+    directory = run.stage(name)
+    if all(path.is_dir() or path == directory.lineage or not path.stat().st_size for path in directory.path.rglob("*")):
+        for path in (run.metrics, run.updates):
+            cut_back(path, name, 0)
+        shutil.rmtree(directory.path)
+
+
+def _as_seen_from(directory: Path, path: Path) -> str:
+    """Return `path` relative to `directory` if it lies in it, so that a run may be moved; absolute elsewhere."""
+    is_inside = path.resolve().is_relative_to(directory.resolve())
+    return str(path.resolve().relative_to(directory.resolve()) if is_inside else path.resolve())

@@ -1,0 +1,107 @@
+"""From the words of the command line to a recipe: file, `--set`, shared tables, paths, validation."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from strop.config import load_toml, validate
+from strop.errors import ConfigError
+from strop.recipe.recipe import Recipe, relative_to, resolve, written_at
+from strop.recipe.stage import PlayedKeys
+from strop.registry import look_next_to
+from strop.rewards import SETTINGS, Reader, SumRewardConfig, readers_of
+from strop.rollout.prompt import Prompt, load_prompt, prompt_names
+from strop.run_directory import RunDirectory, read_json
+
+_PATH_KEYS = ("path", "test_path", "recipe")
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> Recipe:
+    """Return the recipe in `path`. Relative paths in it are looked for in its directory first, then in the working directory.
+
+    Raises:
+        ConfigError: naming each mistake and its place; or a prompt and a reward that do not fit.
+    """
+    look_next_to(path)
+    tree = load_toml(path, overrides)
+    check_stages((override.partition("=")[0].strip() for override in overrides), _with_kind(tree), place="--set ")
+    if name is not None:
+        tree["name"] = name
+    recipe = validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path), written_at=partial(written_at, tree))
+    check_answers(recipe, place=str(path))
+    return recipe
+
+
+def recipe_of(run: RunDirectory) -> Recipe:
+    """The recipe that a run directory holds. Raises `RunError` when it holds none."""
+    return validate(Recipe, read_json(run.manifest)["recipe"], place=str(run.manifest))
+
+
+def check_stages(keys: Iterable[str], stages: Collection[str], *, place: str = "") -> None:
+    """A key of a stage that is not there would be taken for a new one, which lacks everything. Raises `ConfigError` for one."""
+    for key in keys:
+        table, *below = key.split(".")
+        if table == "stages" and len(below) > 1 and below[0] not in stages:
+            nearest = difflib.get_close_matches(below[0], stages, n=1, cutoff=0.5)
+            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(stages)}."
+            raise ConfigError(f"{place}{key}: the recipe has no stage {below[0]!r}. {hint}")
+
+
+def _with_kind(tree: Mapping[str, Any]) -> list[str]:
+    """The stages of `tree` that say what they are, which those that only an override named do not."""
+    stages = tree.get("stages")
+    stages = stages if isinstance(stages, Mapping) else {}
+    return [name for name, stage in stages.items() if not isinstance(stage, Mapping) or "kind" in stage]
+
+
+def _with_paths(tree: Any, directory: Path) -> Any:
+    if isinstance(tree, list):
+        return [_with_paths(each, directory) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: relative_to(directory, value) if key in _PATH_KEYS and isinstance(value, str) else _with_paths(value, directory)
+        for key, value in tree.items()
+    }
+
+
+def check_answers(recipe: Recipe, *, place: str) -> None:
+    """Hold the reward of every stage whose rollouts are judged against the `graders` of its prompt.
+
+    A prompt without `graders` asks for no form, so any reward may read it. A part of weight 0 only reports, and may fail.
+
+    Raises:
+        ConfigError: there is no such prompt; or no rollout could earn a part of the reward, however right its answer was.
+    """
+    for name, stage in recipe.stages.items():
+        config = stage.config
+        if not isinstance(config, PlayedKeys) or not (stage.plays or getattr(config, "validation", None) is not None):
+            continue
+        prompt = load_prompt(config.prompt)
+        for reader in readers_of(config.reward):
+            if prompt.graders and reader.form not in prompt.graders and _counts(config, reader):
+                raise ConfigError(f"{place}: stages.{name}: {_problem(config.prompt, prompt, reader)}")
+
+
+def _counts(stage: PlayedKeys, reader: Reader) -> bool:
+    if not isinstance(stage.reward, SumRewardConfig):
+        return True
+    switched = [entry.reward for entry in getattr(stage, "schedule", ()) if entry.reward is not None]
+    weights = [stage.reward.weights, *(reward.weights for reward in switched)]
+    return any(each.get(reader.part, 0.0) for each in weights)
+
+
+def _problem(name: str, prompt: Prompt, reader: Reader) -> str:
+    fitting = [each for each in prompt_names() if reader.form in (graders := load_prompt(each).graders) or not graders]
+    settings = "; or ".join(SETTINGS[form] for form in prompt.graders)
+    asked = ", or in ".join(form.words for form in prompt.graders)
+    return (
+        f"prompt {name!r} and {reader.key} ({reader.settings}) do not fit: the reward reads {reader.form.words}, but the"
+        f" answers that this prompt asks for are found in {asked}. Every rollout would be judged wrong. Change the reward to"
+        f" {settings}; or set prompt to one that it reads ({', '.join(fitting)}), or to a file of your own with other"
+        " `graders`."
+    )

@@ -1,0 +1,172 @@
+"""The root of every recipe: what is shared, and the named stages of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from strop import user_code
+from strop.algorithms.losses import Mismatch
+from strop.config import Config
+from strop.engine.config import EngineChoice, EngineConfig
+from strop.errors import ConfigError
+from strop.recipe.graph import Input, Node, in_order
+from strop.recipe.stage import Stage
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.sandbox.config import SandboxConfig
+from strop.tools.python import PythonToolConfig
+from strop.tools.toolbox import TOOL_KINDS, ToolConfig
+
+SHARED_TABLES = ("tasks", "prompt", "sampling", "limits", "reward", "environment", "trainer")
+"""Tables of the recipe's root that are defaults of every stage; a stage's own keys are put over them."""
+_STAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")  # a directory of the run, and a step of a key
+SERVERS = ("vllm", "sglang")
+"""Kinds of engine that compute in a process and with kernels of their own."""
+
+
+def _python_alone() -> dict[str, ToolConfig]:
+    return {"python": PythonToolConfig()}
+
+
+class Recipe(Config):
+    """A whole program as one value. Its stages are a graph; `stages` holds them in the order in which they run."""
+
+    name: str = Field(
+        min_length=1,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`.",
+    )
+    description: str = Field("", description="One sentence for the plan and the report.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Seed of every random value.")
+    threads: int | None = Field(None, ge=1, le=1024, description="Threads of torch. Default: torch decides.")
+    tools: dict[str, ToolConfig] = Field(
+        default_factory=_python_alone, description="What the policy may call: tables by name. Default: the Python tool."
+    )
+    sandbox: SandboxConfig = Field(SandboxConfig(), description="How programs run.")
+    engine: EngineChoice = Field(EngineConfig(), description="The engines that sample.")
+    scheduler: SchedulerConfig = Field(SchedulerConfig(), description="Which rollout goes to which engine.")
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Where metrics are copied to.")
+    stages: dict[str, Stage] = Field(min_length=1, description="The stages by name: letters, digits, `-`, `_`.")
+
+    @field_validator("stages", mode="after")
+    @classmethod
+    def _in_running_order(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
+        """Return the stages in the order in which they run: as they are written, but each after its inputs."""
+        for name in stages:
+            if not _STAGE_NAME.fullmatch(name):
+                raise ValueError(
+                    f"stages.{name}: {name!r} cannot be the name of a directory and part of a key. Name the stage with letters,"
+                    " digits, - and _, a letter or digit first."
+                )
+        nodes = {name: Node(makes=stage.makes, inputs=_inputs(stage)) for name, stage in stages.items()}
+        return {name: stages[name] for name in in_order(nodes)}
+
+    def origin_of(self, name: str) -> str:
+        """The stage whose weights the stage `name` was trained from in the first place: itself where it has no `init`."""
+        while init := self.stages[name].init:
+            name = init
+        return name
+
+
+def _inputs(stage: Stage) -> tuple[Input, ...]:
+    """Raises `ConfigError` if a user's `inputs` raises, or returns something else."""
+    what = f"{type(stage).__qualname__}.inputs"
+    with user_code.blaming():
+        found = user_code.expect(stage.inputs(), tuple, stage.inputs, what=what)
+    if not all(isinstance(each, Input) for each in found):
+        raise user_code.returned(stage.inputs, found, "Return a tuple of strop.recipe.graph.Input", what=what)
+    return found
+
+
+def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tree` with the shared tables of its root moved into every stage that has these keys.
+
+    A key of a stage overrides the shared one; a table with another `kind` replaces the shared table. A table of `tools` whose
+    name is a kind of tool is of that kind. RL on samples of a server, or of older weights, corrects for their probabilities
+    unless the method says otherwise.
+    """
+    shared = {key: tree[key] for key in SHARED_TABLES if key in tree}
+    resolved = {key: value for key, value in tree.items() if key not in shared}
+    stages = resolved.get("stages")
+    if isinstance(stages, Mapping):
+        resolved["stages"] = {
+            name: _merge(_read_by(stage, shared), stage) if isinstance(stage, Mapping) else stage
+            for name, stage in stages.items()
+        }
+    engine = resolved.get("engine")
+    is_server = isinstance(engine, Mapping) and engine.get("kind") in SERVERS
+    if isinstance(resolved.get("stages"), Mapping):
+        resolved["stages"] = {
+            name: _with_correction(stage) if is_server or _is_played_ahead(stage) else stage
+            for name, stage in resolved["stages"].items()
+        }
+    tools = resolved.get("tools")
+    if isinstance(tools, Mapping):
+        resolved["tools"] = {name: _with_kind(name, table) for name, table in tools.items()}
+    return resolved
+
+
+def written_at(tree: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return where in `tree` the value at `path` of the resolved recipe is written: in a shared table, or at `path`."""
+    if len(path) < 3 or path[0] != "stages" or path[2] not in SHARED_TABLES:
+        return path
+    shared = path[2:]
+    return shared if _depth(tree, shared) > _depth(tree, path) - 2 else path
+
+
+def _read_by(stage: Mapping[str, Any], shared: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those of the `shared` tables that a stage of this kind has."""
+    try:
+        keys = Stage.class_of(str(stage.get("kind"))).Config.model_fields
+    except ConfigError:
+        return {}  # validation says what is wrong with the kind
+    return {key: table for key, table in shared.items() if key in keys}
+
+
+def _depth(tree: Any, path: tuple[str, ...]) -> int:
+    """How many steps of `path` there are in `tree`."""
+    for steps, key in enumerate(path):
+        if not isinstance(tree, Mapping) or key not in tree:
+            return steps
+        tree = tree[key]
+    return len(path)
+
+
+def _is_played_ahead(stage: Any) -> bool:
+    return isinstance(stage, Mapping) and bool(stage.get("max_staleness"))
+
+
+def _with_correction(stage: Any) -> Any:
+    """Let an RL stage whose method does not set `mismatch` truncate its importance weights."""
+    if not isinstance(stage, Mapping) or stage.get("kind") != "rl" or "method" not in stage:
+        return stage
+    method = stage["method"]
+    method = {"kind": method} if isinstance(method, str) else method
+    if not isinstance(method, Mapping) or ":" in str(method.get("kind")):
+        return stage  # validation says what is wrong with it; a method of the user's has keys of its own
+    return {**stage, "method": {"mismatch": Mismatch.TRUNCATE_TOKEN.value, **method}}
+
+
+def _with_kind(name: str, tool: Any) -> Any:
+    """Return a tool's table with its kind: by default the kind that its name is."""
+    return {"kind": name, **tool} if isinstance(tool, Mapping) and name in TOOL_KINDS else tool
+
+
+def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    if "kind" in over and "kind" in under and over["kind"] != under["kind"]:
+        return dict(over)
+    merged = dict(under)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def relative_to(directory: Path, path: str) -> str:
+    """Return `path` below the directory of a recipe if it exists there, else as written (a hub id, for example)."""
+    local = directory / path
+    return str(local) if not Path(path).is_absolute() and local.exists() else path

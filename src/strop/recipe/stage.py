@@ -1,0 +1,221 @@
+"""A stage: what it reads, what would make it fail, what it costs, and its run. The plan and the doctor know no more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import Field
+
+from strop import config as configs
+from strop.config import Config
+from strop.recipe.graph import Input, Product
+from strop.registry import Component
+from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig
+from strop.rewards.scorers import EmbeddedScorerConfig
+from strop.rollout.branching import BranchingConfig
+from strop.rollout.environment import EnvironmentKind, RolloutLimits, Tools
+from strop.rollout.player import SamplingConfig
+from strop.tasks.config import (
+    TaskConfig,
+)
+from strop.tasks.protocol import Split
+from strop.types import derive_seed
+
+if TYPE_CHECKING:
+    from strop.errors import UserError
+    from strop.recipe.recipe import Recipe
+    from strop.stages.context import StageContext
+
+
+_NUM_FIRST_TASKS = 64
+STAGE_BEFORE = "the stage before"
+"""`init` of a stage that was made in Python without one; `strop.train` replaces it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a stage would do and cost. Tokens are upper bounds, with every rollout at its limit."""
+
+    arithmetic: str = ""  # in words: steps x tasks x rollouts
+    tokens: int = 0
+    memory_mib: float = 0.0
+    flops: float = 0.0
+    time_limit_s: float | None = None
+    lines: tuple[str, ...] = ()  # changes on the way, files that are still missing: a line each
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageResult:
+    """What a stage made."""
+
+    summary: str  # one sentence
+    product: Path | None = None  # a model directory or a file of rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What estimates know of the model that a stage starts from; 0 where it is not on this machine."""
+
+    num_parameters: int = 0
+    kv_bytes_per_token: int = 0  # in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a check or an estimate may ask of the machine and of the run."""
+
+    is_plan: bool = False  # data and reward models may still be made or fetched
+    made_before: tuple[Path, ...] = ()  # directories of earlier stages, whose files appear during the run
+    model: Model = field(default_factory=Model)  # that the stage in question starts from
+
+
+class Stage(Component):
+    """Base of all stages. The plan, the doctor and the run call only these methods."""
+
+    kinds = {  # noqa: RUF012  (a constant table)
+        "model": "strop.stages.model:ModelStage",
+        "demonstrations": "strop.stages.demonstrations:DemonstrationsStage",
+        "conversations": "strop.stages.conversations:Conversations",
+        "sft": "strop.stages.sft:SFT",
+        "distil": "strop.stages.sft:Distillation",
+        "eval": "strop.stages.evaluation:Eval",
+        "rl": "strop.stages.rl:RL",
+        "expert_iteration": "strop.stages.expert_iteration:ExpertIteration",
+        "curation": "strop.stages.curation:Curation",
+        "filter": "strop.stages.filter:Filter",
+        "rejection_sampling": "strop.stages.rejection_sampling:RejectionSampling",
+        "mix": "strop.stages.mix:Mix",
+        "reward_model": "strop.stages.reward_model:RewardModel",
+        "dpo": "strop.stages.dpo:DPO",
+        "export": "strop.stages.export:Export",
+    }
+    makes: ClassVar[Product]
+    reads: ClassVar[tuple[Product, ...]] = (Product.TASKS,)
+    """What the stages in its key `data` make."""
+    plays: ClassVar[bool] = False
+    """Whether it plays its tasks on engines."""
+    root_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the recipe's root that change what the stage makes, in addition to `seed` and `threads`."""
+
+    class Config(Config):
+        """A stage has no keys by itself."""
+
+    config: Config
+
+    def __init__(self, config: configs.Config | None = None, /, **keys: Any) -> None:
+        init = self.Config.model_fields.get("init")
+        if config is None and init is not None and init.is_required():
+            keys.setdefault("init", STAGE_BEFORE)
+        super().__init__(config, **keys)
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether it asks its reward for anything."""
+        return self.plays
+
+    def inputs(self) -> tuple[Input, ...]:
+        """The stages that it reads from, each with the key that names it: those in `init`, in `data` and in its reward."""
+        init, data = getattr(self.config, "init", ""), getattr(self.config, "data", ())
+        models = scoring_stages(self.config.reward) if self.is_judged and hasattr(self.config, "reward") else {}
+        return (
+            *Input.each("init", [init] if init else [], Product.MODEL),
+            *Input.each("data", data, *self.reads),
+            *(
+                Input(key=f"reward.parts.{part}.scorer.stage", stage=stage, wants=(Product.REWARD_MODEL,))
+                for part, stage in models.items()
+            ),
+        )
+
+    def files(self) -> Mapping[str, Path]:
+        """Files and directories that it reads from elsewhere, by key: those in `path` and `test_path`."""
+        paths = {key: getattr(self.config, key, None) for key in ("path", "test_path")}
+        return {key: Path(path).expanduser() for key, path in paths.items() if path is not None}
+
+    def keys(self) -> dict[str, Any]:
+        """The keys that change what it makes, as JSON values: all of its own, unless it says otherwise."""
+        return self.table()
+
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        """What would make the stage fail, found before the run starts: each problem with its key, value and remedy."""
+        yield from ()
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        """What the stage would do and cost."""
+        return Estimate()
+
+    def size(self) -> Model:
+        """What is known of the model before the stage has made it: of a stage that takes weights from outside."""
+        return Model()
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Run from where it stands. A stage that was interrupted is run again in the same directory."""
+        raise NotImplementedError
+
+    @property
+    def init(self) -> str:
+        """The stage whose model it begins with; empty where there is none."""
+        return next((each.stage for each in self.inputs() if each.key == "init"), "")
+
+
+def scoring_stages(reward: AnyRewardConfig) -> dict[str, str]:
+    """By part of the reward, the stage whose reward model it asks."""
+    if not isinstance(reward, SumRewardConfig):
+        return {}
+    scorers = {name: getattr(part, "scorer", None) for name, part in reward.parts.items()}
+    return {
+        name: scorer.stage
+        for name, scorer in scorers.items()
+        if isinstance(scorer, EmbeddedScorerConfig) and scorer.stage is not None
+    }
+
+
+class PosedKeys(Stage.Config):
+    """Keys of a stage whose tasks are posed to a model or to a demonstrator."""
+
+    tasks: TaskConfig = Field(description="Where tasks come from.")
+    prompt: str = Field(default="rstar2", description="The prompt: one of strop's, or the path of a .toml file.")
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="How completions are sampled.")
+    limits: RolloutLimits = Field(default=RolloutLimits(), description="Limits of one rollout.")
+
+
+class PlayedKeys(PosedKeys):
+    """Keys of a stage that plays its tasks on engines and scores the rollouts."""
+
+    reward: AnyRewardConfig = Field(default=RewardConfig(), description="How a trajectory is scored.")
+    environment: EnvironmentKind = Field(default=Tools(), description="What answers the policy: tools, or a class of yours.")
+
+    @property
+    def forks(self) -> BranchingConfig | None:
+        """Where its rollouts fork; None where they do not."""
+        return None
+
+    @property
+    def played_split(self) -> Split:
+        """The part of `tasks` that is played."""
+        return "train"
+
+    @property
+    def has_own_tasks(self) -> bool:
+        """Whether it plays `tasks`, and not what another stage made."""
+        return not getattr(self, "data", ())
+
+    @property
+    def num_first_tasks(self) -> int:
+        """How many of the first prompts must fit into an engine; later ones that do not fit are void."""
+        return _NUM_FIRST_TASKS
+
+    @property
+    def longest_response(self) -> int:
+        """The largest `sampling.max_tokens` that the stage ever has."""
+        return self.sampling.max_tokens
+
+    def task_seed(self, seed: int, name: str) -> int:
+        """The seed of the tasks of the stage `name` in a recipe with `seed`."""
+        return derive_seed("run", seed, name, "tasks")
+
+    def with_each_tasks(self) -> Sequence[Self]:
+        """The keys as the stage begins, and as they are with each other set of tasks that its schedule has."""
+        return (self,)

@@ -1,0 +1,320 @@
+"""What a recipe names by `kind`: one class with its keys (`Config`) and its behaviour, from strop or from a user's module.
+
+A user's module is imported here. A mistake in it is one `ConfigError` that names the key of the recipe.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import sys
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidatorFunctionWrapHandler,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+from strop import config as configs
+from strop.config import ConfigT
+from strop.errors import ConfigError, StropError, UserError
+
+SCRIPT = "strop_script_"
+"""How the names of modules begin that were imported from a path."""
+_INSTANCE = "\0component"  # stands for a component that is built already, while its table goes through JSON
+_instances: ContextVar[list[Any] | None] = ContextVar("instances", default=None)
+
+
+class Component:
+    """Base of everything that a recipe names by `kind`. Building one opens nothing.
+
+    A subclass gives its keys as a nested `Config`, and its behaviour as methods. A base class (`Stage`, `Method`, `Reward`)
+    lists the built-in kinds; a user's class is named as `my_module:MyClass`, or as `path/to/script.py:MyClass`.
+    """
+
+    class Config(configs.Config):
+        """A component has no keys by itself."""
+
+    kinds: ClassVar[Mapping[str, str]] = {}
+    """Of a base class: the built-in kinds, each with `module:Class`."""
+    kind_key: ClassVar[str] = "kind"
+    config: Any
+
+    def __init__(self, config: configs.Config | None = None, /, **keys: Any) -> None:
+        self.config = from_keys(self.Config, keys) if config is None else config
+
+    @property
+    def kind(self) -> str:
+        """The word by which a recipe names this class: a built-in kind, or where a user's class is found."""
+        return kind_of(type(self))
+
+    def replaced(self, **keys: Any) -> Self:
+        """Return a copy with other values for `keys`; they are not validated."""
+        return type(self)(self.config.model_copy(update=keys))
+
+    def table(self) -> dict[str, Any]:
+        """Return the table that `of` reads back."""
+        return {self.kind_key: self.kind, **self.config.model_dump(mode="json")}
+
+    @classmethod
+    def class_of(cls, kind: str) -> type[Self]:
+        """Return the class that `kind` names. Raises `ConfigError` where there is none, or where importing it fails."""
+        if place := cls.kinds.get(kind):
+            module, _, name = place.partition(":")
+            built_in: type[Self] = getattr(importlib.import_module(module), name)
+            return built_in
+        if ":" not in kind:
+            nearest = difflib.get_close_matches(kind, cls.kinds, n=1, cutoff=0.4)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(
+                f"{kind!r} is not one of {', '.join(cls.kinds)}.{hint} A class of your own is named as my_module:MyClass."
+            )
+        found = import_object(kind, key=cls.kind_key)
+        if not (isinstance(found, type) and issubclass(found, cls)):
+            raise ConfigError(f"{kind!r} is not a subclass of strop.{cls.__name__}. Derive the class from it.")
+        return found
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """Return the component that a recipe's word or table names, or `value` itself if it is one already.
+
+        Raises:
+            ValueError: `value` names no kind, or one that does not exist.
+            pydantic.ValidationError: its keys are wrong.
+        """
+        if isinstance(value, cls):
+            return value
+        table = {cls.kind_key: value} if isinstance(value, str) else value
+        if not isinstance(table, Mapping):
+            raise ValueError(f"{value!r} is neither a kind nor a table. Write {cls.kind_key} = {_one_of(cls)}.")
+        if isinstance(number := table.get(_INSTANCE), int):
+            return cls.of((_instances.get() or [])[number])
+        keys = {key: each for key, each in table.items() if key != cls.kind_key}
+        kind = table.get(cls.kind_key)
+        if not isinstance(kind, str):
+            raise PydanticCustomError("no_kind", f"{cls.kind_key}: required, but not set; one of {_one_of(cls)}")
+        try:
+            found = cls.class_of(kind)
+        except ConfigError as error:
+            raise ValueError(f"{cls.kind_key}: {error}") from error
+        return found(from_keys(found.Config, keys))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(
+            cls.of,
+            ref=f"{cls.__module__}.{cls.__qualname__}",
+            serialization=core_schema.plain_serializer_function_ser_schema(Component.table),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Return one object for each built-in kind, with exactly its keys; a user's class may have any keys."""
+        own = {"type": "string", "pattern": ":", "description": "A class of your own: my_module:MyClass."}
+        members: list[JsonSchemaValue] = [{"enum": sorted(cls.kinds)}, own]
+        for kind in cls.kinds:
+            found = cls.class_of(kind)
+            keys = handler.resolve_ref_schema(handler(found.Config.__pydantic_core_schema__))
+            members.append(
+                {
+                    **keys,
+                    "title": kind,
+                    "description": (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " "),
+                    "properties": {cls.kind_key: {"const": kind}, **keys.get("properties", {})},
+                    "required": [cls.kind_key, *keys.get("required", [])],
+                }
+            )
+        members.append({"type": "object", "properties": {cls.kind_key: own}, "required": [cls.kind_key]})
+        return {"title": cls.__name__, "anyOf": members}
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return hash((type(self), str(self.config)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.config!r})"
+
+
+class OrOwn:
+    """Annotates a union of configs, one for each built-in kind: a table may also name a class of the user's.
+
+    The value is then that component, a `base`; of a built-in kind it is the config.
+
+    Args:
+        base: the class that a user's class is derived from.
+        table_of: makes a table of a word; a word is a kind by default.
+        default_kind: of a table that names none.
+    """
+
+    def __init__(
+        self,
+        base: type[Component],
+        table_of: Callable[[str], Mapping[str, Any]] | None = None,
+        *,
+        default_kind: str = "",
+    ) -> None:
+        self.base, self._default_kind = base, default_kind
+        self._table_of = table_of or (lambda word: {base.kind_key: word})
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        built_in = handler(source)
+        # `source` is the bare union: its discriminator stands next to this annotation.
+        adapter = functools.cache(lambda: TypeAdapter[Any](Annotated[source, Field(discriminator=self.base.kind_key)]))
+
+        def check(value: Any, check_built_in: ValidatorFunctionWrapHandler) -> Any:
+            if isinstance(value, Mapping) and isinstance(number := value.get(_INSTANCE), int):
+                value = (_instances.get() or [])[number]
+            if isinstance(value, self.base):
+                return value if ":" in value.kind else value.config
+            table = self._table_of(value) if isinstance(value, str) else value
+            if not isinstance(table, Mapping):
+                return check_built_in(table)
+            if self._default_kind and self.base.kind_key not in table:
+                table = {self.base.kind_key: self._default_kind, **table}
+            if ":" in str(table.get(self.base.kind_key)):
+                return self.base.of(table)
+            # As JSON: a validator sees Python values, of which a strict config takes no list for a tuple.
+            return adapter().validate_json(json.dumps(table, default=str))
+
+        def write(value: Any, write_built_in: SerializerFunctionWrapHandler) -> Any:
+            return value.table() if isinstance(value, Component) else write_built_in(value)
+
+        return core_schema.no_info_wrap_validator_function(
+            check, built_in, serialization=core_schema.wrap_serializer_function_ser_schema(write, schema=built_in)
+        )
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        own = {"type": "object", "properties": {self.base.kind_key: {"type": "string", "pattern": ":"}}}
+        return {"anyOf": [handler(schema), {**own, "required": [self.base.kind_key]}, {"type": "string"}]}
+
+
+def from_keys(model: type[ConfigT], keys: Mapping[str, Any]) -> ConfigT:
+    """Return `keys` as a `model`. Values may be those of a recipe (lists, words, numbers), configs and components.
+
+    They pass through JSON, where lists become tuples and strings become paths and enums, and nothing else is converted.
+    """
+    before = _instances.get()
+    instances = [] if before is None else before
+    token = _instances.set(instances)
+    try:
+        return model.model_validate_json(json.dumps(keys, default=functools.partial(_as_json, instances)))
+    finally:
+        _instances.reset(token)
+
+
+def _as_json(instances: list[Any], value: Any) -> Any:
+    if isinstance(value, Component):
+        instances.append(value)
+        return {_INSTANCE: len(instances) - 1}
+    if isinstance(value, configs.Config):
+        return value.model_dump(mode="json")
+    return str(value)
+
+
+def kind_of(found: type[Component]) -> str:
+    """Return the word by which a recipe names `found`. A class of a script is named by the script's path."""
+    place = f"{found.__module__}:{found.__qualname__}"
+    for kind, where in found.kinds.items():
+        if where == place:
+            return kind
+    is_script = found.__module__ == "__main__" or found.__module__.startswith(SCRIPT)
+    if is_script and (script := getattr(sys.modules[found.__module__], "__file__", None)):
+        return f"{Path(script).resolve()}:{found.__qualname__}"
+    return place
+
+
+def _one_of(cls: type[Component]) -> str:
+    return ", ".join(cls.kinds) or "my_module:MyClass"
+
+
+def import_object(path: str, *, key: str) -> Any:
+    """Return what `module:name` or `path/to/script.py:name` names.
+
+    A module is looked up next to the recipe (`look_next_to`), then in the working directory, then among installed modules.
+
+    Raises:
+        ConfigError: `key` of the recipe holds no such path, or importing it fails.
+    """
+    module, colon, name = path.rpartition(":")
+    if not module or not colon or not name:
+        raise ConfigError(f"{key}: {path!r} is not of the form module:name, as in my_tools:word_count.")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = _import_script(Path(module)) if module.endswith(".py") else importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, UserError):  # a decorator of strop refused something there
+            raise ConfigError(f"{key}: {path!r} cannot be imported: {error}") from error
+        if isinstance(error, StropError):
+            raise
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        remedy = f"Run strop where {module}.py lies, put it next to the recipe, or install it." if is_missing else ""
+        where = "" if is_missing else _place_of_error(error)
+        raise ConfigError(
+            f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error!s:.300}{where}."
+            f" {remedy or f'Correct {module}.'}"
+        ) from error
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
+        place = getattr(found, "__file__", None) or f"module {module}"
+        raise ConfigError(f"{key}: {path!r}: {place} has no attribute {name!r}.{_hint_at_names(found, name)}") from error
+
+
+def look_next_to(recipe: Path) -> None:
+    """Let `import_object` find the modules in the directory of `recipe`, before those of the working directory."""
+    directory = str(recipe.resolve().parent)
+    if directory in sys.path:
+        sys.path.remove(directory)
+    sys.path.insert(0, directory)
+
+
+def _import_script(path: Path) -> ModuleType:
+    """Return the module of a script. The script that is running is not run again."""
+    main = sys.modules["__main__"]
+    path = path.resolve()
+    if (file := getattr(main, "__file__", None)) and Path(file).resolve() == path:
+        return main
+    name = f"{SCRIPT}{path.stem}_{zlib.crc32(str(path).encode()):x}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _place_of_error(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        return ""  # its message names the file and line
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
+    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 2 else ""
+
+
+def _hint_at_names(module: ModuleType, name: str) -> str:
+    public = [each for each in vars(module) if not each.startswith("_")]
+    nearest = difflib.get_close_matches(name, public, n=1, cutoff=0.5)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""

@@ -1,0 +1,120 @@
+"""Text, tables and plans for a terminal. Control characters in names and descriptions are shown as escapes, never sent."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from strop.reports.scales import Table, duration
+
+_PLAN_TABLE_WIDTH = 120  # a narrower terminal gets a list
+# Control characters other than newline and tab, marks that reverse the direction of text, and lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Return `text` with each control character as an escape such as \x1b."""
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text)
+
+
+def print_table(
+    table: Table,
+    *,
+    console: Console | None = None,
+    without: Collection[str] = (),
+    wrapped: Collection[str] = (),
+    justify: Literal["left", "right"] = "right",
+) -> None:
+    """Print `table` within the width of the terminal.
+
+    Args:
+        without: columns that are left out.
+        wrapped: columns that may be broken into lines; numbers never are.
+        justify: of all columns but the first and the `wrapped` ones.
+    """
+    shown = [index for index, column in enumerate(table.columns) if column not in without]
+    rich = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", expand=False)
+    for index in shown:
+        column, is_text = table.columns[index], index == 0 or table.columns[index] in wrapped
+        side: Literal["left", "right"] = "left" if is_text else justify
+        rich.add_column(Text(printable(column)), overflow="fold", justify=side, no_wrap=column not in wrapped)
+    for row in table.rows:
+        rich.add_row(*(Text(printable(row[index])) for index in shown))
+    (console or Console()).print(rich)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStage:
+    """One stage in words and in estimates.
+
+    Tokens are upper bounds, with every rollout at its limit; times take a third of that.
+    """
+
+    name: str
+    kind: str
+    init: str
+    arithmetic: str
+    tokens: int
+    memory_mib: float  # 0, like the time, if the size of the model is unknown
+    time_s: float
+    schedule: tuple[str, ...] = ()  # changes on the way, and missing files, a line each
+
+
+def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, console: Console | None = None) -> None:
+    """Print what a recipe would do, with its estimates."""
+    console = Console() if console is None else console
+    console.print(printable(f"{name}: {description}" if description else name), style="bold", markup=False, highlight=False)
+    if console.width >= _PLAN_TABLE_WIDTH:
+        _print_plan_table(stages, console)
+    else:
+        for stage in stages:
+            _print_planned(stage, console)
+    total_s = sum(stage.time_s for stage in stages)
+    if total_s:
+        console.print(f"about {duration(total_s)} in all: a rough estimate, measured on this machine", highlight=False)
+    console.print("Nothing was run.", highlight=False)
+
+
+def _print_plan_table(stages: Sequence[PlannedStage], console: Console) -> None:
+    rows = [
+        (
+            stage.name,
+            stage.kind,
+            stage.init or "–",
+            "\n".join((stage.arithmetic, *stage.schedule)),
+            *(each or "–" for each in _estimates(stage)),
+        )
+        for stage in stages
+    ]
+    table = Table(columns=("stage", "kind", "from", "what", "tokens", "memory", "time"), rows=tuple(rows))
+    print_table(table, console=console, wrapped=table.columns[:4])
+
+
+def _print_planned(stage: PlannedStage, console: Console) -> None:
+    """Print the stage's name and origin, and indented below them what it does and needs."""
+    origin = f" · from {stage.init}" if stage.init else ""
+    tokens, *others = _estimates(stage)
+    takes = ", ".join(each for each in (tokens and f"{tokens} tokens", *others) if each)
+    heading = textwrap.wrap(
+        f"{stage.name} · {stage.kind}{origin}", console.width, subsequent_indent="    ", break_on_hyphens=False
+    )
+    console.print(printable("\n".join(heading)), style="bold", markup=False, highlight=False)
+    for text in filter(None, (stage.arithmetic, *stage.schedule, takes)):
+        lines = textwrap.wrap(text, console.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        console.print(printable("\n".join(lines)), markup=False, highlight=False)
+
+
+def _estimates(stage: PlannedStage) -> tuple[str, str, str]:
+    """Return tokens, memory and time; "" where there is no estimate."""
+    return (
+        f"≤ {stage.tokens:,}" if stage.tokens else "",
+        f"{stage.memory_mib:,.0f} MiB" if stage.memory_mib else "",
+        duration(stage.time_s) if stage.time_s else "",
+    )

@@ -1,0 +1,363 @@
+"""The base classes of rewards and of the parts of a sum; the text of a trajectory, its words, and the answer in it."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import numbers
+import re
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
+
+from pydantic import Field
+
+from strop import user_code
+from strop.config import Config
+from strop.registry import Component
+from strop.rollout.player import EXCLUDED
+from strop.rollout.prompt import AnswerForm
+from strop.sandbox.protocol import CodeRunner, PairVerdict, VerifyRequest
+from strop.tasks.boxes import boxed
+from strop.types import Group, StopReason, Task, Trajectory
+
+MAX_WEIGHT = 1e6
+_MEANING = "Factor of the part in the sum. 0: only reported."
+Weight: TypeAlias = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT, description=_MEANING)]
+PositiveWeight: TypeAlias = Annotated[float, Field(ge=0, le=MAX_WEIGHT, description=_MEANING)]
+# A validator runs on `reward` before pydantic does, so lists must be accepted for tuples explicitly.
+Words: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
+
+CALLED = "called"
+"""The part that says whether a tool ran."""
+ACCURACY = "accuracy"
+"""The part that says whether an answer is right."""
+SINGLE = "reward"
+"""The only part of a reward that is a number."""
+
+
+class AnswerService(Protocol):
+    """Compares answers."""
+
+    def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        """As `CodeService.verify`."""
+
+
+class RunService(CodeRunner, AnswerService, Protocol):
+    """The parts of a `CodeService` that training uses: it runs programs and compares answers, without sessions."""
+
+
+class NotJudged(Exception):  # noqa: N818 - named for what happened
+    """A rollout that cannot be judged, with the reason. It is excluded from its group."""
+
+
+class PartConfig(Config):
+    """The keys that every part of a sum has."""
+
+    kind: str = Field(description="What judges the rollout.")
+    weight: Weight = 1.0
+    where: dict[str, Words] = Field(
+        default={},
+        description='Facts of a task and the values for which the part applies; "" stands for tasks without that fact.',
+    )
+
+
+class Part:
+    """One part of a sum: its keys (`Config`) and how it judges. Constructing one opens nothing."""
+
+    Config: ClassVar[type[PartConfig]] = PartConfig
+    config: Any
+
+    def __init__(self, config: PartConfig) -> None:
+        self.config = config
+
+    @property
+    def is_verifier(self) -> bool:
+        """Whether a value above 0 says that the answer is right."""
+        return False
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether its value follows from a comparison with the task's answer."""
+        return False
+
+    @property
+    def answer_form(self) -> AnswerForm | None:
+        """Where it looks for the answer; None if it looks for none."""
+        return None
+
+    @property
+    def settings(self) -> str:
+        """The keys that decide `answer_form`, as a recipe has them."""
+        return f"kind = {self.config.kind!r}"
+
+    def open(self, service: RunService | None) -> None:
+        """Get ready to judge. Raises `UserError` if something that it needs is missing.
+
+        Args:
+            service: runs programs and compares answers; without one, answers are compared in processes of this machine.
+        """
+
+    async def close(self) -> None:
+        """Release what `open` acquired. Safe to call twice."""
+
+
+class RolloutPart(Part):
+    """A part that judges each rollout independently."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        """Raises `NotJudged` to exclude the rollout, and `MachineError` if the judge itself is lost."""
+        raise NotImplementedError
+
+
+class AnswerPart(RolloutPart):
+    """A part that reads an answer and compares it with the task's."""
+
+    @property
+    def is_verifier(self) -> bool:
+        return True
+
+    @property
+    def compares_answers(self) -> bool:
+        return True
+
+    @property
+    def equality(self) -> Literal["text", "mathematics", "intervals"]:
+        """What it takes for equal: texts and numbers; also 1/2 and 0.5; also (1,2) for 1<x<2."""
+        return "text"
+
+    def read_answer(self, trajectory: Trajectory) -> str | None:
+        """The answer; None or "" if there is none."""
+        raise NotImplementedError
+
+    async def is_same(self, gold: str, answer: str) -> bool:
+        """Whether the part takes the two for the same answer."""
+        raise NotImplementedError
+
+
+class Reward(Component):
+    """Base of all rewards: judges a trajectory by named parts. Implements `strop.rollout.player.Reward`.
+
+    A reward of your own gives `score`, and `check_task` if it reads facts of a task. Its part is called `reward` if `score`
+    returns a number. A part called `accuracy` or `reward` says with a value above 0 that the answer is right.
+    """
+
+    kinds = {  # noqa: RUF012  (a constant table)
+        "math": "strop.rewards.math:MathReward",
+        "code": "strop.rewards.code:CodeReward",
+        "countdown": "strop.rewards.countdown:CountdownReward",
+        "function": "strop.rewards.function:FunctionReward",
+        "sum": "strop.rewards.sum:SumReward",
+    }
+
+    class Config(Component.Config):
+        """A reward has no keys by itself."""
+
+    def check_task(self, task: Task) -> None:
+        """Raise `ConfigError` if a task lacks what the reward reads. Called before each `score`."""
+
+    def score(self, task: Task, trajectory: Trajectory) -> float | Mapping[str, float]:
+        """Return the reward, or its parts by name. A pure function that runs in the event loop, so it must be quick."""
+        raise NotImplementedError
+
+    @property
+    def weights(self) -> Mapping[str, float] | None:
+        """The weight of each part in the reward; None if each counts 1. A key `weights` of `Config` sets them."""
+        return getattr(self.config, "weights", None)
+
+    weights_can_change: ClassVar[bool] = False
+    """Whether a schedule may change the weights."""
+
+    def open(self, service: RunService | None) -> None:
+        """As `Part.open`."""
+
+    async def __call__(self, task: Task, trajectory: Trajectory) -> Mapping[str, float]:
+        """See `strop.rollout.player.Reward`. Raises `ConfigError` if `score` raises or returns something else."""
+        name, about = type(self).__qualname__, f"for task {task.id!r}"
+        user_code.call(self.check_task, task, what=f"{name}.check_task", about=about)
+        value = user_code.call(self.score, task, trajectory, what=f"{name}.score", about=about)
+        parts = value if isinstance(value, Mapping) else {SINGLE: value}
+        if not parts or not all(isinstance(each, str) for each in parts) or not all(map(is_finite_number, parts.values())):
+            remedy = "Return a finite number, or a dict of them by name"
+            raise user_code.returned(self.score, value, remedy, what=f"{name}.score", about=about)
+        return {part: float(each) for part, each in parts.items()}
+
+    async def try_out(self, task: Task, trajectory: Trajectory) -> None:
+        """Call the code that judges, for a check before a run; parts of a sum that are not the user's are left out."""
+        await self(task, trajectory)
+
+    async def close(self) -> None:
+        """Release what `open` acquired. Safe to call twice."""
+
+    @property
+    def verifying_parts(self) -> tuple[str, ...]:
+        """Parts that say whether the answer is right. The first of them that a rollout has decides."""
+        return (ACCURACY, SINGLE)
+
+    @property
+    def compares_answers(self) -> bool:
+        """Whether all `verifying_parts` compare something with the task's answer."""
+        return False
+
+    def readers(self) -> Mapping[str, Part]:
+        """The parts that look for an answer, by the name that weights each; "" where the reward has only this one."""
+        return {}
+
+    def answer_part(self, name: str) -> AnswerPart | None:
+        """What reads and compares the answers that the part `name` judges; None where it compares none."""
+        return None
+
+    def with_lengths(self, group: Group) -> Group:
+        """Return `group` with the parts that compare its rollouts with each other."""
+        return group
+
+
+class RewardKeys(Reward.Config):
+    """The keys of a reward of strop's."""
+
+    kind: str = Field(description="What judges a trajectory.")
+
+
+def reward_of(config: RewardKeys | Reward) -> Reward:
+    """The reward that `config` describes, not opened: for questions about it that need no judge."""
+    return type(config)(config.config) if isinstance(config, Reward) else Reward.class_of(config.kind)(config)
+
+
+def make_reward(config: RewardKeys | Reward, service: RunService | None = None) -> Reward:
+    """The reward that `config` describes. The caller closes it.
+
+    Args:
+        service: runs programs and compares answers. Without one, answers are compared in processes of this machine.
+
+    Raises:
+        ConfigError: a function cannot be imported, or programs are to be judged and there is no service.
+    """
+    reward = reward_of(config)
+    reward.open(service)
+    return reward
+
+
+def judge_group(reward: object, group: Group) -> Group:
+    """`group` without the rollouts that could not be judged, which count as void, and with its parts of length.
+
+    Works with a reward of any kind; rollouts whose judgement is complete stay as they are.
+    """
+    judged = tuple(scored for scored in group.trajectories if EXCLUDED not in scored.reward_parts)
+    excluded = tuple(scored.trajectory for scored in group.trajectories if EXCLUDED in scored.reward_parts)
+    num_void = group.num_void + len(excluded)
+    group = replace(group, trajectories=judged, num_void=num_void, excluded=(*group.excluded, *excluded))
+    return reward.with_lengths(group) if isinstance(reward, Reward) and judged else group
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether `value` is a number, of numpy and torch too, and finite."""
+    return isinstance(value, numbers.Real) and math.isfinite(value)
+
+
+def check_weights(weights: Mapping[str, float], parts: tuple[str, ...]) -> None:
+    """Raises `ValueError` for a name that is not in `parts`, and when all weights are 0."""
+    for name, weight in weights.items():
+        if name not in parts:
+            nearest = difflib.get_close_matches(name, parts, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ValueError(f"weights.{name}: no such part.{hint} The parts are {', '.join(parts)}.")
+        if weight < 0 and name != CALLED:
+            raise ValueError(f"weights.{name} is {weight:g}: a right answer would be punished. Set a weight of at least 0.")
+    check_any_weight(weights)
+
+
+def check_any_weight(weights: Mapping[str, float]) -> None:
+    """Raises `ValueError` when all weights are 0."""
+    if not any(weights.values()):
+        raise ValueError("weights are all 0: every trajectory would get the same reward. Give one part a weight.")
+
+
+# Not natural language: code and calls, mathematics, other LaTeX commands.
+_NO_PROSE = re.compile(
+    r"```.*?(?:```|\Z)|`[^`\n]*`|<(tool_call|python)>.*?(?:</\1>|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)|\\\[.*?\\\]"
+    r"|\\boxed\s*\{[^{}]*\}|\\[a-zA-Z]+|</?\w+>",
+    re.DOTALL,
+)
+# Scripts without spaces between words: every character is a word. Elsewhere a word is a run of letters.
+_UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+_WORD = re.compile(rf"[{_UNSPACED}]|[^\W\d_{_UNSPACED}]+(?:['’][^\W\d_{_UNSPACED}]+)*")
+
+
+def written(trajectory: Trajectory) -> str:
+    """All text of the policy, turn after turn, without tool output."""
+    return "".join(turn.completion_text for turn in trajectory.turns)
+
+
+def final_summary(text: str, *, think_tag: str = "think", is_prefilled: bool = False) -> str | None:
+    """The text after the last thought; all of it without thoughts; None if a thought does not end.
+
+    Args:
+        is_prefilled: the prompt ends with the opening tag, which is not in `text`.
+    """
+    opening, closing = f"<{think_tag}>", f"</{think_tag}>"
+    text = opening + text if is_prefilled else text
+    rest = text.rpartition(closing)[2]
+    return None if opening in rest else rest.strip() or None
+
+
+def words(text: str) -> list[str]:
+    """Its words with their case; in Chinese and Japanese every character is one. Digits and signs are not words."""
+    return _WORD.findall(text)
+
+
+def prose(text: str) -> str:
+    """`text` without code, tool calls, mathematics and tags."""
+    return _NO_PROSE.sub(" ", text)
+
+
+def num_sampled_tokens(trajectory: Trajectory) -> int:
+    """The number of tokens that the policy sampled."""
+    return sum(len(turn.completion.ids) for turn in trajectory.turns)
+
+
+OPENING, CLOSING = "<answer>", "</answer>"
+
+
+def final_text(trajectory: Trajectory) -> str | None:
+    """The policy's last turn; None if the policy did not end the rollout itself."""
+    if trajectory.stop_reason is not StopReason.ANSWERED or not trajectory.turns:
+        return None
+    return trajectory.turns[-1].completion_text
+
+
+def last_answer_block(text: str) -> str | None:
+    """The text inside the last closed pair of answer tags."""
+    end = text.rfind(CLOSING)
+    start = text.rfind(OPENING, 0, max(end, 0))
+    return text[start + len(OPENING) : end] if 0 <= start < end else None
+
+
+def extract_answer(trajectory: Trajectory, *, needs_box: bool) -> str | None:
+    r"""The `\boxed{}` inside the last answer tag of the last turn; without `needs_box`, the whole tag if it has no box.
+
+    Boxes with different contents are no answer: it is not clear which one is meant, and a policy must not learn to try several.
+    """
+    text = final_text(trajectory)
+    block = None if text is None else last_answer_block(text)
+    if block is None:
+        return None
+    boxes = boxed(block)
+    if len({box.strip() for box in boxes if "\\boxed" not in box}) > 1:
+        return None
+    answer = boxes[-1] if boxes else "" if needs_box else block
+    return answer.strip() or None
+
+
+def has_answer_format(trajectory: Trajectory) -> bool:
+    r"""Whether the policy ended the rollout itself and wrote exactly one answer tag, with one `\boxed{}` inside."""
+    text = final_text(trajectory)
+    if text is None:
+        return False
+    written = "".join(turn.completion_text for turn in trajectory.turns)
+    block = last_answer_block(text)
+    return written.count(OPENING) == written.count(CLOSING) == 1 and block is not None and len(boxed(block)) == 1
+
+
+def has_called(trajectory: Trajectory) -> bool:
+    """Whether at least one tool call ran without an error caused by the policy."""
+    return any(call.outcome.is_dispatched and not call.outcome.is_error for call in trajectory.calls)

@@ -1,0 +1,357 @@
+"""Plays the rollouts of one task that branch, all at once. A completion decides whether the rollout forks before it.
+
+No rollout waits for a decision. A completion is sampled whole, as without branching; then its first tokens decide whether to
+fork before it. The branch begins where the observation ends, on the parent's engine and from its KV memory, with a fork of the
+parent's tools; the completion stays the parent's. The scheduler counts a branch for which the parent's engine has no room.
+That branch then waits in the queue like any other rollout, and its context is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from strop.errors import MachineError, UserError
+from strop.rollout.branching import Branching, Claim, Claims, forks_at
+from strop.rollout.environment import Environment, ForkableEnvironment, Observation
+from strop.rollout.player import BatchPlayer, Forking, Opened, Opening, Past, Result, Spent, all_of, end
+from strop.rollout.scheduler.batch import Lease
+from strop.types import Completion, RolloutKey, ScoredTrajectory, Task, Trajectory
+
+logger = logging.getLogger(__name__)
+
+
+class Tree:
+    """The rollouts of one task and their branches. Single use."""
+
+    def __init__(self, task: Task, batch_player: BatchPlayer, branching: Branching, *, budget: int) -> None:
+        """
+        Args:
+            budget: M - N, the branches that the task may have.
+        """
+        self.task, self.batch_player, self.branching = task, batch_player, branching
+        self._claims = Claims(budget)
+        self._playing: dict[RolloutKey, asyncio.Task[Result]] = {}
+        self._results: dict[RolloutKey, Result] = {}
+        self._to_begin: dict[RolloutKey, Past] = {}  # branches of finished rollouts that have not begun
+        self._forked: dict[RolloutKey, tuple[Opened, Lease | None]] = {}  # what each branch was given
+        self._spending: dict[RolloutKey, _Spending] = {}  # of branches, in their first try
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def play(self, keys: Sequence[RolloutKey]) -> list[Result]:
+        """Play the rollouts `keys`, which begin at the prompt, and all their branches. Finished ones are not played again."""
+        batch_player = self.batch_player
+        for key in keys:
+            if key in batch_player.finished:
+                self._restore(batch_player.finished[key])
+        again = self._played_for_their_branches()
+        for key in again:
+            self._drop_branches(key)
+        fresh = [key for key in keys if key not in batch_player.finished or key in again]
+        try:
+            opened = dict(zip(fresh, await all_of([batch_player.open(self.task, key) for key in fresh]), strict=True))
+            leases = await batch_player.leases(self.task, opened)
+            for key in fresh:
+                self._start(key, opened[key], leases.get(key), past=None, known=batch_player.finished.get(key))
+            self._begin_restored()
+            while self._playing:
+                done, _ = await asyncio.wait(self._playing.values(), return_when=asyncio.FIRST_COMPLETED)
+                for key in [key for key, task in self._playing.items() if task in done]:
+                    self._results[key] = self._playing.pop(key).result()
+        finally:
+            await end(list(self._playing.values()))
+            if self._ending:
+                await asyncio.wait(self._ending)
+        return [self._results[key] for key in sorted(self._results)]
+
+    def claim(self, claim: Claim) -> RolloutKey | None:
+        """Return the key of the branch to play; None if the budget is spent on claims that are earlier in the order."""
+        refused = self._claims.add(claim)
+        if refused is not None and refused != claim:
+            self._end_branch(self.branching.key_of(refused))
+        return None if refused == claim else self.branching.key_of(claim)
+
+    def begin(self, key: RolloutKey, environment: _ForkedEnvironment, past: Past, lease: Lease | None) -> None:
+        """Play a branch that was just forked."""
+        opened = Opened(environment=environment, past=past)
+        self.batch_player.started(key)
+        self.batch_player.opened.add(opened)
+        self._forked[key] = opened, lease
+        self._spending[key] = environment.spending
+        self._start(key, opened, lease, past=past, known=self._finished(key, past))
+
+    def restore(self, key: RolloutKey, past: Past) -> bool:
+        """Whether branch `key` finished before the run was interrupted, with the same `past`, and need not be played."""
+        scored = self._finished(key, past)
+        if scored is None:
+            return False
+        self._restore(scored)
+        if self._to_begin and self.batch_player.is_exact:
+            self._drop_branches(key)
+            del self._results[key]
+            return False
+        self._begin_restored()
+        return True
+
+    async def start_over(self, parent: RolloutKey) -> None:
+        """Remove everything that branched off `parent`."""
+        if ending := self._drop_branches(parent):
+            await asyncio.wait(ending)
+
+    def _drop_branches(self, parent: RolloutKey) -> set[asyncio.Task[None]]:
+        """Return what is still ending."""
+        ending: set[asyncio.Task[None]] = set()
+        ended = [parent]
+        for claim in self._claims.accepted:  # in this order a branch comes after its parent
+            if claim.parent in ended:
+                ended.append(self.branching.key_of(claim))
+                self._claims.drop(claim)
+                ending |= self._end_branch(ended[-1])
+        return ending
+
+    def _played_for_their_branches(self) -> list[RolloutKey]:
+        """Finished rollouts from the prompt with branches that have not begun.
+
+        If rollouts repeat exactly, they are played again, so that the branches find the KV memory and the tools that they would
+        have found without the interruption.
+        """
+        if not self.batch_player.is_exact:
+            return []
+        again = {self.branching.descent(key)[0].parent for key in self._to_begin}
+        for key in again:
+            del self._results[key]
+        return sorted(again)
+
+    def _start(
+        self, key: RolloutKey, opened: Opening, lease: Lease | None, *, past: Past | None, known: ScoredTrajectory | None
+    ) -> None:
+        make_forking = partial(self._make_forking, key)
+        playing = self.batch_player.play(self.task, key, opened, lease, past=past, known=known, make_forking=make_forking)
+        self._playing[key] = asyncio.ensure_future(playing)
+
+    async def _make_forking(self, key: RolloutKey) -> Forking:
+        await self.start_over(key)
+        return _Forking(self, key)
+
+    def _end_branch(self, key: RolloutKey) -> set[asyncio.Task[None]]:
+        """Return what is still ending."""
+        logger.debug("branch %s ends: another one is earlier in the order, or its parent begins again", key)
+        self._results.pop(key, None)
+        self._to_begin.pop(key, None)
+        if (spending := self._spending.pop(key, None)) is not None:
+            self.batch_player.observer.displaced(key, spending.so_far)
+        playing = self._playing.pop(key, None)
+        if playing is None:
+            return set()
+        ending = asyncio.ensure_future(_clear(playing, *self._forked.pop(key, (None, None))))
+        self._ending.add(ending)
+        return {ending}
+
+    def _restore(self, scored: ScoredTrajectory) -> None:
+        """Put a finished rollout into the tree, with its finished branches. Its other branches begin later."""
+        trajectory = scored.trajectory
+        self._results[trajectory.key] = scored
+        completions = [turn.completion for turn in trajectory.turns]
+        for at in forks_at(trajectory):
+            past = Past(prompt_ids=trajectory.prompt_ids, turns=trajectory.turns[:at], parent=trajectory.key)
+            verdict = self.branching.verdict(completions[: at + 1], seed=self.batch_player.seed_of(trajectory.key))
+            for path in verdict.paths:
+                key = self.claim(Claim(at=at, parent=trajectory.key, path=path))
+                if key is None:
+                    continue
+                if (branch := self._finished(key, past)) is not None:
+                    self._restore(branch)
+                else:
+                    self._to_begin[key] = past
+
+    def _finished(self, key: RolloutKey, past: Past) -> ScoredTrajectory | None:
+        """The result of branch `key` from before the interruption, if it has this `past`."""
+        scored = self.batch_player.finished.get(key)
+        return None if scored is None or _shared(scored.trajectory) != past.ids else scored
+
+    def _begin_restored(self) -> None:
+        """Called when all claims of finished rollouts are known, so that no branch begins that another one displaces."""
+        to_begin, self._to_begin = self._to_begin, {}
+        for key, past in to_begin.items():
+            self._playing[key] = asyncio.ensure_future(self._play_restored(key, past))
+
+    async def _play_restored(self, key: RolloutKey, past: Past) -> Result:
+        opened = await self.batch_player.open(self.task, key, past)
+        if isinstance(opened, Opened):
+            environment = _ForkedEnvironment(past, is_cached=False)
+            await environment.come(opened.environment)
+            opened.environment, self._spending[key] = environment, environment.spending
+        make_forking = partial(self._make_forking, key)
+        return await self.batch_player.play(self.task, key, opened, None, past=past, make_forking=make_forking)
+
+
+class _Forking:
+    """Implements `Forking` for one try of one rollout."""
+
+    def __init__(self, tree: Tree, key: RolloutKey) -> None:
+        self._tree, self._key = tree, key
+        self._due: dict[RolloutKey, _ForkedEnvironment] = {}  # whose environment is to be forked now
+        self._on_same_engine: list[_ForkedEnvironment] = []
+
+    def sampled(self, lease: Lease, past: Past, completion: Completion) -> None:
+        tree, batch_player = self._tree, self._tree.batch_player
+        completions = [*(turn.completion for turn in past.turns), completion]
+        verdict = tree.branching.verdict(completions, seed=batch_player.seed_of(self._key))
+        shared = Past(prompt_ids=past.prompt_ids, turns=past.turns, parent=self._key)
+        for path in verdict.paths:
+            key = tree.claim(Claim(at=len(past.turns), parent=self._key, path=path))
+            if key is None or tree.restore(key, shared):
+                continue
+            forked = lease.branch(key, max_tokens=batch_player.player.sampling.max_tokens - past.num_response_tokens)
+            environment = self._due[key] = _ForkedEnvironment(shared, is_cached=forked is not None)
+            if forked is not None:
+                self._on_same_engine.append(environment)
+            tree.begin(key, environment, shared, forked)
+
+    async def split(self, environment: Environment) -> None:
+        due, self._due = self._due, {}
+        for key, coming in due.items():
+            if coming.is_closed:
+                continue
+            try:
+                forked = await fork(environment, seed=self._tree.batch_player.seed_of(key))
+            except MachineError as error:  # a fault of the branch; its parent has what it needs
+                coming.fail(error)
+            else:
+                await coming.come(forked)
+
+    async def part(self) -> None:
+        """A branch has copied the KV memory that it needs when it gets its first completion."""
+        for each in self._on_same_engine:
+            await each.needed.wait()
+
+
+class _Spending:
+    """Counts the tokens that a branch computes itself, without those that it shares."""
+
+    def __init__(self, past: Past, *, is_cached: bool) -> None:
+        """
+        Args:
+            is_cached: all of `past` but the last id is in the parent's KV memory.
+        """
+        self._num_context = len(past.ids)
+        self._num_cached = self._num_context - 1 if is_cached else 0
+        self._generated = self._prefilled = 0
+        self._is_sampling = True
+
+    def sampled(self, completion: Completion) -> None:
+        self._prefilled += self._num_context - completion.cached_tokens
+        self._generated += len(completion.ids)
+        self._num_context += len(completion.ids)
+        self._num_cached = self._num_context - 1
+        self._is_sampling = False
+
+    def observed(self, observation: Observation) -> None:
+        self._num_context += len(observation.ids)
+        self._is_sampling = observation.stop_reason is None
+
+    def ended(self) -> None:
+        self._is_sampling = False
+
+    @property
+    def so_far(self) -> Spent:
+        under_way = self._num_context - self._num_cached if self._is_sampling else 0
+        return Spent(
+            generated_tokens=self._generated, prefilled_tokens=self._prefilled + under_way, is_sampling=self._is_sampling
+        )
+
+
+class _ForkedEnvironment:
+    """The environment of a branch. The branch samples its first completion before the parent has forked the environment."""
+
+    def __init__(self, past: Past, *, is_cached: bool) -> None:
+        self.spending = _Spending(past, is_cached=is_cached)
+        self.needed = asyncio.Event()  # set when the branch has its first completion, or is closed
+        self.is_closed = False
+        self._coming: asyncio.Future[Environment] = asyncio.get_running_loop().create_future()
+
+    async def come(self, environment: Environment) -> None:
+        if self._is_unwanted:
+            await environment.close()
+        else:
+            self._coming.set_result(environment)
+
+    def fail(self, error: MachineError) -> None:
+        if not self._is_unwanted:
+            self._coming.set_exception(error)
+
+    @property
+    def _is_unwanted(self) -> bool:
+        """Whether the branch was closed, or cancelled while it waited."""
+        return self.is_closed or self._coming.cancelled()
+
+    async def start(self) -> Observation:
+        return await (await self._coming).start()
+
+    async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
+        self.needed.set()
+        self.spending.sampled(completion)
+        observation = await (await self._coming).step(completion, num_tokens_left=num_tokens_left)
+        self.spending.observed(observation)
+        return observation
+
+    async def fork(self, *, seed: int) -> Environment:
+        return await fork(await self._coming, seed=seed)
+
+    async def close(self) -> None:
+        self.needed.set()
+        self.spending.ended()
+        self.is_closed = True
+        if self._coming.done() and not self._coming.cancelled() and self._coming.exception() is None:
+            await self._coming.result().close()
+        self._coming.cancel()
+
+
+async def _clear(playing: asyncio.Task[Result], opened: Opened | None, lease: Lease | None) -> None:
+    """End a branch, and close what it was given, which it may not have used yet."""
+    await end([playing])
+    if lease is not None:
+        lease.close()
+    if opened is not None:
+        await opened.close()
+
+
+def _shared(trajectory: Trajectory) -> tuple[int, ...]:
+    """Prompt and response up to the fork."""
+    return tuple(trajectory.ids[: len(trajectory.prompt_ids) + trajectory.forked_at])
+
+
+async def reopen(batch_player: BatchPlayer, task: Task, key: RolloutKey, past: Past) -> Opened:
+    """Open the environment of a branch without its parent's: repeat the shared turns, and fork as before.
+
+    The tools run again. Nothing is sampled, and the ids stay those of `past`.
+    """
+    player = batch_player.player
+    assert player.branching is not None  # only branches have a past
+    descent = player.branching.descent(key)
+    environment = player.environments(task, seed=batch_player.seed_of(descent[0].parent))
+    try:
+        await environment.start()
+        done = 0
+        for claim, forked in zip(descent, [*(claim.parent for claim in descent[1:]), key], strict=True):
+            for turn in past.turns[done : claim.at]:
+                await environment.step(turn.completion, num_tokens_left=player.sampling.max_tokens)
+            branch = await fork(environment, seed=batch_player.seed_of(forked))
+            before, environment, done = environment, branch, claim.at
+            await before.close()
+    except BaseException:
+        await environment.close()
+        raise
+    return Opened(environment=environment, past=past)
+
+
+async def fork(environment: Environment, *, seed: int) -> Environment:
+    """Fork an environment. Raises `UserError` if it has no `fork`."""
+    if not isinstance(environment, ForkableEnvironment):
+        raise UserError(
+            f"{type(environment).__name__} cannot be forked, but the stage branches. Give it `async def fork(self, *, seed)`"
+            " (strop.rollout.environment.ForkableEnvironment), or leave branching out."
+        )
+    return await environment.fork(seed=seed)

@@ -1,0 +1,327 @@
+"""What decides when a waiting rollout starts: the KV memory that engines have left, and the order of the waiting rollouts.
+
+**Memory.** A rollout reserves blocks for its largest possible length. It holds a chain of shared segments, oldest first, and
+blocks of its own. The chain begins with the prompt of the group. A fork adds a segment with everything that parent and
+branch have in common. Only whole blocks are shared: each rollout has its own copy of a block that is only partly prefix.
+
+**Order.** A rollout that lost its engine goes before all rollouts that have not started. With `longest_first`, the first
+`_NUM_PROBES` rollouts of every group come next, and then the group that is expected to be longest: a long rollout that starts
+last keeps everything else waiting at the end of the step. The expected length comes with the offer. Otherwise it is estimated
+from the tokens sampled so far, those of running rollouts included, per ended rollout of the group; the mean over all groups
+counts as `_PRIOR` ended rollouts. Estimates are rounded to powers of the square root of 2, so that groups of about the same
+length are equals: one of them starts completely before the next, on the engines that have computed its prompt.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import takewhile
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from strop.rollout.scheduler.report import EngineUsage
+from strop.types import RolloutKey
+
+MAX_ATTEMPTS = 1024  # attempt numbers are counted modulo this
+_NUM_PROBES = 2
+_PRIOR = 1.0
+
+Prompt: TypeAlias = tuple[int, int]
+"""The prompt of a rollout: its group and its number of tokens. Two lengths in one group are two prompts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    """KV memory of one engine. For an engine with slots, `block_tokens` and `max_tokens` are the length of a slot."""
+
+    name: str  # unique among all engines that ever join
+    kv_blocks: int
+    block_tokens: int
+    max_conversations: int  # that hold KV memory at the same time
+    max_tokens: int | None = None  # of the longest conversation; None: limited only by the number of blocks
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest conversation that the engine can hold."""
+        held = self.kv_blocks * self.block_tokens
+        return held if self.max_tokens is None else min(held, self.max_tokens)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What the placement of a rollout depends on."""
+
+    group: int
+    prompt_tokens: int  # shared with rollouts of the group whose prompt has this length; 0: nothing is shared
+    total_tokens: int  # largest possible length, prompt included
+
+    @property
+    def prompt(self) -> Prompt:
+        return (self.group, self.prompt_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Blocks that `num_users` rollouts share."""
+
+    blocks: int
+    prompt: Prompt | None  # None: the common past of a branch and its parent
+    num_users: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """What one rollout has reserved."""
+
+    chain: list[Segment]
+    own_blocks: int
+
+
+class Engine:
+    """An engine that has joined, with the reservations in its KV memory. `reserved` never exceeds `capacity`."""
+
+    def __init__(self, spec: EngineSpec, *, oversubscription: float, joined_s: float) -> None:
+        self.spec = spec
+        self.capacity = int(spec.kv_blocks * oversubscription)  # in blocks
+        self.reserved = 0
+        self.holdings: dict[RolloutKey, Holding] = {}
+        self.prompts: dict[Prompt, Segment] = {}
+        self.num_running = 0
+        self.usage = EngineUsage(joined_s=joined_s)
+        self.started: npt.NDArray[np.int64] = np.zeros(MAX_ATTEMPTS, dtype=np.int64)  # rollouts, by attempt number
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def free(self) -> int:
+        return self.capacity - self.reserved
+
+    @property
+    def has_free_row(self) -> bool:
+        return len(self.holdings) < self.spec.max_conversations
+
+    def can_hold(self, size: Size) -> bool:
+        """Whether the engine can hold a rollout of `size` when it holds nothing else."""
+        return self.spec.blocks_for(size.total_tokens) <= self.capacity and size.total_tokens <= self.spec.longest
+
+    def has_room(self, size: Size) -> bool:
+        return self.has_free_row and size.total_tokens <= self.spec.longest and self.need(size) <= self.free
+
+    def need(self, size: Size) -> int:
+        """Blocks that a new rollout needs."""
+        shared = self.prompts.get(size.prompt)
+        return self.spec.blocks_for(size.total_tokens) - (0 if shared is None else shared.blocks)
+
+    def fork_need(self, at: int, total_tokens: int) -> int:
+        """Blocks that a branch needs which shares the first `at` tokens with its parent."""
+        return self.spec.blocks_for(total_tokens) - at // self.spec.block_tokens
+
+    def reserve(self, key: RolloutKey, size: Size) -> None:
+        self.reserved += self.need(size)
+        prompt = self.prompts.setdefault(
+            size.prompt, Segment(blocks=size.prompt_tokens // self.spec.block_tokens, prompt=size.prompt)
+        )
+        prompt.num_users += 1
+        self.holdings[key] = Holding(chain=[prompt], own_blocks=self.spec.blocks_for(size.total_tokens) - prompt.blocks)
+        self.started[key.attempt % MAX_ATTEMPTS] += 1
+
+    def fork(self, parent: RolloutKey, key: RolloutKey, at: int, total_tokens: int) -> None:
+        holding = self.holdings[parent]
+        common = at // self.spec.block_tokens - sum(segment.blocks for segment in holding.chain)
+        if common > 0:
+            holding.chain.append(Segment(blocks=common, prompt=None, num_users=1))
+            holding.own_blocks -= common
+        chain = list(holding.chain)
+        for segment in chain:
+            segment.num_users += 1
+        own = self.fork_need(at, total_tokens)
+        self.reserved += own
+        self.holdings[key] = Holding(chain=chain, own_blocks=own)
+
+    def release(self, key: RolloutKey) -> None:
+        holding = self.holdings.pop(key)
+        self.reserved -= holding.own_blocks
+        for segment in holding.chain:
+            segment.num_users -= 1
+            if segment.num_users == 0:
+                self.reserved -= segment.blocks
+                if segment.prompt is not None:
+                    del self.prompts[segment.prompt]
+
+
+class Phase(StrEnum):
+    """What a rollout is doing."""
+
+    WAITING = "waiting"  # for an engine
+    RUNNING = "running"  # a completion
+    CALLING = "calling"  # tools
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Rollout:
+    """One rollout from its offer to its end. It has an engine while KV memory is reserved for it."""
+
+    key: RolloutKey
+    size: Size
+    expected_tokens: float | None
+    context_tokens: int  # prompt, whole completions and observations so far
+    is_branch: bool = False
+    phase: Phase = Phase.WAITING
+    engine: Engine | None = None
+    num_runs: int = 0
+    known_tokens: int = 0  # of the context, computed by an engine before
+    offered_s: float = 0.0
+    started_s: float | None = None
+    called_s: float = 0.0
+    tool_started_s: float | None = None
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that are left of the response."""
+        return self.size.total_tokens - self.context_tokens
+
+    def is_like(self, other: Rollout) -> bool:
+        """Whether it makes no difference to the scheduler which of the two starts first."""
+        return self.size == other.size and self.expected_tokens == other.expected_tokens
+
+
+Rank: TypeAlias = tuple[int, float, int]  # restarts first; then the longest; then the first to come
+
+
+@dataclass(slots=True, eq=False)
+class WaitingGroup:
+    """The rollouts of one task that wait, or a single rollout that lost its engine."""
+
+    number: int
+    is_restart: bool = False
+    waiting: deque[Rollout] = field(default_factory=deque)
+    num_started: int = 0
+    num_live: int = 0  # offered and not ended
+    num_ended: int = 0
+    tokens_seen: int = 0
+    rank: Rank = (0, 0.0, 0)
+
+    @property
+    def equals(self) -> list[Rollout]:
+        """The first rollout and those after it that differ from it only in their attempt number."""
+        first = self.waiting[0]
+        return list(takewhile(first.is_like, self.waiting))
+
+
+class WaitingQueue:
+    """A heap of groups. Entries whose rank is out of date are skipped."""
+
+    def __init__(self, *, is_longest_first: bool) -> None:
+        self._is_longest_first = is_longest_first
+        self._heap: list[tuple[Rank, WaitingGroup]] = []
+        self._groups: dict[int, WaitingGroup] = {}
+        self._restarts: dict[RolloutKey, WaitingGroup] = {}
+        self._num_created = 0
+        self._num_ended = 0
+        self._tokens_seen = 0
+        self.num_waiting = 0
+
+    def offer(self, rollouts: list[Rollout]) -> None:
+        """Add rollouts of one task; with `longest_first`, those with the largest expected length come first."""
+        if self._is_longest_first:
+            rollouts = sorted(rollouts, key=lambda each: -(each.expected_tokens or 0.0))
+        number = rollouts[0].size.group
+        group = self._groups[number] = self._groups.get(number) or self._create()
+        group.num_live += len(rollouts)
+        self._add(group, rollouts)
+
+    def restart(self, rollout: Rollout) -> None:
+        """Add a rollout that lost its engine."""
+        group = self._restarts[rollout.key] = self._create(is_restart=True)
+        self._add(group, [rollout])
+
+    def first(self) -> WaitingGroup | None:
+        """The group whose first rollout is next. It stays in the queue."""
+        while self._heap:
+            rank, group = self._heap[0]
+            if group.waiting and rank == group.rank:
+                return group
+            heapq.heappop(self._heap)
+        return None
+
+    def skip(self, group: WaitingGroup) -> None:
+        """Take the first group out of the order until `unskip`."""
+        while self._heap and self._heap[0][1] is group:
+            heapq.heappop(self._heap)
+
+    def unskip(self, group: WaitingGroup) -> None:
+        heapq.heappush(self._heap, (group.rank, group))
+
+    def take(self, group: WaitingGroup, rollout: Rollout) -> None:
+        """Remove one of the equals of a group: it starts."""
+        group.waiting.remove(rollout)
+        self.num_waiting -= 1
+        if group.is_restart:
+            del self._restarts[rollout.key]
+        else:
+            group.num_started += 1
+            self._rerank(group)
+
+    def drop(self, rollout: Rollout) -> None:
+        """Remove a rollout that ended while it waited."""
+        group = self._restarts.pop(rollout.key, None) or self._groups[rollout.size.group]
+        group.waiting.remove(rollout)
+        self.num_waiting -= 1
+
+    def grew(self, number: int, *, num_tokens: int, has_ended: bool = False) -> None:
+        """A rollout of a group sampled `num_tokens` more."""
+        group = self._groups[number]
+        group.tokens_seen += num_tokens
+        self._tokens_seen += num_tokens
+        if has_ended:
+            group.num_ended += 1
+            group.num_live -= 1
+            self._num_ended += 1
+        if group.num_live:
+            self._rerank(group)
+        else:
+            del self._groups[number]
+
+    def waiting(self) -> list[Rollout]:
+        return [each for group in (*self._restarts.values(), *self._groups.values()) for each in group.waiting]
+
+    def _create(self, *, is_restart: bool = False) -> WaitingGroup:
+        self._num_created += 1
+        return WaitingGroup(number=self._num_created - 1, is_restart=is_restart)
+
+    def _add(self, group: WaitingGroup, rollouts: list[Rollout]) -> None:
+        group.waiting.extend(rollouts)
+        self.num_waiting += len(rollouts)
+        group.rank = self._rank(group)
+        heapq.heappush(self._heap, (group.rank, group))
+
+    def _rerank(self, group: WaitingGroup) -> None:
+        if group.waiting and (rank := self._rank(group)) != group.rank:
+            group.rank = rank
+            heapq.heappush(self._heap, (rank, group))
+
+    def _rank(self, group: WaitingGroup) -> Rank:
+        if group.is_restart:
+            return (0, 0.0, group.number)
+        return (1, -self._expected(group) if self._is_longest_first else 0.0, group.number)
+
+    def _expected(self, group: WaitingGroup) -> float:
+        offered = group.waiting[0].expected_tokens
+        if offered is not None:
+            return offered
+        if group.num_started < _NUM_PROBES:
+            return math.inf
+        mean = self._tokens_seen / max(1, self._num_ended)
+        expected = (_PRIOR * mean + group.tokens_seen) / (_PRIOR + group.num_ended)
+        return math.exp2(round(2 * math.log2(max(1.0, expected))) / 2)

@@ -1,0 +1,345 @@
+"""A batch of rollouts on the engines of a pool. Each rollout has a `Lease`, which asks the engine that the scheduler chose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from strop.engine.protocol import CompletionRequest
+from strop.errors import EngineLost, MachineError, StropError
+from strop.rollout.scheduler.events import (
+    BranchRequested,
+    CallTools,
+    EngineDied,
+    EngineJoined,
+    Event,
+    GroupOffered,
+    RefuseBranch,
+    Release,
+    RolloutEnded,
+    RolloutOffer,
+    Run,
+    RunReason,
+    ToolFinished,
+    ToolStarted,
+    TurnFinished,
+)
+from strop.rollout.scheduler.report import BatchReport, EngineReport
+from strop.rollout.scheduler.scheduler import make_scheduler
+from strop.types import Completion, RolloutKey
+
+if TYPE_CHECKING:
+    from strop.rollout.scheduler.engine_pool import EnginePool, PooledEngine
+
+RESUME = "Finished rollouts are saved. Run the same command to continue."
+
+
+class EngineRemovedError(StropError):
+    """The engine was lost while it sampled a completion. Another engine samples the turn again."""
+
+
+class RolloutBatch:
+    """Carries out the scheduler's actions and reports events to it. Everything happens in the thread of the event loop."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self.error: Exception | None = None  # that ended the batch
+        self.engines: dict[str, PooledEngine] = {}  # all that ever joined
+        self.num_evictions = 0
+        self._pool = pool
+        self._clock = asyncio.get_running_loop().time
+        self._started_s = self._clock()
+        self._scheduler = make_scheduler(pool.config)
+        self._leases: dict[RolloutKey, Lease] = {}
+        self._releasing: set[asyncio.Task[None]] = set()
+        self._cached_tokens = self._request_tokens = 0
+        self._num_lost_over: Counter[str] = Counter()  # engines that were lost over a request, by its id
+
+    @property
+    def max_request_tokens(self) -> int | None:
+        """Tokens of the longest conversation that an engine holds, prompt included; None if no engine is left."""
+        return max((engine.spec.longest for engine in self.engines.values() if not engine.loss), default=None)
+
+    async def offer(self, prompts: Mapping[RolloutKey, tuple[int, ...]], *, max_tokens: int) -> dict[RolloutKey, Lease]:
+        """Return a lease for each rollout of one task. Waits for replacements if no engine can hold the rollouts.
+
+        Raises:
+            RequestTooLong: no engine can ever hold one of them.
+            EngineLost: no engine is left, and none is being opened.
+        """
+        event = _group(prompts, max_tokens)
+        while True:
+            if self.error is not None:
+                raise self.error
+            try:
+                if self.max_request_tokens is None:
+                    raise EngineLost("no engine is left.")
+                leases = {key: Lease(self, key) for key in prompts}
+                self._leases |= leases
+                self.handle(event)
+            except StropError:
+                for key in prompts:
+                    self._leases.pop(key, None)
+                if not self._pool.is_replacing:
+                    raise
+                await self._pool.replacement_settled()
+            else:
+                return leases
+
+    def handle(self, event: Event) -> None:
+        """Report an event to the scheduler, and carry out its actions."""
+        for action in self._scheduler.handle(event, now_s=self._clock() - self._started_s):
+            match action:
+                case Run():
+                    self._leases[action.key].grant(action)
+                case CallTools():
+                    self._leases[action.key].allow_tools()
+                case Release():
+                    self._leases[action.key].free_memory()
+                case RefuseBranch():
+                    del self._leases[action.key]
+        if isinstance(event, ToolFinished):
+            self.check_engines()  # the engine may have been lost while the tools ran
+
+    def join(self, engine: PooledEngine) -> None:
+        """Use another engine from now on."""
+        self.engines[engine.name] = engine
+        self.handle(EngineJoined(engine=engine.spec))
+
+    def engine_lost(self, engine: PooledEngine) -> None:
+        """Continue the rollouts of a lost engine on other engines, from their last finished turn."""
+        try:
+            self.handle(EngineDied(name=engine.name))
+        except EngineLost as error:  # the policy cannot continue without it
+            self._fail(error)
+        self.check_engines()
+
+    def check_engines(self) -> None:
+        """End the batch if rollouts wait for an engine that will never join."""
+        lost = [engine for engine in self.engines.values() if engine.loss]
+        if not lost or self._pool.is_replacing or self.error is not None or not self._leases:
+            return
+        losses = "; ".join(f"{engine.name}: {engine.loss}" for engine in lost)
+        if len(lost) == len(self.engines):
+            self._fail(EngineLost(f"no engine is left to sample from. {losses} {RESUME}"))
+        elif stranded := self._scheduler.stranded:
+            self._fail(
+                EngineLost(
+                    f"{len(stranded)} rollouts (first: {stranded[0]}) are longer than any engine that is left can hold."
+                    f" Lost engines: {losses} {RESUME}"
+                )
+            )
+
+    def _fail(self, error: Exception) -> None:
+        """End the batch: everything that waits raises `error`."""
+        self.error = error
+        for lease in self._leases.values():
+            lease.wake()
+
+    async def close(self, *, lost_before: tuple[str, ...]) -> BatchReport:
+        """End all rollouts, wait for the engines to free their memory, and return the report of the batch."""
+        for lease in list(self._leases.values()):
+            lease.close()
+        ended_s = self._clock() - self._started_s
+        engines = sorted(self.engines.values(), key=lambda engine: (engine.index, engine.generation))
+        report = BatchReport(
+            policy=self._pool.config.policy,
+            duration_s=ended_s,
+            engines=tuple(self._report(engine, ended_s) for engine in engines),
+            ledger=self._scheduler.ledger,
+            queue=self._scheduler.queue_length,
+            evictions=self.num_evictions,
+            cached_tokens=self._cached_tokens,
+            request_tokens=self._request_tokens,
+            lost_before=lost_before,
+        )
+        await asyncio.gather(*(engine.settle() for engine in engines), *self._releasing)
+        return report
+
+    def _report(self, engine: PooledEngine, ended_s: float) -> EngineReport:
+        usage, spec = self._scheduler.usage[engine.name], engine.spec
+        left_s = ended_s if usage.left_s is None else usage.left_s
+        usage.record(left_s, 0, 0.0)
+        return EngineReport(
+            name=spec.name,
+            max_rows=spec.max_conversations,
+            kv_tokens=spec.kv_blocks * spec.block_tokens,
+            usage=usage,
+            left_s=left_s,
+            loss=engine.loss,
+        )
+
+    # For leases.
+
+    async def complete(self, engine: PooledEngine, request: CompletionRequest) -> Completion:
+        """Ask an engine for a completion.
+
+        Raises:
+            EngineRemovedError: the engine was lost over this request or another one.
+            MachineError: several engines were lost over this request, so no other engine is asked.
+        """
+        # One engine may fail by chance. More may, where more can be replaced.
+        if (num_lost := self._num_lost_over[request.id]) >= max(2, self._pool.config.max_replacements):
+            raise MachineError(f"{num_lost} engines were lost over request {request.id}; no other engine is asked.")
+        try:
+            completion = await engine.complete(request, version=self._pool.policy_version)
+        except EngineLost as error:
+            if not engine.loss:
+                self._num_lost_over[request.id] += 1
+            self._pool.remove(engine, error)
+            raise EngineRemovedError(str(error)) from error
+        self._cached_tokens += completion.cached_tokens
+        self._request_tokens += len(request.ids)
+        return completion
+
+    def free_memory(self, engine: PooledEngine, request_id: str) -> None:
+        """Free the KV memory of a conversation in the background."""
+        task = asyncio.ensure_future(engine.release(request_id))
+        self._releasing.add(task)
+        task.add_done_callback(self._releasing.discard)
+
+    def is_crowded(self, engine: PooledEngine) -> bool:
+        """Whether conversations must free their memory between turns: those at static's barrier must not block the others."""
+        return self._scheduler.is_crowded(engine.name)
+
+    def branch(self, parent: Lease, key: RolloutKey, *, max_tokens: int) -> Lease | None:
+        lease = self._leases[key] = Lease(self, key)
+        lease.extend(parent)
+        self.handle(BranchRequested(parent=parent.key, key=key, max_tokens=max_tokens))
+        return self._leases.get(key)
+
+    def end(self, lease: Lease) -> None:
+        if self._leases.get(lease.key) is lease:
+            self.handle(RolloutEnded(key=lease.key))
+            lease.free_memory()
+            del self._leases[lease.key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prefix:
+    """A request whose cached context the next request may extend."""
+
+    engine: PooledEngine
+    request_id: str
+    is_own: bool  # whether the lease frees this memory; a new branch extends its parent's
+
+
+class Lease:
+    """One rollout's right to engines: waits until the scheduler grants an engine, and asks another one if that is lost.
+
+    `RolloutBatch.offer` makes it. Call `close` however the rollout ends.
+    """
+
+    def __init__(self, batch: RolloutBatch, key: RolloutKey) -> None:
+        self.key = key
+        self._batch = batch
+        self._run: Run | None = None  # the newest that was granted
+        self._may_call_tools = False
+        self._woken = asyncio.Event()
+        self._prefix: _Prefix | None = None
+        self._num_known = 0  # tokens of the newest request and its completion, which the engine has computed
+
+    async def complete(self, request: CompletionRequest, *, sampled: Callable[[Completion], None] | None = None) -> Completion:
+        """Sample the next turn of the rollout. Returns when its tools may be called. Sets `extends` and `at` of the request.
+
+        If an engine is lost, another one samples the turn again from the same seed.
+
+        Args:
+            sampled: called with the completion before the turn counts as finished; `branch` then forks before the completion.
+
+        Raises:
+            EngineLost: no engine is left.
+            DeadlineExceeded: this completion took too long; its engine works.
+            MachineError: several engines were lost over this turn.
+        """
+        batch = self._batch
+        while True:
+            while self._run is None:
+                await self._wait()
+            run, self._run = self._run, None
+            engine = batch.engines[run.engine]
+            extended = request
+            if self._prefix is not None and self._prefix.engine is engine:
+                extended = replace(request, extends=self._prefix.request_id, at=self._num_known)
+            self._prefix = _Prefix(engine, request.id, is_own=True)
+            try:
+                completion = await batch.complete(engine, extended)
+            except EngineRemovedError:
+                self._prefix = None
+            else:
+                break
+        recomputed = 0
+        missing = self._num_known - 1 - completion.cached_tokens  # the last id that was sampled is never in the cache yet
+        if run.reason is RunReason.CONTINUE and missing > engine.tolerated_tokens:
+            recomputed = missing
+            batch.num_evictions += 1
+        if sampled is not None:
+            self._num_known = len(request.ids)  # what a branch has in common
+            sampled(completion)
+        num_tokens = len(completion.ids)
+        self._num_known = len(request.ids) + num_tokens
+        if batch.is_crowded(engine):
+            self.free_memory()
+        self._may_call_tools = False
+        batch.handle(TurnFinished(key=self.key, run=run.run, num_tokens=num_tokens, recomputed_tokens=recomputed))
+        while not self._may_call_tools:
+            await self._wait()
+        batch.handle(ToolStarted(key=self.key))
+        return completion
+
+    def observed(self, num_tokens: int) -> None:
+        """The tools have answered with `num_tokens` tokens, and the rollout continues."""
+        self._batch.handle(ToolFinished(key=self.key, num_tokens=num_tokens))
+
+    def branch(self, key: RolloutKey, *, max_tokens: int) -> Lease | None:
+        """Fork the rollout after its newest observation or completion. None if the engine has no room for `max_tokens` more."""
+        return self._batch.branch(self, key, max_tokens=max_tokens)
+
+    def close(self) -> None:
+        """End the rollout and free its memory. Repeated calls do nothing."""
+        self._batch.end(self)
+
+    # For the batch.
+
+    def grant(self, run: Run) -> None:
+        """The scheduler chose an engine for the next turn."""
+        self._run = run
+        self.wake()
+
+    def allow_tools(self) -> None:
+        """The scheduler lets the tools of the newest turn start."""
+        self._may_call_tools = True
+        self.wake()
+
+    def extend(self, parent: Lease) -> None:
+        """The first request of a branch extends what its parent has cached."""
+        self._prefix = parent._prefix and replace(parent._prefix, is_own=False)
+        self._num_known = parent._num_known
+
+    def free_memory(self) -> None:
+        """Free the KV memory of the conversation; the next turn computes its context again."""
+        if self._prefix is not None and self._prefix.is_own:
+            self._batch.free_memory(self._prefix.engine, self._prefix.request_id)
+        self._prefix = None
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def _wait(self) -> None:
+        if self._batch.error is None:
+            self._woken.clear()
+            await self._woken.wait()
+        if self._batch.error is not None:
+            raise self._batch.error
+
+
+def _group(prompts: Mapping[RolloutKey, tuple[int, ...]], max_tokens: int) -> GroupOffered:
+    """Rollouts of one task share its prompt. If their prompts differ, nothing is shared."""
+    shared = next(iter(prompts.values()))
+    if all(prompt == shared for prompt in prompts.values()):
+        offers = tuple(RolloutOffer(key=key, max_tokens=max_tokens) for key in prompts)
+        return GroupOffered(prompt_tokens=len(shared), rollouts=offers)
+    offers = tuple(RolloutOffer(key=key, max_tokens=len(prompt) + max_tokens) for key, prompt in prompts.items())
+    return GroupOffered(prompt_tokens=0, rollouts=offers)

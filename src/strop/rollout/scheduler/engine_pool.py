@@ -1,0 +1,416 @@
+"""The engines that a run samples from: they hold the same published weights, and lost engines are replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from strop.engine.protocol import (
+    Capabilities,
+    Capacity,
+    CompletionRequest,
+    InferenceEngine,
+    NamedTensor,
+    TakesWeights,
+    check_completion,
+)
+from strop.errors import DeadlineExceeded, EngineLost, MachineError, StropError, WeightsNotProven
+from strop.rollout.scheduler.admission import EngineSpec
+from strop.rollout.scheduler.batch import RESUME, EngineRemovedError, RolloutBatch
+from strop.rollout.scheduler.publication import Broadcast
+from strop.rollout.scheduler.replacements import EngineObserver, HealthCheck, OpenEngine, Replacements
+from strop.rollout.scheduler.report import BatchReport
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.types import Completion
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_S = 660.0  # of a completion: a tenth more than an embedded engine's own, so that the engine's own error comes first
+_BLOCK_TOKENS = 32  # for an engine that has no slots and does not report its block size; a small block is the safe choice
+_RELEASE_S = 10.0
+_SETTLE_S = 5.0  # for cancelled completions to end
+_CLOSE_S = 60.0
+_ResultT = TypeVar("_ResultT")
+
+Publish = Callable[[TakesWeights], Awaitable[str]]
+"""Sends the current weights and returns their checksum once they are proved."""
+
+
+class EnginePool:
+    """Engines of any sizes behind the scheduler that `config` describes. One batch of rollouts runs at a time.
+
+    An engine that dies, hangs, gives an invalid answer or holds other weights than the published ones is removed: it is
+    reported to `observer`, closed, and replaced with `open_another`, up to `config.max_replacements` times a batch. Later
+    batches replace the rest. Its rollouts continue on other engines from their last finished turn.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[InferenceEngine],
+        config: SchedulerConfig | None = None,
+        *,
+        open_another: OpenEngine | None = None,
+        deadline_s: float = DEADLINE_S,
+        publish_deadline_s: float | None = None,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        """
+        Args:
+            deadline_s: of one completion; a little more than the engine's own.
+            publish_deadline_s: how long a publication may make no progress; None: `deadline_s`.
+        """
+        self.config = SchedulerConfig() if config is None else config
+        self.observer = EngineObserver() if observer is None else observer
+        self.may_send = asyncio.Event()  # whether the current weights may be sent to a replacement
+        self.may_send.set()
+        self.sending = asyncio.Lock()
+        self.first_loss: EngineLost | None = None  # since the last publication
+        self._deadline_s = deadline_s
+        self._publish_deadline_s = deadline_s if publish_deadline_s is None else publish_deadline_s
+        self._engines: dict[str, PooledEngine] = {}
+        self._num_generations: Counter[int] = Counter()  # by index: engines that had it
+        self._batch: RolloutBatch | None = None
+        self._report: BatchReport | None = None
+        self._lost_before: list[str] = []  # engines that were lost since the last batch
+        self._version = engines[0].policy_version if engines else -1
+        self._checksum = ""  # of the last publication
+        self._publish: Publish | None = None  # of the current weights; None: engines were opened with them
+        self._closing: set[asyncio.Task[None]] = set()
+        self._replacements = Replacements(self, open_another)
+        for index, engine in enumerate(engines):
+            self.join(self.pooled(engine, index))
+
+    @property
+    def engines(self) -> dict[str, InferenceEngine]:
+        """By name."""
+        return {name: pooled.engine for name, pooled in self._engines.items()}
+
+    @property
+    def policy_version(self) -> int:
+        """Of the weights that the next request samples from; -1 before the first publication."""
+        return self._version
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The longest conversation that any engine holds, prompt included."""
+        return max((engine.spec.longest for engine in self._engines.values()), default=0)
+
+    @property
+    def last_batch(self) -> BatchReport:
+        """The report of the last batch. Raises `StropError` before the first."""
+        if self._report is None:
+            raise StropError("this engine pool has run no batch yet.")
+        return self._report
+
+    async def publish(self, publish: Publish, *, version: int) -> str:
+        """Let `publish` send the weights of `version` to every engine, and return their checksum.
+
+        Engines that cannot prove the weights are removed and replaced ("weights are proven").
+
+        Raises:
+            WeightsNotProven, EngineLost: no engine holds them, and no replacement does.
+        """
+        self.may_send.clear()
+        async with self.sending:
+            self._publish, self._version, self._checksum, self.first_loss = publish, version, "", None
+            engines = list(self._engines.values())
+            if engines:
+                await self._send(publish, engines)
+        self.may_send.set()
+        for engine in engines:
+            if engine.weights_error is not None and engine.name in self._engines:  # else the pool was closed in the meantime
+                self.remove(engine, engine.weights_error)
+        while not self._engines and self.is_replacing:
+            await self.replacement_settled()
+        self._check_not_empty()
+        return self._checksum
+
+    @asynccontextmanager
+    async def batch(self) -> AsyncIterator[RolloutBatch]:
+        """Run a batch of rollouts. Afterwards `last_batch` is its report.
+
+        Raises:
+            EngineLost: there is no engine.
+            StropError: another batch is running.
+        """
+        if self._batch is not None:
+            raise StropError("this engine pool is already running a batch. Run one batch at a time.")
+        self.may_send.set()  # weights do not change while they are sampled from
+        self._replacements.num_opened = 0
+        if self._replacements.missing:
+            self._replacements.replace_missing()
+        self._check_not_empty()
+        lost_before, self._lost_before = self._lost_before, []
+        batch = RolloutBatch(self)
+        for engine in self._engines.values():
+            batch.join(engine)
+        self._batch = batch
+        try:
+            yield batch
+        finally:
+            if self._publish is not None:
+                self.may_send.clear()  # the trainer may now change the weights
+                async with self.sending:
+                    pass
+            self._report = await batch.close(lost_before=tuple(lost_before))
+            self._batch = None
+
+    async def close(self) -> None:
+        """Close every engine, and cancel replacements."""
+        for engine in list(self._engines.values()):
+            self._close_later(engine)
+        await self._replacements.close()
+        await asyncio.gather(*self._closing)
+
+    # For batches and replacements.
+
+    def remove(self, engine: PooledEngine, error: EngineLost) -> None:
+        """`engine` is lost. Repeated calls do nothing."""
+        if engine.loss:
+            return
+        engine.remove(str(error))
+        self.first_loss = self.first_loss or error
+        logger.warning("engine %s is lost: %s", engine.name, engine.loss)
+        self.observer.engine_lost(engine.name, reason=engine.loss)
+        self._close_later(engine)
+        self._replacements.replace(engine.name, engine.index)
+        if self._batch is None:
+            self._lost_before.append(engine.name)
+        else:
+            self._batch.engine_lost(engine)
+
+    @property
+    def is_replacing(self) -> bool:
+        """Whether an engine is being opened in place of a lost one."""
+        return bool(self._replacements.running)
+
+    async def replacement_settled(self) -> None:
+        """Return when a replacement has joined or failed."""
+        if self.is_replacing:
+            await asyncio.wait(self._replacements.running, return_when=asyncio.FIRST_COMPLETED)
+
+    def next_name(self, index: int) -> str:
+        return engine_name(index, self._num_generations[index] + 1)
+
+    def pooled(self, engine: InferenceEngine, index: int) -> PooledEngine:
+        """Return the next engine with this index. It has not joined yet."""
+        return PooledEngine(
+            engine,
+            index=index,
+            generation=self._num_generations[index] + 1,
+            deadline_s=self._deadline_s,
+            publish_deadline_s=self._publish_deadline_s,
+        )
+
+    async def send_current(self, engine: PooledEngine) -> None:
+        """Give a new engine the current weights. Raises `EngineLost` if it does not prove them."""
+        if self._publish is not None:
+            await self._send(self._publish, [engine])
+        if engine.weights_error is not None:
+            raise engine.weights_error
+        if engine.engine.policy_version != self._version:
+            raise WeightsNotProven(f"it holds policy version {engine.engine.policy_version}, not {self._version}.")
+
+    def join(self, engine: PooledEngine) -> None:
+        self._num_generations[engine.index] += 1
+        self._engines[engine.name] = engine
+        if self._batch is not None:
+            self._batch.join(engine)
+
+    def check_engines(self) -> None:
+        """A replacement has joined or failed."""
+        if self._batch is not None:
+            self._batch.check_engines()
+
+    async def _send(self, publish: Publish, engines: Sequence[PooledEngine]) -> None:
+        """Send the current weights. `weights_error` of each engine says afterwards why it did not prove them.
+
+        Raises:
+            WeightsNotProven: the weights differ from those that were published as this version before.
+        """
+        checksum = await publish(engines[0] if len(engines) == 1 else Broadcast(engines, deadline_s=self._publish_deadline_s))
+        if self._checksum not in ("", checksum):
+            raise WeightsNotProven(
+                f"the trainer's weights were changed since version {self._version} was published: their checksum is {checksum},"
+                f" and was {self._checksum}. An engine can join after the next publication."
+            )
+        self._checksum = checksum
+
+    def _close_later(self, engine: PooledEngine) -> None:
+        del self._engines[engine.name]
+        task = asyncio.ensure_future(engine.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _check_not_empty(self) -> None:
+        if self._engines or self.is_replacing:
+            return
+        kind = WeightsNotProven if isinstance(self.first_loss, WeightsNotProven) else EngineLost
+        raise kind(f"no engine is left to sample from. {self.first_loss or ''} {RESUME}") from self.first_loss
+
+
+class PooledEngine:
+    """The `generation`-th engine that has had index `index` in its pool. It keeps its name for its whole life."""
+
+    def __init__(
+        self, engine: InferenceEngine, *, index: int, generation: int, deadline_s: float, publish_deadline_s: float
+    ) -> None:
+        self.engine, self.index, self.generation = engine, index, generation
+        self.name = engine_name(index, generation)
+        self.spec = make_spec(self.name, engine.capacity)
+        self.loss = ""  # why the engine was removed; empty while it is in use
+        self.weights_error: EngineLost | None = None  # why it did not prove the newest weights
+        self._deadline_s, self._publish_deadline_s = deadline_s, publish_deadline_s
+        self._running: set[asyncio.Task[Any]] = set()
+        self._health = HealthCheck(self)
+
+    @property
+    def tolerated_tokens(self) -> int:
+        """Tokens of a cached prefix that the engine may compute again without an eviction: the rest of a block."""
+        has_slots = self.spec.block_tokens == self.spec.max_tokens
+        return 1 if has_slots else self.spec.block_tokens
+
+    async def complete(self, request: CompletionRequest, *, version: int) -> Completion:
+        """Return a completion from the weights of `version`.
+
+        Raises:
+            EngineLost: the engine died, hangs or failed, or its answer is invalid.
+            DeadlineExceeded: this completion took too long, but the engine answers other requests.
+            EngineRemovedError: the engine was removed for another reason in the meantime.
+        """
+        if self.loss:
+            raise EngineRemovedError(self.loss)
+        asked = self.start(self.engine.complete(request))
+        try:
+            await asyncio.wait({asked}, timeout=self._deadline_s)
+            if self.loss:
+                raise EngineRemovedError(self.loss)
+            if not asked.done():
+                raise DeadlineExceeded(
+                    f"engine {self.name} did not complete request {request.id} within {self._deadline_s:g} s."
+                )
+            if asked.cancelled():
+                raise EngineLost(f"engine {self.name} cancelled request {request.id}, which was not aborted.")
+            completion = asked.result()
+            check_completion(request, completion, vocab_size=None, policy_version=version)
+        except DeadlineExceeded as error:  # the engine's own, or ours
+            asked.cancel()
+            await self._health.check(error, deadline_s=self._deadline_s)
+            raise
+        except StropError:
+            raise
+        except Exception as error:  # an engine that fails in any other way cannot be trusted either
+            raise EngineLost(f"engine {self.name} failed: {type(error).__name__}: {error}") from error
+        finally:
+            asked.cancel()
+        self._health.last_answer_s = asyncio.get_running_loop().time()
+        return completion
+
+    async def release(self, request_id: str) -> None:
+        """Free the KV memory of a conversation. A failure shows again at the next completion, so it is only logged."""
+        if self.loss:
+            return
+        try:
+            async with asyncio.timeout(_RELEASE_S):
+                await self.engine.release(request_id)
+        except (TimeoutError, MachineError, OSError) as error:
+            logger.warning("engine %s did not release %s: %s", self.name, request_id, error or f"waited {_RELEASE_S:g} s")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.engine.capabilities
+
+    async def load_weights(
+        self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str, is_only: bool = True
+    ) -> None:
+        """Take weights. A failure of the engine is kept in `weights_error`; an error of `tensors` is raised.
+
+        Args:
+            is_only: False if the stream also waits for other engines; then it has its own deadline.
+        """
+        within_s, stream_errors, self.weights_error = self._publish_deadline_s, list[Exception](), None
+        loop, timeout = asyncio.get_running_loop(), asyncio.timeout(within_s if is_only else None)
+
+        async def watched() -> AsyncIterator[NamedTensor]:
+            try:
+                async for named in tensors:
+                    if is_only:
+                        timeout.reschedule(loop.time() + within_s)
+                    yield named
+            except Exception as error:
+                stream_errors.append(error)
+                raise
+
+        try:
+            async with timeout:
+                await self.engine.load_weights(watched(), version=version, checksum=checksum)
+        except Exception as error:
+            if stream_errors:
+                raise stream_errors[0] from None
+            if timeout.expired():
+                self.weights_error = EngineLost(
+                    f"it hangs: the weights of version {version} were not taken within {within_s:g} s."
+                )
+            elif isinstance(error, EngineLost):
+                self.weights_error = error
+            elif isinstance(error, MachineError | MemoryError | OSError):
+                self.weights_error = EngineLost(f"it could not take weights: {type(error).__name__}: {error}")
+            else:
+                raise
+
+    def remove(self, reason: str) -> None:
+        """End all running completions with `EngineRemovedError`."""
+        self.loss = reason
+        self._cancel()
+
+    async def settle(self) -> None:
+        """Cancel what still runs and wait a few seconds for it to end."""
+        self._cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=_SETTLE_S)
+
+    async def close(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self.engine.close()
+        except (MachineError, OSError) as error:  # TimeoutError is an OSError
+            logger.warning("engine %s could not be closed: %s", self.name, error or f"waited {_CLOSE_S:g} s")
+
+    def start(self, work: Coroutine[Any, Any, _ResultT]) -> asyncio.Task[_ResultT]:
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled():
+            task.exception()  # read, so that asyncio does not log the error of a task that nothing waits for
+
+    def _cancel(self) -> None:
+        for task in self._running:
+            task.cancel()
+
+
+def make_spec(name: str, capacity: Capacity) -> EngineSpec:
+    """Return an engine's memory in blocks. A slot of fixed length, as in the embedded engine, is one block."""
+    block_tokens = capacity.block_tokens
+    if block_tokens is None:
+        has_slots = capacity.total_tokens == capacity.max_running * capacity.max_request_tokens
+        block_tokens = capacity.max_request_tokens if has_slots else min(_BLOCK_TOKENS, capacity.total_tokens)
+    return EngineSpec(
+        name=name,
+        kv_blocks=capacity.total_tokens // block_tokens,
+        block_tokens=block_tokens,
+        max_conversations=capacity.max_running,
+        max_tokens=capacity.max_request_tokens,
+    )
+
+
+def engine_name(index: int, generation: int = 1) -> str:
+    """`engine-1` is the first engine with index 1; `engine-1.2` replaces it, and `engine-1.3` replaces that."""
+    return f"engine-{index}" if generation == 1 else f"engine-{index}.{generation}"

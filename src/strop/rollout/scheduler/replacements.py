@@ -1,0 +1,161 @@
+"""What a pool does about engines that fail: finds out whether a slow engine hangs, and opens engines in place of lost ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from strop.engine.protocol import CompletionRequest, InferenceEngine
+from strop.errors import DeadlineExceeded, EngineLost, MachineError, StropError
+from strop.rollout.scheduler.batch import EngineRemovedError
+
+if TYPE_CHECKING:
+    from strop.rollout.scheduler.engine_pool import EnginePool, PooledEngine
+
+logger = logging.getLogger(__name__)
+
+_HEALTH_SHARE = 0.5  # of a deadline: an engine that answers any request within this time does not hang
+_OPEN_S = 900.0
+
+OpenEngine = Callable[[int, str], Awaitable[InferenceEngine]]
+"""Opens an engine in place of the one with this index. The second argument is the name that it will have."""
+
+
+class EngineObserver:
+    """Is called when engines are lost and replaced. The methods of this class do nothing."""
+
+    def engine_joined(self, name: str, *, replaces: str) -> None:
+        """Engine `name` was opened in place of engine `replaces`."""
+
+    def engine_lost(self, name: str, *, reason: str) -> None:
+        """Engine `name` was removed."""
+
+    def engine_not_replaced(self, name: str, *, reason: str) -> None:
+        """Engine `name` was lost and no engine could be opened in its place."""
+
+
+class HealthCheck:
+    """Tells an engine that hangs from a completion that takes long. One check of an engine runs at a time."""
+
+    def __init__(self, engine: PooledEngine) -> None:
+        self.last_answer_s = -math.inf
+        self._engine = engine
+        self._running: asyncio.Task[None] | None = None
+        self._num_checks = 0
+        self._error = ""
+
+    async def check(self, error: DeadlineExceeded, *, deadline_s: float) -> None:
+        """Raise `EngineLost` if the engine recently answered no request, nor a request of one token now.
+
+        A ping does not suffice: the front end of a server may answer it while its model has stopped.
+        """
+        within_s = _HEALTH_SHARE * deadline_s
+        if self._answered_within(within_s):
+            return
+        if self._running is None or self._running.done():
+            self._running = self._engine.start(self._ask_for_one_token(within_s))
+        await asyncio.wait({self._running})
+        if self._engine.loss:
+            raise EngineRemovedError(self._engine.loss)
+        if not self._answered_within(within_s):
+            raise EngineLost(
+                f"it hangs: {error} It answered no request in the last {within_s:g} s, and a health check of one token failed:"
+                f" {self._error}"
+            ) from error
+
+    def _answered_within(self, within_s: float) -> bool:
+        return asyncio.get_running_loop().time() - self.last_answer_s < within_s
+
+    async def _ask_for_one_token(self, within_s: float) -> None:
+        self._num_checks += 1
+        request_id = f"health check {self._num_checks} of {self._engine.name}"
+        request = CompletionRequest(id=request_id, ids=(0,), max_tokens=1, stop_ids=frozenset(), temperature=1.0, seed=0)
+        try:
+            async with asyncio.timeout(within_s):
+                await self._engine.engine.complete(request)
+        except TimeoutError:
+            self._error = f"no answer within another {within_s:g} s"
+            return
+        except Exception as error:  # noqa: BLE001 - an engine that fails on one token is lost, whatever the error is
+            is_refusal = isinstance(error, StropError) and not isinstance(error, MachineError)
+            if not is_refusal:  # an engine that refuses the request answers
+                self._error = str(error) if isinstance(error, MachineError) else f"{type(error).__name__}: {error}"
+                return
+        self.last_answer_s = asyncio.get_running_loop().time()
+        await self._engine.release(request_id)
+
+
+class Replacements:
+    """Opens engines in place of lost ones, at most `max_replacements` in a batch."""
+
+    def __init__(self, pool: EnginePool, open_another: OpenEngine | None) -> None:
+        self.num_opened = 0  # in this batch
+        self.missing: dict[int, str] = {}  # lost engines that were not replaced, by index
+        self.running: set[asyncio.Task[None]] = set()
+        self._pool, self._open_another = pool, open_another
+
+    def replace_missing(self) -> None:
+        """A batch begins: replace engines that earlier batches did not."""
+        for index, lost in list(self.missing.items())[: self._pool.config.max_replacements]:
+            self.replace(lost, index)
+
+    def replace(self, lost: str, index: int) -> None:
+        """Open another engine in place of `lost`, unless this batch has done so too often."""
+        if self._open_another is None:
+            return
+        if self.num_opened >= self._pool.config.max_replacements:
+            self.missing[index] = lost
+            self._not_replaced(lost, f"this step has replaced {self.num_opened} engines already (scheduler.max_replacements).")
+            return
+        self.missing.pop(index, None)
+        self.num_opened += 1
+        task = asyncio.ensure_future(self._open(lost, index, self._open_another))
+        self.running.add(task)
+        task.add_done_callback(self._settle)
+
+    async def close(self) -> None:
+        self._open_another = None
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+    async def _open(self, lost: str, index: int, open_another: OpenEngine) -> None:
+        pooled: PooledEngine | None = None
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                pooled = self._pool.pooled(await open_another(index, self._pool.next_name(index)), index)
+            await self._admit(pooled, replaces=lost)
+        except BaseException as error:
+            if pooled is not None:
+                await pooled.close()
+            if not isinstance(error, Exception):
+                raise
+            reason = f"not open after {_OPEN_S:g} s" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+            self._not_replaced(lost, reason)
+            self.replace(lost, index)
+
+    async def _admit(self, engine: PooledEngine, *, replaces: str) -> None:
+        """Send the current weights to a new engine as soon as they may be sent, and let it join."""
+        pool = self._pool
+        while True:
+            await pool.may_send.wait()
+            async with pool.sending:
+                if not pool.may_send.is_set():
+                    continue
+                await pool.send_current(engine)
+                logger.info("engine %s replaces %s", engine.name, replaces)
+                pool.observer.engine_joined(engine.name, replaces=replaces)
+                pool.join(engine)
+                return
+
+    def _not_replaced(self, lost: str, reason: str) -> None:
+        logger.warning("engine %s could not be replaced: %s", lost, reason)
+        self._pool.first_loss = self._pool.first_loss or EngineLost(reason)
+        self._pool.observer.engine_not_replaced(lost, reason=reason)
+
+    def _settle(self, done: asyncio.Task[None]) -> None:
+        self.running.discard(done)
+        self._pool.check_engines()

@@ -1,0 +1,404 @@
+"""The run directory: the files of a run, and how they are written so that a kill at any moment loses nothing.
+
+    runs/<name>/  manifest.json  metrics.jsonl  updates.jsonl  events.jsonl  report.html
+                  stages/<stage>/{rollouts/step-<k>.jsonl, checkpoints/step-<k>/, model/, eval/, done.json}
+
+Files are replaced whole (temporary name, fsync, rename) or appended to by whole lines. A kill may cut the last line short;
+readers drop such a line. docs/run-directory.md describes each file for other programs.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from strop.errors import RunError
+
+FORMAT_VERSION = 1
+
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOTDIR, errno.EEXIST)
+_ASIDE = ".old.tmp"  # behind the name of a directory that is being replaced
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes half of a character beyond the first 65,536; two make one
+_MAX_SHOWN = 200  # characters of a value in a message
+_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)$")
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Turn a full disk, or a place where nothing may be written, into one message that names the place and the remedy.
+
+    Raises:
+        RunError: the disk is full, the place is read-only, or a file stands in its way; any other exception passes through.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        number = _os_error_behind(error)
+        if number not in _NO_PLACE:
+            raise
+        raise RunError(
+            f"{path}: cannot be written: {os.strerror(number)}. What was written before is intact. Free space there (or choose"
+            " another place with --runs), then give the same command again: the run resumes from its last checkpoint."
+        ) from error
+
+
+def _os_error_behind(error: BaseException | None) -> int | None:
+    """The errno of `error`, or of what it arose from: safetensors names it in its text, torch.save raises over it."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno
+        named = _RUST_OS_ERROR.search(str(error))
+        if named:
+            return int(named.group(1))
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` with `value` as JSON, whole or not at all, on disk when this returns.
+
+    Keys keep their order: a recipe's stages have one.
+    """
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with `text`, whole or not at all, on disk when this returns."""
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            with temporary.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def parse_json(data: bytes | str) -> Any:
+    """Return the JSON value in `data`.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or it has a thousand levels, a number of thousands of digits or half of a character;
+            the message says which.
+    """
+    try:
+        text = data if isinstance(data, str) else data.decode()
+        value = json.loads(text)
+        if _HALF.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not valid JSON: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: {error}") from error
+    except UnicodeEncodeError as error:
+        half = ord(error.object[error.start])
+        raise ValueError(f"holds half of a character, \\u{half:04x}; write the whole character, or none") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    except ValueError as error:
+        raise ValueError(f"holds a number of more than {sys.get_int_max_str_digits()} digits") from error
+    return value
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value in `path`. Raises `RunError` if it is missing, unreadable or damaged."""
+    try:
+        return parse_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise RunError(f"{shortened(path)}: missing. Is {shortened(path.parent)} a run directory of strop?") from error
+    except OSError as error:
+        raise RunError(f"{shortened(path)}: cannot be read: {error.strerror}. Restore it.") from error
+    except ValueError as error:
+        raise RunError(f"{path}: {error}. Restore it, or start a run under another name.") from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the objects of a .jsonl file; [] if there is none. A last line that a kill cut short is left out.
+
+    Raises:
+        RunError: the file cannot be read, or another line is not a JSON object.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise RunError(f"{shortened(path)}: cannot be read: {error.strerror}. Restore it, or move it away.") from error
+    if not is_whole_line(lines[-1]):
+        del lines[-1]
+    return [parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def parse_line(line: bytes, place: str) -> dict[str, Any]:
+    """Return the object in a line of a run's file. Raises `RunError` if there is none."""
+    try:
+        value = parse_json(line)
+    except ValueError as error:
+        raise RunError(f"{place}: {error}. Remove that line, then try again.") from error
+    if not isinstance(value, dict):
+        raise RunError(f"{place}: a JSON {type(value).__name__} instead of an object. Remove that line, then try again.")
+    return value
+
+
+def is_whole_line(line: bytes) -> bool:
+    """Return whether a last line without a newline is complete, and lost only its newline, or was cut short by a kill."""
+    try:
+        return isinstance(parse_json(line), dict)
+    except ValueError:
+        return False
+
+
+def shortened(value: object) -> str:
+    """Return `value` as text for a message, with at most 200 characters."""
+    text = str(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 3]}..."
+
+
+class LineWriter:
+    """Appends whole lines of JSON to one file. Opening a file removes a last line that a kill cut short."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with writing_to(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            _mend_last_line(self._descriptor)
+
+    def append(self, value: Mapping[str, Any]) -> None:
+        line = (json.dumps(value, sort_keys=True, allow_nan=False) + "\n").encode()
+        with writing_to(self.path):
+            size = os.fstat(self._descriptor).st_size
+            written = 0
+            try:
+                while written < len(line):
+                    written += os.write(self._descriptor, line[written:])
+            except OSError:
+                os.ftruncate(self._descriptor, size)  # never half a line before a whole one
+                raise
+
+    def sync(self) -> None:
+        """Return when everything appended so far is on disk."""
+        with writing_to(self.path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _mend_last_line(descriptor: int) -> None:
+    """Drop a last line that a kill cut short; end one that lost only its newline, as `read_lines` reads it."""
+    end = os.fstat(descriptor).st_size
+    position, tail = end, b""
+    while position > 0 and b"\n" not in tail:
+        start = max(0, position - 65_536)
+        tail = os.pread(descriptor, position - start, start) + tail
+        position = start
+    last = tail[tail.rfind(b"\n") + 1 :]
+    if is_whole_line(last):
+        os.write(descriptor, b"\n")
+    elif last:
+        os.ftruncate(descriptor, end - len(last))
+
+
+def write_directory(path: Path, fill: Callable[[Path], None]) -> None:
+    """Make directory `path` with what `fill` writes into it: complete or not there at all (law 9).
+
+    A directory of that name that exists already is replaced: it stands aside until the new one has its name. What a kill leaves
+    in between, `restore_directories` mends.
+    """
+    with writing_to(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _restore(path)
+        temporary = path.with_name(f".{path.name}.tmp")
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        temporary.mkdir()
+        try:
+            fill(temporary)
+            for file in sorted(temporary.rglob("*")):
+                if file.is_file():
+                    _sync(file)
+            _sync(temporary)
+            if path.is_dir():
+                path.rename(_aside(path))
+            temporary.rename(path)
+            _sync(path.parent)
+        except Exception:  # half a directory only takes up space
+            shutil.rmtree(temporary, ignore_errors=True)
+            _restore(path)
+            raise
+        shutil.rmtree(_aside(path), ignore_errors=True)
+
+
+def restore_directories(parent: Path) -> None:
+    """Of each directory in `parent` that `write_directory` was replacing when a kill came: the new one, or else the old one."""
+    for aside in parent.glob(f".*{_ASIDE}"):
+        _restore(aside.with_name(aside.name[1 : -len(_ASIDE)]))
+
+
+def _restore(path: Path) -> None:
+    aside = _aside(path)
+    if not aside.is_dir():
+        return
+    with writing_to(path):
+        if path.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(path)
+            _sync(path.parent)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}{_ASIDE}")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class RunDirectory:
+    """The paths of one run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def updates(self) -> Path:
+        """Of stages whose steps may have several updates, a line for each; of others a step's line is its update's."""
+        return self.path / "updates.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def stage(self, name: str) -> StageDirectory:
+        return StageDirectory(self.path / "stages" / name)
+
+
+class StageDirectory:
+    """The paths of one stage of a run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def model(self) -> Path:
+        """The stage's product: a directory that `transformers` loads."""
+        return self.path / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The adapter of the last policy, if `trainer.lora` is set: a directory that `peft` loads."""
+        return self.path / "adapter"
+
+    @property
+    def best(self) -> Path:
+        """The most accurate policy that a validation found, likewise."""
+        return self.path / "best"
+
+    @property
+    def done(self) -> Path:
+        """Written last: while it is missing, the stage is not finished."""
+        return self.path / "done.json"
+
+    @property
+    def lineage(self) -> Path:
+        """The digests of what the stage depends on."""
+        return self.path / "lineage.json"
+
+    @property
+    def stale(self) -> Path:
+        """Why what the stage made is not what the run's recipe and data would make now; missing where it is."""
+        return self.path / "stale.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step-{step:06d}"
+
+    def rollouts(self, step: int) -> Path:
+        """One line per finished rollout of the step, as it was scored, in order of arrival."""
+        return self.path / "rollouts" / f"step-{step:06d}.jsonl"
+
+    def selection(self, step: int) -> Path:
+        """Why each rollout of the step was kept or dropped, and its advantage."""
+        return self.path / "rollouts" / f"step-{step:06d}.selection.json"
+
+    def validation(self, step: int) -> Path:
+        """The rollouts of held-out tasks after the step, likewise."""
+        return self.path / "validation" / f"step-{step:06d}.jsonl"
+
+    @property
+    def logs(self) -> Path:
+        """What engines with processes of their own print."""
+        return self.path / "logs"
+
+    def timeline(self, step: int) -> Path:
+        """What the engines did while the step was played."""
+        return self.path / "rollouts" / f"step-{step:06d}.timeline.json"
+
+    @property
+    def skipped(self) -> Path:
+        """Batches of updates that were not finite."""
+        return self.path / "skipped"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "eval" / "result.json"
+
+
+def cut_back(path: Path, stage: str, done_steps: int) -> list[Mapping[str, Any]]:
+    """Take the stage's lines of later steps off `path`; returns those of it that stay."""
+    lines = read_lines(path)
+    kept = [line for line in lines if line["stage"] != stage or line["step"] <= done_steps]
+    if len(kept) < len(lines):
+        write_text(path, "".join(json.dumps(line, sort_keys=True) + "\n" for line in kept))
+    return [line for line in kept if line["stage"] == stage]
+
+
+def file_digests(paths: Iterable[Path]) -> dict[Path, str]:
+    """Return the SHA-256 of each file. Threads hash files in parallel: hashing releases the GIL."""
+    listed = list(paths)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(listed, pool.map(file_digest, listed), strict=True))
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

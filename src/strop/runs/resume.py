@@ -1,0 +1,152 @@
+"""Which stages of a run directory a command runs, continues or keeps: `--from`, `--until`, and stages that are stale."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from strop.errors import ConfigError, RunError
+from strop.recipe.graph import with_dependents
+from strop.recipe.recipe import Recipe
+from strop.run_directory import RunDirectory, cut_back, read_json, read_lines, write_json, write_text
+from strop.runs.lineage import Lineage, begun_with_other_code, lineages, mark_stale, parents_of, recorded_lineage, why_stale
+from strop.runs.manifest import check_directory, differences, write_manifest
+
+_log = logging.getLogger(__name__)
+
+Starts: TypeAlias = str | Sequence[str]
+"""Stages to rerun with everything that depends on them; empty: none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """What one command does in a run directory."""
+
+    stages: tuple[str, ...]  # to finish, in order
+    lineages: Mapping[str, Lineage]
+    left_stale: Mapping[str, str]  # stages after `--until`, with the reason
+    new_layouts: tuple[str, ...]  # begun stages that continue with another number of trainer processes, in words
+
+
+def named_starts(start: Starts) -> tuple[str, ...]:
+    """Return the stages that `start` names."""
+    return (start,) if isinstance(start, str) else tuple(start)
+
+
+def stages_until(recipe: Recipe, until: str | None, start: Starts) -> tuple[str, ...]:
+    """Return the stages up to `until`, in the order in which they run. Raises `ConfigError` for an unknown stage."""
+    names = list(recipe.stages)
+    starts = named_starts(start)
+    for option, name in (*([("--until", until)] if until is not None else []), *(("--from", each) for each in starts)):
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            raise ConfigError(f"{option} {name}: no such stage.{hint} The stages of {recipe.name!r}: {', '.join(names)}.")
+    selected = tuple(names if until is None else names[: names.index(until) + 1])
+    if late := [name for name in starts if name not in selected]:
+        raise ConfigError(
+            f"--from {late[0]} comes after --until {until}, so it would not run. Remove one of the options, or name a later"
+            " stage in --until."
+        )
+    return selected
+
+
+def stages_to_rerun(recipe: Recipe, start: Starts) -> set[str]:
+    """Return the stages in `start` and everything that depends on them."""
+    return with_dependents(named_starts(start), {name: parents_of(recipe, name) for name in recipe.stages})
+
+
+def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: Starts) -> Selected:
+    """Prepare the run directory for `recipe`: write its manifest, and move the results of stages that rerun to `stale/`.
+
+    The same command after a kill continues, and moves nothing a second time. The caller holds the lock of the directory.
+
+    Raises:
+        RunError: the directory holds something else, or a stage is stale and `start` does not rerun it.
+    """
+    stages = stages_until(recipe, until, start)
+    rerun = [name for name in stages if name in stages_to_rerun(recipe, start)]
+    check_directory(run, recipe)
+    now = lineages(recipe, run)
+    stale = why_stale(run, recipe, now)
+    if blocking := {name: why for name, why in stale.items() if name in stages and name not in rerun}:
+        first = " --from ".join([*named_starts(start), *_first_of(recipe, blocking)])
+        lines = "\n".join(f"  {name}: {why}" for name, why in blocking.items())
+        raise RunError(
+            f"{run.path}: these stages are stale:\n{lines}\nRerun them with --from {first} (the present results are moved to"
+            f" {run.path / 'stale'}), restore what has changed, or give this run another name with --name."
+        )
+    write_manifest(run, recipe, command)
+    if rerun:
+        if not _is_begun(run, rerun, stale):
+            _move_results(run, rerun)
+        now = lineages(recipe, run)  # stages that rerun begin with the present code and data
+        stale = why_stale(run, recipe, now)
+    if older := [name for name in begun_with_other_code(now) if name in stages]:
+        remedy = " --from ".join(_first_of(recipe, older))
+        _log.warning(
+            "%s: strop has changed since these stages began. Their results are kept: %s. Rerun them with --from %s.",
+            *(run.path, ", ".join(older), remedy),
+        )
+    left = {name: why for name, why in stale.items() if name not in stages}
+    mark_stale(run, recipe, left)
+    return Selected(stages=stages, lineages=now, left_stale=left, new_layouts=tuple(_new_layouts(run, stages, now)))
+
+
+def finished(run: RunDirectory) -> None:
+    """Remove the record of a rerun if all its stages are done."""
+    if _record(run).exists() and all(run.stage(name).done.exists() for name in read_json(_record(run))["stages"]):
+        _record(run).unlink()
+
+
+def _new_layouts(run: RunDirectory, stages: Sequence[str], now: Mapping[str, Lineage]) -> list[str]:
+    return [
+        f"{key} is {here}, and was {there} when the stage began: the result is equal up to rounding."
+        for name in stages
+        if (recorded := recorded_lineage(run, name)) and not run.stage(name).done.exists()
+        for key, there, here in differences(recorded["keys"], now[name]["keys"])
+    ]
+
+
+def _first_of(recipe: Recipe, names: Collection[str]) -> list[str]:
+    """Return those of `names` that depend directly on no other of them."""
+    return [name for name in names if not set(parents_of(recipe, name)) & set(names)]
+
+
+def _is_begun(run: RunDirectory, names: Sequence[str], stale: Mapping[str, str]) -> bool:
+    """Return whether an earlier command began to rerun the same stages, and nothing that they read has changed since."""
+    is_recorded = _record(run).exists() and read_json(_record(run))["stages"] == list(names)
+    return is_recorded and not stale.keys() & set(names)
+
+
+def _move_results(run: RunDirectory, names: Sequence[str]) -> None:
+    """Move the results of stages to `stale/`, with their lines of metrics. Dependents go first, in case of a kill."""
+    for name in reversed(names):
+        if run.stage(name).path.exists():
+            for path in (run.metrics, run.updates):
+                if lines := [line for line in read_lines(path) if line["stage"] == name]:
+                    text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in lines)
+                    write_text(run.stage(name).path / path.name, text)
+            shutil.move(run.stage(name).path, _free_place(run.path / "stale", name))
+        for path in (run.metrics, run.updates):
+            cut_back(path, name, 0)
+    write_json(_record(run), {"stages": list(names)})
+
+
+def _free_place(directory: Path, name: str) -> Path:
+    directory.mkdir(exist_ok=True)
+    number = 1
+    while (place := directory / f"{name}-{number}").exists():
+        number += 1
+    return place
+
+
+def _record(run: RunDirectory) -> Path:
+    """The stages that a command with `--from` has still to finish."""
+    return run.path / "rerun.json"

@@ -1,0 +1,123 @@
+"""Counters of the service, cheap enough for every call, and their text for Prometheus."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
+
+if TYPE_CHECKING:
+    from strop.sandbox.server.dispatcher import Dispatcher
+
+_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How often a time fell into each bucket; the last one holds all longer times."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(_BUCKETS_S) + 1))
+    total_s: float = 0.0
+
+    def add(self, time_s: float) -> None:
+        self.counts[bisect_left(_BUCKETS_S, time_s)] += 1
+        self.total_s += time_s
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts since the start of the service."""
+
+    outcomes: Counter[RunOutcome] = field(default_factory=Counter)
+    verdicts: Counter[PairVerdict] = field(default_factory=Counter)
+    queue_s: Histogram = field(default_factory=Histogram)
+    setup_s: Histogram = field(default_factory=Histogram)
+    run_s: Histogram = field(default_factory=Histogram)
+    cpu_s: float = 0.0
+    num_retries: int = 0
+    num_cancelled: int = 0
+    num_rejoined: int = 0
+    num_without_node: int = 0
+    num_nodes_joined: int = 0
+    num_nodes_lost: int = 0
+    num_sessions_lost: int = 0
+
+    def add(self, result: RunResult) -> None:
+        self.outcomes[result.outcome] += 1
+        timings = result.timings
+        if result.node:  # it ran
+            self.queue_s.add(timings.queue_s)
+            self.setup_s.add(timings.setup_s)
+            self.run_s.add(timings.run_s)
+            self.cpu_s += timings.cpu_s
+
+
+def exposition(dispatcher: Dispatcher) -> str:
+    """The metrics in the text format of Prometheus, version 0.0.4."""
+    return "".join(f"{line}\n" for line in _lines(dispatcher))
+
+
+def _lines(dispatcher: Dispatcher) -> Iterator[str]:
+    tally, admission, runs = dispatcher.tally, dispatcher.admission, dispatcher.runs
+    yield from _family("counter", "calls_total", "Runs by outcome.", {_label(outcome=o): tally.outcomes[o] for o in RunOutcome})
+    yield from _family(
+        "counter", "verdicts_total", "Pairs by verdict.", {_label(verdict=v): tally.verdicts[v] for v in PairVerdict}
+    )
+    for name, text, num in (
+        ("cancelled", "Runs that no client waited for any more.", tally.num_cancelled),
+        ("retries", "Jobs sent to another node after a fault of their node.", tally.num_retries),
+        ("rejoined", "Requests that found the running call or the cached answer of their id.", tally.num_rejoined),
+        ("without_node", "Runs that were refused because there was no node.", tally.num_without_node),
+        ("nodes_joined", "Nodes that joined.", tally.num_nodes_joined),
+        ("nodes_lost", "Nodes that left without being drained.", tally.num_nodes_lost),
+        ("sessions_lost", "Sessions that ended without a request of their client.", tally.num_sessions_lost),
+        ("program_cpu_seconds", "CPU time of all programs.", tally.cpu_s),
+    ):
+        yield from _family("counter", f"{name}_total", text, {"": num})
+    yield from _histogram("queue_seconds", "From arrival to a slot.", tally.queue_s)
+    yield from _histogram("setup_seconds", "From the slot to the first instruction.", tally.setup_s)
+    yield from _histogram("run_seconds", "From the first instruction to the end.", tally.run_s)
+    for name, text, value in (
+        ("held", "Jobs that are accepted and not answered yet.", admission.held.num),
+        ("held_bytes", "Bytes of these jobs.", admission.held.num_bytes),
+        ("queued", "Jobs that wait for a slot.", len(dispatcher.floor.queue)),
+        ("clients", "Clients with jobs.", admission.num_clients),
+        ("sessions", "Sessions that are open.", len(dispatcher.sessions)),
+        ("kept_answers", "Answers that are cached for a client that may ask again.", len(runs.kept)),
+        ("kept_bytes", "Bytes of these answers.", runs.kept.num_bytes),
+    ):
+        yield from _family("gauge", name, text, {"": value})
+    slots: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    for seat in dispatcher.floor.seats:  # two nodes may have the same name
+        label = _label(node=seat.node.name, level=seat.node.level)
+        slots[label] += seat.node.num_slots
+        running[label] += len(seat.running)
+    yield from _family("gauge", "node_slots", "Slots of a node.", slots)
+    yield from _family("gauge", "node_running", "Jobs on a node.", running)
+
+
+def _family(kind: str, name: str, text: str, samples: dict[str, int] | dict[str, float]) -> Iterator[str]:
+    yield f"# HELP strop_sandbox_{name} {text}"
+    yield f"# TYPE strop_sandbox_{name} {kind}"
+    for label, value in samples.items():
+        yield f"strop_sandbox_{name}{label} {value}"
+
+
+def _histogram(name: str, text: str, histogram: Histogram) -> Iterator[str]:
+    yield from _family("histogram", name, text, {})
+    total = 0
+    for bound, count in zip((*map(str, _BUCKETS_S), "+Inf"), histogram.counts, strict=True):
+        total += count
+        yield f"strop_sandbox_{name}_bucket{_label(le=bound)} {total}"
+    yield f"strop_sandbox_{name}_count {total}"
+    yield f"strop_sandbox_{name}_sum {histogram.total_s}"
+
+
+def _label(**labels: str) -> str:
+    escaped = {name: value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n") for name, value in labels.items()}
+    return "{" + ",".join(f'{name}="{value}"' for name, value in escaped.items()) + "}"

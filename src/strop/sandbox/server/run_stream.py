@@ -1,0 +1,234 @@
+"""Streaming replies: many runs on one request, and the verdicts of a verify request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+
+from aiohttp import web
+from pydantic import TypeAdapter
+
+from strop.errors import StropError
+from strop.sandbox.protocol import PairVerdict, RunOutcome, RunResult
+from strop.sandbox.server.dispatcher import Dispatcher
+from strop.sandbox.server.jobs import Answer, Leave
+from strop.sandbox.server.ndjson import (
+    LineSplitter,
+    RunLine,
+    TooLong,
+    VerdictLine,
+    kind_of,
+    read_run_line,
+    write_error_line,
+    write_result_line,
+    write_start_line,
+)
+
+HEARTBEAT_S = 1.0  # without an answer an empty line is sent; a client that hears nothing for long gives the service up
+MAX_UNREAD_BYTES = 256 << 20  # of answers: a client that leaves more unread is disconnected
+MAX_OPEN = 8192  # calls without an answer: beyond it no more of the request is read
+_NUM_BUSY = 16  # open calls from which on an answer waits a moment, so that several leave in one write
+_GATHER_S = 0.005
+_IDLE_S = 120.0  # a stream without calls ends after it
+_PAUSE_BYTES = 8 << 20  # answers that are not written yet: beyond it no more of the request is read
+
+_VERDICT_LINE: TypeAdapter[VerdictLine] = TypeAdapter(VerdictLine)
+
+
+class RunStream:
+    """Reads calls and writes answers at the same time, so that one request can serve a client for as long as it likes.
+
+    Calls that have an id survive the loss of the connection for a while; the others are cancelled with it.
+
+    Args:
+        reports_starts: whether the client is informed, within a second or two, that a node has taken a call.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        client: str,
+        *,
+        max_line_bytes: int,
+        reports_starts: bool,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._client = client
+        self._max_line_bytes = max_line_bytes
+        self._reports_starts = reports_starts
+        self._num_lines = 0
+        self._open: dict[int, Leave] = {}
+        self._begun: dict[int, str | int] = {}  # keys of started calls that are not reported yet
+        self._outgoing: list[bytes] = []
+        self._outgoing_bytes = 0
+        self._wake = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._gather_timer: asyncio.TimerHandle | None = None
+        self._is_stopping = False
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._line_at = self._written_at = self._reported_at = self._loop.time()
+
+    def stop(self) -> None:
+        """End after the last open call, even if the client might send more."""
+        self._is_stopping = True
+        self._wake.set()
+
+    async def serve(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Return when the client has ended its request and has every answer."""
+        self._transport = request.transport
+        reading = self._loop.create_task(self._read(request))
+        reading.add_done_callback(lambda _: self._wake.set())
+        try:
+            await response.write(b"\n")  # sends the headers, which a client may wait for before its first call
+            while not self._is_over(reading):
+                await self._wait()
+                if part := self._next_part():
+                    await response.write(part)
+                    self._written_at = self._loop.time()
+            if reading.done():
+                reading.result()
+        finally:
+            reading.cancel()
+            for leave in list(self._open.values()):
+                leave(may_return=True)
+
+    def _is_over(self, reading: asyncio.Task[None]) -> bool:
+        is_idle = self._loop.time() - self._line_at > _IDLE_S
+        return (reading.done() or self._is_stopping or is_idle) and not self._open and not self._outgoing
+
+    async def _wait(self) -> None:
+        """Return when there is something to write, or a heartbeat is due."""
+        timer = self._loop.call_later(HEARTBEAT_S, self._wake.set)
+        await self._wake.wait()
+        timer.cancel()
+        self._wake.clear()
+        if self._gather_timer is not None:
+            self._gather_timer.cancel()
+            self._gather_timer = None
+
+    def _next_part(self) -> bytes:
+        self._report_starts()
+        if not self._outgoing:
+            return b"\n" if self._loop.time() - self._written_at >= HEARTBEAT_S / 2 else b""
+        part = b"".join(self._outgoing)
+        self._outgoing.clear()
+        self._outgoing_bytes = 0
+        if len(self._open) < MAX_OPEN:
+            self._has_room.set()
+        return part
+
+    async def _read(self, request: web.Request) -> None:
+        splitter = LineSplitter(max_line_bytes=self._max_line_bytes)
+        while part := await request.content.readany():
+            for line in splitter.feed(part):
+                self._take(line)
+            if len(self._open) >= MAX_OPEN or self._outgoing_bytes > _PAUSE_BYTES:
+                self._has_room.clear()
+            await self._has_room.wait()
+        for line in splitter.end():
+            self._take(line)
+
+    def _take(self, line: bytes | TooLong) -> None:
+        self._line_at = self._loop.time()
+        if not isinstance(line, TooLong) and not line.strip():
+            return
+        self._num_lines += 1
+        read = read_run_line(line, max_line_bytes=self._max_line_bytes)
+        if not isinstance(read, RunLine):
+            self._reject(read.key, f"line {self._num_lines} is no call: {read.why}")
+            return
+        number = self._num_lines
+        leave = self._dispatcher.submit(
+            read.request,
+            partial(self._on_answer, number, read.key),
+            on_start=partial(self._on_start, number, read.key),
+            client=self._client,
+        )
+        if leave is not None:
+            self._open[number] = leave
+
+    def _reject(self, key: str | int | None, reason: str) -> None:
+        self._write(write_result_line(key, RunResult.not_run(RunOutcome.REJECTED, reason, level=self._dispatcher.level)))
+
+    def _on_start(self, number: int, key: str | int) -> None:
+        if self._reports_starts:
+            self._begun[number] = key
+
+    def _report_starts(self) -> None:
+        """Once a second: by then most calls have their answer and need no report."""
+        now = self._loop.time()
+        if self._begun and now - self._reported_at >= HEARTBEAT_S:
+            self._reported_at = now
+            lines = [write_start_line(key) for key in self._begun.values()]
+            self._begun.clear()
+            self._outgoing += lines
+            self._outgoing_bytes += sum(map(len, lines))
+
+    def _on_answer(self, number: int, key: str | int, answer: Answer) -> None:
+        self._open.pop(number, None)
+        self._begun.pop(number, None)
+        if isinstance(answer, RunResult):
+            self._write(write_result_line(key, answer))
+        else:
+            self._write(write_error_line(key, kind_of(answer), str(answer)))
+
+    def _write(self, line: bytes) -> None:
+        """Queue a line. The lines of one turn of the event loop leave in one write, and under load those of several turns."""
+        self._outgoing.append(line)
+        self._outgoing_bytes += len(line)
+        if self._outgoing_bytes > MAX_UNREAD_BYTES and self._transport is not None:
+            self._transport.abort()
+        if len(self._open) < _NUM_BUSY:
+            self._wake.set()
+        elif self._gather_timer is None:
+            self._gather_timer = self._loop.call_later(_GATHER_S, self._wake.set)
+
+
+class VerdictLines:
+    """Collects verdicts as lines while earlier lines are written."""
+
+    def __init__(self, verdicts: AsyncIterator[tuple[int, PairVerdict]]) -> None:
+        self.error: StropError | None = None  # that ended the verdicts early
+        self._lines: list[bytes] = []
+        self._wake = asyncio.Event()
+        self._collecting = asyncio.create_task(self._collect(verdicts))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every line was taken."""
+        return self._collecting.done() and not self._lines
+
+    async def wait(self) -> None:
+        """Return when there are lines, or a heartbeat is due."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEARTBEAT_S):
+                await self._wake.wait()
+        self._wake.clear()
+
+    def take(self) -> bytes:
+        """The new lines; an empty line if there are none."""
+        part = b"".join(self._lines)
+        self._lines.clear()
+        return part or b"\n"
+
+    async def close(self) -> None:
+        """Stop collecting. Raises an unexpected error of the verdicts."""
+        self._collecting.cancel()
+        await asyncio.wait({self._collecting})
+        if not self._collecting.cancelled():
+            self._collecting.result()
+
+    async def _collect(self, verdicts: AsyncIterator[tuple[int, PairVerdict]]) -> None:
+        try:
+            async for index, verdict in verdicts:
+                self._lines.append(_VERDICT_LINE.dump_json(VerdictLine(index=index, verdict=verdict)) + b"\n")
+                self._wake.set()
+        except StropError as error:
+            self.error = error
+            self._lines.append(write_error_line(None, kind_of(error), str(error)))
+        finally:
+            asyncio.get_running_loop().call_soon(self._wake.set)  # after this task counts as done

@@ -1,0 +1,252 @@
+"""Runs one request in one process; and makes its result from the facts that are known at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+from strop.sandbox.inside import wire
+from strop.sandbox.protocol import IsolationLevel, RunOutcome, RunRequest, RunResult, RunTimings
+from strop.sandbox.supervisor.output import OutputTail, hide_paths
+from strop.sandbox.supervisor.processes import Child, Ended, Interpreter
+
+SETUP_LIMIT_S = 5.0  # until the first instruction of the work; 1 ms on an idle machine
+_KILL_LIMIT_S = 0.25  # from a kill to the report of the end, when the process is dead
+_DEATH_LIMIT_S = 5.0  # from a kill to the death; giving back a gigabyte takes a while
+_FLUSH_S = 0.05  # from the deadline of a program to its kill: it writes out the line that it has begun
+_MAX_EXTENSION_S = 0.25  # how late a child may claim that its work began: nothing can check that
+_CPU_ERROR_S = 0.25  # between the count for the limit and the report at the end; 0.1 on a machine with twenty runnable programs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedCall:
+    """The facts about a run, from its parent, the clock and its output pipe; and its own record, which is not trusted."""
+
+    ended: Ended
+    stopped_for: str  # why it was killed: timeout, output, memory or setup; empty when it ended by itself
+    output: OutputTail
+    record_kind: bytes
+    record_text: str
+    setup_s: float
+    run_s: float
+
+
+class Execution:
+    """One request in one process: its output, its end, and who stops it. `wait` returns when it is done.
+
+    Args:
+        child: the process, which has its work already or gets it from the subclass.
+        admitted_at: when the request got its slot.
+        skip: see `OutputTail`.
+    """
+
+    def __init__(self, child: Child | Interpreter, request: RunRequest, *, admitted_at: float, skip: int = 0) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._finished: asyncio.Future[None] = self._loop.create_future()
+        self._is_reading = False
+        self._stopped_for = ""
+        self._killed_at = 0.0  # 0 while it is not killed
+        self._admitted_at = admitted_at
+        self._given_at = time.monotonic()
+        self.child = child
+        self.request = request
+        self.output = OutputTail(limit=request.output_bytes, skip=skip)
+
+    async def wait(self) -> FinishedCall:
+        try:
+            await self._finished
+            self.output.drain(self.child.output)
+            if self.output.is_flood and not self._stopped_for:
+                self._stopped_for = "output"
+            return self._facts()
+        finally:
+            if self._is_reading:
+                self._loop.remove_reader(self.child.output)
+            self._release()
+
+    def look(self, now: float) -> None:
+        """Called every few milliseconds: read its output before the pipe is full, and stop it at its deadline."""
+        if self._finished.done():
+            return
+        if self._killed_at:
+            late_s = now - self._killed_at
+            if late_s > _DEATH_LIMIT_S or (late_s > _KILL_LIMIT_S and self.child.is_dead):  # and not reported
+                self.child.abandon()
+            return
+        if not self._is_reading:
+            # Not from the start: most programs have ended by now, and their output fits into the pipe.
+            self._is_reading = True
+            self._loop.add_reader(self.child.output, self._read_output)
+        self._check(now)
+
+    def stop(self, reason: str) -> None:
+        """End it; the first reason counts."""
+        raise NotImplementedError
+
+    def _check(self, now: float) -> None:
+        """Stop it if it is too late."""
+        raise NotImplementedError
+
+    def _facts(self) -> FinishedCall:
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        raise NotImplementedError
+
+    def _read_output(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            part = os.read(self.child.output, 262_144)
+            self.output.add(part)
+            if not part:
+                self._loop.remove_reader(self.child.output)
+            elif self.output.is_flood:
+                self.stop("output")
+
+    def _kill(self) -> None:
+        self._killed_at = time.monotonic()
+        self.child.kill()
+
+    def _finish(self) -> None:
+        if not self._finished.done():  # else the waiting call was cancelled
+            self._finished.set_result(None)
+
+
+class Call(Execution):
+    """A program in its own child. Done when everything that it started is dead; `wait` always leaves a dead or closed child."""
+
+    child: Child
+
+    def __init__(self, child: Child, request: RunRequest, *, admitted_at: float) -> None:
+        super().__init__(child, request, admitted_at=admitted_at, skip=len(wire.READY))
+        self._deadline = 0.0  # 0 until its work is known to have begun
+        self._overdue_at = 0.0
+        child.give(work_of(request, num_others=child.num_others), self._finish)
+
+    def stop(self, reason: str) -> None:
+        if not self._finished.done() and not self._stopped_for:
+            self._stopped_for = reason
+            self._kill()
+
+    def _check(self, now: float) -> None:
+        if self._stopped_for:
+            if now - self._overdue_at > _FLUSH_S:
+                self._kill()
+        elif not self.child.started_at:
+            if now - self._given_at > SETUP_LIMIT_S:
+                self.stop("setup")
+        elif now >= (self._deadline or max(self.child.started_at, self._given_at) + self.request.wall_s):
+            self._check_deadline(now)
+
+    def _check_deadline(self, now: float) -> None:
+        if self.child.is_dead:
+            # It ended in time, and its parent has not reported it: a fault of ours, not a timeout.
+            self.child.abandon()
+            return
+        self.output.drain(self.child.output)
+        if not self.output.is_ready:
+            if now - self._given_at > SETUP_LIMIT_S:
+                self.stop("setup")
+            return
+        if not self._deadline:
+            self._deadline = self._began_at(now) + self.request.wall_s
+        if now >= self._deadline:
+            self._stopped_for, self._overdue_at = "timeout", now
+            self.child.signal(wire.FLUSH_SIGNAL)
+
+    def _began_at(self, now: float) -> float:
+        """When its work began: its own claim, within the possible range."""
+        (stamp,) = wire.STAMP.unpack(os.pread(self.child.exchange, wire.STAMP.size, 0))
+        latest = min(now, max(self._given_at, self.child.started_at) + _MAX_EXTENSION_S)
+        return float(min(max(stamp, self._given_at), latest)) if math.isfinite(stamp) else self._given_at
+
+    def _release(self) -> None:
+        self.child.close()
+
+    def _facts(self) -> FinishedCall:
+        ended = self.child.ended
+        assert ended is not None
+        now = time.monotonic()
+        kind, length = wire.RECORD_HEADER.unpack(os.pread(self.child.exchange, wire.RECORD_HEADER.size, wire.STAMP.size))
+        start = wire.STAMP.size + wire.RECORD_HEADER.size
+        text = os.pread(self.child.exchange, min(length, wire.RECORD_BYTES - start), start) if length else b""
+        began_at = self._began_at(now)
+        return FinishedCall(
+            ended=ended,
+            stopped_for=self._stopped_for,
+            output=self.output,
+            record_kind=kind,
+            record_text=text.decode("utf-8", "replace"),
+            setup_s=began_at - self._admitted_at,
+            run_s=now - began_at,
+        )
+
+
+def to_result(run: FinishedCall, request: RunRequest, *, level: IsolationLevel, queue_s: float, node: str) -> RunResult:
+    """Turn the facts into a result. The program chooses the text, and never the outcome."""
+    outcome, reason, text, exit_code = _decide(run, request)
+    return RunResult(
+        outcome=outcome,
+        reason=reason,
+        text=hide_paths(text),
+        exit_code=exit_code,
+        timings=RunTimings(queue_s=queue_s, setup_s=run.setup_s, run_s=run.run_s, cpu_s=run.ended.cpu_s),
+        level=level,
+        peak_memory_bytes=run.ended.peak_bytes,
+        node=node,
+    )
+
+
+def rejection(reason: str, *, level: IsolationLevel, node: str, outcome: RunOutcome = RunOutcome.REJECTED) -> RunResult:
+    """The result of a request that is not run."""
+    return RunResult(
+        outcome=outcome, reason=reason, text=f"Not run: {reason}.", exit_code=None, timings=RunTimings(), level=level, node=node
+    )
+
+
+def _decide(run: FinishedCall, request: RunRequest) -> tuple[RunOutcome, str, str, int | None]:
+    output, ended, text = run.output, run.ended, run.output.text()
+    if not output.is_ready:
+        return RunOutcome.INTERNAL, run.record_text or run.stopped_for or f"the child ended with {ended}", "", None
+    if run.stopped_for == "timeout":
+        return RunOutcome.TIMEOUT, "", text, None
+    if run.stopped_for == "output":
+        return RunOutcome.KILLED, "output", output.head_text(), None
+    if run.stopped_for:
+        return RunOutcome.KILLED, run.stopped_for, text, None
+    if ended.signal in (signal.SIGKILL, signal.SIGXCPU) and ended.cpu_s >= _cpu_limit_s(request) - _CPU_ERROR_S:
+        return RunOutcome.TIMEOUT, "cpu", text, None
+    if ended.signal is not None:
+        return RunOutcome.KILLED, f"signal {ended.signal}", text, None
+    if ended.exit_code != 0:
+        said = f"The program exited with code {ended.exit_code}.\n"
+        if run.record_kind == wire.RECORD_ERROR:
+            said = OutputTail.cut(run.record_text, limit=wire.RECORD_BYTES)
+        return RunOutcome.ERROR, "", text + ("\n" if text and not text.endswith("\n") else "") + said, ended.exit_code
+    if output.num_bytes == 0 and run.record_kind == wire.RECORD_ECHO:
+        return RunOutcome.ECHO, "", OutputTail.cut(run.record_text, limit=request.output_bytes), 0
+    return (RunOutcome.STDOUT if output.num_bytes else RunOutcome.EMPTY), "", text, 0
+
+
+def _cpu_limit_s(request: RunRequest) -> float:
+    return request.wall_s if request.cpu_s is None else request.cpu_s
+
+
+def work_of(request: RunRequest, *, num_others: int = 0) -> bytes:
+    """The work as the child reads it. Its limit of processes also counts `num_others` that are not its own."""
+    code, stdin = request.code.encode(), request.stdin.encode()
+    header = wire.WORK.pack(
+        wire.JOB_PROGRAM,
+        request.seed & 0xFFFF_FFFF_FFFF_FFFF,
+        request.memory_mib << 20,
+        math.ceil(request.wall_s + 1 if request.cpu_s is None else request.cpu_s),
+        request.max_processes + num_others,
+        request.file_mib,
+        len(code),
+        len(stdin),
+    )
+    return header + code + stdin

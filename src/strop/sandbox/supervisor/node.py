@@ -1,0 +1,279 @@
+"""The supervisor of one machine: fork servers by profile, slots, a clock, and the self-test of the level of isolation.
+
+    request -> slot -> child of the profile that has its imports -> Call -> result
+
+No code of a program runs here, and nothing that a program wrote is trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import time
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self
+
+from strop.errors import MachineError, UserError
+from strop.sandbox.config import SandboxConfig
+from strop.sandbox.limits import run_refusal
+from strop.sandbox.protocol import (
+    CodeNode,
+    IsolationLevel,
+    PairVerdict,
+    RunOutcome,
+    RunRequest,
+    RunResult,
+    SessionLimits,
+    VerifyRequest,
+)
+from strop.sandbox.selftest.self_test import Canaries, SelfTestReport, refusal, run_self_test
+from strop.sandbox.supervisor.calls import Call, Execution, FinishedCall, rejection, to_result
+from strop.sandbox.supervisor.commands import profile_of
+from strop.sandbox.supervisor.directories import remove_leftovers
+from strop.sandbox.supervisor.fork_servers import ForkServerPool
+from strop.sandbox.supervisor.sessions import Sessions
+from strop.sandbox.supervisor.verification import VerifyChild, verify
+from strop.sandbox.supervisor.watchdog import Slots, Watchdog
+
+_log = logging.getLogger(__name__)
+
+_NUM_TESTS = 2  # of a level that fails at first: on a busy machine an attack may end before it is seen
+_TICK_S = 0.01  # how often running calls are checked
+_SLOTS_FACTOR = 3  # accepted calls for each that computes: enough that the next is ready, few enough to be fair
+_PROGRAM_PROFILES = ("bare", "numpy", "full")
+
+
+class Node(CodeNode):
+    """A `CodeNode` in this process; use as `async with`, or call `start` and `close`. Belongs to one event loop.
+
+    Args:
+        config: the limits, the number of programs at once, and the lowest accepted level of isolation.
+        name: the name in every reply.
+    """
+
+    def __init__(self, config: SandboxConfig | None = None, *, name: str = "local") -> None:
+        self.config = config or SandboxConfig()
+        self.name = name
+        self.level = self.config.level or IsolationLevel.NAMESPACES
+        self.tried: dict[IsolationLevel, SelfTestReport | str] = {}  # the last level is in use
+        self._slots = Slots(num_busy=self.config.max_running, num_alive=self.config.max_alive)
+        self.num_slots = self._count_slots(num_asleep=0)
+        self._pools: dict[str, ForkServerPool] = {}
+        self._watchdog = Watchdog(self._slots)
+        self._tick_timer: asyncio.TimerHandle | None = None
+        self._starting = asyncio.Lock()
+        self._closed = asyncio.Event()
+        self._is_tested = False
+        self._opened_sessions: Sessions | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start the first fork servers and test the level of isolation by attacks. Safe to call twice.
+
+        Raises:
+            UserError: this machine cannot give `config.min_level`; the message says what is missing.
+        """
+        self._refuse_if_closed()
+        if self._is_tested:
+            return
+        async with self._starting:
+            if self._is_tested:
+                return
+            self._refuse_if_closed()
+            _raise_descriptor_limit()
+            remove_leftovers()
+            await self._find_level()
+            self._is_tested = True
+            await asyncio.gather(*(self._pool(profile).fill() for profile in self.config.warm))
+
+    async def run(self, request: RunRequest) -> RunResult:
+        await self.start()
+        if refusal := self._refusal(request):
+            return rejection(refusal, level=self.level, node=self.name)
+        if request.session:
+            return await self._sessions.run(request)
+        arrived_at = time.monotonic()
+        await self._slots.acquire()
+        try:
+            return await self._run_program(request, queue_s=time.monotonic() - arrived_at)
+        finally:
+            self._slots.release()
+
+    async def _run_program(self, request: RunRequest, *, queue_s: float = 0.0) -> RunResult:
+        """Run it now; the caller holds its slot."""
+        admitted_at = time.monotonic()
+        server = await self._pool(request.profile or profile_of(request.code)).server()
+        facts = await self._watch(Call(server.take(), request, admitted_at=admitted_at))
+        if facts.ended.is_lost and facts.stopped_for in ("", "setup"):
+            raise MachineError("the sandbox was closed" if self._closed.is_set() else "its fork server died")
+        result = to_result(facts, request, level=self.level, queue_s=queue_s, node=self.name)
+        if result.outcome is RunOutcome.INTERNAL:
+            raise MachineError(result.reason)
+        return result
+
+    async def verify(self, request: VerifyRequest) -> AsyncIterator[tuple[int, PairVerdict]]:
+        await self.start()
+        async for index, verdict in verify(self._verify_child, request):
+            yield index, verdict
+
+    async def open_session(self, limits: SessionLimits) -> str:
+        await self.start()
+        if limits.profile not in _PROGRAM_PROFILES:
+            raise UserError(f"a session's profile is {limits.profile!r}; the profiles are {', '.join(_PROGRAM_PROFILES)}")
+        return await self._sessions.open(limits)
+
+    async def fork_session(self, session: str) -> str:
+        self._refuse_if_closed()
+        return await self._sessions.fork(session)
+
+    async def close_session(self, session: str) -> None:
+        self._sessions.close_session(session)
+
+    async def wait_lost(self) -> str:
+        await self._closed.wait()
+        return "it was closed"
+
+    async def close(self) -> None:
+        self._closed.set()
+        if self._tick_timer is not None:
+            self._tick_timer.cancel()
+        if self._opened_sessions is not None:
+            await self._opened_sessions.close()
+        self._close_pools()
+
+    async def _verify_child(self) -> VerifyChild:
+        self._refuse_if_closed()
+        await self._slots.acquire()
+        try:
+            return VerifyChild((await self._pool("verify").server()).take(), self._slots.release)
+        except BaseException:
+            self._slots.release()
+            raise
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise MachineError("the sandbox was closed; a call came after that, or was still waiting")
+
+    def _levels(self) -> list[IsolationLevel]:
+        """The levels to try, best first."""
+        if self.config.level is not None:
+            return [self.config.level]
+        if self.config.min_level is IsolationLevel.STRICT:
+            return [IsolationLevel.STRICT]
+        return [level for level in IsolationLevel if self.config.min_level.rank <= level.rank < IsolationLevel.STRICT.rank]
+
+    async def _find_level(self) -> None:
+        """Raises `UserError` when no accepted level holds."""
+        for level in self._levels():
+            self.level = level
+            for _ in range(_NUM_TESTS):
+                self.tried[level] = await self._attack(level)
+                if self._holds(level):
+                    break
+                self._close_pools()
+            if self._holds(level):
+                break
+        else:
+            raise refusal(self.config.level or self.config.min_level, self.tried)
+        if len(self.tried) > 1:
+            _log.warning(
+                "programs run at level L%d (%s), the best of this machine. %s", level.rank, level, self._why_not_more()
+            )
+
+    async def _attack(self, level: IsolationLevel) -> SelfTestReport | str:
+        """The report of the self-test, or why it did not start."""
+        try:
+            with Canaries() as canaries:  # planted before the first fork server, which could inherit them
+                return await run_self_test(self._run_program, level, canaries=canaries)
+        except MachineError as error:
+            self._refuse_if_closed()
+            return str(error)
+
+    def _holds(self, level: IsolationLevel) -> bool:
+        found = self.tried[level]
+        return not isinstance(found, str) and not found.broken(level)
+
+    def _why_not_more(self) -> str:
+        *higher, _ = self.tried.items()
+        return "; ".join(
+            f"{level}: {found if isinstance(found, str) else ', '.join(check.name for check in found.broken(level))}"
+            for level, found in higher
+        )
+
+    def _pool(self, profile: str) -> ForkServerPool:
+        self._refuse_if_closed()
+        if (pool := self._pools.get(profile)) is None:
+            pool = self._pools[profile] = ForkServerPool(
+                profile,
+                self.level,
+                num_servers=self.config.fork_servers,
+                modules=self.config.modules if profile == "full" else (),
+            )
+        return pool
+
+    def _close_pools(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+        self._pools.clear()
+
+    def _refusal(self, request: RunRequest) -> str:
+        """Why the request is refused; empty when it is not."""
+        if refusal := run_refusal(request):
+            return refusal
+        if request.language != "python":
+            return f"the language is {request.language!r}, and only 'python' runs here"
+        if request.profile and request.profile not in _PROGRAM_PROFILES:
+            return f"there is no profile {request.profile!r}; the profiles are bare, numpy and full"
+        return ""
+
+    @property
+    def _sessions(self) -> Sessions:
+        """The sessions, at the tested level."""
+        if self._opened_sessions is None:
+            self._opened_sessions = Sessions(
+                self.level,
+                pool=self._pool,
+                slots=self._slots,
+                watch=self._watch,
+                max_sessions=self.config.max_sessions,
+                node=self.name,
+            )
+        return self._opened_sessions
+
+    async def _watch(self, call: Execution) -> FinishedCall:
+        self._watchdog.add(call)
+        self._tick_later()
+        try:
+            return await call.wait()
+        finally:
+            self._watchdog.remove(call)
+
+    def _tick_later(self) -> None:
+        if self._tick_timer is None:
+            self._tick_timer = asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._tick_timer = None
+        if self._watchdog:
+            self._tick_later()
+            self._watchdog.look(time.monotonic())
+        self.num_slots = self._count_slots(num_asleep=self._watchdog.num_asleep)
+
+    def _count_slots(self, *, num_asleep: int) -> int:
+        return min(self.config.max_alive, _SLOTS_FACTOR * self.config.max_running + num_asleep)
+
+
+def _raise_descriptor_limit() -> None:
+    """Each call holds four descriptors, and a fifth for a directory on disk."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,0 +1,281 @@
+"""Runs a trace on simulated engines, with the scheduler of real ones. Time jumps from event to event."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, TypeAlias
+
+from strop.rollout.scheduler.admission import EngineSpec
+from strop.rollout.scheduler.events import (
+    CallTools,
+    EngineJoined,
+    Event,
+    GroupOffered,
+    Release,
+    RolloutEnded,
+    RolloutOffer,
+    Run,
+    ToolFinished,
+    ToolStarted,
+    TurnFinished,
+)
+from strop.rollout.scheduler.report import EngineUsage, Ledger
+from strop.rollout.scheduler.scheduler import SchedulerConfig, make_scheduler
+from strop.simulation.engines import EngineTiming, Finished, SimulatedEngine
+from strop.simulation.trace import Trace, TracedGroup, TracedRollout, TracedTurn
+from strop.types import RolloutKey
+
+Foresight: TypeAlias = Literal["none", "rollouts", "groups"]
+"""What the scheduler knows in advance, to compare with: nothing, as in reality; the length of each rollout, so that the longest
+start first; or the same, but the groups whose rollouts are longest on average start first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedMachine:
+    """An engine's memory and its speed."""
+
+    spec: EngineSpec
+    timing: EngineTiming
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """The result of a simulated step."""
+
+    makespan_s: float
+    ledger: Ledger
+    usage: Mapping[str, EngineUsage]  # rows that decoded, not rows that were requested
+    max_conversations: int  # of all engines together
+    evictions: int
+    recomputed_tokens: int  # that an engine had computed before, after evictions
+    prefilled_tokens: int
+    peak_kv_share: float  # of the fullest engine, memory in use
+    max_tools_queued: int
+    num_events: int
+    scheduling_s: float  # processor time of the scheduler, all events together
+    ended: Mapping[RolloutKey, float]  # when each rollout ended
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the engines' time, up to the end of the step, in which they decoded."""
+        busy_s = sum(usage.rows.positive_s(0.0, self.makespan_s) for usage in self.usage.values())
+        return busy_s / (self.makespan_s * len(self.usage))
+
+    @property
+    def row_share(self) -> float:
+        """Rows that decoded, over the rows that the engines have and over time."""
+        row_s = sum(usage.rows.integral(self.makespan_s) for usage in self.usage.values())
+        return row_s / (self.makespan_s * self.max_conversations)
+
+    @property
+    def tail_idle_share(self) -> float:
+        """Share of the engines' time between an engine's last token and the end of the step."""
+        idle_s = sum(self.makespan_s - usage.rows.last_positive_s(self.makespan_s) for usage in self.usage.values())
+        return idle_s / (self.makespan_s * len(self.usage))
+
+    @property
+    def scheduling_us_per_event(self) -> float:
+        return 1e6 * self.scheduling_s / self.num_events
+
+    def as_json(self) -> dict[str, float]:
+        """The metrics, without the timelines."""
+        names = ("makespan_s", "busy_share", "row_share", "tail_idle_share", "peak_kv_share", "evictions", "recomputed_tokens")
+        more = ("prefilled_tokens", "max_tools_queued", "num_events", "scheduling_us_per_event")
+        return {name: getattr(self, name) for name in (*names, *more)} | dict(self.ledger.as_metrics())
+
+
+def offers(trace: Trace, *, foresight: Foresight = "none") -> list[GroupOffered]:
+    """The groups of a trace, as they are offered to a scheduler."""
+    return [
+        GroupOffered(
+            prompt_tokens=group.prompt_tokens,
+            rollouts=tuple(
+                RolloutOffer(
+                    key=rollout.key,
+                    max_tokens=trace.max_tokens if foresight == "none" else rollout.response_tokens,
+                    expected_tokens=_expected_tokens(rollout, group, foresight),
+                )
+                for rollout in group.rollouts
+            ),
+        )
+        for group in trace.groups
+    ]
+
+
+def _expected_tokens(rollout: TracedRollout, group: TracedGroup, foresight: Foresight) -> float | None:
+    if foresight == "groups":
+        return sum(each.response_tokens for each in group.rollouts) / len(group.rollouts)
+    return rollout.response_tokens if foresight == "rollouts" else None
+
+
+def simulate(
+    trace: Trace,
+    machines: Sequence[SimulatedMachine],
+    config: SchedulerConfig,
+    *,
+    tool_workers: int | None = None,
+    foresight: Foresight = "none",
+) -> Outcome:
+    """Simulate one step: the rollouts of `trace`, scheduled as `config` says.
+
+    Args:
+        tool_workers: tool calls that run at the same time, others queue; None: no limit.
+    """
+    simulation = _Simulation(trace, config, tool_workers)
+    for machine in machines:
+        simulation.join(machine)
+    for event in offers(trace, foresight=foresight):
+        simulation.handle(event)
+    return simulation.run()
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Progress:
+    """How far a rollout is."""
+
+    turns: Sequence[TracedTurn]
+    prompt_tokens: int
+    context_tokens: int
+    num_turns: int = 0  # completed, tools included
+
+    @property
+    def turn(self) -> TracedTurn:
+        return self.turns[self.num_turns]
+
+
+class _Simulation:
+    """The clock, the engines and the tools around one scheduler."""
+
+    def __init__(self, trace: Trace, config: SchedulerConfig, tool_workers: int | None) -> None:
+        self._rollouts = {
+            rollout.key: _Progress(turns=rollout.turns, prompt_tokens=group.prompt_tokens, context_tokens=group.prompt_tokens)
+            for group in trace.groups
+            for rollout in group.rollouts
+        }
+        self._scheduler = make_scheduler(config)
+        self._engines: dict[str, SimulatedEngine] = {}
+        self._plans: dict[str, int] = {}  # by engine: number of the newest plan for its next event
+        self._touched: dict[str, SimulatedEngine] = {}  # engines whose next event has changed
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_pushed = 0
+        self._now_s = 0.0
+        self._idle_tool_workers = float("inf") if tool_workers is None else tool_workers
+        self._queued_tools: deque[RolloutKey] = deque()
+        self._max_tools_queued = 0
+        self._ended: dict[RolloutKey, float] = {}
+        self._num_events = 0
+        self._scheduling_s = 0.0
+
+    def at(self, at_s: float, act: Callable[[], None]) -> None:
+        """Call `act` at a time."""
+        self._num_pushed += 1
+        heapq.heappush(self._heap, (at_s, self._num_pushed, act))
+
+    def join(self, machine: SimulatedMachine) -> None:
+        self._engines[machine.spec.name] = SimulatedEngine(machine.spec, machine.timing)
+        self._plans[machine.spec.name] = 0
+        self.handle(EngineJoined(engine=machine.spec))
+
+    def handle(self, event: Event) -> None:
+        """Report an event to the scheduler and carry out its actions."""
+        started = time.thread_time()
+        actions = self._scheduler.handle(event, now_s=self._now_s)
+        self._scheduling_s += time.thread_time() - started
+        self._num_events += 1
+        for action in actions:
+            match action:
+                case Run():
+                    self._run(action)
+                case Release():
+                    self._touch(action.engine).release(action.key, now_s=self._now_s)
+                case CallTools():
+                    self._call_tools(action.key)
+
+    def run(self) -> Outcome:
+        self._plan()
+        while self._heap:
+            self._now_s, _, act = heapq.heappop(self._heap)
+            act()
+            self._plan()
+        engines = self._engines.values()
+        return Outcome(
+            makespan_s=max(self._ended.values()),
+            ledger=self._scheduler.ledger,
+            usage={engine.spec.name: engine.usage for engine in engines},
+            max_conversations=sum(engine.spec.max_conversations for engine in engines),
+            evictions=sum(engine.evictions for engine in engines),
+            recomputed_tokens=self._scheduler.ledger.recomputed_tokens,
+            prefilled_tokens=sum(engine.prefilled_tokens for engine in engines),
+            peak_kv_share=max(engine.peak_tokens / (engine.spec.kv_blocks * engine.spec.block_tokens) for engine in engines),
+            max_tools_queued=self._max_tools_queued,
+            num_events=self._num_events,
+            scheduling_s=self._scheduling_s,
+            ended=self._ended,
+        )
+
+    def _run(self, run: Run) -> None:
+        rollout = self._rollouts[run.key]
+        self._touch(run.engine).submit(
+            run.key,
+            run.run,
+            prompt_tokens=rollout.prompt_tokens,
+            context_tokens=rollout.context_tokens,
+            num_tokens=rollout.turn.num_tokens,
+            now_s=self._now_s,
+        )
+
+    def _touch(self, name: str) -> SimulatedEngine:
+        engine = self._touched[name] = self._engines[name]
+        return engine
+
+    def _call_tools(self, key: RolloutKey) -> None:
+        if self._idle_tool_workers > 0:
+            self._start_tools(key)
+        else:
+            self._queued_tools.append(key)
+            self._max_tools_queued = max(self._max_tools_queued, len(self._queued_tools))
+
+    def _start_tools(self, key: RolloutKey) -> None:
+        self._idle_tool_workers -= 1
+        self.at(self._now_s + self._rollouts[key].turn.tool_s, partial(self._finish_tools, key))
+        self.handle(ToolStarted(key=key))
+
+    def _finish_tools(self, key: RolloutKey) -> None:
+        rollout = self._rollouts[key]
+        num_tokens = rollout.turn.observation_tokens
+        self._idle_tool_workers += 1
+        rollout.context_tokens += num_tokens
+        rollout.num_turns += 1
+        self.handle(ToolFinished(key=key, num_tokens=num_tokens))
+        while self._queued_tools and self._idle_tool_workers > 0:
+            self._start_tools(self._queued_tools.popleft())
+
+    def _engine_event(self, name: str, plan: int) -> None:
+        if self._plans[name] != plan:  # out of date
+            return
+        self._now_s, finished = self._touch(name).do_event()
+        for each in finished:
+            self._finish_completion(each)
+
+    def _finish_completion(self, done: Finished) -> None:
+        rollout = self._rollouts[done.key]
+        num_tokens = rollout.turn.num_tokens
+        rollout.context_tokens += num_tokens
+        if rollout.num_turns + 1 == len(rollout.turns):
+            self._ended[done.key] = self._now_s
+        kind = RolloutEnded if done.key in self._ended else TurnFinished
+        self.handle(kind(key=done.key, run=done.run, num_tokens=num_tokens, recomputed_tokens=done.recomputed_tokens))
+
+    def _plan(self) -> None:
+        """Find the next event of every engine that has changed."""
+        for name, engine in self._touched.items():
+            self._plans[name] += 1
+            at_s = engine.next_event_s()
+            if at_s is not None:
+                self.at(at_s, partial(self._engine_event, name, self._plans[name]))
+        self._touched.clear()

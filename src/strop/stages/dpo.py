@@ -1,0 +1,201 @@
+"""DPO: trains a policy on preference pairs, one update a step, and keeps the one that ranks held-out pairs best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import Field
+
+from strop.algorithms.method import Column
+from strop.errors import TaskError
+from strop.recipe.graph import Product
+from strop.recipe.stage import Estimate, Machine, StageResult
+from strop.reports.scales import counted
+from strop.rollout.chat_template import ChatFormat
+from strop.rollout.demonstrate import said_ids
+from strop.rollout.prompt import load_prompt
+from strop.rollout.tool_calls import make_call_format
+from strop.stages.context import StageContext, load_chat, product_of
+from strop.stages.loop.preferences import PreferenceKeys, PreferenceStage, batch_of_epoch, count_steps, open_sets
+from strop.stages.loop.preflight import base_mib, weights_mib
+from strop.stages.loop.steps import take_updates
+from strop.stages.loop.training_stage import HeldOutConfig
+from strop.stages.loop.updates import cost_metrics, update_or_keep
+from strop.stages.loop.validation import keep_if_best, write_product
+from strop.tasks.row_file import RowFile
+from strop.training.batch import TokenBatch
+from strop.training.dpo import (
+    PairIds,
+    PairRewards,
+    pack_pairs,
+    pair_token_loss,
+    pair_token_statistics,
+    rewards_of,
+    with_advantages,
+)
+from strop.training.preferences import Pair, Preference
+from strop.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+
+class PairValidationConfig(HeldOutConfig):
+    """The policy is measured by its implicit rewards of pairs that are held out."""
+
+    every_steps: int = Field(default=50, ge=1, description="Steps between two measurements.")
+    num_pairs: int = Field(default=200, ge=1, description="Number of held-out pairs, the first of them.")
+
+
+class DPO(PreferenceStage):
+    """DPO (arXiv:2305.18290) on pairs of responses; the defaults are those of CS336 assignment 5's supplement."""
+
+    makes = Product.MODEL
+    root_keys = frozenset({"tools"})
+
+    class Config(PreferenceKeys):
+        """Keys of `kind = "dpo"`. The model of `init` is also the reference."""
+
+        prompt: str = Field(default="rstar2", description="The prompt in which a pair's prompt is posed.")
+        beta: float = Field(default=0.1, gt=0, description="Weight of the KL divergence from the reference.")
+        validation: PairValidationConfig = Field(
+            default=PairValidationConfig(), description="How held-out pairs are measured during training."
+        )
+
+    config: Config
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        config = self.config
+        copies = 1 if config.trainer.lora is not None else 5  # the reference is one of them
+        return Estimate(
+            arithmetic=f"{counted(config.epochs, 'epoch')} over the pairs of {config.path} in batches of {config.batch_size};"
+            f" up to {config.validation.num_pairs} held out measured every {config.validation.every_steps} steps",
+            memory_mib=base_mib(machine.model) + (copies - 1) * weights_mib(machine.model),
+        )
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Train from the last checkpoint to the last step.
+
+        Raises:
+            TaskError: the preferences cannot be read, are no pairs, or too few are left.
+            ConfigError: the schedule of the learning rate needs more updates.
+            CannotLearnError: too many updates in a row were skipped.
+        """
+        config = self.config
+        init = product_of(context.run, config.init)
+        as_ids = _reader(context, config, load_chat(init))
+
+        def keep(directory: Path, preferences: Iterator[Preference]) -> RowFile[PairIds]:
+            return RowFile((pair for pair in map(as_ids, preferences) if pair.length <= config.max_length), directory)
+
+        async with AsyncExitStack() as opened:
+            sets = open_sets(
+                context,
+                config,
+                opened,
+                keep,
+                why_left_out=f"a prompt and a response of more than max_length = {config.max_length} tokens",
+                remedy="Give preferences of more prompts, or raise max_length.",
+            )
+            steps = count_steps(context, config, len(sets.train))
+            trainer = Trainer.from_directory(init, config.trainer, reference=init, total_updates=steps)
+            opened.push_async_callback(trainer.close)
+            held_out = _HeldOut(context, config, trainer, sets.test)
+            found = await _learn(context, config, trainer, sets.train, held_out, steps)
+            product = await write_product(context, trainer, config)
+        summary = (
+            f"{counted(steps, 'update')} on {counted(len(sets.train), 'pair')}; {held_out.num} held out:"
+            f" accuracy {found['accuracy']:.3f}, margin {found['margin']:.3f}"
+        )
+        return StageResult(summary=summary, product=product)
+
+
+def _reader(context: StageContext, stage: DPO.Config, chat: ChatFormat) -> Callable[[Preference], PairIds]:
+    """Return a function that makes ids of a pair: its prompt as tasks are posed, a response as one turn of the policy."""
+    prompt, tools = load_prompt(stage.prompt), [tool.spec for tool in context.tools()]
+    calls = make_call_format(prompt.calls, tools)
+
+    def read(preference: Preference) -> PairIds:
+        if not isinstance(preference, Pair):
+            raise TaskError(
+                f"stages.{context.name}.path: {stage.path} has single responses with labels, and DPO compares two. Give rows of"
+                " prompt, chosen and rejected, or train a reward model on these (kind = 'reward_model')."
+            )
+        chosen, rejected = (said_ids(response, chat, calls) for response in preference.responses)
+        return PairIds(prompt=prompt.ids(chat, preference.prompt, tools), chosen=chosen, rejected=rejected)
+
+    return read
+
+
+async def _learn(
+    context: StageContext, stage: DPO.Config, trainer: Trainer, train: RowFile[PairIds], held_out: _HeldOut, steps: int
+) -> Mapping[str, float]:
+    """Take every step after the last checkpoint, and return the last metrics of the held-out pairs."""
+    found: Mapping[str, float] = {}
+
+    async def take(step: int) -> dict[str, float]:
+        nonlocal found
+        started = time.perf_counter()
+        pairs = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
+        batch = await _scored(trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS, Column.OLD_LOGPROBS))
+        score_s = time.perf_counter() - started
+        rewards = rewards_of(batch, beta=stage.beta)
+        batch = with_advantages(batch, rewards.margins, beta=stage.beta)
+        report = await update_or_keep(context, trainer, batch, pair_token_loss, pair_token_statistics, step=step)
+        figures = {
+            "update/skipped": float(report.is_skipped),
+            "time/score_s": score_s,
+            "time/step_s": time.perf_counter() - started,
+        }
+        if not report.is_skipped:
+            figures |= {
+                **{f"dpo/{name}": value for name, value in rewards.figures().items()},
+                "update/grad_norm": report.grad_norm,
+                "update/learning_rate": report.learning_rate,
+                "policy/entropy_nats": report.statistics["entropy_nats"],
+            } | cost_metrics([report])
+        if stage.validation.is_due(step, last=steps):
+            started = time.perf_counter()
+            found = await held_out.measure(step)
+            figures |= {f"validation/pair_{name}": value for name, value in found.items()}
+            figures["time/validation_s"] = time.perf_counter() - started
+        return figures
+
+    await take_updates(context, stage, trainer, steps, take)
+    return found
+
+
+class _HeldOut:
+    """Measures the policy by its implicit rewards of the first pairs that are held out, and keeps the best one."""
+
+    def __init__(self, context: StageContext, stage: DPO.Config, trainer: Trainer, test: RowFile[PairIds]) -> None:
+        self.num = min(stage.validation.num_pairs, len(test))
+        self._context, self._stage, self._trainer, self._test = context, stage, trainer, test
+        self._of_reference: list[TokenBatch] = []  # scored once: it never changes
+
+    async def measure(self, step: int) -> dict[str, float]:
+        """What is found of the policy after `step`."""
+        parts: list[PairRewards] = []
+        for batch in await self._batches():
+            parts.append(rewards_of(await _scored(self._trainer, batch, (Column.OLD_LOGPROBS,)), beta=self._stage.beta))
+        chosen, rejected = torch.cat([part.chosen for part in parts]), torch.cat([part.rejected for part in parts])
+        found = PairRewards(chosen=chosen, rejected=rejected).figures()
+        await keep_if_best(self._context, self._trainer, step, found | {"num_pairs": self.num})
+        return found
+
+    async def _batches(self) -> list[TokenBatch]:
+        for start in range(0, 0 if self._of_reference else self.num, self._stage.batch_size):
+            pairs = [self._test[number] for number in range(start, min(self.num, start + self._stage.batch_size))]
+            self._of_reference.append(await _scored(self._trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS,)))
+        return self._of_reference
+
+
+async def _scored(trainer: Trainer, batch: TokenBatch, columns: Sequence[Column]) -> TokenBatch:
+    for column in columns:
+        batch = await trainer.score(batch, column)
+    return batch

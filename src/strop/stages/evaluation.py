@@ -1,0 +1,156 @@
+"""Evaluation: held-out tasks, played like training's rollouts and judged by the same reward."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from strop.evaluation.metrics import num_sampled_tokens, verdict_of
+from strop.evaluation.results import figures_of, problem_of, write_eval
+from strop.evaluation.votes import Voting
+from strop.recipe.graph import Product
+from strop.recipe.stage import Estimate, Machine, StageResult
+from strop.runs.lineage import weights_digest
+from strop.stages.context import StageContext, product_of
+from strop.stages.data import tasks_to_play
+from strop.stages.sampled import FixedSetKeys, FixedSetStage, play_tasks
+from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig
+from strop.tasks.protocol import Split
+from strop.tools.limits import AbsentTool, NoisyTool
+from strop.tools.protocol import Tool
+from strop.types import Group, derive_seed
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+_SHARED_COLUMNS = frozenset(("arpo-eval", "arpo-mix", "flashrag", "strop", "tulu3-math"))
+"""Data sets that are a form of rows, in which files of many benchmarks are written: the file says which."""
+
+
+class Eval(FixedSetStage):
+    """avg@k on held-out tasks, played like training's rollouts."""
+
+    makes = Product.EVALUATION
+
+    class Config(FixedSetKeys):
+        """Keys of `kind = "eval"`."""
+
+        split: Split = Field(default="test", description="Part of `tasks` that is played.")
+        num_tasks: int = Field(default=100, ge=1, description="Number of tasks, the first of them.")
+        k: int = Field(default=4, ge=1, description="Rollouts of each task.")
+        tools: Literal["real", "noise", "none"] = Field(
+            default="real", description="Controls: results with other digits (`noise`), or no tool (`none`)."
+        )
+
+        @property
+        def played_split(self) -> Split:
+            return self.split
+
+        @property
+        def num_first_tasks(self) -> int:
+            return self.num_tasks
+
+        def task_seed(self, seed: int, name: str) -> int:
+            """Does not depend on the stage's name, so that two evaluations of one recipe compare the same problems."""
+            return derive_seed("eval", seed)
+
+    config: Config
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        estimate = super().plan(name, recipe, machine)
+        return replace(estimate, arithmetic=f"{estimate.arithmetic}, tools {self.config.tools}")
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Play `num_tasks` x `k` rollouts, and write `eval/`. Raises `MachineError` if every rollout is void."""
+        config, started = self.config, time.perf_counter()
+        model = product_of(context.run, config.init)
+        weights = weights_digest(model)
+        playing = play_tasks(
+            context,
+            config,
+            model,
+            tasks_to_play(context, config),
+            weights=weights,
+            seed=derive_seed("eval", context.recipe.seed, "rollouts"),
+            tools=_under_condition(context.tools(), config.tools),
+            tasks_at_once=config.num_tasks,
+        )
+        voting = Voting(config.reward, context.runner)
+        try:
+            groups = [group async for group in playing]
+            votes = await voting.votes(groups)
+        finally:
+            await voting.close()
+        figures = summarise(config, groups, seed=context.recipe.seed, votes=votes) | {"stage": context.name}
+        if votes is None and "accuracy" in figures:
+            figures["maj_at_k_missing"] = f"no answers to compare: {', '.join(voting.without_answers(groups))}"
+        figures |= {"time_s": time.perf_counter() - started, "tokens": num_sampled_tokens(groups)}
+        figures |= _identity(context, config, weights)
+        verdict = verdict_of(config.reward)
+        problems = [problem_of(group, None if votes is None else votes[at], verdict) for at, group in enumerate(groups)]
+        write_eval(context.directory.evaluation.parent, figures, problems)
+        return StageResult(summary=_in_words(figures))
+
+
+def summarise(
+    stage: Eval.Config, groups: Sequence[Group], *, seed: int, votes: Sequence[Sequence[str]] | None = None
+) -> dict[str, Any]:
+    """Return the figures of an evaluation, with the keys that they depend on."""
+    figures = figures_of(groups, seed=seed, k=stage.k, votes=votes, verdict=verdict_of(stage.reward))
+    return {"k": stage.k, "tools": stage.tools, "temperature": stage.sampling.temperature, **figures}
+
+
+def benchmark_of(stage: Eval.Config) -> str:
+    """Return the name of the problems in tables: a subset, a published data set, a file with its folder, or a generator."""
+    tasks = stage.tasks
+    is_file = isinstance(tasks, JsonlConfig | ParquetConfig)
+    if isinstance(tasks, HubConfig) and tasks.subset is not None and tasks.dataset is not None:
+        return tasks.subset
+    if isinstance(tasks, Columns) and tasks.dataset is not None and not (is_file and tasks.dataset in _SHARED_COLUMNS):
+        return tasks.dataset
+    if isinstance(tasks, JsonlConfig | ParquetConfig):
+        path = tasks.path if stage.split == "train" or tasks.test_path is None else tasks.test_path
+        return "/".join(path.with_suffix("").parts[-2:])
+    return str(getattr(tasks, "name", None) or tasks.kind)
+
+
+def _in_words(figures: Mapping[str, Any]) -> str:
+    errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
+    of = f"(avg@{figures['k']} of {figures['num_tasks']} tasks)"
+    if "accuracy" not in figures:
+        return f"reward {figures['reward_mean']:.3f} {of}{errors}; no part of the reward says what is right"
+    unjudged, below = figures["num_tasks_without_verdict"], figures["num_tasks_below_k"]
+    missing = f", {unjudged} of them without a verdict" if unjudged else ""
+    missing += f", {below} with fewer attempts than that and in no pass@k" if below else ""
+    interval = f"[{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
+    return f"accuracy {figures['accuracy']:.3f} {interval} {of}{missing}{errors}"
+
+
+def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[str, Any]:
+    """What was evaluated on what, for comparisons and tables."""
+    engine = context.recipe.engine
+    return {
+        "benchmark": benchmark_of(stage),
+        "model": weights,
+        "run": context.recipe.name,
+        "engine": engine.kind,
+        "dtype": engine.dtype,
+        "prompt": stage.prompt,
+        "max_tokens": stage.sampling.max_tokens,
+        "max_turns": stage.limits.max_turns,
+        "reward": stage.model_dump(mode="json", include={"reward"})["reward"],
+    }
+
+
+def _under_condition(tools: Sequence[Tool], condition: str) -> list[Tool]:
+    match condition:
+        case "noise":
+            return [NoisyTool(tool) for tool in tools]
+        case "none":
+            return [AbsentTool(tool) for tool in tools]
+        case _:
+            return list(tools)

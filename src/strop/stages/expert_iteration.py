@@ -1,0 +1,157 @@
+"""Expert iteration: roll out, keep what is right, imitate it, publish, log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Self
+
+import torch
+from pydantic import Field, model_validator
+
+from strop.algorithms.expert_iteration import epoch_batches, select_right
+from strop.algorithms.method import Selection
+from strop.errors import CannotLearnError
+from strop.evaluation.metrics import entropy_metrics, rollout_metrics, tool_call_metrics
+from strop.recipe.schedule import ScheduleEntry
+from strop.recipe.stage import Estimate, Machine, StageResult
+from strop.reports.scales import counted
+from strop.stages.context import StageContext, product_of
+from strop.stages.demonstrations import as_demonstration
+from strop.stages.loop.preflight import TRAIN_SHARE
+from strop.stages.loop.rollouts import StepRollouts, open_rollouts, selection_metrics, write_selection
+from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
+from strop.stages.loop.training_stage import RolloutKeys, RolloutStage
+from strop.stages.loop.updates import StepUpdates, UnusedRewards, update_or_keep, why_nothing_learned, why_some_are_void
+from strop.stages.loop.validation import write_product
+from strop.training.config import Schedule
+from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
+from strop.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+
+class ExpertIterationRun:
+    """One run of the stage: what its steps share."""
+
+    def __init__(self, context: StageContext, stage: ExpertIteration.Config, trainer: Trainer, rollouts: StepRollouts) -> None:
+        self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
+        self.unused_rewards = UnusedRewards(context)
+
+    async def step(self, step: int, stage: ExpertIteration.Config, weights: str) -> StepResult:
+        """One step of `stage`, as its schedule has it now, from the policy with checksum `weights`."""
+        watch = Stopwatch()
+        played = await self.rollouts.play(step, stage, weights)
+        groups = played.groups
+        watch.lap("time/rollout_s")
+        verdict, drops_repeats = played.verdict, stage.drop_repeats
+        selections = [
+            select_right(group, is_right=lambda each: verdict(each) is True, drops_repeats=drops_repeats) for group in groups
+        ]
+        updates = await self.imitate(step, selections)
+        num = sum(len(group.trajectories) for group in groups)
+        none_kept = f"none of {num} rollouts is right, so there is nothing to imitate"
+        problems = why_nothing_learned(selections, updates, "", none_kept)
+        if not updates.policy:
+            updates.leave_out(stage.epochs, problems[0], update=self.trainer.num_updates)
+        problems += why_some_are_void(groups, self.context.directory.rollouts(step)) if problems else []
+        watch.lap("time/update_s")
+        # Imitation is a policy gradient whose advantage is 1 for every token that is kept.
+        imitated = [[torch.ones(len(each.trajectory.ids)) for each in selection.kept] for selection in selections]
+        write_selection(self.context, step, selections, imitated)
+        weights = await self.rollouts.publish(self.trainer, version=step)
+        watch.lap("time/publish_s")
+        metrics = rollout_metrics(groups, verdict) | entropy_metrics(groups) | dict(played.figures)
+        metrics |= tool_call_metrics(groups) | selection_metrics(selections)
+        if num:
+            metrics["rollout/kept_fraction"] = metrics["groups/rollouts_used"] / num
+        metrics |= updates.metrics() | {"rollout/tokens_per_s": played.tokens_per_s, **watch.times}
+        self.unused_rewards.look(step, stage, groups)
+        self.context.event("step_finished", step=step, weights=weights)
+        return StepResult(metrics=metrics, weights=weights, problems=problems, updates=updates)
+
+    async def imitate(self, step: int, selections: Sequence[Selection]) -> StepUpdates:
+        """SFT on what was kept, at temperature 1; no update where nothing was.
+
+        Raises:
+            CannotLearnError: too many updates were skipped, before any was made.
+        """
+        stage, updates = self.stage, StepUpdates()
+        kept = [as_demonstration(scored.trajectory) for selection in selections for scored in selection.kept]
+        try:
+            for epoch in range(stage.epochs):
+                seed = self.context.seed("batches", step)
+                for rows in epoch_batches(kept, batch_size=stage.batch_size, epoch=epoch, seed=seed):
+                    batch = pack_demonstrations(rows)
+                    updates.policy.append(
+                        await update_or_keep(self.context, self.trainer, batch, sft_token_loss, sft_token_statistics, step=step)
+                    )
+        except CannotLearnError as error:
+            updates.give_up(error)
+        return updates
+
+
+class ExpertIteration(RolloutStage):
+    """SFT on the rollouts of a step that are right. CS336 assignment 5, section 5, takes five steps."""
+
+    class Config(RolloutKeys):
+        """Keys of `kind = "expert_iteration"`."""
+
+        batch_size: int = Field(default=32, ge=1, description="Rollouts of one update, at most.")
+        drop_repeats: bool = Field(
+            default=False, description="Of right rollouts of a task with the same tokens, imitate only the first."
+        )
+
+        @model_validator(mode="after")
+        def _adds_up(self) -> Self:
+            if self.sampling.temperature == 0 and self.group_size > 1:
+                raise ValueError(
+                    f"sampling.temperature is 0: all {self.group_size} rollouts of a task would be the same. Raise it; 1.0 is"
+                    " usual. Or set group_size = 1."
+                )
+            if self.trainer.optimizer.schedule is Schedule.COSINE:
+                raise ValueError(
+                    "trainer.optimizer.schedule is 'cosine', but the number of updates depends on how many rollouts are"
+                    " right. Set schedule = 'constant'."
+                )
+            return self
+
+        def _schedule_problem(self, entry: ScheduleEntry) -> str:
+            if entry.refresh_reference:
+                return "expert iteration has no reference. Leave refresh_reference out."
+            return super()._schedule_problem(entry)
+
+    config: Config
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        config, model = self.config, machine.model
+        rollouts = config.tasks_per_step * config.group_size
+        updates = config.epochs * -(-rollouts // config.batch_size)
+        trained = rollouts * config.epochs * self.tokens_of_responses(updates)
+        return self.estimate(
+            recipe,
+            model,
+            arithmetic=f"{counted(config.steps, 'step')} x {config.tasks_per_step} tasks x {config.group_size} rollouts ="
+            f" {rollouts} a step; those that are right are imitated for {counted(config.epochs, 'epoch')} in batches of up"
+            f" to {config.batch_size}: up to {counted(updates, 'update')} a step",
+            rollouts=rollouts,
+            updates=updates,
+            rows_of_update=min(config.batch_size, rollouts),
+            training_flops=6 * model.num_parameters * trained / TRAIN_SHARE,
+            lines=self.lines_of_schedule(),
+        )
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Train from the last checkpoint to the last step."""
+        stage, init = self.config, product_of(context.run, self.config.init)
+        async with AsyncExitStack() as opened:
+            trainer = Trainer.from_directory(init, stage.trainer)
+            opened.push_async_callback(trainer.close)
+            rollouts = await opened.enter_async_context(open_rollouts(context, stage, init))
+            run = ExpertIterationRun(context, stage, trainer, rollouts)
+            taken = await take_steps(context, stage, trainer, rollouts, run.step)
+            product = await write_product(context, trainer, stage)
+            updates = counted(trainer.num_updates, "update")
+            summary = f"{counted(taken.steps, 'step')} of expert iteration, {updates}{taken.note}"
+            return StageResult(summary=summary, product=product)

@@ -1,0 +1,94 @@
+"""Writes a model directory to give away: weights and tokenizer as they are, a model card, and the whole lineage."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from strop.recipe.graph import Input, Product
+from strop.recipe.stage import Estimate, Machine, Stage, StageResult
+from strop.run_directory import read_json, write_directory, write_json
+from strop.stages.context import StageContext, product_of
+from strop.stages.loop.preflight import base_mib
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+
+class Export(Stage):
+    """A model directory to give away, with a model card and the lineage of every stage that it comes from."""
+
+    makes = Product.MODEL
+
+    class Config(Stage.Config):
+        """Keys of `kind = "export"`."""
+
+        init: str = Field(description="Stage whose model is exported.")
+        results: tuple[str, ...] = Field(default=(), description="Evaluations that the model card quotes.")
+
+    config: Config
+
+    def inputs(self) -> tuple[Input, ...]:
+        return (*super().inputs(), *Input.each("results", self.config.results, Product.EVALUATION))
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        return Estimate(arithmetic="a model directory with card and lineage", memory_mib=base_mib(machine.model))
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Copy the model, and write the card and the lineage."""
+        context.started(1, 0)
+        init = self.config.init
+        model = product_of(context.run, init)
+        chain = [each for each in ancestry(context, init) if context.run.stage(each).lineage.exists()]
+        lineage = {name: read_json(context.run.stage(name).lineage) for name in chain}
+
+        def fill(directory: Path) -> None:
+            for file in sorted(model.iterdir()):
+                if file.is_file():
+                    shutil.copyfile(file, directory / file.name)
+            write_json(directory / "lineage.json", lineage)
+            (directory / "README.md").write_text(model_card(context, self.config, chain), encoding="utf-8")
+
+        write_directory(context.directory.model, fill)
+        summary = f"the model of {init}, with its card and the lineage of {len(chain)} stages"
+        return StageResult(summary=summary, product=context.directory.model)
+
+
+def ancestry(context: StageContext, name: str) -> list[str]:
+    """Return `name` and every stage that it depends on, in the order in which they ran."""
+    stages = context.recipe.stages
+    found = {name}
+    for each in reversed(list(stages)):  # each before the stages that it reads from
+        if each in found:
+            found |= {one.stage for one in stages[each].inputs()}
+    return [each for each in stages if each in found]
+
+
+def model_card(context: StageContext, stage: Export.Config, chain: list[str]) -> str:
+    """Return the model card: Markdown with the hub's header, for readers who have only the directory."""
+    recipe = context.recipe
+    lines = ["---", "library_name: transformers", "tags: [strop]", "---", "", f"# {recipe.name}", ""]
+    lines += [f"{recipe.description}", ""] if recipe.description else []
+    lines += ["Made by strop. Its lineage, stage by stage; `lineage.json` has every key:", ""]
+    lines += ["| stage | kind | reads from | result |", "| --- | --- | --- | --- |"]
+    for name in chain:
+        each = recipe.stages[name]
+        inputs = ", ".join(f"{one.stage} ({one.key})" for one in each.inputs()) or "–"
+        summary = str(read_json(context.run.stage(name).done)["summary"]).replace("|", "\\|")
+        lines.append(f"| {name} | {each.kind} | {inputs} | {summary} |")
+    lines.append("")
+    if stage.results:
+        lines += ["| evaluation | of | accuracy | 95 % interval | tasks | k |", "| --- | --- | --- | --- | --- | --- |"]
+        for name in stage.results:
+            figures = read_json(context.run.stage(name).evaluation)
+            [of] = [one.stage for one in recipe.stages[name].inputs() if one.key == "init"]
+            accuracy, interval = "–", "–"
+            if "accuracy" in figures:
+                accuracy = f"{figures['accuracy']:.3f}"
+                interval = f"{figures['accuracy_low']:.3f} to {figures['accuracy_high']:.3f}"
+            lines.append(f"| {name} | {of} | {accuracy} | {interval} | {figures['num_tasks']} | {figures['k']} |")
+        lines.append("")
+    return "\n".join(lines)

@@ -1,0 +1,106 @@
+"""Difficulty filter: keeps the tasks that the current policy gets right neither too often nor too rarely."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Self
+
+from pydantic import Field, model_validator
+
+from strop.curation.outcomes import outcome_of
+from strop.errors import TaskError
+from strop.evaluation.metrics import verdict_of
+from strop.recipe.graph import Product
+from strop.recipe.stage import StageResult
+from strop.stages.context import StageContext
+from strop.stages.data import dropped_path, kept_path, outcomes_path
+from strop.stages.sampled import SampledKeys, SampledStage, play_sampled
+from strop.tasks.row_file import writing_rows
+from strop.types import Group
+
+
+class Filter(SampledStage):
+    """Keeps the tasks that a policy gets right neither too often nor too rarely.
+
+    rStar2-Agent (arXiv 2508.20722), section 4.3, drops those that are right 8 times of 8.
+    """
+
+    makes = Product.TASKS
+
+    class Config(SampledKeys):
+        """Keys of `kind = "filter"`."""
+
+        min_right: int = Field(default=0, ge=0, description="Fewest right rollouts of a task that is kept.")
+        max_right: int | None = Field(
+            default=None, ge=0, description="Most right rollouts of a task that is kept. Default: k - 1."
+        )
+
+        @property
+        def most_right(self) -> int:
+            return self.k - 1 if self.max_right is None else self.max_right
+
+        @model_validator(mode="after")
+        def _keeps_something(self) -> Self:
+            if not self.min_right <= self.most_right <= self.k:
+                raise ValueError(
+                    f"min_right is {self.min_right} and max_right {self.most_right} of k = {self.k} rollouts. Choose min_right"
+                    " <= max_right <= k."
+                )
+            return self
+
+    config: Config
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Play, judge and write. Raises `TaskError` if no task is kept."""
+        config, directory = self.config, context.directory
+        verdict = verdict_of(config.reward)
+        num_kept = num_dropped = num_unknown = 0
+        first = ""
+        with (
+            writing_rows(dropped_path(directory)) as drop,
+            writing_rows(kept_path(directory)) as keep,
+            writing_rows(outcomes_path(directory)) as add_outcome,
+        ):
+            async for group in play_sampled(context, config):
+                add_outcome(asdict(outcome_of(group, verdict)))
+                num_right, num_judged = _counts(group, config)
+                if reason := why_dropped(group, config):
+                    num_dropped += 1
+                    first = first or reason
+                    drop(asdict(group.task) | {"reason": reason, "num_right": num_right, "num_judged": num_judged})
+                else:
+                    num_kept += 1
+                    num_unknown += not num_judged
+                    keep(asdict(group.task))
+        num = num_kept + num_dropped
+        if not num_kept:
+            raise TaskError(
+                f"stages.{context.name}: none of {num} tasks has {config.min_right} to {config.most_right} right rollouts of"
+                f" {config.k}; of the first: {first}. Loosen min_right or max_right, or give it other tasks. All reasons are in"
+                f" {dropped_path(directory)}."
+            )
+        unknown = f" ({num_unknown} of them without a verdict)" if num_unknown else ""
+        summary = f"{num_kept} of {num} tasks kept{unknown}, {num_dropped} dropped"
+        return StageResult(summary=summary, product=kept_path(directory))
+
+
+def why_dropped(group: Group, stage: Filter.Config) -> str:
+    """Return why a task is dropped; empty if it is kept.
+
+    A rollout without a verdict may be right or wrong: a task is dropped only if no verdict on it could change that.
+    """
+    num_right, num_judged = _counts(group, stage)
+    num_unknown = max(0, stage.k - num_judged)
+    of = f"{num_right} of {stage.k} rollouts are right" + (f", {num_unknown} void" if num_unknown else "")
+    if num_right > stage.most_right:
+        return f"{of}, more than max_right = {stage.most_right}: too easy"
+    if num_right + num_unknown < stage.min_right:
+        return f"{of}, fewer than min_right = {stage.min_right}: too hard, or its answer is wrong"
+    return ""
+
+
+def _counts(group: Group, stage: Filter.Config) -> tuple[int, int]:
+    """Return the number of rollouts that are right, and of those with a verdict."""
+    verdict = verdict_of(stage.reward)
+    found = [verdict(scored) for scored in group.trajectories]
+    return found.count(True), len(found) - found.count(None)

@@ -1,0 +1,205 @@
+"""The rollouts of each RL step with `max_staleness = 1`: sampled while the step before is trained on.
+
+Step k + 1 is sampled from the weights that step k begins with. Which weights those are follows from the step only, never from
+timing, so a run and its resumed twin sample from the same. A step ends, and its checkpoint is written, when the next one's
+rollouts are all on disk, so a resumed run needs no older weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from strop.engine.protocol import Capabilities, NamedTensor, TakesWeights
+from strop.errors import RunError
+from strop.evaluation.metrics import num_sampled_tokens, verdict_of
+from strop.recipe.schedule import Done
+from strop.run_directory import read_lines
+from strop.stages.context import StageContext
+from strop.stages.loop.ledger import ledger_of, read_rollouts
+from strop.stages.loop.rollouts import PlayedStep, StepRollouts
+from strop.stages.loop.training_stage import RolloutKeys
+from strop.training.trainer import Trainer
+from strop.types import Group, RolloutKey, ScoredTrajectory
+
+StageT = TypeVar("StageT", bound=RolloutKeys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedGroup:
+    """A group of a step that was played to its end, as each rollout was judged by itself."""
+
+    task_index: int
+    trajectories: tuple[ScoredTrajectory, ...]
+    num_void: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClosedStep:
+    """A step that was played to its end."""
+
+    groups: tuple[ClosedGroup, ...]
+    figures: Mapping[str, float]
+    time_s: float
+
+
+def read_closed(rollouts: Path) -> ClosedStep | None:
+    """How the step of that rollouts file ended when it was last played; None where it did not, or a rollout is missing."""
+    closed = next((line for line in reversed(read_lines(ledger_of(rollouts))) if line["event"] == "closed"), None)
+    if closed is None:
+        return None
+    finished = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=closed["weights"])}
+    groups = []
+    for group in closed["groups"]:
+        keys = [RolloutKey(**key) for key in group["keys"]]
+        if any(key not in finished for key in keys):
+            return None
+        trajectories = tuple(finished[key] for key in keys)
+        groups.append(ClosedGroup(task_index=group["task_index"], trajectories=trajectories, num_void=group["num_void"]))
+    return ClosedStep(groups=tuple(groups), figures=closed["figures"], time_s=closed["time_s"])
+
+
+class AsyncRollouts(Generic[StageT]):
+    """Plays at most one step while another is trained on.
+
+    Args:
+        stage: as the recipe has it.
+        play: (step, the stage as its schedule has it, checksum of the policy) -> the rollouts.
+    """
+
+    def __init__(
+        self,
+        context: StageContext,
+        stage: StageT,
+        rollouts: StepRollouts,
+        play: Callable[[int, StageT, str], Awaitable[PlayedStep]],
+    ) -> None:
+        self._context, self._stage, self._rollouts, self._play = context, stage, rollouts, play
+        self._next: asyncio.Future[PlayedStep] | None = None
+
+    async def take(self, step: int, stage: StageT, weights: str) -> PlayedStep:
+        """The rollouts of `step`; `stage` is as its schedule has it for that step.
+
+        Raises:
+            RunError: a resumed run lacks rollouts that were played ahead, whose weights are gone; or rollouts are of older
+                weights than `max_staleness` allows.
+        """
+        if self._next is not None:
+            task, self._next = self._next, None
+            played = await task
+        elif step == 1:
+            played = await self._play(step, stage, weights)
+        else:
+            played = await self._read(step, stage)
+        if (found := max(_stalenesses(played.groups, step), default=0)) > self._stage.staleness:
+            raise RunError(
+                f"stages.{self._context.name}: rollouts of step {step} are {found} publications behind, but max_staleness is"
+                f" {self._stage.staleness}. Remove {self._context.directory.rollouts(step)} and the checkpoints after it."
+            )
+        return played
+
+    def begin(self, step: int, weights: str) -> None:
+        """Start to play `step`, if there is such a step."""
+        if step <= self._stage.steps:
+            # The number of updates is not known yet; `RL.Config` refuses schedules that depend on it.
+            stage = self._stage.at(Done(steps=step - 1, updates=0))
+            self._next = asyncio.ensure_future(self._play(step, stage, weights))
+
+    async def settle(self) -> None:
+        """Wait until the step that was begun is played and on disk. Raises its error."""
+        if self._next is not None:
+            await asyncio.wait({self._next})
+            self._next.result()
+
+    async def close(self) -> None:
+        """Cancel the step that was begun. Its finished rollouts are on disk."""
+        if self._next is not None:
+            self._next.cancel()
+            await asyncio.gather(self._next, return_exceptions=True)
+
+    async def _read(self, step: int, stage: StageT) -> PlayedStep:
+        path = self._context.directory.rollouts(step)
+        closed = read_closed(path)
+        if closed is None:
+            raise RunError(
+                f"{path}: rollouts of step {step}, which were played before the checkpoint of step {step - 1}, are missing, and"
+                " the older weights that sampled them are gone. Restore the file and its ledger, or remove"
+                f" {self._context.directory.checkpoint(step - 1)} to continue from the checkpoint before it."
+            )
+        tasks = self._rollouts.tasks_of(stage)
+        groups = await self._rollouts.judge_again(
+            stage,
+            [
+                Group(
+                    task=tasks.task(group.task_index),
+                    task_index=group.task_index,
+                    trajectories=group.trajectories,
+                    num_void=group.num_void,
+                )
+                for group in closed.groups
+            ],
+        )
+        return PlayedStep(
+            groups=groups,
+            verdict=verdict_of(stage.reward),
+            figures=closed.figures,
+            time_s=closed.time_s,
+            num_tokens=num_sampled_tokens(groups),
+        )
+
+
+def _stalenesses(groups: Sequence[Group], step: int) -> list[int]:
+    """For each sampled token of a step: the number of publications between its weights and those that the step begins with."""
+    return [
+        step - 1 - turn.completion.policy_version
+        for group in groups
+        for scored in group.trajectories
+        for turn in scored.trajectory.turns
+        for _ in turn.completion.ids
+    ]
+
+
+def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Mean and maximum over the step's sampled tokens; {} where there are none."""
+    found = _stalenesses(groups, step)
+    return {"rollout/staleness_mean": sum(found) / len(found), "rollout/staleness_max": float(max(found))} if found else {}
+
+
+class CachedPublication:
+    """Publishes the weights that the trainer had at the first call, at every call. Keeps one copy in the engines' dtype.
+
+    Called as `strop.rollout.scheduler.engine_pool.Publish` is.
+    """
+
+    def __init__(self, trainer: Trainer, *, version: int) -> None:
+        self._trainer, self._version = trainer, version
+        self._copy: _Copy | None = None
+
+    async def __call__(self, engines: TakesWeights) -> str:
+        """The checksum, once the engines have proved it. The first call must be made while the trainer is idle."""
+        if self._copy is None:
+            copy = _Copy(engines.capabilities)
+            await self._trainer.publish(copy, version=self._version)
+            self._copy = copy
+        await engines.load_weights(self._copy.stream(), version=self._version, checksum=self._copy.checksum)
+        return self._copy.checksum
+
+
+class _Copy:
+    """Takes weights and keeps them. Implements `TakesWeights`."""
+
+    def __init__(self, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities  # of the engines that it is for
+        self.checksum = ""
+        self._tensors: list[NamedTensor] = []
+
+    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
+        """Nothing is proved here: the engines prove what they get against `checksum`."""
+        self._tensors, self.checksum = [named async for named in tensors], checksum
+
+    async def stream(self) -> AsyncIterator[NamedTensor]:
+        for named in self._tensors:
+            yield named

@@ -1,0 +1,193 @@
+"""Finds, checks, writes and prunes the checkpoints of a stage. A checkpoint exists whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Protocol, Self
+
+from strop.errors import RunError
+from strop.run_directory import StageDirectory, file_digests, read_json, restore_directories, write_directory, write_json
+from strop.stages.context import StageContext
+from strop.training.config import TrainerConfig
+from strop.training.weights import Checkpointed, WriteCheckpoint
+
+_NAME = re.compile(r"^step-(\d+)$")
+_HALF = re.compile(r"^\.(step-\d+)\.tmp$")
+_CHECKSUMS = "checksums.json"  # SHA-256 of every other file, by its path within the checkpoint
+
+
+class CheckpointedKeys(Protocol):
+    """Keys of every stage that writes checkpoints."""
+
+    @property
+    def checkpoint_every(self) -> int: ...
+
+    @property
+    def keep_checkpoints(self) -> int: ...
+
+    @property
+    def trainer(self) -> TrainerConfig: ...
+
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+def latest_step(directory: StageDirectory) -> int:
+    """The step of the last checkpoint; 0 without one. Half-written checkpoints are removed."""
+    _remove_half_written(directory)
+    return max(_steps(directory), default=0) if directory.checkpoints.is_dir() else 0
+
+
+async def resume(context: StageContext, trainer: Checkpointed) -> int:
+    """Load the last undamaged checkpoint into `trainer`; returns its step, 0 without one.
+
+    A damaged checkpoint is renamed, a half-written one removed, each with a warning.
+    """
+    restore_directories(context.directory.path)
+    for half in context.directory.path.glob(".*.tmp"):  # a best policy, say
+        if half.is_dir():
+            shutil.rmtree(half)
+    for name in _remove_half_written(context.directory):
+        context.warn(
+            f"{context.directory.checkpoints / name} was half written when the run ended, and is removed; the checkpoint before"
+            " it is used, if there is one."
+        )
+    while step := latest_step(context.directory):
+        directory = context.directory.checkpoint(step)
+        if not (damage := await asyncio.to_thread(_damage, directory)):
+            await trainer.load(directory)
+            context.event("resumed", step=step)
+            return step
+        aside = directory.with_name(directory.name + ".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        directory.rename(aside)
+        context.warn(f"{directory}: {damage}. It is now {aside.name}; the checkpoint before it is used, if there is one.")
+    return 0
+
+
+def _remove_half_written(directory: StageDirectory) -> list[str]:
+    """Returns the names of the checkpoints that were being written, in order."""
+    restore_directories(directory.checkpoints)
+    left = sorted(directory.checkpoints.glob(".*.tmp"))
+    for each in left:
+        shutil.rmtree(each)
+    return [match.group(1) for each in left if (match := _HALF.match(each.name))]
+
+
+def open_writer(context: StageContext, trainer: Checkpointed, stage: CheckpointedKeys) -> CheckpointWriter:
+    """The writer for the checkpoints of `stage`, for `async with`."""
+    return CheckpointWriter(context, trainer, keep=stage.keep_checkpoints, in_background=stage.trainer.background_checkpoints)
+
+
+def prune_finished(context: StageContext, stage: CheckpointedKeys) -> None:
+    """Remove all but the last checkpoint of a finished stage, or all but `keep_checkpoints` if the recipe sets it."""
+    keep = stage.keep_checkpoints if "keep_checkpoints" in getattr(stage, "model_fields_set", ()) else 1
+    if context.directory.checkpoints.is_dir():
+        _prune(context.directory, keep)
+
+
+def _prune(directory: StageDirectory, keep: int) -> None:
+    for old in sorted(_steps(directory))[:-keep]:
+        shutil.rmtree(directory.checkpoint(old))
+
+
+class CheckpointWriter:
+    """Writes one checkpoint at a time and keeps the last `keep` of them.
+
+    With `in_background` the stage waits only for a copy in memory, and a writer's error is raised by the next call; otherwise
+    it waits until the checkpoint is written. `async with` leaves no checkpoint unfinished.
+    """
+
+    def __init__(self, context: StageContext, trainer: Checkpointed, *, keep: int, in_background: bool) -> None:
+        self.context = context
+        self._trainer, self._keep, self._in_background = trainer, keep, in_background
+        self._writing: asyncio.Task[None] | None = None
+
+    async def save(self, step: int) -> None:
+        """Start the checkpoint of `step` when the one before is written. Raises as `settle`."""
+        await self.settle()
+        started = time.perf_counter()
+        self.context.event("checkpoint_started", step=step)
+        write = await self._trainer.snapshot() if self._in_background else _writes_at_once(self._trainer)
+        copied_s = time.perf_counter() - started
+        self._writing = asyncio.create_task(self._write(step, write, started, copied_s))
+        if not self._in_background:
+            await self.settle()
+
+    async def save_if_missing(self, step: int) -> None:
+        """`save`, if `step` is a step and has no checkpoint."""
+        await self.settle()
+        if step > 0 and not self.context.directory.checkpoint(step).exists():
+            await self.save(step)
+
+    async def check(self) -> None:
+        """Raise the writer's error, if there is one."""
+        if self._writing is not None and self._writing.done():
+            await self.settle()
+
+    async def settle(self) -> None:
+        """Wait until everything is written.
+
+        Raises:
+            RunError: it could not be written, for example on a full disk. Earlier checkpoints are unchanged.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        try:
+            await self.settle()
+        except RunError as of_writer:
+            if error is not None and not isinstance(error, RunError):
+                self.context.warn(str(of_writer))
+                return
+            raise  # of two errors of one disk, the first
+
+    async def _write(self, step: int, write: WriteCheckpoint, started: float, copied_s: float) -> None:
+        def fill(directory: Path) -> None:
+            write(directory)
+            write_json(directory / _CHECKSUMS, _checksums(directory))
+
+        directory = self.context.directory
+        await asyncio.to_thread(write_directory, directory.checkpoint(step), fill)
+        time_s = time.perf_counter() - started
+        waited_s = copied_s if self._in_background else time_s
+        self.context.event("checkpoint_finished", step=step, time_s=time_s, waited_s=waited_s)
+        await asyncio.to_thread(_prune, directory, self._keep)
+
+
+def _writes_at_once(trainer: Checkpointed) -> WriteCheckpoint:
+    """Writes the trainer's state, which must not change meanwhile."""
+    loop = asyncio.get_running_loop()
+    return lambda directory: asyncio.run_coroutine_threadsafe(trainer.save(directory), loop).result()
+
+
+def _damage(directory: Path) -> str:
+    """How a checkpoint differs from what was written; empty if it does not."""
+    try:
+        written = read_json(directory / _CHECKSUMS)
+    except RunError:  # whose remedy is for a run directory
+        return f"it cannot be checked, since {_CHECKSUMS} is missing or not valid JSON"
+    found = _checksums(directory)
+    if lacking := sorted(written.keys() - found.keys()):
+        return f"{lacking[0]} is missing"
+    changed = sorted(name for name, checksum in written.items() if found[name] != checksum)
+    return f"{changed[0]} is not as it was written" if changed else ""
+
+
+def _checksums(directory: Path) -> dict[str, str]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != _CHECKSUMS)
+    return {str(path.relative_to(directory)): digest for path, digest in file_digests(files).items()}
+
+
+def _steps(directory: StageDirectory) -> list[int]:
+    matches = (_NAME.match(entry.name) for entry in directory.checkpoints.iterdir())
+    return [int(match.group(1)) for match in matches if match]

@@ -1,0 +1,164 @@
+"""Writes down what happens to every rollout of a step as it happens, so that a killed step goes on where it can (law 9).
+
+Two files a step: the ledger holds what started, which tool calls were open and which rollouts ended; the rollouts file holds
+every finished rollout. A rollout is reused only if it was sampled from the very weights that the resumed run holds (law 6).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from strop.rollout.environment import ToolObserver
+from strop.rollout.player import Spent
+from strop.rollout.scheduler.report import BatchReport
+from strop.run_directory import LineWriter, read_lines, write_text
+from strop.stages.context import StageContext
+from strop.tools.protocol import ToolResult
+from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
+
+_SCORED = TypeAdapter(ScoredTrajectory)
+_WALL_CLOCK = (ToolOutcome.TIMEOUT, ToolOutcome.KILLED)
+"""Outcomes that another machine, or a busier one, might not repeat: they are replayed instead of run again (law 8)."""
+
+
+def read_rollouts(path: Path, *, weights: str | None = None) -> list[ScoredTrajectory]:
+    """The finished rollouts in `path`, in order of arrival; with `weights`, only those sampled from them."""
+    return [
+        _SCORED.validate_python(line["rollout"]) for line in read_lines(path) if weights is None or line["weights"] == weights
+    ]
+
+
+def void_reasons(rollouts: Path) -> list[str]:
+    """Why rollouts of that rollouts file's step are void, one reason each, in canonical order."""
+    reasons: dict[RolloutKey, str] = {}
+    for line in read_lines(ledger_of(rollouts)):
+        if line["event"] == "finished":  # by a later try; where nobody can judge it, that is told behind this line
+            reasons.pop(RolloutKey(**line["key"]), None)
+        elif line["event"] == "voided":
+            reasons[RolloutKey(**line["key"])] = line["reason"]
+    return [reasons[key] for key in sorted(reasons)]
+
+
+class StepLedger:
+    """The two files of one step, open for appending. Implements `PlayObserver` and `ToolObserverFactory`."""
+
+    def __init__(self, rollouts: Path, *, weights: str, policy_version: int) -> None:
+        """`weights` is the checksum of the policy that this step samples from."""
+        path = ledger_of(rollouts)
+        self.finished_before = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=weights)}
+        self._recorded = _wall_clock_results(path)
+        self._lines = LineWriter(path)
+        self._rollouts = LineWriter(rollouts)
+        self._weights = weights
+        self._policy_version = policy_version
+        self._displaced: list[Spent] = []
+        self._lines.append({"event": "opened", "weights": weights, "reused": len(self.finished_before)})
+
+    def started(self, key: RolloutKey, *, seed: int) -> None:
+        self._lines.append({"event": "started", "key": asdict(key), "seed": seed})
+
+    def finished(self, scored: ScoredTrajectory) -> None:
+        rollout = _SCORED.dump_python(scored, mode="json")
+        self._rollouts.append({"rollout": rollout, "policy_version": self._policy_version, "weights": self._weights})
+        self._lines.append({"event": "finished", "key": asdict(scored.trajectory.key)})
+
+    def voided(self, key: RolloutKey, *, reason: str) -> None:
+        self._lines.append({"event": "voided", "key": asdict(key), "reason": reason})
+
+    def displaced(self, key: RolloutKey, spent: Spent) -> None:
+        self._displaced.append(spent)
+        self._lines.append({"event": "displaced", "key": asdict(key), **asdict(spent)})
+
+    @property
+    def displaced_figures(self) -> dict[str, float]:
+        """Metrics of the branches that were given up since the ledger was opened."""
+        return {
+            "scheduler/branches_displaced": float(len(self._displaced)),
+            "scheduler/displaced_tokens": float(sum(spent.generated_tokens for spent in self._displaced)),
+            "scheduler/displaced_prefilled_tokens": float(sum(spent.prefilled_tokens for spent in self._displaced)),
+        }
+
+    def closed(self, groups: Sequence[Group], *, figures: Mapping[str, float], time_s: float) -> None:
+        """The step is played to its end: which rollouts each group has, and what playing them was like.
+
+        Those that no judge could judge are among them: whoever reads them judges the group anew.
+        """
+        members = [
+            {
+                "task_index": group.task_index,
+                "num_void": group.num_void - len(group.excluded),
+                "keys": [asdict(key) for key in sorted(trajectory.key for trajectory in group.tree)],
+            }
+            for group in groups
+        ]
+        self._lines.append(
+            {"event": "closed", "weights": self._weights, "groups": members, "figures": dict(figures), "time_s": time_s}
+        )
+
+    def __call__(self, task: Task, *, seed: int) -> ToolObserver:
+        return _RolloutTools(self._lines, self._recorded, seed)
+
+    def close(self) -> None:
+        """Everything written is on disk when this returns."""
+        for writer in (self._lines, self._rollouts):
+            writer.sync()
+            writer.close()
+
+
+class _RolloutTools:
+    """The tool calls of one rollout, which its seed names."""
+
+    def __init__(self, lines: LineWriter, recorded: Mapping[_CallKey, ToolResult], seed: int) -> None:
+        self._lines = lines
+        self._recorded = recorded
+        self._seed = seed
+
+    def opened(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> None:
+        self._lines.append({"event": "tool_opened", **self._place(turn, index), "call": _identify(name, arguments)})
+
+    def closed(self, *, turn: int, index: int, result: ToolResult) -> None:
+        self._lines.append({"event": "tool_closed", **self._place(turn, index), "result": asdict(result)})
+
+    def recorded(self, *, turn: int, index: int, name: str, arguments: Mapping[str, object]) -> ToolResult | None:
+        return self._recorded.get((self._seed, turn, index, _identify(name, arguments)))
+
+    def _place(self, turn: int, index: int) -> dict[str, int]:
+        return {"seed": self._seed, "turn": turn, "index": index}
+
+
+_CallKey = tuple[int, int, int, str]
+
+
+def ledger_of(rollouts: Path) -> Path:
+    return rollouts.with_suffix(".ledger.jsonl")
+
+
+def _identify(name: str, arguments: Mapping[str, object]) -> str:
+    return json.dumps([name, arguments], sort_keys=True, default=str)
+
+
+def _wall_clock_results(path: Path) -> dict[_CallKey, ToolResult]:
+    calls: dict[tuple[int, int, int], str] = {}
+    results: dict[_CallKey, ToolResult] = {}
+    for line in read_lines(path):
+        if line["event"] not in ("tool_opened", "tool_closed"):
+            continue
+        place = (line["seed"], line["turn"], line["index"])
+        if line["event"] == "tool_opened":
+            calls[place] = line["call"]
+        elif line["result"]["outcome"] in _WALL_CLOCK:
+            result: dict[str, Any] = line["result"] | {"outcome": ToolOutcome(line["result"]["outcome"])}
+            results[(*place, calls[place])] = ToolResult(**result)
+    return results
+
+
+def write_timeline(context: StageContext, step: int, report: BatchReport) -> None:
+    """Write what the engines did during a step. The report draws it."""
+    timeline = {"step": step, **report.as_timeline()}
+    write_text(context.directory.timeline(step), json.dumps(timeline, allow_nan=False) + "\n")

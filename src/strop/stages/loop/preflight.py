@@ -1,0 +1,205 @@
+"""Checks of what a stage needs from the machine, and estimates of what it costs; stages call them from `check` and `plan`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from strop.engine.config import EngineConfig
+from strop.engine.opening import check_interpreter
+from strop.errors import ConfigError, ModelError, UserError
+from strop.recipe.stage import Machine, Model, PlayedKeys
+from strop.rewards import AnyRewardConfig, SumRewardConfig
+from strop.rewards.preference import ScorerPart
+from strop.rewards.reward_model import ExchangeFormat, check_reward_model
+from strop.rewards.scorers import EmbeddedScorerConfig, VllmScorerConfig
+from strop.stages.data import open_tasks
+from strop.tasks.config import (
+    ArithmeticConfig,
+    CountdownConfig,
+    JsonlConfig,
+    LookupConfig,
+    ParquetConfig,
+    TaskConfig,
+)
+from strop.tasks.protocol import Split
+from strop.training.config import TrainerConfig
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+_MIB = 2**20
+_IDLE_MIB = 600  # an interpreter with torch and transformers imported
+_MOST_COUNTED_MIB = 16  # of a file whose rows are counted: some 50 000 problems, in about a second
+# Of the machine's best matrix rate, and of the token limits, what the demo's stages were seen to reach on two cores. Rough.
+DECODE_SHARE = 0.15
+TRAIN_SHARE = 0.35
+
+
+def check_engine(recipe: Recipe) -> Iterator[UserError]:
+    """The interpreter of a server engine, or a device of the embedded one, is not on this machine."""
+    try:
+        if isinstance(recipe.engine, EngineConfig):
+            _check_engine_devices(recipe.engine)
+        else:
+            check_interpreter(recipe.engine)
+    except UserError as error:
+        yield error
+
+
+def check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[UserError]:
+    """The longest response alone fills a conversation of the engine."""
+    if config.longest_response >= recipe.engine.max_length:
+        yield ConfigError(
+            f"stages.{name}.sampling.max_tokens is {config.longest_response}, but the engine holds conversations of"
+            f" engine.max_length = {recipe.engine.max_length} tokens, prompt included. Raise engine.max_length, or lower"
+            " max_tokens."
+        )
+
+
+def check_trainer(key: str, config: TrainerConfig) -> Iterator[UserError]:
+    """The device of a trainer is not on this machine."""
+    try:
+        _check_device(config.device, key, workers=config.workers)
+    except UserError as error:
+        yield error
+
+
+def scorer_parts_of(reward: AnyRewardConfig) -> dict[str, ScorerPart.Config]:
+    """The parts of a reward that ask a reward model."""
+    if not isinstance(reward, SumRewardConfig):
+        return {}
+    return {name: part for name, part in reward.parts.items() if isinstance(part, ScorerPart.Config)}
+
+
+def check_reward(stage: str, reward: AnyRewardConfig, machine: Machine) -> Iterator[UserError]:
+    """The device of a reward model is not on this machine, or its directory holds no reward model."""
+    for name, part in scorer_parts_of(reward).items():
+        key, scorer = f"{stage}.reward.parts.{name}.scorer", part.scorer
+        try:
+            if isinstance(scorer, EmbeddedScorerConfig):
+                _check_device(scorer.device, key)
+            if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
+                continue
+            if machine.is_plan and not Path(scorer.path).exists():
+                continue
+            if isinstance(scorer, EmbeddedScorerConfig):
+                check_reward_model(Path(scorer.path))
+            ExchangeFormat(Path(scorer.path))
+        except ModelError as error:
+            yield UserError(f"{key}.path: {error}")
+        except UserError as error:
+            yield error
+
+
+def missing_scorers(reward: AnyRewardConfig) -> Iterator[str]:
+    """For the plan: a line for each reward model that is not there yet."""
+    for name, part in scorer_parts_of(reward).items():
+        scorer = part.scorer
+        if isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) and scorer.path and not Path(scorer.path).exists():
+            yield f"reward.parts.{name}.scorer.path: {scorer.path}: NOT FOUND. Make it first, or name another."
+
+
+def task_files(key: str, tasks: TaskConfig, splits: Sequence[Split]) -> Mapping[str, Path]:
+    """The files of the parts of `tasks` that are opened, by key; each file once."""
+    found: dict[str, Path] = {}
+    for split in splits:
+        path: Path | None = None
+        if isinstance(tasks, LookupConfig):
+            path = tasks.path
+        elif isinstance(tasks, JsonlConfig | ParquetConfig):
+            path = tasks.path if split == "train" else tasks.test_path
+            path = path and path.expanduser()
+        if path is not None and path not in found.values():
+            found[key if key not in found else f"{key}.test_path"] = path
+    return found
+
+
+def engine_mib(recipe: Recipe, model: Model) -> float:
+    """Memory of the engines: weights and KV cache."""
+    width = 2 if recipe.engine.dtype == "bfloat16" else 4
+    kv_mib = recipe.engine.slots * recipe.engine.max_length * model.kv_bytes_per_token * width / 4 / _MIB
+    return recipe.engine.num_engines * (model.num_parameters * width / _MIB + kv_mib)
+
+
+def base_mib(model: Model) -> float:
+    """Memory of a stage that only holds the model's weights; 0 where the model is not known."""
+    return _IDLE_MIB + weights_mib(model)
+
+
+def weights_mib(model: Model, width: int = 4) -> float:
+    """The weights of a model with `width` bytes a number."""
+    return model.num_parameters * width / _MIB
+
+
+def activations_mib(trainer: TrainerConfig, model: Model, num_tokens: int) -> float:
+    """Of one micro-batch of an update of up to `num_tokens`: about 34 values a token, layer and channel; the KV cache is 2."""
+    return min(num_tokens, trainer.max_tokens_per_microbatch) * model.kv_bytes_per_token * 17 / _MIB
+
+
+def tasks_there(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | None) -> int | None:
+    """How many tasks there are, or `wanted` of generated ones; None where that is not known before they are read.
+
+    Raises `TaskError` as `open_tasks` does.
+    """
+    if not config.has_own_tasks:
+        return None
+    if isinstance(config.tasks, ArithmeticConfig | CountdownConfig | LookupConfig):
+        return wanted
+    if not isinstance(config.tasks, JsonlConfig | ParquetConfig):
+        return None
+    path = config.tasks.path if config.played_split == "train" else config.tasks.test_path
+    if path is not None and not _is_counted(path.expanduser()):
+        return None
+    return open_tasks(recipe, name, config.tasks, seed=recipe.seed, split=config.played_split).num_tasks
+
+
+def played_in_words(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | None) -> tuple[str, int]:
+    """How many tasks a stage plays, and before it whether there may be fewer; 0 where nothing says how many there are."""
+    there = tasks_there(name, config, recipe, wanted)
+    if there is None:
+        return "up to ", wanted or 0
+    return "", min(there, wanted or there)
+
+
+def _is_counted(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * _MIB
+
+
+def _check_engine_devices(config: EngineConfig) -> None:
+    if config.device == "cpu" or ("CUDA_VISIBLE_DEVICES" in os.environ and config.devices):
+        return  # engines with devices of their own see those, whatever this process sees
+    num_devices = torch.cuda.device_count()
+    if config.devices and (missing := [device for device in config.devices if device >= num_devices]):
+        raise UserError(
+            f"engine.devices names {missing}, but {_what_torch_sees(num_devices)}. Name devices that are there, counted from 0,"
+            ' or leave the key out and set engine.device = "cpu".'
+        )
+    _ = config.torch_device
+
+
+def _check_device(name: str, key: str, *, workers: int = 0) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f'{key}.device is {name!r}, which is no device. Write "cpu", "cuda" or "cuda:1".') from error
+    if device.type != "cuda":
+        return
+    num_devices, num_wanted = torch.cuda.device_count(), max(1, workers, (device.index or 0) + 1)
+    if num_wanted > num_devices:
+        of_workers = f" and {key}.workers is {workers}" if workers else ""
+        raise UserError(
+            f"{key}.device is {name!r}{of_workers}, but {_what_torch_sees(num_devices)}."
+            ' Use "cpu", or a device that is there' + (", or fewer workers." if workers else ".")
+        )
+
+
+def _what_torch_sees(num_devices: int) -> str:
+    if num_devices:
+        return f"torch sees {num_devices} CUDA device{'s' if num_devices > 1 else ''} here"
+    is_cpu_build = torch.version.cuda is None and torch.version.hip is None
+    return "torch sees no CUDA device here" + (" (this build of it is for CPUs alone)" if is_cpu_build else "")

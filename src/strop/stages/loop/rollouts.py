@@ -1,0 +1,249 @@
+"""The rollouts of each step of a stage, and the record of what was selected from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from strop.algorithms.method import Selection
+from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
+from strop.rewards import AnyRewardConfig, judge_group, make_reward
+from strop.rollout.branching import branch_metrics, entropy_warning
+from strop.rollout.chat_template import ChatFormat
+from strop.rollout.player import collect
+from strop.rollout.prompt import load_prompt
+from strop.rollout.scheduler.engine_pool import EnginePool
+from strop.rollout.scheduler.report import BatchReport
+from strop.run_directory import write_json
+from strop.stages.context import StageContext, branching_of, load_chat, make_player
+from strop.stages.data import tasks_to_play
+from strop.stages.loop.engines import check_engines, open_engine_pool
+from strop.stages.loop.ledger import StepLedger, write_timeline
+from strop.stages.loop.training_stage import RolloutKeys
+from strop.stages.loop.validation import Validator
+from strop.tasks.config import TaskConfig
+from strop.tasks.protocol import TaskSource
+from strop.training.trainer import Trainer
+from strop.types import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedStep:
+    """The rollouts of a step, and what playing them was like."""
+
+    groups: Sequence[Group]  # in canonical order
+    verdict: Verdict  # on a rollout, by the reward that it was judged with
+    figures: Mapping[str, float]  # metrics of what the engines did
+    time_s: float
+    num_tokens: int  # that were sampled in this time: without those of rollouts that an interrupted try had finished
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.time_s
+
+
+class StepRollouts:
+    """Plays the steps of one stage: step k has the k-th `tasks_per_step` tasks of its stream."""
+
+    def __init__(self, context: StageContext, stage: RolloutKeys, pool: EnginePool, chat: ChatFormat) -> None:
+        self._context, self._stage, self._pool, self._chat = context, stage, pool, chat
+        self._prompt = load_prompt(stage.prompt)
+        self._sources: list[tuple[TaskConfig, TaskSource]] = []
+        for each in stage.with_each_tasks():
+            source = tasks_to_play(context, each)
+            check_engines(context.recipe, context.name, each, chat, context.tools(), pool, source=source)
+            self._sources.append((each.tasks, source))
+        self._judged_by, self._verdict = stage.reward, verdict_of(stage.reward)
+        self._reward = make_reward(stage.reward, context.runner)
+        self._validator = None if stage.validation is None else Validator(context, stage, init=stage.init, pool=pool, chat=chat)
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids that end a turn; banned before `sampling.min_tokens`."""
+        return self._chat.stop_ids
+
+    async def publish(self, trainer: Trainer, *, version: int) -> str:
+        """Give the trainer's weights to every engine; returns their checksum."""
+        if self._stage.staleness:
+            from strop.stages.loop.async_rollouts import CachedPublication
+
+            return await self._pool.publish(CachedPublication(trainer, version=version), version=version)
+        return await self._pool.publish(partial(trainer.publish, version=version), version=version)
+
+    async def validate(self, trainer: Trainer, step: int, stage: RolloutKeys, weights: str, *, last: int) -> dict[str, float]:
+        """As `Validator.validate`, of the policy that was published last; {} where the stage has no validation."""
+        if self._validator is None:
+            return {}
+        await self._judge_by(stage.reward)  # a step that was played ahead may be judged otherwise
+        return await self._validator.validate(trainer, step, stage, self._reward, weights=weights, last=last)
+
+    def tasks_of(self, stage: RolloutKeys) -> TaskSource:
+        """The tasks of `stage`, as its schedule has it now."""
+        return next(source for tasks, source in self._sources if tasks == stage.tasks)
+
+    async def _judge_by(self, config: AnyRewardConfig) -> None:
+        """Judge from now on as `config` says, which a schedule may have changed."""
+        if config != self._judged_by:
+            await self._reward.close()
+            self._judged_by, self._verdict = config, verdict_of(config)
+            self._reward = make_reward(config, self._context.runner)
+
+    async def close(self) -> None:
+        await self._reward.close()
+
+    async def play(
+        self,
+        step: int,
+        stage: RolloutKeys,
+        weights: str,
+        *,
+        is_used: Callable[[Group], bool] = lambda group: True,
+    ) -> PlayedStep:
+        """The step's rollouts, sampled from the policy with checksum `weights`.
+
+        Rollouts that an interrupted run finished with the same policy are not played again. Dynamic sampling (DAPO,
+        arXiv:2503.14476, section 3.2) plays further tasks in place of groups that are not used, in `stage.refills` rounds; the
+        report of the engines is of the first round.
+
+        Args:
+            stage: as its schedule has it now.
+            is_used: whether anything is learned from a group.
+        """
+        context, tasks, started = self._context, self.tasks_of(stage), time.perf_counter()
+        await self._judge_by(stage.reward)
+        first = (step - 1) * stage.tasks_per_step
+        refills = self._refills(step, stage.refills)
+        indices = list(range(first, first + stage.tasks_per_step))
+        groups: list[Group] = []
+        reports: list[BatchReport] = []
+        path = context.directory.rollouts(step)
+        with closing(StepLedger(path, weights=weights, policy_version=self._pool.policy_version)) as ledger:
+            player = make_player(
+                stage,
+                engine=self._pool,
+                chat=self._chat,
+                tools=context.tools(),
+                reward=self._reward,
+                observe=ledger,
+                prompt=self._prompt,
+            )
+            while indices:
+                playing = collect(
+                    [(index, tasks.task(index)) for index in indices],
+                    player,
+                    num_rollouts=stage.rollouts_per_task,
+                    seed=context.seed("rollouts", step),
+                    observer=ledger,
+                    finished=ledger.finished_before,
+                )
+                groups += [judge_group(self._reward, group) async for group in playing]
+                reports.append(self._pool.last_batch)
+                num_missing = stage.tasks_per_step - sum(map(is_used, groups))
+                indices = list(islice(refills, num_missing)) if len(reports) <= stage.refills else []
+            groups.sort(key=lambda group: group.task_index)
+            figures = reports[0].as_metrics() | ({} if player.branching is None else ledger.displaced_figures)
+            played = PlayedStep(
+                groups=groups,
+                verdict=self._verdict,
+                figures=figures,
+                time_s=time.perf_counter() - started,
+                num_tokens=num_sampled_tokens(groups, but=ledger.finished_before),
+            )
+            if self._stage.staleness:  # so that a resumed run finds it
+                ledger.closed(groups, figures=played.figures, time_s=played.time_s)
+        write_timeline(context, step, reports[0])
+        return played
+
+    async def judge_again(self, stage: RolloutKeys, groups: Sequence[Group]) -> list[Group]:
+        """Judge groups of a step that was played and recorded before. `stage` is as its schedule has it for that step."""
+        await self._judge_by(stage.reward)
+        return [judge_group(self._reward, group) for group in groups]
+
+    def _refills(self, step: int, rounds: int) -> Iterator[int]:
+        """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step alone."""
+        num = rounds * self._stage.tasks_per_step
+        start = self._stage.steps * self._stage.tasks_per_step + (step - 1) * num
+        return iter(range(start, start + num))
+
+    def branch_metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
+        """What the trees of a step amount to, with a warning where entropy had no say in them; empty without branching."""
+        branching = branching_of(self._stage, self._chat)
+        if branching is None:
+            return {}
+        metrics = branch_metrics(groups, branching, seed=self._context.seed("rollouts", step))
+        if problem := entropy_warning(metrics, branching):
+            self._context.warn(f"step {step}: {problem}")
+        return metrics
+
+
+@asynccontextmanager
+async def open_rollouts(context: StageContext, stage: RolloutKeys, model: Path) -> AsyncIterator[StepRollouts]:
+    """Engines with the weights of the directory `model` and a judge, closed on the way out.
+
+    Raises:
+        UserError: an engine cannot be opened as the recipe says, or could never hold a rollout of the stage.
+    """
+    chat = load_chat(model)
+    pool = await open_engine_pool(context, model, chat)
+    try:
+        rollouts = StepRollouts(context, stage, pool, chat)
+        try:
+            yield rollouts
+        finally:
+            await rollouts.close()
+    finally:
+        await pool.close()
+
+
+def selection_metrics(selections: Sequence[Selection]) -> dict[str, float]:
+    """The number of groups and rollouts that are learned from."""
+    return {
+        "groups/used": float(sum(bool(selection.kept) for selection in selections)),
+        "groups/rollouts_used": float(sum(len(selection.kept) for selection in selections)),
+    }
+
+
+def write_selection(
+    context: StageContext, step: int, selections: Sequence[Selection], advantages: Sequence[Sequence[Tensor]]
+) -> None:
+    """Write down why each rollout of the step was kept or dropped."""
+    groups = [
+        {
+            "task": asdict(selection.group.task),
+            "task_index": selection.group.task_index,
+            "num_void": selection.group.num_void,
+            "rollouts": _rollout_records(selection, of_kept),
+        }
+        for selection, of_kept in zip(selections, advantages, strict=True)
+    ]
+    write_json(context.directory.selection(step), {"step": step, "groups": groups})
+
+
+def _rollout_records(selection: Selection, advantages: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Per rollout of the group: kept or not and why, its reward, and its largest advantage by size (0 when dropped)."""
+    of_kept = iter(advantages)
+    records = []
+    for scored, decision in zip(selection.group.trajectories, selection.decisions, strict=True):
+        advantage = 0.0
+        if decision.is_kept:
+            tokens = next(of_kept)
+            advantage = tokens[tokens.abs().argmax()].item() if tokens.numel() else 0.0
+        records.append(
+            {
+                "key": asdict(scored.trajectory.key),
+                "is_kept": decision.is_kept,
+                "reason": decision.reason,
+                "figures": dict(decision.figures),
+                "advantage": advantage,
+                "reward": scored.reward,
+            }
+        )
+    return records

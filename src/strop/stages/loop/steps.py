@@ -1,0 +1,247 @@
+"""Takes the steps of a stage: metrics, checkpoints, the schedule, the time budget."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from strop.errors import CannotLearnError
+from strop.recipe.schedule import Done, RulesWatch, Steps, due, why_over
+from strop.stages.context import StageContext, StageMetrics
+from strop.stages.loop import checkpoints
+from strop.stages.loop.checkpoints import CheckpointedKeys
+from strop.stages.loop.rollouts import StepRollouts
+from strop.stages.loop.training_stage import RolloutKeys
+from strop.stages.loop.updates import StepUpdates
+from strop.training.trainer import Trainer
+from strop.training.weights import Checkpointed
+
+
+class Stopwatch:
+    """Times the phases of a step."""
+
+    def __init__(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._times: dict[str, float] = {}
+
+    def lap(self, name: str = "") -> None:
+        """The phase `name` ends now; without a name it is not kept."""
+        now = time.perf_counter()
+        if name:
+            self._times[name] = now - self._last
+        self._last = now
+
+    @property
+    def times(self) -> dict[str, float]:
+        """Seconds of each phase, and of the step until the last lap."""
+        return {**self._times, "time/step_s": self._last - self._start}
+
+
+class StageClock:
+    """Measures the time of a stage over all its runs: updates, validations and waits for checkpoints.
+
+    A step begins only if one as long as the last, and the validation before it, would end within the budget. Steps that are
+    repeated after a crash count once.
+    """
+
+    def __init__(
+        self, budget_s: float | None, last: Mapping[str, float], *, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`last` are the metrics of the last step of an earlier run of the stage; may be empty."""
+        self._budget_s, self._now = budget_s, now
+        self._elapsed_s = last.get("time/elapsed_s", 0.0)
+        self._validation_s = 0.0  # of the last one
+        self._started = now() - self._elapsed_s - last.get("time/validation_s", 0.0)
+        self._step_started = now()
+        self.is_spent = last.get("budget/is_spent", 0.0) == 1.0
+
+    def step_finished(self, *, is_validated: bool) -> None:
+        """The step's policy is published. `is_validated` if it is measured before the next step begins."""
+        self._elapsed_s = self._now() - self._started
+        if self._budget_s is not None:
+            next_step_s = self._now() - self._step_started + (self._validation_s if is_validated else 0.0)
+            self.is_spent = self._elapsed_s + next_step_s > self._budget_s
+
+    def validated(self, metrics: Mapping[str, float]) -> None:
+        """`metrics` of the validation; {} without one."""
+        self._validation_s = metrics.get("time/validation_s", self._validation_s)
+        self._step_started = self._now()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The time at which the last step ended, and what is left of the budget."""
+        metrics = {"time/elapsed_s": self._elapsed_s}
+        if self._budget_s is not None:
+            metrics |= {"budget/left_s": self._budget_s - self._elapsed_s, "budget/is_spent": float(self.is_spent)}
+        return metrics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """The result of a step."""
+
+    metrics: Mapping[str, float]
+    weights: str  # checksum of the policy that was published at its end
+    problems: Sequence[str]  # why it could not learn, in words; empty when it did
+    updates: StepUpdates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """How a stage ended. It took fewer steps than `steps` if its budget or a rule of `end_when` ended it."""
+
+    steps: int
+    why_over: str  # the rule that held, in words; empty if none ended it
+
+    @property
+    def note(self) -> str:
+        """For the stage's summary."""
+        return f"; ended early: {self.why_over}" if self.why_over else ""
+
+
+StageT = TypeVar("StageT", bound=RolloutKeys)
+Step: TypeAlias = Callable[[int, StageT, str], Awaitable[StepResult]]
+"""(number from 1, the stage as its schedule has it now, checksum of the policy to sample from) -> result."""
+
+
+async def take_updates(
+    context: StageContext,
+    stage: CheckpointedKeys,
+    trainer: Checkpointed,
+    steps: int,
+    take: Callable[[int], Awaitable[Mapping[str, float]]],
+) -> None:
+    """Take the steps after the last checkpoint of a stage without rollouts.
+
+    Args:
+        take: (number from 1) -> metrics of the step.
+
+    Raises:
+        CannotLearnError: too many updates in a row were skipped; the state before the last step is saved.
+    """
+    async with checkpoints.open_writer(context, trainer, stage) as writer:
+        done = await checkpoints.resume(context, trainer)
+        context.started(steps, done)
+        metrics = context.metrics(done_steps=done)
+        for step in range(done + 1, steps + 1):
+            await writer.check()
+            try:
+                figures = await take(step)
+            except CannotLearnError:
+                await writer.save_if_missing(step - 1)
+                raise
+            metrics.append(step, figures)
+            if step % stage.checkpoint_every == 0 and step < steps:
+                await writer.save(step)
+        metrics.close()
+
+
+async def take_steps(
+    context: StageContext, stage: StageT, trainer: Trainer, rollouts: StepRollouts, take: Step[StageT]
+) -> Taken:
+    """Take the steps after the last checkpoint of a stage with rollouts.
+
+    Raises:
+        CannotLearnError: `give_up_after` steps in a row could not learn, or too many updates in a row were skipped. The state
+            is saved: of this step if it made any update, else of the one before.
+    """
+    async with checkpoints.open_writer(context, trainer, stage) as writer:
+        done = await checkpoints.resume(context, trainer)
+        context.started(stage.steps, done)
+        log: StageMetrics = context.metrics(done_steps=done)
+        weights = await rollouts.publish(trainer, version=done)
+        schedule = _Schedule(context, stage, trainer, log.steps) if stage.schedule else None
+        num_stuck = int(log.last.get("update/stuck_steps", 0))
+        clock = StageClock(stage.budget_s, log.last)
+        step = done
+        over = why_over(stage.end_when, log.steps) if step < stage.steps and stage.end_when else ""
+        while step < stage.steps and not clock.is_spent and not over:
+            step += 1
+            await writer.check()
+            now = schedule.stage if schedule else stage
+            try:
+                result = await take(step, now, weights)
+            except CannotLearnError:  # nothing was updated, so the state is that of the step before
+                await writer.save_if_missing(step - 1)
+                raise
+            weights = result.weights
+            is_due = stage.validation is not None and stage.validation.is_due(step, last=stage.steps)
+            clock.step_finished(is_validated=is_due)
+            if stage.end_when:
+                over = why_over(stage.end_when, [*log.steps, {"step": step, **result.metrics}])
+            last = step if clock.is_spent or over else stage.steps
+            gave_up = result.updates.gave_up
+            validation = {} if gave_up else await rollouts.validate(trainer, step, now, weights, last=last)
+            clock.validated(validation)
+            num_stuck = num_stuck + 1 if result.problems else 0
+            # Before the checkpoint that makes it count.
+            of_step = {**result.metrics, **validation, **clock.metrics, "update/stuck_steps": num_stuck}
+            log.append(step, of_step, result.updates.rows())
+            if clock.is_spent:
+                _report_budget(context, stage, clock, step)
+            over = why_over(stage.end_when, log.steps) if step < stage.steps and stage.end_when else ""
+            if over:
+                context.event("ended_early", step=step, because=over)
+            if schedule and step < stage.steps and not over and not clock.is_spent:
+                await schedule.follow(log.steps)
+            for problem in result.problems:
+                context.warn(f"step {step} cannot learn: {problem}")
+            is_hopeless = num_stuck >= stage.give_up_after
+            # The last step is always saved: a resumed run must not find time, or a reason, for another.
+            is_saved = step % stage.checkpoint_every == 0 and step < stage.steps
+            if is_saved or gave_up or is_hopeless or clock.is_spent or over:
+                await writer.save(step)
+            if gave_up:
+                raise gave_up
+            if is_hopeless:
+                raise CannotLearnError(
+                    f"stages.{context.name}: {num_stuck} steps in a row could not learn; of step {step}:"
+                    f" {'; '.join(result.problems)} Everything up to step {step} is in {context.directory.path}. Try easier"
+                    " tasks, a better starting point (SFT), more rollouts per task, or raise give_up_after to continue."
+                )
+        log.close()
+        return Taken(steps=step, why_over=over)
+
+
+def _report_budget(context: StageContext, stage: RolloutKeys, clock: StageClock, step: int) -> None:
+    """Record that the budget is spent. Warn if the step, longer than the one before, exceeded it."""
+    left_s = clock.metrics["budget/left_s"]
+    context.event("budget_spent", step=step, budget_s=stage.budget_s, left_s=left_s)
+    if left_s < 0:
+        context.warn(
+            f"step {step} ended {-left_s:.1f} s past budget_s = {stage.budget_s:g}: it took longer than the one before."
+        )
+
+
+class _Schedule(Generic[StageT]):
+    """Applies the schedule of a stage, step by step."""
+
+    def __init__(self, context: StageContext, stage: StageT, trainer: Trainer, steps: Steps) -> None:
+        """`steps` are the metrics of those that were done before."""
+        self._context, self._trainer, self._stage = context, trainer, stage
+        self._watch = RulesWatch(stage.schedule, steps)
+        self._done = Done(steps=len(steps), updates=trainer.num_updates, held=self._watch.held)
+
+    @property
+    def stage(self) -> StageT:
+        """The stage with the settings of the next step."""
+        return self._stage.at(self._done)
+
+    async def follow(self, steps: Steps) -> None:
+        """Apply what became due in the last of `steps`, before its checkpoint, so that a resumed run does it once."""
+        self._watch.look(steps)
+        before, why = self._done, self._watch.why
+        self._done = Done(steps=len(steps), updates=self._trainer.num_updates, held=self._watch.held)
+        next_step = self._done.steps + 1
+        for place, entry in due(self._stage.schedule, before, self._done).items():
+            if entry.refresh_reference:
+                await self._trainer.refresh_reference()
+            if entry.reset_optimizer:
+                await self._trainer.reset_optimizer()
+            because = {"because": why[place]} if place in why else {}
+            self._context.event("scheduled", step=next_step, when=entry.moment, what=entry.what, **because)
+            if not entry.is_repeated:
+                reason = f", since {why[place]}" if place in why else f" ({entry.moment})"
+                self._context.progress.note(f"from step {next_step}: {entry.what}{reason}")

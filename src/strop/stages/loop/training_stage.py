@@ -1,0 +1,306 @@
+"""Stages that train: the keys that they share, the checks of them, and what may change on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from strop.config import Config
+from strop.errors import UserError
+from strop.evaluation.metrics import verdict_of
+from strop.recipe.graph import Product
+from strop.recipe.schedule import (
+    Done,
+    MetricRule,
+    ScheduleEntry,
+    first_steps,
+    problem_with,
+    problem_with_ending,
+    reached,
+    switched,
+)
+from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Stage
+from strop.rewards import SumRewardConfig
+from strop.rollout.player import Temperature
+from strop.stages.loop.preflight import (
+    DECODE_SHARE,
+    activations_mib,
+    base_mib,
+    check_engine,
+    check_length,
+    check_reward,
+    check_trainer,
+    engine_mib,
+    missing_scorers,
+    task_files,
+    weights_mib,
+)
+from strop.tasks.protocol import Split
+from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+
+def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "trainer.optimizer") -> None:
+    """Raises `ValueError` when a cosine over `num_updates` would end before its warm-up does."""
+    if optimizer.schedule is Schedule.COSINE and optimizer.warmup_updates >= num_updates:
+        raise ValueError(
+            f"{key}.warmup_updates is {optimizer.warmup_updates}, but the stage has {num_updates} updates in all:"
+            " nothing is left for the cosine. Lower warmup_updates, raise steps, or set schedule = 'constant'."
+        )
+
+
+class HeldOutConfig(Config):
+    """When the policy is measured, and which policy the stage passes on. The most accurate policy so far is kept."""
+
+    every_steps: int = Field(ge=1, description="Steps between two measurements. The last step is always measured.")
+    product: Literal["last", "best"] = Field(default="last", description="The policy that the stage passes on.")
+
+    def is_due(self, step: int, *, last: int) -> bool:
+        return step % self.every_steps == 0 or step == last
+
+
+class ValidationConfig(HeldOutConfig):
+    """The policy is measured by playing held-out tasks."""
+
+    split: Split = Field(default="test", description="Part of `tasks` that is played.")
+    num_tasks: int = Field(default=100, ge=1, description="Number of tasks, the first of them.")
+    k: int = Field(default=1, ge=1, description="Rollouts of each task.")
+    temperature: Temperature | None = Field(default=None, description="Sampling temperature. Default: that of the stage.")
+
+
+class TrainingKeys(PlayedKeys):
+    """Keys of a stage that trains the model of another stage and may measure it on held-out tasks."""
+
+    trainer: TrainerConfig = Field(default=TrainerConfig(), description="How the weights are trained.")
+    init: str = Field(description="Stage whose model is trained.")
+    validation: ValidationConfig | None = Field(default=None, description="Measures the policy on held-out tasks on the way.")
+
+    @model_validator(mode="after")
+    def _validated_attempts_can_differ(self) -> Self:
+        if self.validation is None or self.validation.k == 1:
+            return self
+        temperature = self.validation.temperature
+        if (self.sampling.temperature if temperature is None else temperature) == 0:
+            raise ValueError(
+                f"validation plays at temperature 0: all {self.validation.k} rollouts of a task would be the same. Set"
+                " validation.k = 1, or raise validation.temperature."
+            )
+        return self
+
+
+class TrainingStage(Stage):
+    """Base of stages that train the model of another stage."""
+
+    makes = Product.MODEL
+    root_keys = frozenset({"engine", "sandbox", "tools"})
+
+    class Config(TrainingKeys):
+        """Keys of the stage."""
+
+    config: TrainingKeys
+
+
+class RolloutKeys(TrainingKeys):
+    """Keys of a stage that learns from its own rollouts: each step one rollout batch, updates, one publication."""
+
+    data: tuple[str, ...] = Field(default=(), description="Stages whose tasks are trained on, instead of `tasks`.")
+    steps: int = Field(ge=1, description="Steps: each is one batch of rollouts, its updates and a publication.")
+    tasks_per_step: int = Field(ge=1, description="Tasks of a step.")
+    group_size: int = Field(ge=1, description="G: rollouts of a task that are learned from.")
+    epochs: int = Field(default=1, ge=1, description="Passes over what a step learns from.")
+    budget_s: float | None = Field(
+        default=None, gt=0, description="Seconds of training: no step begins that would end later; `steps` is then a limit."
+    )
+    end_when: tuple[MetricRule, ...] = Field(default=(), description="Rules over metrics; the first that holds ends the stage.")
+    schedule: tuple[ScheduleEntry, ...] = Field(default=(), description="Changes of settings on the way.")
+    checkpoint_every: int = Field(default=1, ge=1, description="Steps between checkpoints.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="Checkpoints that are kept; of a finished stage the last.")
+    give_up_after: int = Field(default=3, ge=1, description="Steps in a row that cannot learn, before the run stops.")
+
+    def at(self, done: Done) -> Self:
+        """The stage as it is for a step that begins with so much done."""
+        return switched(self, reached(self.schedule, done))
+
+    def with_each_tasks(self) -> tuple[Self, ...]:
+        """The stage as it begins, and as it is with each of the other sets of tasks that its schedule has."""
+        return (self, *(switched(self, [entry]) for entry in self.schedule if entry.tasks is not None))
+
+    @property
+    def validated_every(self) -> int | None:
+        """After each so many steps it measures its policy on held-out tasks; None where it does not."""
+        return None if self.validation is None else self.validation.every_steps
+
+    @property
+    def longest_response(self) -> int:
+        return max(self.sampling.max_tokens, *(entry.sampling.max_tokens or 0 for entry in self.schedule), 0)
+
+    @model_validator(mode="after")
+    def _early_end_needs_no_cosine(self) -> Self:
+        what = f"budget_s is {self.budget_s:g}" if self.budget_s is not None else "end_when may end the stage early"
+        if (self.budget_s is not None or self.end_when) and self.trainer.optimizer.schedule is Schedule.COSINE:
+            raise ValueError(
+                f"{what}, but trainer.optimizer.schedule is 'cosine', which needs to know how many updates there will be. Set"
+                f" schedule = 'constant', or leave {what.split()[0]} out."
+            )
+        has_verdict = bool(verdict_of(self.reward).parts)
+        if problem := problem_with_ending(
+            self.end_when, steps=self.steps, every_steps=self.validated_every, has_verdict=has_verdict
+        ):
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_holds(self) -> Self:
+        firsts = first_steps(self.schedule, self.validated_every)
+        for place, entry in enumerate(self.schedule):
+            problem = self._rule_problem(entry.when, firsts[place]) if entry.when is not None else ""
+            if problem := problem or self._schedule_problem(entry) or problem_with(self, self.schedule[: place + 1]):
+                raise ValueError(f"schedule entry {place + 1} ({entry.moment}, {entry.what}): {problem}")
+        return self
+
+    def _rule_problem(self, rule: MetricRule, first: int) -> str:
+        """Why the rule of an entry, which could hold after step `first` at the earliest, never does; empty where it may."""
+        has_verdict = bool(verdict_of(self.reward).parts)
+        if why := rule.why_blind(is_validated=self.validation is not None, has_verdict=has_verdict):
+            return f"it waits for held-out accuracy, but {why}, or leave the entry out."
+        if first >= self.steps:
+            return (
+                f"it could hold after step {first} at the earliest, but the stage has {self.steps} steps, so this never changes"
+                " a thing. Make it earlier, or raise steps."
+            )
+        return ""
+
+    def _schedule_problem(self, entry: ScheduleEntry) -> str:
+        """Why an entry cannot be what is meant; empty where it can."""
+        limit = max(entry.at_step or 0, (entry.every_steps or 0) + 1)
+        if limit > self.steps:
+            return f"the stage has {self.steps} steps, so this never changes a thing. Make it earlier, or raise steps."
+        if entry.reset_optimizer and self.trainer.optimizer.schedule is Schedule.COSINE:
+            return (
+                "trainer.optimizer.schedule is 'cosine' over all updates of the stage, and would begin again without an end."
+                " Set schedule = 'constant', or make two stages."
+            )
+        if entry.tasks is not None and self.data:
+            return "data names stages whose tasks are played, so these never are. Leave data out, or make two stages."
+        if entry.reward is not None and not getattr(self.reward, "weights_can_change", True):
+            return f"reward.kind = {self.reward.kind!r} has no weights that could change. Leave reward out of the entry."
+        if entry.reward is not None and isinstance(self.reward, SumRewardConfig):
+            unknown = [name for name in entry.reward.weights if name not in self.reward.parts]
+            if unknown:
+                return f"reward has no part {unknown[0]!r}. The parts are {', '.join(self.reward.parts)}."
+        return ""
+
+    @property
+    def refills(self) -> int:
+        """How often, at most, a step plays further tasks in place of groups from which nothing is learnt."""
+        return 0
+
+    @property
+    def staleness(self) -> int:
+        """Publications that rollouts may be behind."""
+        return 0
+
+    @property
+    def num_first_tasks(self) -> int:
+        return min(self.tasks_per_step, super().num_first_tasks)
+
+    @property
+    def rollouts_per_task(self) -> int:
+        """Rollouts that are sampled for each task of a step."""
+        return self.group_size
+
+    @property
+    def updates_in_step(self) -> int:
+        """Updates of a step where that is known beforehand, else 0."""
+        return 0
+
+
+class RolloutStage(TrainingStage):
+    """Base of stages that learn from their own rollouts, step by step."""
+
+    root_keys = TrainingStage.root_keys | {"scheduler"}
+    plays = True
+
+    class Config(RolloutKeys):
+        """Keys of the stage."""
+
+    config: RolloutKeys
+
+    def files(self) -> Mapping[str, Path]:
+        config = self.config
+        splits: list[Split] = [] if config.data else ["train"]
+        splits += [config.validation.split] if config.validation is not None else []
+        found = dict(task_files("tasks", config.tasks, splits))
+        for entry in config.schedule:
+            if entry.tasks is not None:
+                found |= task_files("schedule.tasks", entry.tasks, ["train"])
+        return found
+
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        yield from check_length(name, self.config, recipe)
+        yield from check_engine(recipe)
+        yield from check_trainer(f"stages.{name}.trainer", self.config.trainer)
+        yield from check_reward(f"stages.{name}", self.config.reward, machine)
+
+    def lines_of_schedule(self, steps_of_critic: int = 0) -> Iterator[str]:
+        """Each entry of the schedule, with the step that it comes before where that is known."""
+        config, updates = self.config, self.config.updates_in_step
+        firsts = first_steps(config.schedule, config.validated_every)
+        for place, entry in enumerate(config.schedule):
+            step = f" (step {steps_of_critic + -(-entry.at_update // updates) + 1})" if entry.at_update and updates else ""
+            step = f" (by a metric; step {firsts[place] + 1} at the earliest)" if place in firsts else step
+            yield f"{entry.moment}{step}: {entry.what}"
+
+    def tokens_of_responses(self, updates_per_step: int) -> int:
+        """The longest response of each step, added up over the steps; what waits for metrics comes as early as it can."""
+        config = self.config
+        if not config.schedule:
+            return config.steps * config.sampling.max_tokens
+        begun = (Done(steps=step, updates=step * updates_per_step) for step in range(config.steps))
+        firsts = [(first, config.schedule[at]) for at, first in first_steps(config.schedule, config.validated_every).items()]
+        return sum(
+            max(
+                config.at(done).sampling.max_tokens,
+                *(entry.sampling.max_tokens or 0 for first, entry in firsts if first <= done.steps),
+                0,
+            )
+            for done in begun
+        )
+
+    def estimate(
+        self,
+        recipe: Recipe,
+        model: Model,
+        *,
+        arithmetic: str,
+        rollouts: int,
+        updates: int,
+        rows_of_update: int,
+        training_flops: float,
+        memory_mib: float = 0.0,
+        lines: Iterator[str],
+    ) -> Estimate:
+        """The cost of a stage with so many rollouts and updates in a step.
+
+        Args:
+            memory_mib: of what it holds besides the trained model, its optimizer, one micro-batch and the engines.
+        """
+        config = self.config
+        tokens = rollouts * self.tokens_of_responses(updates)
+        budget = "" if config.budget_s is None else f"; fewer if {config.budget_s:g} s pass before"
+        rules = " or ".join(rule.what for rule in config.end_when)
+        ends_early = budget + (f"; fewer if before that {rules}" if rules else "")
+        activations = activations_mib(config.trainer, model, rows_of_update * recipe.engine.max_length)
+        return Estimate(
+            arithmetic=arithmetic + ends_early,
+            tokens=tokens,
+            flops=2 * model.num_parameters * tokens / DECODE_SHARE + training_flops,
+            memory_mib=base_mib(model) + 3 * weights_mib(model) + engine_mib(recipe, model) + activations + memory_mib,
+            time_limit_s=config.budget_s,
+            lines=(*lines, *missing_scorers(config.reward)),
+        )

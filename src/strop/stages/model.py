@@ -1,0 +1,279 @@
+"""Where the weights come from: a directory or hub id that `transformers` loads, or a tiny model made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import huggingface_hub
+import torch
+import transformers
+from pydantic import Field, model_validator
+
+from strop.engine.config import EngineConfig
+from strop.engine.model_directory import Architecture, config_of
+from strop.errors import ModelError, UserError
+from strop.recipe.graph import Product
+from strop.recipe.stage import Estimate, Machine, Model, PosedKeys, Stage, StageResult
+from strop.rollout.chat_template import ChatFormat
+from strop.rollout.environment import RolloutLimits
+from strop.rollout.player import SamplingConfig
+from strop.run_directory import write_directory
+from strop.stages.context import StageContext
+from strop.stages.demonstrations import play_demonstrations
+from strop.stages.loop.preflight import base_mib, task_files
+from strop.tasks.config import TaskConfig
+from strop.tasks.demonstrators import DemonstratorConfig
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+
+import re
+from collections.abc import Sequence
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from strop.config import Config
+
+
+def find_model(path: str) -> Path:
+    """A local model directory, or the hub's, fetched into its cache. Raises `ModelError` naming what is missing."""
+    directory = Path(path)
+    if directory.is_dir():
+        if not (directory / "config.json").exists():
+            raise ModelError(f"{path}: no config.json there, so it is not a model directory. `strop model import` makes one.")
+        return directory.resolve()
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        raise ModelError(f"{path}: no such directory. Give a model directory or a hub id such as org/name.")
+    try:
+        return Path(huggingface_hub.snapshot_download(path))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        raise ModelError(
+            f"{path}: no such directory, and the hub could not give it: {str(error).splitlines()[0]}. Check the name and the"
+            " connection, or import a model with `strop model import`."
+        ) from error
+
+
+class ModelStage(Stage):
+    """The weights that a run starts from: a model directory, a hub id, or a new tiny model."""
+
+    makes = Product.MODEL
+    root_keys = frozenset({"sandbox", "tools"})
+
+    class Config(Stage.Config):
+        """Keys of `kind = "model"`."""
+
+        tasks: TaskConfig | None = Field(default=None, description="Tasks of the demonstrator of a tiny model.")
+        prompt: str = Field(default="rstar2", description="The prompt of the demonstrations of a tiny model.")
+        limits: RolloutLimits = Field(default=RolloutLimits(), description="Limits of one demonstration.")
+        path: str | None = Field(default=None, description="Model directory, or hub id.")
+        tiny: TinyModel | None = Field(default=None, description="Sizes of a new model, instead of `path`.")
+        demonstrator: DemonstratorConfig | None = Field(
+            default=None, description="What writes the texts that a tiny model's tokenizer is trained on."
+        )
+
+        @model_validator(mode="after")
+        def _has_one_origin(self) -> Self:
+            if (self.path is None) == (self.tiny is None):
+                raise ValueError("give either path (a model directory or hub id) or tiny (a table of sizes), and not both.")
+            if self.tiny is not None and (self.demonstrator is None or self.tasks is None):
+                raise ValueError("a tiny model's tokenizer is trained on demonstrations: give demonstrator and tasks too.")
+            return self
+
+    config: Config
+
+    def keys(self) -> dict[str, Any]:
+        return self.table() if self.config.tiny is not None else {"kind": self.kind, "path": self.config.path}
+
+    def files(self) -> Mapping[str, Path]:
+        return task_files("tasks", self.config.tasks, ["train"]) if self.config.tiny and self.config.tasks else {}
+
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        """The embedded engine does not implement the model's architecture, but a stage samples from it."""
+        path = Path(self.config.path or "")
+        is_sampled = any(stage.plays for stage in recipe.stages.values())
+        if is_sampled and isinstance(recipe.engine, EngineConfig) and (path / "config.json").exists():
+            try:
+                Architecture.of(config_of(path), max_length=recipe.engine.max_length)
+            except ModelError as error:
+                yield ModelError(f"stages.{name}.path: {path}: {error}")
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        return Estimate(arithmetic=self._in_words(machine.model), memory_mib=base_mib(machine.model))
+
+    def size(self) -> Model:
+        """What is known of the model before it is loaded; nothing if it is not on this machine."""
+        if self.config.tiny is not None:
+            return _count(tiny_llama_config(self.config.tiny, vocab_size=self.config.tiny.vocab_size, eos_token_id=2))
+        assert self.config.path is not None  # the validator saw to it
+        directory = Path(self.config.path)
+        try:
+            if not directory.is_dir():  # `AutoConfig` would ask an absent network six times, for 23 seconds
+                directory = Path(huggingface_hub.snapshot_download(self.config.path, allow_patterns="config.json"))
+            return _count(transformers.AutoConfig.from_pretrained(directory, local_files_only=True))
+        except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
+            return Model()
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Raises `ModelError` when there is no such model."""
+        context.started(1, 0)
+        config = self.config
+        if config.path is not None:
+            return StageResult(summary=config.path, product=find_model(config.path))
+        assert config.tiny is not None  # the validator saw to it
+        assert config.demonstrator is not None
+        assert config.tasks is not None
+        sizes = config.tiny
+        # The tokenizer learns from whole conversations, tool output included; a tokenizer of single bytes plays them.
+        single_bytes = ChatFormat(make_tokenizer([], vocab_size=300))
+        roomy = SamplingConfig(max_tokens=1_000_000)
+        posed = PosedKeys(tasks=config.tasks, prompt=config.prompt, sampling=roomy, limits=config.limits)
+        played = play_demonstrations(context, posed, config.demonstrator, single_bytes, num=sizes.num_texts)
+        texts = [single_bytes.decode(trajectory.ids) async for trajectory in played]
+        num_parameters = vocab_size = 0
+
+        def fill(directory: Path) -> None:
+            nonlocal num_parameters, vocab_size
+            num_parameters, vocab_size = make_tiny_model(sizes, texts, directory, seed=context.seed("weights"))
+
+        write_directory(context.directory.model, fill)
+        fewer = "" if vocab_size == sizes.vocab_size else f" (of {sizes.vocab_size}: the texts have no more)"
+        summary = f"{num_parameters / 1e6:.2f} M parameters, {vocab_size} tokens{fewer}, random weights"
+        return StageResult(summary=summary, product=context.directory.model)
+
+    def _in_words(self, size: Model) -> str:
+        path = self.config.path
+        if path is None:
+            return f"a new model of {size.num_parameters / 1e6:.2f} M parameters"
+        if size.num_parameters:
+            has_weights = not Path(path).is_dir() or any(Path(path).glob("*.safetensors"))
+            return path if has_weights else f"{path}: NO WEIGHTS there (*.safetensors). Make it first, or name another"
+        return (
+            f"{path}: NOT FOUND, so memory and time are not estimated. Make it first, name another, or, for a hub id, connect"
+        )
+
+
+def _count(config: transformers.PretrainedConfig) -> Model:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    text = config.get_text_config()
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return Model(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        kv_bytes_per_token=2 * text.num_hidden_layers * kv_heads * head * 4,
+    )
+
+
+class TinyModel(Config):
+    """A new Llama-architecture model with random weights and a byte-level BPE tokenizer trained on the demonstrations."""
+
+    vocab_size: int = Field(default=448, ge=300, le=10**6, description="Largest number of tokens.")
+    hidden_size: int = Field(default=128, ge=8, le=65_536, description="Width of the hidden states.")
+    intermediate_size: int = Field(default=384, ge=8, le=10**6, description="Width inside the MLP.")
+    num_layers: int = Field(default=4, ge=1, le=1000, description="Number of layers.")
+    num_heads: int = Field(default=4, ge=1, le=1024, description="Number of attention heads.")
+    max_length: int = Field(default=512, ge=64, le=10**7, description="Longest conversation, in tokens.")
+    # At width 128 the usual 0.02 delays the copying of digits by over a thousand updates; 0.08 is about 1/sqrt(width).
+    initializer_range: float = Field(default=0.08, gt=0, description="Standard deviation of the initial weights.")
+    num_texts: int = Field(default=1000, ge=10, le=10**7, description="Demonstrations that the tokenizer is trained on.")
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size {self.hidden_size} does not split into {self.num_heads} heads of even width. Make it a"
+                f" multiple of {2 * self.num_heads}."
+            )
+        return self
+
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<reason>",
+    "</reason>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+    "<answer>",
+    "</answer>",
+)
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer(texts: Sequence[str], *, vocab_size: int) -> transformers.PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer: digits and operators single, chat and tool tags special, phrases of `texts` as one token.
+
+    Words are not split at spaces before merging, so that what every text repeats costs few tokens. A formula, on the other
+    hand, is the same tokens wherever it stands, so that copying one is copying tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"[0-9()+*/-]"), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_between_tags(texts), trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=SPECIAL_TOKENS[1:],
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _between_tags(texts: Sequence[str]) -> Iterator[str]:
+    tag = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
+    for text in texts:
+        yield from (piece for piece in tag.split(text) if piece)
+
+
+def make_tiny_model(config: TinyModel, texts: Sequence[str], directory: Path, *, seed: int) -> tuple[int, int]:
+    """Write model and tokenizer into `directory`, as any `transformers` model. Return its parameters and its vocabulary size.
+
+    The vocabulary is smaller than asked for if `texts` have no more pairs to merge.
+    """
+    tokenizer = make_tokenizer(texts, vocab_size=config.vocab_size)
+    llama = tiny_llama_config(config, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = transformers.LlamaForCausalLM(llama)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters()), len(tokenizer)
+
+
+def tiny_llama_config(config: TinyModel, *, vocab_size: int, eos_token_id: int) -> transformers.LlamaConfig:
+    """The sizes of `config` in transformers' words; the embedding is tied to the head."""
+    return transformers.LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_heads,
+        max_position_embeddings=config.max_length,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos_token_id,
+        pad_token_id=0,
+    )

@@ -1,0 +1,245 @@
+"""Trains a reward model on preferences, measures it on new prompts, and warns of rewards that do not fit it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from strop.engine.config import EngineConfig
+from strop.errors import TaskError
+from strop.evaluation.preferences import PreferenceQuality, label_quality, pair_quality
+from strop.recipe.graph import Product
+from strop.recipe.recipe import Recipe
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage, StageResult, scoring_stages
+from strop.reports.scales import counted
+from strop.rewards import SumRewardConfig
+from strop.rewards.preference import ScorerPart
+from strop.rewards.reward_model import ExchangeFormat
+from strop.rewards.scorers import EmbeddedScorerConfig
+from strop.run_directory import RunDirectory, write_json
+from strop.stages.context import StageContext, product_of
+from strop.stages.loop.checkpoints import prune_finished
+from strop.stages.loop.preferences import (
+    PreferenceKeys,
+    PreferenceSets,
+    PreferenceStage,
+    batch_of_epoch,
+    count_steps,
+    open_sets,
+)
+from strop.stages.loop.preflight import base_mib, scorer_parts_of, weights_mib
+from strop.stages.loop.steps import take_updates
+from strop.stages.loop.updates import cost_metrics, keep_skipped
+from strop.stages.loop.validation import write_model
+from strop.tasks.row_file import RowFile
+from strop.training.preferences import Preference, PreferenceRows, as_rows
+from strop.training.reward_model import RewardTrainer, pack_preferences
+
+_MEASURED_AT_ONCE = 1024  # preferences; the others stay on disk
+
+
+class RewardModel(PreferenceStage):
+    """A head of one number on the decoder of another stage's model, trained on preferences."""
+
+    makes = Product.REWARD_MODEL
+
+    class Config(PreferenceKeys):
+        """Keys of `kind = "reward_model"`."""
+
+        judged_on: Literal["summary", "response"] = Field(
+            default="summary",
+            description="What it reads of a response. DeepSeek-R1: for safety all of it.",
+        )
+        think_tag: str = Field(default="think", pattern=r"^\w+$", description="Tag of the thoughts before a summary.")
+        is_prefilled: bool = Field(default=False, description="The prompts end with the opening tag of the thoughts.")
+        batch_size: int = Field(default=256, ge=1, description="Pairs, or single responses, of one update.")
+
+        @model_validator(mode="after")
+        def _trains_all_weights_here(self) -> Self:
+            if self.trainer.lora is not None or self.trainer.workers:
+                raise ValueError("a reward model trains all of its weights in one process. Remove trainer.lora and workers.")
+            return self
+
+    config: Config
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        config = self.config
+        return Estimate(
+            arithmetic=f"{counted(config.epochs, 'epoch')} over {config.path} in batches of {config.batch_size}",
+            memory_mib=base_mib(machine.model) + 3 * weights_mib(machine.model),
+        )
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Train from the last checkpoint to the last step, and measure the model on new prompts.
+
+        Raises:
+            TaskError: the preferences cannot be read, or too few are left, or all have one label.
+            CannotLearnError: too many updates in a row were skipped.
+        """
+        config, directory = self.config, context.directory
+        init = product_of(context.run, config.init)
+        async with AsyncExitStack() as opened:
+            sets = _open(context, config, ExchangeFormat(init), opened)
+            _check_labels(context, sets)
+            steps = count_steps(context, config, len(sets.train))
+            trainer = RewardTrainer(init, config.trainer, total_updates=steps)
+            opened.push_async_callback(trainer.close)
+            await _learn(context, config, trainer, sets.train, steps)
+            quality = await _measure(trainer, sets.test)
+            write_json(directory.path / "quality.json", quality.as_json() | {"num_left_out": sets.num_left_out})
+            await write_model(directory.model, trainer)
+            prune_finished(context, config)
+        auc = "unknown" if quality.auc is None else f"{quality.auc:.3f}"
+        summary = (
+            f"{counted(steps, 'update')} on {counted(len(sets.train), 'preference')}; {quality.num} held out:"
+            f" accuracy {quality.accuracy:.3f}, AUC {auc}"
+        )
+        return StageResult(summary=summary, product=directory.model)
+
+
+async def _learn(
+    context: StageContext, stage: RewardModel.Config, trainer: RewardTrainer, train: RowFile[PreferenceRows], steps: int
+) -> None:
+    async def take(step: int) -> dict[str, float]:
+        started = time.perf_counter()
+        batch = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
+        report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
+        figures = {"update/skipped": float(report.is_skipped), "time/step_s": time.perf_counter() - started}
+        if report.is_skipped:
+            return figures
+        return {
+            **figures,
+            "reward_model/loss": report.loss,
+            **{f"reward_model/{name}": value for name, value in report.statistics.items()},
+            "update/grad_norm": report.grad_norm,
+            "update/learning_rate": report.learning_rate,
+            **cost_metrics([report]),
+        }
+
+    await take_updates(context, stage, trainer, steps, take)
+
+
+async def _measure(trainer: RewardTrainer, test: RowFile[PreferenceRows]) -> PreferenceQuality:
+    scores: list[float] = []
+    lengths: list[int] = []
+    are_good: list[bool] = []
+    for start in range(0, len(test), _MEASURED_AT_ONCE):
+        part = [test[number] for number in range(start, min(len(test), start + _MEASURED_AT_ONCE))]
+        rows = [row for each in part for row in each.rows]
+        scores += await trainer.score(rows)
+        lengths += (length for each in part for length in each.response_lengths)
+        are_good += [each.is_good for each in part]
+    if test[0].is_pair:
+        return pair_quality(scores[::2], scores[1::2], lengths[::2], lengths[1::2])
+    return label_quality(scores, are_good, lengths)
+
+
+def _open(
+    context: StageContext, stage: RewardModel.Config, exchanges: ExchangeFormat, opened: AsyncExitStack
+) -> PreferenceSets[PreferenceRows]:
+    def keep(directory: Path, preferences: Iterator[Preference]) -> RowFile[PreferenceRows]:
+        found = as_rows(
+            preferences,
+            exchanges,
+            judged_on=stage.judged_on,
+            think_tag=stage.think_tag,
+            is_prefilled=stage.is_prefilled,
+            max_length=stage.max_length,
+        )
+        return RowFile((rows for rows in found if rows is not None), directory)
+
+    return open_sets(
+        context,
+        stage,
+        opened,
+        keep,
+        why_left_out=f"a response of more than max_length = {stage.max_length} tokens, or without a summary to be judged on",
+        remedy="Give preferences of more prompts, raise max_length, or set judged_on = 'response'.",
+    )
+
+
+def _check_labels(context: StageContext, sets: PreferenceSets[PreferenceRows]) -> None:
+    """Raise `TaskError` if all single responses to learn from have one label; warn if all to measure on do."""
+    if _has_one_label(sets.train):
+        raise TaskError(
+            f"stages.{context.name}: {_all_of_a_label(sets.train)} to learn from. Give responses of both labels, or pairs."
+        )
+    if _has_one_label(sets.test):
+        context.warn(
+            f"{_all_of_a_label(sets.test)} to measure on, so there is no AUC. Raise test_share, or name a test_path with both"
+            " labels."
+        )
+
+
+def _has_one_label(rows: RowFile[PreferenceRows]) -> bool:
+    """Whether all are single responses of one label."""
+    first = rows[0]
+    return not first.is_pair and all(rows[number].is_good == first.is_good for number in range(1, len(rows)))
+
+
+def _all_of_a_label(rows: RowFile[PreferenceRows]) -> str:
+    return f"{counted(len(rows), 'response')}, all of them labelled {'safe' if rows[0].is_good else 'unsafe'}, are left"
+
+
+def warnings_of_reward_models(recipe: Recipe, names: Collection[str]) -> list[str]:
+    """Return warnings about the reward models in this process that judge the stages `names`, each with its remedy."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        stage = recipe.stages[name]
+        for part, config in _scorer_parts(stage).items():
+            if isinstance(config.scorer, EmbeddedScorerConfig):
+                for problem in _problems_of_scorer(recipe, f"reward.parts.{part}", config, config.scorer):
+                    found[problem].append(name)
+    return [f"{problem} Judged stages: {', '.join(stages)}." for problem, stages in found.items()]
+
+
+def _scorer_parts(stage: Stage) -> dict[str, ScorerPart.Config]:
+    return scorer_parts_of(stage.config.reward) if stage.is_judged and isinstance(stage.config, PlayedKeys) else {}
+
+
+def _problems_of_scorer(recipe: Recipe, place: str, part: ScorerPart.Config, scorer: EmbeddedScorerConfig) -> Iterator[str]:
+    if isinstance(recipe.engine, EngineConfig) and recipe.engine.deterministic and not scorer.judges_alone:
+        yield (
+            f"{place}.scorer.max_batch is {scorer.max_batch}: which responses share a batch, and so the rounding of their"
+            " scores, depends on the clock, so a resumed run may end with other bits although engine.deterministic is true."
+            " Set max_batch = 1, or engine.deterministic = false."
+        )
+    trained = recipe.stages.get(scorer.stage or "")
+    if not isinstance(trained, RewardModel):
+        return
+    keys = ["judged_on", *(["think_tag"] if part.judged_on == trained.config.judged_on == "summary" else [])]
+    for key in keys:
+        mine, theirs = str(getattr(part, key)), str(getattr(trained.config, key))
+        if mine != theirs:
+            yield f'{place}.{key} is "{mine}", but stages.{scorer.stage}.{key} is "{theirs}". Set both to the same value.'
+
+
+StageT = TypeVar("StageT", bound=Stage)
+
+
+def with_reward_models(stage: StageT, run: RunDirectory) -> StageT:
+    """`stage` with a directory for each reward model that its reward names and that is made.
+
+    A shared reward may name a stage that comes later; only stages that are judged by it depend on that one.
+    """
+    reward = getattr(stage.config, "reward", None)
+    if not isinstance(reward, SumRewardConfig):
+        return stage
+    done = {name: each for name, each in scoring_stages(reward).items() if run.stage(each).done.exists()}
+    if not done:
+        return stage
+    parts = {name: _bound(part, run, done[name]) if name in done else part for name, part in reward.parts.items()}
+    return stage.replaced(reward=reward.model_copy(update={"parts": parts}))
+
+
+def _bound(part: object, run: RunDirectory, stage: str) -> ScorerPart.Config:
+    assert isinstance(part, ScorerPart.Config)
+    assert isinstance(part.scorer, EmbeddedScorerConfig)
+    scorer = part.scorer.model_copy(update={"path": str(product_of(run, stage)), "stage": None})
+    return part.model_copy(update={"scorer": scorer})

@@ -1,0 +1,208 @@
+"""Plays a fixed set of tasks with a policy that does not learn from it: evaluations, filters, rejection sampling."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from pydantic import Field, model_validator
+
+from strop.errors import MachineError, TaskError, UserError
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage
+from strop.reports.scales import counted
+from strop.rewards import judge_group, make_reward
+from strop.rollout.player import collect
+from strop.run_directory import read_lines
+from strop.runs.lineage import weights_digest
+from strop.stages.context import StageContext, load_chat, make_player, product_of
+from strop.stages.data import tasks_to_play
+from strop.stages.loop.engines import check_engines, open_engine_pool
+from strop.stages.loop.ledger import StepLedger, write_timeline
+from strop.stages.loop.preflight import (
+    DECODE_SHARE,
+    base_mib,
+    check_engine,
+    check_length,
+    check_reward,
+    engine_mib,
+    missing_scorers,
+    played_in_words,
+    task_files,
+)
+from strop.tasks import TaskSource
+from strop.tasks.config import ArithmeticConfig, CountdownConfig, LookupConfig
+from strop.tools.protocol import Tool
+from strop.types import Group
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+_TASKS_AT_ONCE = 256  # their rollouts are held in memory until their groups are closed
+
+
+class FixedSetKeys(PlayedKeys):
+    """Keys of a stage in which a model plays a fixed set of tasks."""
+
+    init: str = Field(description="Stage whose model plays.")
+    num_tasks: int | None = Field(default=None, ge=1, description="Number of tasks, the first of them. Default: all.")
+    k: int = Field(default=8, ge=1, description="Rollouts of each task.")
+
+    @model_validator(mode="after")
+    def _can_differ(self) -> Self:
+        if self.sampling.temperature == 0 and self.k > 1:
+            raise ValueError(
+                f"sampling.temperature is 0: all {self.k} rollouts of a task would be the same. Raise it (1.0 is usual), or set"
+                " k = 1."
+            )
+        return self
+
+    @property
+    def num_first_tasks(self) -> int:
+        return min(self.num_tasks or super().num_first_tasks, super().num_first_tasks)
+
+
+class FixedSetStage(Stage):
+    """Base of stages in which a model plays a fixed set of tasks."""
+
+    root_keys = frozenset({"engine", "sandbox", "scheduler", "tools"})
+    plays = True
+
+    class Config(FixedSetKeys):
+        """Keys of the stage."""
+
+    config: FixedSetKeys
+
+    def files(self) -> Mapping[str, Path]:
+        config = self.config
+        return task_files("tasks", config.tasks, [config.played_split]) if config.has_own_tasks else {}
+
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        yield from check_length(name, self.config, recipe)
+        yield from check_engine(recipe)
+        yield from check_reward(f"stages.{name}", self.config.reward, machine)
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        config, model = self.config, machine.model
+        limit, num_tasks = played_in_words(name, config, recipe, config.num_tasks)
+        num = num_tasks * config.k
+        tasks = f"{limit}{counted(num_tasks, 'task')}" if num_tasks else "all tasks"
+        total = f" = {limit}{counted(num, 'rollout')}" if num_tasks else ""
+        tokens = num * config.sampling.max_tokens
+        return Estimate(
+            arithmetic=f"{tasks} x {counted(config.k, 'rollout')}{total}",
+            tokens=tokens,
+            memory_mib=base_mib(model) + engine_mib(recipe, model),
+            flops=2 * model.num_parameters * tokens / DECODE_SHARE,
+            lines=tuple(missing_scorers(config.reward)),
+        )
+
+
+class SampledKeys(FixedSetKeys):
+    """Keys of a stage that makes rows from the rollouts of a fixed set of tasks."""
+
+    data: tuple[str, ...] = Field(default=(), description="Stages whose tasks are played, instead of `tasks`.")
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Self:
+        is_endless = isinstance(self.tasks, ArithmeticConfig | CountdownConfig | LookupConfig)
+        if self.num_tasks is None and not self.data and is_endless:
+            raise ValueError(f"tasks.kind = {self.tasks.kind!r} makes tasks without end. Set num_tasks, or data.")
+        return self
+
+
+class SampledStage(FixedSetStage):
+    """Base of stages that make rows from rollouts. They also write the outcome of each task."""
+
+    class Config(SampledKeys):
+        """Keys of the stage."""
+
+    config: SampledKeys
+
+
+async def play_sampled(context: StageContext, stage: SampledKeys) -> AsyncIterator[Group]:
+    """As `play_tasks`, the tasks of a stage that makes rows."""
+    model = product_of(context.run, stage.init)
+    source, seed = tasks_to_play(context, stage), context.seed("rollouts")
+    async for group in play_tasks(
+        context, stage, model, source, weights=weights_digest(model), seed=seed, tools=context.tools()
+    ):
+        yield group
+
+
+async def play_tasks(
+    context: StageContext,
+    stage: FixedSetKeys,
+    model: Path,
+    source: TaskSource,
+    *,
+    weights: str,
+    seed: int,
+    tools: Sequence[Tool],
+    tasks_at_once: int | None = None,
+) -> AsyncIterator[Group]:
+    """Yield a group of `k` rollouts for each of the stage's tasks, in their order.
+
+    Rollouts that an interrupted try finished are not played again. No more groups are held than are played at once.
+
+    Args:
+        weights: digest of `model`; only rollouts that were sampled from the same weights count as finished.
+
+    Raises:
+        UserError: there are no tasks, or an engine could never hold a rollout of them.
+        MachineError: every rollout is void.
+    """
+    num = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks or source.num_tasks, source.num_tasks)
+    if num is None:
+        raise TaskError(f"stages.{context.name}: its tasks have no end. Set num_tasks.")
+    chat = load_chat(model)
+    context.started(num, 0)
+    fleet = await open_engine_pool(context, model, chat)
+    reward = make_reward(stage.reward, context.runner)
+    size = tasks_at_once or _TASKS_AT_ONCE
+    num_closed = num_void = num_valid = 0
+    ledgers: list[Path] = []
+    try:
+        check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet, source=source)
+        for number, start in enumerate(range(0, num, size)):
+            path = context.directory.rollouts(number)  # one for each part, because a ledger is read whole on resume
+            ledgers.append(path.with_suffix(".ledger.jsonl"))
+            with closing(StepLedger(path, weights=weights, policy_version=fleet.policy_version)) as ledger:
+                playing = collect(
+                    [(index, source.task(index)) for index in range(start, min(start + size, num))],
+                    make_player(stage, engine=fleet, chat=chat, tools=tools, reward=reward, observe=ledger),
+                    num_rollouts=stage.k,
+                    seed=seed,
+                    observer=ledger,
+                    finished=ledger.finished_before,
+                )
+                waiting: dict[int, Group] = {}  # closed before one that comes before it
+                next_index = start
+                async for group in playing:
+                    judged = waiting[group.task_index] = judge_group(reward, group)
+                    num_closed, num_void = num_closed + 1, num_void + judged.num_void
+                    num_valid += len(judged.trajectories)
+                    while next_index in waiting:
+                        yield waiting.pop(next_index)
+                        next_index += 1
+                    context.progress.step({}, num_closed)
+            write_timeline(context, number, fleet.last_batch)
+        if num_void:
+            _report_void(context, ledgers, num_void, is_all=not num_valid, num_tasks=num)
+    finally:
+        await fleet.close()
+        await reward.close()
+
+
+def _report_void(context: StageContext, ledgers: Sequence[Path], num_void: int, *, is_all: bool, num_tasks: int) -> None:
+    """Warn of rollouts that could not be judged. Raises `MachineError` if no other was played."""
+    reasons = Counter(str(line["reason"]) for path in ledgers for line in read_lines(path) if line["event"] == "voided")
+    why = reasons.most_common(1)[0][0].rstrip(".") if reasons else "the reward could not judge them"
+    if is_all:
+        raise MachineError(
+            f"stages.{context.name}: every rollout of {num_tasks} tasks is void. The most frequent reason: {why}. All reasons"
+            f" are in {ledgers[0].parent}."
+        )
+    context.warn(f"{num_void} rollouts are void and are not counted. The most frequent reason: {why}.")

@@ -1,0 +1,267 @@
+"""Supervised fine-tuning: imitate demonstrations, one update a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from pydantic import Field, model_validator
+
+from strop.errors import ConfigError, TaskError, UserError
+from strop.evaluation.metrics import verdict_of
+from strop.recipe.graph import Product
+from strop.recipe.stage import Estimate, Machine, Stage, StageResult
+from strop.reports.scales import counted
+from strop.stages.context import StageContext, load_chat, product_of
+from strop.stages.conversations import as_demonstrations
+from strop.stages.data import Row, open_tasks, rows_of
+from strop.stages.demonstrations import as_demonstration, batch_at, play_once, played_before
+from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept
+from strop.stages.loop.preflight import (
+    TRAIN_SHARE,
+    activations_mib,
+    base_mib,
+    check_length,
+    check_reward,
+    check_trainer,
+    missing_scorers,
+    task_files,
+    weights_mib,
+)
+from strop.stages.loop.steps import take_updates
+from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule
+from strop.stages.loop.updates import cost_metrics, update_or_keep
+from strop.stages.loop.validation import FineTuningValidator, open_fine_tuning_validator, write_product
+from strop.stages.sampled import SampledStage
+from strop.tasks.demonstrators import DemonstratorConfig
+from strop.tasks.protocol import Split
+from strop.tasks.row_file import IndexedRows, RowFile
+from strop.training.sft import Demonstration, pack_demonstrations, sft_token_loss, sft_token_statistics
+from strop.training.trainer import Trainer
+from strop.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
+
+
+class SFT(TrainingStage):
+    """Supervised fine-tuning on conversations of other stages, or on demonstrations played in the real environment."""
+
+    reads = (Product.CONVERSATIONS,)
+
+    class Config(TrainingKeys):
+        """Keys of `kind = "sft"`."""
+
+        data: tuple[str, ...] = Field(default=(), description="Stages whose conversations are imitated.")
+        demonstrator: DemonstratorConfig | None = Field(
+            default=None, description="What writes the demonstrations, instead of `data`."
+        )
+        num_demonstrations: int | None = Field(default=None, ge=1, description="Number of demonstrations of `demonstrator`.")
+        only_right: bool = Field(default=False, description="Imitate only demonstrations that the reward judges right.")
+        steps: int = Field(ge=1, description="Number of updates.")
+        batch_size: int = Field(default=32, ge=1, description="Demonstrations of one update.")
+        checkpoint_every: int = Field(default=100, ge=1, description="Steps between two checkpoints.")
+        keep_checkpoints: int = Field(default=2, ge=1, description="Number of checkpoints to keep.")
+
+        @model_validator(mode="after")
+        def _is_consistent(self) -> Self:
+            self._check_source()
+            if self.num_demonstrations is not None and self.batch_size > self.num_demonstrations:
+                raise ValueError(
+                    f"batch_size is {self.batch_size}, but there are only {self.num_demonstrations} demonstrations. Lower"
+                    " batch_size, or raise num_demonstrations."
+                )
+            if self.only_right and not verdict_of(self.reward).parts:
+                raise ValueError(
+                    "only_right is true, but no part of reward says what is right. Give it one that does (math, code, r1_zero,"
+                    " question_only, arpo), or leave only_right out."
+                )
+            check_schedule(self.trainer.optimizer, self.steps)
+            return self
+
+        def _check_source(self) -> None:
+            if bool(self.data) == (self.demonstrator is not None):
+                raise ValueError("give either data (stages that make conversations) or demonstrator, and not both.")
+            if (self.demonstrator is None) != (self.num_demonstrations is None):
+                raise ValueError("num_demonstrations is the number that the demonstrator plays: give both, or neither.")
+
+        @property
+        def has_own_tasks(self) -> bool:
+            return self.demonstrator is not None
+
+    config: Config
+
+    @property
+    def is_judged(self) -> bool:
+        return self.config.only_right or self.config.validation is not None
+
+    def keys(self) -> dict[str, Any]:
+        """All but the reward, if it judges nothing."""
+        table = self.table()
+        return table if self.is_judged else {key: value for key, value in table.items() if key != "reward"}
+
+    def files(self) -> Mapping[str, Path]:
+        splits: list[Split] = ["train"] if self.config.demonstrator is not None else []
+        splits += [self.config.validation.split] if self.config.validation is not None else []
+        return task_files("tasks", self.config.tasks, splits)
+
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        if self.config.validation is not None:
+            yield from check_length(name, self.config, recipe)
+        yield from check_trainer(f"stages.{name}.trainer", self.config.trainer)
+        if self.is_judged:
+            yield from check_reward(f"stages.{name}", self.config.reward, machine)
+
+    def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
+        config, model = self.config, machine.model
+        num = config.steps * config.batch_size
+        tokens = num * config.sampling.max_tokens
+        if config.num_demonstrations is None:
+            source, longest = f"the conversations of {', '.join(config.data)}", config.trainer.max_tokens_per_microbatch
+        else:
+            source = f"{config.num_demonstrations} demonstrations = {num / config.num_demonstrations:.1f} epochs"
+            longest = recipe.engine.max_length
+        only_right = "; more epochs if some are wrong, since only right ones are imitated" if config.only_right else ""
+        activations = activations_mib(config.trainer, model, config.batch_size * longest)
+        return Estimate(
+            arithmetic=f"{counted(config.steps, 'step')} x {config.batch_size} of {source}{only_right}",
+            tokens=tokens,
+            flops=6 * model.num_parameters * tokens / TRAIN_SHARE,
+            memory_mib=base_mib(model) + 3 * weights_mib(model) + activations,
+            lines=tuple(missing_scorers(config.reward)) if self.is_judged else (),
+        )
+
+    async def run(self, context: StageContext) -> StageResult:
+        """Train from the last checkpoint to the last step. Raises `TaskError` if there are too few demonstrations."""
+        config = self.config
+        init = product_of(context.run, config.init)
+        demonstrations = await _demonstrations(context, config, init)
+        source = ""
+        if config.only_right:
+            source = await judge_demonstrations(context, config, _attempts(context, config))
+            demonstrations = only_kept(context.directory, demonstrations)
+        with RowFile(demonstrations, context.directory.path / "data") as on_disk:
+            source = source or f"{len(on_disk)} demonstrations"
+            if len(on_disk) < config.batch_size:
+                raise TaskError(
+                    f"stages.{context.name}: {source}, fewer than batch_size = {config.batch_size}. Lower batch_size, or let"
+                    f" {', '.join(config.data) or 'the demonstrator'} make more."
+                )
+            async with AsyncExitStack() as opened:
+                trainer = Trainer.from_directory(init, config.trainer, total_updates=config.steps)
+                opened.push_async_callback(trainer.close)
+                validating = open_fine_tuning_validator(context, config, init, steps=config.steps)
+                validator = await opened.enter_async_context(validating)
+                loss = await _imitate(context, config, trainer, on_disk, validator)
+                product = await write_product(context, trainer, config)
+        summary = f"{counted(config.steps, 'update')} on {source}, last loss {loss:.3f}"
+        return StageResult(summary=summary, product=product)
+
+
+async def _demonstrations(context: StageContext, stage: SFT.Config, init: Path) -> Iterator[Demonstration]:
+    """What the stage imitates: conversations of other stages, or demonstrations that are played now."""
+    chat = load_chat(init)
+    if stage.data:
+        return as_demonstrations(_rows(context, stage), chat, context.tools())
+    assert stage.demonstrator is not None
+    assert stage.num_demonstrations is not None
+    await play_once(context, stage, stage.demonstrator, chat, num=stage.num_demonstrations)
+    return (as_demonstration(each) for each in played_before(context))
+
+
+def _attempts(context: StageContext, stage: SFT.Config) -> Iterable[tuple[Task, Trajectory]]:
+    """The demonstrations as attempts at their tasks, in the same order."""
+    if stage.data:
+        return attempts_in(_rows(context, stage))
+    tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
+    return ((tasks.task(each.key.task_index), each) for each in played_before(context))
+
+
+def _rows(context: StageContext, stage: SFT.Config) -> Iterator[Row]:
+    return (row for name in stage.data for row in rows_of(context.run, name))
+
+
+async def _imitate(
+    context: StageContext,
+    stage: SFT.Config,
+    trainer: Trainer,
+    demonstrations: IndexedRows[Demonstration],
+    validator: FineTuningValidator | None,
+) -> float:
+    """Take every step after the last checkpoint, and return the last loss. Raises as `take_updates`."""
+    loss, has_warned = 0.0, False
+
+    async def take(step: int) -> dict[str, float]:
+        nonlocal loss, has_warned
+        started = time.perf_counter()
+        rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
+        batch = pack_demonstrations(rows)
+        report = await update_or_keep(context, trainer, batch, sft_token_loss, sft_token_statistics, step=step)
+        elapsed = time.perf_counter() - started
+        figures = {} if validator is None else await validator.validate(trainer, step)
+        figures |= {"update/skipped": float(report.is_skipped), "time/step_s": elapsed}
+        if report.is_skipped:
+            return figures
+        loss = report.loss
+        if report.grad_norm == 0 and not has_warned:
+            has_warned = True
+            context.warn(f"step {step}: the gradient is zero, so nothing is learnt. A learning rate may be far too high.")
+        return {
+            **figures,
+            "sft/loss": report.loss,
+            "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
+            "update/grad_norm": report.grad_norm,
+            "update/learning_rate": report.learning_rate,
+            "policy/entropy_nats": report.statistics["entropy_nats"],
+            **cost_metrics([report]),
+        }
+
+    await take_updates(context, stage, trainer, stage.steps, take)
+    return loss
+
+
+class Distillation(SFT):
+    """SFT on conversations that a teacher wrote: a model that the student was not trained from."""
+
+    class Config(SFT.Config):
+        """Keys of `kind = "distil"`: those of `sft` without a demonstrator."""
+
+        def _check_source(self) -> None:
+            if self.demonstrator is not None or self.num_demonstrations is not None or not self.data:
+                raise ValueError(
+                    "kind is 'distil', which imitates a teacher. Name stages with rollouts of the teacher in data (kind ="
+                    " 'rejection_sampling'), without demonstrator and num_demonstrations; or set kind = 'sft'."
+                )
+
+    config: Config
+
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        origins, stages = [self.init], recipe.stages
+        while init := stages[origins[-1]].init:
+            origins.append(init)
+        for source in self.config.data:
+            teachers = list(_teachers_of(source, stages))
+            if not teachers:
+                yield ConfigError(
+                    f"stages.{name}.data names {source!r}, which has no rollouts of a teacher. Name a stage of kind"
+                    " 'rejection_sampling', or a mix that has one; or set kind = 'sft'."
+                )
+            if own := [teacher for teacher in teachers if teacher in origins]:
+                yield ConfigError(
+                    f"stages.{name}.data: the rollouts of {source!r} are by {own[0]!r}, from which the student is trained."
+                    " Start from another model, or set kind = 'sft'."
+                )
+        yield from super().check(name, recipe, machine)
+
+
+def _teachers_of(source: str, stages: Mapping[str, Stage]) -> Iterator[str]:
+    """The stages whose models wrote conversations of `source`, through mixes."""
+    stage = stages[source]
+    if isinstance(stage, SampledStage):
+        yield stage.init
+    elif stage.makes is Product.SAME:
+        for each in stage.inputs():
+            yield from _teachers_of(each.stage, stages)

@@ -1,0 +1,114 @@
+"""RMS norms and gated linear units with backward passes of their own, for a CPU.
+
+Autograd keeps float32 copies of the inputs of a norm, and three tensors of a gated unit. These functions keep the inputs of a
+norm and a scale per token, and the two factors of a gated unit.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+from strop.training.cpu.kernels import elementwise_kernels
+
+# weight * (x / rms(x)), the second factor rounded first
+_NORMS = {"LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
+# down(act(gate(x)) * up(x))
+_UNITS = {"LlamaMLP", "Qwen2MLP", "Qwen3MLP"}
+
+
+def use_lean_layers(model: transformers.PreTrainedModel) -> None:
+    """Let the norms and gated units of `model` that are known here compute by `rms_norm` and `gated` on a CPU."""
+    for module in model.modules():
+        if type(module).__name__ in _NORMS:
+            module.forward = partial(_norm, module, type(module).forward)
+        elif type(module).__name__ in _UNITS and module.config.hidden_act == "silu":
+            module.forward = partial(_unit, module, type(module).forward)
+
+
+def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) over the last dimension, (..., H) -> (..., H); all but the last product in float32."""
+    normed: Tensor = _RmsNorm.apply(inputs, weight, eps)  # type: ignore[no-untyped-call]
+    return normed
+
+
+def _norm(module: nn.Module, of_library: Any, inputs: Tensor) -> Tensor:
+    if inputs.device.type != "cpu":
+        given: Tensor = of_library(module, inputs)
+        return given
+    return rms_norm(inputs, module.weight, module.variance_epsilon)  # type: ignore[arg-type]
+
+
+class _RmsNorm(torch.autograd.Function):
+    """With u = x / rms(x) and g the gradient of weight * u: dx = (weight g - u mean(u weight g)) / rms(x)."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if (kernels := elementwise_kernels(inputs, weight)) is not None:
+            normed, scale = kernels.norm(inputs, weight, eps)
+            ctx.save_for_backward(inputs, weight, scale)
+            return normed
+        full = _in_float32(inputs)
+        scale = torch.linalg.vecdot(full, full).div_(inputs.shape[-1]).add_(eps).rsqrt_()[..., None]
+        ctx.save_for_backward(inputs, weight, scale)
+        return weight * full.mul_(scale).to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, to_normed: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        inputs, weight, scale = ctx.saved_tensors
+        needs_inputs, needs_weight, _ = ctx.needs_input_grad
+        if (kernels := elementwise_kernels(inputs, weight, to_normed)) is not None:
+            of_both = kernels.norm_backward(inputs, weight, scale, to_normed)
+            return of_both[0] if needs_inputs else None, of_both[1].to(weight.dtype) if needs_weight else None, None
+        units = _in_float32(inputs).mul_(scale)
+        of_weight = None
+        if needs_weight:
+            products = to_normed * units.to(inputs.dtype)
+            of_weight = products.flatten(0, -2).sum(0, dtype=torch.float32).to(weight.dtype)
+        if not needs_inputs:
+            return None, of_weight, None
+        of_units = (to_normed * weight).float()
+        dots = torch.linalg.vecdot(of_units, units).div_(-inputs.shape[-1])[..., None]
+        return of_units.addcmul_(units, dots).mul_(scale).to(inputs.dtype), of_weight, None
+
+
+def _in_float32(inputs: Tensor) -> Tensor:
+    """A copy."""
+    return inputs.to(torch.float32, copy=True)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, of two tensors of one shape."""
+    product: Tensor = _Gated.apply(gate, up)  # type: ignore[no-untyped-call]
+    return product
+
+
+def _unit(module: Any, of_library: Any, inputs: Tensor) -> Tensor:
+    if inputs.device.type != "cpu":
+        given: Tensor = of_library(module, inputs)
+        return given
+    of_gate: Tensor = module.down_proj(gated(module.gate_proj(inputs), module.up_proj(inputs)))
+    return of_gate
+
+
+class _Gated(torch.autograd.Function):
+    """With s = sigmoid(x): d(x s)/dx = s (1 + x (1 - s))."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        kernels = elementwise_kernels(gate, up)
+        return F.silu(gate) * up if kernels is None else kernels.gate(gate, up)
+
+    @staticmethod
+    def backward(ctx: Any, to_gated: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        if (kernels := elementwise_kernels(gate, up, to_gated)) is not None:
+            return kernels.gate_backward(gate, up, to_gated)
+        of_silu: Tensor = torch.ops.aten.silu_backward(to_gated * up, gate)
+        return of_silu, to_gated * F.silu(gate)

@@ -1,0 +1,104 @@
+"""Freed memory, OpenMP threads and their spinning. Settings of the C library are tested in separate processes."""
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from strop.engine.torch.cpu.resources import _pause, end_team
+
+_needs_glibc = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="another C library than glibc")
+
+# A hole of 800 MB below a block that stays: only trimming gives it back.
+_HOLE = """
+import sys
+from pathlib import Path
+import torch
+from strop.engine.torch.cpu.resources import give_back_freed_memory, keep_freed_memory
+
+def resident_mib():
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) // 1024
+
+for is_kept in {"plain": [], "kept": [True], "kept once": [True, False]}[sys.argv[1]]:
+    keep_freed_memory(is_kept)
+torch.ones(2**22)  # 16 MiB, freed at once: from here on smaller blocks come from the heap
+blocks = [torch.ones(2**20) for _ in range(200)]
+del blocks[:-1]
+before = resident_mib()
+give_back_freed_memory()
+print(before - resident_mib())
+"""
+
+
+def given_back_mib(how):
+    answer = subprocess.run([sys.executable, "-c", _HOLE, how], capture_output=True, text=True, check=True)
+    return int(answer.stdout)
+
+
+@_needs_glibc
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "kept once"])
+def test_freed_memory_is_given_back(how):
+    """Also where an earlier trainer kept it."""
+    assert given_back_mib(how) > 500
+
+
+@_needs_glibc
+def test_a_process_that_trains_keeps_it():
+    assert given_back_mib("kept") < 50
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def _num_threads():
+    [line] = [
+        line for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if line.startswith("Threads:")
+    ]
+    return int(line.split()[1])
+
+
+def test_a_thread_that_releases_its_team_leaves_no_thread_and_can_compute_again(two_threads):
+    if _pause() is None:
+        pytest.skip("torch does not use libgomp here")
+    numbers = torch.ones(1 << 20)
+    found = []
+
+    def compute():
+        before = _num_threads()
+        total = numbers.exp().sum()
+        with_team = _num_threads()
+        end_team()
+        found.extend([with_team - before, _num_threads() - before])
+        assert torch.equal(numbers.exp().sum(), total)
+        end_team()
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    assert found == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "300"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_import_strop_limits_spinning_unless_the_user_says_how_threads_wait(environment, expected):
+    """A thread that spins for long stops the run when another process keeps a core busy (benchmarks/busy.py)."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("GOMP_", "OMP_"))}
+    code = "import os, strop; print(os.environ.get('GOMP_SPINCOUNT'))"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], env=inherited | environment, capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == expected

@@ -1,0 +1,126 @@
+"""Rollouts on a pool of healthy engines: the tokens that one engine gives, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from pools import assert_exact, play_all, pool_of, undisturbed
+from virtual_time import run
+from worlds import MAX_TOKENS, Conversations, FragileEngine, Watcher, tokens_of
+
+from strop.engine.protocol import CompletionRequest
+from strop.errors import StropError
+from strop.rollout.scheduler.scheduler import SchedulerConfig
+from strop.types import RolloutKey
+
+
+@pytest.mark.parametrize("policy", ["scheduler", "static"])
+def test_engines_of_unequal_size_share_the_work_and_give_the_tokens_that_one_gives(policy):
+    async def scenario():
+        engines = [FragileEngine(max_running=2), FragileEngine(kv_tokens=260), FragileEngine()]
+        watcher, world = Watcher(), Conversations()
+        pool = pool_of(*engines, config=SchedulerConfig(policy=policy))
+        groups = await play_all(pool, watcher, world=world)
+        assert_exact(pool, groups, watcher)
+        assert all(engine.requests and engine.holds_nothing for engine in engines)
+        assert world.num_open == 0
+        if policy == "scheduler":
+            assert engines[0].most_running <= 2
+            assert pool.last_batch.evictions == 0
+        return tokens_of(groups)
+
+    assert run(scenario) == undisturbed()
+
+
+def test_a_conversation_stays_on_its_engine_and_goes_on_from_what_that_holds():
+    async def scenario():
+        engines = [FragileEngine(max_running=3), FragileEngine(max_running=3)]
+        await play_all(pool_of(*engines))
+        by_rollout = {}
+        for index, engine in enumerate(engines):
+            for request in engine.requests:
+                by_rollout.setdefault(request.id.rpartition("/")[0], []).append((index, request))
+        assert any(len(requests) > 1 for requests in by_rollout.values())
+        for requests in by_rollout.values():
+            assert len({index for index, _ in requests}) == 1
+            assert all(request.extends for _, request in requests[1:])
+
+    run(scenario)
+
+
+def test_a_branch_goes_on_from_what_its_parent_holds_or_is_refused_and_counted():
+    async def scenario():
+        engine = FragileEngine(max_running=2)
+        pool = pool_of(engine)
+        parent, first, second = (RolloutKey(task_index=0, attempt=0, branch=number) for number in range(3))
+
+        def turn(key, ids):
+            return CompletionRequest(
+                id=f"{key.branch}/{len(ids)}", ids=ids, max_tokens=12, stop_ids=frozenset({9}), temperature=1.0, seed=5
+            )
+
+        async with pool.batch() as batch:
+            lease = (await batch.offer({parent: (1, 2, 3)}, max_tokens=MAX_TOKENS))[parent]
+            said = await lease.complete(turn(parent, (1, 2, 3)))
+            context = (1, 2, 3, *said.ids)
+            forked = lease.branch(first, max_tokens=20)
+            assert forked is not None
+            assert lease.branch(second, max_tokens=20) is None  # a third conversation, where two fit
+            other = await forked.complete(turn(first, context))
+            assert engine.requests[-1].extends == engine.requests[0].id
+            assert other.cached_tokens == len(context) - 1
+            forked.close()
+            lease.close()
+        ledger = pool.last_batch.ledger
+        assert (ledger.branched, ledger.branches_refused, ledger.offered, ledger.ended) == (1, 1, 1, 2)
+        assert engine.holds_nothing
+
+    run(scenario)
+
+
+def test_prompts_that_differ_within_a_group_are_each_counted_whole():
+    async def scenario():
+        pool = pool_of(FragileEngine(kv_tokens=160, max_running=8, block_tokens=16))
+        keys = [RolloutKey(task_index=0, attempt=attempt) for attempt in range(2)]
+        async with pool.batch() as batch:
+            await batch.offer({keys[0]: (1,) * 48, keys[1]: (2,) * 48}, max_tokens=32)
+        # 48 + 32 tokens are 5 blocks of 16, so two fill all 10; had they shared their prompt, 3 would be free.
+        assert pool.last_batch.as_metrics()["scheduler/queue_max"] == 0
+        assert pool.last_batch.engines[0].usage.kv_share.max == 1.0
+        async with pool.batch() as batch:
+            await batch.offer(dict.fromkeys(keys, (1,) * 48), max_tokens=32)
+        assert pool.last_batch.engines[0].usage.kv_share.max == 0.7
+
+    run(scenario)
+
+
+def test_a_cancelled_batch_leaves_nothing_reserved_and_nothing_running():
+    async def scenario():
+        engines, world = [FragileEngine(max_running=2), FragileEngine(max_running=3)], Conversations()
+        pool = pool_of(*engines)
+        playing = asyncio.ensure_future(play_all(pool, world=world))
+        await asyncio.sleep(2.5)
+        assert world.num_open
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        assert world.num_open == 0
+        assert all(engine.holds_nothing for engine in engines)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        ledger = pool.last_batch.ledger
+        assert ledger.offered == ledger.ended == 16
+        return tokens_of(await play_all(pool))
+
+    assert run(scenario) == undisturbed()
+
+
+def test_batches_come_one_at_a_time():
+    async def scenario():
+        pool = pool_of(FragileEngine())
+        first = asyncio.ensure_future(play_all(pool))
+        await asyncio.sleep(0.5)
+        with pytest.raises(StropError, match="one batch at a time"):
+            await play_all(pool)
+        await first
+
+    run(scenario)
