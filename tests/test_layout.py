@@ -92,7 +92,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2137,  # 1400
+    ".": 2136,  # 1400
     "algorithms": 1810,
     "analysis": 1025,  # 900
     "cli": 1281,  # 2000 with doctor and cs336
@@ -112,15 +112,15 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "stages": 5724,  # 3800
     "tasks": 2705,  # 2200
     "tools": 2112,  # 2000
-    "training": 4713,  # 4500
+    "training": 4708,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 353  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_861  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 61_508  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_859  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 61_502  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

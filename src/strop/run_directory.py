@@ -9,7 +9,6 @@ readers drop such a line. docs/run-directory.md describes each file for other pr
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -26,7 +25,6 @@ from strop.errors import RunError
 
 FORMAT_VERSION = 1
 
-_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EFBIG, errno.ENOTDIR, errno.EEXIST)
 _ASIDE = ".old.tmp"  # behind the name of a directory that is being replaced
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # how JSON escapes half of a character beyond the first 65,536; two make one
 _MAX_SHOWN = 200  # characters of a value in a message
@@ -38,7 +36,8 @@ def writing_to(path: Path) -> Iterator[None]:
     """Turn a full disk, or a place where nothing may be written, into one message that names the place and the remedy.
 
     Raises:
-        RunError: the disk is full, the place is read-only, or a file stands in its way; any other exception passes through.
+        RunError: the operating system refused, for example because the disk is full or a file is in the way. Any other
+            exception passes through.
     """
     try:
         yield
@@ -46,7 +45,7 @@ def writing_to(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         number = _os_error_behind(error)
-        if number not in _NO_PLACE:
+        if number is None:
             raise
         raise RunError(
             f"{path}: cannot be written: {os.strerror(number)}. What was written before is intact. Free space there (or choose"
