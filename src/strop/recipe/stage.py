@@ -15,7 +15,6 @@ from strop.recipe.graph import Input, Product
 from strop.registry import Component
 from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig
 from strop.rewards.scorers import EmbeddedScorerConfig
-from strop.rollout.branching import BranchingConfig
 from strop.rollout.environment import EnvironmentKind, RolloutLimits, Tools
 from strop.rollout.player import SamplingConfig
 from strop.tasks.config import (
@@ -186,11 +185,6 @@ class PlayedKeys(PosedKeys):
 
     reward: AnyRewardConfig = Field(default=RewardConfig(), description="How a trajectory is scored.")
     environment: EnvironmentKind = Field(default=Tools(), description="What answers the policy: tools, or a class of yours.")
-
-    @property
-    def forks(self) -> BranchingConfig | None:
-        """Where its rollouts fork; None where they do not."""
-        return None
 
     @property
     def played_split(self) -> Split:

@@ -212,4 +212,5 @@ def make_player(
 
 def branching_of(stage: PlayedKeys, chat: ChatFormat) -> Branching | None:
     """Where the stage's rollouts fork; None where they do not."""
-    return None if stage.forks is None else Branching(config=stage.forks, vocab_size=len(chat.tokenizer))
+    config = getattr(stage, "branching", None)
+    return None if config is None else Branching(config=config, vocab_size=len(chat.tokenizer))

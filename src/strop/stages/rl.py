@@ -118,7 +118,11 @@ class RLRun:
 
     async def play(self, step: int, stage: RL.Config, weights: str) -> PlayedStep:
         """The rollouts of a step, with further tasks in place of groups of which nothing is selected."""
-        return await self.rollouts.play(step, stage, weights, is_used=lambda group: bool(self.select(step, group).kept))
+
+        def is_used(group: Group) -> bool:
+            return bool(self.select(step, group).kept)
+
+        return await self.rollouts.play(step, stage, weights, refill_rounds=stage.method.refill_rounds, is_used=is_used)
 
     def select(self, step: int, group: Group) -> Selection:
         """The rollouts of a group that are learned from."""
@@ -269,14 +273,6 @@ class RL(RolloutStage):
         def num_updates(self) -> int:
             """Updates of the policy, if no step is empty."""
             return (self.steps - self.critic_only_steps) * self.updates_in_step
-
-        @property
-        def forks(self) -> BranchingConfig | None:
-            return self.branching
-
-        @property
-        def refills(self) -> int:
-            return self.method.refill_rounds
 
         @property
         def staleness(self) -> int:

@@ -105,22 +105,24 @@ class StepRollouts:
         stage: RolloutKeys,
         weights: str,
         *,
+        refill_rounds: int = 0,
         is_used: Callable[[Group], bool] = lambda group: True,
     ) -> PlayedStep:
         """The step's rollouts, sampled from the policy with checksum `weights`.
 
         Rollouts that an interrupted run finished with the same policy are not played again. Dynamic sampling (DAPO,
-        arXiv:2503.14476, section 3.2) plays further tasks in place of groups that are not used, in `stage.refills` rounds; the
-        report of the engines is of the first round.
+        arXiv:2503.14476, section 3.2) plays further tasks in place of groups that are not used; the report of the engines is
+        of the first round.
 
         Args:
             stage: as its schedule has it now.
+            refill_rounds: how often, at most, it plays further tasks.
             is_used: whether anything is learned from a group.
         """
         context, tasks, started = self._context, self.tasks_of(stage), time.perf_counter()
         await self._judge_by(stage.reward)
         first = (step - 1) * stage.tasks_per_step
-        refills = self._refills(step, stage.refills)
+        refills = self._refills(step, refill_rounds)
         indices = list(range(first, first + stage.tasks_per_step))
         groups: list[Group] = []
         reports: list[BatchReport] = []
@@ -147,7 +149,7 @@ class StepRollouts:
                 groups += [judge_group(self._reward, group) async for group in playing]
                 reports.append(self._pool.last_batch)
                 num_missing = stage.tasks_per_step - sum(map(is_used, groups))
-                indices = list(islice(refills, num_missing)) if len(reports) <= stage.refills else []
+                indices = list(islice(refills, num_missing)) if len(reports) <= refill_rounds else []
             groups.sort(key=lambda group: group.task_index)
             figures = reports[0].as_metrics() | ({} if player.branching is None else ledger.displaced_figures)
             played = PlayedStep(

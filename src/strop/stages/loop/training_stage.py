@@ -196,11 +196,6 @@ class RolloutKeys(TrainingKeys):
         return ""
 
     @property
-    def refills(self) -> int:
-        """How often, at most, a step plays further tasks in place of groups from which nothing is learnt."""
-        return 0
-
-    @property
     def staleness(self) -> int:
         """Publications that rollouts may be behind."""
         return 0
