@@ -105,7 +105,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "recipe": 994,
     "reports": 3320,  # 3500
     "rewards": 3075,  # 2600
-    "rollout": 4984,
+    "rollout": 4982,
     "runs": 648,
     "sandbox": 12028,  # 10500
     "simulation": 1012,  # 900
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 353  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_850  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 61_490  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_848  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 61_488  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

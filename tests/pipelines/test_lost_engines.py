@@ -73,9 +73,9 @@ def test_engines_that_die_in_every_stage_change_nothing_but_the_log(scripted_run
     lost = [(line["stage"], line["engine"]) for line in events(done.run, "engine_lost")]
     assert lost[:2] == [("before", "engine-0"), ("rl", "engine-0")]
     assert {line["reason"] for line in events(done.run, "engine_lost")} == {"process 4711 has ended: SIGKILL."}
-    assert "engine engine-0 is lost: process 4711 has ended: SIGKILL." in progress.warnings
+    assert "engine-0 is lost: process 4711 has ended: SIGKILL." in progress.warnings
     assert {(line["engine"], line["replaces"]) for line in events(done.run, "engine_joined")} == {("engine-0.2", "engine-0")}
-    assert "engine engine-0.2 replaces engine-0." in progress.warnings
+    assert "engine-0.2 replaces engine-0." in progress.warnings
     restarts = sum(line.get("scheduler/restarts", 0) for line in read_lines(done.run.metrics))
     assert restarts >= 1
     assert all(engine.is_closed for engine in done.engines)
@@ -155,7 +155,7 @@ def test_a_hanging_engine_is_noticed_by_the_deadline_of_the_recipe(scripted_run,
     done = run_recipe(tmp_path / "run", recipe, make_engine=Opening({2: 5}))
     [lost] = events(done.run, "engine_lost")
     assert lost["stage"] == "rl"
-    assert lost["reason"].startswith("it hangs: engine engine-0 did not complete request")
+    assert lost["reason"].startswith("it hangs: engine-0 did not complete request")
     assert_same_outcome(done.run, scripted_run.run)
     assert RolloutKey(task_index=0, attempt=0) in {
         scored.trajectory.key for scored in read_rollouts(done.run.stage("rl").rollouts(1))

@@ -72,7 +72,7 @@ def simulate(
         simulated = load_trace(Path(trace))
     measured = load_timing() if timing is None else load_timing(timing)
     machines = [
-        SimulatedMachine(spec=_memory(f"engine {index}", rows=rows, kv_tokens=kv_tokens), timing=measured)
+        SimulatedMachine(spec=_memory(f"engine-{index}", rows=rows, kv_tokens=kv_tokens), timing=measured)
         for index in range(engines)
     ]
     policies = ("static", "scheduler") if policy == "both" else (policy,)

@@ -138,7 +138,7 @@ def test_an_engine_that_hangs_gets_one_health_check_however_many_requests_wait()
         groups = await play_all(pool, watcher)
         [(_, name, reason)] = watcher.engine_events
         assert name == "engine-1"
-        assert "it hangs: engine engine-1 did not complete request" in reason
+        assert "it hangs: engine-1 did not complete request" in reason
         assert reason.endswith("and a health check of one token failed: no answer within another 30 s")
         assert len([request for request in bad.requests if "health check" in request.id]) == 1
         assert_exact(pool, groups, watcher)
@@ -212,7 +212,7 @@ def test_an_engine_that_breaks_in_a_way_that_nobody_foresaw_is_lost_and_named(er
         groups = await play_all(pool, watcher)
         [(_, name, reason)] = watcher.engine_events
         assert name == "engine-1"
-        assert reason == f"engine engine-1 failed: {type(error).__name__}: {error}"
+        assert reason == f"engine-1 failed: {type(error).__name__}: {error}"
         assert_exact(pool, groups, watcher)
         return tokens_of(groups)
 

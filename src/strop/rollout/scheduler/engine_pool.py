@@ -290,11 +290,9 @@ class PooledEngine:
             if self.loss:
                 raise EngineRemovedError(self.loss)
             if not asked.done():
-                raise DeadlineExceeded(
-                    f"engine {self.name} did not complete request {request.id} within {self._deadline_s:g} s."
-                )
+                raise DeadlineExceeded(f"{self.name} did not complete request {request.id} within {self._deadline_s:g} s.")
             if asked.cancelled():
-                raise EngineLost(f"engine {self.name} cancelled request {request.id}, which was not aborted.")
+                raise EngineLost(f"{self.name} cancelled request {request.id}, which was not aborted.")
             completion = asked.result()
             check_completion(request, completion, vocab_size=None, policy_version=version)
         except DeadlineExceeded as error:  # the engine's own, or ours
@@ -304,7 +302,7 @@ class PooledEngine:
         except StropError:
             raise
         except Exception as error:  # an engine that fails in any other way cannot be trusted either
-            raise EngineLost(f"engine {self.name} failed: {type(error).__name__}: {error}") from error
+            raise EngineLost(f"{self.name} failed: {type(error).__name__}: {error}") from error
         finally:
             asked.cancel()
         self._health.last_answer_s = asyncio.get_running_loop().time()

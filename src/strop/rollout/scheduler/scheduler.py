@@ -230,7 +230,7 @@ class Scheduler:
         spec, times = event.engine, self.config.oversubscription
         if times > 1 and spec.kv_blocks >= spec.max_conversations * spec.blocks_for(spec.longest):
             raise ConfigError(
-                f"scheduler.oversubscription is {times:g}, but has no effect on engine {spec.name}, whose memory holds all of"
+                f"scheduler.oversubscription is {times:g}, but has no effect on {spec.name}, whose memory holds all of"
                 f" its {spec.max_conversations} conversations at their longest, {spec.longest} tokens. Set it to 1, or give the"
                 " engine less memory (engine.kv_mib, for vllm) or more engine.slots."
             )

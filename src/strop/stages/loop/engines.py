@@ -62,15 +62,15 @@ class _EngineEvents(EngineObserver):
 
     def engine_joined(self, name: str, *, replaces: str) -> None:
         self._context.event("engine_joined", engine=name, replaces=replaces)
-        self._context.warn(f"engine {name} replaces {replaces}.")
+        self._context.warn(f"{name} replaces {replaces}.")
 
     def engine_lost(self, name: str, *, reason: str) -> None:
         self._context.event("engine_lost", engine=name, reason=reason)
-        self._context.warn(f"engine {name} is lost: {reason}")
+        self._context.warn(f"{name} is lost: {reason}")
 
     def engine_not_replaced(self, name: str, *, reason: str) -> None:
         self._context.event("engine_not_replaced", engine=name, reason=reason)
-        self._context.warn(f"engine {name} was not replaced: {reason}")
+        self._context.warn(f"{name} was not replaced: {reason}")
 
 
 def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[Tool]) -> None:
