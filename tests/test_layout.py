@@ -98,7 +98,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cli": 1281,  # 2000 with doctor and cs336
     "cs336": 764,
     "curation": 1669,  # 1600
-    "doctor": 1496,
+    "doctor": 1396,
     "engine": 7197,  # 6000
     "evaluation": 1687,  # 1400
     "pipeline": 1121,
@@ -118,9 +118,9 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 353  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_848  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 61_488  # goal: 52 000
+    assert len(FILES) <= 352  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 43_758  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 61_388  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

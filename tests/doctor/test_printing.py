@@ -17,8 +17,8 @@ def printed(diagnosis):
 
 def test_only_a_check_that_was_made_has_a_tick():
     findings = (
-        Finding.fine("loss mask", "trains on what was sampled"),
-        Finding.not_made("tool round trip", "the prompt tells of no tools"),
+        Finding(check="loss mask", detail="trains on what was sampled"),
+        Finding(check="tool round trip", detail="not made: the prompt tells of no tools", is_made=False),
         Finding(check="reward", detail="known answers are misjudged.", remedy="Mend it."),
     )
     told = printed(Diagnosis(subject="a recipe", findings=findings, not_made=("publication",), rollout=()))

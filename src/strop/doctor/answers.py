@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from strop.doctor.examination import Examination
-from strop.doctor.finding import Finding
-from strop.doctor.scripted import answered, trajectory_of
+from strop.doctor.finding import NotMade, Problem
+from strop.doctor.own_code import answered, trajectory_of
 from strop.errors import MachineError, UserError
 from strop.rewards.base import AnswerPart, NotJudged
 from strop.sandbox.numbers import plain_number
 from strop.types import StopReason, Task
-
-NAME = "reward"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,12 +38,12 @@ _UNEQUAL = tuple(_known("72", wrong, is_right=False) for wrong in ("73", "27", "
 _MATHEMATICS = (*_EQUAL, *_UNEQUAL, _known(r"\frac{1}{2}", r"\frac{2}{1}", is_right=False))
 
 
-async def check_answers(examination: Examination) -> Finding:
+async def check_answers(examination: Examination) -> str:
     """Judge known answers with each part that compares answers. Say which are misjudged, and what mistake that looks like."""
     reward, tasks = examination.parts.reward, examination.parts.tasks[:3]
     parts = {name: part for name in reward.verifying_parts if (part := reward.answer_part(name)) is not None}
     if not parts:
-        return Finding.not_made(NAME, "no part of the reward compares answers")
+        raise NotMade("no part of the reward compares answers")
     num, misjudged, misjudged_one_way = 0, [], []
     try:
         for part in parts.values():
@@ -55,33 +53,29 @@ async def check_answers(examination: Examination) -> Finding:
             misjudged += [each for each in known if await _is_misjudged(part, each)]
             misjudged_one_way += [each for each in one_way if await _is_misjudged(part, each)]
     except (MachineError, UserError) as error:
-        return Finding(
-            check=NAME,
-            detail=f"the judge was lost: {error}",
-            remedy="Mend what it says. Answers are compared by the code service, where programs run.",
-        )
+        raise Problem(
+            f"the judge was lost: {error}",
+            "Mend what it says. Answers are compared by the code service, where programs run.",
+        ) from error
     if misjudged:
         shown = "; ".join(f"{each.what} counts as {'wrong' if each.is_right else 'right'}" for each in misjudged[:4])
-        return Finding(
-            check=NAME,
-            detail=f"{len(misjudged)} of {num} known answers are misjudged: {shown}.",
-            remedy="Mend extraction or comparison of answers before training: the policy learns whatever the judge rewards.",
+        raise Problem(
+            f"{len(misjudged)} of {num} known answers are misjudged: {shown}.",
+            "Mend extraction or comparison of answers before training: the policy learns whatever the judge rewards.",
         )
     if misjudged_one_way:
         shown = ", ".join(each.what for each in misjudged_one_way)
-        return Finding(
-            check=NAME,
-            detail=f"symmetric pairs are judged well, but {shown} counts as wrong: gold and answer seem to be swapped.",
-            remedy="Call the verifier as verify(gold, answer), in this order: the comparison is not symmetric.",
+        raise Problem(
+            f"symmetric pairs are judged well, but {shown} counts as wrong: gold and answer seem to be swapped.",
+            "Call the verifier as verify(gold, answer), in this order: the comparison is not symmetric.",
         )
     weights = reward.weights
     if weights is not None and not any(weights.get(name, 0.0) > 0 for name in parts):
-        return Finding(
-            check=NAME,
-            detail=f"a right answer earns no more than a wrong one: the weight of {' and '.join(parts)} is 0.",
-            remedy=f"Give {next(iter(parts))} a positive weight.",
+        raise Problem(
+            f"a right answer earns no more than a wrong one: the weight of {' and '.join(parts)} is 0.",
+            f"Give {next(iter(parts))} a positive weight.",
         )
-    return Finding.fine(NAME, f"judges all {num} known answers as it should ({', '.join(parts)})")
+    return f"judges all {num} known answers as it should ({', '.join(parts)})"
 
 
 def _of_tasks(part: AnswerPart, tasks: Sequence[Task]) -> list[KnownAnswer]:

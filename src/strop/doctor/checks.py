@@ -8,36 +8,28 @@ import torch
 from torch import Tensor
 
 from strop.doctor.examination import CODE, PRINTED, Examination, batch_of, compare, origins, sample_rows
-from strop.doctor.finding import Finding, Origin
-from strop.errors import ConfigError, WeightsNotProven
+from strop.doctor.finding import NotMade, Origin, Problem
+from strop.errors import ModelError, WeightsNotProven
 from strop.recipe.stage import Machine
 from strop.sandbox.config import SandboxConfig
 from strop.stages.loop.engines import check_room
 from strop.training.sft import sft_token_loss, sft_token_statistics
 from strop.types import ToolOutcome
 
-TEMPLATE, MASK, TOOL, ARITHMETIC, PUBLICATION = (
-    "chat template",
-    "loss mask",
-    "tool round trip",
-    "batch arithmetic",
-    "publication",
-)
 _VERSION = 1
 _NUM_PROBES = 6
 _MORE = 3.0  # times the gap of before; larger weights round a little worse
 
 
-async def check_template(examination: Examination) -> Finding:
+async def check_template(examination: Examination) -> str:
     """Does the chat template only append? One that drops earlier thoughts shows another history than the one sampled from."""
     chat = examination.parts.chat
-    problem = chat.check_prefix_preserving()
-    if problem is not None:
-        return Finding.from_message(TEMPLATE, problem)
-    return Finding.fine(TEMPLATE, f"only appends to its history; a turn ends with {chat.decode([chat.end_of_turn_id])}")
+    if problem := chat.check_prefix_preserving():
+        raise ModelError(problem)
+    return f"only appends to its history; a turn ends with {chat.decode([chat.end_of_turn_id])}"
 
 
-async def check_mask(examination: Examination) -> Finding:
+async def check_mask(examination: Examination) -> str:
     """Is the loss on the tokens that the policy sampled, and on no other? Provenance is what the conversations recorded."""
     mask = examination.batch.loss_mask
     expected = torch.zeros_like(mask)
@@ -51,26 +43,22 @@ async def check_mask(examination: Examination) -> Finding:
             is_sampled = expected[index, position] = origin == Origin.SAMPLED
             if is_sampled != bool(mask[index, position]):
                 wrong[f"{origin} tokens {'left out' if is_sampled else 'trained on'}"] += 1
-    if not wrong:
-        num_sampled, num_rollouts = num_of[Origin.SAMPLED], len(examination.conversations)
-        others = ", ".join(f"{num_of[origin]} {origin}" for origin in Origin if origin is not Origin.SAMPLED)
-        return Finding.fine(MASK, f"trains on the {num_sampled} sampled tokens of {num_rollouts} rollouts, not on {others}")
     shown = ", ".join(f"{num} {what}" for what, num in wrong.most_common())
-    if shift := _shift(expected, mask):
+    if wrong and (shift := _shift(expected, mask)):
         side = "right" if shift > 0 else "left"
-        return Finding(
-            check=MASK,
-            detail=f"the packed mask lies {abs(shift)} to the {side} of the tokens that were sampled: {shown}.",
-            remedy=(
-                "Do not shift the mask in pack(): column t is about the token ids[:, t]; the step from a token to the logits"
-                " that predict it belongs only to token_logprobs."
-            ),
+        raise Problem(
+            f"the packed mask lies {abs(shift)} to the {side} of the tokens that were sampled: {shown}.",
+            "Do not shift the mask in pack(): column t is about the token ids[:, t]; the step from a token to the logits that"
+            " predict it belongs only to token_logprobs.",
         )
-    return Finding(
-        check=MASK,
-        detail=f"the packed mask is not the provenance of the tokens: {shown}.",
-        remedy="Let pack() take the mask from Trajectory.loss_mask, row by row and unchanged.",
-    )
+    if wrong:
+        raise Problem(
+            f"the packed mask is not the provenance of the tokens: {shown}.",
+            "Let pack() take the mask from Trajectory.loss_mask, row by row and unchanged.",
+        )
+    num_sampled, num_rollouts = num_of[Origin.SAMPLED], len(examination.conversations)
+    others = ", ".join(f"{num_of[origin]} {origin}" for origin in Origin if origin is not Origin.SAMPLED)
+    return f"trains on the {num_sampled} sampled tokens of {num_rollouts} rollouts, not on {others}"
 
 
 def _shift(expected: Tensor, mask: Tensor) -> int:
@@ -86,39 +74,34 @@ def _shift(expected: Tensor, mask: Tensor) -> int:
     return 0
 
 
-async def check_tool(examination: Examination) -> Finding:
+async def check_tool(examination: Examination) -> str:
     """Follow one call from the policy's text through parser, tool and sandbox, back into the ids that the policy reads."""
     conversation, sandbox = examination.conversations[0], examination.parts.recipe.sandbox
     if not conversation.call:
-        return Finding.not_made(TOOL, "the prompt lists no tools, or none of the recipe's runs Python")
+        raise NotMade("the prompt lists no tools, or none of the recipe's runs Python")
     turn = conversation.trajectory.turns[0]
     if conversation.tool_fault:
-        return Finding(
-            check=TOOL, detail=f"{CODE} could not be run: {conversation.tool_fault}", remedy=_remedy_for_sandbox(sandbox)
-        )
+        raise Problem(f"{CODE} could not be run: {conversation.tool_fault}", _remedy_for_sandbox(sandbox))
     if not turn.calls:
-        return Finding(
-            check=TOOL,
-            detail=f"the call {conversation.call!r} was not seen in the policy's text {turn.completion_text!r:.200}.",
-            remedy="Make the tokenizer keep the text of a call's tags: encoding and decoding it must give the same text.",
+        raise Problem(
+            f"the call {conversation.call!r} was not seen in the policy's text {turn.completion_text!r:.200}.",
+            "Make the tokenizer keep the text of a call's tags: encoding and decoding it must give the same text.",
         )
     call = turn.calls[0]
     if call.outcome is not ToolOutcome.STDOUT or call.text.strip() != PRINTED:
         command = f"strop sandbox run{f' --url {sandbox.url}' if sandbox.url else ''}"
-        return Finding(
-            check=TOOL,
-            detail=f"{CODE} came back as {call.outcome} {call.text!r:.200}, where {PRINTED} is printed.",
-            remedy=f"Run the same program with `{command}`; its result names what went wrong.",
+        raise Problem(
+            f"{CODE} came back as {call.outcome} {call.text!r:.200}, where {PRINTED} is printed.",
+            f"Run the same program with `{command}`; its result names what went wrong.",
         )
     read = examination.parts.chat.decode(turn.observation_ids)
     if PRINTED not in read:
-        return Finding(
-            check=TOOL,
-            detail=f"the tool said {PRINTED}, but the policy reads {read!r:.200}.",
-            remedy="Raise limits.max_response_tokens, or use a chat template that shows the words of the user role.",
+        raise Problem(
+            f"the tool said {PRINTED}, but the policy reads {read!r:.200}.",
+            "Raise limits.max_response_tokens, or use a chat template that shows the words of the user role.",
         )
     num_tokens = len(turn.observation_ids)
-    return Finding.fine(TOOL, f"{CODE} came back as {PRINTED} in {call.duration_s * 1000:.0f} ms, in {num_tokens} tokens")
+    return f"{CODE} came back as {PRINTED} in {call.duration_s * 1000:.0f} ms, in {num_tokens} tokens"
 
 
 def _remedy_for_sandbox(sandbox: SandboxConfig) -> str:
@@ -134,29 +117,25 @@ def _remedy_for_sandbox(sandbox: SandboxConfig) -> str:
     )
 
 
-async def check_arithmetic(examination: Examination) -> Finding:
+async def check_arithmetic(examination: Examination) -> str:
     """Do the prompts and the longest response of each stage fit in the engine and in the model?"""
     parts, recipe = examination.parts, examination.parts.recipe
-    try:
-        check_room(recipe, parts.origin, parts.chat, parts.tools)
-    except ConfigError as error:
-        return Finding.from_message(ARITHMETIC, str(error))
-    needed, known = parts.longest_prompt + parts.stage.sampling.max_tokens, parts.original.config.max_position_embeddings
-    if needed > known:
-        return Finding(
-            check=ARITHMETIC,
-            detail=f"a prompt of {parts.longest_prompt} tokens and sampling.max_tokens = {parts.stage.sampling.max_tokens} make"
-            f" {needed}, but the model knows {known} positions.",
-            remedy=f"Lower sampling.max_tokens to {max(1, known - parts.longest_prompt)}, or take a model of a longer context.",
+    check_room(recipe, parts.origin, parts.chat, parts.tools)
+    max_tokens, known = parts.stage.sampling.max_tokens, parts.original.config.max_position_embeddings
+    if parts.longest_prompt + max_tokens > known:
+        raise Problem(
+            f"a prompt of {parts.longest_prompt} tokens and sampling.max_tokens = {max_tokens} make"
+            f" {parts.longest_prompt + max_tokens}, but the model knows {known} positions.",
+            f"Lower sampling.max_tokens to {max(1, known - parts.longest_prompt)}, or take a model of a longer context.",
         )
     machine = Machine(is_plan=True)
     estimates = {name: stage.plan(name, recipe, machine) for name, stage in recipe.stages.items()}
     shown = [f"{name}: {estimate.arithmetic}" for name, estimate in estimates.items() if estimate.tokens]
-    fit = f"prompts of up to {parts.longest_prompt} tokens + {parts.stage.sampling.max_tokens} fit the engine's"
-    return Finding.fine(ARITHMETIC, "; ".join([*shown, f"{fit} {recipe.engine.max_length}"]))
+    fit = f"prompts of up to {parts.longest_prompt} tokens + {max_tokens} fit the engine's {recipe.engine.max_length}"
+    return "; ".join([*shown, fit])
 
 
-async def check_publication(examination: Examination) -> Finding:
+async def check_publication(examination: Examination) -> str:
     """Does the engine sample from the weights that the trainer published? Train once, publish, sample, compare log-probs.
 
     This check changes the weights, so it is the last.
@@ -165,50 +144,40 @@ async def check_publication(examination: Examination) -> Finding:
     rows = [conversation.row for conversation in examination.conversations]
     report = await parts.trainer.update(batch_of(rows, parts.temperature), sft_token_loss, sft_token_statistics)
     if report.is_skipped:
-        return Finding(
-            check=PUBLICATION,
-            detail=f"an update on sampled tokens was skipped: {report.skip_reason}.",
-            remedy='Use trainer.precision = "float32", and look for weights of the model that are not finite.',
+        raise Problem(
+            f"an update on sampled tokens was skipped: {report.skip_reason}.",
+            'Use trainer.precision = "float32", and look for weights of the model that are not finite.',
         )
     try:
         await parts.trainer.publish(parts.engine, version=_VERSION)
     except WeightsNotProven as error:
-        return Finding(
-            check=PUBLICATION,
-            detail=f"the engine could not prove the weights: {error}",
-            remedy="Make the engine copy each tensor that it is sent, under its own name, before it computes the checksum.",
-        )
+        raise Problem(
+            f"the engine could not prove the weights: {error}",
+            "Make the engine copy each tensor that it is sent, under its own name, before it computes the checksum.",
+        ) from error
     after = await compare(parts, await sample_rows(parts, "after", num=_NUM_PROBES))
     old = after.original(parts.temperature)
     moved = _gap(after.trainer, old)
     gap, gap_to_old = _gap(after.engine, after.trainer), _gap(after.engine, old)
     if moved <= tolerance:
-        return Finding(
-            check=PUBLICATION,
-            detail=f"one update moved the log-probs by only {moved:.2g} nats, so nothing can be said of publication.",
-            remedy="See that the trainer's weights require gradients and that its optimizer holds them.",
+        raise Problem(
+            f"one update moved the log-probs by only {moved:.2g} nats, so nothing can be said of publication.",
+            "See that the trainer's weights require gradients and that its optimizer holds them.",
         )
     if gap > max(tolerance, _MORE * _gap(before.engine, before.trainer)):
         whose = "those of before the update" if gap_to_old < gap else "neither the new ones nor those of before"
-        return Finding(
-            check=PUBLICATION,
-            detail=(
-                f"after publication the engine samples from other weights than the trainer's: {gap:.2g} nats from the new ones,"
-                f" {gap_to_old:.2g} from those of before. They are {whose}."
-            ),
-            remedy=(
-                "Make load_weights copy every tensor of the stream and drop the KV caches of older weights, then prove the"
-                " checksum of what it holds."
-            ),
+        raise Problem(
+            f"after publication the engine samples from other weights than the trainer's: {gap:.2g} nats from the new ones,"
+            f" {gap_to_old:.2g} from those of before. They are {whose}.",
+            "Make load_weights copy every tensor of the stream and drop the KV caches of older weights, then prove the checksum"
+            " of what it holds.",
         )
     if parts.engine.policy_version != _VERSION:
-        return Finding(
-            check=PUBLICATION,
-            detail=f"the engine holds the new weights, but calls them version {parts.engine.policy_version}, not {_VERSION}.",
-            remedy="Set policy_version to the version that load_weights was given.",
+        raise Problem(
+            f"the engine holds the new weights, but calls them version {parts.engine.policy_version}, not {_VERSION}.",
+            "Set policy_version to the version that load_weights was given.",
         )
-    words = f"one update moved the log-probs by {moved:.2g} nats; the engine followed to within {gap:.2g} of the trainer"
-    return Finding.fine(PUBLICATION, words)
+    return f"one update moved the log-probs by {moved:.2g} nats; the engine followed to within {gap:.2g} of the trainer"
 
 
 def _gap(left: Tensor, right: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,10 +18,9 @@ from strop.doctor.parts import ROOM, Parts
 from strop.engine.protocol import CompletionRequest
 from strop.errors import MachineError, UserError
 from strop.rollout.chat_template import message
-from strop.rollout.environment import ToolEnvironments
+from strop.rollout.environment import ToolEnvironments, ended
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import Calls
-from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.training.batch import TokenBatch
 from strop.types import (
     Completion,
@@ -30,7 +29,6 @@ from strop.types import (
     RolloutKey,
     ScoredTrajectory,
     StopReason,
-    ToolOutcome,
     Trajectory,
     Turn,
     derive_seed,
@@ -40,7 +38,6 @@ CODE, PRINTED = "print(6*7)", "42"
 _NUM_CONVERSATIONS = 2
 _NUM_PROBES = 16
 _PROBE_TOKENS = 24
-_TOOL_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +72,10 @@ class Evidence:
     logits: Tensor  # float32 (n, V): of the original weights, in a plain forward of `transformers`, before any temperature
     tokens: Tensor  # int64
     rounding_nats: float  # mean distance of that forward in bfloat16 from itself in float32; 0 where nobody rounds
+
+    @property
+    def said(self) -> dict[str, Tensor]:
+        return {"engine": self.engine, "trainer": self.trainer}
 
     def original(self, temperature: float) -> Tensor:
         """Log-probs of the tokens under the original weights."""
@@ -215,15 +216,12 @@ def _packed(parts: Parts, conversations: Sequence[Conversation]) -> TokenBatch:
 
 async def _converse(parts: Parts, index: int) -> Conversation:
     chat, task = parts.chat, parts.tasks[index]
-    prompt_file = load_prompt(parts.stage.prompt)
-    witness = _witness(parts.tools)
-    limits = parts.stage.limits.model_copy(
-        update={"max_turns": 2, "max_calls": None, "deadline_s": max(parts.stage.limits.deadline_s, 2 * _TOOL_DEADLINE_S)}
-    )
-    environments = ToolEnvironments(chat, prompt_file, [] if witness is None else [witness], limits)
-    call = ""
-    if witness is not None and prompt_file.calls is not Calls.NONE:
-        call = environments.format.write(witness.spec.name, {"code": CODE, "input": ""})
+    python = [tool for tool in parts.tools if {"code", "input"} <= tool.spec.parameters.get("properties", {}).keys()][:1]
+    limits = parts.stage.limits.model_copy(update={"max_turns": 2, "max_calls": None})
+    environments = ToolEnvironments(chat, load_prompt(parts.stage.prompt), python, limits)
+    call, fault = "", ""
+    if python and environments.prompt.calls is not Calls.NONE:
+        call = environments.format.write(python[0].spec.name, {"code": CODE, "input": ""})
     environment = environments(task, seed=index)
     try:
         prompt = (await environment.start()).ids
@@ -235,35 +233,31 @@ async def _converse(parts: Parts, index: int) -> Conversation:
         else:
             tail = await _sample(parts, prompt + forced, num=num, name=f"{name}-first", stop_ids=chat.stop_ids)
             called = _joined(tail, before=forced)
-        observation = await environment.step(called, num_tokens_left=ROOM)
+        try:
+            observation = await environment.step(called, num_tokens_left=ROOM)
+        except (MachineError, UserError) as error:  # the conversation continues for the other checks
+            fault, observation = str(error), ended(chat.decode(called.ids), (), StopReason.ANSWERED)
         context = prompt + called.ids + observation.ids
         answer = await _sample(parts, context, num=16 + 4 * index, name=f"{name}-second", stop_ids=chat.stop_ids)
     finally:
         await environment.close()
-    turns = (
-        Turn(
-            completion=called,
-            calls=observation.calls,
-            observation_ids=observation.ids,
-            completion_text=observation.completion_text,
-            observation_text=observation.text,
-        ),
-        Turn(
-            completion=answer,
-            calls=(),
-            observation_ids=(),
-            completion_text=chat.decode(answer.ids),
-            observation_text="",
-        ),
+    first = Turn(
+        completion=called,
+        calls=observation.calls,
+        observation_ids=observation.ids,
+        completion_text=observation.completion_text,
+        observation_text=observation.text,
     )
+    said = chat.decode(answer.ids)
+    second = Turn(completion=answer, calls=(), observation_ids=(), completion_text=said, observation_text="")
     trajectory = Trajectory(
         key=RolloutKey(task_index=index, attempt=0),
         task_id=task.id,
         prompt_ids=prompt,
-        turns=turns,
+        turns=(first, second),
         stop_reason=StopReason.ANSWERED,
     )
-    return Conversation(trajectory=trajectory, call=call, tool_fault="" if witness is None else witness.fault)
+    return Conversation(trajectory=trajectory, call=call, tool_fault=fault)
 
 
 def _joined(sampled: Completion, *, before: tuple[int, ...] = (), forced: tuple[int, ...] = ()) -> Completion:
@@ -293,31 +287,3 @@ async def _sample(
         return await parts.engine.complete(request)
     finally:
         await parts.engine.release(request.id)
-
-
-def _witness(tools: Sequence[Tool]) -> _Witness | None:
-    """Of the first tool that runs Python; None where there is none."""
-    python = (tool for tool in tools if {"code", "input"} <= tool.spec.parameters.get("properties", {}).keys())
-    return next((_Witness(tool) for tool in python), None)
-
-
-class _Witness(Tool):
-    """The tool, but one that breaks is written down and answers an error: the conversation goes on for the other checks."""
-
-    def __init__(self, tool: Tool) -> None:
-        self.fault = ""
-        self._tool = tool
-
-    @property
-    def spec(self) -> ToolSpec:
-        return self._tool.spec
-
-    async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
-        try:
-            async with asyncio.timeout(_TOOL_DEADLINE_S):
-                return await self._tool.call(arguments, seed=seed)
-        except (MachineError, UserError) as error:  # the latter: of a service that is not the one we were told
-            self.fault = str(error)
-        except TimeoutError:
-            self.fault = f"no answer within {_TOOL_DEADLINE_S:g} s"
-        return ToolResult(outcome=ToolOutcome.ERROR, text="The tool is broken.", duration_s=0.0)

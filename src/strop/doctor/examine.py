@@ -5,33 +5,36 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
-from strop.doctor import answers, checks, logprobs, own_code
+from strop.doctor import checks
+from strop.doctor.answers import check_answers
 from strop.doctor.examination import Examination, pieces, try_out
-from strop.doctor.finding import Diagnosis, Finding
+from strop.doctor.finding import Diagnosis, Finding, NotMade, Problem
+from strop.doctor.logprobs import check_logprobs
+from strop.doctor.own_code import NUM_TASKS
 from strop.doctor.parts import Parts, open_parts
 from strop.errors import ConfigError, TaskError, UserError
 from strop.pipeline.plan import plan
 from strop.recipe.load import load_recipe
 
-RECIPE = "recipe"
+Check = Callable[[Examination], Awaitable[str]]
+"""Returns what it measured, in words. Raises `Problem` or `NotMade`; a `UserError` is a problem, too."""
 
 
-async def _own_code(examination: Examination) -> Finding:
-    called = examination.parts.own_code
-    if not called:
-        return Finding.not_made(own_code.NAME, "the recipe names none")
-    return Finding.fine(own_code.NAME, f"called on {own_code.NUM_TASKS} tasks: {called}")
+async def _check_own_code(examination: Examination) -> str:
+    if not examination.parts.own_code:
+        raise NotMade("the recipe names none")
+    return f"called on {NUM_TASKS} tasks: {examination.parts.own_code}"
 
 
-CHECKS: Mapping[str, Callable[[Examination], Awaitable[Finding]]] = {
-    own_code.NAME: _own_code,
-    checks.TEMPLATE: checks.check_template,
-    checks.MASK: checks.check_mask,
-    logprobs.NAME: logprobs.check_logprobs,
-    checks.TOOL: checks.check_tool,
-    answers.NAME: answers.check_answers,
-    checks.ARITHMETIC: checks.check_arithmetic,
-    checks.PUBLICATION: checks.check_publication,  # last: it changes the weights
+CHECKS: Mapping[str, Check] = {
+    "your code": _check_own_code,
+    "chat template": checks.check_template,
+    "loss mask": checks.check_mask,
+    "log-probs": check_logprobs,
+    "tool round trip": checks.check_tool,
+    "reward": check_answers,
+    "batch arithmetic": checks.check_arithmetic,
+    "publication": checks.check_publication,  # last: it changes the weights
 }
 
 
@@ -55,10 +58,10 @@ async def examine_file(
         async with open_parts(recipe, model, progress) as parts:
             return await examine_parts(parts, progress)
     except UserError as error:
-        check = {ConfigError: RECIPE, TaskError: "tasks"}.get(type(error), "model")
+        check = {ConfigError: "recipe", TaskError: "tasks"}.get(type(error), "model")
         lines = [line.strip() for line in str(error).removeprefix(f"{path}:").strip().split("\n")]
         findings = tuple(Finding.from_message(check, line) for line in lines)
-        return Diagnosis(subject=str(path), findings=findings, not_made=tuple(CHECKS), rollout=())
+        return Diagnosis(subject=str(path), findings=findings, not_made=tuple(CHECKS))
 
 
 async def examine_parts(parts: Parts, progress: Callable[[str], None] = lambda _: None) -> Diagnosis:
@@ -68,10 +71,17 @@ async def examine_parts(parts: Parts, progress: Callable[[str], None] = lambda _
     findings = []
     for name, check in CHECKS.items():
         progress(f"checking: {name}")
-        findings.append(await check(examination))
-    return Diagnosis(
-        subject=f"{parts.recipe.name} on {parts.model}",
-        findings=tuple(findings),
-        not_made=(),
-        rollout=pieces(examination),
-    )
+        findings.append(await _finding(name, check, examination))
+    subject = f"{parts.recipe.name} on {parts.model}"
+    return Diagnosis(subject=subject, findings=tuple(findings), rollout=pieces(examination))
+
+
+async def _finding(name: str, check: Check, examination: Examination) -> Finding:
+    try:
+        return Finding(check=name, detail=await check(examination))
+    except NotMade as why:
+        return Finding(check=name, detail=f"not made: {why}", is_made=False)
+    except Problem as problem:
+        return Finding(check=name, detail=problem.detail, remedy=problem.remedy)
+    except UserError as error:
+        return Finding.from_message(name, str(error))

@@ -7,27 +7,30 @@ from enum import StrEnum
 from typing import Self
 
 
+class Problem(Exception):  # noqa: N818 - named for what was found
+    """A check found a problem; with its remedy."""
+
+    def __init__(self, detail: str, remedy: str) -> None:
+        super().__init__(detail)
+        self.detail, self.remedy = detail, remedy
+
+
+class NotMade(Exception):  # noqa: N818
+    """Recipe and model hold nothing that the check is about; with the reason."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What one check measured. With a remedy it is a problem; without one all is well, or there was nothing to measure."""
 
     check: str
     detail: str
-    remedy: str
+    remedy: str = ""
     is_made: bool = True
 
     @classmethod
-    def fine(cls, check: str, detail: str) -> Self:
-        return cls(check=check, detail=detail, remedy="")
-
-    @classmethod
-    def not_made(cls, check: str, why: str) -> Self:
-        """Nothing in recipe and model that the check is about."""
-        return cls(check=check, detail=f"not made: {why}", remedy="", is_made=False)
-
-    @classmethod
     def from_message(cls, check: str, message: str) -> Self:
-        """A problem told in an error's words, whose last sentence is the remedy."""
+        """Return the problem of an error, whose last sentence is the remedy."""
         problem, _, remedy = message.strip().rpartition(". ")
         if not problem:
             return cls(check=check, detail=message, remedy="Mend what the message names, then call the doctor again.")
@@ -62,8 +65,8 @@ class Diagnosis:
 
     subject: str  # recipe and model, in words
     findings: tuple[Finding, ...]
-    not_made: tuple[str, ...]
-    rollout: tuple[Piece, ...]  # empty when none could be played
+    not_made: tuple[str, ...] = ()
+    rollout: tuple[Piece, ...] = ()  # empty when none could be played
 
     @property
     def problems(self) -> tuple[Finding, ...]:

@@ -9,96 +9,82 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from strop.doctor.examination import Evidence, Examination, logprobs_at
-from strop.doctor.finding import Finding
+from strop.doctor.finding import Problem
 
-NAME = "log-probs"
 _CONVICTING_NATS = 12.0  # a fit to tokens that were drawn as they should be gains this much once in e^12 times
 _FITTED_TOKENS = 96  # of a large vocabulary, more would take long
-_NEWTON_STEPS = 12
 _RANGE = 8.0  # temperatures are looked for from 1/8 of the recipe's to 8 times it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suspect:
-    """Another distribution that the tokens may have been drawn from, and how much likelier that makes them."""
-
-    words: str
-    gain_nats: float
-
-
-async def check_logprobs(examination: Examination) -> Finding:
+async def check_logprobs(examination: Examination) -> str:
     """Measure both; when something is wrong, say who is wrong and how."""
-    evidence, parts = examination.evidence, examination.parts
-    temperature = parts.temperature
+    evidence, temperature = examination.evidence, examination.parts.temperature
     gap = (evidence.engine - evidence.trainer).abs()
-    truncation = max(_truncations(evidence, temperature), key=lambda suspect: suspect.gain_nats)
-    tempering = _tempering(evidence, temperature)
+    gain_nats, truncation = max(_truncations(evidence, temperature))
+    drawn_at = _best_temperature(lambda tried: -evidence.original(tried).double().sum().item(), temperature)
+    tempering_nats = (evidence.original(drawn_at) - evidence.original(temperature)).double().sum().item()
     is_gap = not gap.mean().item() <= examination.tolerance_nats
-    if truncation.gain_nats > max(_CONVICTING_NATS, tempering.gain_nats):
+    if gain_nats > max(_CONVICTING_NATS, tempering_nats):
         said = f" Reported log-probs are {gap.mean():.2g} nats from the trainer's." if is_gap else ""
-        return Finding(
-            check=NAME,
-            detail=f"sampling is truncated: all {len(gap)} tokens look drawn with {truncation.words}.{said}",
-            remedy="Switch top-p and top-k off in the engine: the policy gradient needs tokens of the whole distribution.",
+        raise Problem(
+            f"sampling is truncated: all {len(gap)} tokens look drawn with {truncation}.{said}",
+            "Switch top-p and top-k off in the engine: the policy gradient needs tokens of the whole distribution.",
         )
     if is_gap:
-        return _explain_gap(evidence, gap.mean().item(), temperature)
-    if tempering.gain_nats > _CONVICTING_NATS:
-        return Finding(
-            check=NAME,
-            detail=f"the engine reports log-probs of temperature {temperature:g}, but draws its tokens with {tempering.words}.",
-            remedy=f"Make the engine sample at sampling.temperature = {temperature:g}, not only report it.",
+        raise _explained_gap(evidence, gap.mean().item(), temperature)
+    if tempering_nats > _CONVICTING_NATS:
+        raise Problem(
+            f"the engine reports log-probs of temperature {temperature:g}, but draws its tokens with temperature"
+            f" {drawn_at:.2g}.",
+            f"Make the engine sample at sampling.temperature = {temperature:g}, not only report it.",
         )
-    return Finding.fine(
-        NAME,
+    return (
         f"engine and trainer differ by {gap.mean():.2g} nats on average, {gap.max():.2g} at most, over {len(gap)} tokens at"
-        f" temperature {temperature:g} (allowed: {examination.tolerance_nats:.2g}); nothing is truncated",
+        f" temperature {temperature:g} (allowed: {examination.tolerance_nats:.2g}); nothing is truncated"
     )
 
 
-def _explain_gap(evidence: Evidence, gap: float, temperature: float) -> Finding:
-    """Whoever is farther from the plain forward is suspected; a temperature that closes the distance convicts."""
+def _explained_gap(evidence: Evidence, gap: float, temperature: float) -> Problem:
+    """Suspect the one that is farther from the plain forward; a temperature that closes the distance convicts."""
     yardstick = evidence.original(temperature)
-    distances = {
-        "engine": (evidence.engine - yardstick).abs().mean().item(),
-        "trainer": (evidence.trainer - yardstick).abs().mean().item(),
-    }
-    suspect = "engine" if distances["engine"] >= distances["trainer"] else "trainer"
-    said = evidence.engine if suspect == "engine" else evidence.trainer
-    fitted, left = _fit(evidence, said, temperature)
-    measured = f"engine and trainer differ by {gap:.2g} nats on average"
-    distance = distances[suspect]
-    if left > min(distance / 2, max(distance / 10, 1.5 * evidence.rounding_nats)):  # rounding is left by any explanation
-        return Finding(
-            check=NAME,
-            detail=f"{measured}; the {suspect} is the one that differs from a plain forward, and no temperature explains it.",
-            remedy=(
-                f"Compare the {suspect}'s weights, dtype and rope settings with the model directory's config.json;"
-                ' engine.dtype = "float32" with trainer.precision = "float32" shows whether it is rounding.'
-            ),
+    distances = {each: (said - yardstick).abs().mean().item() for each, said in evidence.said.items()}
+    suspect = max(distances, key=lambda each: distances[each])
+    said, logits, tokens = (each[:_FITTED_TOKENS] for each in (evidence.said[suspect], evidence.logits, evidence.tokens))
+
+    def distance_at(tried: float) -> float:
+        return (said - logprobs_at(logits, tokens, tried)).abs().mean().item()
+
+    fitted = _best_temperature(distance_at, temperature)
+    measured, distance = f"engine and trainer differ by {gap:.2g} nats on average", distances[suspect]
+    # Rounding is left by any explanation.
+    if distance_at(fitted) > min(distance / 2, max(distance / 10, 1.5 * evidence.rounding_nats)):
+        return Problem(
+            f"{measured}; the {suspect} is the one that differs from a plain forward, and no temperature explains it.",
+            f"Compare the {suspect}'s weights, dtype and rope settings with the model directory's config.json;"
+            ' engine.dtype = "float32" with trainer.precision = "float32" shows whether it is rounding.',
         )
     if suspect == "engine":
-        return Finding(
-            check=NAME,
-            detail=f"{measured}: the engine's log-probs are those of temperature {fitted:.3g}, not of {temperature:g}.",
-            remedy=f"Make the engine divide its logits by the request's temperature, sampling.temperature = {temperature:g}.",
+        return Problem(
+            f"{measured}: the engine's log-probs are those of temperature {fitted:.3g}, not of {temperature:g}.",
+            f"Make the engine divide its logits by the request's temperature, sampling.temperature = {temperature:g}.",
         )
-    return Finding(
-        check=NAME,
-        detail=f"{measured}: the trainer scores at temperature {fitted:.3g}, but tokens are sampled at {temperature:g}.",
-        remedy=f"Score at the temperature of sampling: give pack() temperature = {temperature:g}, and divide the logits by it.",
+    return Problem(
+        f"{measured}: the trainer scores at temperature {fitted:.3g}, but tokens are sampled at {temperature:g}.",
+        f"Score at the temperature of sampling: give pack() temperature = {temperature:g}, and divide the logits by it.",
     )
 
 
-def _truncations(evidence: Evidence, temperature: float) -> list[Suspect]:
-    """Top-p and top-k, each as tight as the tokens allow: what it leaves out is missing from the tokens' total probability."""
+def _truncations(evidence: Evidence, temperature: float) -> list[tuple[float, str]]:
+    """Return by how many nats top-p and top-k, each as tight as the tokens allow, make the tokens likelier.
+
+    What a truncation leaves out is missing from the tokens' total probability.
+    """
     probabilities = (evidence.logits / temperature).softmax(-1)
     of_token = probabilities.gather(-1, evidence.tokens[:, None])
     rank = (probabilities > of_token).sum(-1)  # (n,) tokens that are likelier
@@ -108,42 +94,19 @@ def _truncations(evidence: Evidence, temperature: float) -> list[Suspect]:
     kept_by_mass = torch.where(above <= largest_mass, ordered, 0.0).sum(-1)
     kept_by_rank = ordered[:, : largest_rank + 1].sum(-1)
     return [
-        Suspect(words=f"top-p of about {largest_mass.item():.2f}", gain_nats=-kept_by_mass.log().sum().item()),
-        Suspect(words=f"top-k of about {largest_rank + 1}", gain_nats=-kept_by_rank.log().sum().item()),
+        (_nats(kept_by_mass), f"top-p of about {largest_mass.item():.2f}"),
+        (_nats(kept_by_rank), f"top-k of about {largest_rank + 1}"),
     ]
 
 
-def _tempering(evidence: Evidence, temperature: float) -> Suspect:
-    """The temperature under which the tokens are likeliest. Newton's method: the likelihood is concave in 1/temperature."""
-    of_tokens = evidence.logits.gather(-1, evidence.tokens[:, None]).squeeze(-1)
-    coldness = 1 / temperature
-    for _ in range(_NEWTON_STEPS):
-        probabilities = (evidence.logits * coldness).softmax(-1)
-        means = (probabilities * evidence.logits).sum(-1)
-        variances = (probabilities * evidence.logits.square()).sum(-1) - means.square()
-        step = ((of_tokens - means).sum() / variances.sum().clamp(min=1e-9)).item()
-        coldness = min(max(coldness + step, coldness / 2), coldness * 2)
-        if abs(step) < 1e-2 * coldness:
-            break
-    gain = (evidence.original(1 / coldness) - evidence.original(temperature)).double().sum().item()
-    return Suspect(words=f"temperature {1 / coldness:.2g}", gain_nats=gain)
+def _nats(kept: Tensor) -> float:
+    return -kept.log().sum().item()
 
 
-def _fit(evidence: Evidence, said: Tensor, temperature: float) -> tuple[float, float]:
-    """The temperature that explains the log-probs `said` best, and the mean distance that is left, in nats."""
-    logits, tokens, said = (each[:_FITTED_TOKENS] for each in (evidence.logits, evidence.tokens, said))
-
-    def distance(tried: float) -> float:
-        return (said - logprobs_at(logits, tokens, tried)).abs().mean().item()
-
-    fitted = _minimise(distance, temperature)
-    return fitted, distance(fitted)
-
-
-def _minimise(of: Callable[[float], float], centre: float) -> float:
-    """The temperature within a factor of `_RANGE` of `centre` where `of` is least: a bounded search after a coarse grid."""
+def _best_temperature(loss: Callable[[float], float], centre: float) -> float:
+    """Return where `loss` is least within a factor of `_RANGE` of `centre`: a bounded search after a coarse grid."""
     steps = 8
     grid = [centre * _RANGE ** (step / steps) for step in range(-steps, steps + 1)]
-    best = min(range(len(grid)), key=lambda index: of(grid[index]))
+    best = min(range(len(grid)), key=lambda index: loss(grid[index]))
     low, high = math.log(grid[max(0, best - 1)]), math.log(grid[min(len(grid) - 1, best + 1)])
-    return math.exp(minimize_scalar(lambda log: of(math.exp(log)), bounds=(low, high), method="bounded").x)
+    return math.exp(minimize_scalar(lambda log: loss(math.exp(log)), bounds=(low, high), method="bounded").x)
