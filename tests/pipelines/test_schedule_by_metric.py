@@ -16,7 +16,7 @@ from strop.reports.terminal import print_plan
 from strop.run_directory import read_lines
 from strop.stages.context import StageMetrics
 from strop.stages.loop import checkpoints
-from strop.stages.loop.rollouts import StepRollouts
+from strop.stages.loop.validation import Validator
 
 VALIDATION = {"every_steps": 2, "num_tasks": 2, "k": 1}
 LONGER = {"when": {"truncated_above": 0.1, "from_step": 2}, "sampling": {"max_tokens": 90}}
@@ -193,10 +193,10 @@ def test_what_a_stage_ends_with_switches_nothing(tmp_path):
 
 
 def test_what_comes_due_is_done_where_the_validation_of_a_last_step_finds_a_gain_and_the_stage_goes_on(tmp_path, monkeypatch):
-    async def validate(rollouts, trainer, step, stage, weights, *, last):
+    async def validate(validator, trainer, step, stage, *, weights, last):
         return {"validation/accuracy": 0.5 if step < 5 else 0.6} if stage.validation.is_due(step, last=last) else {}
 
-    monkeypatch.setattr(StepRollouts, "validate", validate)
+    monkeypatch.setattr(Validator, "validate", validate)
     entry = {"every_steps": 5, "refresh_reference": True}
     done = run_recipe(
         tmp_path / "run",

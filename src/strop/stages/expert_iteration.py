@@ -19,7 +19,7 @@ from strop.reports.scales import counted
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import as_demonstration
 from strop.stages.loop.preflight import TRAIN_SHARE
-from strop.stages.loop.rollouts import StepRollouts, open_rollouts, selection_metrics, write_selection
+from strop.stages.loop.rollouts import StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage
 from strop.stages.loop.updates import StepUpdates, UnusedRewards, update_or_keep, why_nothing_learned, why_some_are_void
@@ -148,7 +148,7 @@ class ExpertIteration(RolloutStage):
         async with AsyncExitStack() as opened:
             trainer = Trainer.from_directory(init, stage.trainer)
             opened.push_async_callback(trainer.close)
-            rollouts = await opened.enter_async_context(open_rollouts(context, stage, init))
+            rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
             run = ExpertIterationRun(context, stage, trainer, rollouts)
             taken = await take_steps(context, stage, trainer, rollouts, run.step)
             product = await write_product(context, trainer, stage)

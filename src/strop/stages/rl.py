@@ -22,7 +22,7 @@ from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
 from strop.stages.loop.async_rollouts import AsyncRollouts, staleness_metrics
 from strop.stages.loop.preflight import TRAIN_SHARE, weights_mib
-from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_rollouts, selection_metrics, write_selection
+from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage, check_schedule
 from strop.stages.loop.updates import (
@@ -339,7 +339,7 @@ class RL(RolloutStage):
                 total_critic_updates=stage.steps * stage.updates_in_step,
             )
             opened.push_async_callback(trainer.close)
-            rollouts = await opened.enter_async_context(open_rollouts(context, stage, init))
+            rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
             rl = RLRun(context, stage, trainer, rollouts)
             if rl.ahead is not None:
                 opened.push_async_callback(rl.ahead.close)

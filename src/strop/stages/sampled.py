@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -13,14 +12,10 @@ from pydantic import Field, model_validator
 from strop.errors import MachineError, TaskError, UserError
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage
 from strop.reports.scales import counted
-from strop.rewards import judge_group, make_reward
-from strop.rollout.player import collect
-from strop.run_directory import read_lines
 from strop.runs.lineage import weights_digest
-from strop.stages.context import StageContext, load_chat, make_player, product_of
+from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play
-from strop.stages.loop.engines import check_engines, open_engine_pool
-from strop.stages.loop.ledger import StepLedger, write_timeline
+from strop.stages.loop.ledger import void_reasons, write_timeline
 from strop.stages.loop.preflight import (
     DECODE_SHARE,
     base_mib,
@@ -32,6 +27,7 @@ from strop.stages.loop.preflight import (
     played_in_words,
     task_files,
 )
+from strop.stages.loop.rollouts import open_player
 from strop.tasks import TaskSource
 from strop.tasks.config import ArithmeticConfig, CountdownConfig, LookupConfig
 from strop.tools.protocol import Tool
@@ -126,9 +122,7 @@ async def play_sampled(context: StageContext, stage: SampledKeys) -> AsyncIterat
     """As `play_tasks`, the tasks of a stage that makes rows."""
     model = product_of(context.run, stage.init)
     source, seed = tasks_to_play(context, stage), context.seed("rollouts")
-    async for group in play_tasks(
-        context, stage, model, source, weights=weights_digest(model), seed=seed, tools=context.tools()
-    ):
+    async for group in play_tasks(context, stage, model, source, weights=weights_digest(model), seed=seed):
         yield group
 
 
@@ -140,7 +134,7 @@ async def play_tasks(
     *,
     weights: str,
     seed: int,
-    tools: Sequence[Tool],
+    tools: Sequence[Tool] | None = None,
     tasks_at_once: int | None = None,
 ) -> AsyncIterator[Group]:
     """Yield a group of `k` rollouts for each of the stage's tasks, in their order.
@@ -157,52 +151,38 @@ async def play_tasks(
     num = stage.num_tasks if source.num_tasks is None else min(stage.num_tasks or source.num_tasks, source.num_tasks)
     if num is None:
         raise TaskError(f"stages.{context.name}: its tasks have no end. Set num_tasks.")
-    chat = load_chat(model)
     context.started(num, 0)
-    fleet = await open_engine_pool(context, model, chat)
-    reward = make_reward(stage.reward, context.runner)
     size = tasks_at_once or _TASKS_AT_ONCE
     num_closed = num_void = num_valid = 0
-    ledgers: list[Path] = []
-    try:
-        check_engines(context.recipe, context.name, stage, chat, context.tools(), fleet, source=source)
+    parts: list[Path] = []
+    async with open_player(context, stage, model) as player:
+        player.check(stage, source)
         for number, start in enumerate(range(0, num, size)):
-            path = context.directory.rollouts(number)  # one for each part, because a ledger is read whole on resume
-            ledgers.append(path.with_suffix(".ledger.jsonl"))
-            with closing(StepLedger(path, weights=weights, policy_version=fleet.policy_version)) as ledger:
-                playing = collect(
-                    [(index, source.task(index)) for index in range(start, min(start + size, num))],
-                    make_player(stage, engine=fleet, chat=chat, tools=tools, reward=reward, observe=ledger),
-                    num_rollouts=stage.k,
-                    seed=seed,
-                    observer=ledger,
-                    finished=ledger.finished_before,
-                )
+            parts.append(context.directory.rollouts(number))  # one for each part, because a ledger is read whole on resume
+            with player.ledger(parts[-1], weights) as ledger:
+                tasks = [(index, source.task(index)) for index in range(start, min(start + size, num))]
                 waiting: dict[int, Group] = {}  # closed before one that comes before it
                 next_index = start
-                async for group in playing:
-                    judged = waiting[group.task_index] = judge_group(reward, group)
-                    num_closed, num_void = num_closed + 1, num_void + judged.num_void
-                    num_valid += len(judged.trajectories)
+                async for group in player.play(stage, tasks, ledger, num_rollouts=stage.k, seed=seed, tools=tools):
+                    waiting[group.task_index] = group
+                    num_closed, num_void = num_closed + 1, num_void + group.num_void
+                    num_valid += len(group.trajectories)
                     while next_index in waiting:
                         yield waiting.pop(next_index)
                         next_index += 1
                     context.progress.step({}, num_closed)
-            write_timeline(context, number, fleet.last_batch)
-        if num_void:
-            _report_void(context, ledgers, num_void, is_all=not num_valid, num_tasks=num)
-    finally:
-        await fleet.close()
-        await reward.close()
+            write_timeline(context, number, player.pool.last_batch)
+    if num_void:
+        _report_void(context, parts, num_void, is_all=not num_valid, num_tasks=num)
 
 
-def _report_void(context: StageContext, ledgers: Sequence[Path], num_void: int, *, is_all: bool, num_tasks: int) -> None:
+def _report_void(context: StageContext, parts: Sequence[Path], num_void: int, *, is_all: bool, num_tasks: int) -> None:
     """Warn of rollouts that could not be judged. Raises `MachineError` if no other was played."""
-    reasons = Counter(str(line["reason"]) for path in ledgers for line in read_lines(path) if line["event"] == "voided")
+    reasons = Counter(reason for rollouts in parts for reason in void_reasons(rollouts))
     why = reasons.most_common(1)[0][0].rstrip(".") if reasons else "the reward could not judge them"
     if is_all:
         raise MachineError(
             f"stages.{context.name}: every rollout of {num_tasks} tasks is void. The most frequent reason: {why}. All reasons"
-            f" are in {ledgers[0].parent}."
+            f" are in {parts[0].parent}."
         )
     context.warn(f"{num_void} rollouts are void and are not counted. The most frequent reason: {why}.")

@@ -31,10 +31,11 @@ from strop.stages.loop.preflight import (
     task_files,
     weights_mib,
 )
+from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule
 from strop.stages.loop.updates import cost_metrics, update_or_keep
-from strop.stages.loop.validation import FineTuningValidator, open_fine_tuning_validator, write_product
+from strop.stages.loop.validation import Validator, write_product
 from strop.stages.sampled import SampledStage
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.protocol import Split
@@ -153,8 +154,10 @@ class SFT(TrainingStage):
             async with AsyncExitStack() as opened:
                 trainer = Trainer.from_directory(init, config.trainer, total_updates=config.steps)
                 opened.push_async_callback(trainer.close)
-                validating = open_fine_tuning_validator(context, config, init, steps=config.steps)
-                validator = await opened.enter_async_context(validating)
+                validator = None
+                if config.validation is not None:
+                    player = await opened.enter_async_context(open_player(context, config, init))
+                    validator = Validator(player, config, config.validation)
                 loss = await _imitate(context, config, trainer, on_disk, validator)
                 product = await write_product(context, trainer, config)
         summary = f"{counted(config.steps, 'update')} on {source}, last loss {loss:.3f}"
@@ -189,7 +192,7 @@ async def _imitate(
     stage: SFT.Config,
     trainer: Trainer,
     demonstrations: IndexedRows[Demonstration],
-    validator: FineTuningValidator | None,
+    validator: Validator | None,
 ) -> float:
     """Take every step after the last checkpoint, and return the last loss. Raises as `take_updates`."""
     loss, has_warned = 0.0, False
@@ -201,7 +204,7 @@ async def _imitate(
         batch = pack_demonstrations(rows)
         report = await update_or_keep(context, trainer, batch, sft_token_loss, sft_token_statistics, step=step)
         elapsed = time.perf_counter() - started
-        figures = {} if validator is None else await validator.validate(trainer, step)
+        figures = {} if validator is None else await validator.validate(trainer, step, stage, last=stage.steps)
         figures |= {"update/skipped": float(report.is_skipped), "time/step_s": elapsed}
         if report.is_skipped:
             return figures

@@ -98,13 +98,9 @@ def check_engines(
     chat: ChatFormat,
     tools: Sequence[Tool],
     pool: EnginePool,
-    *,
-    source: TaskSource | None = None,
+    source: TaskSource,
 ) -> None:
-    """Check a stage against the memory of the engines that were opened for it.
-
-    Args:
-        source: the tasks that it plays. Default: those of `stage.tasks`.
+    """Check a stage, which plays the tasks of `source`, against the memory of the engines that were opened for it.
 
     Raises:
         ConfigError: no engine can hold a rollout of its first tasks, or of any of an evaluation.

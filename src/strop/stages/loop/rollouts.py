@@ -1,10 +1,10 @@
-"""The rollouts of each step of a stage, and the record of what was selected from them."""
+"""Plays the tasks of a stage on its engines, step by step, and records what was selected from them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from strop.algorithms.method import Selection
 from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
+from strop.recipe.stage import PlayedKeys
 from strop.rewards import AnyRewardConfig, judge_group, make_reward
 from strop.rollout.branching import branch_metrics, entropy_warning
 from strop.rollout.chat_template import ChatFormat
@@ -28,11 +29,92 @@ from strop.stages.data import tasks_to_play
 from strop.stages.loop.engines import check_engines, open_engine_pool
 from strop.stages.loop.ledger import StepLedger, write_timeline
 from strop.stages.loop.training_stage import RolloutKeys
-from strop.stages.loop.validation import Validator
 from strop.tasks.config import TaskConfig
 from strop.tasks.protocol import TaskSource
+from strop.tools.protocol import Tool
 from strop.training.trainer import Trainer
-from strop.types import Group
+from strop.types import Group, Task
+
+
+class GroupPlayer:
+    """Plays tasks of one stage on its engines and judges their rollouts. Opened by `open_player`."""
+
+    def __init__(self, context: StageContext, stage: PlayedKeys, pool: EnginePool, chat: ChatFormat) -> None:
+        self.context, self.pool, self.chat = context, pool, chat
+        self._prompt = load_prompt(stage.prompt)
+        self._judged_by, self._reward = stage.reward, make_reward(stage.reward, context.runner)
+
+    def check(self, stage: PlayedKeys, tasks: TaskSource) -> None:
+        """Raises `ConfigError` if no engine can hold a rollout of the first tasks, or of any of an evaluation."""
+        check_engines(self.context.recipe, self.context.name, stage, self.chat, self.context.tools(), self.pool, tasks)
+
+    async def judge_by(self, config: AnyRewardConfig) -> None:
+        """Judge from now on as `config` says, which a schedule may have changed."""
+        if config != self._judged_by:
+            await self._reward.close()
+            self._judged_by, self._reward = config, make_reward(config, self.context.runner)
+
+    def judge(self, group: Group) -> Group:
+        """Compare the rollouts of a group, each of which is scored."""
+        return judge_group(self._reward, group)
+
+    def ledger(self, path: Path, weights: str) -> closing[StepLedger]:
+        """The ledger of rollouts in the file `path`, sampled from the policy with checksum `weights`."""
+        return closing(StepLedger(path, weights=weights, policy_version=self.pool.policy_version))
+
+    async def play(
+        self,
+        stage: PlayedKeys,
+        tasks: Sequence[tuple[int, Task]],
+        ledger: StepLedger,
+        *,
+        num_rollouts: int,
+        seed: int,
+        tools: Sequence[Tool] | None = None,
+    ) -> AsyncIterator[Group]:
+        """Yield the judged group of each task, in the order in which they end.
+
+        Rollouts that the ledger has are not played again.
+
+        Args:
+            stage: as its schedule has it now.
+            tools: instead of the recipe's.
+        """
+        player = make_player(
+            stage,
+            engine=self.pool,
+            chat=self.chat,
+            tools=self.context.tools() if tools is None else tools,
+            reward=self._reward,
+            observe=ledger,
+            prompt=self._prompt,
+        )
+        finished = ledger.finished_before
+        async for group in collect(tasks, player, num_rollouts=num_rollouts, seed=seed, observer=ledger, finished=finished):
+            yield self.judge(group)
+
+    async def publish(self, trainer: Trainer, *, version: int) -> str:
+        """Give the trainer's weights to every engine; returns their checksum."""
+        return await self.pool.publish(partial(trainer.publish, version=version), version=version)
+
+    async def close(self) -> None:
+        await self._reward.close()
+
+
+@asynccontextmanager
+async def open_player(context: StageContext, stage: PlayedKeys, model: Path) -> AsyncIterator[GroupPlayer]:
+    """Engines with the weights of the directory `model` and a judge, closed on the way out.
+
+    Raises:
+        UserError: an engine cannot be opened as the recipe says.
+    """
+    chat = load_chat(model)
+    async with AsyncExitStack() as opened:
+        pool = await open_engine_pool(context, model, chat)
+        opened.push_async_callback(pool.close)
+        player = GroupPlayer(context, stage, pool, chat)
+        opened.push_async_callback(player.close)
+        yield player
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,51 +135,31 @@ class PlayedStep:
 class StepRollouts:
     """Plays the steps of one stage: step k has the k-th `tasks_per_step` tasks of its stream."""
 
-    def __init__(self, context: StageContext, stage: RolloutKeys, pool: EnginePool, chat: ChatFormat) -> None:
-        self._context, self._stage, self._pool, self._chat = context, stage, pool, chat
-        self._prompt = load_prompt(stage.prompt)
+    def __init__(self, player: GroupPlayer, stage: RolloutKeys) -> None:
+        """Raises `UserError` if there are no tasks, or no engine can hold a rollout of them."""
+        self.player, self._context, self._stage = player, player.context, stage
         self._sources: list[tuple[TaskConfig, TaskSource]] = []
         for each in stage.with_each_tasks():
-            source = tasks_to_play(context, each)
-            check_engines(context.recipe, context.name, each, chat, context.tools(), pool, source=source)
+            source = tasks_to_play(player.context, each)
+            player.check(each, source)
             self._sources.append((each.tasks, source))
-        self._judged_by, self._verdict = stage.reward, verdict_of(stage.reward)
-        self._reward = make_reward(stage.reward, context.runner)
-        self._validator = None if stage.validation is None else Validator(context, stage, init=stage.init, pool=pool, chat=chat)
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """The ids that end a turn; banned before `sampling.min_tokens`."""
-        return self._chat.stop_ids
+        return self.player.chat.stop_ids
 
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
         if self._stage.staleness:
             from strop.stages.loop.async_rollouts import CachedPublication
 
-            return await self._pool.publish(CachedPublication(trainer, version=version), version=version)
-        return await self._pool.publish(partial(trainer.publish, version=version), version=version)
-
-    async def validate(self, trainer: Trainer, step: int, stage: RolloutKeys, weights: str, *, last: int) -> dict[str, float]:
-        """As `Validator.validate`, of the policy that was published last; {} where the stage has no validation."""
-        if self._validator is None:
-            return {}
-        await self._judge_by(stage.reward)  # a step that was played ahead may be judged otherwise
-        return await self._validator.validate(trainer, step, stage, self._reward, weights=weights, last=last)
+            return await self.player.pool.publish(CachedPublication(trainer, version=version), version=version)
+        return await self.player.publish(trainer, version=version)
 
     def tasks_of(self, stage: RolloutKeys) -> TaskSource:
         """The tasks of `stage`, as its schedule has it now."""
         return next(source for tasks, source in self._sources if tasks == stage.tasks)
-
-    async def _judge_by(self, config: AnyRewardConfig) -> None:
-        """Judge from now on as `config` says, which a schedule may have changed."""
-        if config != self._judged_by:
-            await self._reward.close()
-            self._judged_by, self._verdict = config, verdict_of(config)
-            self._reward = make_reward(config, self._context.runner)
-
-    async def close(self) -> None:
-        await self._reward.close()
 
     async def play(
         self,
@@ -120,41 +182,32 @@ class StepRollouts:
             is_used: whether anything is learned from a group.
         """
         context, tasks, started = self._context, self.tasks_of(stage), time.perf_counter()
-        await self._judge_by(stage.reward)
+        await self.player.judge_by(stage.reward)
         first = (step - 1) * stage.tasks_per_step
         refills = self._refills(step, refill_rounds)
         indices = list(range(first, first + stage.tasks_per_step))
         groups: list[Group] = []
         reports: list[BatchReport] = []
-        path = context.directory.rollouts(step)
-        with closing(StepLedger(path, weights=weights, policy_version=self._pool.policy_version)) as ledger:
-            player = make_player(
-                stage,
-                engine=self._pool,
-                chat=self._chat,
-                tools=context.tools(),
-                reward=self._reward,
-                observe=ledger,
-                prompt=self._prompt,
-            )
+        with self.player.ledger(context.directory.rollouts(step), weights) as ledger:
             while indices:
-                playing = collect(
+                playing = self.player.play(
+                    stage,
                     [(index, tasks.task(index)) for index in indices],
-                    player,
+                    ledger,
                     num_rollouts=stage.rollouts_per_task,
                     seed=context.seed("rollouts", step),
-                    observer=ledger,
-                    finished=ledger.finished_before,
                 )
-                groups += [judge_group(self._reward, group) async for group in playing]
-                reports.append(self._pool.last_batch)
+                groups += [group async for group in playing]
+                reports.append(self.player.pool.last_batch)
                 num_missing = stage.tasks_per_step - sum(map(is_used, groups))
                 indices = list(islice(refills, num_missing)) if len(reports) <= refill_rounds else []
             groups.sort(key=lambda group: group.task_index)
-            figures = reports[0].as_metrics() | ({} if player.branching is None else ledger.displaced_figures)
+            figures = dict(reports[0].as_metrics())
+            if branching_of(stage, self.player.chat) is not None:
+                figures |= ledger.displaced_figures
             played = PlayedStep(
                 groups=groups,
-                verdict=self._verdict,
+                verdict=verdict_of(stage.reward),
                 figures=figures,
                 time_s=time.perf_counter() - started,
                 num_tokens=num_sampled_tokens(groups, but=ledger.finished_before),
@@ -166,8 +219,8 @@ class StepRollouts:
 
     async def judge_again(self, stage: RolloutKeys, groups: Sequence[Group]) -> list[Group]:
         """Judge groups of a step that was played and recorded before. `stage` is as its schedule has it for that step."""
-        await self._judge_by(stage.reward)
-        return [judge_group(self._reward, group) for group in groups]
+        await self.player.judge_by(stage.reward)
+        return [self.player.judge(group) for group in groups]
 
     def _refills(self, step: int, rounds: int) -> Iterator[int]:
         """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step alone."""
@@ -177,32 +230,13 @@ class StepRollouts:
 
     def branch_metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """What the trees of a step amount to, with a warning where entropy had no say in them; empty without branching."""
-        branching = branching_of(self._stage, self._chat)
+        branching = branching_of(self._stage, self.player.chat)
         if branching is None:
             return {}
         metrics = branch_metrics(groups, branching, seed=self._context.seed("rollouts", step))
         if problem := entropy_warning(metrics, branching):
             self._context.warn(f"step {step}: {problem}")
         return metrics
-
-
-@asynccontextmanager
-async def open_rollouts(context: StageContext, stage: RolloutKeys, model: Path) -> AsyncIterator[StepRollouts]:
-    """Engines with the weights of the directory `model` and a judge, closed on the way out.
-
-    Raises:
-        UserError: an engine cannot be opened as the recipe says, or could never hold a rollout of the stage.
-    """
-    chat = load_chat(model)
-    pool = await open_engine_pool(context, model, chat)
-    try:
-        rollouts = StepRollouts(context, stage, pool, chat)
-        try:
-            yield rollouts
-        finally:
-            await rollouts.close()
-    finally:
-        await pool.close()
 
 
 def selection_metrics(selections: Sequence[Selection]) -> dict[str, float]:

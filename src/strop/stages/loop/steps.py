@@ -15,6 +15,7 @@ from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.rollouts import StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.stages.loop.updates import StepUpdates
+from strop.stages.loop.validation import Validator
 from strop.training.trainer import Trainer
 from strop.training.weights import Checkpointed
 
@@ -147,6 +148,7 @@ async def take_steps(
         CannotLearnError: `give_up_after` steps in a row could not learn, or too many updates in a row were skipped. The state
             is saved: of this step if it made any update, else of the one before.
     """
+    validator = None if stage.validation is None else Validator(rollouts.player, stage, stage.validation)
     async with checkpoints.open_writer(context, trainer, stage) as writer:
         done = await checkpoints.resume(context, trainer)
         context.started(stage.steps, done)
@@ -173,7 +175,9 @@ async def take_steps(
                 over = why_over(stage.end_when, [*log.steps, {"step": step, **result.metrics}])
             last = step if clock.is_spent or over else stage.steps
             gave_up = result.updates.gave_up
-            validation = {} if gave_up else await rollouts.validate(trainer, step, now, weights, last=last)
+            validation: Mapping[str, float] = {}
+            if validator is not None and not gave_up:
+                validation = await validator.validate(trainer, step, now, weights=weights, last=last)
             clock.validated(validation)
             num_stuck = num_stuck + 1 if result.problems else 0
             # Before the checkpoint that makes it count.
