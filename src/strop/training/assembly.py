@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 import transformers
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from strop.engine.torch.cpu.resources import keep_freed_memory
 from strop.errors import ModelError
@@ -22,7 +21,6 @@ from strop.training.logprobs import LogprobModule
 from strop.training.lora import Adapter
 from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
 from strop.training.roles import AdapterReference, Critic, FrozenReference, Reference, ValueModule
-from strop.training.sharded import ShardedWeights, divide
 from strop.training.weights import MasterWeights, Weights, round_weights
 
 
@@ -70,7 +68,9 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
         if world.size == 1:
             scorer.to(device)
         else:
-            divide(scorer, device, world.size, MixedPrecisionPolicy(), keeps_ends=False)
+            from strop.training.sharded import divide
+
+            divide(scorer, device, world.size)
         measured = FrozenReference(scorer, weights, reference)
     return Learner(
         policy,
@@ -91,6 +91,8 @@ def _weights_of(
     dtype, device = getattr(torch, config.precision), torch.device(config.device)
     if world.size == 1:
         return MasterWeights(model, dtype, rounds_layers=rounds_layers)
+    from strop.training.sharded import ShardedWeights  # FSDP takes a second to import
+
     return ShardedWeights(root, model, dtype, device, num_ranks=world.size)
 
 

@@ -11,7 +11,6 @@ from typing import Self, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from strop.algorithms.method import SPREAD_FIGURES, LossInputs, ValueInputs
 from strop.engine.torch.cpu.resources import give_back_freed_memory
@@ -19,7 +18,7 @@ from strop.errors import CannotLearnError, UserError
 from strop.training.batch import TokenBatch, World, shares
 from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
 from strop.training.cpu.paged import PagedAdamW
-from strop.training.weights import Weights, zeros_together
+from strop.training.weights import Weights, is_divided, zeros_together
 
 logger = logging.getLogger(__name__)
 
@@ -147,14 +146,14 @@ class Optimization:
         if math.isfinite(_whole(nn.utils.get_total_norm(self._parameters)).item()):
             return True
         # Squares of weights above 1e19 are not finite. The norm is asked first because it takes a tenth of this.
-        of_rank = [each.to_local() if isinstance(each, DTensor) else each for each in self._parameters]
+        of_rank = [each.to_local() if is_divided(each) else each for each in self._parameters]
         largest = torch.finfo(torch.bfloat16).max
         num_others = sum(((each.abs() <= largest).logical_not().sum() for each in of_rank), torch.zeros_like(of_rank[0].sum()))
         return self._world.sum(num_others).item() == 0
 
     def _prepare(self) -> None:
         """Allocate moments and gradients before short-lived tensors, to avoid holes in the heap. Not for divided tensors."""
-        if isinstance(self._parameters[0], DTensor):
+        if is_divided(self._parameters[0]):
             return
         if not self.optimizer.state:
             self._prepare_moments()
@@ -173,7 +172,7 @@ class Optimization:
     def _zeros(self) -> list[Tensor]:
         if isinstance(self.optimizer, PagedAdamW):
             return self.optimizer.zeros(self._parameters)
-        if isinstance(self._parameters[0], DTensor):
+        if is_divided(self._parameters[0]):
             return [torch.zeros_like(each, requires_grad=False) for each in self._parameters]
         return zeros_together(self._parameters)
 
@@ -235,7 +234,7 @@ class Optimization:
 
 def _whole(value: Tensor) -> Tensor:
     """Return the value as a plain tensor: the norm of a divided gradient is itself divided."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return value.full_tensor() if is_divided(value) else value
 
 
 def _make_optimizer(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:

@@ -19,8 +19,7 @@ from strop.training.logprobs import LogprobModule, hidden_before, spread
 from strop.training.lora import Adapter
 from strop.training.models import load_model
 from strop.training.optimizer import Optimization, UpdateReport, ValueLoss, ValueStatistics, add_up_gradient
-from strop.training.sharded import overwrite
-from strop.training.weights import Weights
+from strop.training.weights import Weights, overwrite
 
 
 class Reference(nn.Module, ABC):

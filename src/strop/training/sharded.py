@@ -9,7 +9,9 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from strop.training.weights import overwrite
 
 
 class ShardedWeights:
@@ -55,16 +57,13 @@ class ShardedWeights:
         self._root.reshard()
 
 
-def overwrite(parameter: Tensor, whole: Tensor) -> None:
-    """Put `whole` into a parameter, or this rank's part of it into one that is divided. Every rank has all of it."""
-    here = whole.to(parameter.device)
-    if isinstance(parameter, DTensor):  # there is nothing to send
-        here = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.copy_(here)
-
-
 def divide(
-    scorer: nn.Module, device: torch.device, num_ranks: int, precision: MixedPrecisionPolicy, *, keeps_ends: bool
+    scorer: nn.Module,
+    device: torch.device,
+    num_ranks: int,
+    precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - immutable
+    *,
+    keeps_ends: bool = False,
 ) -> None:
     """Divide a model over all ranks, layer by layer; `keeps_ends`: embedding and head stay whole after a forward pass."""
     mesh = init_device_mesh(device.type, (num_ranks,))

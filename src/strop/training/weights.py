@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.tensor import DTensor
 
 from strop.engine.torch.cpu.resources import end_team
 from strop.errors import ModelError, RunError
 from strop.run_directory import write_json, writing_to
 from strop.training.batch import World
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
 
 
 class Weights(Protocol):
@@ -222,8 +221,28 @@ class Checkpointed(Protocol):
         """Continue from a checkpoint."""
 
 
+def is_divided(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether each rank holds a part of `tensor`."""
+    from torch.distributed.tensor import DTensor  # takes a second, so not when strop is imported
+
+    return isinstance(tensor, DTensor)
+
+
+def overwrite(parameter: Tensor, whole: Tensor) -> None:
+    """Put `whole` into a parameter, or this rank's part of it into one that is divided. Every rank has all of it."""
+    here = whole.to(parameter.device)
+    if is_divided(parameter):  # there is nothing to send
+        from torch.distributed.tensor import distribute_tensor
+
+        here = distribute_tensor(here, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.copy_(here)
+
+
 def write_tensors(directory: Path, tensors: dict[str, Tensor], *, world: World) -> None:
     """Write `tensors` so that any number of ranks can read them. All ranks of `world` call this, each with its parts."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+
     with writing_to(directory), _quiet():
         cause: BaseException | None = None
         try:
@@ -241,6 +260,10 @@ def read_tensors(directory: Path, tensors: dict[str, Tensor], *, is_alone: bool)
         RunError: a file is missing or cut.
         ModelError: a tensor is missing or has another shape.
     """
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
     if not (directory / ".metadata").is_file():
         raise RunError(f"{directory / '.metadata'}: missing. {_NOT_COMPLETE}")
     try:
@@ -330,9 +353,11 @@ class Snapshot:
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return copies in the memory of the host. Copies of divided tensors are divided in the same way."""
-    whole = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if not isinstance(tensor, DTensor)}
-    divided = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    whole = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if not is_divided(tensor)}
+    divided = {name: tensor for name, tensor in tensors.items() if is_divided(tensor)}
     if divided:
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
         whole |= BlockingAsyncStager(cache_staged_state_dict=False).stage(divided)
         if any(tensor.device.type == "cuda" for tensor in divided.values()):
             torch.cuda.synchronize()  # the copies are made behind the host's back
