@@ -82,7 +82,8 @@ def _num_tokens(path: Path) -> int:
 
 
 def _num_demonstrated(run: RunDirectory) -> int:
-    return sum(_length(line) for line in read_lines(run.stage("sft").path / "data" / "demonstrations.jsonl"))
+    rows = read_lines(run.stage("sft").path / "data" / "demonstrations.jsonl")
+    return sum(_length(row["trajectory"]) for row in rows)
 
 
 def _length(trajectory: Mapping[str, Any]) -> int:

@@ -124,7 +124,9 @@ def test_law_2_in_rl_the_mask_is_on_what_was_sampled_and_in_sft_on_the_demonstra
         assert [token for token, is_on in zip(trajectory.ids, trajectory.loss_mask, strict=True) if is_on] == sampled
     chat = load_chat(scripted_run.run.stage("base").model)
     lines = read_lines(scripted_run.run.stage("sft").path / "data" / "demonstrations.jsonl")
-    segments = [segment for line in lines for segment in as_demonstration(_TRAJECTORY.validate_python(line)).segments]
+    segments = [
+        segment for line in lines for segment in as_demonstration(_TRAJECTORY.validate_python(line["trajectory"])).segments
+    ]
     spoken = [chat.decode(segment.ids) for segment in segments if segment.is_demonstrator]
     fed = [chat.decode(segment.ids) for segment in segments if not segment.is_demonstrator]
     assert all(text.startswith("<reason>") and text.endswith("<|im_end|>") for text in spoken)

@@ -448,7 +448,8 @@ def key_of(key: Any) -> tuple[int, ...]:
 def conversations(path: Path) -> dict[str, Any]:
     """Return the tokens and the mask of each conversation, in the order of the file."""
     found: dict[str, list[Any]] = {"tokens": [], "loss mask": []}
-    for line in lines(path):
+    for row in lines(path):
+        line = row["trajectory"]
         turns = field(line, "turns")
         found["tokens"].append([*field(line, "prompt"), *joined(turns, "sampled", "observation")])
         found["loss mask"].append([*zeros(line, "prompt"), *masks(turns)])

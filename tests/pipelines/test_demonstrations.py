@@ -17,7 +17,8 @@ def test_a_cold_start_under_a_prompt_with_tags_imitates_calls_that_are_tags(tmp_
     recipe = validate(Recipe, resolve(RECIPE | {"prompt": str(prompt), "stages": stages}), place="test")
     run = run_recipe(tmp_path / "run", recipe, until="sft").run
 
-    played = list(read_lines(run.stage("sft").path / "data" / "demonstrations.jsonl"))
+    rows = read_lines(run.stage("sft").path / "data" / "demonstrations.jsonl")
+    played = [row["trajectory"] for row in rows]
     assert len(played) == 8
     outcomes = []
     for trajectory in played:

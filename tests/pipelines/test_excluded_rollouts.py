@@ -45,8 +45,7 @@ def test_a_step_that_is_read_again_has_the_tree_that_it_had(played, tmp_path: Pa
         ledger.finished(scored)
     ledger.closed([judged], figures={}, time_s=1.0)
     ledger.close()
-    closed = read_closed(path)
-    assert closed is not None
-    [group] = closed.groups
-    again = Group(task=TASK, task_index=0, trajectories=group.trajectories, num_void=group.num_void)
+    found = read_closed(path, lambda index: TASK)
+    assert found is not None
+    [again] = found[0]
     assert judge_group(object(), again) == judged

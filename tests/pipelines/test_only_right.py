@@ -67,7 +67,8 @@ def imitated(monkeypatch):
 def test_recorded_traces_are_kept_where_the_grader_calls_them_right(tmp_path, imitated):
     found = run_recipe(tmp_path / "run", recipe_of(tmp_path))
     run = found.run
-    played = read_lines(run.stage("sft").path / "data" / "demonstrations.jsonl")
+    rows = read_lines(run.stage("sft").path / "data" / "demonstrations.jsonl")
+    played = [row["trajectory"] for row in rows]
     verdicts = verdicts_of(run)
     numbers = [int(row["id"].rpartition(":")[2]) - 1 for row in verdicts]  # a task is called by its line
     assert sorted(numbers) == list(range(7))

@@ -255,7 +255,7 @@ def test_law_9_a_checkpoint_is_there_when_the_next_rollouts_are(tmp_path, monkey
 
     async def saving(writer, step):
         if writer.context.name == "rl":
-            closed[step] = read_closed(writer.context.directory.rollouts(step + 1)) is not None
+            closed[step] = read_closed(writer.context.directory.rollouts(step + 1), lambda index: None) is not None
         await save(writer, step)
 
     save = checkpoints.CheckpointWriter.save

@@ -82,7 +82,10 @@ def test_law_9_a_kill_in_a_refill_of_a_step_that_is_played_ahead_changes_nothing
 
     def is_refilled_ahead():
         keys = [scored.trajectory.key for scored in read_rollouts(run.stage("rl").rollouts(3))]
-        return any(key.task_index >= first for key in keys) and read_closed(run.stage("rl").rollouts(3)) is None
+        return (
+            any(key.task_index >= first for key in keys)
+            and read_closed(run.stage("rl").rollouts(3), lambda index: None) is None
+        )
 
     kill_when(run, is_refilled_ahead, *DAPO, limit_s=LIMIT_S)
     finish(run, TINY, *DAPO, limit_s=LIMIT_S)

@@ -50,7 +50,12 @@ def outcomes_path(directory: StageDirectory) -> Path:
 
 def rows_of(run: RunDirectory, stage: str) -> Iterator[dict[str, Any]]:
     """Yield the rows that `stage` made. Raises `RunError` as `open_rows` does, when the first is asked for."""
-    with open_rows(run, stage) as rows:
+    yield from rows_in(product_of(run, stage))
+
+
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's .jsonl, as `read_by_number` reads them."""
+    with read_by_number(path) as rows:
         yield from rows
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 from array import array
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import Field
 
@@ -21,25 +21,26 @@ from strop.rollout.demonstrate import demonstrate
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.data import TRAJECTORY, conversation_maker, kept_path, open_tasks, read_by_number
+from strop.stages.data import conversation_maker, kept_path, open_tasks
 from strop.stages.loop.preflight import base_mib, task_files
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.readers import Unreadable
 from strop.tasks.row_file import IndexedRows, writing_rows
 from strop.training.sft import Demonstration, Segment
-from strop.types import RolloutKey, Trajectory, derive_seed
+from strop.types import RolloutKey, Task, Trajectory, derive_seed
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
 
 
+ItemT = TypeVar("ItemT")
 _AT_ONCE = 32
 _HELD_AT_ONCE = 1024  # played ones, until they are handed on
 
 
 async def play_demonstrations(
     context: StageContext, stage: PosedKeys, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
-) -> AsyncIterator[Trajectory]:
+) -> AsyncIterator[tuple[Task, Trajectory]]:
     """Yield demonstrations of the first `num` training tasks, played with the real tools, in the order of the tasks.
 
     Tasks that the demonstrator cannot do are left out, with a warning. No more than `_HELD_AT_ONCE` are in memory.
@@ -52,7 +53,7 @@ async def play_demonstrations(
     environments = ToolEnvironments(chat, load_prompt(stage.prompt), context.tools(), stage.limits)
     gate = asyncio.Semaphore(_AT_ONCE)
 
-    async def play(index: int) -> Trajectory | TaskError:
+    async def play(index: int) -> tuple[Task, Trajectory] | TaskError:
         task = tasks.task(index)
         seed = context.seed("demonstration", index)
         try:
@@ -62,7 +63,7 @@ async def play_demonstrations(
         async with gate:
             key = RolloutKey(task_index=index, attempt=0)
             try:
-                return await demonstrate(
+                played = await demonstrate(
                     task,
                     key,
                     replies,
@@ -74,12 +75,13 @@ async def play_demonstrations(
                 )
             except Unreadable as error:
                 return TaskError(f"task {task.id!r}: {error}.")
+            return task, played
 
     limit = num if tasks.num_tasks is None else min(num, tasks.num_tasks)
     num_done, first_fault = 0, ""
     for start in range(0, limit, _HELD_AT_ONCE):
         for each in await asyncio.gather(*(play(index) for index in range(start, min(limit, start + _HELD_AT_ONCE)))):
-            if isinstance(each, Trajectory):
+            if isinstance(each, tuple):
                 num_done += 1
                 yield each
             else:
@@ -91,25 +93,16 @@ async def play_demonstrations(
         context.warn(f"{num_done} demonstrations, not {num}: {why}")
 
 
-async def play_once(
-    context: StageContext, stage: PosedKeys, demonstrator: DemonstratorConfig, chat: ChatFormat, *, num: int
-) -> None:
-    """Play the stage's demonstrations and write them into its data directory, unless an earlier try did."""
-    path = _path(context)
-    if not path.exists():
-        with writing_rows(path) as add:
-            async for played in play_demonstrations(context, stage, demonstrator, chat, num=num):
-                add(TRAJECTORY.dump_python(played, mode="json"))
-
-
-def played_before(context: StageContext) -> Iterator[Trajectory]:
-    """What `play_once` wrote, read one at a time."""
-    with read_by_number(_path(context)) as rows:
-        yield from (TRAJECTORY.validate_python(row) for row in rows)
-
-
-def _path(context: StageContext) -> Path:
-    return context.directory.path / "data" / "demonstrations.jsonl"
+async def write_demonstrations(
+    context: StageContext, stage: PosedKeys, demonstrator: DemonstratorConfig, chat: ChatFormat, path: Path, *, num: int
+) -> int:
+    """Play demonstrations and write them into `path` as conversations. Returns their number."""
+    make_row, num_written = conversation_maker(context, stage.prompt, chat), 0
+    with writing_rows(path) as add:
+        async for task, played in play_demonstrations(context, stage, demonstrator, chat, num=num):
+            add(make_row(task, played))
+            num_written += 1
+    return num_written
 
 
 def as_demonstration(trajectory: Trajectory) -> Demonstration:
@@ -126,15 +119,16 @@ def as_demonstration(trajectory: Trajectory) -> Demonstration:
     return Demonstration(segments=tuple(segment for segment in segments if segment.ids))
 
 
-def batch_at(demonstrations: IndexedRows[Demonstration], step: int, *, batch_size: int, seed: int) -> list[Demonstration]:
-    """Return the batch of a step, a pure function of its arguments: each epoch in another order, its remainder left out.
+def batch_at(rows: IndexedRows[ItemT], step: int, *, batch_size: int, seed: int, with_rest: bool = False) -> list[ItemT]:
+    """Return the batch of a step, a pure function of its arguments: each epoch in another order.
 
-    Rows of all lengths are mixed: batches sorted by length would weigh a token of a short batch more than one of a long batch.
+    The remainder of an epoch is left out, or with `with_rest` its last batch. Rows of all lengths are mixed: batches sorted by
+    length would weigh a token of a short batch more than one of a long batch.
     """
-    batches_per_epoch = len(demonstrations) // batch_size
+    batches_per_epoch = -(-len(rows) // batch_size) if with_rest else len(rows) // batch_size
     epoch, position = divmod(step, batches_per_epoch)
-    order = shuffled(len(demonstrations), derive_seed(seed, "epoch", epoch))
-    return [demonstrations[index] for index in order[position * batch_size : (position + 1) * batch_size]]
+    order = shuffled(len(rows), derive_seed(seed, "epoch", epoch))
+    return [rows[index] for index in order[position * batch_size : (position + 1) * batch_size]]
 
 
 @lru_cache(maxsize=1)  # the current epoch: to shuffle 200 000 numbers at each step takes longer than a small step
@@ -168,14 +162,8 @@ class DemonstrationsStage(Stage):
 
     async def run(self, context: StageContext) -> StageResult:
         """Play and write the conversations."""
-        config = self.config
+        config, path = self.config, kept_path(context.directory)
         chat = load_chat(product_of(context.run, config.init))
         context.started(1, 0)
-        source = open_tasks(context.recipe, context.name, config.tasks, seed=context.seed("tasks"), split="train")
-        make_row = conversation_maker(context, config.prompt, chat)
-        num = 0
-        with writing_rows(kept_path(context.directory)) as add:
-            async for each in play_demonstrations(context, config, config.demonstrator, chat, num=config.num_demonstrations):
-                add(make_row(source.task(each.key.task_index), each))
-                num += 1
-        return StageResult(summary=f"{num} demonstrations", product=kept_path(context.directory))
+        num = await write_demonstrations(context, config, config.demonstrator, chat, path, num=config.num_demonstrations)
+        return StageResult(summary=f"{num} demonstrations", product=path)

@@ -21,11 +21,12 @@ from strop.rollout.demonstrate import said_ids
 from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import make_call_format
 from strop.stages.context import StageContext, load_chat, product_of
-from strop.stages.loop.preferences import PreferenceKeys, PreferenceStage, batch_of_epoch, count_steps, open_sets
+from strop.stages.demonstrations import batch_at
+from strop.stages.loop.preferences import PreferenceKeys, PreferenceStage, count_steps, open_sets
 from strop.stages.loop.preflight import base_mib, weights_mib
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import HeldOutConfig
-from strop.stages.loop.updates import cost_metrics, update_or_keep
+from strop.stages.loop.updates import single_update_metrics, update_or_keep
 from strop.stages.loop.validation import keep_if_best, write_product
 from strop.tasks.row_file import RowFile
 from strop.training.batch import TokenBatch
@@ -141,24 +142,20 @@ async def _learn(
     async def take(step: int) -> dict[str, float]:
         nonlocal found
         started = time.perf_counter()
-        pairs = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
+        pairs = batch_at(train, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"), with_rest=True)
         batch = await _scored(trainer, pack_pairs(pairs), (Column.REFERENCE_LOGPROBS, Column.OLD_LOGPROBS))
         score_s = time.perf_counter() - started
         rewards = rewards_of(batch, beta=stage.beta)
         batch = with_advantages(batch, rewards.margins, beta=stage.beta)
         report = await update_or_keep(context, trainer, batch, pair_token_loss, pair_token_statistics, step=step)
         figures = {
-            "update/skipped": float(report.is_skipped),
+            **single_update_metrics(report),
             "time/score_s": score_s,
             "time/step_s": time.perf_counter() - started,
         }
         if not report.is_skipped:
-            figures |= {
-                **{f"dpo/{name}": value for name, value in rewards.figures().items()},
-                "update/grad_norm": report.grad_norm,
-                "update/learning_rate": report.learning_rate,
-                "policy/entropy_nats": report.statistics["entropy_nats"],
-            } | cost_metrics([report])
+            figures |= {f"dpo/{name}": value for name, value in rewards.figures().items()}
+            figures["policy/entropy_nats"] = report.statistics["entropy_nats"]
         if stage.validation.is_due(step, last=steps):
             started = time.perf_counter()
             found = await held_out.measure(step)

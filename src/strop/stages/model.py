@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -10,7 +11,9 @@ import huggingface_hub
 import torch
 import transformers
 from pydantic import Field, model_validator
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from strop.config import Config
 from strop.engine.config import EngineConfig
 from strop.engine.model_directory import Architecture, config_of
 from strop.errors import ModelError, UserError
@@ -28,14 +31,6 @@ from strop.tasks.demonstrators import DemonstratorConfig
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
-
-
-import re
-from collections.abc import Sequence
-
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from strop.config import Config
 
 
 def find_model(path: str) -> Path:
@@ -131,7 +126,7 @@ class ModelStage(Stage):
         roomy = SamplingConfig(max_tokens=1_000_000)
         posed = PosedKeys(tasks=config.tasks, prompt=config.prompt, sampling=roomy, limits=config.limits)
         played = play_demonstrations(context, posed, config.demonstrator, single_bytes, num=sizes.num_texts)
-        texts = [single_bytes.decode(trajectory.ids) async for trajectory in played]
+        texts = [single_bytes.decode(trajectory.ids) async for _, trajectory in played]
         num_parameters = vocab_size = 0
 
         def fill(directory: Path) -> None:

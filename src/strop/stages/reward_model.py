@@ -24,18 +24,18 @@ from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import EmbeddedScorerConfig
 from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
+from strop.stages.demonstrations import batch_at
 from strop.stages.loop.checkpoints import prune_finished
 from strop.stages.loop.preferences import (
     PreferenceKeys,
     PreferenceSets,
     PreferenceStage,
-    batch_of_epoch,
     count_steps,
     open_sets,
 )
 from strop.stages.loop.preflight import base_mib, scorer_parts_of, weights_mib
 from strop.stages.loop.steps import take_updates
-from strop.stages.loop.updates import cost_metrics, keep_skipped
+from strop.stages.loop.updates import keep_skipped, single_update_metrics
 from strop.stages.loop.validation import write_model
 from strop.tasks.row_file import RowFile
 from strop.training.preferences import Preference, PreferenceRows, as_rows
@@ -108,19 +108,12 @@ async def _learn(
 ) -> None:
     async def take(step: int) -> dict[str, float]:
         started = time.perf_counter()
-        batch = batch_of_epoch(train, step - 1, size=stage.batch_size, seed=context.seed("batches"))
+        batch = batch_at(train, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"), with_rest=True)
         report = await keep_skipped(context, pack_preferences(batch), trainer.update(batch), step=step)
-        figures = {"update/skipped": float(report.is_skipped), "time/step_s": time.perf_counter() - started}
-        if report.is_skipped:
-            return figures
-        return {
-            **figures,
-            "reward_model/loss": report.loss,
-            **{f"reward_model/{name}": value for name, value in report.statistics.items()},
-            "update/grad_norm": report.grad_norm,
-            "update/learning_rate": report.learning_rate,
-            **cost_metrics([report]),
-        }
+        figures = {**single_update_metrics(report), "time/step_s": time.perf_counter() - started}
+        if not report.is_skipped:
+            figures |= {f"reward_model/{name}": value for name, value in {"loss": report.loss, **report.statistics}.items()}
+        return figures
 
     await take_updates(context, stage, trainer, steps, take)
 

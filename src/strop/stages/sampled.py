@@ -66,9 +66,6 @@ class FixedSetStage(Stage):
     root_keys = frozenset({"engine", "sandbox", "scheduler", "tools"})
     plays = True
 
-    class Config(FixedSetKeys):
-        """Keys of the stage."""
-
     config: FixedSetKeys
 
     def files(self) -> Mapping[str, Path]:
@@ -111,9 +108,6 @@ class SampledKeys(FixedSetKeys):
 
 class SampledStage(FixedSetStage):
     """Base of stages that make rows from rollouts. They also write the outcome of each task."""
-
-    class Config(SampledKeys):
-        """Keys of the stage."""
 
     config: SampledKeys
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -15,10 +15,11 @@ from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.reports.scales import counted
+from strop.rollout.chat_template import ChatFormat
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.conversations import as_demonstrations
-from strop.stages.data import Row, open_tasks, rows_of
-from strop.stages.demonstrations import as_demonstration, batch_at, play_once, played_before
+from strop.stages.data import Row, rows_in
+from strop.stages.demonstrations import batch_at, write_demonstrations
 from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept
 from strop.stages.loop.preflight import (
     TRAIN_SHARE,
@@ -34,7 +35,7 @@ from strop.stages.loop.preflight import (
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule
-from strop.stages.loop.updates import cost_metrics, update_or_keep
+from strop.stages.loop.updates import single_update_metrics, update_or_keep
 from strop.stages.loop.validation import Validator, write_product
 from strop.stages.sampled import SampledStage
 from strop.tasks.demonstrators import DemonstratorConfig
@@ -42,7 +43,6 @@ from strop.tasks.protocol import Split
 from strop.tasks.row_file import IndexedRows, RowFile
 from strop.training.sft import Demonstration, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
-from strop.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
@@ -64,8 +64,6 @@ class SFT(TrainingStage):
         only_right: bool = Field(default=False, description="Imitate only demonstrations that the reward judges right.")
         steps: int = Field(ge=1, description="Number of updates.")
         batch_size: int = Field(default=32, ge=1, description="Demonstrations of one update.")
-        checkpoint_every: int = Field(default=100, ge=1, description="Steps between two checkpoints.")
-        keep_checkpoints: int = Field(default=2, ge=1, description="Number of checkpoints to keep.")
 
         @model_validator(mode="after")
         def _is_consistent(self) -> Self:
@@ -139,10 +137,12 @@ class SFT(TrainingStage):
         """Train from the last checkpoint to the last step. Raises `TaskError` if there are too few demonstrations."""
         config = self.config
         init = product_of(context.run, config.init)
-        demonstrations = await _demonstrations(context, config, init)
+        chat = load_chat(init)
+        paths = await _conversations(context, config, chat)
+        demonstrations = as_demonstrations(_rows(paths), chat, context.tools())
         source = ""
         if config.only_right:
-            source = await judge_demonstrations(context, config, _attempts(context, config))
+            source = await judge_demonstrations(context, config, attempts_in(_rows(paths)))
             demonstrations = only_kept(context.directory, demonstrations)
         with RowFile(demonstrations, context.directory.path / "data") as on_disk:
             source = source or f"{len(on_disk)} demonstrations"
@@ -164,27 +164,19 @@ class SFT(TrainingStage):
         return StageResult(summary=summary, product=product)
 
 
-async def _demonstrations(context: StageContext, stage: SFT.Config, init: Path) -> Iterator[Demonstration]:
-    """What the stage imitates: conversations of other stages, or demonstrations that are played now."""
-    chat = load_chat(init)
-    if stage.data:
-        return as_demonstrations(_rows(context, stage), chat, context.tools())
-    assert stage.demonstrator is not None
-    assert stage.num_demonstrations is not None
-    await play_once(context, stage, stage.demonstrator, chat, num=stage.num_demonstrations)
-    return (as_demonstration(each) for each in played_before(context))
+async def _conversations(context: StageContext, stage: SFT.Config, chat: ChatFormat) -> list[Path]:
+    """The files of what is imitated: those of other stages, or demonstrations, played unless an earlier try did."""
+    if stage.demonstrator is None:
+        return [product_of(context.run, name) for name in stage.data]
+    assert stage.num_demonstrations is not None  # the validator saw to it
+    path = context.directory.path / "data" / "demonstrations.jsonl"
+    if not path.exists():
+        await write_demonstrations(context, stage, stage.demonstrator, chat, path, num=stage.num_demonstrations)
+    return [path]
 
 
-def _attempts(context: StageContext, stage: SFT.Config) -> Iterable[tuple[Task, Trajectory]]:
-    """The demonstrations as attempts at their tasks, in the same order."""
-    if stage.data:
-        return attempts_in(_rows(context, stage))
-    tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
-    return ((tasks.task(each.key.task_index), each) for each in played_before(context))
-
-
-def _rows(context: StageContext, stage: SFT.Config) -> Iterator[Row]:
-    return (row for name in stage.data for row in rows_of(context.run, name))
+def _rows(paths: Sequence[Path]) -> Iterator[Row]:
+    return (row for path in paths for row in rows_in(path))
 
 
 async def _imitate(
@@ -205,7 +197,7 @@ async def _imitate(
         report = await update_or_keep(context, trainer, batch, sft_token_loss, sft_token_statistics, step=step)
         elapsed = time.perf_counter() - started
         figures = {} if validator is None else await validator.validate(trainer, step, stage, last=stage.steps)
-        figures |= {"update/skipped": float(report.is_skipped), "time/step_s": elapsed}
+        figures |= {**single_update_metrics(report), "time/step_s": elapsed}
         if report.is_skipped:
             return figures
         loss = report.loss
@@ -216,10 +208,7 @@ async def _imitate(
             **figures,
             "sft/loss": report.loss,
             "sft/tokens_per_s": sum(len(row.ids) for row in rows) / elapsed,
-            "update/grad_norm": report.grad_norm,
-            "update/learning_rate": report.learning_rate,
             "policy/entropy_nats": report.statistics["entropy_nats"],
-            **cost_metrics([report]),
         }
 
     await take_updates(context, stage, trainer, stage.steps, take)

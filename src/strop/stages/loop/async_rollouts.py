@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from strop.engine.protocol import Capabilities, NamedTensor, TakesWeights
 from strop.errors import RunError
@@ -23,43 +22,28 @@ from strop.stages.loop.ledger import ledger_of, read_rollouts
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.training.trainer import Trainer
-from strop.types import Group, RolloutKey, ScoredTrajectory
+from strop.types import Group, RolloutKey, Task
 
 StageT = TypeVar("StageT", bound=RolloutKeys)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedGroup:
-    """A group of a step that was played to its end, as each rollout was judged by itself."""
+def read_closed(rollouts: Path, task_of: Callable[[int], Task]) -> tuple[list[Group], Mapping[str, Any]] | None:
+    """The groups of that rollouts file's step, each rollout judged by itself, and the line that closed its ledger.
 
-    task_index: int
-    trajectories: tuple[ScoredTrajectory, ...]
-    num_void: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClosedStep:
-    """A step that was played to its end."""
-
-    groups: tuple[ClosedGroup, ...]
-    figures: Mapping[str, float]
-    time_s: float
-
-
-def read_closed(rollouts: Path) -> ClosedStep | None:
-    """How the step of that rollouts file ended when it was last played; None where it did not, or a rollout is missing."""
+    None if the step was not played to its end, or a rollout is missing.
+    """
     closed = next((line for line in reversed(read_lines(ledger_of(rollouts))) if line["event"] == "closed"), None)
     if closed is None:
         return None
     finished = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=closed["weights"])}
     groups = []
     for group in closed["groups"]:
-        keys = [RolloutKey(**key) for key in group["keys"]]
+        keys, index = [RolloutKey(**key) for key in group["keys"]], group["task_index"]
         if any(key not in finished for key in keys):
             return None
         trajectories = tuple(finished[key] for key in keys)
-        groups.append(ClosedGroup(task_index=group["task_index"], trajectories=trajectories, num_void=group["num_void"]))
-    return ClosedStep(groups=tuple(groups), figures=closed["figures"], time_s=closed["time_s"])
+        groups.append(Group(task=task_of(index), task_index=index, trajectories=trajectories, num_void=group["num_void"]))
+    return groups, closed
 
 
 class AsyncRollouts(Generic[StageT]):
@@ -122,31 +106,21 @@ class AsyncRollouts(Generic[StageT]):
 
     async def _read(self, step: int, stage: StageT) -> PlayedStep:
         path = self._context.directory.rollouts(step)
-        closed = read_closed(path)
-        if closed is None:
+        found = read_closed(path, self._rollouts.tasks_of(stage).task)
+        if found is None:
             raise RunError(
                 f"{path}: rollouts of step {step}, which were played before the checkpoint of step {step - 1}, are missing, and"
                 " the older weights that sampled them are gone. Restore the file and its ledger, or remove"
                 f" {self._context.directory.checkpoint(step - 1)} to continue from the checkpoint before it."
             )
-        tasks = self._rollouts.tasks_of(stage)
-        groups = await self._rollouts.judge_again(
-            stage,
-            [
-                Group(
-                    task=tasks.task(group.task_index),
-                    task_index=group.task_index,
-                    trajectories=group.trajectories,
-                    num_void=group.num_void,
-                )
-                for group in closed.groups
-            ],
-        )
+        groups, closed = found
+        await self._rollouts.player.judge_by(stage.reward)
+        groups = [self._rollouts.player.judge(group) for group in groups]
         return PlayedStep(
             groups=groups,
             verdict=verdict_of(stage.reward),
-            figures=closed.figures,
-            time_s=closed.time_s,
+            figures=closed["figures"],
+            time_s=closed["time_s"],
             num_tokens=num_sampled_tokens(groups),
         )
 

@@ -7,9 +7,12 @@ import re
 import shutil
 import time
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
+
+from pydantic import Field
 
 from strop.errors import RunError
+from strop.recipe.stage import Stage
 from strop.run_directory import StageDirectory, file_digests, read_json, restore_directories, write_directory, write_json
 from strop.stages.context import StageContext
 from strop.training.config import TrainerConfig
@@ -20,20 +23,13 @@ _HALF = re.compile(r"^\.(step-\d+)\.tmp$")
 _CHECKSUMS = "checksums.json"  # SHA-256 of every other file, by its path within the checkpoint
 
 
-class CheckpointedKeys(Protocol):
-    """Keys of every stage that writes checkpoints."""
+class CheckpointedKeys(Stage.Config):
+    """Keys of every stage that trains weights and writes checkpoints."""
 
-    @property
-    def checkpoint_every(self) -> int: ...
-
-    @property
-    def keep_checkpoints(self) -> int: ...
-
-    @property
-    def trainer(self) -> TrainerConfig: ...
-
-    @property
-    def model_fields_set(self) -> set[str]: ...
+    trainer: TrainerConfig = Field(default=TrainerConfig(), description="How the weights are trained.")
+    init: str = Field(description="Stage whose model is trained.")
+    checkpoint_every: int = Field(default=100, ge=1, description="Steps between two checkpoints.")
+    keep_checkpoints: int = Field(default=2, ge=1, description="Checkpoints that are kept; of a finished stage the last.")
 
 
 def latest_step(directory: StageDirectory) -> int:
@@ -78,14 +74,9 @@ def _remove_half_written(directory: StageDirectory) -> list[str]:
     return [match.group(1) for each in left if (match := _HALF.match(each.name))]
 
 
-def open_writer(context: StageContext, trainer: Checkpointed, stage: CheckpointedKeys) -> CheckpointWriter:
-    """The writer for the checkpoints of `stage`, for `async with`."""
-    return CheckpointWriter(context, trainer, keep=stage.keep_checkpoints, in_background=stage.trainer.background_checkpoints)
-
-
 def prune_finished(context: StageContext, stage: CheckpointedKeys) -> None:
     """Remove all but the last checkpoint of a finished stage, or all but `keep_checkpoints` if the recipe sets it."""
-    keep = stage.keep_checkpoints if "keep_checkpoints" in getattr(stage, "model_fields_set", ()) else 1
+    keep = stage.keep_checkpoints if "keep_checkpoints" in stage.model_fields_set else 1
     if context.directory.checkpoints.is_dir():
         _prune(context.directory, keep)
 
@@ -96,15 +87,15 @@ def _prune(directory: StageDirectory, keep: int) -> None:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time and keeps the last `keep` of them.
+    """Writes one checkpoint at a time and keeps the last `keep_checkpoints` of them.
 
-    With `in_background` the stage waits only for a copy in memory, and a writer's error is raised by the next call; otherwise
-    it waits until the checkpoint is written. `async with` leaves no checkpoint unfinished.
+    With `trainer.background_checkpoints` the stage waits only for a copy in memory, and a writer's error is raised by the next
+    call; otherwise it waits until the checkpoint is written. `async with` leaves no checkpoint unfinished.
     """
 
-    def __init__(self, context: StageContext, trainer: Checkpointed, *, keep: int, in_background: bool) -> None:
+    def __init__(self, context: StageContext, trainer: Checkpointed, stage: CheckpointedKeys) -> None:
         self.context = context
-        self._trainer, self._keep, self._in_background = trainer, keep, in_background
+        self._trainer, self._keep, self._in_background = trainer, stage.keep_checkpoints, stage.trainer.background_checkpoints
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, step: int) -> None:

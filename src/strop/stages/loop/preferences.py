@@ -16,13 +16,11 @@ from pydantic import Field
 from strop.errors import ConfigError, TaskError, UserError
 from strop.recipe.stage import Machine, Stage
 from strop.stages.context import StageContext
-from strop.stages.demonstrations import shuffled
+from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.preflight import check_trainer
 from strop.stages.loop.training_stage import check_schedule
 from strop.tasks.row_file import RowFile
-from strop.training.config import TrainerConfig
 from strop.training.preferences import Preference, read_preferences
-from strop.types import derive_seed
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
@@ -30,26 +28,19 @@ if TYPE_CHECKING:
 ItemT = TypeVar("ItemT")
 
 
-class PreferenceKeys(Stage.Config):
+class PreferenceKeys(CheckpointedKeys):
     """Keys of a stage that learns from preferences."""
 
-    trainer: TrainerConfig = Field(default=TrainerConfig(), description="How the weights are trained.")
-    init: str = Field(description="Stage whose model is trained.")
     path: str = Field(description="A .jsonl of preferences: pairs, or single labelled responses.")
     test_path: str | None = Field(default=None, description="File to measure on. Default: a share of `path`.")
     test_share: float = Field(default=0.1, gt=0, lt=1, description="Share of the prompts of `path` to measure on.")
     max_length: int = Field(default=8192, ge=2, description="Tokens of prompt and response; longer ones are left out.")
     epochs: int = Field(default=1, ge=1, description="Passes over the preferences.")
     batch_size: int = Field(default=64, ge=1, description="Preferences of one update.")
-    checkpoint_every: int = Field(default=100, ge=1, description="Steps between two checkpoints.")
-    keep_checkpoints: int = Field(default=2, ge=1, description="Number of checkpoints to keep.")
 
 
 class PreferenceStage(Stage):
     """Base of stages that learn from preferences."""
-
-    class Config(PreferenceKeys):
-        """Keys of the stage."""
 
     config: PreferenceKeys
 
@@ -142,10 +133,3 @@ def count_steps(context: StageContext, stage: PreferenceKeys, num: int) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return steps
-
-
-def batch_of_epoch(train: RowFile[ItemT], step: int, *, size: int, seed: int) -> list[ItemT]:
-    """Return the batch of a step, a pure function of its arguments: each epoch in another order, its last batch the rest."""
-    epoch, position = divmod(step, -(-len(train) // size))
-    order = shuffled(len(train), derive_seed(seed, "epoch", epoch))
-    return [train[index] for index in order[position * size : (position + 1) * size]]

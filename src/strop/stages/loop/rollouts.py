@@ -217,11 +217,6 @@ class StepRollouts:
         write_timeline(context, step, reports[0])
         return played
 
-    async def judge_again(self, stage: RolloutKeys, groups: Sequence[Group]) -> list[Group]:
-        """Judge groups of a step that was played and recorded before. `stage` is as its schedule has it for that step."""
-        await self.player.judge_by(stage.reward)
-        return [self.player.judge(group) for group in groups]
-
     def _refills(self, step: int, rounds: int) -> Iterator[int]:
         """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step alone."""
         num = rounds * self._stage.tasks_per_step

@@ -11,7 +11,7 @@ from strop.errors import CannotLearnError
 from strop.recipe.schedule import Done, RulesWatch, Steps, due, why_over
 from strop.stages.context import StageContext, StageMetrics
 from strop.stages.loop import checkpoints
-from strop.stages.loop.checkpoints import CheckpointedKeys
+from strop.stages.loop.checkpoints import CheckpointedKeys, CheckpointWriter
 from strop.stages.loop.rollouts import StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.stages.loop.updates import StepUpdates
@@ -122,7 +122,7 @@ async def take_updates(
     Raises:
         CannotLearnError: too many updates in a row were skipped; the state before the last step is saved.
     """
-    async with checkpoints.open_writer(context, trainer, stage) as writer:
+    async with CheckpointWriter(context, trainer, stage) as writer:
         done = await checkpoints.resume(context, trainer)
         context.started(steps, done)
         metrics = context.metrics(done_steps=done)
@@ -149,7 +149,7 @@ async def take_steps(
             is saved: of this step if it made any update, else of the one before.
     """
     validator = None if stage.validation is None else Validator(rollouts.player, stage, stage.validation)
-    async with checkpoints.open_writer(context, trainer, stage) as writer:
+    async with CheckpointWriter(context, trainer, stage) as writer:
         done = await checkpoints.resume(context, trainer)
         context.started(stage.steps, done)
         log: StageMetrics = context.metrics(done_steps=done)

@@ -25,6 +25,7 @@ from strop.recipe.schedule import (
 from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Stage
 from strop.rewards import SumRewardConfig
 from strop.rollout.player import Temperature
+from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.preflight import (
     DECODE_SHARE,
     activations_mib,
@@ -39,7 +40,7 @@ from strop.stages.loop.preflight import (
     weights_mib,
 )
 from strop.tasks.protocol import Split
-from strop.training.config import OptimizerConfig, Schedule, TrainerConfig
+from strop.training.config import OptimizerConfig, Schedule
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
@@ -73,11 +74,9 @@ class ValidationConfig(HeldOutConfig):
     temperature: Temperature | None = Field(default=None, description="Sampling temperature. Default: that of the stage.")
 
 
-class TrainingKeys(PlayedKeys):
+class TrainingKeys(PlayedKeys, CheckpointedKeys):
     """Keys of a stage that trains the model of another stage and may measure it on held-out tasks."""
 
-    trainer: TrainerConfig = Field(default=TrainerConfig(), description="How the weights are trained.")
-    init: str = Field(description="Stage whose model is trained.")
     validation: ValidationConfig | None = Field(default=None, description="Measures the policy on held-out tasks on the way.")
 
     @model_validator(mode="after")
@@ -99,9 +98,6 @@ class TrainingStage(Stage):
     makes = Product.MODEL
     root_keys = frozenset({"engine", "sandbox", "tools"})
 
-    class Config(TrainingKeys):
-        """Keys of the stage."""
-
     config: TrainingKeys
 
 
@@ -119,7 +115,6 @@ class RolloutKeys(TrainingKeys):
     end_when: tuple[MetricRule, ...] = Field(default=(), description="Rules over metrics; the first that holds ends the stage.")
     schedule: tuple[ScheduleEntry, ...] = Field(default=(), description="Changes of settings on the way.")
     checkpoint_every: int = Field(default=1, ge=1, description="Steps between checkpoints.")
-    keep_checkpoints: int = Field(default=2, ge=1, description="Checkpoints that are kept; of a finished stage the last.")
     give_up_after: int = Field(default=3, ge=1, description="Steps in a row that cannot learn, before the run stops.")
 
     def at(self, done: Done) -> Self:
@@ -220,9 +215,6 @@ class RolloutStage(TrainingStage):
 
     root_keys = TrainingStage.root_keys | {"scheduler"}
     plays = True
-
-    class Config(RolloutKeys):
-        """Keys of the stage."""
 
     config: RolloutKeys
 

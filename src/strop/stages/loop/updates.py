@@ -140,6 +140,15 @@ def cost_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
     }
 
 
+def single_update_metrics(report: UpdateReport) -> dict[str, float]:
+    """Metrics of a step that is one update; of a skipped one only that."""
+    metrics = {"update/skipped": float(report.is_skipped)}
+    if not report.is_skipped:
+        metrics |= {"update/grad_norm": report.grad_norm, "update/learning_rate": report.learning_rate}
+        metrics |= cost_metrics([report])
+    return metrics
+
+
 def _rows(reports: Sequence[UpdateReport], role: str) -> list[dict[str, Any]]:
     return [
         {"role": role, "place": place, "update": report.update, **update_metrics([report]), **cost_metrics([report])}

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from strop.recipe.stage import PlayedKeys
 from strop.run_directory import read_json, write_directory, write_json
@@ -19,14 +19,6 @@ from strop.stages.loop.training_stage import HeldOutConfig, TrainingKeys, Valida
 from strop.training.reward_model import RewardTrainer
 from strop.training.trainer import Trainer
 from strop.types import derive_seed
-
-
-class ValidatedKeys(CheckpointedKeys, Protocol):
-    """Keys of a stage whose product is its last or its best policy."""
-
-    @property
-    def validation(self) -> HeldOutConfig | None: ...
-
 
 _FIGURES = (
     "accuracy",
@@ -127,7 +119,7 @@ async def write_model(path: Path, trainer: Trainer | RewardTrainer, *, record: M
     await asyncio.to_thread(write_directory, path, fill)
 
 
-async def write_product(context: StageContext, trainer: Trainer, stage: ValidatedKeys) -> Path:
+async def write_product(context: StageContext, trainer: Trainer, stage: CheckpointedKeys) -> Path:
     """Write the last policy and its adapter, and prune checkpoints. Returns the directory of the stage's product."""
     await write_model(context.directory.model, trainer)
     if stage.trainer.lora is not None:
@@ -138,5 +130,6 @@ async def write_product(context: StageContext, trainer: Trainer, stage: Validate
 
         await asyncio.to_thread(write_directory, context.directory.adapter, fill)
     await asyncio.to_thread(prune_finished, context, stage)
-    hands_on_best = stage.validation is not None and stage.validation.product == "best"
+    held_out: HeldOutConfig | None = getattr(stage, "validation", None)
+    hands_on_best = held_out is not None and held_out.product == "best"
     return context.directory.best if hands_on_best and context.directory.best.exists() else context.directory.model
