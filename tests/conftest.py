@@ -1,6 +1,7 @@
-"""What every test shares: no network, no chatter, and one whole scripted run that several tests look at."""
+"""What every test shares: no network, no chatter, one thread, and one whole scripted run that several tests look at."""
 
 import os
+import sys
 
 import pytest
 
@@ -9,9 +10,32 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Small tensors take longer where threads share them, and a recipe sets the number for the whole process."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def scripted_run(tmp_path_factory):
     """A whole run on a scripted engine: model, two SFT steps, evaluation, two RL steps, evaluation, report."""
     from scripted_runs import run_recipe
 
     return run_recipe(tmp_path_factory.mktemp("runs") / "scripted")
+
+
+@pytest.fixture
+def strop(monkeypatch, capsys):
+    """Type a command, in this process; returns its exit code and what it said on stderr."""
+    from strop import cli
+
+    def typed(*words):
+        monkeypatch.setattr(sys, "argv", ["strop", *map(str, words)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        said = capsys.readouterr().err
+        assert "Traceback" not in said
+        return exit_.value.code, said
+
+    return typed

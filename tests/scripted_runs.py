@@ -6,8 +6,6 @@ import random
 import re
 from dataclasses import dataclass, field
 
-import torch
-
 from strop.engine.scripted import ScriptedEngine
 from strop.pipeline.run import TrainResult, train
 from strop.recipe.recipe import Recipe, resolve
@@ -164,21 +162,17 @@ def run_recipe(
         engines.extend(opened)
         return opened
 
-    num_threads = torch.get_num_threads()
-    try:
-        result = asyncio.run(
-            train(
-                recipe or make_recipe(),
-                directory,
-                progress=progress,
-                command="strop train scripted.toml",
-                runner=runner or ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01),
-                open_engines=open_engines,
-                **words,
-            )
+    result = asyncio.run(
+        train(
+            recipe or make_recipe(),
+            directory,
+            progress=progress,
+            command="strop train scripted.toml",
+            runner=runner or ScriptedSandbox(answer=sums_and_errors, max_latency_s=0.01),
+            open_engines=open_engines,
+            **words,
         )
-    finally:
-        torch.set_num_threads(num_threads)  # the recipe sets it for the whole process
+    )
     return ScriptedRun(result=result, engines=engines, progress=progress)
 
 

@@ -1,10 +1,9 @@
 """Trajectories and groups made by hand, as small as a method can tell apart."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import pytest
-import torch
 
 from strop.types import (
     Completion,
@@ -22,15 +21,6 @@ from strop.types import (
 
 MakeTrajectory: TypeAlias = Callable[..., Trajectory]
 MakeGroup: TypeAlias = Callable[..., Group]
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors of a few numbers are not worth handing around: with two threads on two busy cores they take twice as long."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

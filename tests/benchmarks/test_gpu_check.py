@@ -21,15 +21,6 @@ from gpu_check_machine import Machine
 from gpu_check_models import Costs
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Models this small lose by sharing their work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
-
-
 @pytest.mark.slow
 def test_on_a_cpu_everything_is_measured_and_bfloat16_agrees_with_float32(tmp_path, capsys):
     words = ["--device", "cpu", "--sizes", "tiny", "--models", "tiny-qwen3", "--results", str(tmp_path)]

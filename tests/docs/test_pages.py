@@ -34,14 +34,6 @@ def fences(page: str, language: str) -> list[str]:
     return [code for kind, code in FENCE.findall(TEXTS[page]) if kind == language]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("page", [page for page in TEXTS if fences(page, "python")])
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {"__name__": "page"}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from strop.doctor import Diagnosis, Parts, examine_parts, open_parts
 from strop.recipe.load import load_recipe
@@ -59,14 +58,6 @@ updates_per_step = 2
 """
 
 Fault = Callable[[Parts], Parts]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

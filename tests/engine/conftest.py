@@ -5,22 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from strop.engine.processes.fork_server import EngineForkServer
 
 from .servers import vllm_servers
 from .servers.vllm_servers import VllmHome
 from .support import make_model
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models this small lose by sharing their work."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

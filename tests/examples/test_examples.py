@@ -1,12 +1,16 @@
 """Every example trains, from its recipe or as a script, and is found again when its run is resumed from elsewhere."""
 
 import json
-import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import strop as strop_package
+from strop.recipe.load import recipe_of
+from strop.run_directory import RunDirectory
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MAX_LINES = {
@@ -20,44 +24,34 @@ MAX_LINES = {
 }
 
 
-def run(*words: str | Path, cwd: Path) -> str:
-    environment = os.environ | {"PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=cwd, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
-
-
 def test_examples_are_as_short_as_they_look():
     lengths = {path.name: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES[name]}
     assert lengths.keys() == MAX_LINES.keys()
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", [name.removesuffix(".py") for name in MAX_LINES if name != "train_script.py"])
-def test_an_example_trains_from_its_recipe(name, tmp_path):
-    out = run("-m", "strop.cli", "train", EXAMPLES / f"{name}.toml", "--runs", tmp_path, cwd=tmp_path)
-    assert "rl" in out
+def test_an_example_trains_from_its_recipe(strop, name, tmp_path):
+    code, said = strop("train", EXAMPLES / f"{name}.toml", "--runs", tmp_path)
+    assert code == 0, said
     [directory] = tmp_path.iterdir()
     rollouts = [json.loads(line) for path in directory.rglob("rollouts/*.jsonl") for line in path.read_text().splitlines()]
     assert rollouts or list(directory.rglob("*.safetensors"))
 
 
-@pytest.mark.timeout(400)  # three processes that import torch
-def test_a_script_trains_and_its_run_is_resumed_from_another_directory(tmp_path):
-    run("-m", "strop.cli", "train", EXAMPLES / "short_reward.toml", "--until", "base", "--runs", tmp_path, cwd=tmp_path)
-    model = next(tmp_path.rglob("model.safetensors")).parent
-    run(EXAMPLES / "train_script.py", model, cwd=tmp_path)
+def test_a_script_trains_and_its_run_is_resumed_from_another_directory(scripted_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train_script.py", str(scripted_run.run.stage("base").model)])
+    runpy.run_path(str(EXAMPLES / "train_script.py"), run_name="__main__")
     directory = tmp_path / "runs" / "train-script"
     recorded = json.loads((directory / "manifest.json").read_text())["recipe"]["stages"]["rl"]["reward"]
     assert recorded == {"kind": f"{EXAMPLES / 'train_script.py'}:Digits"}
-    code = "import sys; from pathlib import Path; from strop.recipe.load import recipe_of; from strop.run_directory import"
-    code += " RunDirectory; print(recipe_of(RunDirectory(Path(sys.argv[1]))).stages['rl'].config.reward)"
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    assert run("-c", code, directory, cwd=elsewhere).startswith("Digits(")
+    monkeypatch.chdir(elsewhere)
+    assert repr(recipe_of(RunDirectory(directory)).stages["rl"].config.reward).startswith("Digits(")
 
 
-def test_the_public_names_exist_and_importing_strop_imports_no_torch(tmp_path):
-    code = "import strop, sys; assert 'torch' not in sys.modules; print(all(getattr(strop, name) for name in strop.__all__))"
-    assert run("-c", code, cwd=tmp_path) == "True\n"
+def test_the_public_names_exist_and_importing_strop_imports_no_torch():
+    assert all(getattr(strop_package, name) for name in strop_package.__all__)
+    subprocess.run([sys.executable, "-c", "import strop, sys; assert 'torch' not in sys.modules"], check=True)

@@ -8,34 +8,29 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import torch
 
-from scripted_runs import RECIPE
+from scripted_runs import RECIPE, sums_and_errors
 from strop import cli
 from strop.run_directory import read_lines
+from strop.sandbox import ScriptedSandbox
 
 TINY = Path(__file__).with_name("tiny.toml")
-STROP = [sys.executable, "-m", "strop.cli"]
 
 
-@pytest.fixture
-def strop(monkeypatch, capsys):
-    """Type a command; returns its exit code and what it said on stderr."""
+@pytest.fixture(autouse=True)
+def scripted_sandbox(monkeypatch):
+    """No test here is of programs, and a real sandbox takes a second to start."""
 
-    def typed(*words):
-        num_threads = torch.get_num_threads()
-        monkeypatch.setattr(sys, "argv", ["strop", *map(str, words)])
-        with pytest.raises(SystemExit) as exit_:
-            cli.main()
-        torch.set_num_threads(num_threads)
-        said = capsys.readouterr().err
-        assert "Traceback" not in said
-        return exit_.value.code, said
+    @asynccontextmanager
+    async def scripted(config):
+        yield ScriptedSandbox(answer=sums_and_errors)
 
-    return typed
+    monkeypatch.setattr("strop.pipeline.run.open_service", scripted)
 
 
 @pytest.fixture
@@ -239,50 +234,65 @@ def contents(directory):
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def as_a_user(tmp_path, *words):
-    return subprocess.run([*STROP, *map(str, words)], capture_output=True, text=True, cwd=tmp_path, timeout=60, check=False)
-
-
-def test_the_command_itself_exits_with_2_and_one_message(tmp_path):
-    done = as_a_user(tmp_path, "train", TINY, "--set", "stages.rl.grup_size=8")
-    assert done.returncode == 2
-    assert done.stderr == f"error: {TINY}: stages.rl.grup_size: unknown key. Did you mean 'group_size'?\n"
-    assert done.stdout == ""
+def test_an_unknown_key_is_one_line_and_nothing_is_written(monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["strop", "train", str(TINY), "--set", "stages.rl.grup_size=8"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    said = capsys.readouterr()
+    assert said.err == f"error: {TINY}: stages.rl.grup_size: unknown key. Did you mean 'group_size'?\n"
+    assert said.out == ""
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "of_control_c", "file", "said", "status"),
-    [
-        (signal.SIGINT, signal.SIG_DFL, "events", "stopped in sft", 130),
-        # A job in the background of a shell ignores Ctrl-C, and its children do with it.
-        (signal.SIGTERM, signal.SIG_IGN, "metrics", r"stopped by SIGTERM in sft, with \d+ of \d+ steps done", 143),
-    ],
-    ids=["Ctrl-C", "SIGTERM in the background"],
-)
-def test_a_signal_stops_a_run_with_one_line_that_says_where(tmp_path, number, of_control_c, file, said, status):
+LONG_SFT = ["train", TINY, "--set", "stages.sft.steps=100000"]
+
+
+def wait_for_sft(path, process=None):
+    deadline = time.monotonic() + 60
+    while not any(line.get("stage") == "sft" for line in read_lines(path)):
+        assert process is None or process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_control_c_stops_a_run_with_one_line_that_says_where(strop, monkeypatch, tmp_path):
+    def interrupt():
+        wait_for_sft(tmp_path / "tiny" / "events.jsonl")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ThreadPoolExecutor() as pool:
+            interrupted = pool.submit(interrupt)
+            code, said = strop(*LONG_SFT, "--runs", tmp_path)
+            interrupted.result()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert said == "\nstopped in sft. The same command continues from the last checkpoint.\n"
+    assert code == 130
+
+
+def test_sigterm_in_the_background_stops_a_run_and_every_process_of_it(tmp_path):
     process = subprocess.Popen(
-        [*STROP, "train", str(TINY), "--set", "stages.sft.steps=100000"],
+        [sys.executable, "-m", "strop.cli", *map(str, LONG_SFT)],
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, of_control_c),
+        # A job in the background of a shell ignores Ctrl-C, and its children do with it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         start_new_session=True,
     )
-    lines = tmp_path / "runs" / "tiny" / f"{file}.jsonl"
     try:
-        deadline = time.monotonic() + 30
-        while not any(line.get("stage") == "sft" for line in read_lines(lines)):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-        os.kill(process.pid, number)
-        _, told = process.communicate(timeout=20)
+        wait_for_sft(tmp_path / "runs" / "tiny" / "metrics.jsonl", process)
+        process.terminate()
+        _, said = process.communicate(timeout=20)
     finally:
         process.kill()
         process.wait()
-    assert re.fullmatch(rf"\n{said}\. The same command continues from the last checkpoint\.\n", told), told
-    assert process.returncode == status
+    words = r"\nstopped by SIGTERM in sft, with \d+ of \d+ steps done\. The same command continues from the last checkpoint\.\n"
+    assert re.fullmatch(words, said), said
+    assert process.returncode == 143
     with pytest.raises(ProcessLookupError):  # no process of the session is left
         os.killpg(process.pid, 0)

@@ -11,12 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from killing import kill_when
 
-from curation.problems import problems, reworded
 from scripted_runs import RECIPE, Watching, run_recipe
 from strop.config import validate
-from strop.curation.results import row_of
+from strop.curation.run import run_curation
 from strop.errors import ConfigError, RunError, TaskError
 from strop.pipeline.plan import plan
 from strop.recipe.load import load_recipe
@@ -73,8 +71,8 @@ def directory(tmp_path):
     return tmp_path
 
 
-def recipe_of(directory, *, file="rules.toml", **stages):
-    curated = {"kind": "curation", "recipe": str(directory / file), "jobs": 1}
+def recipe_of(directory, *, file="rules.toml", jobs=1, **stages):
+    curated = {"kind": "curation", "recipe": str(directory / file), "jobs": jobs}
     tree = RECIPE | {"stages": {"problems": curated, **stages}}
     return validate(Recipe, resolve(tree), place="test")
 
@@ -254,41 +252,37 @@ def test_its_path_is_looked_for_beside_the_recipe_and_paths_in_its_file_beside_t
     assert len(kept(run_recipe(directory / "run", recipe).run, "problems")) == 12
 
 
-@pytest.fixture
-def large(tmp_path):
-    """5500 problems, of which 20 are a benchmark's under other words, in a recipe for a process of its own."""
-    benchmark = problems(200, seed=1, source="benchmark")
-    rows = [*problems(5480, seed=2), *map(reworded, benchmark[:20])]
-    write(tmp_path / "sums.jsonl", [row_of(each) for each in rows])
-    write(tmp_path / "benchmark.jsonl", [row_of(each) for each in benchmark])
-    (tmp_path / "rules.toml").write_text(CURATION)
-    (tmp_path / "recipe.toml").write_text(
-        'name = "curated"\n[tasks]\nkind = "arithmetic"\n'
-        '[stages.problems]\nkind = "curation"\nrecipe = "rules.toml"\njobs = 1\n'
-    )
-    return tmp_path
+def test_killed_it_goes_on_behind_what_was_judged_to_the_same_end(directory, monkeypatch):
+    monkeypatch.setattr("strop.curation.run.CHUNK_TASKS", 4)
+    recipe, in_two_processes = recipe_of(directory), recipe_of(directory, jobs=2)
 
+    def killed(config, directory, *, jobs, progress):
+        def end(num_rows):
+            if (directory / "parts" / "part-000001.jsonl").exists():
+                raise KeyboardInterrupt
 
-def test_killed_it_goes_on_behind_what_was_judged_to_the_same_end(large):
-    run = RunDirectory(large / "run")
+        return run_curation(config, directory, jobs=jobs, progress=end)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(curation_stage, "run_curation", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run_recipe(directory / "run", recipe)
+    run = RunDirectory(directory / "run")
     parts = run.stage("problems").path / "data" / "parts"
-    kill_when(run, lambda: len(list(parts.glob("part-*.jsonl"))) >= 2, recipe=large / "recipe.toml")
+    assert len(list(parts.glob("part-*.jsonl"))) == 2
     assert not run.stage("problems").done.exists()
-    known = sorted(parts.glob("part-*.jsonl"))
-    doctored = RunDirectory(shutil.copytree(run.path, large / "doctored"))
-    first, *others = known[0].read_text().splitlines(keepends=True)
+    first, *others = (parts / "part-000000.jsonl").read_text().splitlines(keepends=True)
     row = json.loads(first) | {"rule": "integer_answer", "reason": "by hand"}
-    path = doctored.stage("problems").path / "data" / "parts" / known[0].name
-    path.write_text("".join([json.dumps(row) + "\n", *others]))
+    doctored = RunDirectory(shutil.copytree(run.path, directory / "doctored"))
+    part = doctored.stage("problems").path / "data" / "parts" / "part-000000.jsonl"
+    part.write_text("".join([json.dumps(row) + "\n", *others]))
 
-    recipe = load_recipe(large / "recipe.toml")
-    in_two_processes = load_recipe(large / "recipe.toml", ["stages.problems.jobs=2"])
-    whole = run_recipe(large / "whole", in_two_processes).run
-    run_recipe(run.path, recipe)
-    assert len(kept(whole, "problems")) == 5480
+    whole = run_recipe(directory / "whole", recipe).run
+    run_recipe(run.path, in_two_processes)
+    assert len(kept(whole, "problems")) == 12
     for name in ("kept.jsonl", "dropped.jsonl", "report.html"):
         assert len({(each.stage("problems").path / "data" / name).read_bytes() for each in (run, whole)}) == 1
-    run_recipe(doctored.path, in_two_processes)
+    run_recipe(doctored.path, recipe)
     dropped = read_lines(doctored.stage("problems").path / "data" / "dropped.jsonl")
     assert [row["id"] for row in dropped if row["reason"] == "by hand"] == [row["task"]["id"]]  # what was judged is not anew
 

@@ -99,8 +99,11 @@ class Impatient(Watching):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("last", "checkpoint_every"), [(4, 1), (5, 3)])  # right behind a checkpoint, and two steps behind one
-@pytest.mark.parametrize("trainer", [{}, {"lora": {"rank": 2, "alpha": 4}}])
+@pytest.mark.parametrize(
+    ("last", "checkpoint_every", "trainer"),
+    [(4, 1, {}), (5, 3, {"lora": {"rank": 2, "alpha": 4}})],
+    ids=["right behind a checkpoint", "two steps behind one, with LoRA"],
+)
 def test_law_9_a_run_that_is_stopped_ends_with_the_same_model(tmp_path, last, checkpoint_every, trainer):
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     keys = {"checkpoint_every": checkpoint_every, "trainer": {"optimizer": {"lr": 0.003}, **trainer}}
@@ -205,11 +208,7 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_th
 
 def run_shipped(directory, *overrides):
     path = Path(__file__).parents[2] / "recipes" / "dpo.toml"
-    num_threads = torch.get_num_threads()
-    try:
-        return asyncio.run(train(load_recipe(path, list(overrides)), directory / "run", progress=Silent()))
-    finally:
-        torch.set_num_threads(num_threads)
+    return asyncio.run(train(load_recipe(path, list(overrides)), directory / "run", progress=Silent()))
 
 
 def held_out_of(run):

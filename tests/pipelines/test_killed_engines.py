@@ -9,7 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-import torch
 
 from scripted_runs import Watching, untimed
 from strop.engine.opening import open_engines
@@ -52,12 +51,8 @@ class Disturber:
 def play(path, *words, disturber=None):
     progress = Watching()
     recipe = load_recipe(TINY, words)
-    num_threads = torch.get_num_threads()
-    try:
-        opening = open_engines if disturber is None else disturber.open_engines
-        asyncio.run(train(recipe, path, progress=progress, open_engines=opening))
-    finally:
-        torch.set_num_threads(num_threads)
+    opening = open_engines if disturber is None else disturber.open_engines
+    asyncio.run(train(recipe, path, progress=progress, open_engines=opening))
     return progress
 
 

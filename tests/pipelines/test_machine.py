@@ -1,13 +1,11 @@
 """What a recipe names and this machine lacks is told before anything runs."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
 from scripted_runs import RECIPE, run_recipe
-from strop import cli
 from strop.errors import UserError
 from strop.pipeline.plan import check_stages, plan
 from strop.recipe.recipe import Recipe, resolve
@@ -201,14 +199,11 @@ def test_a_reward_model_that_is_there_passes_and_stages_that_judge_nothing_need_
 
 
 @pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_a_run_ends_before_its_directory_is_made(tmp_path, monkeypatch, capsys, more):
+def test_a_run_ends_before_its_directory_is_made(strop, tmp_path, more):
     engine = ["--set", "engine.kind=vllm", "--set", f"engine.python={tmp_path / 'none'}"]
-    words = ["strop", "train", str(TINY), *engine, "--runs", str(tmp_path / "runs"), *more]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as exit_:
-        cli.main()
-    assert exit_.value.code == 2
-    assert f"engine.python: {tmp_path / 'none'} does not exist." in " ".join(capsys.readouterr().err.split())
+    code, said = strop("train", TINY, *engine, "--runs", tmp_path / "runs", *more)
+    assert code == 2
+    assert f"engine.python: {tmp_path / 'none'} does not exist." in " ".join(said.split())
     assert not (tmp_path / "runs").exists()
 
 

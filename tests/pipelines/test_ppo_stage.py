@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from scripted_runs import RECIPE as SCRIPTED
@@ -170,11 +169,7 @@ def test_steps_that_do_not_add_up_are_refused(settings, message):
 @pytest.mark.timeout(1800)
 def test_the_recipe_of_ppo_learns_and_its_critic_foresees_some_of_it(tmp_path):
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "ppo.toml", ["seed=1"])
-    num_threads = torch.get_num_threads()
-    try:
-        result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
-    finally:
-        torch.set_num_threads(num_threads)
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
     before, after = result.evaluations
     assert after["accuracy_low"] > before["accuracy_high"]
     lines = lines_of(result.run)

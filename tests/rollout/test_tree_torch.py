@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import torch
 from test_tree import Watcher, judge, tree_of
 
 from strop.engine import EngineConfig, TorchEngine
@@ -50,14 +49,6 @@ def model(tmp_path_factory):
     sizes = TinyModel(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2)
     make_tiny_model(sizes, ["Count to 3."] * 10, directory, seed=0)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def play_groups(model, *, slots=16, finished=None, watcher=None, **options):

@@ -1,7 +1,7 @@
 """A random Llama of 30 thousand parameters, and batches of it made by hand."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,6 @@ from strop.training import TokenBatch
 from strop.training.batch import Row, pack_rows
 
 VOCABULARY = 61
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-import torch
 from worlds import Conversations, Watcher, make_player, task, tokens_of
 
 from strop.engine import EngineConfig, TorchEngine
@@ -24,14 +23,6 @@ def model(tmp_path_factory):
     sizes = TinyModel(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2)
     make_tiny_model(sizes, ["Count to 3."] * 10, directory, seed=0)
     return directory
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def open_engines(model, *slots):
