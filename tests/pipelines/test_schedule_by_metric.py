@@ -235,7 +235,7 @@ REFUSED = {
         PLATEAU,
         {},
         r"schedule entry 1 \(when = { plateau_of = 2 }, sampling.max_tokens = 90\): it waits for held-out accuracy, but the"
-        r" stage has no validation. Give it one \(validation.every_steps\), or leave the entry out",
+        r" stage has no validation. Give it one \(validation.every_steps\), or leave the rule out",
     ),
     "a late plateau": (
         PLATEAU,
@@ -245,7 +245,7 @@ REFUSED = {
     "a long window": (
         {**LONGER, "when": {"truncated_above": 0.1, "over_steps": 4}},
         {},
-        "it could hold after step 4 at the earliest, but the stage has 4 steps, so this never changes a thing",
+        "it could hold after step 4 at the earliest, but the stage has 4 steps, so it has no effect",
     ),
     "playing ahead": (
         LONGER,

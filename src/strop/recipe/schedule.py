@@ -55,19 +55,24 @@ class MetricRule(Config):
         every = every_steps or 1
         return max(self.from_step, (after // every + self.plateau_of + 1) * every)
 
-    def why_blind(self, *, is_validated: bool, has_verdict: bool) -> str:
-        """Why a stage never logs what it reads; empty where it does.
+    def problem(self, first: int, *, steps: int, every_steps: int | None, has_verdict: bool) -> str:
+        """Why the rule, which could hold after step `first` at the earliest, never does; empty if it may.
 
         Args:
-            is_validated: whether the stage measures its policy on held-out tasks.
-            has_verdict: whether its reward says what is right.
+            steps: number of steps of the stage.
+            every_steps: steps between two validations; None without validation.
+            has_verdict: whether the reward says what is right.
         """
-        if self.plateau_of is None:
-            return ""
-        if not is_validated:
-            return "the stage has no validation. Give it one (validation.every_steps)"
-        if not has_verdict:
-            return "no part of its reward says what is right. Give it one that compares answers"
+        if self.plateau_of is not None and not (every_steps and has_verdict):
+            why = "no part of its reward says what is right. Give it one that compares answers"
+            if every_steps is None:
+                why = "the stage has no validation. Give it one (validation.every_steps)"
+            return f"it waits for held-out accuracy, but {why}, or leave the rule out."
+        if first >= steps:
+            return (
+                f"it could hold after step {first} at the earliest, but the stage has {steps} steps, so it has no effect. Make"
+                " it earlier, or raise steps."
+            )
         return ""
 
     def why_holds(self, steps: Steps) -> str:
@@ -318,21 +323,3 @@ def _as_toml(value: Any) -> str:
 def why_over(rules: Sequence[MetricRule], steps: Steps) -> str:
     """Why the stage is over after `steps`, in words; empty where no rule holds."""
     return next((why for rule in rules if (why := rule.why_holds(steps))), "")
-
-
-def problem_with_ending(rules: Sequence[MetricRule], *, steps: int, every_steps: int | None, has_verdict: bool) -> str:
-    """Why a rule cannot be what is meant for a stage of so many steps, validated every so many; empty where all can.
-
-    Args:
-        every_steps: None where the stage has no validation.
-        has_verdict: whether its reward says what is right.
-    """
-    for number, rule in enumerate(rules, start=1):
-        if why := rule.why_blind(is_validated=every_steps is not None, has_verdict=has_verdict):
-            return f"end_when rule {number} ({rule.what}) is over held-out accuracy, but {why}, or leave the rule out."
-        if (first := rule.first_step(every_steps)) >= steps:
-            return (
-                f"end_when rule {number} ({rule.what}) could hold after step {first} at the earliest, but the stage has {steps}"
-                " steps, so it never ends a thing. Make it earlier, or raise steps."
-            )
-    return ""

@@ -13,7 +13,6 @@ from pydantic import Field
 
 from strop.algorithms.method import Column
 from strop.errors import TaskError
-from strop.recipe.graph import Product
 from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.reports.scales import counted
 from strop.rollout.chat_template import ChatFormat
@@ -22,10 +21,10 @@ from strop.rollout.prompt import load_prompt
 from strop.rollout.tool_calls import make_call_format
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.demonstrations import batch_at
-from strop.stages.loop.preferences import PreferenceKeys, PreferenceStage, count_steps, open_sets
+from strop.stages.loop.preferences import PreferenceKeys, count_steps, open_sets
 from strop.stages.loop.preflight import base_mib, weights_mib
 from strop.stages.loop.steps import take_updates
-from strop.stages.loop.training_stage import HeldOutConfig
+from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage
 from strop.stages.loop.updates import single_update_metrics, update_or_keep
 from strop.stages.loop.validation import keep_if_best, write_product
 from strop.tasks.row_file import RowFile
@@ -53,10 +52,9 @@ class PairValidationConfig(HeldOutConfig):
     num_pairs: int = Field(default=200, ge=1, description="Number of held-out pairs, the first of them.")
 
 
-class DPO(PreferenceStage):
+class DPO(TrainingStage):
     """DPO (arXiv:2305.18290) on pairs of responses; the defaults are those of CS336 assignment 5's supplement."""
 
-    makes = Product.MODEL
     root_keys = frozenset({"tools"})
 
     class Config(PreferenceKeys):

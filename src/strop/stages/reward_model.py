@@ -29,14 +29,14 @@ from strop.stages.loop.checkpoints import prune_finished
 from strop.stages.loop.preferences import (
     PreferenceKeys,
     PreferenceSets,
-    PreferenceStage,
     count_steps,
     open_sets,
 )
 from strop.stages.loop.preflight import base_mib, scorer_parts_of, weights_mib
 from strop.stages.loop.steps import take_updates
+from strop.stages.loop.training_stage import TrainingStage
 from strop.stages.loop.updates import keep_skipped, single_update_metrics
-from strop.stages.loop.validation import write_model
+from strop.stages.loop.validation import write_saved
 from strop.tasks.row_file import RowFile
 from strop.training.preferences import Preference, PreferenceRows, as_rows
 from strop.training.reward_model import RewardTrainer, pack_preferences
@@ -44,10 +44,11 @@ from strop.training.reward_model import RewardTrainer, pack_preferences
 _MEASURED_AT_ONCE = 1024  # preferences; the others stay on disk
 
 
-class RewardModel(PreferenceStage):
+class RewardModel(TrainingStage):
     """A head of one number on the decoder of another stage's model, trained on preferences."""
 
     makes = Product.REWARD_MODEL
+    root_keys = frozenset()
 
     class Config(PreferenceKeys):
         """Keys of `kind = "reward_model"`."""
@@ -93,7 +94,7 @@ class RewardModel(PreferenceStage):
             await _learn(context, config, trainer, sets.train, steps)
             quality = await _measure(trainer, sets.test)
             write_json(directory.path / "quality.json", quality.as_json() | {"num_left_out": sets.num_left_out})
-            await write_model(directory.model, trainer)
+            await write_saved(directory.model, trainer.save_model)
             prune_finished(context, config)
         auc = "unknown" if quality.auc is None else f"{quality.auc:.3f}"
         summary = (

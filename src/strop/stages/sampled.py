@@ -19,9 +19,7 @@ from strop.stages.loop.ledger import void_reasons, write_timeline
 from strop.stages.loop.preflight import (
     DECODE_SHARE,
     base_mib,
-    check_engine,
-    check_length,
-    check_reward,
+    check_needs,
     engine_mib,
     missing_scorers,
     played_in_words,
@@ -73,9 +71,7 @@ class FixedSetStage(Stage):
         return task_files("tasks", config.tasks, [config.played_split]) if config.has_own_tasks else {}
 
     def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-        yield from check_length(name, self.config, recipe)
-        yield from check_engine(recipe)
-        yield from check_reward(f"stages.{name}", self.config.reward, machine)
+        yield from check_needs(name, self, recipe, machine)
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config, model = self.config, machine.model

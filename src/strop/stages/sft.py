@@ -25,9 +25,6 @@ from strop.stages.loop.preflight import (
     TRAIN_SHARE,
     activations_mib,
     base_mib,
-    check_length,
-    check_reward,
-    check_trainer,
     missing_scorers,
     task_files,
     weights_mib,
@@ -106,13 +103,6 @@ class SFT(TrainingStage):
         splits: list[Split] = ["train"] if self.config.demonstrator is not None else []
         splits += [self.config.validation.split] if self.config.validation is not None else []
         return task_files("tasks", self.config.tasks, splits)
-
-    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-        if self.config.validation is not None:
-            yield from check_length(name, self.config, recipe)
-        yield from check_trainer(f"stages.{name}.trainer", self.config.trainer)
-        if self.is_judged:
-            yield from check_reward(f"stages.{name}", self.config.reward, machine)
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config, model = self.config, machine.model

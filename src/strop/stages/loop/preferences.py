@@ -13,17 +13,15 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from pydantic import Field
 
-from strop.errors import ConfigError, TaskError, UserError
-from strop.recipe.stage import Machine, Stage
+from strop.errors import ConfigError, TaskError
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
-from strop.stages.loop.preflight import check_trainer
 from strop.stages.loop.training_stage import check_schedule
 from strop.tasks.row_file import RowFile
 from strop.training.preferences import Preference, read_preferences
 
 if TYPE_CHECKING:
-    from strop.recipe.recipe import Recipe
+    pass
 
 ItemT = TypeVar("ItemT")
 
@@ -37,15 +35,6 @@ class PreferenceKeys(CheckpointedKeys):
     max_length: int = Field(default=8192, ge=2, description="Tokens of prompt and response; longer ones are left out.")
     epochs: int = Field(default=1, ge=1, description="Passes over the preferences.")
     batch_size: int = Field(default=64, ge=1, description="Preferences of one update.")
-
-
-class PreferenceStage(Stage):
-    """Base of stages that learn from preferences."""
-
-    config: PreferenceKeys
-
-    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-        yield from check_trainer(f"stages.{name}.trainer", self.config.trainer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

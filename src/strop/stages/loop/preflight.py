@@ -11,8 +11,8 @@ import torch
 
 from strop.engine.config import EngineConfig
 from strop.engine.opening import check_interpreter
-from strop.errors import ConfigError, ModelError, UserError
-from strop.recipe.stage import Machine, Model, PlayedKeys
+from strop.errors import ConfigError, UserError
+from strop.recipe.stage import Machine, Model, PlayedKeys, Stage
 from strop.rewards import AnyRewardConfig, SumRewardConfig
 from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
@@ -40,7 +40,19 @@ DECODE_SHARE = 0.15
 TRAIN_SHARE = 0.35
 
 
-def check_engine(recipe: Recipe) -> Iterator[UserError]:
+def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+    """What this machine lacks for a stage: engines if it plays, the device of its trainer, reward models that judge it."""
+    config = stage.config
+    if isinstance(config, PlayedKeys) and (stage.plays or getattr(config, "validation", None) is not None):
+        yield from _check_length(name, config, recipe)
+        yield from _check_engine(recipe)
+    if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
+        yield from _check_device(trainer.device, f"stages.{name}.trainer", workers=trainer.workers)
+    if isinstance(config, PlayedKeys) and stage.is_judged:
+        yield from _check_reward(f"stages.{name}", config.reward, machine)
+
+
+def _check_engine(recipe: Recipe) -> Iterator[UserError]:
     """The interpreter of a server engine, or a device of the embedded one, is not on this machine."""
     try:
         if isinstance(recipe.engine, EngineConfig):
@@ -51,7 +63,7 @@ def check_engine(recipe: Recipe) -> Iterator[UserError]:
         yield error
 
 
-def check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[UserError]:
+def _check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[UserError]:
     """The longest response alone fills a conversation of the engine."""
     if config.longest_response >= recipe.engine.max_length:
         yield ConfigError(
@@ -61,14 +73,6 @@ def check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[User
         )
 
 
-def check_trainer(key: str, config: TrainerConfig) -> Iterator[UserError]:
-    """The device of a trainer is not on this machine."""
-    try:
-        _check_device(config.device, key, workers=config.workers)
-    except UserError as error:
-        yield error
-
-
 def scorer_parts_of(reward: AnyRewardConfig) -> dict[str, ScorerPart.Config]:
     """The parts of a reward that ask a reward model."""
     if not isinstance(reward, SumRewardConfig):
@@ -76,24 +80,22 @@ def scorer_parts_of(reward: AnyRewardConfig) -> dict[str, ScorerPart.Config]:
     return {name: part for name, part in reward.parts.items() if isinstance(part, ScorerPart.Config)}
 
 
-def check_reward(stage: str, reward: AnyRewardConfig, machine: Machine) -> Iterator[UserError]:
+def _check_reward(stage: str, reward: AnyRewardConfig, machine: Machine) -> Iterator[UserError]:
     """The device of a reward model is not on this machine, or its directory holds no reward model."""
     for name, part in scorer_parts_of(reward).items():
         key, scorer = f"{stage}.reward.parts.{name}.scorer", part.scorer
+        if isinstance(scorer, EmbeddedScorerConfig):
+            yield from _check_device(scorer.device, key)
+        if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
+            continue
+        if machine.is_plan and not Path(scorer.path).exists():
+            continue
         try:
-            if isinstance(scorer, EmbeddedScorerConfig):
-                _check_device(scorer.device, key)
-            if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
-                continue
-            if machine.is_plan and not Path(scorer.path).exists():
-                continue
             if isinstance(scorer, EmbeddedScorerConfig):
                 check_reward_model(Path(scorer.path))
             ExchangeFormat(Path(scorer.path))
-        except ModelError as error:
-            yield UserError(f"{key}.path: {error}")
         except UserError as error:
-            yield error
+            yield UserError(f"{key}.path: {error}")
 
 
 def missing_scorers(reward: AnyRewardConfig) -> Iterator[str]:
@@ -182,17 +184,16 @@ def _check_engine_devices(config: EngineConfig) -> None:
     _ = config.torch_device
 
 
-def _check_device(name: str, key: str, *, workers: int = 0) -> None:
+def _check_device(name: str, key: str, *, workers: int = 0) -> Iterator[UserError]:
     try:
         device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f'{key}.device is {name!r}, which is no device. Write "cpu", "cuda" or "cuda:1".') from error
-    if device.type != "cuda":
+    except RuntimeError:
+        yield UserError(f'{key}.device is {name!r}, which is no device. Write "cpu", "cuda" or "cuda:1".')
         return
     num_devices, num_wanted = torch.cuda.device_count(), max(1, workers, (device.index or 0) + 1)
-    if num_wanted > num_devices:
+    if device.type == "cuda" and num_wanted > num_devices:
         of_workers = f" and {key}.workers is {workers}" if workers else ""
-        raise UserError(
+        yield UserError(
             f"{key}.device is {name!r}{of_workers}, but {_what_torch_sees(num_devices)}."
             ' Use "cpu", or a device that is there' + (", or fewer workers." if workers else ".")
         )

@@ -18,7 +18,6 @@ from strop.recipe.schedule import (
     ScheduleEntry,
     first_steps,
     problem_with,
-    problem_with_ending,
     reached,
     switched,
 )
@@ -30,10 +29,7 @@ from strop.stages.loop.preflight import (
     DECODE_SHARE,
     activations_mib,
     base_mib,
-    check_engine,
-    check_length,
-    check_reward,
-    check_trainer,
+    check_needs,
     engine_mib,
     missing_scorers,
     task_files,
@@ -97,8 +93,10 @@ class TrainingStage(Stage):
 
     makes = Product.MODEL
     root_keys = frozenset({"engine", "sandbox", "tools"})
+    config: CheckpointedKeys
 
-    config: TrainingKeys
+    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+        yield from check_needs(name, self, recipe, machine)
 
 
 class RolloutKeys(TrainingKeys):
@@ -142,11 +140,9 @@ class RolloutKeys(TrainingKeys):
                 f"{what}, but trainer.optimizer.schedule is 'cosine', which needs to know how many updates there will be. Set"
                 f" schedule = 'constant', or leave {what.split()[0]} out."
             )
-        has_verdict = bool(verdict_of(self.reward).parts)
-        if problem := problem_with_ending(
-            self.end_when, steps=self.steps, every_steps=self.validated_every, has_verdict=has_verdict
-        ):
-            raise ValueError(problem)
+        for number, rule in enumerate(self.end_when, start=1):
+            if problem := self._rule_problem(rule, rule.first_step(self.validated_every)):
+                raise ValueError(f"end_when rule {number} ({rule.what}): {problem}")
         return self
 
     @model_validator(mode="after")
@@ -159,16 +155,8 @@ class RolloutKeys(TrainingKeys):
         return self
 
     def _rule_problem(self, rule: MetricRule, first: int) -> str:
-        """Why the rule of an entry, which could hold after step `first` at the earliest, never does; empty where it may."""
         has_verdict = bool(verdict_of(self.reward).parts)
-        if why := rule.why_blind(is_validated=self.validation is not None, has_verdict=has_verdict):
-            return f"it waits for held-out accuracy, but {why}, or leave the entry out."
-        if first >= self.steps:
-            return (
-                f"it could hold after step {first} at the earliest, but the stage has {self.steps} steps, so this never changes"
-                " a thing. Make it earlier, or raise steps."
-            )
-        return ""
+        return rule.problem(first, steps=self.steps, every_steps=self.validated_every, has_verdict=has_verdict)
 
     def _schedule_problem(self, entry: ScheduleEntry) -> str:
         """Why an entry cannot be what is meant; empty where it can."""
@@ -227,12 +215,6 @@ class RolloutStage(TrainingStage):
             if entry.tasks is not None:
                 found |= task_files("schedule.tasks", entry.tasks, ["train"])
         return found
-
-    def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-        yield from check_length(name, self.config, recipe)
-        yield from check_engine(recipe)
-        yield from check_trainer(f"stages.{name}.trainer", self.config.trainer)
-        yield from check_reward(f"stages.{name}", self.config.reward, machine)
 
     def lines_of_schedule(self, steps_of_critic: int = 0) -> Iterator[str]:
         """Each entry of the schedule, with the step that it comes before where that is known."""

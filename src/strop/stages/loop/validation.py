@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from strop.stages.evaluation import Eval, summarise
 from strop.stages.loop.checkpoints import CheckpointedKeys, prune_finished
 from strop.stages.loop.rollouts import GroupPlayer
 from strop.stages.loop.training_stage import HeldOutConfig, TrainingKeys, ValidationConfig
-from strop.training.reward_model import RewardTrainer
 from strop.training.trainer import Trainer
 from strop.types import derive_seed
 
@@ -35,15 +34,8 @@ RECORD = "validation.json"
 """In the directory of the best policy: its step and its metrics."""
 
 
-def is_better(best: Path, found: Mapping[str, Any]) -> bool:
-    """Whether a policy with these metrics is better than the one in `best`, if there is one.
-
-    A higher `accuracy` is better; with equal accuracy a lower `loss`, if it is measured.
-    """
-    return not (best / RECORD).exists() or _rank(found) > _rank(read_json(best / RECORD))
-
-
 def _rank(found: Mapping[str, Any]) -> tuple[float, float]:
+    """A higher `accuracy` is better; with equal accuracy a lower `loss`, if it is measured."""
     return float(found["accuracy"]), -float(found.get("loss", 0.0))
 
 
@@ -102,17 +94,20 @@ class Validator:
 
 async def keep_if_best(context: StageContext, trainer: Trainer, step: int, found: Mapping[str, Any]) -> None:
     """Replace the best policy and its record, together, if the policy after `step` is better."""
-    if is_better(context.directory.best, found):
-        await write_model(context.directory.best, trainer, record={"step": step, **found})
+    best = context.directory.best
+    if not (best / RECORD).exists() or _rank(found) > _rank(read_json(best / RECORD)):
+        await write_saved(best, trainer.save_model, record={"step": step, **found})
         context.event("best_so_far", step=step, accuracy=found["accuracy"])
 
 
-async def write_model(path: Path, trainer: Trainer | RewardTrainer, *, record: Mapping[str, Any] | None = None) -> None:
-    """Write the policy as a directory that `transformers` loads, with `record` as validation.json."""
+async def write_saved(
+    path: Path, save: Callable[[Path], Coroutine[Any, Any, None]], *, record: Mapping[str, Any] | None = None
+) -> None:
+    """Write a directory, whole or not at all, with what `save` writes and with `record` as validation.json."""
     loop = asyncio.get_running_loop()
 
     def fill(directory: Path) -> None:
-        asyncio.run_coroutine_threadsafe(trainer.save_model(directory), loop).result()
+        asyncio.run_coroutine_threadsafe(save(directory), loop).result()
         if record is not None:
             write_json(directory / RECORD, record)
 
@@ -121,14 +116,9 @@ async def write_model(path: Path, trainer: Trainer | RewardTrainer, *, record: M
 
 async def write_product(context: StageContext, trainer: Trainer, stage: CheckpointedKeys) -> Path:
     """Write the last policy and its adapter, and prune checkpoints. Returns the directory of the stage's product."""
-    await write_model(context.directory.model, trainer)
+    await write_saved(context.directory.model, trainer.save_model)
     if stage.trainer.lora is not None:
-        loop = asyncio.get_running_loop()
-
-        def fill(directory: Path) -> None:
-            asyncio.run_coroutine_threadsafe(trainer.save_adapter(directory), loop).result()
-
-        await asyncio.to_thread(write_directory, context.directory.adapter, fill)
+        await write_saved(context.directory.adapter, trainer.save_adapter)
     await asyncio.to_thread(prune_finished, context, stage)
     held_out: HeldOutConfig | None = getattr(stage, "validation", None)
     hands_on_best = held_out is not None and held_out.product == "best"
