@@ -102,14 +102,14 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "engine": 7197,  # 6000
     "evaluation": 1687,  # 1400
     "pipeline": 1121,
-    "recipe": 994,
+    "recipe": 981,
     "reports": 3320,  # 3500
     "rewards": 3075,  # 2600
     "rollout": 4982,
     "runs": 648,
     "sandbox": 12028,  # 10500
     "simulation": 1012,  # 900
-    "stages": 5568,  # 3800
+    "stages": 5469,  # 3800
     "tasks": 2705,  # 2200
     "tools": 2112,  # 2000
     "training": 4732,  # 4500
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 352  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_649  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 61_262  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_578  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 61_150  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -48,80 +45,30 @@ def outcomes_path(directory: StageDirectory) -> Path:
     return directory.path / "data" / "outcomes.jsonl"
 
 
+def rows_in(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a run's .jsonl, without a last line that a kill cut short. A row that is no object is a `RunError`."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.isspace() and (line.endswith(b"\n") or is_whole_line(line)):
+                yield parse_line(line, f"{path}:{number}")
+
+
 def rows_of(run: RunDirectory, stage: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows that `stage` made. Raises `RunError` as `open_rows` does, when the first is asked for."""
+    """Yield the rows that `stage` made. Raises `RunError` if it is not done, or its file is gone."""
     yield from rows_in(product_of(run, stage))
 
 
-def rows_in(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's .jsonl, as `read_by_number` reads them."""
-    with read_by_number(path) as rows:
-        yield from rows
-
-
-def read_by_number(path: Path) -> RowFile[dict[str, Any]]:
-    """Return the rows of a run's .jsonl, without a last line that a kill cut short. A row that is no object is a `RunError`."""
-    with path.open("rb") as file:
-        lines = ((f"{path}:{number}", line) for number, line in enumerate(file, start=1) if not line.isspace())
-        return RowFile(parse_line(line, place) for place, line in lines if line.endswith(b"\n") or is_whole_line(line))
-
-
-def open_rows(run: RunDirectory, stage: str) -> RowFile[dict[str, Any]]:
-    """Return the rows that `stage` made, by number. Raises `RunError` if it is not done, or its file is gone."""
-    return read_by_number(product_of(run, stage))
-
-
-class StageRows:
-    """The rows of several stages, one stage after the other, by number. They stay on disk. A context."""
-
-    def __init__(self, run: RunDirectory, stages: Sequence[str]) -> None:
-        self.files = {name: open_rows(run, name) for name in stages}
-        self.starts = dict(zip(self.files, accumulate(map(len, self.files.values()), initial=0), strict=False))
-        """The number of the first row of each stage."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.files.values()))
-
-    def __getitem__(self, number: int, /) -> dict[str, Any]:
-        name, row = self.place(number)
-        return self.files[name][row]
-
-    def place(self, number: int) -> tuple[str, int]:
-        """Return the stage of a row, and its number there. Raises `IndexError` if there is no such row."""
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        name = list(self.starts)[bisect_right(list(self.starts.values()), number) - 1]
-        return name, number - self.starts[name]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for file in self.files.values():
-            file.close()
-
-
-class _StageTasks:
-    """The tasks that stages made. Each row is checked before any is played."""
-
-    def __init__(self, rows: StageRows) -> None:
-        self._rows = rows
-        for number in range(len(self)):
-            self[number]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, number: int, /) -> Task:
-        try:
-            return TASK.validate_python(self._rows[number])
-        except ValidationError as error:
-            name, row = self._rows.place(number)
-            wrong = ".".join(map(str, error.errors()[0]["loc"]))
-            raise TaskError(
-                f"row {row + 1} of what stage {name!r} made is no task ({wrong}: {error.errors()[0]['msg']}). Restore its"
-                f" file, or rerun it with --from {name}."
-            ) from error
+def _tasks_of(run: RunDirectory, stages: Sequence[str]) -> Iterator[Task]:
+    for name in stages:
+        for number, row in enumerate(rows_of(run, name), start=1):
+            try:
+                yield TASK.validate_python(row)
+            except ValidationError as error:
+                wrong = ".".join(map(str, error.errors()[0]["loc"]))
+                raise TaskError(
+                    f"row {number} of what stage {name!r} made is no task ({wrong}: {error.errors()[0]['msg']}). Restore its"
+                    f" file, or rerun it with --from {name}."
+                ) from error
 
 
 def tasks_to_play(context: StageContext, stage: PlayedKeys) -> TaskSource:
@@ -134,7 +81,7 @@ def tasks_to_play(context: StageContext, stage: PlayedKeys) -> TaskSource:
     if stage.has_own_tasks:
         return open_tasks(context.recipe, context.name, stage.tasks, seed=seed, split=stage.played_split)
     stages: Sequence[str] = getattr(stage, "data", ())
-    tasks = _StageTasks(StageRows(context.run, stages))
+    tasks = RowFile(_tasks_of(context.run, stages))  # each row is checked before any is played
     if not len(tasks):
         raise TaskError(
             f"stages.{context.name}.data: {', '.join(stages)} kept no task, so there is nothing to roll out. Loosen what they"

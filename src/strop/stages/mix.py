@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import Field, model_validator
 
@@ -13,8 +13,8 @@ from strop.errors import TaskError
 from strop.recipe.graph import Product
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.stages.context import StageContext
-from strop.stages.data import StageRows, kept_path
-from strop.tasks.row_file import writing_rows
+from strop.stages.data import kept_path, rows_of
+from strop.tasks.row_file import RowFile, writing_rows
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
@@ -62,22 +62,31 @@ class Mix(Stage):
     async def run(self, context: StageContext) -> StageResult:
         """Draw and write. Raises `TaskError` if a stage made fewer rows than are asked for."""
         context.started(1, 0)
-        with StageRows(context.run, self.config.data) as rows:
-            counts = counts_of(self.config, {name: len(file) for name, file in rows.files.items()})
-            drawn = array("Q")
-            for name, file in rows.files.items():
-                if counts[name] > len(file):
+        num_rows: dict[str, int] = {}
+
+        def rows_of_all() -> Iterator[dict[str, Any]]:
+            for name in self.config.data:
+                num_rows[name] = 0
+                for row in rows_of(context.run, name):
+                    num_rows[name] += 1
+                    yield row
+
+        with RowFile(rows_of_all()) as rows:
+            counts, drawn, start = counts_of(self.config, num_rows), array("Q"), 0
+            for name, num in num_rows.items():
+                if counts[name] > num:
                     raise TaskError(
-                        f"stages.{context.name}: {counts[name]} rows of {name!r} are asked for, but it made {len(file)}. Lower"
+                        f"stages.{context.name}: {counts[name]} rows of {name!r} are asked for, but it made {num}. Lower"
                         f" the count (or share, or total), or let {name!r} make more."
                     )
                 draw = random.Random(context.seed("draw", name))
-                drawn.extend(rows.starts[name] + number for number in draw.sample(range(len(file)), counts[name]))
+                drawn.extend(start + number for number in draw.sample(range(num), counts[name]))
+                start += num
             random.Random(context.seed("order")).shuffle(drawn)
             with writing_rows(kept_path(context.directory)) as add:
                 for number in drawn:
                     add(rows[number])
-            parts = ", ".join(f"{counts[name]} of {len(file)} of {name}" for name, file in rows.files.items())
+        parts = ", ".join(f"{counts[name]} of {num} of {name}" for name, num in num_rows.items())
         return StageResult(summary=f"{len(drawn)} rows: {parts}", product=kept_path(context.directory))
 
 

@@ -87,27 +87,8 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
             continue
         if recipe.origin_of(name) == origin:
             for each in config.with_each_tasks():
-                longest, held = _longest_prompt(recipe, name, each, chat, tools), recipe.engine.max_length
-                _refuse_if_too_long(name, each, longest, held, f"engine.max_length = {held}")
-
-
-def check_engines(
-    recipe: Recipe,
-    name: str,
-    stage: PlayedKeys,
-    chat: ChatFormat,
-    tools: Sequence[Tool],
-    pool: EnginePool,
-    source: TaskSource,
-) -> None:
-    """Check a stage, which plays the tasks of `source`, against the memory of the engines that were opened for it.
-
-    Raises:
-        ConfigError: no engine can hold a rollout of its first tasks, or of any of an evaluation.
-    """
-    longest = _longest_prompt(recipe, name, stage, chat, tools, source)
-    held = pool.max_request_tokens
-    _refuse_if_too_long(name, stage, longest, held, f"{held}, which is what the KV memory of the largest engine holds")
+                held = recipe.engine.max_length
+                check_longest(recipe, name, each, chat, tools, held=held, limit=f"engine.max_length = {held}")
 
 
 def prompt_lengths(stage: PosedKeys, tasks: Sequence[Task], chat: ChatFormat, tools: Sequence[Tool]) -> list[int]:
@@ -147,8 +128,24 @@ def _refuse_idle_oversubscription(recipe: Recipe) -> None:
         )
 
 
-def _refuse_if_too_long(name: str, stage: PlayedKeys, longest: tuple[str, int], held: int, limit: str) -> None:
-    task, length = longest
+def check_longest(
+    recipe: Recipe,
+    name: str,
+    stage: PlayedKeys,
+    chat: ChatFormat,
+    tools: Sequence[Tool],
+    *,
+    held: int,
+    limit: str,
+    source: TaskSource | None = None,
+) -> None:
+    """Raises `ConfigError` if the longest prompt of a stage's first tasks and a response have more than `held` tokens.
+
+    Args:
+        limit: what `held` is, in words.
+        source: the tasks that it plays. Default: those of `stage.tasks`.
+    """
+    task, length = _longest_prompt(recipe, name, stage, chat, tools, source)
     response = stage.longest_response
     needed = length + response
     if needed > held:

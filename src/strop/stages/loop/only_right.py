@@ -16,7 +16,7 @@ from strop.rewards.base import reward_of
 from strop.rollout.player import Excluded, Judge, all_of
 from strop.run_directory import StageDirectory
 from strop.stages.context import StageContext
-from strop.stages.data import TASK, TRAJECTORY, Row, read_by_number
+from strop.stages.data import TASK, TRAJECTORY, Row, rows_in
 from strop.tasks.row_file import writing_rows
 from strop.types import Group, Task, Trajectory
 
@@ -54,9 +54,8 @@ async def judge_demonstrations(context: StageContext, stage: PlayedKeys, attempt
     path = _verdicts_path(context.directory)
     if not path.exists():
         await _write_verdicts(context, stage, attempts, path)
-    with read_by_number(path) as rows:
-        dropped = Counter(str(row["reason"]).partition(":")[0] for row in rows)
-        num, first = len(rows), rows[0] if len(rows) else {}
+    dropped = Counter(str(row["reason"]).partition(":")[0] for row in rows_in(path))
+    num, first = dropped.total(), next(rows_in(path), {})
     num_kept = dropped.pop("", 0)
     context.event("demonstrations_judged", num_kept=num_kept, num_dropped=num - num_kept, dropped=dict(dropped))
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common()) or "none"
@@ -71,8 +70,8 @@ async def judge_demonstrations(context: StageContext, stage: PlayedKeys, attempt
 
 def only_kept(directory: StageDirectory, items: Iterable[ItemT]) -> Iterator[ItemT]:
     """Yield those of `items`, one for each demonstration that was judged, whose demonstrations are kept."""
-    with read_by_number(_verdicts_path(directory)) as rows:
-        yield from (item for item, row in zip(items, rows, strict=True) if row["is_kept"])
+    verdicts = rows_in(_verdicts_path(directory))
+    yield from (item for item, row in zip(items, verdicts, strict=True) if row["is_kept"])
 
 
 def _verdicts_path(directory: StageDirectory) -> Path:

@@ -26,7 +26,7 @@ from strop.rollout.scheduler.report import BatchReport
 from strop.run_directory import write_json
 from strop.stages.context import StageContext, branching_of, load_chat, make_player
 from strop.stages.data import tasks_to_play
-from strop.stages.loop.engines import check_engines, open_engine_pool
+from strop.stages.loop.engines import check_longest, open_engine_pool
 from strop.stages.loop.ledger import StepLedger, write_timeline
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.tasks.config import TaskConfig
@@ -46,7 +46,9 @@ class GroupPlayer:
 
     def check(self, stage: PlayedKeys, tasks: TaskSource) -> None:
         """Raises `ConfigError` if no engine can hold a rollout of the first tasks, or of any of an evaluation."""
-        check_engines(self.context.recipe, self.context.name, stage, self.chat, self.context.tools(), self.pool, tasks)
+        context, held = self.context, self.pool.max_request_tokens
+        limit = f"{held}, which is what the KV memory of the largest engine holds"
+        check_longest(context.recipe, context.name, stage, self.chat, context.tools(), held=held, limit=limit, source=tasks)
 
     async def judge_by(self, config: AnyRewardConfig) -> None:
         """Judge from now on as `config` says, which a schedule may have changed."""
