@@ -15,7 +15,7 @@ from strop.types import FinishReason
 from ..support import make_request, publish
 from . import vllm_servers
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 MODEL = Path(__file__).resolve().parents[3] / "models" / "smollm2-135m"
 QUESTIONS = [f"Question {number}: what is {number} times {number + 3}?\nAnswer: let us think. " for number in range(8)]
 
@@ -23,7 +23,7 @@ QUESTIONS = [f"Question {number}: what is {number} times {number + 3}?\nAnswer: 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
-    config = vllm_servers.make_config(slots=8, max_length=256, dtype="bfloat16")
+    config = vllm_servers.make_config(slots=8, max_length=256, dtype="bfloat16", deadline_s=300.0)
     with asyncio.Runner() as runner:
         home = vllm_servers.start(runner, MODEL, folder, config)
         yield home
