@@ -52,7 +52,6 @@ def main() -> int:
         dtype="bfloat16",
         device="cpu",
         deterministic=bool(arguments.deterministic),
-        cached_prompts=0,  # no conversation comes after another of its prompt has ended
     )
     keep_little_freed_memory()
     peak = AnonymousPeak()

@@ -73,9 +73,7 @@ async def main() -> int:
     arguments = parser.parse_args()
     if not arguments.out.parent.is_dir():
         parser.error(f"--out {arguments.out}: its directory is not there. Make it first.")
-    config = EngineConfig(
-        slots=SLOTS, max_length=max(CONTEXTS) + 2 * LONG, dtype=arguments.dtype, deterministic=False, cached_prompts=4
-    )
+    config = EngineConfig(slots=SLOTS, max_length=max(CONTEXTS) + 2 * LONG, dtype=arguments.dtype, deterministic=False)
     engine = TorchEngine.from_directory(arguments.model, config)
     await batch_s(engine, SLOTS, (5, 6, 7), LONG, "warm-up")
     points = await measure(engine)

@@ -340,7 +340,7 @@ def test_a_publication_that_breaks_off_stops_sampling(run):
     run(scenario)
 
 
-def test_a_conversation_whose_next_request_was_refused_is_released_by_that_request(run):
+def test_a_conversation_whose_next_request_was_refused_keeps_its_id(run):
     async def scenario(engine):
         for number in range(SLOTS):
             first = await engine.complete(make_request(f"held {number}", [1]))
@@ -348,7 +348,7 @@ def test_a_conversation_whose_next_request_was_refused_is_released_by_that_reque
         too_long = make_request("refused", so_far, max_tokens=MAX_LENGTH, extends=f"held {SLOTS - 1}", at=len(so_far))
         with pytest.raises(RequestTooLong):
             await engine.complete(too_long)
-        await engine.release("refused")
+        await engine.release(f"held {SLOTS - 1}")
         await engine.complete(make_request("a", [1]))
 
     run(scenario)

@@ -78,6 +78,6 @@ def test_bits_depend_neither_on_company_nor_on_order_nor_on_slots(name, dtype):
     # Slots in eights: blocks of the KV cache are read by those alone that are so long, and conversations move down.
     in_eights = EngineConfig(slots=16, max_length=300, device="cpu", dtype=dtype)
     assert _with_engine(model, in_eights, _together(5)) == reference
-    # Two slots more than conversations: forks wait for each other, in other rows, and prompts are forgotten meanwhile.
-    other_layout = EngineConfig(slots=14, max_length=300, device="cpu", dtype=dtype, cached_prompts=2)
+    # Two slots more than conversations: forks wait for each other, in other rows.
+    other_layout = EngineConfig(slots=14, max_length=300, device="cpu", dtype=dtype)
     assert _with_engine(model, other_layout, _together(9)) == reference

@@ -70,15 +70,12 @@ def test_loans_are_right_whatever_happens():
     num_loans = 0
     for _ in range(400):
         slot, other = draw.sample(range(NUM_SLOTS), 2)
-        match draw.randrange(6):
+        match draw.randrange(5):
             case 0 | 1:
                 cache.copy_across(slot, other, draw.randint(1, NUM_COLUMNS))
             case 2 | 3 | 4:
                 start = draw.randrange(NUM_COLUMNS)
                 write(cache, slot, start, draw.randint(start + 1, NUM_COLUMNS), draw)
-            case 5:
-                length = draw.randint(1, NUM_COLUMNS)
-                cache.copy_in(other, cache.copy_out(slot, length), length)
         num_loans += sum(cache.loan(each)[1] > 0 for each in range(NUM_SLOTS))
         assert_loans_are_right(cache)
     assert num_loans > 200

@@ -50,17 +50,6 @@ def test_a_groups_prompt_is_computed_once(play):
     play(scenario)
 
 
-def test_the_oldest_prompt_is_forgotten_first(play):
-    async def scenario(engine):
-        cached = []
-        for number, first in enumerate([1, 2, 1, 3, 2, 1]):  # a copy and the slot itself: 1 | 1 2 | 2 1 | 1 3 | 3 2 | 2 1
-            cached.append((await engine.complete(make_request(f"{number}", [first, 9, 9]))).cached_tokens)
-            await engine.release(f"{number}")
-        assert cached == [0, 0, 2, 0, 0, 0]
-
-    play(scenario, cached_prompts=1)
-
-
 def test_a_prompt_that_older_weights_computed_is_forgotten(play):
     async def scenario(engine):
         await engine.complete(make_request("a", range(40)))
@@ -71,21 +60,6 @@ def test_a_prompt_that_older_weights_computed_is_forgotten(play):
     assert after.cached_tokens == 0
     fresh = play(lambda engine: engine.complete(make_request("b", range(40))), model=make_model("llama", seed=1))
     assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs)
-
-
-def test_a_fork_that_waited_still_has_the_prefix_of_a_parent_that_was_released(play):
-    async def scenario(engine):
-        parent = await engine.complete(make_request("parent", range(30)))
-        other = await engine.complete(make_request("other", [1]))
-        fork = make_request("fork", [*range(30), *parent.ids[:4], 8], extends="parent", at=34)
-        waiting = asyncio.create_task(engine.complete(fork))
-        await asyncio.sleep(0.02)
-        assert not waiting.done()
-        await engine.release("parent")
-        assert (await waiting).cached_tokens == 34
-        assert other.ids
-
-    play(scenario, slots=2)
 
 
 def test_siblings_of_a_request_whose_slot_was_taken_over_still_find_its_prefix(play):

@@ -10,7 +10,7 @@ from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
 from strop.runs.manifest import differences
 
 FREE_OF_ENGINES = {
-    *("replicas", "slots", "deadline_s", "devices", "cached_prompts", "own_process", "python", "addresses"),
+    *("replicas", "slots", "deadline_s", "devices", "own_process", "python", "addresses"),
     *("start_timeout_s", "publish_timeout_s", "kv_mib"),
 }
 BOUND = {
@@ -77,7 +77,7 @@ def test_servers_that_strop_started_may_be_given_by_address_in_the_next_try():
 
 
 @pytest.mark.parametrize(
-    "path", ["engine.cached_prompts.more", "other.engine.replicas", "stages.rl.trainer.workers", "sandbox.wall_s", "seed"]
+    "path", ["engine.slots.more", "other.engine.replicas", "stages.rl.trainer.workers", "sandbox.wall_s", "seed"]
 )
 def test_a_key_that_decides_over_results_is_told_even_if_it_resembles_a_free_one(path):
     def tree(value):

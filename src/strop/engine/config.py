@@ -91,9 +91,6 @@ class EngineConfig(AnyEngine):
         default="auto",
         description="static: decode in a few fixed sizes, on a GPU as CUDA graphs. auto: static on CUDA, else eager.",
     )
-    cached_prompts: int = Field(
-        default=2, ge=0, le=65_536, description="Prompts whose KV cache is kept, so that a group's prompt is computed once."
-    )
     own_process: bool = Field(
         default=False,
         description="Run the engine in a separate process, whose failure does not end the run. Several replicas always do.",

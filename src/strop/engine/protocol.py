@@ -87,6 +87,9 @@ class InferenceEngine(Protocol):
     async def complete(self, request: CompletionRequest) -> Completion:
         """Sample one completion. Waits while KV memory is full.
 
+        A request that is refused changes nothing: the conversation that it extends keeps its id. Any other error releases the
+        request, and the conversation that it continued.
+
         Raises:
             EngineLost: the engine failed; a part of a completion is never returned.
             WeightsNotProven: the weights differ from the published ones.

@@ -115,7 +115,6 @@ class ScriptedEngine:
         self._num_ends = 0
         self._dying: asyncio.Task[None] | None = None
         self._holds: dict[str, _Hold] = {}  # by newest request
-        self._refused: dict[str, str] = {}  # a refused request -> the conversation that it would have continued
         self._room = asyncio.Condition()
         self._queue: list[str] = []  # requests that wait for room, in order of arrival
 
@@ -159,17 +158,11 @@ class ScriptedEngine:
         self.recover()
         self._is_lost = False
         self._holds.clear()
-        self._refused.clear()
         self._policy_version, self._is_proven = policy_version, True
 
     async def complete(self, request: CompletionRequest) -> Completion:
         number, num_ends = len(self.requests), self._num_ends
-        try:
-            self._accept(request)
-        except StropError:
-            if self._goes_on_in_place(request):
-                self._refused[request.id] = request.extends
-            raise
+        self._accept(request)
         cached_tokens = await self._take_room(request)
         hold = self._holds[request.id]
         hold.running = asyncio.create_task(self._answer(request, number, cached_tokens))
@@ -203,7 +196,6 @@ class ScriptedEngine:
             raise EngineLost(self._last_words)
         self._is_proven = False
         self._holds.clear()
-        self._refused.clear()
         self.weights = {name: tensor.detach().to(self._dtype, copy=True) async for name, tensor in tensors}
         if self._has_wrong_weights:
             self.weights = {name: tensor + 1 for name, tensor in self.weights.items()}
@@ -273,7 +265,6 @@ class ScriptedEngine:
         return held + tokens <= self._capacity.total_tokens and len(self._holds) < self._capacity.max_running
 
     async def _give_back(self, request_id: str) -> None:
-        request_id = self._refused.pop(request_id, request_id)
         hold = self._holds.pop(request_id, None)
         if hold is not None and hold.running is not None:
             hold.running.cancel()

@@ -305,7 +305,7 @@ def _failed(number: int, error: Exception) -> Failed:
     is_ours = isinstance(error, StropError)
     message = str(error) if is_ours else f"its process failed with {type(error).__name__}: {error}"
     if _is_out_of_memory(error) or _is_out_of_memory(error.__cause__):
-        message += " (out of memory). Lower engine.slots, engine.max_length or engine.cached_prompts, or use fewer engines."
+        message += " (out of memory). Lower engine.slots or engine.max_length, or use fewer engines."
     return Failed(number=number, error=type(error).__name__ if is_ours else "EngineLost", message=message)
 
 

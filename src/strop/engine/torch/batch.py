@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest, check_prefix
 from strop.engine.torch.cuda_graphs import StaticRow, open_static_steps
 from strop.engine.torch.decoder import Decoder
-from strop.engine.torch.kv_cache import Conversation, ConversationTable, Prefix, Share
+from strop.engine.torch.kv_cache import Conversation, ConversationTable
 from strop.engine.torch.sampling import Draw, DrawnRows, draw
 from strop.engine.torch.step_sizes import CHUNK_BUDGET, CHUNK_MAX, Chunk, Rows, StepSizes, all_sizes
 from strop.engine.torch.weights import PublishedWeights
@@ -34,7 +34,6 @@ class Job:
     request: CompletionRequest
     future: Future[Completion]
     uniforms: list[float]
-    snapshot: Snapshot | None = None  # of the conversation that it forks, if that was released while this waited
     awaits: Awaited | None = None  # columns that another conversation is about to compute
     cached_tokens: int = 0
     ids: list[int] = field(default_factory=list)
@@ -45,15 +44,6 @@ class Job:
     @property
     def bans_stop_ids(self) -> bool:
         return len(self.ids) < self.request.min_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """The columns of a released conversation that a fork needs."""
-
-    prefix: Prefix  # maybe longer than this fork needs
-    num_computed: int  # columns to copy
-    lineage: dict[str, Share]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,9 +66,7 @@ class Batch:
         self._table = ConversationTable(config.slots)
         self._waiting: deque[Job] = deque()
         self._running: dict[Conversation, Job] = {}  # in order of their start
-        self._refused: dict[str, str] = {}  # a refused request -> the tail of the conversation that it would have continued
         self._static = open_static_steps(config, decoder)
-        self._prompts: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()  # that no slot holds; least recently used first
 
     @property
     def is_running(self) -> bool:
@@ -100,7 +88,7 @@ class Batch:
                 is_whole = parent.tail == request.extends
                 check_prefix(request, parent.ids if is_whole else parent.ids[: request.at])
         except StropError as error:
-            self._refuse(job, error)
+            fail(job.future, error)
             return
         conversation = self._table.continued_by(request)
         if conversation is None:
@@ -108,23 +96,15 @@ class Batch:
         elif self._may_sample(job):
             conversation.num_computed = min(conversation.num_computed, len(request.ids) - 1)
             self._table.continue_(conversation, request)
-            self._start(job, conversation, cached_tokens=conversation.num_computed)
+            job.cached_tokens = conversation.num_computed
+            self._running[conversation] = job
 
     def admit(self) -> None:
         """Start waiting requests, in order of arrival, while there are slots."""
         while self._waiting and self._table.next_slot is not None and not self.is_loading:
             job = self._waiting.popleft()
-            if job.future.done() or not self._may_sample(job):
-                continue
-            if parent := self._table.holder(job.request.extends):
-                self._start_fork(job, parent)
-            elif job.snapshot is not None:
-                conversation = self._open(job.request, job.snapshot.lineage, is_fork=True)
-                self._decoder.cache.copy_in(conversation.slot, job.snapshot.prefix, job.snapshot.num_computed)
-                conversation.num_computed = job.snapshot.num_computed
-                self._start(job, conversation, cached_tokens=conversation.num_computed)
-            else:
-                self._start_afresh(job)
+            if not job.future.done() and self._may_sample(job):
+                self._start(job)
 
     def step(self) -> None:
         """Compute a token for every running request with a complete prompt, and chunks of the other prompts."""
@@ -151,7 +131,6 @@ class Batch:
 
     def discard(self, request_id: str) -> None:
         """Free the slot or queue place of a conversation, by its newest request. Cancels the request if it runs."""
-        request_id = self._refused.pop(request_id, request_id)
         for job in self._waiting:
             if job.request.id == request_id:
                 self._waiting.remove(job)
@@ -161,7 +140,6 @@ class Batch:
             if job_running := self._running.pop(conversation, None):
                 job_running.future.cancel()
             self._table.close(conversation)
-            self._keep_for_forks(conversation)
             self._free_followers(conversation)
 
     def abandon(self, future: Future[Completion]) -> None:
@@ -171,16 +149,9 @@ class Batch:
                 self.discard(job.request.id)
                 return
 
-    def note_refusal(self, request: CompletionRequest) -> None:
-        """Record a refused request: its id releases the conversation that it would have continued."""
-        if conversation := self._table.continued_by(request):
-            self._refused[request.id] = conversation.tail
-
     def clear(self) -> None:
         """Forget all conversations and the KV cache. No request may be running."""
         self._table.close_all()
-        self._refused.clear()
-        self._prompts.clear()
         self._decoder.cache.clear()
         if self._static is not None:
             self._static.expect_load()
@@ -188,61 +159,27 @@ class Batch:
     def _is_in_use(self, request_id: str) -> bool:
         return self._table.holder(request_id) is not None or any(job.request.id == request_id for job in self._waiting)
 
-    def _refuse(self, job: Job, error: StropError) -> None:
-        self.note_refusal(job.request)
-        fail(job.future, error)
-
     def _may_sample(self, job: Job) -> bool:
         try:
             self._weights.verify(is_idle=not self._running)
         except WeightsNotProven as error:
-            self._refuse(job, error)
+            fail(job.future, error)
             return False
         return True
 
-    def _start(self, job: Job, conversation: Conversation, *, cached_tokens: int) -> None:
-        job.cached_tokens = cached_tokens
-        self._running[conversation] = job
-
-    def _start_fork(self, job: Job, parent: Conversation) -> None:
+    def _start(self, job: Job) -> None:
+        """Give a request a slot. Columns that another conversation holds, or is about to compute, are copied from there."""
         request = job.request
-        reused = parent.lineage[request.extends].reusable_by(request)
-        conversation = self._open(request, parent.lineage_of_fork(request.at, reused), is_fork=True)
-        job.awaits = Awaited(source=parent, num_columns=reused)
-        self._start(job, conversation, cached_tokens=reused)
-
-    def _start_afresh(self, job: Job) -> None:
-        """Begin a conversation; copy the KV cache of another conversation with the same prompt."""
-        ids, num_columns = job.request.ids, len(job.request.ids) - 1
-        held_in = self._table.slot_with(ids)
-        computing = self._table.computing(ids)
-        prompt = self._prompts.pop(ids, None)
-        conversation = self._open(job.request, {}, is_fork=False)
-        if held_in is not None or prompt is not None:
-            if held_in is not None and held_in != conversation.slot:
-                self._decoder.cache.copy_across(held_in, conversation.slot, num_columns)
-            elif held_in is None and prompt is not None:
-                self._decoder.cache.copy_in(conversation.slot, prompt, num_columns)
-            conversation.num_computed = num_columns
-        elif computing is not None:
-            job.awaits = Awaited(source=computing, num_columns=num_columns)
-        is_shared = conversation.num_computed or job.awaits
-        self._start(job, conversation, cached_tokens=num_columns if is_shared else 0)
-
-    def _open(self, request: CompletionRequest, lineage: dict[str, Share], *, is_fork: bool) -> Conversation:
-        slot = self._table.next_slot
-        assert slot is not None
-        self._keep_prompt(slot, but_not=() if is_fork else request.ids)
-        return self._table.open(request, lineage, is_fork=is_fork)
-
-    def _keep_prompt(self, slot: int, *, but_not: tuple[int, ...] = ()) -> None:
-        """Copy the prompt that a free slot holds before the slot is written to, unless another slot holds it too."""
-        opening = self._table.only_opening(slot)
-        if len(opening) < 2 or opening == but_not or not self._config.cached_prompts:
-            return
-        self._prompts[opening] = self._decoder.cache.copy_out(slot, len(opening) - 1)
-        if len(self._prompts) > self._config.cached_prompts:
-            self._prompts.popitem(last=False)
+        if source := self._table.holder(request.extends):
+            num_columns = source.lineage[request.extends].reusable_by(request)
+            lineage = source.lineage_of_fork(request.at, num_columns)
+            conversation = self._table.open(request, lineage, opening=())
+        else:
+            source, num_columns = self._table.with_opening(request.ids), len(request.ids) - 1
+            conversation = self._table.open(request, {}, opening=request.ids)
+        if source is not None:
+            job.awaits, job.cached_tokens = Awaited(source=source, num_columns=num_columns), num_columns
+        self._running[conversation] = job
 
     def _close_ranks(self) -> None:
         """Move conversations from the highest slots to free lower ones if that makes a step smaller."""
@@ -251,7 +188,6 @@ class Batch:
         while table.num_open and table.highest.slot >= fewest:
             conversation, slot = table.highest, table.next_slot
             assert slot is not None
-            self._keep_prompt(slot)
             if conversation.num_computed:
                 self._decoder.cache.copy_across(conversation.slot, slot, conversation.num_computed)
             table.move(conversation)
@@ -367,22 +303,6 @@ class Batch:
                 cached_tokens=job.cached_tokens,
             ),
         )
-
-    def _keep_for_forks(self, gone: Conversation) -> None:
-        """Copy the columns that only `gone` holds and waiting forks of it need, before its slot is reused."""
-        forks = [
-            job
-            for job in self._waiting
-            if job.snapshot is None and job.request.extends in gone.lineage and not self._table.holder(job.request.extends)
-        ]
-        if not forks:
-            return
-        reusable = (gone.lineage[job.request.extends].reusable_by(job.request) for job in forks)
-        lengths = [min(length, gone.num_computed) for length in reusable]
-        prefix = self._decoder.cache.copy_out(gone.slot, max(lengths))
-        for job, length in zip(forks, lengths, strict=True):
-            lineage = gone.lineage_of_fork(job.request.at, length)
-            job.snapshot = Snapshot(prefix=prefix, num_computed=length, lineage=lineage)
 
     def _free_followers(self, gone: Conversation) -> None:
         """Let conversations that wait for columns of `gone` compute their prompts themselves."""

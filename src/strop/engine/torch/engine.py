@@ -49,7 +49,7 @@ class TorchEngine:
 
     Requests wait for a slot in order of arrival. A request that continues exactly where its conversation's newest request
     ended keeps the slot and never waits. Any other request that extends an earlier one is a fork and gets its own slot.
-    `release` and `abort` take the id of a conversation's newest request, whether it was completed, refused or lost.
+    `release` and `abort` take the id of a conversation's newest request that was not refused.
     """
 
     def __init__(self, model_config: Any, config: EngineConfig, *, detokenize: Detokenizer | None = None) -> None:
@@ -124,11 +124,7 @@ class TorchEngine:
             UserError: a stop string, but the engine has no detokenizer; or ids outside the model's vocabulary.
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
-        try:
-            self._check(request)
-        except StropError:
-            self._worker.refuse(request)
-            raise
+        self._check(request)
         future = self._worker.submit(request)
         try:
             async with asyncio.timeout(self._config.deadline_s):
@@ -241,10 +237,6 @@ class Worker:
 
         self._inbox.put(answer)
         return future
-
-    def refuse(self, request: CompletionRequest) -> None:
-        """Record a request that was refused before it was submitted."""
-        self._inbox.put(lambda: self._batch.note_refusal(request))
 
     def discard(self, request_id: str) -> None:
         """Free the slot or queue place of a conversation, by its newest request. Cancels the request if it runs."""

@@ -3,8 +3,7 @@
 A conversation keeps its slot from its first request until it is released, also while a tool runs. A request that continues
 exactly where the last request of a conversation ended takes its slot. Any other request that extends an earlier one is a fork:
 it gets its own slot and starts with a copy of the shared columns. Slots are append-only, so a request that was continued can
-still be forked, and another conversation with the same prompt can copy the prompt. A free slot keeps its content until it is
-opened again, so the later rollouts of a group find its prompt.
+still be forked, and another conversation with the same prompt can copy the prompt.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,14 +19,6 @@ from strop.engine.model_directory import Architecture
 from strop.engine.protocol import CompletionRequest
 
 KV_STEP = 128  # decode reads a whole number of these columns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """A copy of the first columns of one slot. Shapes (layers, blocks, kv_heads, columns of a block, head_dim)."""
-
-    keys: Tensor
-    values: Tensor
 
 
 class KvCache:
@@ -77,19 +67,6 @@ class KvCache:
         width = min(self.block, num_columns)
         blocks = cache[: -(-num_columns // self.block), :, :, :width].index_select(1, slots)
         return blocks.permute(1, 2, 0, 3, 4).reshape(-1, len(blocks) * width, blocks.shape[-1])
-
-    def copy_out(self, slot: int, length: int) -> Prefix:
-        """The first `length` columns of `slot`, and what else lies in their blocks."""
-        place = self._blocks(slot, length)
-        return Prefix(keys=self.keys[place].clone(), values=self.values[place].clone())
-
-    def copy_in(self, slot: int, prefix: Prefix, length: int) -> None:
-        """Fill the first `length` columns of `slot` from `prefix`; what comes after them in their blocks is lost."""
-        self.note_write(slot, 0)
-        place = self._blocks(slot, length)
-        _, num_blocks, _, width, _ = self.keys[place].shape
-        self.keys[place] = prefix.keys[:, :num_blocks, :, :width]
-        self.values[place] = prefix.values[:, :num_blocks, :, :width]
 
     def copy_across(self, source: int, target: int, length: int) -> None:
         """Fill the first `length` columns of slot `target` from slot `source`, as `copy_in` does."""
@@ -161,7 +138,7 @@ class Conversation:
     @property
     def has_opening(self) -> bool:
         """Whether its prompt can be copied, all but the last id."""
-        return bool(self.opening) and self.num_computed >= len(self.opening) - 1
+        return self.num_computed >= len(self.opening) - 1
 
     def lineage_of_fork(self, num_ids: int, num_computed: int) -> dict[str, Share]:
         """What a copy of the first `num_ids` ids, with `num_computed` columns, repeats of earlier requests."""
@@ -177,7 +154,6 @@ class ConversationTable:
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))
         self._conversations: dict[str, Conversation] = {}  # by tail
-        self._left: dict[int, tuple[int, ...]] = {}  # the openings that free slots still hold
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._conversations.values())
@@ -210,21 +186,9 @@ class ConversationTable:
         is_continued = parent is not None and not parent.is_running and request.at == len(parent.ids)
         return parent if is_continued else None
 
-    def slot_with(self, opening: tuple[int, ...]) -> int | None:
-        """A slot that holds all of `opening` but its last id."""
-        held = (each.slot for each in self if each.opening == opening and each.has_opening)
-        left = (slot for slot, held in self._left.items() if held == opening)
-        return next(chain(held, left), None) if opening else None
-
-    def computing(self, opening: tuple[int, ...]) -> Conversation | None:
-        """A conversation that is about to hold `opening`."""
-        return next((each for each in self if each.opening == opening and not each.has_opening), None)
-
-    def only_opening(self, slot: int) -> tuple[int, ...]:
-        """The opening that would be lost if this free slot were written to; empty when there is none."""
-        opening = self._left.get(slot, ())
-        is_elsewhere = any(held == opening for other, held in self._left.items() if other != slot)
-        return () if is_elsewhere or any(each.opening == opening and each.has_opening for each in self) else opening
+    def with_opening(self, opening: tuple[int, ...]) -> Conversation | None:
+        """A conversation that begins with this prompt; one that holds it already, if there is one."""
+        return max((each for each in self if each.opening == opening), key=lambda each: each.has_opening, default=None)
 
     def continue_(self, conversation: Conversation, request: CompletionRequest) -> None:
         """Let `request` take over the slot of `conversation`."""
@@ -235,14 +199,12 @@ class ConversationTable:
         conversation.lineage[request.id] = Share(num_ids=len(request.ids), num_computed=len(request.ids))
         conversation.is_running = True
 
-    def open(self, request: CompletionRequest, lineage: dict[str, Share], *, is_fork: bool) -> Conversation:
+    def open(self, request: CompletionRequest, lineage: dict[str, Share], *, opening: tuple[int, ...]) -> Conversation:
         """Give `request` the next free slot; nothing of it is computed yet."""
-        slot = heapq.heappop(self._free)
-        self._left.pop(slot, None)
         conversation = Conversation(
-            slot=slot,
+            slot=heapq.heappop(self._free),
             ids=list(request.ids),
-            opening=() if is_fork else request.ids,
+            opening=opening,
             num_computed=0,
             tail=request.id,
             lineage={**lineage, request.id: Share(num_ids=len(request.ids), num_computed=len(request.ids))},
@@ -253,7 +215,6 @@ class ConversationTable:
     def move(self, conversation: Conversation) -> None:
         """Give `conversation` the next free slot for its own."""
         slot = heapq.heappop(self._free)
-        self._left.pop(slot, None)
         heapq.heappush(self._free, conversation.slot)
         conversation.slot = slot
 
@@ -266,11 +227,7 @@ class ConversationTable:
     def close(self, conversation: Conversation) -> None:
         del self._conversations[conversation.tail]
         heapq.heappush(self._free, conversation.slot)
-        if conversation.has_opening:
-            self._left[conversation.slot] = conversation.opening
 
     def close_all(self) -> None:
-        """Free every slot, and forget what was in them."""
         for conversation in list(self):
             self.close(conversation)
-        self._left.clear()

@@ -260,14 +260,17 @@ class Lease:
                 await self._wait()
             run, self._run = self._run, None
             engine = batch.engines[run.engine]
-            extended = request
-            if self._prefix is not None and self._prefix.engine is engine:
-                extended = replace(request, extends=self._prefix.request_id, at=self._num_known)
+            extended, before = request, self._prefix
+            if before is not None and before.engine is engine:
+                extended = replace(request, extends=before.request_id, at=self._num_known)
             self._prefix = _Prefix(engine, request.id, is_own=True)
             try:
                 completion = await batch.complete(engine, extended)
             except EngineRemovedError:
                 self._prefix = None
+            except BaseException:
+                self._release(before)  # the engine may not have accepted the request
+                raise
             else:
                 break
         recomputed = 0
@@ -320,9 +323,12 @@ class Lease:
 
     def free_memory(self) -> None:
         """Free the KV memory of the conversation; the next turn computes its context again."""
-        if self._prefix is not None and self._prefix.is_own:
-            self._batch.free_memory(self._prefix.engine, self._prefix.request_id)
+        self._release(self._prefix)
         self._prefix = None
+
+    def _release(self, prefix: _Prefix | None) -> None:
+        if prefix is not None and prefix.is_own:
+            self._batch.free_memory(prefix.engine, prefix.request_id)
 
     def wake(self) -> None:
         self._woken.set()
