@@ -234,6 +234,8 @@ class _Simulation:
         return engine
 
     def _call_tools(self, key: RolloutKey) -> None:
+        if key in self._ended:  # its last turn has no tools
+            return
         if self._idle_tool_workers > 0:
             self._start_tools(key)
         else:
@@ -268,8 +270,9 @@ class _Simulation:
         rollout.context_tokens += num_tokens
         if rollout.num_turns + 1 == len(rollout.turns):
             self._ended[done.key] = self._now_s
-        kind = RolloutEnded if done.key in self._ended else TurnFinished
-        self.handle(kind(key=done.key, run=done.run, num_tokens=num_tokens, recomputed_tokens=done.recomputed_tokens))
+        self.handle(TurnFinished(key=done.key, run=done.run, num_tokens=num_tokens, recomputed_tokens=done.recomputed_tokens))
+        if done.key in self._ended:
+            self.handle(RolloutEnded(key=done.key))
 
     def _plan(self) -> None:
         """Find the next event of every engine that has changed."""

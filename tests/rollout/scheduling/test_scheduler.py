@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from strop.errors import ConfigError, RequestTooLong, StropError
+from strop.errors import RequestTooLong, StropError
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.events import (
     Action,
@@ -41,6 +41,12 @@ def group(task: int, *, num: int = 1, prompt_tokens: int = 30, max_tokens: int =
 
 def started(actions: list[Action]) -> list[tuple[RolloutKey, str]]:
     return [(action.key, action.engine) for action in actions if isinstance(action, Run)]
+
+
+def finish(one: Scheduler, who: RolloutKey, *, run: int, num_tokens: int, now_s: float) -> list[Action]:
+    """The last completion of a rollout comes back."""
+    one.handle(TurnFinished(key=who, run=run, num_tokens=num_tokens), now_s=now_s)
+    return one.handle(RolloutEnded(key=who), now_s=now_s)
 
 
 def scheduler(*engines: EngineJoined, **config: object) -> Scheduler:
@@ -87,12 +93,11 @@ def test_whatever_ends_a_rollout_the_next_starts_at_once_in_order() -> None:
     one = scheduler(engine("a", kv_blocks=8))
     for task in range(4):
         one.handle(group(task), now_s=0.0)
-    ended = RolloutEnded(key=key(0, 0), run=1, num_tokens=7)
-    assert one.handle(ended, now_s=1.0)[0] == Release(key=key(0, 0), engine="a")
+    assert finish(one, key(0, 0), run=1, num_tokens=7, now_s=1.0)[0] == Release(key=key(0, 0), engine="a")
     assert started(one.handle(RolloutEnded(key=key(1, 0)), now_s=2.0)) == [(key(2, 0), "a")]  # from outside, in mid-turn
     one.handle(TurnFinished(key=key(2, 0), run=1, num_tokens=3), now_s=3.0)
     assert started(one.handle(RolloutEnded(key=key(2, 0)), now_s=4.0)) == [(key(3, 0), "a")]  # while its tool ran
-    one.handle(RolloutEnded(key=key(3, 0), run=1, num_tokens=1), now_s=5.0)
+    finish(one, key(3, 0), run=1, num_tokens=1, now_s=5.0)
     assert one.reserved_blocks == {"a": 0}
     assert (one.ledger.offered, one.ledger.ended, one.ledger.sampled_tokens) == (4, 4, 7 + 3 + 1)
 
@@ -152,9 +157,9 @@ def test_a_branch_shares_what_it_has_in_common_and_is_refused_when_the_rest_does
     assert branch == Run(key=key(0, 0, 1), engine="a", run=1, reason=RunReason.BRANCH, max_tokens=30)
     refused = one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 2), max_tokens=30), now_s=2.0)
     assert refused == [RefuseBranch(key=key(0, 0, 2))]
-    one.handle(RolloutEnded(key=key(0, 0), run=2, num_tokens=1), now_s=3.0)
+    finish(one, key(0, 0), run=2, num_tokens=1, now_s=3.0)
     assert one.reserved_blocks == {"a": 8}  # what the parent had in common with its branch stays
-    one.handle(RolloutEnded(key=key(0, 0, 1), run=1, num_tokens=1), now_s=4.0)
+    finish(one, key(0, 0, 1), run=1, num_tokens=1, now_s=4.0)
     assert one.reserved_blocks == {"a": 0}
     assert (one.ledger.branched, one.ledger.branches_refused, one.ledger.ended) == (1, 1, 2)
 
@@ -167,9 +172,9 @@ def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn()
     first, second = one.handle(EngineDied(name="a"), now_s=3.0)
     assert first == Run(key=key(0, 0), engine="b", run=3, reason=RunReason.RESTART, max_tokens=35)
     assert second == Run(key=key(0, 1), engine="b", run=2, reason=RunReason.RESTART, max_tokens=50)
-    late = one.handle(RolloutEnded(key=key(0, 0), run=2, num_tokens=30), now_s=4.0)  # the dead engine's answer, after all
+    late = one.handle(TurnFinished(key=key(0, 0), run=2, num_tokens=30), now_s=4.0)  # the dead engine's answer, after all
     assert late == []
-    one.handle(RolloutEnded(key=key(0, 0), run=3, num_tokens=20), now_s=5.0)
+    finish(one, key(0, 0), run=3, num_tokens=20, now_s=5.0)
     assert (one.ledger.lost_turns, one.ledger.stale_answers, one.ledger.sampled_tokens) == (2, 1, 30)
 
 
@@ -191,8 +196,7 @@ def test_longest_first_starts_probes_of_every_group_and_then_the_group_that_turn
     order = []
     ends = [(0, 0, 5), (0, 1, 5), (1, 0, 2), (1, 1, 2), (2, 0, 50), (2, 1, 50), (2, 2, 50)]
     for task, attempt, num_tokens in ends:
-        event = RolloutEnded(key=key(task, attempt), run=1, num_tokens=num_tokens)
-        order += [who for who, _ in started(one.handle(event, now_s=1.0))]
+        order += [who for who, _ in started(finish(one, key(task, attempt), run=1, num_tokens=num_tokens, now_s=1.0))]
     # Both probes of group 0 began, for no other group was there. The two probes of groups 1 and 2 come next. When the first of
     # group 2 ends, 64 tokens of 5 rollouts were seen, 12.8 each: (12.8 + 50) / 2 are expected of group 2, (12.8 + 10) / 3 of
     # group 0 and (12.8 + 4) / 3 of group 1.
@@ -215,18 +219,6 @@ def test_static_deals_groups_evenly_and_waits_at_every_turn() -> None:
     assert both == [CallTools(key=key(0, 0)), CallTools(key=key(0, 1))]
     assert one.handle(ToolFinished(key=key(0, 0), num_tokens=1), now_s=3.0) == []
     assert len(started(one.handle(ToolFinished(key=key(0, 1), num_tokens=1), now_s=4.0))) == 2
-
-
-def slots(name: str, *, num: int = 4, length: int = 100) -> EngineJoined:
-    spec = EngineSpec(name=name, kv_blocks=num, block_tokens=length, max_conversations=num, max_tokens=length)
-    return EngineJoined(engine=spec)
-
-
-def test_over_subscription_is_refused_where_an_engine_holds_the_longest_conversation_in_every_place() -> None:
-    for spec in (slots("a"), engine("a", kv_blocks=40, max_conversations=1)):
-        with pytest.raises(ConfigError, match=r"scheduler.oversubscription is 2, .* engine a, .*kv_mib"):
-            scheduler(spec, oversubscription=2.0)
-        assert scheduler(spec).reserved_blocks == {"a": 0}
 
 
 def test_shares_are_of_the_memory_that_is_really_there() -> None:

@@ -84,7 +84,7 @@ class Driver:
             name=f"engine-{self.num_engines}",
             kv_blocks=self.random.randint(12, 40),
             block_tokens=self.random.choice([4, 10, 16]),
-            max_conversations=self.random.randint(1 if self.config.oversubscription == 1 else 2, 6),
+            max_conversations=self.random.randint(1, 6),
         )
         self.engines[spec.name] = spec
         self.tell(EngineJoined(engine=spec))
@@ -125,8 +125,11 @@ class Driver:
 
     def end(self, key: RolloutKey, run: Run, num_tokens: int) -> None:
         self.sampled += num_tokens
+        self.calling[key] = 0
+        self.tell(TurnFinished(key=key, run=run.run, num_tokens=num_tokens))
+        del self.calling[key]
         self.ended[key] += 1
-        self.tell(RolloutEnded(key=key, run=run.run, num_tokens=num_tokens))
+        self.tell(RolloutEnded(key=key))
 
     def tool(self) -> None:
         key = self.random.choice(list(self.calling))

@@ -279,15 +279,19 @@ class WaitingQueue:
         group.waiting.remove(rollout)
         self.num_waiting -= 1
 
-    def grew(self, number: int, *, num_tokens: int, has_ended: bool = False) -> None:
+    def grew(self, number: int, num_tokens: int) -> None:
         """A rollout of a group sampled `num_tokens` more."""
         group = self._groups[number]
         group.tokens_seen += num_tokens
         self._tokens_seen += num_tokens
-        if has_ended:
-            group.num_ended += 1
-            group.num_live -= 1
-            self._num_ended += 1
+        self._rerank(group)
+
+    def ended(self, number: int) -> None:
+        """A rollout of a group ended."""
+        group = self._groups[number]
+        group.num_ended += 1
+        group.num_live -= 1
+        self._num_ended += 1
         if group.num_live:
             self._rerank(group)
         else:

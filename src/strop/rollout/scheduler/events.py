@@ -4,12 +4,11 @@
 | ------------------------------------------------ | ----------------------- | -------------------------------------------- |
 | an engine is ready                               | `EngineJoined`          | `Run` of rollouts that wait                  |
 | the rollouts of a task are ready to start        | `GroupOffered`          | `Run(reason=START)` of those that fit        |
-| `complete` returned and the turn may call tools  | `TurnFinished`          | `CallTools`, at once or at static's barrier  |
+| `complete` returned                              | `TurnFinished`          | `CallTools`, at once or at static's barrier  |
 | the sandbox starts the tool calls                | `ToolStarted`           | none                                         |
 | the observation is complete                      | `ToolFinished`          | `Run(reason=CONTINUE)` on the same engine    |
 | the method wants to fork a rollout               | `BranchRequested`       | `Run(reason=BRANCH)` or `RefuseBranch`       |
-| `complete` returned and the rollout is over      | `RolloutEnded(run=...)` | `Release`, and `Run` of rollouts that wait   |
-| the rollout ended for any other reason           | `RolloutEnded()`        | `Release`, and `Run` of rollouts that wait   |
+| the rollout ended, for any reason                | `RolloutEnded`          | `Release`, and `Run` of rollouts that wait   |
 | an engine is lost                                | `EngineDied`            | `Run(reason=RESTART)` on another engine      |
 
 A `Run` is one call of `InferenceEngine.complete` with at most `max_tokens` new tokens. `Run.run` is reported back with the
@@ -46,7 +45,7 @@ class GroupOffered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnFinished:
-    """A completion came back and may call tools. The last completion of a rollout is reported as `RolloutEnded`."""
+    """A completion came back. After the last one of a rollout, `RolloutEnded` follows instead of tool events."""
 
     key: RolloutKey
     run: int  # of the `Run` that it answers
@@ -83,9 +82,6 @@ class RolloutEnded:
     """A rollout is over: answered, at a limit, void or cancelled."""
 
     key: RolloutKey
-    run: int | None = None  # of the `Run` whose completion ended it; None: it was ended from outside
-    num_tokens: int = 0  # of that completion
-    recomputed_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from strop.config import Config
-from strop.errors import ConfigError, RequestTooLong, StropError
+from strop.errors import RequestTooLong, StropError
 from strop.rollout.scheduler.admission import Engine, Phase, Rollout, Size, WaitingGroup, WaitingQueue
 from strop.rollout.scheduler.events import (
     Action,
@@ -84,7 +84,6 @@ class Scheduler:
 
         Raises:
             RequestTooLong: no engine can ever hold a rollout of the group; the group is not accepted.
-            ConfigError: over-subscribing the memory of the engine that joins has no effect.
             StropError: the event names a rollout or an engine that does not exist.
         """
         self._now_s, self._actions = now_s, []
@@ -143,7 +142,7 @@ class Scheduler:
     def _finish_turn(self, rollout: Rollout, num_tokens: int) -> None:
         """Call the tools of a turn of `num_tokens`, now or later."""
         if not rollout.is_branch:
-            self._queue.grew(rollout.size.group, num_tokens=num_tokens)
+            self._queue.grew(rollout.size.group, num_tokens)
         self._actions.append(CallTools(key=rollout.key))
 
     def _continue(self, rollout: Rollout) -> None:
@@ -164,8 +163,8 @@ class Scheduler:
         self._update(engine, parent.size)
         self._run(self._add_branch(event, parent), RunReason.BRANCH)
 
-    def _end(self, rollout: Rollout, num_tokens: int) -> None:
-        """Free what the rollout holds. Its last completion had `num_tokens`."""
+    def _end(self, rollout: Rollout) -> None:
+        """Free what the rollout holds."""
         if rollout.phase is Phase.WAITING:
             self._queue.drop(rollout)
         if rollout.engine is not None:
@@ -174,7 +173,7 @@ class Scheduler:
             self._record_usage(rollout.engine)
             self._actions.append(Release(key=rollout.key, engine=rollout.engine.name))
         if not rollout.is_branch:
-            self._queue.grew(rollout.size.group, num_tokens=num_tokens, has_ended=True)
+            self._queue.ended(rollout.size.group)
 
     def _refill(self) -> None:
         """Start waiting rollouts in order. A rollout overtakes another only on an engine that could never hold the other."""
@@ -227,15 +226,8 @@ class Scheduler:
         self._queue.restart(rollout)
 
     def _handle_engine_joined(self, event: EngineJoined) -> None:
-        spec, times = event.engine, self.config.oversubscription
-        if times > 1 and spec.kv_blocks >= spec.max_conversations * spec.blocks_for(spec.longest):
-            raise ConfigError(
-                f"scheduler.oversubscription is {times:g}, but has no effect on {spec.name}, whose memory holds all of"
-                f" its {spec.max_conversations} conversations at their longest, {spec.longest} tokens. Set it to 1, or give the"
-                " engine less memory (engine.kv_mib, for vllm) or more engine.slots."
-            )
-        engine = self._engines[spec.name] = Engine(spec, oversubscription=times, joined_s=self._now_s)
-        self.usage[spec.name] = engine.usage
+        engine = Engine(event.engine, oversubscription=self.config.oversubscription, joined_s=self._now_s)
+        self._engines[engine.name], self.usage[engine.name] = engine, engine.usage
         self._place()
 
     def _handle_engine_died(self, event: EngineDied) -> None:
@@ -347,10 +339,18 @@ class Scheduler:
             )
 
     def _handle_turn_finished(self, event: TurnFinished) -> None:
-        rollout = self._answered(event.key, event.run)
-        if rollout is None:
+        rollout = self._rollouts.get(event.key)
+        if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != event.run:
+            self.ledger.stale_answers += 1
             return
-        self._count_turn(rollout, event.num_tokens, event.recomputed_tokens)
+        if event.num_tokens > rollout.max_tokens:
+            raise StropError(f"rollout {event.key} has {rollout.max_tokens} tokens left, but sampled {event.num_tokens}.")
+        rollout.context_tokens += event.num_tokens
+        rollout.known_tokens = rollout.context_tokens
+        self.ledger.turns += 1
+        self.ledger.sampled_tokens += event.num_tokens
+        self.ledger.recomputed_tokens += event.recomputed_tokens
+        self._stop_running(rollout)
         rollout.phase = Phase.CALLING
         rollout.called_s, rollout.tool_started_s = self._now_s, None
         self._finish_turn(rollout, event.num_tokens)
@@ -382,12 +382,8 @@ class Scheduler:
         self._branch(event, self._find(event.parent))
 
     def _handle_rollout_ended(self, event: RolloutEnded) -> None:
-        rollout = self._find(event.key) if event.run is None else self._answered(event.key, event.run)
-        if rollout is None:
-            return
-        if event.run is not None:
-            self._count_turn(rollout, event.num_tokens, event.recomputed_tokens)
-        elif rollout.phase is Phase.RUNNING:
+        rollout = self._find(event.key)
+        if rollout.phase is Phase.RUNNING:
             self._stop_running(rollout)
         del self._rollouts[rollout.key]
         ledger, response_tokens = self.ledger, rollout.context_tokens - rollout.size.prompt_tokens
@@ -395,25 +391,7 @@ class Scheduler:
         ledger.longest_rollout_tokens = max(ledger.longest_rollout_tokens, response_tokens)
         if rollout.started_s is not None:
             ledger.longest_rollout_s = max(ledger.longest_rollout_s, self._now_s - rollout.started_s)
-        self._end(rollout, event.num_tokens)
-
-    def _answered(self, key: RolloutKey, run: int) -> Rollout | None:
-        """The rollout that run `run` belongs to; None if the answer is stale."""
-        rollout = self._rollouts.get(key)
-        if rollout is None or rollout.phase is not Phase.RUNNING or rollout.num_runs != run:
-            self.ledger.stale_answers += 1
-            return None
-        return rollout
-
-    def _count_turn(self, rollout: Rollout, num_tokens: int, recomputed_tokens: int) -> None:
-        if num_tokens > rollout.max_tokens:
-            raise StropError(f"rollout {rollout.key} has {rollout.max_tokens} tokens left, but sampled {num_tokens}.")
-        rollout.context_tokens += num_tokens
-        rollout.known_tokens = rollout.context_tokens
-        self.ledger.turns += 1
-        self.ledger.sampled_tokens += num_tokens
-        self.ledger.recomputed_tokens += recomputed_tokens
-        self._stop_running(rollout)
+        self._end(rollout)
 
 
 def make_scheduler(config: SchedulerConfig) -> Scheduler:

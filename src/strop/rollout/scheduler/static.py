@@ -83,7 +83,7 @@ class StaticScheduler(Scheduler):
         self._barrier_of(branch).add(branch)
         self._run(branch, RunReason.BRANCH)
 
-    def _end(self, rollout: Rollout, num_tokens: int) -> None:
+    def _end(self, rollout: Rollout) -> None:
         barrier = self._barrier_of(rollout)
         barrier.remove(rollout)
         self._actions.append(Release(key=rollout.key, engine=barrier.engine.name))
