@@ -38,7 +38,7 @@ from rich.table import Table
 
 from strop.engine.torch.decoder import Decoder
 from strop.engine.torch.sampling import draw
-from strop.engine.torch.step_sizes import Rows, StepShape
+from strop.engine.torch.step_sizes import Row, StepShape
 from strop.engine.torch.weights import PublishedWeights
 from strop.run_directory import write_json, write_text
 
@@ -141,7 +141,7 @@ def measure_step(model: Path) -> dict[str, float]:
     hidden = torch.randn(ROWS, shape.hidden_size).bfloat16()
     heads = torch.randn(ROWS, shape.num_heads * shape.head_dim).bfloat16()
     inner = torch.randn(ROWS, shape.intermediate_size).bfloat16()
-    rows = Rows(slots=range(ROWS), ids=[50] * ROWS, positions=[250] * ROWS)
+    rows = [Row(slot=slot, id=50, position=250) for slot in range(ROWS)]
     sizes = StepShape(num_tokens=ROWS, num_rows=ROWS, num_slots=ROWS, num_columns=256)
     logits = torch.randn(ROWS, shape.vocab_size).bfloat16()
     ones, uniform = torch.ones(ROWS), torch.rand(ROWS, dtype=torch.float64)

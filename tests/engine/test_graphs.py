@@ -8,9 +8,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from strop.engine import EngineConfig, TorchEngine
-from strop.engine.torch.cuda_graphs import CudaGraphs, StaticRow, StaticSteps
+from strop.engine.torch.cuda_graphs import CudaGraphs, StaticSteps
 from strop.engine.torch.decoder import Decoder
-from strop.engine.torch.step_sizes import all_sizes
+from strop.engine.torch.step_sizes import Row, all_sizes
 
 from .support import MODEL_NAMES, VOCAB_SIZE, make_model, make_request, publish
 
@@ -37,7 +37,7 @@ def play(model, scenario, *, runner=None, **settings):
     async def with_engine():
         engine = TorchEngine(model.config, config)
         if runner is not None:
-            engine._worker._batch._static._runner = runner
+            engine._worker.batch._static._runner = runner
         try:
             await publish(engine, model)
             return await scenario(engine)
@@ -174,7 +174,7 @@ def test_what_is_captured_neither_asks_a_value_of_the_device_nor_brings_one(name
 
     config, meta = make_model(name).config, torch.device("meta")
     decoder = Decoder(config, dtype=torch.bfloat16, device=meta, num_slots=12, max_length=200)
-    row = StaticRow(slot=9, id=3, position=150, uniform=0.5, temperature=0.0)
+    row = Row(slot=9, id=3, position=150, uniform=0.5, temperature=0.0)
     with pytest.raises(Done), torch.inference_mode():
         StaticSteps(decoder, Once()).step([row], all_sizes(decoder))
 
@@ -195,5 +195,5 @@ def test_a_ban_holds_as_long_as_it_lasts():
 @pytest.mark.parametrize(("decode", "is_static"), [("auto", False), ("eager", False), ("static", True)])
 def test_on_a_cpu_steps_are_launched_as_they_come_unless_asked_otherwise(decode, is_static):
     engine = TorchEngine(make_model("llama").config, EngineConfig(slots=2, max_length=64, device="cpu", decode=decode))
-    assert (engine._worker._batch._static is not None) == is_static
+    assert (engine._worker.batch._static is not None) == is_static
     asyncio.run(engine.close())

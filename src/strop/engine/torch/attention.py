@@ -16,7 +16,7 @@ from torch import Tensor
 from strop.engine.model_directory import Architecture
 from strop.engine.torch.cpu.kernels import Kernels, kernels_for
 from strop.engine.torch.kv_cache import KV_STEP, KvCache
-from strop.engine.torch.step_sizes import CHUNK_MAX, Chunk, Rows, StepShape
+from strop.engine.torch.step_sizes import CHUNK_MAX, Chunk, Row, StepShape
 from strop.engine.torch.weights import LayerWeights
 
 _SPARSE = 0.85  # of the blocks of all slots: with fewer read, blocks are attended to by spans of slots
@@ -46,7 +46,7 @@ class Attention(Protocol[PlanT]):
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last axis of (N, hidden)."""
 
-    def plan(self, tokens: Tokens, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> PlanT:
+    def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> PlanT:
         """For a step of rows and chunks."""
 
     def plan_slots(self, tokens: Tokens, num_columns: int) -> PlanT:
@@ -99,7 +99,7 @@ class KernelAttention:
     def norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self._kernels.norm(hidden, weight, self._architecture.norm_eps)
 
-    def plan(self, tokens: Tokens, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> KernelPlan:
+    def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> KernelPlan:
         real = slice(tokens.num_real)
         return self._planned(tokens, tokens.positions[real] + 1, real)
 
@@ -189,7 +189,7 @@ class TorchAttention:
         normed: Tensor = (full * scale.unsqueeze(1)).to(hidden.dtype).mul_(weight)
         return normed
 
-    def plan(self, tokens: Tokens, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> TorchPlan:
+    def plan(self, tokens: Tokens, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> TorchPlan:
         row_slots = tokens.slots[: tokens.num_rows]
         row_positions = torch.zeros(shape.num_slots, dtype=torch.int64, device=self._device)
         row_positions[row_slots] = tokens.positions[: tokens.num_rows]
@@ -249,14 +249,14 @@ class TorchAttention:
         rotated = _rotate(rotated, *rotation)
         return rotated[:, : shape.num_heads], rotated[:, shape.num_heads :], value
 
-    def _spans(self, rows: Rows, shape: StepShape) -> tuple[tuple[slice, ...], ...]:
+    def _spans(self, rows: Sequence[Row], shape: StepShape) -> tuple[tuple[slice, ...], ...]:
         """Which slots each block of columns is read by; nothing where most blocks are read by most slots."""
-        if not shape.granule or not rows.slots:
+        if not shape.granule or not rows:
             return ()
         block, granule = self._cache.block, shape.granule
         spans, num_read = [], 0
         for first in range(0, shape.num_columns, block):
-            readers = {slot // granule for slot, position in zip(rows.slots, rows.positions, strict=True) if position >= first}
+            readers = {row.slot // granule for row in rows if row.position >= first}
             num_read += len(readers)
             starts = [reader for reader in sorted(readers) if reader - 1 not in readers]
             stops = [reader + 1 for reader in sorted(readers) if reader + 1 not in readers]

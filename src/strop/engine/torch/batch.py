@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -14,11 +13,11 @@ from torch import Tensor
 
 from strop.engine.config import EngineConfig
 from strop.engine.protocol import CompletionRequest, check_prefix
-from strop.engine.torch.cuda_graphs import StaticRow, open_static_steps
+from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import Decoder
 from strop.engine.torch.kv_cache import Conversation, ConversationTable
-from strop.engine.torch.sampling import Draw, DrawnRows, draw
-from strop.engine.torch.step_sizes import CHUNK_BUDGET, CHUNK_MAX, Chunk, Rows, StepSizes, all_sizes
+from strop.engine.torch.sampling import draw
+from strop.engine.torch.step_sizes import CHUNK_BUDGET, CHUNK_MAX, Chunk, Row, StepSizes, all_sizes
 from strop.engine.torch.weights import PublishedWeights
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason
@@ -41,10 +40,6 @@ class Job:
     entropies: list[float] = field(default_factory=list)
     has_stop_string: bool = False
 
-    @property
-    def bans_stop_ids(self) -> bool:
-        return len(self.ids) < self.request.min_tokens
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Awaited:
@@ -61,7 +56,7 @@ class Batch:
         self, config: EngineConfig, decoder: Decoder, weights: PublishedWeights, detokenize: Detokenizer | None
     ) -> None:
         self.sizes: StepSizes = all_sizes(decoder)
-        self.is_loading = False  # nothing is admitted while weights change
+        self._is_loading = False  # nothing is admitted while weights change
         self._config, self._decoder, self._weights, self._detokenize = config, decoder, weights, detokenize
         self._table = ConversationTable(config.slots)
         self._waiting: deque[Job] = deque()
@@ -71,11 +66,6 @@ class Batch:
     @property
     def is_running(self) -> bool:
         return bool(self._running)
-
-    @property
-    def unfinished(self) -> list[str]:
-        """The requests that run or wait."""
-        return [job.request.id for job in (*self._running.values(), *self._waiting)]
 
     def arrive(self, job: Job) -> None:
         """Take a request in, at once if it goes on in place, else into the queue."""
@@ -101,7 +91,7 @@ class Batch:
 
     def admit(self) -> None:
         """Start waiting requests, in order of arrival, while there are slots."""
-        while self._waiting and self._table.next_slot is not None and not self.is_loading:
+        while self._waiting and self._table.next_slot is not None and not self._is_loading:
             job = self._waiting.popleft()
             if not job.future.done() and self._may_sample(job):
                 self._start(job)
@@ -122,12 +112,13 @@ class Batch:
         elif self._static is not None and chunks:
             self._compute((), chunks)
             chunks = []
-        if self._static is not None and ready:
-            self._take(ready, self._static.step([self._static_row(each) for each in ready], self.sizes))
-        elif ready or chunks:
-            logits = self._compute(ready, chunks)
-            if ready:
-                self._take(ready, self._draw(ready, logits).rows())
+        rows = [self._row(each) for each in ready]
+        if self._static is not None and rows:
+            self._take(ready, self._static.step(rows, self.sizes))
+        elif rows or chunks:
+            logits = self._compute(rows, chunks)
+            if rows:
+                self._take(ready, self._draw(rows, logits))
 
     def discard(self, request_id: str) -> None:
         """Free the slot or queue place of a conversation, by its newest request. Cancels the request if it runs."""
@@ -149,12 +140,23 @@ class Batch:
                 self.discard(job.request.id)
                 return
 
-    def clear(self) -> None:
-        """Forget all conversations and the KV cache. No request may be running."""
+    def begin_load(self) -> None:
+        """Drop all KV caches; do not sample until weights are proven. Raises `StropError` while completions run or wait."""
+        if names := [job.request.id for job in (*self._running.values(), *self._waiting)]:
+            raise StropError(
+                f"weights cannot be loaded while {len(names)} completions are running or waiting ({', '.join(names[:3])}, ...)."
+                " Await or abort them first."
+            )
+        self._is_loading = True
         self._table.close_all()
         self._decoder.cache.clear()
         if self._static is not None:
             self._static.expect_load()
+        self._weights.retract("the last publication did not reach its end")
+
+    def end_load(self) -> None:
+        """Requests that arrived during the load start, or are refused if the load failed."""
+        self._is_loading = False
 
     def _is_in_use(self, request_id: str) -> bool:
         return self._table.holder(request_id) is not None or any(job.request.id == request_id for job in self._waiting)
@@ -220,53 +222,43 @@ class Batch:
                 conversation.num_computed = start
         return chunks
 
-    def _compute(self, ready: Sequence[Conversation], chunks: Sequence[Chunk]) -> Tensor:
-        """(rows, V) logits of the conversations that are `ready`."""
-        shape = self.sizes.shape(
-            num_rows=len(ready),
-            num_chunk_tokens=sum(len(chunk.ids) for chunk in chunks),
-            num_slots=ready[-1].slot + 1 if ready else 1,
-            num_columns=max((len(each.ids) for each in ready), default=1),
-        )
-        rows = Rows(
-            slots=[each.slot for each in ready],
-            ids=[each.ids[-1] for each in ready],
-            positions=[len(each.ids) - 1 for each in ready],
-        )
-        return self._decoder.step(rows, chunks, shape)
-
-    def _draw(self, ready: Sequence[Conversation], logits: Tensor) -> Draw:
-        jobs = [self._running[conversation] for conversation in ready]
-        bans = [(row, stop_id) for row, job in enumerate(jobs) if job.bans_stop_ids for stop_id in job.request.stop_ids]
-        device = self._decoder.device
-        banned = None
-        if bans:
-            banned = torch.zeros_like(logits, dtype=torch.bool)
-            banned[[row for row, _ in bans], [stop_id for _, stop_id in bans]] = True
-        return draw(
-            logits,
-            torch.tensor([job.request.temperature for job in jobs], device=device),
-            torch.tensor([job.uniforms[len(job.ids)] for job in jobs], dtype=torch.float64, device=device),
-            banned,
-        )
-
-    def _static_row(self, conversation: Conversation) -> StaticRow:
+    def _row(self, conversation: Conversation) -> Row:
         job = self._running[conversation]
-        return StaticRow(
+        return Row(
             slot=conversation.slot,
             id=conversation.ids[-1],
             position=len(conversation.ids) - 1,
             uniform=job.uniforms[len(job.ids)],
             temperature=job.request.temperature,
-            banned=tuple(job.request.stop_ids) if job.bans_stop_ids else (),
+            banned=tuple(job.request.stop_ids) if len(job.ids) < job.request.min_tokens else (),
         )
 
-    def _take(self, ready: Sequence[Conversation], drawn: DrawnRows) -> None:
+    def _compute(self, rows: Sequence[Row], chunks: Sequence[Chunk]) -> Tensor:
+        """(rows, V) logits."""
+        shape = self.sizes.shape(
+            num_rows=len(rows),
+            num_chunk_tokens=sum(len(chunk.ids) for chunk in chunks),
+            num_slots=rows[-1].slot + 1 if rows else 1,
+            num_columns=max((row.position + 1 for row in rows), default=1),
+        )
+        return self._decoder.step(rows, chunks, shape)
+
+    def _draw(self, rows: Sequence[Row], logits: Tensor) -> Tensor:
+        """(3, rows) float64 on the CPU: ids, log-probs, entropies."""
+        device, banned = self._decoder.device, None
+        if bans := [(place, each) for place, row in enumerate(rows) for each in row.banned]:
+            banned = torch.zeros_like(logits, dtype=torch.bool)
+            banned[[place for place, _ in bans], [each for _, each in bans]] = True
+        temperatures = torch.tensor([row.temperature for row in rows], device=device)
+        uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device)
+        return draw(logits, temperatures, uniform, banned).together().cpu()
+
+    def _take(self, ready: Sequence[Conversation], drawn: Tensor) -> None:
         """Append the drawn tokens, and end the requests that are done."""
-        if not math.isfinite(sum(drawn.logprobs)):
+        if not drawn[1].isfinite().all():
             raise EngineLost("the model's logits are not finite: the published weights are broken.")
-        for conversation, token, logprob, entropy in zip(ready, drawn.ids, drawn.logprobs, drawn.entropies, strict=True):
-            job = self._running[conversation]
+        for conversation, (drawn_id, logprob, entropy) in zip(ready, drawn.T.tolist(), strict=True):
+            job, token = self._running[conversation], int(drawn_id)
             job.ids.append(token)
             job.logprobs.append(logprob)
             job.entropies.append(entropy)

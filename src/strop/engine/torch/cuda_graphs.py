@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -20,26 +19,14 @@ from torch import Tensor
 
 from strop.engine.config import EngineConfig
 from strop.engine.torch.decoder import Decoder
-from strop.engine.torch.sampling import DRAWN_AT_ONCE, DrawnRows, draw
-from strop.engine.torch.step_sizes import StepSizes
+from strop.engine.torch.sampling import DRAWN_AT_ONCE, draw
+from strop.engine.torch.step_sizes import Row, StepSizes
 
 _log = logging.getLogger(__name__)
 _ONE_CAPTURE = threading.Lock()  # at a time in a process: torch asks for it
 _WARM_UPS = 3  # in which libraries choose kernels and take their workspaces, which a capture must not
 
 Size: TypeAlias = tuple[int, int]  # slots, columns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StaticRow:
-    """One token that is fed, and how the one after it is drawn."""
-
-    slot: int
-    id: int
-    position: int
-    uniform: float
-    temperature: float
-    banned: Sequence[int] = ()
 
 
 class Runner(Protocol):
@@ -122,10 +109,11 @@ class StaticSteps:
         self._addresses: tuple[int, ...] = ()
         self._is_checked = False
 
-    def step(self, rows: Sequence[StaticRow], sizes: StepSizes) -> DrawnRows:
-        """Feed a token of each row, whose slots ascend, and draw the next.
+    def step(self, rows: Sequence[Row], sizes: StepSizes) -> Tensor:
+        """Feed a token of each row and draw the next. Waits for the device once, for what was drawn.
 
-        Waits for the device once, for what was drawn.
+        Returns:
+            (3, rows) float64 on the CPU: ids, log-probs, entropies.
         """
         self._check_addresses()
         size = self._size(rows, sizes)
@@ -133,13 +121,7 @@ class StaticSteps:
         logits = self._runner.run(size, lambda: self._compute(size))
         if bans := [(row.slot, each) for row in rows for each in row.banned]:  # rare, and of any number: never captured
             self._draw(logits, bans)
-        slots = [row.slot for row in rows]
-        ids, logprobs, entropies = self._drawn.tolist()
-        return DrawnRows(
-            ids=[int(ids[slot]) for slot in slots],
-            logprobs=[logprobs[slot] for slot in slots],
-            entropies=[entropies[slot] for slot in slots],
-        )
+        return self._drawn.cpu()[:, [row.slot for row in rows]]
 
     def expect_load(self) -> None:
         """Weights are about to be published: before the next step it is looked whether they still lie where they were."""
@@ -153,13 +135,13 @@ class StaticSteps:
             self._runner.forget()
         self._addresses, self._is_checked = addresses, True
 
-    def _size(self, rows: Sequence[StaticRow], sizes: StepSizes) -> Size:
+    def _size(self, rows: Sequence[Row], sizes: StepSizes) -> Size:
         """The smallest that holds the rows, of those that deterministic mode may use for both products and attention."""
         num_slots, num_columns = rows[-1].slot + 1, max(row.position for row in rows) + 1
         whole = (size for size in sizes.tokens if size in sizes.slots and size >= num_slots)
         return next(whole, self._decoder.num_slots), next(size for size in sizes.columns if size >= num_columns)
 
-    def _fill(self, rows: Sequence[StaticRow]) -> None:
+    def _fill(self, rows: Sequence[Row]) -> None:
         given = self._given_here
         table, numbers = given.numpy(), given[2:].view(torch.float64).numpy()
         # A slot without a token feeds 0 into the cache's last column, which no request reaches: its last id is never fed.

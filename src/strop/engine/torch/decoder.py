@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from strop.engine.model_directory import Architecture
 from strop.engine.torch.attention import Tables, Tokens, attention_over
 from strop.engine.torch.kv_cache import KvCache
-from strop.engine.torch.step_sizes import Chunk, Rows, StepShape
+from strop.engine.torch.step_sizes import Chunk, Row, StepShape
 from strop.engine.torch.weights import DecoderWeights, LayerWeights
 from strop.errors import ModelError
 
@@ -35,7 +35,7 @@ class Decoder:
         self._tables = self._rotary_tables(model_config, dtype)
         self._attention: Any = attention_over(self.cache, self.architecture, self._tables)
 
-    def step(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape, *, num_layers: int | None = None) -> Tensor:
+    def step(self, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape, *, num_layers: int | None = None) -> Tensor:
         """Compute every token of `rows` and `chunks` and leave its keys and values in the cache.
 
         Rows and chunks do not see each other, except that a chunk may go on where another of the same slot ended.
@@ -49,7 +49,7 @@ class Decoder:
         ids, tokens = self._tokens(rows, chunks, shape)
         plan = self._attention.plan(tokens, rows, chunks, shape)
         logits = self._forward(ids, plan, shape.num_rows, num_layers)
-        return logits[: len(rows.slots)]
+        return logits[: len(rows)]
 
     def step_slots(self, ids: Tensor, positions: Tensor, num_columns: int) -> Tensor:
         """As `step`, of one token for each of the first slots. Nothing but sizes decides what is computed, and where.
@@ -91,9 +91,9 @@ class Decoder:
             hidden = self._finish_layer(layer, hidden, _padded(attended, len(hidden)))
         return self.weights.head.product(attention.norm(hidden, self.weights.norm))
 
-    def _tokens(self, rows: Rows, chunks: Sequence[Chunk], shape: StepShape) -> tuple[Tensor, Tokens]:
+    def _tokens(self, rows: Sequence[Row], chunks: Sequence[Chunk], shape: StepShape) -> tuple[Tensor, Tokens]:
         """Ids (N,) and places of all tokens of a step, padding included."""
-        ids, positions, slots = list(rows.ids), list(rows.positions), list(rows.slots)
+        ids, positions, slots = [row.id for row in rows], [row.position for row in rows], [row.slot for row in rows]
         for chunk in chunks:
             ids += chunk.ids
             positions += range(chunk.start, chunk.start + len(chunk.ids))
@@ -110,7 +110,7 @@ class Decoder:
             slots=all_slots,
             lenders=all_lenders,
             lent=all_lent,
-            num_rows=len(rows.slots),
+            num_rows=len(rows),
             num_real=num_real,
         )
 

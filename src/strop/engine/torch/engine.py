@@ -64,6 +64,7 @@ class TorchEngine:
         self._config = config
         self._dtype = config.torch_dtype
         self._detokenize = detokenize
+        self._is_loading = False
         self._decoder = Decoder(
             model_config,
             dtype=self._dtype,
@@ -134,13 +135,14 @@ class TorchEngine:
                 f"request {request.id} was not complete after {self._config.deadline_s} s (engine.deadline_s)."
             ) from error
         finally:
-            self._worker.abandon(future)  # nothing to do, unless the caller was cancelled or ran out of time
+            # Nothing to do, unless the caller was cancelled or ran out of time.
+            self._worker.tell(partial(self._worker.batch.abandon, future))
 
     async def abort(self, request_id: str) -> None:
-        self._worker.discard(request_id)
+        self._worker.tell(partial(self._worker.batch.discard, request_id))
 
     async def release(self, request_id: str) -> None:
-        self._worker.discard(request_id)
+        self._worker.tell(partial(self._worker.batch.discard, request_id))
 
     async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
         """See `InferenceEngine.load_weights`. Conversations lose their slots; requests that arrive meanwhile wait for the end.
@@ -150,9 +152,11 @@ class TorchEngine:
                 to sample until a load succeeds.
             StropError: completions are running or waiting; nothing was changed.
         """
-        loader = object()
+        if self._is_loading:
+            raise StropError("weights are already being loaded into this engine; loads come one at a time.")
+        self._is_loading = True
         try:
-            await asyncio.wrap_future(self._worker.begin_load(loader))
+            await asyncio.wrap_future(self._worker.call(self._worker.batch.begin_load))
             some: list[NamedTensor] = []
             num_bytes = 0
             async for named in tensors:
@@ -164,7 +168,8 @@ class TorchEngine:
             await self._copy(some)
             await asyncio.wrap_future(self._worker.prove(partial(self._weights.prove, version, checksum)))
         finally:
-            self._worker.end_load(loader)
+            self._is_loading = False
+            self._worker.tell(self._worker.batch.end_load)
             end_team()  # of the event loop's thread, which may have computed since the last publication
 
     async def _copy(self, tensors: list[NamedTensor]) -> None:
@@ -192,16 +197,14 @@ _STOP_S = 60.0  # longest time of the last step after `stop`
 
 
 class Worker:
-    """Public methods may be called from any thread. Private methods run in the worker's thread."""
+    """Public methods may be called from any thread. Private methods and those of `batch` run in the worker's thread."""
 
     def __init__(
         self, config: EngineConfig, decoder: Decoder, weights: PublishedWeights, detokenize: Detokenizer | None
     ) -> None:
         self._config, self._decoder, self._weights = config, decoder, weights
-        self._batch = Batch(config, decoder, weights, detokenize)
+        self.batch = Batch(config, decoder, weights, detokenize)
         self._is_calibrated = not config.deterministic
-        self._loader: object = None  # whose load of weights is under way
-
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()  # over the next two
         self._outstanding: set[Future[Any]] = set()
@@ -212,14 +215,14 @@ class Worker:
     @property
     def is_deterministic(self) -> bool:
         """Whether the recipe asks for it and the measurement with the first weights confirmed it."""
-        return self._config.deterministic and (self._batch.sizes.is_invariant or not self._is_calibrated)
+        return self._config.deterministic and (self.batch.sizes.is_invariant or not self._is_calibrated)
 
     def submit(self, request: CompletionRequest) -> Future[Completion]:
-        """Queue a request. Cancel it by `abandon`, with the future that this returned."""
+        """Queue a request. Cancel it by `Batch.abandon`, with the future that this returned."""
         drawn = uniforms(request.seed, request.max_tokens)
         job = Job(request=request, future=Future(), uniforms=drawn)
         self._track(job.future)
-        self._inbox.put(lambda: self._batch.arrive(job))
+        self.tell(partial(self.batch.arrive, job))
         return job.future
 
     def call(self, function: Callable[[], ResultT]) -> Future[ResultT]:
@@ -238,21 +241,9 @@ class Worker:
         self._inbox.put(answer)
         return future
 
-    def discard(self, request_id: str) -> None:
-        """Free the slot or queue place of a conversation, by its newest request. Cancels the request if it runs."""
-        self._inbox.put(lambda: self._batch.discard(request_id))
-
-    def abandon(self, future: Future[Completion]) -> None:
-        """Discard the request whose future this is, unless it has ended."""
-        self._inbox.put(lambda: self._batch.abandon(future))
-
-    def begin_load(self, loader: object) -> Future[None]:
-        """Drop all KV caches; do not sample until weights are proven. Fails with `StropError` while completions run or wait."""
-        return self.call(partial(self._begin_load, loader))
-
-    def end_load(self, loader: object) -> None:
-        """End the load that `loader` began. Requests that arrived meanwhile start, or are refused if the load failed."""
-        self._inbox.put(partial(self._end_load, loader))
+    def tell(self, command: Callable[[], None]) -> None:
+        """Run `command`, which does not fail, in the worker's thread between two steps."""
+        self._inbox.put(command)
 
     def prove(self, prove: Callable[[], None]) -> Future[None]:
         """Run `prove`, which proves the weights; after the first weights, measure the sizes for deterministic mode."""
@@ -260,7 +251,7 @@ class Worker:
         def prove_and_calibrate() -> None:
             prove()
             if not self._is_calibrated:
-                self._batch.sizes = invariant_sizes(self._decoder)
+                self.batch.sizes = invariant_sizes(self._decoder)
                 give_back_freed_memory()
                 self._is_calibrated = True
 
@@ -304,31 +295,15 @@ class Worker:
                     return
                 command()
             with torch.inference_mode():
-                self._batch.admit()
-                if self._batch.is_running:
-                    self._batch.step()
+                self.batch.admit()
+                if self.batch.is_running:
+                    self.batch.step()
 
     def _commands(self) -> Iterator[Callable[[], None] | None]:
         """Yield the queued commands; wait for one while no request runs."""
-        if not self._batch.is_running:
+        if not self.batch.is_running:
             if self._inbox.empty():
                 end_team()  # so that a trainer or another engine can use the cores
             yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()
-
-    def _begin_load(self, loader: object) -> None:
-        if self._batch.is_loading:
-            raise StropError("weights are already being loaded into this engine; loads come one at a time.")
-        if names := self._batch.unfinished:
-            raise StropError(
-                f"weights cannot be loaded while {len(names)} completions are running or waiting ({', '.join(names[:3])}, ...)."
-                " Await or abort them first."
-            )
-        self._batch.is_loading, self._loader = True, loader
-        self._batch.clear()
-        self._weights.retract("the last publication did not reach its end")
-
-    def _end_load(self, loader: object) -> None:
-        if self._loader is loader:
-            self._batch.is_loading, self._loader = False, None

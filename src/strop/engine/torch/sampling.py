@@ -45,19 +45,6 @@ class Draw:
         """(3, N) float64, which holds all of it exactly: one transfer from a device instead of three."""
         return torch.stack((self.ids.double(), self.logprobs.double(), self.entropies.double()))
 
-    def rows(self) -> DrawnRows:
-        ids, logprobs, entropies = self.together().tolist()
-        return DrawnRows(ids=[int(each) for each in ids], logprobs=logprobs, entropies=entropies)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnRows:
-    """A `Draw` as plain numbers, one of each a row."""
-
-    ids: list[int]
-    logprobs: list[float]
-    entropies: list[float]
-
 
 def draw(logits: Tensor, temperatures: Tensor, uniform: Tensor, banned: Tensor | None) -> Draw:
     """Sample each row by inverting its cumulative distribution: no truncation, one uniform a token.

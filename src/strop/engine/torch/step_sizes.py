@@ -28,12 +28,15 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """The last token of some conversations, whose next token is drawn. Lists of equal length, slots ascending."""
+class Row:
+    """The last token of one conversation, and how the token after it is drawn. The rows of a step are in order of slots."""
 
-    slots: Sequence[int]
-    ids: Sequence[int]
-    positions: Sequence[int]
+    slot: int
+    id: int
+    position: int
+    uniform: float = 0.0
+    temperature: float = 1.0
+    banned: Sequence[int] = ()  # ids that must not be drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +127,7 @@ def invariant_sizes(decoder: Decoder) -> StepSizes:
     position = min(KV_STEP, most_columns) * 2 // 3
 
     def logits(slots: Sequence[int], num_tokens: int, num_slots: int, num_columns: int) -> torch.Tensor:
-        rows = Rows(slots=slots, ids=[0] * len(slots), positions=[position] * len(slots))
+        rows = [Row(slot=slot, id=0, position=position) for slot in slots]
         num_rows = min(num_tokens, most_rows)
         shape = StepShape(num_tokens=num_tokens, num_rows=num_rows, num_slots=num_slots, num_columns=num_columns)
         return decoder.step(rows, (), shape, num_layers=1)
