@@ -56,11 +56,11 @@ async def play(trace: Trace, engines: Sequence[InferenceEngine], policy: str) ->
 
 async def play_group(group: TracedGroup, max_tokens: int, dispatch: RolloutBatch) -> None:
     prompt = words(min(group.prompt_tokens, MAX_PROMPT), "prompt", group.rollouts[0].key.task_index)
-    seats = await dispatch.offer({rollout.key: prompt for rollout in group.rollouts}, max_tokens=max_tokens)
-    await asyncio.gather(*(converse(rollout, prompt, seats[rollout.key]) for rollout in group.rollouts))
+    leases = [await dispatch.offer(rollout.key, prompt, max_tokens=max_tokens) for rollout in group.rollouts]
+    await asyncio.gather(*(converse(*each, prompt) for each in zip(group.rollouts, leases, strict=True)))
 
 
-async def converse(rollout: TracedRollout, context: tuple[int, ...], seat: Lease) -> None:
+async def converse(rollout: TracedRollout, seat: Lease, context: tuple[int, ...]) -> None:
     place = (rollout.key.task_index, rollout.key.attempt)
     try:
         for number, turn in enumerate(rollout.turns):

@@ -99,13 +99,13 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 764,
     "curation": 1669,  # 1600
     "doctor": 1396,
-    "engine": 7197,  # 6000
+    "engine": 6996,  # 6000
     "evaluation": 1687,  # 1400
     "pipeline": 1121,
     "recipe": 981,
     "reports": 3320,  # 3500
     "rewards": 3075,  # 2600
-    "rollout": 4982,
+    "rollout": 4944,
     "runs": 648,
     "sandbox": 12028,  # 10500
     "simulation": 1012,  # 900
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 352  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_578  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 61_150  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_390  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_911  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from strop.errors import MachineError, UserError
 from strop.rollout.branching import Branching, Claim, Claims, forks_at
 from strop.rollout.environment import Environment, ForkableEnvironment, Observation
-from strop.rollout.player import BatchPlayer, Forking, Opened, Opening, Past, Result, Spent, all_of, end
+from strop.rollout.player import BatchPlayer, Forking, Opened, Past, Result, Spent, end
 from strop.rollout.scheduler.batch import Lease
 from strop.types import Completion, RolloutKey, ScoredTrajectory, Task, Trajectory
 
@@ -51,10 +52,8 @@ class Tree:
             self._drop_branches(key)
         fresh = [key for key in keys if key not in batch_player.finished or key in again]
         try:
-            opened = dict(zip(fresh, await all_of([batch_player.open(self.task, key) for key in fresh]), strict=True))
-            leases = await batch_player.leases(self.task, opened)
             for key in fresh:
-                self._start(key, opened[key], leases.get(key), past=None, known=batch_player.finished.get(key))
+                self._start(key, known=batch_player.finished.get(key))
             self._begin_restored()
             while self._playing:
                 done, _ = await asyncio.wait(self._playing.values(), return_when=asyncio.FIRST_COMPLETED)
@@ -80,7 +79,7 @@ class Tree:
         self.batch_player.opened.add(opened)
         self._forked[key] = opened, lease
         self._spending[key] = environment.spending
-        self._start(key, opened, lease, past=past, known=self._finished(key, past))
+        self._start(key, past=past, begun=(opened, lease), known=self._finished(key, past))
 
     def restore(self, key: RolloutKey, past: Past) -> bool:
         """Whether branch `key` finished before the run was interrupted, with the same `past`, and need not be played."""
@@ -125,10 +124,15 @@ class Tree:
         return sorted(again)
 
     def _start(
-        self, key: RolloutKey, opened: Opening, lease: Lease | None, *, past: Past | None, known: ScoredTrajectory | None
+        self,
+        key: RolloutKey,
+        *,
+        past: Past | None = None,
+        begun: tuple[Opened, Lease | None] | None = None,
+        known: ScoredTrajectory | None = None,
     ) -> None:
         make_forking = partial(self._make_forking, key)
-        playing = self.batch_player.play(self.task, key, opened, lease, past=past, known=known, make_forking=make_forking)
+        playing = self.batch_player.play(self.task, key, past=past, begun=begun, known=known, make_forking=make_forking)
         self._playing[key] = asyncio.ensure_future(playing)
 
     async def _make_forking(self, key: RolloutKey) -> Forking:
@@ -178,13 +182,15 @@ class Tree:
             self._playing[key] = asyncio.ensure_future(self._play_restored(key, past))
 
     async def _play_restored(self, key: RolloutKey, past: Past) -> Result:
-        opened = await self.batch_player.open(self.task, key, past)
-        if isinstance(opened, Opened):
+        begun = None
+        with suppress(MachineError):  # it is tried again
+            opened = await self.batch_player.open(self.task, key, past)
             environment = _ForkedEnvironment(past, is_cached=False)
             await environment.come(opened.environment)
             opened.environment, self._spending[key] = environment, environment.spending
+            begun = opened, None
         make_forking = partial(self._make_forking, key)
-        return await self.batch_player.play(self.task, key, opened, None, past=past, make_forking=make_forking)
+        return await self.batch_player.play(self.task, key, past=past, begun=begun, make_forking=make_forking)
 
 
 class _Forking:

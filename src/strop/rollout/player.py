@@ -308,8 +308,6 @@ class TooLong:
 
 
 Result: TypeAlias = ScoredTrajectory | Void | TooLong
-Opening: TypeAlias = Opened | MachineError | RequestTooLong
-"""An environment that is open, or why it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -333,33 +331,27 @@ class BatchPlayer:
         if key not in self.finished:
             self.observer.started(key, seed=self.seed_of(key))
 
-    async def open(self, task: Task, key: RolloutKey, past: Past | None = None) -> Opening:
+    async def open(self, task: Task, key: RolloutKey, past: Past | None = None) -> Opened:
         """Open the environment of another try of `key`, at the prompt or after the `past` of a branch."""
         self.started(key)
-        try:
-            if past is None:
-                opened = await self.player.open(task, seed=self.seed_of(key), max_request_tokens=self.max_request_tokens)
-            else:
-                from strop.rollout.branch_tree import reopen  # only branches have a past
+        if past is None:
+            opened = await self.player.open(task, seed=self.seed_of(key), max_request_tokens=self.max_request_tokens)
+        else:
+            from strop.rollout.branch_tree import reopen  # only branches have a past
 
-                opened = await reopen(self, task, key, past)
-        except (MachineError, RequestTooLong) as error:
-            return error
+            opened = await reopen(self, task, key, past)
         self.opened.add(opened)
         return opened
 
-    async def leases(self, task: Task, opened: Mapping[RolloutKey, Opening]) -> dict[RolloutKey, Lease]:
-        """Return a lease for each rollout of one task whose environment is open. All have the same number of past tokens.
+    async def lease(self, task: Task, key: RolloutKey, past: Past) -> Lease:
+        """Return a lease for a rollout of `task`.
 
         Raises:
-            EngineLost: no engine is left, or all that could hold a rollout of the task are lost.
+            EngineLost: no engine is left, or all that could hold the rollout are lost.
         """
-        pasts = {key: each.past for key, each in opened.items() if isinstance(each, Opened)}
-        if not pasts:
-            return {}
-        max_tokens = max(self.player.sampling.max_tokens - past.num_response_tokens for past in pasts.values())
+        max_tokens = self.player.sampling.max_tokens - past.num_response_tokens
         try:
-            return await self.batch.offer({key: past.ids for key, past in pasts.items()}, max_tokens=max_tokens)
+            return await self.batch.offer(key, past.ids, max_tokens=max_tokens)
         except RequestTooLong as error:
             if self.max_request_tokens is None:
                 raise
@@ -369,33 +361,31 @@ class BatchPlayer:
         self,
         task: Task,
         key: RolloutKey,
-        opened: Opening,
-        lease: Lease | None,
         *,
         past: Past | None = None,
+        begun: tuple[Opened, Lease | None] | None = None,
         known: ScoredTrajectory | None = None,
         make_forking: Callable[[], Awaitable[Forking | None]] | None = None,
     ) -> Result:
-        """Play one rollout up to its score. The first try uses `opened`; later ones begin again after `past`.
+        """Play one rollout up to its score. Every try begins at the prompt, or after the `past` of a branch.
 
         Args:
-            lease: of the first try; None: requested here.
+            begun: what the first try uses; without it, and in later tries, environment and lease are asked for here.
             known: the result from before an interruption; the rollout is played again only for its branches.
             make_forking: called before each try and after the last failed one; it removes the branches of earlier tries.
         """
         reason = ""
         for num_tries in range(1, self.player.max_attempts + 1):
             forking = None if make_forking is None else await make_forking()
-            if num_tries > 1:
-                opened, lease = await self.open(task, key, past), None
-            if isinstance(opened, RequestTooLong):
-                self.observer.voided(key, reason=str(opened))
-                return TooLong(key=key, error=opened)
-            if isinstance(opened, MachineError):
-                reason = str(opened)
+            try:
+                opened, lease = (await self.open(task, key, past), None) if begun is None or num_tries > 1 else begun
+            except RequestTooLong as error:
+                self.observer.voided(key, reason=str(error))
+                return TooLong(key=key, error=error)
+            except MachineError as error:
+                reason = str(error)
                 continue
-            if lease is None:
-                lease = (await self.leases(task, {key: opened}))[key]
+            lease = lease or await self.lease(task, key, opened.past)
             try:
                 trajectory = await self.player.converse(task, lease, opened, seed=self.seed_of(key), forking=forking)
                 self.opened.discard(opened)
@@ -521,7 +511,8 @@ async def _play_group(index: int, task: Task, batch_player: BatchPlayer, *, num_
 
             results = await Tree(task, batch_player, branching, budget=num_rollouts - num_first).play(keys)
         else:
-            results = await _play_attempts(task, keys, batch_player)
+            played = all_of([batch_player.play(task, key) for key in keys if key not in batch_player.finished])
+            results = [*(batch_player.finished[key] for key in keys if key in batch_player.finished), *await played]
         scored += [result for result in results if isinstance(result, ScoredTrajectory)]
         num_void += sum(not isinstance(result, ScoredTrajectory) for result in results)
         too_long = next((result.error for result in results if isinstance(result, TooLong)), None)
@@ -533,13 +524,3 @@ async def _play_group(index: int, task: Task, batch_player: BatchPlayer, *, num_
             batch_player.too_long[index] = too_long
     scored.sort(key=lambda each: each.trajectory.key)
     return Group(task=task, task_index=index, trajectories=tuple(scored), num_void=num_void)
-
-
-async def _play_attempts(task: Task, keys: Sequence[RolloutKey], batch_player: BatchPlayer) -> list[Result]:
-    """Play rollouts of one task. They are offered together, so that the scheduler knows that they share a prompt."""
-    finished = batch_player.finished
-    fresh = [key for key in keys if key not in finished]
-    opened = dict(zip(fresh, await all_of([batch_player.open(task, key) for key in fresh]), strict=True))
-    leases = await batch_player.leases(task, opened)
-    played = await all_of([batch_player.play(task, key, opened[key], leases.get(key)) for key in fresh])
-    return [*(finished[key] for key in keys if key in finished), *played]

@@ -193,7 +193,7 @@ class _Simulation:
                     self._run(action)
                 case Release():
                     self._touch(action.engine).release(action.key, now_s=self._now_s)
-                case CallTools():
+                case CallTools() if action.key not in self._ended:  # the last turn has no tools
                     self._call_tools(action.key)
 
     def run(self) -> Outcome:
@@ -234,8 +234,6 @@ class _Simulation:
         return engine
 
     def _call_tools(self, key: RolloutKey) -> None:
-        if key in self._ended:  # its last turn has no tools
-            return
         if self._idle_tool_workers > 0:
             self._start_tools(key)
         else:
@@ -265,8 +263,7 @@ class _Simulation:
             self._finish_completion(each)
 
     def _finish_completion(self, done: Finished) -> None:
-        rollout = self._rollouts[done.key]
-        num_tokens = rollout.turn.num_tokens
+        rollout, num_tokens = self._rollouts[done.key], self._rollouts[done.key].turn.num_tokens
         rollout.context_tokens += num_tokens
         if rollout.num_turns + 1 == len(rollout.turns):
             self._ended[done.key] = self._now_s

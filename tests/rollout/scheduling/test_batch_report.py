@@ -35,8 +35,8 @@ def test_the_metrics_of_a_step_can_be_redone_by_hand():
             lease.close()
 
         async with pool.batch() as batch:
-            leases = await batch.offer(dict.fromkeys(keys, (1, 2)), max_tokens=8)
-            await asyncio.gather(*(converse(leases[key], number) for number, key in enumerate(keys)))
+            leases = [await batch.offer(key, (1, 2), max_tokens=8) for key in keys]
+            await asyncio.gather(*(converse(lease, number) for number, lease in enumerate(leases)))
         return pool.last_batch
 
     report = run(scenario)

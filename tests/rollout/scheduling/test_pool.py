@@ -61,7 +61,7 @@ def test_a_branch_goes_on_from_what_its_parent_holds_or_is_refused_and_counted()
             )
 
         async with pool.batch() as batch:
-            lease = (await batch.offer({parent: (1, 2, 3)}, max_tokens=MAX_TOKENS))[parent]
+            lease = await batch.offer(parent, (1, 2, 3), max_tokens=MAX_TOKENS)
             said = await lease.complete(turn(parent, (1, 2, 3)))
             context = (1, 2, 3, *said.ids)
             forked = lease.branch(first, max_tokens=20)
@@ -84,12 +84,14 @@ def test_prompts_that_differ_within_a_group_are_each_counted_whole():
         pool = pool_of(FragileEngine(kv_tokens=160, max_running=8, block_tokens=16))
         keys = [RolloutKey(task_index=0, attempt=attempt) for attempt in range(2)]
         async with pool.batch() as batch:
-            await batch.offer({keys[0]: (1,) * 48, keys[1]: (2,) * 48}, max_tokens=32)
+            for number, key in enumerate(keys):
+                await batch.offer(key, (number,) * 48, max_tokens=32)
         # 48 + 32 tokens are 5 blocks of 16, so two fill all 10; had they shared their prompt, 3 would be free.
         assert pool.last_batch.as_metrics()["scheduler/queue_max"] == 0
         assert pool.last_batch.engines[0].usage.kv_share.max == 1.0
         async with pool.batch() as batch:
-            await batch.offer(dict.fromkeys(keys, (1,) * 48), max_tokens=32)
+            for key in keys:
+                await batch.offer(key, (1,) * 48, max_tokens=32)
         assert pool.last_batch.engines[0].usage.kv_share.max == 0.7
 
     run(scenario)

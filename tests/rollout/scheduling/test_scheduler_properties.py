@@ -99,15 +99,14 @@ class Driver:
         self.tell(GroupOffered(prompt_tokens=self.random.randint(1, 18), rollouts=offers))
 
     def offer_more(self) -> None:
-        """More rollouts of a task that was there before, whose prompt may be another, or none that they share."""
+        """More rollouts of a task that was there before, with another prompt."""
         attempts = range(len(self.offered) + 10, len(self.offered) + 10 + self.random.randint(1, 2))
         task = self.random.randrange(self.num_groups)
         keys = [RolloutKey(task_index=task, attempt=attempt) for attempt in attempts]
         self.offered += keys
-        prompt_tokens = self.random.choice([0, self.random.randint(1, 18)])
-        self.tell(
-            GroupOffered(prompt_tokens=prompt_tokens, rollouts=tuple(RolloutOffer(key=key, max_tokens=30) for key in keys))
-        )
+        offers = tuple(RolloutOffer(key=key, max_tokens=30) for key in keys)
+        prompt_tokens = self.random.randint(1, 18)
+        self.tell(GroupOffered(prompt_tokens=prompt_tokens, rollouts=offers, prompt=prompt_tokens))
 
     def answer(self) -> None:
         key = self.random.choice(list(self.running))

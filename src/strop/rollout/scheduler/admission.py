@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
@@ -32,8 +33,8 @@ MAX_ATTEMPTS = 1024  # attempt numbers are counted modulo this
 _NUM_PROBES = 2
 _PRIOR = 1.0
 
-Prompt: TypeAlias = tuple[int, int]
-"""The prompt of a rollout: its group and its number of tokens. Two lengths in one group are two prompts."""
+Prompt: TypeAlias = tuple[int, Hashable]
+"""The prompt of a rollout: its group, and a value that is equal for equal prompts of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +61,13 @@ class EngineSpec:
 class Size:
     """What the placement of a rollout depends on."""
 
-    group: int
-    prompt_tokens: int  # shared with rollouts of the group whose prompt has this length; 0: nothing is shared
+    prompt: Prompt
+    prompt_tokens: int
     total_tokens: int  # largest possible length, prompt included
 
     @property
-    def prompt(self) -> Prompt:
-        return (self.group, self.prompt_tokens)
+    def group(self) -> int:
+        return self.prompt[0]
 
 
 @dataclass(slots=True, eq=False)

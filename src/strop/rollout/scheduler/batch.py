@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -62,31 +62,29 @@ class RolloutBatch:
         """Tokens of the longest conversation that an engine holds, prompt included; None if no engine is left."""
         return max((engine.spec.longest for engine in self.engines.values() if not engine.loss), default=None)
 
-    async def offer(self, prompts: Mapping[RolloutKey, tuple[int, ...]], *, max_tokens: int) -> dict[RolloutKey, Lease]:
-        """Return a lease for each rollout of one task. Waits for replacements if no engine can hold the rollouts.
+    async def offer(self, key: RolloutKey, prompt: tuple[int, ...], *, max_tokens: int) -> Lease:
+        """Return a lease for a rollout. Waits for replacements if no engine can hold it.
 
         Raises:
-            RequestTooLong: no engine can ever hold one of them.
+            RequestTooLong: no engine can ever hold it.
             EngineLost: no engine is left, and none is being opened.
         """
-        event = _group(prompts, max_tokens)
+        offer = RolloutOffer(key=key, max_tokens=max_tokens)
         while True:
             if self.error is not None:
                 raise self.error
             try:
                 if self.max_request_tokens is None:
                     raise EngineLost("no engine is left.")
-                leases = {key: Lease(self, key) for key in prompts}
-                self._leases |= leases
-                self.handle(event)
+                lease = self._leases[key] = Lease(self, key)
+                self.handle(GroupOffered(prompt_tokens=len(prompt), rollouts=(offer,), prompt=prompt))
             except StropError:
-                for key in prompts:
-                    self._leases.pop(key, None)
+                self._leases.pop(key, None)
                 if not self._pool.is_replacing:
                     raise
                 await self._pool.replacement_settled()
             else:
-                return leases
+                return lease
 
     def handle(self, event: Event) -> None:
         """Report an event to the scheduler, and carry out its actions."""
@@ -339,13 +337,3 @@ class Lease:
             await self._woken.wait()
         if self._batch.error is not None:
             raise self._batch.error
-
-
-def _group(prompts: Mapping[RolloutKey, tuple[int, ...]], max_tokens: int) -> GroupOffered:
-    """Rollouts of one task share its prompt. If their prompts differ, nothing is shared."""
-    shared = next(iter(prompts.values()))
-    if all(prompt == shared for prompt in prompts.values()):
-        offers = tuple(RolloutOffer(key=key, max_tokens=max_tokens) for key in prompts)
-        return GroupOffered(prompt_tokens=len(shared), rollouts=offers)
-    offers = tuple(RolloutOffer(key=key, max_tokens=len(prompt) + max_tokens) for key, prompt in prompts.items())
-    return GroupOffered(prompt_tokens=0, rollouts=offers)

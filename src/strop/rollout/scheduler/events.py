@@ -3,7 +3,7 @@
 | the driver sees                                  | it reports              | the actions that may follow                  |
 | ------------------------------------------------ | ----------------------- | -------------------------------------------- |
 | an engine is ready                               | `EngineJoined`          | `Run` of rollouts that wait                  |
-| the rollouts of a task are ready to start        | `GroupOffered`          | `Run(reason=START)` of those that fit        |
+| rollouts of a task are ready to start            | `GroupOffered`          | `Run(reason=START)` of those that fit        |
 | `complete` returned                              | `TurnFinished`          | `CallTools`, at once or at static's barrier  |
 | the sandbox starts the tool calls                | `ToolStarted`           | none                                         |
 | the observation is complete                      | `ToolFinished`          | `Run(reason=CONTINUE)` on the same engine    |
@@ -18,6 +18,7 @@ that loses its engine keeps its finished turns; another engine samples the lost 
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -37,10 +38,11 @@ class RolloutOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupOffered:
-    """Rollouts of one task, which share a prompt. Their keys have the same `task_index`."""
+    """Rollouts of one task with the same prompt. More rollouts of the task may follow, with this prompt or another."""
 
-    prompt_tokens: int  # 0: the prompts differ and are part of `max_tokens`; from then on rollouts of this task share nothing
+    prompt_tokens: int
     rollouts: tuple[RolloutOffer, ...]
+    prompt: Hashable = None  # equal for equal prompts of a task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

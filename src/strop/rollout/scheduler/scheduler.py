@@ -7,6 +7,7 @@ order. A scheduler never waits and never reads a clock. `events.py` lists all ev
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -77,7 +78,6 @@ class Scheduler:
         self._rollouts: dict[RolloutKey, Rollout] = {}
         self._actions: list[Action] = []
         self._now_s = 0.0
-        self._mixed_groups: set[int] = set()  # groups whose prompts differ
 
     def handle(self, event: Event, *, now_s: float) -> list[Action]:
         """Return the actions that follow from `event`, which happened at `now_s`, in the order in which to do them.
@@ -290,7 +290,7 @@ class Scheduler:
         total = parent.context_tokens + event.max_tokens
         branch = self._rollouts[event.key] = Rollout(
             key=event.key,
-            size=Size(group=parent.size.group, prompt_tokens=parent.size.prompt_tokens, total_tokens=total),
+            size=replace(parent.size, total_tokens=total),
             expected_tokens=None,
             context_tokens=parent.context_tokens,
             engine=parent.engine,
@@ -307,15 +307,13 @@ class Scheduler:
         if len(tasks) != 1 or len(set(keys)) < len(keys) or not self._rollouts.keys().isdisjoint(keys):
             raise StropError(f"a group must hold rollouts of one task, each offered once, but it was offered {keys}.")
         [group] = tasks
-        if event.prompt_tokens == 0:
-            self._mixed_groups.add(group)
-        shared_tokens = 0 if group in self._mixed_groups else event.prompt_tokens
+        prompt, num_tokens = (group, event.prompt), event.prompt_tokens
         rollouts = [
             Rollout(
                 key=offer.key,
-                size=Size(group=group, prompt_tokens=shared_tokens, total_tokens=event.prompt_tokens + offer.max_tokens),
+                size=Size(prompt=prompt, prompt_tokens=num_tokens, total_tokens=num_tokens + offer.max_tokens),
                 expected_tokens=offer.expected_tokens,
-                context_tokens=event.prompt_tokens,
+                context_tokens=num_tokens,
                 offered_s=self._now_s,
             )
             for offer in event.rollouts

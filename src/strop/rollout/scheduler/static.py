@@ -51,6 +51,7 @@ class StaticScheduler(Scheduler):
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
         self._barriers: dict[str, _Barrier] = {}
+        self._dealt: dict[int, _Barrier] = {}  # by group
 
     @property
     def reserved_blocks(self) -> Mapping[str, int]:
@@ -62,7 +63,8 @@ class StaticScheduler(Scheduler):
         return barrier.num_live > spec.max_conversations or barrier.blocks > spec.kv_blocks
 
     def _start_group(self, rollouts: list[Rollout]) -> None:
-        barrier = min(self._barriers.values(), key=lambda each: each.num_dealt)
+        fewest = min(self._barriers.values(), key=lambda each: each.num_dealt)
+        barrier = self._dealt.setdefault(rollouts[0].size.group, fewest)
         for rollout in rollouts:
             barrier.add(rollout)
             self._run(rollout, RunReason.START)
