@@ -150,8 +150,7 @@ def test_a_switch_is_told_with_its_figures_in_the_log_and_behind_the_step_that_l
     assert switches_of(whole.run) == {each["step"]: each["what"] for each in (first, second, third)}
 
 
-@pytest.mark.parametrize("fallen_after", ["metrics", "checkpoint"])
-@pytest.mark.parametrize("last", [2, 4])
+@pytest.mark.parametrize(("last", "fallen_after"), [(2, "metrics"), (4, "checkpoint")])
 def test_law_9_a_run_resumes_exactly_around_what_its_metrics_switch(whole, tmp_path, monkeypatch, last, fallen_after):
     """Behind a line of metrics that no checkpoint has yet, and behind each checkpoint."""
     save, append = checkpoints.CheckpointWriter.save, StageMetrics.append

@@ -26,7 +26,23 @@ def verify(*pairs, deadline_s=20.0, service=None, is_fused=False):
     return asyncio.run(judge())
 
 
-def test_algebra_is_judged_by_meaning():
+@pytest.fixture(scope="module")
+def ask():
+    """Verdicts of one verifier, whose process takes seconds to start."""
+    verifier = MathVerifier(deadline_s=20.0)
+
+    def verdicts(*pairs, is_fused=False):
+        async def judge():
+            return await asyncio.gather(*(verifier.verify(*pair, is_fused=is_fused) for pair in pairs))
+
+        return runner.run(judge())
+
+    with asyncio.Runner() as runner:
+        yield verdicts
+        runner.run(verifier.close())
+
+
+def test_algebra_is_judged_by_meaning(ask):
     right = [
         (r"\frac{\sqrt{4}}{4}", "0.5"),
         ("p - q", "-q + p"),
@@ -34,13 +50,13 @@ def test_algebra_is_judged_by_meaning():
     ]
     spelled = [(r"\frac{1}{2}", "0.5"), ("72", r"72\text{ dollars}"), ("72", "x = 72")]
     wrong = [(r"\frac{1}{2}", "0.51"), ("p - q", "q - p"), ("72", r"x = 73"), ("72", "72 or 73"), ("72", r"\text{seventy}")]
-    assert verify(*right) == [Verdict.CORRECT] * len(right)
-    assert verify(*spelled) == [Verdict.EXACT] * len(spelled)
-    assert not any(verdict.is_correct for verdict in verify(*wrong))
+    assert ask(*right) == [Verdict.CORRECT] * len(right)
+    assert ask(*spelled) == [Verdict.EXACT] * len(spelled)
+    assert not any(verdict.is_correct for verdict in ask(*wrong))
 
 
-def test_gold_comes_first_for_the_judge_is_not_symmetric():
-    assert [verdict.is_correct for verdict in verify(("1 < x < 2", "(1, 2)"), ("(1, 2)", "1 < x < 2"))] == [True, False]
+def test_gold_comes_first_for_the_judge_is_not_symmetric(ask):
+    assert [verdict.is_correct for verdict in ask(("1 < x < 2", "(1, 2)"), ("(1, 2)", "1 < x < 2"))] == [True, False]
 
 
 class Broken:
@@ -85,13 +101,13 @@ BY_BOTH = [("p - q", "-q + p"), (r"\frac{\sqrt{4}}{4}", "0.5"), ("72", "72.0")]
 BY_NEITHER = [("p - q", "q - p"), (r"\frac{1}{2}", "0.51"), ("52_8", "52_9"), ("72", "x = 73"), (r"\text{north}", "south")]
 
 
-def test_fused_either_of_two_graders_will_do():
+def test_fused_either_of_two_graders_will_do(ask):
     pairs = [*BY_TEXT_AND_SYMPY, *BY_MATH_VERIFY, *BY_BOTH, *BY_NEITHER]
     first = [question_only_reward_fn(rf"\boxed{{{answer}}}", gold)["reward"] == 1 for gold, answer in pairs]
-    second = [verdict.is_correct for verdict in verify(*pairs)]
+    second = [verdict.is_correct for verdict in ask(*pairs)]
     assert first == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 5
     assert second == [False] * 2 + [True] * 2 + [True] * 3 + [False] * 5
-    either = [verdict.is_correct for verdict in verify(*pairs, is_fused=True)]
+    either = [verdict.is_correct for verdict in ask(*pairs, is_fused=True)]
     assert either == [True] * 7 + [False] * 5
 
 

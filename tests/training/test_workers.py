@@ -243,14 +243,26 @@ def test_large_weights_of_two_ranks_are_no_lost_ones(model_directory, make_batch
     assert 1e29 < max(weights.abs().max() for weights in closing(scenario, trainer).values()) < math.inf
 
 
+@pytest.fixture(scope="module")
+def two(model_directory, tmp_path_factory):
+    """Two trainers of two ranks each that several tests share, and a checkpoint of them as they began."""
+    trainers = [Trainer.from_directory(model_directory, config_of(2), reference=model_directory) for _ in range(2)]
+    began = tmp_path_factory.mktemp("two") / "began"
+    asyncio.run(trainers[0].save(began))
+    yield *trainers, began
+    for trainer in trainers:
+        asyncio.run(trainer.close())
+
+
 @pytest.mark.slow
-def test_two_ranks_bring_the_first_reference_back(model_directory, make_batch, tmp_path):
-    trainer = Trainer.from_directory(model_directory, config_of(2), reference=model_directory)
+def test_two_ranks_bring_the_first_reference_back(two, make_batch, tmp_path):
+    trainer, _, began = two
 
     async def reference_scores():
         return (await trainer.score(make_batch(), Column.REFERENCE_LOGPROBS)).columns[Column.REFERENCE_LOGPROBS]
 
     async def scenario():
+        await trainer.load(began)
         await train(trainer, make_batch, range(1))
         first = await reference_scores()
         await trainer.save(tmp_path)
@@ -259,15 +271,16 @@ def test_two_ranks_bring_the_first_reference_back(model_directory, make_batch, t
         await trainer.load(tmp_path)
         assert torch.equal(await reference_scores(), first)
 
-    closing(scenario, trainer)
+    asyncio.run(scenario())
 
 
 @pytest.mark.slow
-def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(model_directory, make_batch, tmp_path):
-    straight, resumed = (Trainer.from_directory(model_directory, config_of(2), reference=model_directory) for _ in range(2))
+def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(two, model_directory, make_batch, tmp_path):
+    straight, resumed, began = two
     alone, again = (Trainer.from_directory(model_directory, config_of(0), reference=model_directory) for _ in range(2))
 
     async def scenario():
+        await straight.load(began)
         await train(straight, make_batch, range(2))
         await straight.refresh_reference()
         await straight.save(tmp_path / "two")
@@ -292,19 +305,18 @@ def test_law_9_two_ranks_resume_bit_for_bit_and_other_numbers_up_to_rounding(mod
         await again.load(tmp_path / "one")
         assert again.num_updates == 2
 
-    closing(scenario, straight, resumed, alone, again)
+    closing(scenario, alone, again)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model")
     assert loaded.config.vocab_size == 61
     assert (tmp_path / "two" / "model" / "tokenizer.json").is_file()
 
 
 @pytest.mark.slow
-def test_ranks_write_a_snapshot_while_they_train_on_and_outlive_one_that_cannot_be_written(
-    model_directory, make_batch, tmp_path
-):
-    straight, resumed = (Trainer.from_directory(model_directory, config_of(2), reference=model_directory) for _ in range(2))
+def test_ranks_write_a_snapshot_while_they_train_on_and_outlive_one_that_cannot_be_written(two, make_batch, tmp_path):
+    straight, resumed, began = two
 
     async def scenario():
+        await straight.load(began)
         await train(straight, make_batch, range(2))
         write = await straight.snapshot()
         writing = asyncio.create_task(asyncio.to_thread(write, tmp_path / "two"))
@@ -322,7 +334,7 @@ def test_ranks_write_a_snapshot_while_they_train_on_and_outlive_one_that_cannot_
         await train(straight, make_batch, range(5, 6))
         assert straight.num_updates == 6
 
-    closing(scenario, straight, resumed)
+    asyncio.run(scenario())
 
 
 @pytest.fixture(scope="module")
