@@ -1,10 +1,18 @@
 import json
+from pathlib import Path
 
 import pytest
 
-from strop.curation.config import AgreementRule, DifficultyRule
 from strop.curation.curate import curate, make_rule
-from strop.curation.outcomes import Agreement, Difficulty, Outcome, key_of, outcome_of, read_outcomes
+from strop.curation.outcomes import (
+    AgreementRule,
+    ByOutcome,
+    DifficultyRule,
+    Outcome,
+    key_of,
+    outcome_of,
+    read_outcomes,
+)
 from strop.errors import TaskError
 from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory
 
@@ -38,6 +46,10 @@ def outcome(right, judged):
     return {key: Outcome(task_id=key[0], question_digest=key[1], num_right=right, num_judged=judged)}
 
 
+def ruled(rule, outcomes, **keys):
+    return ByOutcome(rule=rule.model_construct(outcomes=Path(), **keys), outcomes=outcomes)
+
+
 def is_right(scored):
     return None if scored.reward < 0 else scored.reward > 0.5
 
@@ -64,7 +76,7 @@ def test_a_rollout_of_which_nothing_says_whether_it_is_right_is_not_judged():
     ("right", "reason"), [(0, "0 of 16 answers agree"), (1, "1 of 16 answers agree"), (2, None), (16, None)]
 )
 def test_a_label_that_two_of_sixteen_answers_reach_stays(right, reason):
-    said = Agreement(outcomes=outcome(right, 16)).judge(task("t"))
+    said = ruled(AgreementRule, outcome(right, 16)).judge(task("t"))
     assert said is None if reason is None else said.startswith(reason)
 
 
@@ -79,7 +91,7 @@ def test_a_label_that_two_of_sixteen_answers_reach_stays(right, reason):
     ],
 )
 def test_void_answers_speak_neither_for_a_label_nor_against_it(right, judged, keys, reason):
-    assert Agreement(outcomes=outcome(right, judged), **keys).judge(task("t")) == reason
+    assert ruled(AgreementRule, outcome(right, judged), **keys).judge(task("t")) == reason
 
 
 @pytest.mark.parametrize(
@@ -92,17 +104,17 @@ def test_void_answers_speak_neither_for_a_label_nor_against_it(right, judged, ke
     ],
 )
 def test_what_the_policy_solves_in_eight_of_eight_is_dropped(right, judged, reason):
-    said = Difficulty(outcomes=outcome(right, judged)).judge(task("t"))
+    said = ruled(DifficultyRule, outcome(right, judged)).judge(task("t"))
     assert said is None if reason is None else said.startswith(reason)
 
 
 def test_what_is_too_hard_is_dropped_where_one_asks():
-    assert Difficulty(outcomes=outcome(0, 8), min_right=1).judge(task("t")).startswith("too hard: 0 of 8")
+    assert ruled(DifficultyRule, outcome(0, 8), min_right=1).judge(task("t")).startswith("too hard: 0 of 8")
 
 
-@pytest.mark.parametrize("rule", [Agreement(outcomes={}), Difficulty(outcomes={})])
+@pytest.mark.parametrize("rule", [AgreementRule, DifficultyRule])
 def test_a_task_that_was_not_played_is_dropped_as_such(rule):
-    assert rule.judge(task("t")) == "no rollout of it was judged"
+    assert ruled(rule, {}).judge(task("t")) == "no rollout of it was judged"
 
 
 def test_the_rules_of_a_file_read_outcomes_whose_rows_of_one_task_add_up(tmp_path):

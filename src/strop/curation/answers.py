@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -64,6 +64,10 @@ class RuleScope(Config):
     @property
     def name(self) -> str:
         return self.kind
+
+    def opened(self) -> Any:
+        """Return what judges: a `Rule` or a `Comparison`. Raises `TaskError` if a benchmark or outcomes cannot be read."""
+        return self
 
 
 class IntegerAnswer(RuleScope):

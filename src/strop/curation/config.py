@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, validate
 from strop.curation.answers import IntegerAnswer, RuleScope, SimpleAnswer, SmallNumbers, VerifiableAnswer
+from strop.curation.decontamination import Decontamination
+from strop.curation.outcomes import AgreementRule, DifficultyRule
+from strop.tasks import iterate_rows
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
-from strop.tasks.rows import source_of
+from strop.tasks.rows import has_test_rows, source_of
+from strop.types import Task
+
+if TYPE_CHECKING:
+    from strop.curation.duplicates import ExactDuplicates, NearDuplicates
 
 RowsSource: TypeAlias = Annotated[JsonlConfig | ParquetConfig | HubConfig, Field(discriminator="kind")]
 
@@ -33,42 +40,25 @@ class DecontaminationRule(RuleScope):
         default=0.45, gt=0, le=1, description="The same for problems with fewer than 3n words, in one run of words."
     )
 
-
-class AgreementRule(RuleScope):
-    """Keeps problems whose label agrees with some of a model's answers."""
-
-    kind: Literal["agreement"] = "agreement"
-    outcomes: Path = Field(description="JSONL file with the outcome of each task.")
-    num_rollouts: int = Field(default=16, ge=1, le=10**9, description="Rollouts of each task; unjudged ones may be right.")
-    min_right: int = Field(
-        default=2, ge=1, le=10**9, description="Right rollouts that a task needs (rStar2-Agent section 4.2)."
-    )
-
-    @model_validator(mode="after")
-    def _can_be_reached(self) -> Self:
-        if self.min_right > self.num_rollouts:
-            raise ValueError(
-                f"min_right is {self.min_right} but num_rollouts is {self.num_rollouts}: every problem would be dropped. Lower"
-                " min_right."
-            )
-        return self
+    def opened(self) -> Decontamination:
+        benchmarks = (task for source in self.against for task in read_benchmark(source))
+        return Decontamination(benchmarks, n=self.n, min_share=self.min_share, short_share=self.short_share)
 
 
-class DifficultyRule(RuleScope):
-    """Drops problems that the policy always solves."""
-
-    kind: Literal["difficulty"] = "difficulty"
-    outcomes: Path = Field(description="JSONL file with the outcome of each task.")
-    num_rollouts: int = Field(
-        default=8, ge=1, le=10**9, description="Judged rollouts that the rule needs (rStar2-Agent section 4.3)."
-    )
-    min_right: int = Field(default=0, ge=0, le=10**9, description="Right rollouts below which a task is too hard.")
+def read_benchmark(source: RowsSource) -> Iterator[Task]:
+    """Return the test rows of `source`, or all rows if it has no test rows."""
+    return iterate_rows(source, split="test" if has_test_rows(source) else "train")
 
 
 class ExactDuplicatesRule(RuleScope):
     """Keeps the first of equal questions."""
 
     kind: Literal["exact_duplicates"] = "exact_duplicates"
+
+    def opened(self) -> ExactDuplicates:
+        from strop.curation.duplicates import ExactDuplicates  # imports numpy
+
+        return ExactDuplicates()
 
 
 class NearDuplicatesRule(RuleScope):
@@ -77,6 +67,11 @@ class NearDuplicatesRule(RuleScope):
     kind: Literal["near_duplicates"] = "near_duplicates"
     threshold: float = Field(default=0.8, ge=0.3, le=1, description="Jaccard index of the word triples.")
     needs_same_answer: bool = Field(True, description="Only questions with equal answers are duplicates.")
+
+    def opened(self) -> NearDuplicates:
+        from strop.curation.duplicates import NearDuplicates
+
+        return NearDuplicates(threshold=self.threshold, needs_same_answer=self.needs_same_answer)
 
 
 RuleConfig: TypeAlias = Annotated[

@@ -6,20 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar, runtime_checkable
 
-from strop.curation.config import (
-    AgreementRule,
-    CurationConfig,
-    DecontaminationRule,
-    DifficultyRule,
-    ExactDuplicatesRule,
-    NearDuplicatesRule,
-    RowsSource,
-    RuleConfig,
-)
-from strop.curation.decontamination import Decontamination
-from strop.curation.outcomes import Agreement, Difficulty, read_outcomes
-from strop.tasks import iterate_rows
-from strop.tasks.rows import has_test_rows
+from strop.curation.config import CurationConfig, RuleConfig
 from strop.types import Task
 
 
@@ -124,41 +111,14 @@ class Rules:
 
 
 def make_rule(config: RuleConfig) -> AnyRule:
-    """Return the rule that `config` describes.
-
-    Raises:
-        TaskError: its benchmark or outcomes cannot be read.
-    """
-    match config:
-        case DecontaminationRule():
-            benchmarks = (task for source in config.against for task in read_benchmark(source))
-            return Decontamination(benchmarks, n=config.n, min_share=config.min_share, short_share=config.short_share)
-        case AgreementRule():
-            outcomes = read_outcomes(config.outcomes)
-            return Agreement(outcomes=outcomes, num_rollouts=config.num_rollouts, min_right=config.min_right)
-        case DifficultyRule():
-            outcomes = read_outcomes(config.outcomes)
-            return Difficulty(outcomes=outcomes, num_rollouts=config.num_rollouts, min_right=config.min_right)
-        case ExactDuplicatesRule():
-            from strop.curation.duplicates import ExactDuplicates
-
-            return ExactDuplicates()
-        case NearDuplicatesRule():
-            from strop.curation.duplicates import NearDuplicates  # imports numpy
-
-            return NearDuplicates(threshold=config.threshold, needs_same_answer=config.needs_same_answer)
-        case _:
-            return config
+    """Return the rule that `config` describes. Raises `TaskError` if its benchmark or outcomes cannot be read."""
+    rule: AnyRule = config.opened()
+    return rule
 
 
 def make_rules(config: CurationConfig) -> Rules:
     """Return the rules of a file, each for its sources. Raises the errors of `make_rule`."""
     return Rules((make_rule(rule), config.scope(rule)) for rule in config.rules)
-
-
-def read_benchmark(source: RowsSource) -> Iterator[Task]:
-    """Return the test rows of `source`, or all rows if it has no test rows."""
-    return iterate_rows(source, split="test" if has_test_rows(source) else "train")
 
 
 def curate(tasks: Iterable[Task], rules: Iterable[AnyRule]) -> Iterator[Verdict]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
+from pydantic import Field, model_validator
+
+from strop.curation.answers import RuleScope
 from strop.curation.text import question_digest
 from strop.errors import TaskError
 from strop.tasks.files import read_jsonl
@@ -75,22 +78,57 @@ def _outcome(row: Mapping[str, Any], place: str) -> Outcome:
     return Outcome(task_id=task_id, question_digest=digest, num_right=right, num_judged=judged)
 
 
+class OutcomeRule(RuleScope):
+    """A rule over the outcome of each task."""
+
+    outcomes: Path = Field(description="JSONL file with the outcome of each task.")
+
+    def reason(self, outcome: Outcome) -> str | None:
+        """Return why a task with this outcome is dropped, or None."""
+        raise NotImplementedError
+
+    def opened(self) -> ByOutcome:
+        return ByOutcome(rule=self, outcomes=read_outcomes(self.outcomes))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """Keeps tasks whose label agrees with at least `min_right` of a model's answers; other labels are probably wrong.
+class ByOutcome:
+    """An outcome rule with the outcomes. Drops tasks without one."""
+
+    rule: OutcomeRule
+    outcomes: Mapping[TaskKey, Outcome]
+
+    @property
+    def name(self) -> str:
+        return self.rule.kind
+
+    def judge(self, task: Task) -> str | None:
+        outcome = self.outcomes.get(key_of(task))
+        return "no rollout of it was judged" if outcome is None else self.rule.reason(outcome)
+
+
+class AgreementRule(OutcomeRule):
+    """Keeps problems whose label agrees with some of a model's answers; other labels are probably wrong.
 
     Rollouts that were not judged (void, or without a verdict) may be right: a task is dropped only if they cannot change that.
     """
 
-    outcomes: Mapping[TaskKey, Outcome]
-    num_rollouts: int = 16
-    min_right: int = 2
-    name: str = "agreement"
+    kind: Literal["agreement"] = "agreement"
+    num_rollouts: int = Field(default=16, ge=1, le=10**9, description="Rollouts of each task; unjudged ones may be right.")
+    min_right: int = Field(
+        default=2, ge=1, le=10**9, description="Right rollouts that a task needs (rStar2-Agent section 4.2)."
+    )
 
-    def judge(self, task: Task) -> str | None:
-        outcome = self.outcomes.get(key_of(task))
-        if outcome is None:
-            return "no rollout of it was judged"
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> Self:
+        if self.min_right > self.num_rollouts:
+            raise ValueError(
+                f"min_right is {self.min_right} but num_rollouts is {self.num_rollouts}: every problem would be dropped. Lower"
+                " min_right."
+            )
+        return self
+
+    def reason(self, outcome: Outcome) -> str | None:
         num_missing = max(0, self.num_rollouts - outcome.num_judged)
         if outcome.num_right + num_missing >= self.min_right:
             return None
@@ -98,24 +136,22 @@ class Agreement:
         return f"{outcome.num_right} of {outcome.num_judged} answers agree with the label, fewer than {self.min_right}{missing}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difficulty:
-    """Drops tasks that the policy always solves, or solves fewer than `min_right` times.
+class DifficultyRule(OutcomeRule):
+    """Drops problems that the policy always solves, or solves fewer than `min_right` times.
 
     A task with fewer than `num_rollouts` judged rollouts stays.
     """
 
-    outcomes: Mapping[TaskKey, Outcome]
-    num_rollouts: int = 8
-    min_right: int = 0
-    name: str = "difficulty"
+    kind: Literal["difficulty"] = "difficulty"
+    num_rollouts: int = Field(
+        default=8, ge=1, le=10**9, description="Judged rollouts that the rule needs (rStar2-Agent section 4.3)."
+    )
+    min_right: int = Field(default=0, ge=0, le=10**9, description="Right rollouts below which a task is too hard.")
 
-    def judge(self, task: Task) -> str | None:
-        outcome = self.outcomes.get(key_of(task))
-        if outcome is None:
-            return "no rollout of it was judged"
-        if outcome.num_judged >= self.num_rollouts and outcome.num_right == outcome.num_judged:
-            return f"too easy: {outcome.num_right} of {outcome.num_judged} rollouts solve it"
-        if outcome.num_judged >= self.num_rollouts and outcome.num_right < self.min_right:
-            return f"too hard: {outcome.num_right} of {outcome.num_judged} rollouts solve it, fewer than {self.min_right}"
-        return None
+    def reason(self, outcome: Outcome) -> str | None:
+        solved = f"{outcome.num_right} of {outcome.num_judged} rollouts solve it"
+        if outcome.num_judged < self.num_rollouts:
+            return None
+        if outcome.num_right == outcome.num_judged:
+            return f"too easy: {solved}"
+        return f"too hard: {solved}, fewer than {self.min_right}" if outcome.num_right < self.min_right else None

@@ -25,8 +25,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.curation.config import AgreementRule, CurationConfig, DecontaminationRule, DifficultyRule, RowsSource
+from strop.curation.config import CurationConfig, DecontaminationRule, RowsSource
 from strop.curation.curate import Judged, Rules, make_rules
+from strop.curation.outcomes import OutcomeRule
 from strop.curation.results import (
     UNREADABLE,
     RuleTally,
@@ -40,7 +41,7 @@ from strop.curation.results import (
     write_part,
 )
 from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
-from strop.run_directory import read_json, write_json
+from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.config import HubConfig
 from strop.tasks.files import keeping_commits
 from strop.tasks.row_file import writing_rows
@@ -263,7 +264,7 @@ def lineage(config: CurationConfig) -> dict[str, Any]:
     Raises:
         TaskError: a file does not exist.
     """
-    outcomes = {rule.kind: rule.outcomes for rule in config.rules if isinstance(rule, AgreementRule | DifficultyRule)}
+    outcomes = {rule.kind: rule.outcomes for rule in config.rules if isinstance(rule, OutcomeRule)}
     judged_by = {kind: _digest(path) for kind, path in outcomes.items()}
     named = [path for key, path in named_files(config).items() if not key.endswith(".outcomes")]
     files = {str(path): _digest(path) for path in sorted({each for path in named for each in _below(path)})}
@@ -284,7 +285,7 @@ def named_files(config: CurationConfig) -> dict[str, Path]:
         if isinstance(rule, DecontaminationRule):
             for number, source in enumerate(rule.against):
                 found |= _named_by(source, f"rules.{rule.kind}.against.{number}")
-        elif isinstance(rule, AgreementRule | DifficultyRule):
+        elif isinstance(rule, OutcomeRule):
             found[f"rules.{rule.kind}.outcomes"] = rule.outcomes
     return found
 
@@ -306,8 +307,7 @@ def _below(path: Path) -> Iterator[Path]:
 
 def _digest(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(path)
     except OSError as error:
         raise TaskError(
             f"{path}: cannot be read: {error.strerror}. Set the path of a source or rule to a file of rows."

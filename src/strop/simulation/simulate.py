@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, TypeAlias
 
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.events import (
@@ -27,12 +26,8 @@ from strop.rollout.scheduler.events import (
 from strop.rollout.scheduler.report import EngineUsage, Ledger
 from strop.rollout.scheduler.scheduler import SchedulerConfig, make_scheduler
 from strop.simulation.engines import EngineTiming, Finished, SimulatedEngine
-from strop.simulation.trace import Trace, TracedGroup, TracedRollout, TracedTurn
+from strop.simulation.trace import Trace, TracedTurn
 from strop.types import RolloutKey
-
-Foresight: TypeAlias = Literal["none", "rollouts", "groups"]
-"""What the scheduler knows in advance, to compare with: nothing, as in reality; the length of each rollout, so that the longest
-start first; or the same, but the groups whose rollouts are longest on average start first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,28 +84,15 @@ class Outcome:
         return {name: getattr(self, name) for name in (*names, *more)} | dict(self.ledger.as_metrics())
 
 
-def offers(trace: Trace, *, foresight: Foresight = "none") -> list[GroupOffered]:
-    """The groups of a trace, as they are offered to a scheduler."""
+def offers_of(trace: Trace) -> list[GroupOffered]:
+    """Return the groups of a trace, as they are offered to a scheduler."""
     return [
         GroupOffered(
             prompt_tokens=group.prompt_tokens,
-            rollouts=tuple(
-                RolloutOffer(
-                    key=rollout.key,
-                    max_tokens=trace.max_tokens if foresight == "none" else rollout.response_tokens,
-                    expected_tokens=_expected_tokens(rollout, group, foresight),
-                )
-                for rollout in group.rollouts
-            ),
+            rollouts=tuple(RolloutOffer(key=rollout.key, max_tokens=trace.max_tokens) for rollout in group.rollouts),
         )
         for group in trace.groups
     ]
-
-
-def _expected_tokens(rollout: TracedRollout, group: TracedGroup, foresight: Foresight) -> float | None:
-    if foresight == "groups":
-        return sum(each.response_tokens for each in group.rollouts) / len(group.rollouts)
-    return rollout.response_tokens if foresight == "rollouts" else None
 
 
 def simulate(
@@ -119,17 +101,18 @@ def simulate(
     config: SchedulerConfig,
     *,
     tool_workers: int | None = None,
-    foresight: Foresight = "none",
+    offers: Sequence[GroupOffered] = (),
 ) -> Outcome:
     """Simulate one step: the rollouts of `trace`, scheduled as `config` says.
 
     Args:
         tool_workers: tool calls that run at the same time, others queue; None: no limit.
+        offers: what the scheduler learns of the rollouts; by default nothing of their lengths, as in reality.
     """
     simulation = _Simulation(trace, config, tool_workers)
     for machine in machines:
         simulation.join(machine)
-    for event in offers(trace, foresight=foresight):
+    for event in offers or offers_of(trace):
         simulation.handle(event)
     return simulation.run()
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from strop.curation.config import AgreementRule, CurationConfig, DifficultyRule, load_curation
+from strop.curation.config import CurationConfig, load_curation
+from strop.curation.outcomes import OutcomeRule
 from strop.curation.run import named_files, run_curation
 from strop.errors import ConfigError, TaskError, UserError
 from strop.recipe.graph import Input, Product
@@ -108,7 +109,7 @@ class Curation(Stage):
         config, stages = load_curation(self.files()["recipe"]), self.config.outcomes
         rules = tuple(
             rule.model_copy(update={"outcomes": outcomes_path(run.stage(stages[rule.kind]))})
-            if isinstance(rule, AgreementRule | DifficultyRule) and rule.kind in stages
+            if isinstance(rule, OutcomeRule) and rule.kind in stages
             else rule
             for rule in config.rules
         )

@@ -8,9 +8,9 @@ import pytest
 from strop.errors import ConfigError, UserError
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.scheduler import SchedulerConfig
-from strop.simulation.bounds import best_offline_s, critical_path_s, lower_bound_s, throughput_bound_s
+from strop.simulation.bounds import critical_path_s, lower_bound_s, throughput_bound_s
 from strop.simulation.engines import DecodePoint, EngineTiming, MeasuredTrace, PrefillPoint, load_timing
-from strop.simulation.simulate import SimulatedMachine, offers, simulate
+from strop.simulation.simulate import SimulatedMachine, simulate
 from strop.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed, load_trace
 from strop.types import RolloutKey
 
@@ -102,20 +102,8 @@ def test_nobody_beats_the_bound_and_one_seed_gives_one_schedule(name: str) -> No
     small = TRACES[name](num_groups=8, group_size=8, seed=1)
     machines = [machine(f"engine-{index}", kv_tokens=9_000 * (1 + index), rows=8) for index in range(3)]
     bound = lower_bound_s(small, machines)
-    offline_s, _ = best_offline_s(small, machines)
     ours = simulate(small, machines, SchedulerConfig())
-    assert bound <= offline_s
     assert bound <= ours.makespan_s == simulate(small, machines, SchedulerConfig()).makespan_s
-
-
-def test_who_is_told_beforehand_knows_each_length_and_ranks_by_rollout_or_by_group() -> None:
-    one = trace((turn(3, 1.0, 8), turn(2)), (turn(6),))  # 13 and 6 tokens
-    told = {
-        foresight: [(offer.max_tokens, offer.expected_tokens) for offer in event.rollouts]
-        for foresight in ("none", "rollouts", "groups")
-        for event in offers(one, foresight=foresight)
-    }
-    assert told == {"none": [(90, None)] * 2, "rollouts": [(13, 13), (6, 6)], "groups": [(13, 9.5), (6, 9.5)]}
 
 
 def test_the_bounds_by_hand() -> None:
