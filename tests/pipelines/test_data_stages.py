@@ -18,7 +18,7 @@ from strop.stages.evaluation import Eval
 from strop.stages.filter import Filter, why_dropped
 from strop.stages.mix import Mix, counts_of
 from strop.stages.rejection_sampling import RejectionSampling, foreign_share, reasons
-from strop.tasks.row_file import writing_rows
+from strop.tasks.files import writing_rows
 from strop.types import Completion, FinishReason, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn
 
 RECIPES = Path(__file__).parents[2] / "recipes"

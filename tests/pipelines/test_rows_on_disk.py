@@ -18,7 +18,7 @@ from strop.stages.data import TASK, kept_path, rows_in, tasks_to_play
 from strop.stages.demonstrations import batch_at
 from strop.stages.loop.preferences import split_by_prompt
 from strop.tasks import RowTasks
-from strop.tasks.row_file import RowFile, writing_rows
+from strop.tasks.files import RowFile, writing_rows
 from strop.types import Task, derive_seed
 
 

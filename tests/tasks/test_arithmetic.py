@@ -4,12 +4,12 @@ import pytest
 
 from strop.config import validate
 from strop.errors import ConfigError
-from strop.tasks import ArithmeticTasks
+from strop.tasks import make_tasks
 from strop.tasks.config import ArithmeticConfig
 
 
 def tasks(*, seed=0, split="train", **config):
-    return ArithmeticTasks(ArithmeticConfig(**config), seed=seed, split=split)
+    return make_tasks(ArithmeticConfig(**config), seed=seed, split=split)
 
 
 def operands(task):

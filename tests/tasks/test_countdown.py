@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
-from strop.tasks import CountdownTasks
+from strop.tasks import make_tasks
 from strop.tasks.config import CountdownConfig
 from strop.tasks.countdown import Expression, join
 from strop.tasks.demonstrators import CountdownDemonstrator
 
 
 def tasks(*, seed=0, split="train", **config):
-    return CountdownTasks(CountdownConfig(**config), seed=seed, split=split)
+    return make_tasks(CountdownConfig(**config), seed=seed, split=split)
 
 
 def numbers(task):
@@ -39,7 +39,7 @@ def configs(draw):
 @given(config=configs(), seed=st.integers(0, 5), split=st.sampled_from(["train", "test"]), index=st.integers(0, 10**9))
 @settings(max_examples=200, deadline=None)
 def test_every_task_has_a_solution_of_its_numbers_in_the_configured_ranges(config, seed, split, index):
-    task = CountdownTasks(config, seed=seed, split=split).task(index)
+    task = make_tasks(config, seed=seed, split=split).task(index)
     given_numbers = numbers(task)
     assert config.min_numbers <= len(given_numbers) <= config.max_numbers
     assert all(1 <= number <= config.max_value for number in given_numbers)

@@ -1,21 +1,25 @@
 """Problems for two tools: the corpus answers what is asked, and a test asks about nothing that training asked about."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
-from strop.tasks import LookupTasks, make_tasks
+from strop.tasks import make_tasks
 from strop.tasks.config import LookupConfig
 from strop.tasks.demonstrators import LookupDemonstrator
 from strop.tasks.lookup import read_facts
-from strop.tasks.lookup_corpus import corpus_lines, main
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
 from strop.types import Task
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+sys.path.insert(0, str(ROOT / "experiments"))
+
+from lookup_corpus import corpus_lines, main  # noqa: E402  (an experiment, found on the path)
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def fact(subject="bamiro", attribute="price", value=412, **others):
 
 def test_an_answer_is_what_the_corpus_tells_computed_with(corpus):
     told = {(fact.subject, fact.attribute): fact.value for fact in read_facts(corpus)}
-    tasks = LookupTasks(LookupConfig(path=corpus), seed=0, split="train")
+    tasks = make_tasks(LookupConfig(path=corpus), seed=0, split="train")
     for task in map(tasks.task, range(200)):
         value = told[task.facts["subject"], task.facts["attribute"]]
         assert int(task.answer) == eval(f"{value}{task.facts['operation']}")
@@ -47,7 +51,7 @@ def test_an_answer_is_what_the_corpus_tells_computed_with(corpus):
 @pytest.mark.parametrize("seeds", [(0, 0), (0, 7)])
 def test_no_subject_of_a_test_is_asked_about_in_training(corpus, seeds):
     asked = [
-        {LookupTasks(LookupConfig(path=corpus), seed=seed, split=split).task(index).facts["subject"] for index in range(500)}
+        {make_tasks(LookupConfig(path=corpus), seed=seed, split=split).task(index).facts["subject"] for index in range(500)}
         for seed, split in zip(seeds, ("train", "test"), strict=True)
     ]
     assert asked[0].isdisjoint(asked[1])
@@ -55,7 +59,7 @@ def test_no_subject_of_a_test_is_asked_about_in_training(corpus, seeds):
 
 
 def test_a_task_is_a_pure_function_of_seed_split_and_index(corpus):
-    tasks = [LookupTasks(LookupConfig(path=corpus), seed=seed, split="train") for seed in (1, 1, 2)]
+    tasks = [make_tasks(LookupConfig(path=corpus), seed=seed, split="train") for seed in (1, 1, 2)]
     first, backwards, other = tasks
     expected = [first.task(index) for index in range(20)]
     assert [backwards.task(index) for index in reversed(range(20))] == expected[::-1]
@@ -65,7 +69,7 @@ def test_a_task_is_a_pure_function_of_seed_split_and_index(corpus):
 def test_a_search_for_what_is_asked_finds_the_number_first(corpus, tmp_path):
     config = Bm25Config(kind="bm25", path=str(corpus), index=str(tmp_path / "index"), language="none")
     index = Bm25Index(config)
-    tasks = LookupTasks(LookupConfig(path=corpus), seed=0, split="test")
+    tasks = make_tasks(LookupConfig(path=corpus), seed=0, split="test")
     for task in map(tasks.task, range(50)):
         (found,) = index.search(f"{task.facts['attribute']} of ({task.facts['subject']})", top_k=1)
         assert f"({task.facts['subject']}) is {task.facts['value']}." in found.text
@@ -91,7 +95,7 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
 
 
 def test_a_corpus_that_is_not_there_says_how_to_make_one(tmp_path):
-    with pytest.raises(TaskError, match=r"python -m strop.tasks.lookup_corpus FILE"):
+    with pytest.raises(TaskError, match=r"python experiments/lookup_corpus.py FILE"):
         make_tasks(LookupConfig(path=tmp_path / "none.jsonl"), seed=0, split="train")
 
 

@@ -10,7 +10,7 @@ import pytest
 from strop.errors import TaskError
 from strop.tasks import RowTasks, load_rows, make_tasks, open_rows
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
-from strop.tasks.row_file import RowFile
+from strop.tasks.files import RowFile
 
 
 def rows(num, *, length=10):

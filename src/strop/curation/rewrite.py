@@ -23,8 +23,7 @@ from strop.errors import TaskError
 from strop.http import Failures, ServiceRefused
 from strop.rewards.judge import checked_prompt
 from strop.tasks.boxes import boxed
-from strop.tasks.files import read_rows
-from strop.tasks.row_file import writing_rows
+from strop.tasks.files import read_rows, writing_rows
 
 PROMPT = """\
 Rewrite the response below so that it reads well: one language, that of the request; plain and connected sentences in the first

@@ -43,8 +43,7 @@ from strop.curation.results import (
 from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
 from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.config import HubConfig
-from strop.tasks.files import keeping_commits
-from strop.tasks.row_file import writing_rows
+from strop.tasks.files import keeping_commits, writing_rows
 from strop.tasks.rows import LIMITS, WHERE, BadRow, LeftOut, read_tasks
 from strop.types import Task
 

@@ -25,8 +25,8 @@ from strop.stages.context import StageContext
 from strop.stages.data import TASK, TRAJECTORY, dropped_path, kept_path, tokenizer_digest
 from strop.stages.demonstrations import as_demonstration
 from strop.tasks.conversations import Conversation, Message, as_row, conversation_of, read_conversations
+from strop.tasks.files import writing_rows
 from strop.tasks.readers import Unreadable
-from strop.tasks.row_file import writing_rows
 from strop.tools.protocol import Tool
 from strop.training.sft import Demonstration, Segment
 from strop.types import Task, Trajectory

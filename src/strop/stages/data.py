@@ -21,8 +21,8 @@ from strop.tasks import RowTasks, TaskSource, make_tasks
 from strop.tasks.config import (
     TaskConfig,
 )
+from strop.tasks.files import RowFile
 from strop.tasks.protocol import Split
-from strop.tasks.row_file import RowFile
 from strop.types import Task, Trajectory
 
 Row: TypeAlias = Mapping[str, Any]

@@ -24,8 +24,8 @@ from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import conversation_maker, kept_path, open_tasks
 from strop.stages.loop.preflight import base_mib, task_files
 from strop.tasks.demonstrators import DemonstratorConfig
+from strop.tasks.files import IndexedRows, writing_rows
 from strop.tasks.readers import Unreadable
-from strop.tasks.row_file import IndexedRows, writing_rows
 from strop.training.sft import Demonstration, Segment
 from strop.types import RolloutKey, Task, Trajectory, derive_seed
 

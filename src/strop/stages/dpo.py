@@ -27,7 +27,7 @@ from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage
 from strop.stages.loop.updates import single_update_metrics, update_or_keep
 from strop.stages.loop.validation import keep_if_best, write_product
-from strop.tasks.row_file import RowFile
+from strop.tasks.files import RowFile
 from strop.training.batch import TokenBatch
 from strop.training.dpo import (
     PairIds,

@@ -15,7 +15,7 @@ from strop.recipe.stage import StageResult
 from strop.stages.context import StageContext
 from strop.stages.data import dropped_path, kept_path, outcomes_path
 from strop.stages.sampled import SampledKeys, SampledStage, play_sampled
-from strop.tasks.row_file import writing_rows
+from strop.tasks.files import writing_rows
 from strop.types import Group
 
 

@@ -14,7 +14,7 @@ from strop.recipe.graph import Product
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.stages.context import StageContext
 from strop.stages.data import kept_path, rows_of
-from strop.tasks.row_file import RowFile, writing_rows
+from strop.tasks.files import RowFile, writing_rows
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe

@@ -19,7 +19,7 @@ from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import conversation_maker, dropped_path, kept_path, outcomes_path
 from strop.stages.loop.only_right import why_not_right
 from strop.stages.sampled import SampledKeys, SampledStage, play_sampled
-from strop.tasks.row_file import writing_rows
+from strop.tasks.files import writing_rows
 from strop.types import Group, ScoredTrajectory, Trajectory
 
 _CALLS = re.compile(r"<(tool_call|python)>.*?(?:</\1>|\Z)", re.DOTALL)

@@ -37,7 +37,7 @@ from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingStage
 from strop.stages.loop.updates import keep_skipped, single_update_metrics
 from strop.stages.loop.validation import write_saved
-from strop.tasks.row_file import RowFile
+from strop.tasks.files import RowFile
 from strop.training.preferences import Preference, PreferenceRows, as_rows
 from strop.training.reward_model import RewardTrainer, pack_preferences
 

@@ -36,8 +36,8 @@ from strop.stages.loop.updates import single_update_metrics, update_or_keep
 from strop.stages.loop.validation import Validator, write_product
 from strop.stages.sampled import SampledStage
 from strop.tasks.demonstrators import DemonstratorConfig
+from strop.tasks.files import IndexedRows, RowFile
 from strop.tasks.protocol import Split
-from strop.tasks.row_file import IndexedRows, RowFile
 from strop.training.sft import Demonstration, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
 

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from collections.abc import Mapping
 
+from strop.config import Config
 from strop.tasks.arithmetic import ArithmeticTasks
-from strop.tasks.config import (
-    ArithmeticConfig,
-    CountdownConfig,
-    HubConfig,
-    JsonlConfig,
-    LookupConfig,
-    ParquetConfig,
-    TaskConfig,
-)
+from strop.tasks.config import ArithmeticConfig, Columns, CountdownConfig, LookupConfig, TaskConfig
 from strop.tasks.countdown import CountdownTasks
 from strop.tasks.lookup import LookupTasks
 from strop.tasks.protocol import OwnTasks, Split, TaskSource
@@ -33,6 +26,12 @@ __all__ = [
     "open_rows",
 ]
 
+_GENERATED: Mapping[type[Config], type[TaskSource]] = {
+    ArithmeticConfig: ArithmeticTasks,
+    CountdownConfig: CountdownTasks,
+    LookupConfig: LookupTasks,
+}
+
 
 def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
     """Return the source that `config` describes. `seed` decides the order of training tasks; test rows keep theirs.
@@ -41,16 +40,10 @@ def make_tasks(config: TaskConfig, *, seed: int, split: Split) -> TaskSource:
         TaskError: the rows cannot be found or are no tasks.
         ConfigError: the user's source is wrong.
     """
-    match config:
-        case ArithmeticConfig():
-            return ArithmeticTasks(config, seed=seed, split=split)
-        case CountdownConfig():
-            return CountdownTasks(config, seed=seed, split=split)
-        case LookupConfig():
-            return LookupTasks(config, seed=seed, split=split)
-        case JsonlConfig() | ParquetConfig() | HubConfig():
-            return RowTasks(open_rows(config, split=split), seed=seed, is_shuffled=split == "train")
-        case TaskSource():  # a class of the user's
-            return OwnTasks(config, seed=seed, split=split)
-        case _:
-            assert_never(config)
+    if isinstance(config, TaskSource):  # a class of the user's
+        return OwnTasks(config, seed=seed, split=split)
+    if isinstance(config, Columns):
+        return RowTasks(open_rows(config, split=split), seed=seed, is_shuffled=split == "train")
+    source = _GENERATED[type(config)](config)
+    source.open(seed=seed, split=split)
+    return source

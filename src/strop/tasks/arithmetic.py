@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 
 from strop.errors import TaskError
-from strop.tasks.config import (
-    ArithmeticConfig,
-)
+from strop.tasks.config import ArithmeticConfig
 from strop.tasks.protocol import Split, TaskSource
 from strop.types import Task, derive_seed
 
@@ -22,14 +20,7 @@ class ArithmeticTasks(TaskSource):
     is 48*37 in training when 37*48 is in the test.
     """
 
-    def __init__(self, config: ArithmeticConfig, *, seed: int, split: Split) -> None:
-        self.config = config
-        self.seed = seed
-        self.split = split
-
-    @property
-    def num_tasks(self) -> None:
-        return None
+    config: ArithmeticConfig
 
     def task(self, index: int) -> Task:
         """Return the task at `index`. Raises `TaskError` if so few operands are possible that the split has none."""

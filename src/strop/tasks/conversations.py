@@ -16,9 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from strop.errors import TaskError
 from strop.run_directory import parse_json
-from strop.tasks.files import Found, NoRow, find_rows, read_hub, read_rows
+from strop.tasks.files import Found, NoRow, find_rows, read_hub, read_rows, writing_rows
 from strop.tasks.readers import Unreadable
-from strop.tasks.row_file import writing_rows
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from strop.errors import TaskError
-from strop.tasks.config import (
-    CountdownConfig,
-)
+from strop.tasks.config import CountdownConfig
 from strop.tasks.protocol import Split, TaskSource
 from strop.types import Task, derive_seed
 
@@ -38,14 +36,7 @@ class CountdownTasks(TaskSource):
     in training when 25, 3, 7 is in the test. The solution is the task's answer; any other that fits is as good.
     """
 
-    def __init__(self, config: CountdownConfig, *, seed: int, split: Split) -> None:
-        self.config = config
-        self.seed = seed
-        self.split = split
-
-    @property
-    def num_tasks(self) -> None:
-        return None
+    config: CountdownConfig
 
     def task(self, index: int) -> Task:
         """Return the task at `index`. Raises `TaskError` if hardly any numbers of the split lead to a target."""

@@ -16,9 +16,7 @@ from pathlib import Path
 
 from strop.errors import TaskError
 from strop.run_directory import shortened
-from strop.tasks.config import (
-    LookupConfig,
-)
+from strop.tasks.config import LookupConfig
 from strop.tasks.files import Rows, read_jsonl
 from strop.tasks.protocol import Split, TaskSource
 from strop.types import Task, derive_seed
@@ -40,25 +38,18 @@ class LookupTasks(TaskSource):
     """Without end; the task at an index is a pure function of corpus, config, seed, split and index.
 
     A hash of its subject decides to which split a problem belongs: with no seed does a subject of the test occur in training.
-
-    Raises:
-        TaskError: the corpus cannot be read, or tells no number that belongs to the split.
     """
 
-    def __init__(self, config: LookupConfig, *, seed: int, split: Split) -> None:
-        self.config = config
-        self.seed = seed
-        self.split = split
-        self._facts = [fact for fact in read_facts(config.path) if split_of(fact.subject) == split]
+    config: LookupConfig
+
+    def open(self, *, seed: int, split: str) -> None:
+        super().open(seed=seed, split=split)
+        self._facts = [fact for fact in read_facts(self.config.path) if split_of(fact.subject) == split]
         if not self._facts:
             raise TaskError(
-                f"{config.path}: no line of it tells a number of the {split} split. A line needs `subject`, `attribute` and"
-                " `value`, and about one subject in five is for tests: give it more subjects."
+                f"{self.config.path}: no line of it tells a number of the {split} split. A line needs `subject`, `attribute`"
+                " and `value`, and about one subject in five is for tests: give it more subjects."
             )
-
-    @property
-    def num_tasks(self) -> None:
-        return None
 
     def task(self, index: int) -> Task:
         draw = random.Random(derive_seed("lookup", self.seed, self.split, index))
@@ -95,7 +86,7 @@ def read_facts(path: Path) -> list[Fact]:
     except TaskError as error:
         raise TaskError(
             f"{error} The corpus of tasks.path is a .jsonl whose lines have `text`, `subject`, `attribute` and `value`;"
-            " `python -m strop.tasks.lookup_corpus FILE` writes one."
+            " `python experiments/lookup_corpus.py FILE` writes one."
         ) from error
 
 

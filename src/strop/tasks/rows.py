@@ -20,11 +20,10 @@ from strop.tasks.config import (
     JsonlConfig,
     ParquetConfig,
 )
-from strop.tasks.files import Found, NoRow, find_jsonl, find_rows, read_hub
+from strop.tasks.files import Found, IndexedRows, NoRow, RowFile, find_jsonl, find_rows, read_hub
 from strop.tasks.protocol import Split, TaskSource
 from strop.tasks.published import PUBLISHED, Published
 from strop.tasks.readers import Read, Reader, Row, Unreadable, find, word_of
-from strop.tasks.row_file import IndexedRows, RowFile
 from strop.types import Task, derive_seed
 
 logger = logging.getLogger(__name__)

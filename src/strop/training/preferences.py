@@ -12,9 +12,8 @@ from strop.errors import TaskError
 from strop.rewards.base import final_summary
 from strop.rewards.reward_model import ExchangeFormat
 from strop.run_directory import shortened
-from strop.tasks.files import NoRow, find_jsonl
+from strop.tasks.files import NoRow, RowFile, find_jsonl
 from strop.tasks.readers import Row
-from strop.tasks.row_file import RowFile
 
 JudgedOn: TypeAlias = Literal["summary", "response"]
 _LABELS: dict[object, bool] = {True: True, False: False, "safe": True, "unsafe": False}

@@ -17,7 +17,7 @@ from strop.rollout.player import Excluded, Judge, all_of
 from strop.run_directory import StageDirectory
 from strop.stages.context import StageContext
 from strop.stages.data import TASK, TRAJECTORY, Row, rows_in
-from strop.tasks.row_file import writing_rows
+from strop.tasks.files import writing_rows
 from strop.types import Group, Task, Trajectory
 
 ItemT = TypeVar("ItemT")

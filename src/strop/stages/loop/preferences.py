@@ -17,7 +17,7 @@ from strop.errors import ConfigError, TaskError
 from strop.stages.context import StageContext
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.training_stage import check_schedule
-from strop.tasks.row_file import RowFile
+from strop.tasks.files import RowFile
 from strop.training.preferences import Preference, read_preferences
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Writes a corpus of invented things and their numbers, which a model cannot know without looking them up.
 
-python -m strop.tasks.lookup_corpus recipes/two-tools.jsonl
+python experiments/lookup_corpus.py recipes/two-tools.jsonl
 """
 
 from __future__ import annotations
