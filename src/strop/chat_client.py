@@ -38,8 +38,6 @@ class Reply:
 
     text: str
     finish_reason: str  # "length": truncated
-    num_prompt_tokens: int  # 0 if the service does not report it
-    num_completion_tokens: int
 
 
 class ChatClient:
@@ -130,20 +128,10 @@ def _parsed(answer: Any) -> Reply:
         text = None
     if not isinstance(text, str):
         raise ServiceRefused(f"the service answered without choices[0].message.content: {str(answer)[:200]}")
-    return Reply(
-        text=text,
-        finish_reason=str(choice.get("finish_reason") or ""),
-        num_prompt_tokens=_number(answer.get("usage"), "prompt_tokens"),
-        num_completion_tokens=_number(answer.get("usage"), "completion_tokens"),
-    )
+    return Reply(text=text, finish_reason=str(choice.get("finish_reason") or ""))
 
 
 def _has_only_thoughts(choice: Mapping[str, Any]) -> bool:
     """Whether the reply consists of thoughts, which the service returns separately, and was truncated or ended there."""
     message = choice["message"]
     return choice.get("finish_reason") == "length" or bool(message.get("reasoning_content") or message.get("reasoning"))
-
-
-def _number(usage: Any, name: str) -> int:
-    value = usage.get(name) if isinstance(usage, dict) else None
-    return value if isinstance(value, int) else 0

@@ -8,7 +8,7 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 from pydantic import Field
@@ -24,6 +24,7 @@ _RETRY_STATUS = frozenset({408, 425, 429})  # and every 5xx
 _KEY_STATUS = frozenset({401, 402, 403})
 _ADDRESS_STATUS = frozenset({404, 405, 410})  # and every 3xx: redirections are not followed
 _REQUEST_STATUS = frozenset({400, 413, 422})
+_MAX_PAUSE_S = 60.0
 
 
 class ServiceRefused(UserError):  # noqa: N818 - named for what happened
@@ -42,19 +43,23 @@ class ServiceRefused(UserError):  # noqa: N818 - named for what happened
         return self.status in _REQUEST_STATUS
 
 
-class ServiceLimits(Protocol):
-    """Limits of the requests to a service; configs have them as keys."""
+class ServiceLimits(Config):
+    """Limits of the requests to a service."""
 
-    @property
-    def key_env(self) -> str | None: ...
-    @property
-    def timeout_s(self) -> float: ...
-    @property
-    def retries(self) -> int: ...
-    @property
-    def backoff_s(self) -> float: ...
-    @property
-    def rate_per_s(self) -> float | None: ...
+    key_env: str | None = Field(default=None, description="Environment variable with the key, which is sent as a bearer token.")
+    timeout_s: float = Field(default=60.0, gt=0, le=86_400, description="Time limit of one try.")
+    retries: int = Field(default=5, ge=0, le=1000, description="Tries after the first one.")
+    backoff_s: float = Field(
+        default=1.0, ge=0, le=3600, description="Pause before the first retry; doubled for each further one."
+    )
+    rate_per_s: float | None = Field(default=None, gt=0, le=1e6, description="Requests started per second. Unset: no limit.")
+
+
+class WebServiceConfig(ServiceLimits):
+    """A service and the limits for requests to it."""
+
+    url: str = Field(pattern=r"^https?://", description="Address of the service.")
+    max_running: int = Field(default=16, ge=1, le=100_000, description="Concurrent requests.")
 
 
 def read_key(limits: ServiceLimits, url: str) -> str:
@@ -194,23 +199,6 @@ def _seconds(retry_after: str) -> float:
     return float(retry_after) if retry_after.strip().isdecimal() else 0.0
 
 
-_MAX_PAUSE_S = 60.0
-
-
-class WebServiceConfig(Config):
-    """A service and the limits for requests to it."""
-
-    url: str = Field(pattern=r"^https?://", description="Address of the service.")
-    key_env: str | None = Field(default=None, description="Environment variable with the key, which is sent as a bearer token.")
-    timeout_s: float = Field(default=60.0, gt=0, le=86_400, description="Time limit of one try.")
-    retries: int = Field(default=5, ge=0, le=1000, description="Tries after the first one.")
-    backoff_s: float = Field(
-        default=1.0, ge=0, le=3600, description="Pause before the first retry; doubled for each further one."
-    )
-    rate_per_s: float | None = Field(default=None, gt=0, le=1e6, description="Requests started per second. Unset: no limit.")
-    max_running: int = Field(default=16, ge=1, le=100_000, description="Concurrent requests.")
-
-
 class JsonService:
     """POSTs JSON to one service and reads JSON back; for many callers of one event loop.
 
@@ -268,8 +256,6 @@ def _hints(body: Mapping[str, Any]) -> dict[int, str]:
         hints[400] = f"{hints.get(400, '')} Does it refuse the key `seed`? seeded = false omits it.".strip()
     return hints
 
-
-logger = logging.getLogger(__name__)
 
 MAX_FROM_THE_START = 8
 """Failures before the first judgement."""

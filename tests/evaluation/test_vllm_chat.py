@@ -101,18 +101,15 @@ def kept_in(cache):
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in sorted(cache.glob("*/*.json"))}
 
 
-def test_a_reply_has_the_servers_own_numbers_and_ends_where_it_was_told_to(server):
+def test_a_reply_ends_where_it_must(server):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     asked = "Write a story about a river."
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True, return_dict=True)
     [cut], num_asked = ask(config(server, max_tokens=5), asked)
     assert num_asked == 1
-    assert (cut.finish_reason, cut.num_completion_tokens) == ("length", 5)
-    assert cut.num_prompt_tokens == len(prompt["input_ids"])
+    assert cut.finish_reason == "length"
     assert len(tokenizer.encode(cut.text)) == 5
     [whole], _ = ask(config(server, max_tokens=60), "Hi")
     assert whole.finish_reason == "stop"
-    assert whole.num_completion_tokens == len(tokenizer.encode(whole.text)) + 1  # the end of the turn is no text
 
 
 def test_a_draw_is_one_reply_in_every_run_and_another_draw_is_another(server):
@@ -163,7 +160,7 @@ class AlwaysTheFirst:
     """What the served model says to `FOLLOWED`, without it."""
 
     async def reply(self, messages, *, draw=0):
-        return Reply(text="[[A>>B]]", finish_reason="stop", num_prompt_tokens=0, num_completion_tokens=0)
+        return Reply(text="[[A>>B]]", finish_reason="stop")
 
 
 def test_pairs_outlive_a_judge_that_talks_nonsense_and_one_that_takes_too_long(server, tmp_path):

@@ -20,7 +20,7 @@ class Scripted:
 
     async def reply(self, messages, *, draw=0):
         self.asked.append(messages[0]["content"])
-        return Reply(text=self.answer(self.asked[-1], draw), finish_reason="stop", num_prompt_tokens=0, num_completion_tokens=0)
+        return Reply(text=self.answer(self.asked[-1], draw), finish_reason="stop")
 
     async def close(self):
         pass

@@ -38,7 +38,7 @@ def ask(settings, *asks, together=True):
 def test_a_reply_is_what_the_service_said():
     with serving(lambda asked, _: said("good day")) as service:
         [reply], _ = ask(config(service, temperature=0.5), (HELLO, 3))
-    assert (reply.text, reply.finish_reason, reply.num_prompt_tokens, reply.num_completion_tokens) == ("good day", "stop", 7, 3)
+    assert (reply.text, reply.finish_reason) == ("good day", "stop")
     assert service.asked[0].path == "/v1/chat/completions"
     assert service.asked[0].body == {"model": "judge", "messages": HELLO, "temperature": 0.5, "max_tokens": 1024, "seed": 3}
 

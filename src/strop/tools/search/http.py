@@ -20,10 +20,9 @@ from urllib.parse import quote
 import httpx2
 from pydantic import Field
 
-from strop.config import Config
 from strop.deadline import clock_stopped
 from strop.errors import ToolBroken
-from strop.http import PatientClient, ServiceRefused, read_key
+from strop.http import PatientClient, ServiceLimits, ServiceRefused, read_key
 from strop.tools.protocol import encodable
 from strop.tools.search.cached_results import Origin, ResultFile
 from strop.tools.search.protocol import Backend, Passage, QueryRefused, as_pages
@@ -33,15 +32,13 @@ _MAX_PAUSE_S = 15.0
 _PLACEHOLDER = re.compile(r"\{(query|query_in_url|top_k|key)\}")
 
 
-class ServiceConfig(Config):
+class ServiceConfig(ServiceLimits):
     """Keys of all services over HTTP."""
 
-    key_env: str | None = Field(default=None, description="Environment variable with the API key; not set: no key is sent.")
     cache: str | None = Field(default=None, description="A .jsonl of results; a query in it is not asked again.")
     timeout_s: float = Field(default=10.0, gt=0, le=86_400, description="Time limit of one try.")
     retries: int = Field(default=3, ge=0, le=1000, description="Further tries after a failure.")
     backoff_s: float = Field(default=0.5, gt=0, le=86_400, description="Pause before the second try; it doubles each time.")
-    rate_per_s: float | None = Field(default=None, gt=0, le=10**9, description="Most requests a second, retries included.")
 
 
 class SerperConfig(ServiceConfig):
