@@ -22,10 +22,9 @@ from scheduler_offline import best_offline_s
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.run_directory import read_json, write_json, write_text
-from strop.simulation.bounds import critical_path_s, lower_bound_s
 from strop.simulation.engines import TRACE_PATH, EngineTiming, load_timing
 from strop.simulation.page import draw_timelines
-from strop.simulation.simulate import SimulatedMachine, simulate
+from strop.simulation.simulate import SimulatedMachine, critical_path_s, lower_bound_s, simulate
 from strop.simulation.trace import TRACES, Trace
 
 RESULTS = Path(__file__).parent / "results"

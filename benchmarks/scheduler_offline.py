@@ -9,8 +9,7 @@ from dataclasses import replace
 
 from strop.rollout.scheduler.events import GroupOffered
 from strop.rollout.scheduler.scheduler import SchedulerConfig
-from strop.simulation.bounds import prices_of, tokens_of
-from strop.simulation.simulate import SimulatedMachine, offers_of, simulate
+from strop.simulation.simulate import SimulatedMachine, offers_of, prices_of, simulate, tokens_of
 from strop.simulation.trace import Trace, TracedGroup, TracedRollout
 
 _LONGEST_FIRST = SchedulerConfig(order="longest_first")

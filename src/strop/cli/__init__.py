@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from strop import __version__
-from strop.cli.analyze import analyze
 from strop.cli.data import app as data_app
 from strop.cli.eval import app as eval_app
-from strop.cli.recipe import app as recipe_app
 from strop.cli.sandbox import app as sandbox_app
 from strop.cli.search import app as search_app
 from strop.cli.simulate import simulate
@@ -49,6 +50,7 @@ Exit codes: 0 done, 1 a fault of strop or of the machine, 2 a mistake that you c
 """,
 )
 model_app = typer.Typer(no_args_is_help=True, help="Make model directories.")
+recipe_app = typer.Typer(no_args_is_help=True, help="Facts about recipe files.")
 app.add_typer(model_app, name="model")
 app.add_typer(recipe_app, name="recipe")
 
@@ -57,7 +59,6 @@ app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
 app.add_typer(search_app, name="search")
 
-app.command()(analyze)
 app.command()(simulate)
 
 
@@ -160,6 +161,39 @@ def report(run: Annotated[Path, typer.Argument(help="A run directory, as in runs
 
 
 @app.command()
+def analyze(
+    run: Annotated[Path, typer.Argument(help="A run directory, as in runs/demo.", metavar="RUN", show_default=False)],
+    stage: Annotated[
+        str | None,
+        typer.Option("--stage", help="Which stage's rollouts; the last that learned from some by default.", show_default=False),
+    ] = None,
+    steps: Annotated[
+        str | None, typer.Option("--steps", help="Which steps, as in 1-10,25; all by default.", show_default=False)
+    ] = None,
+) -> None:
+    """Where a policy was uncertain: entropy after tool results, in calls and in reasoning; forking and reflection tokens."""
+    from rich.console import Console
+
+    from strop.analysis.document import parts_table, positions_table, size
+    from strop.analysis.page import write_analysis
+    from strop.analysis.read import parse_steps, read_analysis
+    from strop.reports.terminal import print_table
+    from strop.run_directory import RunDirectory
+
+    directory = RunDirectory(run)
+    found = read_analysis(directory, stage=stage, steps=None if steps is None else parse_steps(steps))
+    page, document = write_analysis(directory, found)
+    console = Console()
+    console.print(f"{found.stage} · {size(found)}", style="bold", markup=False, highlight=False, soft_wrap=True)
+    for table in (parts_table(found.total), positions_table(found.total)):
+        console.print()
+        print_table(table, console=console)
+    console.print()
+    typer.echo(f"page: {page}")
+    typer.echo(f"json: {document}")
+
+
+@app.command()
 def doctor(
     recipe: RecipePath,
     overrides: Set = None,
@@ -188,6 +222,36 @@ def import_model(
     from strop.pipeline.import_model import import_gguf
 
     typer.echo(import_gguf(source, directory))
+
+
+class File(StrEnum):
+    """The kinds of TOML files that strop reads."""
+
+    RECIPE = "recipe"
+    SWEEP = "sweep"
+    CURATION = "curation"
+
+
+@recipe_app.callback()
+def _group() -> None:
+    """Keeps `schema` a command of its own while it is the only one."""
+
+
+@recipe_app.command()
+def schema(
+    file: Annotated[File, typer.Argument(help="Which kind of file the schema describes.")] = File.RECIPE,
+) -> None:
+    """Print the JSON schema of a file, for editors and for `taplo check --schema file:///PATH/schema.json FILE`."""
+    from strop.curation.config import CurationConfig
+    from strop.pipeline.sweep_file import SweepFile
+    from strop.recipe.schema import file_schema, recipe_schema
+
+    schemas: dict[File, Callable[[], dict[str, Any]]] = {
+        File.RECIPE: recipe_schema,
+        File.SWEEP: lambda: file_schema(SweepFile),
+        File.CURATION: lambda: file_schema(CurationConfig),
+    }
+    typer.echo(json.dumps(schemas[file](), indent=2))
 
 
 def main() -> None:

@@ -53,10 +53,9 @@ def simulate(
     from strop.reports.terminal import print_table
     from strop.rollout.scheduler.scheduler import SchedulerConfig
     from strop.run_directory import write_json, write_text
-    from strop.simulation.bounds import lower_bound_s
     from strop.simulation.engines import load_timing
     from strop.simulation.page import draw_timelines, schedule_page, schedule_table
-    from strop.simulation.simulate import SimulatedMachine
+    from strop.simulation.simulate import SimulatedMachine, lower_bound_s
     from strop.simulation.simulate import simulate as run_simulation
     from strop.simulation.trace import TRACES, load_trace
 

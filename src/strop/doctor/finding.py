@@ -1,10 +1,15 @@
-"""What the doctor reports: one finding a check, and all of them together."""
+"""What the doctor reports: one finding a check, all of them together, and how a terminal shows them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 
 class Problem(Exception):  # noqa: N818 - named for what was found
@@ -71,3 +76,97 @@ class Diagnosis:
     @property
     def problems(self) -> tuple[Finding, ...]:
         return tuple(finding for finding in self.findings if finding.is_problem)
+
+
+_STYLES = {
+    Origin.PROMPT: "dim",
+    Origin.FORCED: "dim yellow",
+    Origin.OBSERVATION: "dim cyan",
+    Origin.SAMPLED: "dim red",  # sampled, and yet not trained on
+}
+_TRAINED, _WRONGLY_TRAINED = "bold green", "bold white on red"
+_LEFT_OUT = 700  # characters of a prompt from which on its middle is left out
+
+
+def print_diagnosis(diagnosis: Diagnosis, console: Console | None = None) -> None:
+    """Without colours, the tokens that are trained on stand between ⟦ and ⟧."""
+    console = Console(highlight=False) if console is None else console
+    console.print()
+    console.print(Text.assemble(("strop doctor", "bold"), f" · {diagnosis.subject}"))
+    console.print()
+    console.print(_table(diagnosis))
+    if diagnosis.rollout:
+        has_colours = console.color_system is not None
+        console.print()
+        console.print(_legend(diagnosis.rollout, has_colours=has_colours))
+        console.print(Padding(_coloured(diagnosis.rollout, has_colours=has_colours), (1, 2)))
+    else:
+        console.print()
+    num = len(diagnosis.problems)
+    if num:
+        console.print(Text(f"{num} problem{'s' if num > 1 else ''} found.", style="bold red"))
+    else:
+        console.print(Text("No problem found.", style="bold green"))
+
+
+def _table(diagnosis: Diagnosis) -> Padding:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for finding in diagnosis.findings:
+        table.add_row(*_row(finding))
+    for name in diagnosis.not_made:
+        table.add_row(*_dim(name, "not checked"))
+    return Padding(table, (0, 2))
+
+
+def _dim(check: str, detail: str) -> tuple[Text, Text, Text]:
+    return Text("-", style="dim"), Text(check, style="dim"), Text(detail, style="dim")
+
+
+def _row(finding: Finding) -> tuple[Text, Text, Text]:
+    if not finding.is_made:
+        return _dim(finding.check, finding.detail)
+    if not finding.is_problem:
+        return Text("✓", style="green"), Text(finding.check), Text(finding.detail)
+    told = Text.assemble(finding.detail, "\n", ("Remedy: ", "bold"), finding.remedy)
+    return Text("✗", style="bold red"), Text(finding.check, style="bold red"), told
+
+
+def _style(piece: Piece) -> str:
+    if not piece.is_trained:
+        return _STYLES[piece.origin]
+    return _TRAINED if piece.origin is Origin.SAMPLED else _WRONGLY_TRAINED
+
+
+def _legend(rollout: tuple[Piece, ...], *, has_colours: bool) -> Text:
+    """Only what occurs."""
+    legend = Text("  One rollout as the loss sees it   ")
+    words = {_TRAINED: "trained on", _WRONGLY_TRAINED: "trained on, but not sampled"}
+    words |= {style: str(origin) for origin, style in _STYLES.items() if origin is not Origin.SAMPLED}
+    words[_STYLES[Origin.SAMPLED]] = "sampled, but not trained on"
+    for style in dict.fromkeys([_TRAINED, *map(_style, rollout)]):
+        is_trained = style in (_TRAINED, _WRONGLY_TRAINED)
+        if has_colours:
+            legend.append(f"■ {words[style]}", style=style).append("  ")
+        elif is_trained:
+            legend.append("⟦trained on⟧  ")
+            break
+    return legend
+
+
+def _coloured(rollout: tuple[Piece, ...], *, has_colours: bool) -> Text:
+    text = Text()
+    for piece in rollout:
+        shown = _readable(piece.text)
+        if piece.origin is Origin.PROMPT and len(shown) > _LEFT_OUT:
+            half = _LEFT_OUT // 2
+            shown = f"{shown[:half]} [... {len(shown) - 2 * half} characters ...] {shown[-half:]}"
+        text.append(f"⟦{shown}⟧" if piece.is_trained and not has_colours else shown, style=_style(piece))
+    return text
+
+
+def _readable(text: str) -> str:
+    """Line ends stay; other characters that a terminal would act on, or cannot show, become a dot."""
+    return "".join(letter if letter == "\n" or (letter.isprintable() and letter != "\ufffd") else "·" for letter in text)

@@ -8,9 +8,8 @@ import pytest
 from strop.errors import ConfigError, UserError
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.scheduler import SchedulerConfig
-from strop.simulation.bounds import critical_path_s, lower_bound_s, throughput_bound_s
 from strop.simulation.engines import DecodePoint, EngineTiming, MeasuredTrace, PrefillPoint, load_timing
-from strop.simulation.simulate import SimulatedMachine, simulate
+from strop.simulation.simulate import SimulatedMachine, critical_path_s, lower_bound_s, simulate, throughput_bound_s
 from strop.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed, load_trace
 from strop.types import RolloutKey
 
