@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import shlex
 import tomllib
 from codecs import BOM_UTF8
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
@@ -20,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, did_you_mean
 
 _LARGEST = 10**12
 
@@ -70,7 +71,7 @@ def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         content = path.read_bytes().removeprefix(BOM_UTF8)
         tree: dict[str, Any] = tomllib.loads(content.decode().replace("\r\n", "\n"))
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such recipe.{_nearest_file(path)}") from error
+        raise ConfigError(f"{path}: no such recipe.{nearest_file(path, '*.toml')}") from error
     except OSError as error:
         raise ConfigError(f"{str(path)[:200]}: cannot be read as a recipe: {error.strerror}.") from error
     except UnicodeDecodeError as error:
@@ -83,6 +84,24 @@ def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     for override in overrides:
         _apply(tree, override)
     return tree
+
+
+def with_paths(tree: Any, directory: Path, keys: Collection[str]) -> Any:
+    """Return `tree` with the paths at `keys`, however deep, as `next_to` has them."""
+    if isinstance(tree, list):
+        return [with_paths(each, directory, keys) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: next_to(directory, value) if key in keys and isinstance(value, str) else with_paths(value, directory, keys)
+        for key, value in tree.items()
+    }
+
+
+def next_to(directory: Path, path: str) -> str:
+    """Return `path` below `directory` if it exists there, else as written (a hub id, for example)."""
+    local = directory / os.path.expanduser(path)
+    return str(local) if local.exists() else path
 
 
 def validate(
@@ -160,8 +179,7 @@ def _explain(
         return f"{path}: one table, where a list of them belongs. Write [[{_list_at(path)}]]."
     if kind == "union_tag_invalid":
         expected, tag = [_unquoted(each) for each in detail["ctx"]["expected_tags"].split(",")], detail["ctx"]["tag"]
-        nearest = difflib.get_close_matches(str(tag), expected, n=1, cutoff=0.4)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(str(tag), expected)
         key = _unquoted(detail["ctx"]["discriminator"]).removesuffix("()")  # a field, or a function of the same name
         return f"{path}.{key}: {tag!r} is not one of {', '.join(expected)}.{hint}"
     shown = repr(detail["input"])
@@ -309,9 +327,8 @@ def _tags(model: type[BaseModel], key: str) -> list[str]:
     return [str(tag) for tag in get_args(field.annotation)] if field and get_origin(field.annotation) is Literal else []
 
 
-def _nearest_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    names = [entry.name for entry in path.parent.glob("*.toml")]
+def nearest_file(path: Path, pattern: str = "*") -> str:
+    """Return a question with the file of the directory whose name is nearest to that of `path`; "" if none is near."""
+    names = [entry.name for entry in path.parent.glob(pattern)] if path.parent.is_dir() else []
     nearest = difflib.get_close_matches(path.name, names, n=1)
     return f" Did you mean {path.parent / nearest[0]}?" if nearest else ""

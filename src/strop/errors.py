@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return a question with the nearest of `known`, to put behind a sentence; "" if none is near."""
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {nearest[0]!r}?" if nearest else ""
+
 
 class StropError(Exception):
     """Everything that strop raises on purpose."""

@@ -5,7 +5,6 @@ A user's module is imported here. A mistake in it is one `ConfigError` that name
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -33,7 +32,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from strop import config as configs
 from strop.config import ConfigT
-from strop.errors import ConfigError, StropError, UserError
+from strop.errors import ConfigError, StropError, UserError, did_you_mean
 
 SCRIPT = "strop_script_"
 """How the names of modules begin that were imported from a path."""
@@ -80,8 +79,7 @@ class Component:
             built_in: type[Self] = getattr(importlib.import_module(module), name)
             return built_in
         if ":" not in kind:
-            nearest = difflib.get_close_matches(kind, cls.kinds, n=1, cutoff=0.4)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(kind, cls.kinds)
             raise ConfigError(
                 f"{kind!r} is not one of {', '.join(cls.kinds)}.{hint} A class of your own is named as my_module:MyClass."
             )
@@ -276,7 +274,8 @@ def import_object(path: str, *, key: str) -> Any:
         return getattr(found, name)
     except AttributeError as error:
         place = getattr(found, "__file__", None) or f"module {module}"
-        raise ConfigError(f"{key}: {path!r}: {place} has no attribute {name!r}.{_hint_at_names(found, name)}") from error
+        public = [each for each in vars(found) if not each.startswith("_")]
+        raise ConfigError(f"{key}: {path!r}: {place} has no attribute {name!r}.{did_you_mean(name, public)}") from error
 
 
 def look_next_to(recipe: Path) -> None:
@@ -312,9 +311,3 @@ def _place_of_error(error: BaseException) -> str:
         return ""  # its message names the file and line
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if len(frames) > 2 else ""
-
-
-def _hint_at_names(module: ModuleType, name: str) -> str:
-    public = [each for each in vars(module) if not each.startswith("_")]
-    nearest = difflib.get_close_matches(name, public, n=1, cutoff=0.5)
-    return f" Did you mean {nearest[0]!r}?" if nearest else ""

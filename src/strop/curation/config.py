@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
-from strop.config import Config, load_toml, validate
+from strop.config import Config, load_toml, validate, with_paths
 from strop.curation.answers import IntegerAnswer, RuleScope, SimpleAnswer, SmallNumbers, VerifiableAnswer
 from strop.curation.decontamination import Decontamination
 from strop.curation.outcomes import AgreementRule, DifficultyRule
+from strop.errors import did_you_mean
 from strop.tasks import iterate_rows
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.rows import has_test_rows, source_of
@@ -121,8 +121,7 @@ class CurationConfig(Config):
             for name in rule.sources:
                 if tells_itself or any(_is_called(source, name) for source in self.sources):
                     continue
-                nearest = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+                hint = did_you_mean(name, known)
                 raise ValueError(
                     f"sources of {rule.kind} has {name!r}, which is not one of the sources: {', '.join(known)}.{hint}"
                     " Use a dataset, path or hub name."
@@ -157,20 +156,4 @@ _PATH_KEYS = ("path", "test_path", "outcomes")
 
 def load_curation(path: Path, overrides: Sequence[str] = ()) -> CurationConfig:
     """Return the curation in `path`. Relative paths are looked up next to it first. Raises `ConfigError` with each mistake."""
-    return validate(CurationConfig, _with_paths(load_toml(path, overrides), path.parent), place=str(path))
-
-
-def _with_paths(tree: Any, directory: Path) -> Any:
-    if isinstance(tree, list):
-        return [_with_paths(each, directory) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        key: _next_to(directory, value) if key in _PATH_KEYS and isinstance(value, str) else _with_paths(value, directory)
-        for key, value in tree.items()
-    }
-
-
-def _next_to(directory: Path, value: str) -> str:
-    path = Path(value).expanduser()
-    return str(directory / path) if not path.is_absolute() and (directory / path).exists() else str(path)
+    return validate(CurationConfig, with_paths(load_toml(path, overrides), path.parent, _PATH_KEYS), place=str(path))

@@ -9,7 +9,6 @@ task in the comparisons.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import logging
@@ -40,7 +39,7 @@ from strop.curation.results import (
     write_page,
     write_part,
 )
-from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError
+from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError, did_you_mean
 from strop.run_directory import file_digest, read_json, write_json
 from strop.tasks.config import HubConfig
 from strop.tasks.files import keeping_commits, writing_rows
@@ -232,12 +231,10 @@ def _warn_of_unknown_sources(config: CurationConfig, tally: Tally) -> None:
     for rule in config.rules:
         for name in rule.sources:
             if config.called(name).isdisjoint(tally.verdicts):
-                nearest = difflib.get_close_matches(name, tally.verdicts, n=1)
-                hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
                 known = ", ".join(sorted(tally.verdicts)[:8])
                 logger.warning(
                     "sources of %s has %r, but no row has this source, so the rule had no effect on it. Rows have: %s.%s",
-                    *(rule.kind, name, known, hint),
+                    *(rule.kind, name, known, did_you_mean(name, tally.verdicts)),
                 )
 
 

@@ -13,11 +13,11 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from strop.config import Config, load_toml, validate
+from strop.config import Config, load_toml, next_to, validate
 from strop.errors import ConfigError
 from strop.recipe.graph import Product
 from strop.recipe.load import check_stages, load_recipe
-from strop.recipe.recipe import Recipe, relative_to
+from strop.recipe.recipe import Recipe
 
 _OWN_KEYS = {"seed": "seeds = [0, 1]", "name": 'name = "..." at the top of the sweep file'}
 
@@ -97,7 +97,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     if not path.exists():
         raise ConfigError(f"{path}: no such sweep file. Examples are in `recipes/sweeps/`.")
     file = validate(SweepFile, {"name": path.stem} | load_toml(path), place=str(path))
-    recipe = Path(os.path.normpath(relative_to(path.parent, file.recipe)))
+    recipe = Path(os.path.normpath(next_to(path.parent, file.recipe)))
     common = (*as_words(file.set), *overrides)
     stages = load_toml(recipe, common).get("stages", {})
     arms, problems = [], []

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from strop.config import load_toml, validate
+from strop.config import load_toml, validate, with_paths
 from strop.errors import ConfigError
-from strop.recipe.recipe import Recipe, relative_to, resolve, written_at
+from strop.recipe.recipe import Recipe, resolve, written_at
 from strop.recipe.stage import PlayedKeys
 from strop.registry import look_next_to
 from strop.rewards import SETTINGS, Reader, SumRewardConfig, readers_of
@@ -31,7 +31,9 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
     check_stages((override.partition("=")[0].strip() for override in overrides), _with_kind(tree), place="--set ")
     if name is not None:
         tree["name"] = name
-    recipe = validate(Recipe, _with_paths(resolve(tree), path.parent), place=str(path), written_at=partial(written_at, tree))
+    recipe = validate(
+        Recipe, with_paths(resolve(tree), path.parent, _PATH_KEYS), place=str(path), written_at=partial(written_at, tree)
+    )
     check_answers(recipe, place=str(path))
     return recipe
 
@@ -56,17 +58,6 @@ def _with_kind(tree: Mapping[str, Any]) -> list[str]:
     stages = tree.get("stages")
     stages = stages if isinstance(stages, Mapping) else {}
     return [name for name, stage in stages.items() if not isinstance(stage, Mapping) or "kind" in stage]
-
-
-def _with_paths(tree: Any, directory: Path) -> Any:
-    if isinstance(tree, list):
-        return [_with_paths(each, directory) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        key: relative_to(directory, value) if key in _PATH_KEYS and isinstance(value, str) else _with_paths(value, directory)
-        for key, value in tree.items()
-    }
 
 
 def check_answers(recipe: Recipe, *, place: str) -> None:

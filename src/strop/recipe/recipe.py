@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -164,9 +163,3 @@ def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         below = merged.get(key)
         merged[key] = _merge(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
     return merged
-
-
-def relative_to(directory: Path, path: str) -> str:
-    """Return `path` below the directory of a recipe if it exists there, else as written (a hub id, for example)."""
-    local = directory / path
-    return str(local) if not Path(path).is_absolute() and local.exists() else path

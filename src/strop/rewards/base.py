@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import numbers
 import re
@@ -14,6 +13,7 @@ from pydantic import Field
 
 from strop import user_code
 from strop.config import Config
+from strop.errors import did_you_mean
 from strop.registry import Component
 from strop.rollout.player import EXCLUDED
 from strop.rollout.prompt import AnswerForm
@@ -258,8 +258,7 @@ def check_weights(weights: Mapping[str, float], parts: tuple[str, ...]) -> None:
     """Raises `ValueError` for a name that is not in `parts`, and when all weights are 0."""
     for name, weight in weights.items():
         if name not in parts:
-            nearest = difflib.get_close_matches(name, parts, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(name, parts)
             raise ValueError(f"weights.{name}: no such part.{hint} The parts are {', '.join(parts)}.")
         if weight < 0 and name != CALLED:
             raise ValueError(f"weights.{name} is {weight:g}: a right answer would be punished. Set a weight of at least 0.")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from strop.curation.config import CurationConfig, load_curation
-from strop.curation.outcomes import OutcomeRule
 from strop.curation.run import named_files, run_curation
 from strop.errors import ConfigError, TaskError, UserError
 from strop.recipe.graph import Input, Product
@@ -108,9 +107,7 @@ class Curation(Stage):
         """The curation file, with the outcomes that stages of `run` wrote."""
         config, stages = load_curation(self.files()["recipe"]), self.config.outcomes
         rules = tuple(
-            rule.model_copy(update={"outcomes": outcomes_path(run.stage(stages[rule.kind]))})
-            if isinstance(rule, OutcomeRule) and rule.kind in stages
-            else rule
+            rule.model_copy(update={"outcomes": outcomes_path(run.stage(stages[rule.kind]))}) if rule.kind in stages else rule
             for rule in config.rules
         )
         return config.model_copy(update={"rules": rules})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 from pydantic import Field, model_validator
 
 from strop.config import Config
+from strop.errors import did_you_mean
 from strop.registry import OrOwn
 from strop.run_directory import shortened
 from strop.tasks.protocol import TaskSource
@@ -124,8 +124,7 @@ class Columns(Config):
     @model_validator(mode="after")
     def _names_columns_once(self) -> Self:
         if self.dataset is not None and self.dataset not in PUBLISHED:
-            nearest = difflib.get_close_matches(self.dataset, PUBLISHED, n=1, cutoff=0.4)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            hint = did_you_mean(self.dataset, PUBLISHED)
             raise ValueError(f"dataset is {self.dataset!r}, which is not one of {', '.join(PUBLISHED)}.{hint}")
         # A recipe that was written by strop holds every default, so a set key is not enough.
         fields = type(self).model_fields

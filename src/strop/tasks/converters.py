@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from strop.errors import TaskError
+from strop.errors import TaskError, did_you_mean
 from strop.tasks.conversations import Conversation, Message, Role, call_text, conversation_of, tools_text
 from strop.tasks.readers import Row, Unreadable, as_text, find
 
@@ -383,8 +382,7 @@ CONVERTERS: Mapping[str, Converter] = {
 def converter_of(name: str) -> Converter:
     """Raises `TaskError` naming the nearest."""
     if name not in CONVERTERS:
-        nearest = difflib.get_close_matches(name, CONVERTERS, n=1, cutoff=0.4)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(name, CONVERTERS)
         raise TaskError(f"{name!r} is no data set of demonstrations; those known are {', '.join(CONVERTERS)}.{hint}")
     return CONVERTERS[name]
 

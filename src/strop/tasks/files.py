@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import pickle
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
+from strop.config import nearest_file
 from strop.errors import TaskError
 from strop.run_directory import parse_json, shortened, writing_to
 from strop.tasks.readers import Row
@@ -233,10 +233,7 @@ _READERS: dict[str, Callable[[Path], Found]] = {".jsonl": find_jsonl, ".json": f
 
 
 def missing(path: Path) -> TaskError:
-    names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-    nearest = difflib.get_close_matches(path.name, names, n=1)
-    hint = f" Did you mean {path.parent / nearest[0]}?" if nearest else ""
-    return TaskError(f"{path}: no such file.{hint} Give the path of a file of rows.")
+    return TaskError(f"{path}: no such file.{nearest_file(path)} Give the path of a file of rows.")
 
 
 def _row(value: Any) -> Row | NoRow:
