@@ -43,6 +43,7 @@ class GroupPlayer:
         self.context, self.pool, self.chat = context, pool, chat
         self._prompt = load_prompt(stage.prompt)
         self._judged_by, self._reward = stage.reward, make_reward(stage.reward, context.runner)
+        self.verdict = verdict_of(stage.reward)
 
     def check(self, stage: PlayedKeys, tasks: TaskSource) -> None:
         """Raises `ConfigError` if no engine can hold a rollout of the first tasks, or of any of an evaluation."""
@@ -55,6 +56,7 @@ class GroupPlayer:
         if config != self._judged_by:
             await self._reward.close()
             self._judged_by, self._reward = config, make_reward(config, self.context.runner)
+            self.verdict = verdict_of(config)
 
     def judge(self, group: Group) -> Group:
         """Compare the rollouts of a group, each of which is scored."""
@@ -209,7 +211,7 @@ class StepRollouts:
                 figures |= ledger.displaced_figures
             played = PlayedStep(
                 groups=groups,
-                verdict=verdict_of(stage.reward),
+                verdict=self.player.verdict,
                 figures=figures,
                 time_s=time.perf_counter() - started,
                 num_tokens=num_sampled_tokens(groups, but=ledger.finished_before),
