@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
-from strop.errors import RunError
+from strop.errors import RunError, TrainerLost
 from strop.run_directory import LineWriter, read_json, read_lines, write_directory, write_json, write_text, writing_to
 
 
@@ -118,6 +118,17 @@ def test_a_place_that_cannot_exist_is_one_message():
 def test_a_full_disk_is_one_message_whoever_noticed_it(tmp_path, write):
     with pytest.raises(RunError, match=r"cannot be written: No space left on device\..*Free space there"), writing_to(tmp_path):
         write()
+
+
+def test_a_fault_that_has_its_own_message_keeps_it(tmp_path):
+    def lose_the_trainer():
+        try:
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        except OSError:
+            raise TrainerLost("rank 1 ended") from None
+
+    with pytest.raises(TrainerLost, match="rank 1 ended"), writing_to(tmp_path):
+        lose_the_trainer()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug of ours"), KeyError("key")])

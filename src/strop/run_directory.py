@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from strop.errors import RunError
+from strop.errors import RunError, StropError
 
 FORMAT_VERSION = 1
 
@@ -41,7 +41,7 @@ def writing_to(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except RunError:
+    except StropError:
         raise
     except Exception as error:
         number = _os_error_behind(error)
