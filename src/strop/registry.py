@@ -13,6 +13,7 @@ import json
 import sys
 import traceback
 import zlib
+from abc import ABC
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
@@ -40,7 +41,7 @@ _INSTANCE = "\0component"  # stands for a component that is built already, while
 _instances: ContextVar[list[Any] | None] = ContextVar("instances", default=None)
 
 
-class Component:
+class Component(ABC):
     """Base of everything that a recipe names by `kind`. Building one opens nothing.
 
     A subclass gives its keys as a nested `Config`, and its behaviour as methods. A base class (`Stage`, `Method`, `Reward`)
@@ -86,6 +87,8 @@ class Component:
         found = import_object(kind, key=cls.kind_key)
         if not (isinstance(found, type) and issubclass(found, cls)):
             raise ConfigError(f"{kind!r} is not a subclass of strop.{cls.__name__}. Derive the class from it.")
+        if inspect.isabstract(found):
+            raise ConfigError(f"{kind!r} has no {', no '.join(sorted(found.__abstractmethods__))}. Define it.")
         return found
 
     @classmethod

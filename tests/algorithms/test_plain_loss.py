@@ -6,7 +6,7 @@ from itertools import product
 import pytest
 import torch
 
-from strop.algorithms import Aggregation, Column, KLEstimator, Loss, LossInputs, Mismatch, PolicyLoss, RatioLevel, token_weights
+from strop.algorithms import GRPO, Aggregation, Column, KLEstimator, Loss, LossInputs, Mismatch, RatioLevel, token_weights
 
 VOCABULARY = 5
 MASK = torch.tensor(
@@ -54,7 +54,7 @@ def method_of(loss, ratio, mismatch=Mismatch.OFF, kl=None, **settings):
         settings |= {"mismatch": mismatch, "mismatch_cap": CAP}
     if kl is not None:
         settings |= {"kl_estimator": kl, "kl_coefficient": KL_COEFFICIENT}
-    return PolicyLoss(loss=loss, ratio=ratio, entropy_coefficient=ENTROPY_COEFFICIENT, **settings)
+    return GRPO(loss=loss, ratio=ratio, entropy_coefficient=ENTROPY_COEFFICIENT, **settings)
 
 
 def plain_loss(logits, loss, ratio, aggregation, mismatch, kl, dual_clip):
@@ -145,10 +145,10 @@ def test_loss_and_gradient_are_those_of_the_formulas_off_policy(loss, ratio, agg
 def test_the_batch_above_reaches_every_branch_of_the_formulas():
     logprobs, entropies = policy_of(LOGITS)
     settings = {"mismatch": Mismatch.MASK_TOKEN, "mismatch_cap": CAP, "dual_clip": 1.3}
-    figures = PolicyLoss(**settings).token_statistics(logprobs, inputs_of(entropies))
+    figures = GRPO(**settings).token_statistics(logprobs, inputs_of(entropies))
     for name in ("clip_fraction_low", "clip_fraction_high", "clip_fraction_dual", "mismatch_over_cap_fraction"):
         assert 0 < figures[name].sum() < MASK.sum(), name
-    by_row = PolicyLoss(mismatch=Mismatch.MASK_SEQUENCE, mismatch_cap=CAP, ratio=RatioLevel.SEQUENCE)
+    by_row = GRPO(mismatch=Mismatch.MASK_SEQUENCE, mismatch_cap=CAP, ratio=RatioLevel.SEQUENCE)
     figures = by_row.token_statistics(logprobs, inputs_of(entropies))
     assert 0 < figures["mismatch_over_cap_fraction"].sum() < MASK.sum()
     assert figures["clip_fraction_low"].any()

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from strop.algorithms import GRPO, Column, GRPORoC, Loss, LossInputs, Method, Mismatch, PolicyLoss, RatioLevel
+from strop.algorithms import GRPO, Column, GRPORoC, Loss, LossInputs, Method, Mismatch, RatioLevel
 
 ROW = torch.tensor([[True, True]])
 
@@ -63,7 +63,7 @@ def test_the_entropy_bonus_lowers_the_loss_and_its_gradient_reaches_the_entropie
         entropies=entropies,
         columns={Column.OLD_LOGPROBS: torch.zeros(1, 2)},
     )
-    loss = PolicyLoss(entropy_coefficient=0.1).token_loss(torch.zeros(1, 2), inputs)
+    loss = GRPO(entropy_coefficient=0.1).token_loss(torch.zeros(1, 2), inputs)
     loss.sum().backward()
     assert loss[0].tolist() == pytest.approx([-1.15, 0.0], abs=1e-6)
     assert entropies.grad[0].tolist() == pytest.approx([-0.1, 0.0], abs=1e-6)
@@ -72,7 +72,7 @@ def test_the_entropy_bonus_lowers_the_loss_and_its_gradient_reaches_the_entropie
 def test_gspo_clips_a_whole_row_by_its_geometric_mean():
     """Ratios 2 and 0.8 have the mean 1.2649, past 1.25: by token only the first would be clipped."""
     policy = torch.tensor([[2.0, 0.8]]).log().requires_grad_()
-    loss = PolicyLoss(ratio=RatioLevel.SEQUENCE, clip_high=0.25).token_loss(policy, inputs_of([0.0, 0.0]))
+    loss = GRPO(ratio=RatioLevel.SEQUENCE, clip_high=0.25).token_loss(policy, inputs_of([0.0, 0.0]))
     loss.sum().backward()
     assert loss[0].tolist() == pytest.approx([-1.25, -1.25], abs=1e-6)
     assert policy.grad[0].tolist() == [0.0, 0.0]
@@ -80,7 +80,7 @@ def test_gspo_clips_a_whole_row_by_its_geometric_mean():
 
 def test_the_mismatch_weighs_the_surrogate_and_not_the_kl():
     # π_old / π_sampled is 4, cut to 2; on policy with A = 1 the surrogate is -1; k3 of a reference twice as likely.
-    method = PolicyLoss(mismatch=Mismatch.TRUNCATE_TOKEN, kl_coefficient=1.0)
+    method = GRPO(mismatch=Mismatch.TRUNCATE_TOKEN, kl_coefficient=1.0)
     inputs = inputs_of([-1.0], sampled=[-1.0 - math.log(4)], reference=[-1.0 + math.log(2)])
     assert method.token_loss(torch.tensor([[-1.0]]), inputs).item() == pytest.approx(-2 + 1 - math.log(2), abs=1e-6)
 
@@ -88,7 +88,7 @@ def test_the_mismatch_weighs_the_surrogate_and_not_the_kl():
 def test_clip_fractions_count_the_tokens_whose_gradient_was_taken_away():
     policy = torch.tensor([[1.5, 1.5, 0.5, 0.5]]).log()
     inputs = inputs_of([0.0] * 4, advantages=[1.0, -1.0, 1.0, -1.0], sampled=0.25)
-    figures = PolicyLoss(clip_low=0.2, clip_high=0.2, dual_clip=1.4).token_statistics(policy, inputs)
+    figures = GRPO(clip_low=0.2, clip_high=0.2, dual_clip=1.4).token_statistics(policy, inputs)
     assert figures["clip_fraction_high"][0].tolist() == [1, 0, 0, 0]
     assert figures["clip_fraction_low"][0].tolist() == [0, 0, 0, 1]
     assert figures["clip_fraction_dual"][0].tolist() == [0, 1, 0, 0]
@@ -103,7 +103,7 @@ def test_clip_fractions_count_the_tokens_whose_gradient_was_taken_away():
 @pytest.mark.parametrize(("loss", "low", "high"), [("cispo", [0, 0, 1, 1], [1, 1, 0, 0]), ("no_clip", [0] * 4, [0] * 4)])
 def test_clip_fractions_of_other_losses_say_where_a_weight_was_held(loss, low, high):
     policy = torch.tensor([[1.5, 1.5, 0.5, 0.5]]).log()
-    figures = PolicyLoss(loss=Loss(loss)).token_statistics(policy, inputs_of([0.0] * 4, advantages=[1.0, -1.0, 1.0, -1.0]))
+    figures = GRPO(loss=Loss(loss)).token_statistics(policy, inputs_of([0.0] * 4, advantages=[1.0, -1.0, 1.0, -1.0]))
     assert figures["clip_fraction_low"][0].tolist() == low
     assert figures["clip_fraction_high"][0].tolist() == high
 
@@ -129,7 +129,7 @@ def test_a_mismatch_by_row_reports_the_rows_own_log_ratio_uncapped(mismatch):
 
 
 def test_a_mismatch_reports_its_weights_and_the_share_that_was_over_the_cap():
-    method = PolicyLoss(mismatch=Mismatch.MASK_TOKEN)
+    method = GRPO(mismatch=Mismatch.MASK_TOKEN)
     figures = method.token_statistics(torch.zeros(1, 2), inputs_of([0.0, 0.0], sampled=[-math.log(4), -math.log(1.5)]))
     assert figures["sampler_ratio"][0].tolist() == pytest.approx([4, 1.5], abs=1e-6)
     assert figures["mismatch_weight"][0].tolist() == pytest.approx([0, 1.5], abs=1e-6)
@@ -144,7 +144,7 @@ def test_without_old_logprobs_the_gap_to_the_sampler_is_that_of_the_policy_itsel
         entropies=torch.zeros(1, 2),
         columns={},
     )
-    figures = PolicyLoss(loss=Loss.POLICY_GRADIENT).token_statistics(torch.tensor([[-1.0, -2.0]]), inputs)
+    figures = GRPO(loss=Loss.POLICY_GRADIENT).token_statistics(torch.tensor([[-1.0, -2.0]]), inputs)
     assert figures["ratio"][0].tolist() == [1, 1]
     assert figures["sampler_gap_nats"][0].tolist() == [0.5, 0]
 

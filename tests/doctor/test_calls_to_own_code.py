@@ -37,6 +37,8 @@ class Dialogue(TextEnvironment):
 class Ids(Environment):
     async def start(self):
         return None
+    async def step(self, completion, *, num_tokens_left):
+        return None
 
 class Dice(Tool):
     spec = ToolSpec(name="roll", description="Rolls.", parameters={"type": "object", "properties": {}})

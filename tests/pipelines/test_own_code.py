@@ -114,3 +114,10 @@ def test_code_that_cannot_be_imported_is_named_with_its_key(own_module, path, sa
 def test_a_dry_run_imports_every_function(own_module: str, table: dict[str, Any], key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: .*my_own_code"):
         plan(recipe(own_module, **table))
+
+
+def test_a_class_that_lacks_a_method_is_refused_with_its_name(own_module, tmp_path):
+    (tmp_path / "half.py").write_text("from strop import Method\n\nclass Half(Method):\n    pass\n")
+    rl = {"kind": "rl", "init": "base", "method": "half:Half", "steps": 1}
+    with pytest.raises(ConfigError, match=r"method.kind: 'half:Half' has no advantages, no token_loss\. Define it\."):
+        recipe(own_module, stages=PLAIN["stages"] | {"rl": rl})

@@ -14,11 +14,11 @@ class Good(TaskSource):
         return Task(id=f"{self.split}-{index}", question="q", answer="a", source="own")
 
 
-class Empty(TaskSource):
+class Empty(Good):
     num_tasks = 0
 
 
-class OpenRaises(TaskSource):
+class OpenRaises(Good):
     def open(self, *, seed, split):
         return 1 / 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -31,7 +32,7 @@ SPREAD_FIGURES = ("ratio", "sampler_ratio", "sampler_gap_nats", "sampler_row_log
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """Why one rollout was kept or dropped; the report shows it beside the rollout."""
+    """Why one rollout was kept or dropped; the report shows it next to the rollout."""
 
     is_kept: bool
     reason: str
@@ -100,7 +101,7 @@ class ValueInputs:
 
 
 class CriticMethod(Protocol):
-    """What a method owes besides when a critic is trained beside the policy."""
+    """What a method also defines if a critic is trained next to the policy."""
 
     @property
     def estimates_need(self) -> frozenset[Column]:
@@ -174,19 +175,19 @@ class Method(Component):
         kept = Decision(is_kept=True, reason="kept", figures={})
         return Selection(group=group, decisions=tuple(kept for _ in group.trajectories))
 
+    @abstractmethod
     def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
         """Per selection and kept trajectory, one float32 tensor of shape (len(trajectory.ids),), from the rewards alone.
 
         Of a method with a critic they stand until its `token_advantages` are known.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """The loss of each token, of the shape of `policy_logprobs`, 0 where masked; averaging is not decided here.
 
         It may reduce over the tokens of a row, never over rows.
         """
-        raise NotImplementedError
 
     def token_statistics(self, policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
         """Named per-token figures (clip fractions, ratio) that the trainer averages over unmasked tokens; no gradient."""

@@ -6,6 +6,7 @@ rStar2-Agent (arXiv 2508.20722) keeps problems of OpenMathReasoning whose label 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,9 +84,9 @@ class OutcomeRule(RuleScope):
 
     outcomes: Path = Field(description="JSONL file with the outcome of each task.")
 
+    @abstractmethod
     def reason(self, outcome: Outcome) -> str | None:
         """Return why a task with this outcome is dropped, or None."""
-        raise NotImplementedError
 
     def opened(self) -> ByOutcome:
         return ByOutcome(rule=self, outcomes=read_outcomes(self.outcomes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,9 +150,9 @@ class Stage(Component):
         """What is known of the model before the stage has made it: of a stage that takes weights from outside."""
         return Model()
 
+    @abstractmethod
     async def run(self, context: StageContext) -> StageResult:
         """Run from where it stands. A stage that was interrupted is run again in the same directory."""
-        raise NotImplementedError
 
     @property
     def init(self) -> str:

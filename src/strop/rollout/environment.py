@@ -7,6 +7,7 @@ it also holds an answer; a turn without one ends the rollout; a call in the last
 from __future__ import annotations
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -345,9 +346,9 @@ class EnvironmentKind(Component):
     class Config(Component.Config):
         """An environment has no keys by itself."""
 
+    @abstractmethod
     def for_rollout(self, shared: ToolEnvironments, task: Task, *, seed: int) -> Environment:
         """Return a new environment, for one rollout of `task`."""
-        raise NotImplementedError
 
     def prompt_ids(self, shared: ToolEnvironments, task: Task) -> tuple[int, ...]:
         """Return the prompt of `task`, if it is known before the rollout; else nothing."""

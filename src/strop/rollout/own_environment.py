@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from typing import Self
 
 from strop import user_code
@@ -28,13 +29,13 @@ class OwnEnvironment(EnvironmentKind):
         found.task, found.seed, found.chat, found.limits = task, seed, shared.chat, shared.limits
         return found
 
+    @abstractmethod
     async def start(self) -> Observation:
         """Return the prompt."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
         """Answer a completion. An answer of more than `num_tokens_left` ids is not given: the rollout overflows instead."""
-        raise NotImplementedError
 
     async def close(self) -> None:
         """Release what the rollout holds. Called also after an error; safe to call twice."""
@@ -44,13 +45,13 @@ class OwnEnvironment(EnvironmentKind):
 class TextEnvironment(EnvironmentKind):
     """Base of an environment of yours that speaks in texts. Built once per rollout; the stage's reward reads the trajectory."""
 
+    @abstractmethod
     def reset(self, task: Task) -> str:
         """Return the first message to the policy."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step(self, reply: str) -> tuple[str, bool]:
         """Return the answer to what the policy said, and whether the rollout ends with it."""
-        raise NotImplementedError
 
     def for_rollout(self, shared: ToolEnvironments, task: Task, *, seed: int) -> Environment:
         return TextRollout(type(self)(self.config), shared, task)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Literal, TypeAlias
 
 from strop import user_code
@@ -37,9 +38,9 @@ class TaskSource(Component):
         """How many different tasks there are; None when they are generated without end."""
         return None
 
+    @abstractmethod
     def task(self, index: int) -> Task:
         """Return the task at `index` (0 <= index) of the stream. The same index, seed and split give the same task."""
-        raise NotImplementedError
 
 
 class OwnTasks(TaskSource):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,9 +52,9 @@ class Tool(Component):
     __hash__ = object.__hash__
 
     @property
+    @abstractmethod
     def spec(self) -> ToolSpec:
         """What the prompt shows of the tool."""
-        raise NotImplementedError
 
     @property
     def longest_call_s(self) -> float:
@@ -64,13 +65,13 @@ class Tool(Component):
         """
         return 0.0
 
+    @abstractmethod
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run once. A wrong call returns a `ToolResult` that the policy can read; raise only when the tool is broken.
 
         `seed` belongs to the call; the same arguments and seed, after the same earlier calls, give the same text. Cancelled,
         it lets go of what it holds.
         """
-        raise NotImplementedError
 
     async def start(self, *, seed: int) -> Tool:
         """Return the tool of one rollout, with its seed; the caller closes it. A tool without state returns itself."""
