@@ -1,7 +1,7 @@
 """Measures decode steps and prefills of the embedded engine, by rows and KV tokens: what the simulator is fitted to.
 
 Prints the fit and what it misses, and writes the file that `strop simulate --timing FILE` reads: `--out FILE`, or by default
-src/strop/rollout/simulation/engine_trace.json, which it reads unasked. On a quiet machine:
+src/strop/simulation/engine_trace.json, which it reads unasked. On a quiet machine:
 `python benchmarks/engine_trace.py [MODEL] [--out FILE]`.
 """
 

@@ -32,7 +32,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
     also_called: ClassVar[Mapping[str, str]] = {}
-    """Keys by names that others give them: not accepted, but whoever writes one is told ours."""
+    """Keys by names that others give them: not accepted; the error names ours."""
 
     @model_validator(mode="after")
     def _can_be_held(self) -> Self:
@@ -116,7 +116,7 @@ def validate(
     The tree is validated in JSON mode: lists become tuples, strings become paths and enums, and nothing else is converted.
 
     Args:
-        written_at: where the user wrote what lies at a path of `tree`; a mistake is told for that place, and once.
+        written_at: where the user wrote what lies at a path of `tree`; a mistake is reported for that place, once.
     """
     try:
         return model.model_validate_json(json.dumps(tree, default=str))

@@ -348,7 +348,9 @@ def test_a_conversation_whose_next_request_was_refused_keeps_its_id(run):
         too_long = make_request("refused", so_far, max_tokens=MAX_LENGTH, extends=f"held {SLOTS - 1}", at=len(so_far))
         with pytest.raises(RequestTooLong):
             await engine.complete(too_long)
-        await engine.release(f"held {SLOTS - 1}")
+        going_on = make_request("on", so_far, max_tokens=1, extends=f"held {SLOTS - 1}", at=len(so_far))
+        await engine.complete(going_on)  # in its slot: no other is free
+        await engine.release("on")
         await engine.complete(make_request("a", [1]))
 
     run(scenario)

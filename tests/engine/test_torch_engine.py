@@ -62,6 +62,23 @@ def test_a_prompt_that_older_weights_computed_is_forgotten(play):
     assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs)
 
 
+def test_a_fork_that_waited_computes_all_of_it_if_its_parent_was_released(play):
+    async def scenario(engine):
+        parent = await engine.complete(make_request("parent", range(30)))
+        await engine.complete(make_request("other", [1]))
+        ids = [*range(30), *parent.ids[:4], 8]
+        waiting = asyncio.create_task(engine.complete(make_request("fork", ids, extends="parent", at=34, seed=5)))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        await engine.release("parent")
+        fork = await waiting
+        await engine.release("other")
+        whole = await engine.complete(make_request("whole", ids, seed=5))
+        assert (fork.cached_tokens, fork.ids) == (0, whole.ids)
+
+    play(scenario, slots=2)
+
+
 def test_siblings_of_a_request_whose_slot_was_taken_over_still_find_its_prefix(play):
     async def scenario(engine):
         parent = await engine.complete(make_request("parent", range(30)))

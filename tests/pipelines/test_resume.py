@@ -103,7 +103,7 @@ def test_law_9_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_pat
     ],
 )
 def test_law_9_a_kill_in_any_stage_changes_nothing(undisturbed, tmp_path, is_time, words):
-    """Other moments are those of the tests above and below."""
+    """Other moments are those of the tests above and below and of test_resume_ahead.py."""
     run = RunDirectory(tmp_path / "run")
     kill_when(run, lambda: is_time(run), *words)
     half = sorted(run.path.glob("stages/*/checkpoints/.step-*.tmp"))

@@ -259,7 +259,7 @@ def main() -> None:
     level = logging.getLevelNamesMapping().get(os.environ.get("STROP_LOG", "").upper(), logging.WARNING)
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it could not do is told once, in our words
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # what it could not do is one message of ours
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     with sigterm_as_interrupt() as terminated:
         try:

@@ -130,8 +130,8 @@ def _row(finding: Finding) -> tuple[Text, Text, Text]:
         return _dim(finding.check, finding.detail)
     if not finding.is_problem:
         return Text("✓", style="green"), Text(finding.check), Text(finding.detail)
-    told = Text.assemble(finding.detail, "\n", ("Remedy: ", "bold"), finding.remedy)
-    return Text("✗", style="bold red"), Text(finding.check, style="bold red"), told
+    text = Text.assemble(finding.detail, "\n", ("Remedy: ", "bold"), finding.remedy)
+    return Text("✗", style="bold red"), Text(finding.check, style="bold red"), text
 
 
 def _style(piece: Piece) -> str:

@@ -315,7 +315,7 @@ class _Logits:
 
     def _blocks(self, part: slice, logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Of each few positions of `part`: where they are in it, and their logits in float32 after temperature and ban, with as
-        much room beside them; both are overwritten by the next ones'."""
+        much room next to them; both are overwritten by the next ones'."""
         num_logits = len(self.matrix)
         size = max(1, (_LOGITS_IN_CACHE if logits.device.type == "cpu" else _LOGITS_ON_DEVICE) // num_logits)
         room = torch.empty(2, min(size, len(logits)), num_logits, dtype=torch.float32, device=logits.device)

@@ -31,7 +31,7 @@ def test_under_the_static_policy_a_lost_engine_ends_the_batch_and_says_what_woul
     async def scenario():
         good, bad = FragileEngine(), FragileEngine()
         bad.fault = "die"
-        with pytest.raises(EngineLost, match=r'engine-1 is lost.*scheduler.policy = "scheduler" can'):
+        with pytest.raises(EngineLost, match=r'^engine-1 is lost.*scheduler.policy = "scheduler" can'):
             await play_all(pool_of(good, bad, config=SchedulerConfig(policy="static")))
 
     run(scenario)

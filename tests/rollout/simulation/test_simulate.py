@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from strop.simulation.engines import DecodePoint, EngineTiming, MeasuredTrace, P
 from strop.simulation.simulate import SimulatedMachine, critical_path_s, lower_bound_s, simulate, throughput_bound_s
 from strop.simulation.trace import TRACES, Trace, TracedGroup, TracedRollout, TracedTurn, heavy_tailed, load_trace
 from strop.types import RolloutKey
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from scheduler_offline import best_offline_s
 
 TIMING = EngineTiming(step_s=1.0, row_s=0.5, kv_token_s=0.0, prefill_token_s=0.25)
 
@@ -101,6 +105,7 @@ def test_nobody_beats_the_bound_and_one_seed_gives_one_schedule(name: str) -> No
     small = TRACES[name](num_groups=8, group_size=8, seed=1)
     machines = [machine(f"engine-{index}", kv_tokens=9_000 * (1 + index), rows=8) for index in range(3)]
     bound = lower_bound_s(small, machines)
+    assert bound <= best_offline_s(small, machines)[0]
     ours = simulate(small, machines, SchedulerConfig())
     assert bound <= ours.makespan_s == simulate(small, machines, SchedulerConfig()).makespan_s
 

@@ -69,7 +69,7 @@ class KvCache:
         return blocks.permute(1, 2, 0, 3, 4).reshape(-1, len(blocks) * width, blocks.shape[-1])
 
     def copy_across(self, source: int, target: int, length: int) -> None:
-        """Fill the first `length` columns of slot `target` from slot `source`, as `copy_in` does."""
+        """Fill the first `length` columns of `target` from `source`. What comes after them in their blocks is lost."""
         self.note_write(target, 0)
         for cache in (self.keys, self.values):
             cache[self._blocks(target, length)] = cache[self._blocks(source, length)]

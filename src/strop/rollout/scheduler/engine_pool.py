@@ -174,7 +174,7 @@ class EnginePool:
             return
         engine.remove(str(error))
         self.first_loss = self.first_loss or error
-        logger.warning("engine %s is lost: %s", engine.name, engine.loss)
+        logger.warning("%s is lost: %s", engine.name, engine.loss)
         self.observer.engine_lost(engine.name, reason=engine.loss)
         self._close_later(engine)
         self._replacements.replace(engine.name, engine.index)

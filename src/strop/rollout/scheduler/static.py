@@ -97,7 +97,7 @@ class StaticScheduler(Scheduler):
 
     def _handle_engine_died(self, event: EngineDied) -> None:
         raise EngineLost(
-            f'engine {event.name} is lost. The static policy cannot move its rollouts; scheduler.policy = "scheduler" can.'
+            f'{event.name} is lost. The static policy cannot move its rollouts; scheduler.policy = "scheduler" can.'
         )
 
     def _pass(self, barrier: _Barrier) -> None:

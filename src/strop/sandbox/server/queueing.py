@@ -119,10 +119,6 @@ class FairQueue(Generic[ItemT]):
             del self._clients[client]
         return item
 
-    def first_of(self, client: str) -> ItemT | None:
-        """The oldest item of one client; it stays in the queue."""
-        return next(iter(self._clients.get(client, ())), None)
-
     def remove(self, client: str, item: ItemT) -> bool:
         """Remove one item; False if it is not in the queue."""
         items = self._clients.get(client)

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from strop.engine.protocol import Capabilities, NamedTensor, TakesWeights
 from strop.errors import RunError
-from strop.evaluation.metrics import num_sampled_tokens, verdict_of
+from strop.evaluation.metrics import num_sampled_tokens
 from strop.recipe.schedule import Done
 from strop.run_directory import read_lines
 from strop.stages.context import StageContext
@@ -118,7 +118,7 @@ class AsyncRollouts(Generic[StageT]):
         groups = [self._rollouts.player.judge(group) for group in groups]
         return PlayedStep(
             groups=groups,
-            verdict=verdict_of(stage.reward),
+            verdict=self._rollouts.player.verdict,
             figures=closed["figures"],
             time_s=closed["time_s"],
             num_tokens=num_sampled_tokens(groups),

@@ -111,7 +111,7 @@ def _longest_prompt(
 
 
 def _refuse_idle_oversubscription(recipe: Recipe) -> None:
-    """As the scheduler does when an engine opens, but before anything is trained."""
+    """Refuse over-subscription that has no effect, before anything is trained."""
     engine, scheduler = recipe.engine, recipe.scheduler
     if scheduler.policy != "scheduler" or scheduler.oversubscription == 1:
         return

@@ -38,7 +38,7 @@ def void_reasons(rollouts: Path) -> list[str]:
     """Why rollouts of that rollouts file's step are void, one reason each, in canonical order."""
     reasons: dict[RolloutKey, str] = {}
     for line in read_lines(ledger_of(rollouts)):
-        if line["event"] == "finished":  # by a later try; where nobody can judge it, that is told behind this line
+        if line["event"] == "finished":  # by a later try; that it cannot be judged would follow in a later line
             reasons.pop(RolloutKey(**line["key"]), None)
         elif line["event"] == "voided":
             reasons[RolloutKey(**line["key"])] = line["reason"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pydantic import Field
 
@@ -19,9 +19,6 @@ from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.training_stage import check_schedule
 from strop.tasks.files import RowFile
 from strop.training.preferences import Preference, read_preferences
-
-if TYPE_CHECKING:
-    pass
 
 ItemT = TypeVar("ItemT")
 
