@@ -212,7 +212,7 @@ def test_the_shipped_recipe_learns_from_pairs_to_call_its_tool(tmp_path):
     recipe = load_recipe(Path(__file__).parents[2] / "recipes" / "dpo.toml", ["seed=1"])
     result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent()))
     before, after = result.evaluations
-    assert after["accuracy_low"] > before["accuracy_high"]
-    assert after["tool_error_rate"] < before["tool_error_rate"]
+    assert after["accuracy"] > before["accuracy"] + 0.05
+    assert after["tool_error_rate"] < 0.75 * before["tool_error_rate"]
     held_out = [line.get("validation/pair_accuracy") for line in read_lines(result.run.metrics)]
     assert [accuracy for accuracy in held_out if accuracy is not None][-1] > 0.9
