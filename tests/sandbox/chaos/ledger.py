@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from strop.errors import MachineError
@@ -68,7 +68,7 @@ class Ledger:
     entries: list[Entry] = field(default_factory=list)
 
     async def play(
-        self, client: SandboxClient, calls: Sequence[Call], *, in_flight: int, done: Callable[[int], None] = lambda num: None
+        self, client: SandboxClient, calls: Iterable[Call], *, in_flight: int, done: Callable[[int], None] = lambda num: None
     ) -> None:
         """Ask for all of them, so many at a time; `done` gets the number of answers."""
         waiting = iter(calls)

@@ -22,7 +22,7 @@ from .service import Service
 pytestmark = [pytest.mark.slow, pytest.mark.sandbox, pytest.mark.timeout(120)]
 
 _SIZE_MIB, _NUM_FILES = 4, 400
-_NUM_CALLS = 300
+_NUM_CALLS = 150
 _IN_FLIGHT = 32
 _REST_S = 10.0
 _FILL = """

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.sandbox, pytest.mark.timeout(180)]
 
 _REMOVED_S = 10.0  # for what programs had left, which goes in the background
 _NUM_CALLS = 300
-_NUM_DEATHS = 3
+_NUM_DEATHS = 2
 
 
 def leftovers(temporary: Path) -> set[str]:

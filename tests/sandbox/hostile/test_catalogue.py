@@ -20,6 +20,13 @@ _LEVELS = {
 }
 
 
+def _plays(case: Case, context: Context, level: IsolationLevel) -> bool:
+    """Every case where the least protects from it; elsewhere those that lean on what differs there."""
+    if context is Context.AS_WE_ARE:
+        return level is case.holds_from or (case.holds_at(level) and (case.is_core or case.is_short))
+    return case.holds_at(level) and case.is_core
+
+
 def _is_short(case: Case, context: Context, level: IsolationLevel) -> bool:
     return case.is_short and context is Context.AS_WE_ARE and level is NAMESPACES
 
@@ -28,9 +35,13 @@ def _all() -> Iterator[object]:
     for context, levels in _LEVELS.items():
         for level in levels:
             for case in CASES.values():
-                if not case.holds_at(level) or not (context is Context.AS_WE_ARE or case.is_short or case.is_core):
+                if not _plays(case, context, level):
                     continue
-                marks = [pytest.mark.sandbox, *([] if _is_short(case, context, level) else [pytest.mark.slow])]
+                # One player has a level, so one worker has it; the others share a user, and with it a limit of processes.
+                group = f"{context}-{level}" if context is Context.AS_WE_ARE else "others"
+                marks = [pytest.mark.sandbox, pytest.mark.xdist_group(group)]
+                if not _is_short(case, context, level):
+                    marks.append(pytest.mark.slow)
                 yield pytest.param(context, level, case, marks=marks, id=f"{context}-{level}-{case.name}")
 
 

@@ -315,15 +315,15 @@ CASES = [
     ),
     Case(
         "mem-huge-teardown",
-        "code that waits for the end of a program: a gigabyte takes long to give back",
+        "code that waits for the end of a program: half a gigabyte takes long to give back",
         program("""
-            held = bytearray(1 << 30)
+            held = bytearray(1 << 29)
             for at in range(0, len(held), 4096): held[at] = 1
             print('full', flush=True)
             while True: pass
         """),
-        memory_mib=1200,
-        wall_s=4.0,
+        memory_mib=700,
+        wall_s=2.0,
         expect=timeout("full\n"),
         is_core=True,
     ),
@@ -360,11 +360,11 @@ CASES = [
     ),
     Case(
         "mem-zip-bomb",
-        "memory by a few bytes that unpack to a gigabyte",
+        "memory by a few bytes that unpack to half a gigabyte",
         program("""
             import zlib
-            packer = zlib.compressobj(9)
-            packed = b''.join(packer.compress(bytes(1 << 20)) for _ in range(1024)) + packer.flush()
+            packer = zlib.compressobj(1)
+            packed = b''.join(packer.compress(bytes(1 << 20)) for _ in range(512)) + packer.flush()
             zlib.decompress(packed)
         """),
         memory_mib=MEMORY_MIB,
