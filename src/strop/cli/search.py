@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.reports.terminal import printable
-from strop.tools.search.bm25 import Bm25Config, Bm25Index
-from strop.tools.search.protocol import as_pages
-from strop.tools.search.recall import measure_recall, read_questions
+if TYPE_CHECKING:
+    from strop.tools.search.bm25 import Bm25Index
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -38,6 +36,9 @@ def ask(
     index: IndexPlace = None,
 ) -> None:
     """Show the best passages for a query."""
+    from strop.reports.terminal import printable
+    from strop.tools.search.protocol import as_pages
+
     opened = _open(corpus, language, index)
     started_at = time.perf_counter()
     found = opened.search(query, k)
@@ -57,6 +58,8 @@ def recall(
     index: IndexPlace = None,
 ) -> None:
     """Measure how often the first k results hold what a question needs (recall@k)."""
+    from strop.tools.search.recall import measure_recall, read_questions
+
     asked = read_questions(questions)
     opened = _open(corpus, language, index)
     started_at = time.perf_counter()
@@ -72,4 +75,6 @@ def recall(
 
 
 def _open(corpus: Path, language: str, index: Path | None) -> Bm25Index:
+    from strop.tools.search.bm25 import Bm25Config, Bm25Index
+
     return Bm25Index(Bm25Config(kind="bm25", path=str(corpus), language=language, index=None if index is None else str(index)))
