@@ -107,16 +107,18 @@ def train(
     ] = None,
 ) -> None:
     """Start a run, or resume it. The same command continues an interrupted run."""
-    from strop.pipeline.plan import plan
-    from strop.pipeline.run import train as run_recipe
     from strop.recipe.load import load_recipe
-    from strop.reports.console import ConsoleProgress
-    from strop.reports.terminal import print_plan
 
     loaded = load_recipe(recipe, overrides or [], name=name)
     if dry_run:
+        from strop.pipeline.plan import plan
+        from strop.reports.terminal import print_plan
+
         print_plan(loaded.name, loaded.description, plan(loaded, until=until, start=starts or ()))
         return
+    from strop.pipeline.run import train as run_recipe
+    from strop.reports.console import ConsoleProgress
+
     command = shlex.join(["strop", *sys.argv[1:]])
     progress = ConsoleProgress()
     place, start = runs / loaded.name, starts or ()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import transformers
 from safetensors import SafetensorError, safe_open
 
 from strop.engine.protocol import NamedTensor, weights_checksum
@@ -30,6 +29,8 @@ def config_of(directory: Path) -> Any:
     Raises:
         ModelError: the directory does not exist, or `transformers` finds no model in it.
     """
+    import transformers
+
     if not directory.is_dir():  # transformers takes any other string for a hub id
         raise ModelError(
             f"{directory}: no such model directory. Give the path of a directory, such as `strop model import` writes, not a"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
-from scipy import special
 
 _BLOCK = 4_000_000  # draws in memory at once: 32 MB
 
@@ -196,6 +195,8 @@ def mean_of_seeds(values: Sequence[float]) -> Estimate:
     Raises:
         ValueError: there are fewer than two values.
     """
+    from scipy import special
+
     num = len(values)
     if num < 2:
         raise ValueError(f"an interval over seeds needs at least two values, not {num}")

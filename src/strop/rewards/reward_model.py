@@ -8,17 +8,19 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor
 
 from strop.errors import ModelError
 from strop.rewards.scorers import Exchange
 from strop.rollout.chat_template import ChatFormat, Message, Span
+
+if TYPE_CHECKING:
+    import transformers
 
 
 class ExchangeFormat:
@@ -29,6 +31,8 @@ class ExchangeFormat:
     """
 
     def __init__(self, directory: Path) -> None:
+        import transformers
+
         try:
             self.tokenizer: Any = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -143,6 +147,8 @@ def _check_model(directory: Path) -> None:
 
 
 def _load(directory: Path) -> transformers.PreTrainedModel:
+    import transformers
+
     _check_model(directory)
     try:
         with _quiet():  # warnings about the language model's head, which is not loaded, and the new one
@@ -157,6 +163,8 @@ def _load(directory: Path) -> transformers.PreTrainedModel:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
+    import transformers
+
     before = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
     try:

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-import huggingface_hub
 import torch
-import transformers
 from pydantic import Field, model_validator
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -30,11 +28,15 @@ from strop.tasks.config import TaskConfig
 from strop.tasks.demonstrators import DemonstratorConfig
 
 if TYPE_CHECKING:
+    import transformers
+
     from strop.recipe.recipe import Recipe
 
 
 def find_model(path: str) -> Path:
     """A local model directory, or the hub's, fetched into its cache. Raises `ModelError` naming what is missing."""
+    import huggingface_hub
+
     directory = Path(path)
     if directory.is_dir():
         if not (directory / "config.json").exists():
@@ -100,6 +102,9 @@ class ModelStage(Stage):
 
     def size(self) -> Model:
         """What is known of the model before it is loaded; nothing if it is not on this machine."""
+        import huggingface_hub
+        import transformers
+
         if self.config.tiny is not None:
             return _count(tiny_llama_config(self.config.tiny, vocab_size=self.config.tiny.vocab_size, eos_token_id=2))
         assert self.config.path is not None  # the validator saw to it
@@ -151,6 +156,8 @@ class ModelStage(Stage):
 
 
 def _count(config: transformers.PretrainedConfig) -> Model:
+    import transformers
+
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
@@ -210,6 +217,8 @@ def make_tokenizer(texts: Sequence[str], *, vocab_size: int) -> transformers.Pre
     Words are not split at spaces before merging, so that what every text repeats costs few tokens. A formula, on the other
     hand, is the same tokens wherever it stands, so that copying one is copying tokens.
     """
+    import transformers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -246,6 +255,8 @@ def make_tiny_model(config: TinyModel, texts: Sequence[str], directory: Path, *,
 
     The vocabulary is smaller than asked for if `texts` have no more pairs to merge.
     """
+    import transformers
+
     tokenizer = make_tokenizer(texts, vocab_size=config.vocab_size)
     llama = tiny_llama_config(config, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     with torch.random.fork_rng(devices=[]):
@@ -258,6 +269,8 @@ def make_tiny_model(config: TinyModel, texts: Sequence[str], directory: Path, *,
 
 def tiny_llama_config(config: TinyModel, *, vocab_size: int, eos_token_id: int) -> transformers.LlamaConfig:
     """The sizes of `config` in transformers' words; the embedding is tied to the head."""
+    import transformers
+
     return transformers.LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=config.hidden_size,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-import transformers
 from torch import nn
 
 from strop.engine.torch.cpu.resources import keep_freed_memory
@@ -22,6 +22,9 @@ from strop.training.lora import Adapter
 from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
 from strop.training.roles import AdapterReference, Critic, FrozenReference, Reference, ValueModule
 from strop.training.weights import MasterWeights, Weights, round_weights
+
+if TYPE_CHECKING:
+    import transformers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from strop.algorithms.method import Column, LossInputs, checked_token_loss
@@ -36,6 +35,9 @@ from strop.training.optimizer import (
 )
 from strop.training.roles import Critic, Reference
 from strop.training.weights import Snapshot, Weights, WriteCheckpoint, copied, read_tensors, shell_of, write_model
+
+if TYPE_CHECKING:
+    import transformers
 
 _MIB = 2**20
 _PROBE = {"cpu": 1024, "cuda": 8192}  # width of the products that the machine is measured by

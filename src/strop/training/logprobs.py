@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from strop.training.batch import UNIT, lay_out
 from strop.training.cpu.kernels import Kernels, head_kernels
 from strop.training.weights import embed, gradient_sum
+
+if TYPE_CHECKING:
+    import transformers
 
 _LOGITS_IN_CACHE = 3 * 2**19  # float32, 6 MiB: what is done to them one after the other then stays in a CPU's cache
 _LOGITS_ON_DEVICE = 2**26  # float32, 256 MiB, and as much for the products

@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from strop.errors import ModelError, RunError
 from strop.run_directory import writing_to
 from strop.training.config import LoraConfig
+
+if TYPE_CHECKING:
+    import transformers
 
 _ADAPTER = "default"  # as the library calls the only one
 _BASE = ".base_layer"

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -19,6 +18,9 @@ from strop.training.batch import MIN_SHARED
 from strop.training.cpu.attention import keep_attention, use_row_attention
 from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.logprobs import token_logprobs
+
+if TYPE_CHECKING:
+    import transformers
 
 # What makes up a tokenizer on disk. Carried from the first model to every saved one, byte for byte.
 TOKENIZER_FILES = (
@@ -41,6 +43,8 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
     Raises:
         ModelError: `directory` holds no model that transformers can load.
     """
+    import transformers
+
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
     try:
@@ -68,6 +72,8 @@ def checkpoint_activations(model: transformers.PreTrainedModel, dtype: torch.dty
     Raises:
         ModelError: the model library does not mark the layers of this model.
     """
+    import transformers
+
     layers = [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(

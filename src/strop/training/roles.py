@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from strop.algorithms.method import Column, ValueInputs
@@ -20,6 +19,9 @@ from strop.training.lora import Adapter
 from strop.training.models import load_model
 from strop.training.optimizer import Optimization, UpdateReport, ValueLoss, ValueStatistics, add_up_gradient
 from strop.training.weights import Weights, overwrite
+
+if TYPE_CHECKING:
+    import transformers
 
 
 class Reference(nn.Module, ABC):

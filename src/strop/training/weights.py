@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from strop.engine.torch.cpu.resources import end_team
@@ -24,6 +23,7 @@ from strop.run_directory import write_json, writing_to
 from strop.training.batch import World
 
 if TYPE_CHECKING:
+    import transformers
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
 
@@ -124,6 +124,8 @@ def round_weights(model: transformers.PreTrainedModel, dtype: torch.dtype) -> tr
 
 
 def _parameters_of_layers(model: nn.Module) -> set[nn.Parameter]:
+    import transformers
+
     layers = [module for module in model.modules() if isinstance(module, transformers.GradientCheckpointingLayer)]
     return {parameter for layer in layers for parameter in layer.parameters()}
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from strop.errors import ModelError
 from strop.training.batch import Piece, RowLayout
 from strop.training.cpu.kernels import attention_kernels
+
+if TYPE_CHECKING:
+    import transformers
 
 ATTENTION = "strop_rows"  # its name in the model library
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models ask of their attention, and ours would leave out
@@ -30,6 +32,8 @@ def use_row_attention(model: transformers.PreTrainedModel) -> None:
     Raises:
         ModelError: the model does not let its attention be chosen.
     """
+    import transformers
+
     transformers.AttentionInterface.register(ATTENTION, row_attention)
     try:
         model.set_attn_implementation(ATTENTION)

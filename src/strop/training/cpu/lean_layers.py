@@ -7,14 +7,16 @@ norm and a scale per token, and the two factors of a gated unit.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 
 from strop.training.cpu.kernels import elementwise_kernels
+
+if TYPE_CHECKING:
+    import transformers
 
 # weight * (x / rms(x)), the second factor rounded first
 _NORMS = {"LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"}
