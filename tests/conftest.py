@@ -22,7 +22,7 @@ def scripted_run(tmp_path_factory):
     """A whole run on a scripted engine: model, two SFT steps, evaluation, two RL steps, evaluation, report."""
     from scripted_runs import run_recipe
 
-    return run_recipe(tmp_path_factory.mktemp("runs") / "scripted")
+    return run_recipe(tmp_path_factory.mktemp("runs") / "scripted", is_fresh=True)
 
 
 @pytest.fixture

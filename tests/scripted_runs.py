@@ -1,17 +1,29 @@
 """A whole recipe on doubles: what the engine says is scripted by the request's seed, so a run takes seconds and repeats."""
 
 import asyncio
+import atexit
+import functools
 import json
 import random
 import re
+import shutil
+import tempfile
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
+import pytest
+
+from strop.config import validate
 from strop.engine.scripted import ScriptedEngine
 from strop.pipeline.run import TrainResult, train
 from strop.recipe.recipe import Recipe, resolve
+from strop.run_directory import read_json, read_lines
+from strop.runs.lineage import num_common
 from strop.sandbox.protocol import RunOutcome
 from strop.sandbox.scripted import ScriptedSandbox, scripted_result
 from strop.stages.context import Silent, load_chat
+from strop.stages.loop.checkpoints import CheckpointWriter
 
 RECIPE = {
     "name": "scripted",
@@ -64,6 +76,11 @@ def make_recipe(**rl):
     """The recipe above, with other keys for its RL stage."""
     stages = RECIPE["stages"] | {"rl": RECIPE["stages"]["rl"] | rl}
     return Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+
+
+def recipe_of(stages, **root):
+    """A recipe of these stages, with the shared tables above or others. Raises `ConfigError`."""
+    return validate(Recipe, resolve(RECIPE | root | {"stages": stages}), place="test")
 
 
 def sums_and_errors(request):
@@ -143,14 +160,18 @@ def run_recipe(
     engine_options=None,
     runner=None,
     make_engine=RecordingEngine,
+    is_fresh=False,
     **words,
 ):
     """Run `recipe` in `directory`; `say` is (conversation as text, draws of the request's seed) -> what the policy says.
 
+    Where the first stages are those of the recipe above, they are copied from a run that made them, unless the run `is_fresh`.
     `words` are further ones for `train`: until, start.
     """
     engines = []
-    progress = progress or Watching()
+    recipe, progress = recipe or make_recipe(), progress or Watching()
+    if not is_fresh and runner is None and not Path(directory).exists() and (num := min(2, num_common(recipe, make_recipe()))):
+        shutil.copytree(_begun(num), directory)
 
     async def open_engines(model, config, *, detokenize, logs, names):
         chat = load_chat(model)
@@ -164,7 +185,7 @@ def run_recipe(
 
     result = asyncio.run(
         train(
-            recipe or make_recipe(),
+            recipe,
             directory,
             progress=progress,
             command="strop train scripted.toml",
@@ -174,6 +195,58 @@ def run_recipe(
         )
     )
     return ScriptedRun(result=result, engines=engines, progress=progress)
+
+
+@functools.cache
+def _begun(num):
+    """The directory of a run that made the first `num` stages of the recipe above, which ask no engine."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    return run_recipe(Path(directory) / "run", until=list(RECIPE["stages"])[num - 1], is_fresh=True).run.path
+
+
+class Fallen(BaseException):
+    """Ends a run as a kill does: nothing catches it."""
+
+
+@contextmanager
+def falling(stage, *, before=None, after=None):
+    """Expect the run to fall before the checkpoint of step `before` of `stage`, or after that of step `after`."""
+    save = CheckpointWriter.save
+
+    async def saving(writer, step):
+        is_there = writer.context.name == stage
+        if is_there and step == before:
+            raise Fallen
+        await save(writer, step)
+        if is_there and step == after:
+            await writer.settle()
+            raise Fallen
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointWriter, "save", saving)
+        try:
+            yield
+        except Fallen:
+            return
+    pytest.fail("the run did not come to the checkpoint at which it was to fall")
+
+
+def lines_of(run, stage="rl"):
+    return [line for line in read_lines(run.metrics) if line["stage"] == stage]
+
+
+def assert_same_training(run, other, stage="rl"):
+    """Equal steps, updates, selections and weights, but for what a clock said."""
+    for mine, theirs in ((run.metrics, other.metrics), (run.updates, other.updates)):
+        assert [untimed(line) for line in read_lines(mine)] == [untimed(line) for line in read_lines(theirs)]
+    for line in lines_of(other, stage):
+        paths = [each.stage(stage).selection(line["step"]) for each in (run, other)]
+        if paths[1].exists():
+            assert read_json(paths[0]) == read_json(paths[1])
+    for name in ("model.safetensors", "tokenizer.json"):
+        files = [each.stage(stage).model / name for each in (run, other)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
 def untimed(line):

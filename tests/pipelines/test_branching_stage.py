@@ -5,7 +5,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from scripted_runs import RECIPE, make_recipe, run_recipe
+from scripted_runs import RECIPE, lines_of, make_recipe, run_recipe
 from strop.errors import ConfigError
 from strop.pipeline.plan import check_stages
 from strop.recipe.recipe import Recipe, resolve
@@ -42,7 +42,7 @@ def finished(tmp_path_factory):
 
 
 def test_a_step_has_full_groups_of_trees(finished):
-    metrics = [line for line in read_lines(finished.run.metrics) if line["stage"] == "rl"]
+    metrics = lines_of(finished.run)
     assert len(metrics) == 2
     for step, line in enumerate(metrics, start=1):
         scored = read_rollouts(finished.run.stage("rl").rollouts(step))

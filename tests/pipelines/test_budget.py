@@ -4,10 +4,8 @@ import itertools
 
 import pytest
 
-from scripted_runs import RECIPE, make_recipe, run_recipe
-from strop.config import validate
+from scripted_runs import RECIPE, lines_of, make_recipe, recipe_of, run_recipe
 from strop.errors import ConfigError
-from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop import checkpoints
 from strop.stages.loop.steps import StageClock
@@ -23,10 +21,6 @@ class Watch:
 
     def __call__(self):
         return self.time
-
-
-def lines_of(run):
-    return [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
 
 
 @pytest.fixture
@@ -116,4 +110,4 @@ def test_a_step_that_took_longer_than_foreseen_is_told(ticking, tmp_path):
 def test_a_cosine_over_an_unknown_number_of_updates_is_refused():
     rl = RECIPE["stages"]["rl"] | {"budget_s": 60.0, "trainer": {"optimizer": {"lr": 1e-2, "schedule": "cosine"}}}
     with pytest.raises(ConfigError, match=r"budget_s is 60, but trainer\.optimizer\.schedule is 'cosine'"):
-        validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here")
+        recipe_of(RECIPE["stages"] | {"rl": rl})

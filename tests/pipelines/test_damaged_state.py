@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,9 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from scripted_runs import RECIPE, Watching, make_recipe, run_recipe, untimed
+from scripted_runs import RECIPE, Watching, assert_same_training, falling, make_recipe, recipe_of, run_recipe
 from strop.errors import CannotLearnError
-from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop import checkpoints
 from strop.training import WeightsLost
@@ -41,20 +39,9 @@ DAMAGES = {
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
     """A run of four steps that was stopped after the checkpoint of step 3, and the same run undisturbed."""
-    directory = tmp_path_factory.mktemp("damaged")
-    save = checkpoints.CheckpointWriter.save
-
-    async def fall(writer, step):
-        await save(writer, step)
-        await writer.settle()
-        if writer.context.name == "rl" and step == 3:
-            raise KeyboardInterrupt
-
-    recipe = make_recipe(steps=4)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints.CheckpointWriter, "save", fall)
-        with pytest.raises(KeyboardInterrupt):
-            run_recipe(directory / "interrupted", recipe)
+    directory, recipe = tmp_path_factory.mktemp("damaged"), make_recipe(steps=4)
+    with falling("rl", after=3):
+        run_recipe(directory / "interrupted", recipe)
     return directory / "interrupted", run_recipe(directory / "whole", recipe).run, recipe
 
 
@@ -75,23 +62,7 @@ def test_law_9_a_damaged_checkpoint_is_named_set_aside_and_the_one_before_it_use
     assert "set aside as `step-<k>.damaged`. The run goes on by itself from the one before" in told
     events = [line for line in read_lines(again.events) if line["event"] == "resumed" and line["stage"] == "rl"]
     assert [event["step"] for event in events] == [2]
-    assert [untimed(line) for line in read_lines(again.metrics)] == [untimed(line) for line in read_lines(whole.metrics)]
-    models = [run.stage("rl").model / "model.safetensors" for run in (again, whole)]
-    assert models[0].read_bytes() == models[1].read_bytes()
-
-
-def test_an_rl_stage_whose_updates_are_not_finite_stops_with_the_state_of_its_last_step_saved(tmp_path):
-    settings = {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}
-    recipe = make_recipe(steps=9, checkpoint_every=9, give_up_after=9, trainer=settings)
-    progress = Watching()
-    with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
-        run_recipe(tmp_path / "run", recipe, progress=progress)
-    stage = RunDirectory(tmp_path / "run").stage("rl")
-    steps = [line for line in read_lines(RunDirectory(tmp_path / "run").metrics) if line["stage"] == "rl"]
-    assert [line["update/skipped"] for line in steps] == [0.0, 1.0]  # the first update makes the weights infinite
-    assert checkpoints.latest_step(stage) == 2
-    assert len(list(stage.skipped.glob("*.pt"))) == 2
-    assert sum("Its batch is in" in warning for warning in progress.warnings) == 2
+    assert_same_training(again, whole)
 
 
 @pytest.mark.slow
@@ -188,11 +159,11 @@ def test_a_critic_that_was_updated_is_not_saved_as_that_of_the_step_before(tmp_p
 
 
 def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_path):
-    recipe = json.loads(json.dumps(RECIPE))
-    recipe["stages"]["sft"] |= {"steps": 12, "trainer": {"optimizer": {"lr": 1e36}}}
+    sft = RECIPE["stages"]["sft"] | {"steps": 12, "trainer": {"optimizer": {"lr": 1e36}}}
+    recipe = recipe_of({"base": RECIPE["stages"]["base"], "sft": sft})
     progress = Watching()
     with pytest.raises(CannotLearnError, match=r"^stages\.sft, step 4: 3 updates in a row were skipped"):
-        run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))), progress=progress)
+        run_recipe(tmp_path / "run", recipe, progress=progress)
     stage = RunDirectory(tmp_path / "run").stage("sft")
     lines = [line for line in read_lines(RunDirectory(tmp_path / "run").metrics) if line["stage"] == "sft"]
     assert [(line["step"], line["update/skipped"]) for line in lines] == [(1, 0.0), (2, 1.0), (3, 1.0)]
@@ -204,16 +175,3 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_p
     batch = torch.load(kept[0], weights_only=True)
     assert batch["ids"].shape == batch["loss_mask"].shape == batch["loss_weights"].shape
     assert batch["loss_mask"].any()
-
-
-def test_expert_iteration_whose_updates_are_not_finite_stops_with_its_state_saved(tmp_path):
-    expert = {"kind": "expert_iteration", "init": "base", "steps": 4, "tasks_per_step": 4, "group_size": 4, "batch_size": 16}
-    expert |= {"checkpoint_every": 9, "trainer": {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}}
-    recipe = RECIPE | {"stages": {"base": RECIPE["stages"]["base"], "expert": expert}}
-    progress = Watching()
-    with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
-        run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))), progress=progress)
-    stage = RunDirectory(tmp_path / "run").stage("expert")
-    assert checkpoints.latest_step(stage) == 2  # one update a step: the first makes huge weights, the next is skipped
-    assert [path.name for path in sorted(stage.skipped.glob("*.pt"))] == ["step-000002-1.pt", "step-000003-2.pt"]
-    assert sum("Its batch is in" in warning for warning in progress.warnings) == 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from scripted_runs import RECIPE, run_recipe
+from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import MachineError, RunError
 from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe, resolve
@@ -102,7 +102,7 @@ def test_rows_are_written_as_they_come_and_the_file_is_there_whole_or_not_at_all
 def test_groups_of_a_fixed_set_come_in_its_order_and_in_parts_with_a_ledger_each(monkeypatch, tmp_path):
     """So that what is kept can be written as it comes, and no more is held, or read again, than one part."""
     stages = {name: PIPELINE[name] for name in ("base", "sft")} | {"good": PIPELINE["good"] | {"num_tasks": 7, "init": "sft"}}
-    recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+    recipe = recipe_of(stages)
     at_once = run_recipe(tmp_path / "at-once", recipe).run.stage("good")
     monkeypatch.setattr("strop.stages.sampled._TASKS_AT_ONCE", 3)
     in_parts = run_recipe(tmp_path / "in-parts", recipe).run.stage("good")
@@ -235,7 +235,7 @@ PIPELINE = {name: RECIPE["stages"][name] for name in ("base", "sft")} | {
 
 def make(**changes):
     stages = {name: stage | changes.get(name, {}) for name, stage in PIPELINE.items()}
-    return Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+    return recipe_of(stages)
 
 
 @pytest.fixture(scope="module")

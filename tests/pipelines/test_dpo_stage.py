@@ -9,12 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scripted_runs import RECIPE, Watching, run_recipe, untimed
-from strop.config import validate
+from scripted_runs import RECIPE, Watching, lines_of, recipe_of, run_recipe, untimed
 from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
-from strop.recipe.recipe import Recipe, resolve
 from strop.rollout.prompt import load_prompt
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.runs.lineage import weights_digest
@@ -40,11 +38,7 @@ def recipe(path, *, later=None, **keys):
         }
         | keys,
     } | (later or {})
-    return validate(Recipe, resolve(RECIPE | {"stages": stages}), place="recipe")
-
-
-def lines_of(run):
-    return [line for line in read_lines(run.metrics) if line["stage"] == "prefer"]
+    return recipe_of(stages)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def trained(tmp_path_factory):
 
 
 def test_each_step_has_the_loss_of_its_pairs_and_the_first_is_that_of_the_reference(trained):
-    lines = lines_of(trained.run)
+    lines = lines_of(trained.run, "prefer")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]  # 19 pairs in batches of 8: 3 an epoch
     first, last = lines[0], lines[-1]
     assert first["dpo/loss"] == pytest.approx(math.log(2), abs=1e-9)
@@ -67,7 +61,7 @@ def test_each_step_has_the_loss_of_its_pairs_and_the_first_is_that_of_the_refere
 
 
 def test_held_out_pairs_are_measured_every_so_many_steps_and_after_the_last_and_the_best_policy_is_kept(trained):
-    lines = {line["step"]: line for line in lines_of(trained.run) if "validation/pair_loss" in line}
+    lines = {line["step"]: line for line in lines_of(trained.run, "prefer") if "validation/pair_loss" in line}
     found = {step: (line["validation/pair_accuracy"], -line["validation/pair_loss"]) for step, line in lines.items()}
     assert list(found) == [2, 4, 6]
     record = read_json(trained.run.stage("prefer").best / "validation.json")
@@ -115,7 +109,7 @@ def test_law_9_a_run_that_is_stopped_ends_with_the_same_model(tmp_path, last, ch
     for name in ("model", "best"):
         mine, theirs = (each.run.stage("prefer").path / name / "model.safetensors" for each in (resumed, whole))
         assert mine.read_bytes() == theirs.read_bytes(), name
-    mine, theirs = ([untimed(line) for line in lines_of(each.run)] for each in (resumed, whole))
+    mine, theirs = ([untimed(line) for line in lines_of(each.run, "prefer")] for each in (resumed, whole))
     assert mine == theirs
 
 
@@ -200,7 +194,7 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_th
         run_recipe(tmp_path / "run", recipe(write_pairs(tmp_path / "pairs.jsonl"), checkpoint_every=9), progress=watching)
     run = RunDirectory(tmp_path / "run")
     assert checkpoints.latest_step(run.stage("prefer")) == 3
-    assert [(line["step"], line["update/skipped"]) for line in lines_of(run)] == [(1, 0.0), (2, 1.0), (3, 1.0)]
+    assert [(line["step"], line["update/skipped"]) for line in lines_of(run, "prefer")] == [(1, 0.0), (2, 1.0), (3, 1.0)]
     batch = torch.load(sorted(run.stage("prefer").skipped.glob("*.pt"))[0], weights_only=True)
     assert len(batch["ids"]) == 2 * 8
     assert set(batch["columns"]) == {"old_logprobs", "reference_logprobs"}

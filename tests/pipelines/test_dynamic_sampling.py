@@ -5,7 +5,7 @@ import re
 import pytest
 from pydantic import ValidationError
 
-from scripted_runs import answer, make_recipe, run_recipe, sometimes_right, untimed
+from scripted_runs import answer, lines_of, make_recipe, run_recipe, sometimes_right, untimed
 from strop.errors import CannotLearnError
 from strop.run_directory import read_json, read_lines
 from strop.stages.loop.ledger import StepLedger
@@ -27,10 +27,6 @@ def selection(run, step):
 
 def used(groups):
     return [group for group in groups if any(rollout["is_kept"] for rollout in group["rollouts"])]
-
-
-def lines_of(run):
-    return [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
 
 
 @pytest.fixture(scope="module")

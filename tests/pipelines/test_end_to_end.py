@@ -8,10 +8,9 @@ import transformers
 from killing import open_tool_calls
 from safetensors.torch import load_file
 
-from scripted_runs import make_recipe, run_recipe, untimed
+from scripted_runs import assert_same_training, falling, lines_of, make_recipe, run_recipe, untimed
 from strop.recipe.load import recipe_of
 from strop.run_directory import RunDirectory, read_json, read_lines
-from strop.stages.loop import checkpoints
 from strop.stages.loop.ledger import read_rollouts
 from strop.types import StopReason, ToolOutcome
 
@@ -133,7 +132,7 @@ def test_every_step_is_one_line_of_metrics(scripted_run):
 
 
 def test_calls_and_their_latency_are_those_of_the_rollouts_on_disk(scripted_run):
-    lines = [line for line in read_lines(scripted_run.run.metrics) if line["stage"] == "rl"]
+    lines = lines_of(scripted_run.run)
     for line in lines:
         rollouts = read_rollouts(scripted_run.run.stage("rl").rollouts(line["step"]))
         latencies = [call.duration_s for scored in rollouts for call in scored.trajectory.calls if call.outcome.is_dispatched]
@@ -222,29 +221,16 @@ def test_a_run_may_be_copied_and_goes_on_from_there(scripted_run, tmp_path):
     assert untimed(again.result.evaluations[1]) == untimed(scripted_run.result.evaluations[1])
 
 
-@pytest.mark.parametrize("when", ["before its checkpoint", "after its checkpoint"])
-def test_law_9_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint(scripted_run, tmp_path, monkeypatch, when):
-    async def fall(writer, step):
-        if writer.context.name == "rl" and when == "before its checkpoint":
-            raise KeyboardInterrupt
-        await save(writer, step)
-        await writer.settle()
-        if writer.context.name == "rl":
-            raise KeyboardInterrupt
-
-    save = checkpoints.CheckpointWriter.save
-    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", fall)
-    with pytest.raises(KeyboardInterrupt):
-        run_recipe(tmp_path / "run")
-    monkeypatch.undo()
-    again = run_recipe(tmp_path / "run")
-    mine, theirs = ([untimed(line) for line in read_lines(run.metrics)] for run in (again.run, scripted_run.run))
-    assert mine == theirs
-    for name in ("model.safetensors", "tokenizer.json"):
-        of_both = [run.stage("rl").model / name for run in (again.run, scripted_run.run)]
-        assert of_both[0].read_bytes() == of_both[1].read_bytes()
+@pytest.mark.parametrize("fall", [{"before": 2}, {"after": 1}], ids=["before its checkpoint", "after its checkpoint"])
+def test_law_9_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint(tmp_path, fall):
+    recipe = make_recipe(steps=3)
+    whole = run_recipe(tmp_path / "whole", recipe).run
+    with falling("rl", **fall):
+        run_recipe(tmp_path / "run", recipe)
+    again = run_recipe(tmp_path / "run", recipe)
+    assert_same_training(again.run, whole)
     num_played = sum(request.id.endswith("/0") for request in again.engines[0].requests)
-    assert num_played == 18  # of step 2; those of step 1 were finished
+    assert num_played == (18 if "before" in fall else 36)  # of the steps after the last that was played
 
 
 def test_keys_that_change_no_result_may_change_between_two_tries(scripted_run):

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from scripted_runs import RECIPE, answer, make_recipe, run_recipe
-from strop.config import validate
+from scripted_runs import RECIPE, answer, lines_of, make_recipe, recipe_of, run_recipe
 from strop.errors import ConfigError
-from strop.recipe.recipe import Recipe, resolve
 from strop.recipe.schedule import MetricRule, why_over
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop import checkpoints
@@ -138,11 +136,7 @@ def test_law_9_a_run_that_falls_after_a_plateau_ended_it_trains_no_further(tmp_p
 def test_rules_that_cannot_be_meant_are_refused_before_anything_starts(keys, message):
     rl = RECIPE["stages"]["rl"] | {"steps": 9} | keys
     with pytest.raises(ConfigError, match=message):
-        validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here")
-
-
-def lines_of(run):
-    return [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
+        recipe_of(RECIPE["stages"] | {"rl": rl})
 
 
 async def fall(*_):

@@ -9,10 +9,20 @@ import pytest
 import transformers
 from safetensors.torch import load_file
 
-from scripted_runs import RECIPE, RecordingEngine, Watching, answer, run_recipe, sometimes_right, untimed
+from scripted_runs import (
+    RECIPE,
+    RecordingEngine,
+    Watching,
+    answer,
+    assert_same_training,
+    falling,
+    lines_of,
+    recipe_of,
+    run_recipe,
+    sometimes_right,
+)
 from strop.config import validate
 from strop.errors import CannotLearnError, ConfigError, MachineError
-from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.demonstrations import as_demonstration
 from strop.stages.expert_iteration import ExpertIteration
@@ -34,17 +44,12 @@ STAGE = {
 
 
 def make_recipe(**keys):
-    stages = {"base": RECIPE["stages"]["base"], "ei": STAGE | keys}
-    return Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+    return recipe_of({"base": RECIPE["stages"]["base"], "ei": STAGE | keys})
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     return run_recipe(tmp_path_factory.mktemp("expert") / "run", make_recipe())
-
-
-def lines_of(run):
-    return [line for line in read_lines(run.metrics) if line["stage"] == "ei"]
 
 
 def test_a_step_imitates_what_is_right_and_publishes_the_policy_that_this_gives(finished):
@@ -61,7 +66,7 @@ def test_a_step_imitates_what_is_right_and_publishes_the_policy_that_this_gives(
 def test_the_log_tells_what_was_kept_how_long_it_was_and_how_sure_the_policy_is(finished):
     run = finished.run
     num_updates = 0
-    for line in lines_of(run):
+    for line in lines_of(run, "ei"):
         rollouts = read_rollouts(run.stage("ei").rollouts(line["step"]))
         right = [scored for scored in rollouts if scored.reward_parts["accuracy"] > 0]
         wrong = [scored for scored in rollouts if scored.reward_parts["accuracy"] == 0]
@@ -114,7 +119,7 @@ def test_law_11_steps_with_nothing_right_are_counted_told_and_end_the_run_with_i
     with pytest.raises(CannotLearnError, match=r"2 steps in a row .* none of 12 rollouts is right"):
         run_recipe(tmp_path / "run", recipe, say=wrong, progress=progress)
     run = RunDirectory(tmp_path / "run")
-    lines = lines_of(run)
+    lines = lines_of(run, "ei")
     assert [line["update/stuck_steps"] for line in lines] == [1, 2]
     for line in lines:
         assert line["rollout/kept_fraction"] == 0
@@ -131,7 +136,7 @@ def test_a_stage_that_gave_up_goes_on_from_there(tmp_path):
     with pytest.raises(CannotLearnError):
         run_recipe(tmp_path / "run", make_recipe(steps=3, give_up_after=1), say=wrong)
     again = run_recipe(tmp_path / "run", make_recipe(steps=3, give_up_after=3))
-    assert [line["update/stuck_steps"] for line in lines_of(again.run)] == [1, 0, 0]
+    assert [line["update/stuck_steps"] for line in lines_of(again.run, "ei")] == [1, 0, 0]
 
 
 class FallingEngine(RecordingEngine):
@@ -145,32 +150,18 @@ class FallingEngine(RecordingEngine):
 
 def test_law_3_void_rollouts_are_neither_kept_nor_counted_as_wrong(tmp_path):
     done = run_recipe(tmp_path / "run", make_recipe(steps=1), make_engine=FallingEngine)
-    [line] = lines_of(done.run)
+    [line] = lines_of(done.run, "ei")
     rollouts = read_rollouts(done.run.stage("ei").rollouts(1))
     assert line["rollout/void_fraction"] > 0
     assert not {scored.trajectory.key.attempt for scored in rollouts} & {1, 4}
     assert line["rollout/kept_fraction"] == sum(scored.reward for scored in rollouts) / len(rollouts)
 
 
-@pytest.mark.parametrize("when", ["before its checkpoint", "after its checkpoint"])
-def test_law_9_a_step_counts_once_whether_it_fell_before_or_after_its_checkpoint(finished, tmp_path, monkeypatch, when):
-    async def fall(writer, step):
-        if when == "before its checkpoint":
-            raise KeyboardInterrupt
-        await save(writer, step)
-        await writer.settle()
-        raise KeyboardInterrupt
-
-    save = checkpoints.CheckpointWriter.save
-    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", fall)
-    with pytest.raises(KeyboardInterrupt):
+def test_law_9_a_step_that_fell_before_its_checkpoint_counts_once(finished, tmp_path):
+    with falling("ei", before=1):
         run_recipe(tmp_path / "run", make_recipe())
-    monkeypatch.undo()
     again = run_recipe(tmp_path / "run", make_recipe())
-    mine, theirs = ([untimed(line) for line in read_lines(run.metrics)] for run in (again.run, finished.run))
-    assert mine == theirs
-    models = [run.stage("ei").model / "model.safetensors" for run in (again.run, finished.run)]
-    assert models[0].read_bytes() == models[1].read_bytes()
+    assert_same_training(again.run, finished.run, "ei")
     num_played = sum(request.id.endswith("/0") for request in again.engines[0].requests)
     assert num_played == 12  # of step 2; those of step 1 were finished
 
@@ -190,7 +181,7 @@ def test_repeats_are_imitated_once_where_that_is_asked(tmp_path):
                 kept.add(said)
             num_repeats += record["reason"] == "dropped: the same as one that is kept"
     assert num_repeats > 0, "no rollout was repeated: the test proves nothing"
-    assert lines_of(done.run)[0]["rollout/kept_fraction"] < lines_of(done.run)[0]["rollout/accuracy"]
+    assert lines_of(done.run, "ei")[0]["rollout/kept_fraction"] < lines_of(done.run, "ei")[0]["rollout/accuracy"]
 
 
 def keys_of(stage):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import pytest
 
-from scripted_runs import RECIPE, Watching, answer, call, make_recipe, run_recipe
+from scripted_runs import RECIPE, Watching, answer, call, make_recipe, recipe_of, run_recipe
 from strop.errors import CannotLearnError
-from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import read_lines
 
 
@@ -87,6 +85,6 @@ def test_a_tie_says_that_every_tool_call_failed(tmp_path):
 def test_expert_iteration_says_the_same_where_nothing_is_right(tmp_path, say, expected):
     stage = {"kind": "expert_iteration", "init": "base", "tasks_per_step": 3, "group_size": 4, "batch_size": 3}
     stages = {"base": RECIPE["stages"]["base"], "ei": stage | {"steps": 2, "give_up_after": 1}}
-    recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+    recipe = recipe_of(stages)
     told, _ = stuck(tmp_path / "run", say, recipe=recipe)
     assert told == [f"none of 12 rollouts is right, so there is nothing to imitate.{expected[0]}", *expected[1:]]

@@ -3,10 +3,8 @@
 import pytest
 
 from hub_copies import keep_copy, offline
-from scripted_runs import RECIPE, run_recipe
-from strop.config import validate
+from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import TaskError
-from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import read_json
 
 pytest.importorskip("datasets", reason="needs the extra strop[data]")
@@ -24,7 +22,7 @@ def copies(tmp_path, monkeypatch):
 def evaluation(**tasks):
     of_hub = {"kind": "hub", "name": "org/sums", "test_split": "train", **tasks}
     before = RECIPE["stages"]["before"] | {"init": "base", "num_tasks": 1, "tasks": of_hub}
-    return validate(Recipe, resolve(RECIPE | {"stages": {"base": RECIPE["stages"]["base"], "before": before}}), place="test")
+    return recipe_of({"base": RECIPE["stages"]["base"], "before": before})
 
 
 def curation(directory):
@@ -33,7 +31,7 @@ def curation(directory):
         '[[rules]]\nkind = "decontamination"\nagainst = [{ kind = "hub", name = "org/tests", test_split = "train" }]\n'
     )
     stage = {"kind": "curation", "recipe": str(directory / "rules.toml"), "jobs": 1}
-    return validate(Recipe, resolve(RECIPE | {"stages": {"problems": stage}}), place="test")
+    return recipe_of({"problems": stage})
 
 
 def hub_of(run):

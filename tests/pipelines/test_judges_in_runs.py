@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rewards.scorers.chat_service import Answer, said, serving
-from scripted_runs import Watching, answer, make_recipe, run_recipe, untimed
+from scripted_runs import Watching, answer, lines_of, make_recipe, run_recipe, untimed
 from strop.errors import CannotLearnError, UserError
 from strop.rewards.sum import EXCLUDED
 from strop.run_directory import RunDirectory, read_lines
@@ -77,7 +77,7 @@ def test_a_judge_that_is_confused_by_every_third_response_goes_on_with_its_count
         reward = with_judge(service, tries=1, max_running=1)  # one after the other: never two in a row
         done = run_recipe(tmp_path / "run", make_recipe(reward=reward), say=says_anything)
     assert [len(voids(of_step(done.run, step))) for step in (1, 2)] == [6, 6]
-    lines = [line for line in read_lines(done.run.metrics) if line["stage"] == "rl"]
+    lines = lines_of(done.run)
     assert [line["rollout/void_fraction"] for line in lines] == [pytest.approx(1 / 3)] * 2
     assert re.findall(r"excluded from their groups: (\d+) so far", caplog.text) == ["1", "2", "4", "8"]
 

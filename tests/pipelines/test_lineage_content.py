@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import strop
-from scripted_runs import RECIPE, answer, make_recipe, run_recipe
+from scripted_runs import RECIPE, answer, make_recipe, recipe_of, run_recipe
 from strop.config import validate
 from strop.errors import RunError
 from strop.evaluation.leaderboard import gather
@@ -219,7 +219,7 @@ def test_rows_that_were_cut_after_their_stage_finished_are_refused(tmp_path):
     stages = {name: RECIPE["stages"][name] for name in ("base", "sft")}
     stages["hard"] = {"kind": "filter", "init": "sft", "num_tasks": 6, "k": 2, "min_right": 0, "max_right": 2}
     mixed = {"mixed": {"kind": "mix", "data": ["hard"]}}
-    recipe = validate(Recipe, resolve(RECIPE | {"stages": stages | mixed}), place="test")
+    recipe = recipe_of(stages | mixed)
     run = run_recipe(tmp_path / "run", recipe, until="hard").run
     rows = run.stage("hard").path / "data" / "kept.jsonl"
     lines = rows.read_text().splitlines(keepends=True)

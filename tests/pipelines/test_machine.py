@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripted_runs import RECIPE, run_recipe
+from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import UserError
 from strop.pipeline.plan import check_stages, plan
 from strop.recipe.recipe import Recipe, resolve
@@ -158,7 +158,7 @@ def models(tmp_path_factory):
         "base": RECIPE["stages"]["base"],
         "helpful": {"kind": "reward_model", "init": "base", "path": str(pairs), "batch_size": 9},
     }
-    made = run_recipe(directory / "run", Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages}))))
+    made = run_recipe(directory / "run", recipe_of(stages))
     return made.run.stage("base").model, made.run.stage("helpful").model
 
 
@@ -232,7 +232,7 @@ def test_a_file_of_a_late_stage_is_missed_before_the_first_begins(tmp_path, monk
     tree = RECIPE | {"stages": RECIPE["stages"] | {"played": played, "late": stage}}
     late = Recipe.model_validate_json(json.dumps(resolve(tree)))
     with pytest.raises(UserError, match=rf"stages\.late\.{key}: .*late\.jsonl: no such file\. .* Nothing was begun\."):
-        run_recipe(tmp_path / "run", late)
+        run_recipe(tmp_path / "run", late, is_fresh=True)
     assert not (tmp_path / "run").exists()
     check_machine(late, is_plan=True)
     check_machine(late, done=["late"])
@@ -248,7 +248,7 @@ def test_a_file_that_an_earlier_stage_may_make_is_not_missed(tmp_path):
     def reading(name):
         tasks = {"kind": "jsonl", "path": str(run.stage(name).path / "data" / "kept.jsonl")}
         late = {"kind": "demonstrations", "init": "base", "tasks": tasks, **PLAYED}
-        return Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": RECIPE["stages"] | {"late": late}})))
+        return recipe_of(RECIPE["stages"] | {"late": late})
 
     check_machine(reading("sft"), run=run)
     for name, done in (("sft", ["base", "sft"]), ("late", [])):

@@ -4,17 +4,24 @@ Scripted engines here; `test_resume_ahead.py` has real ones, and kills them.
 """
 
 import asyncio
-import json
+import threading
 import time
 
 import pytest
 from test_dynamic_sampling import METHOD, all_right_if_even
 
-from scripted_runs import RECIPE, RecordingEngine, make_recipe, run_recipe, untimed
-from strop.config import validate
+from scripted_runs import (
+    RECIPE,
+    Fallen,
+    RecordingEngine,
+    assert_same_training,
+    falling,
+    lines_of,
+    recipe_of,
+    run_recipe,
+)
 from strop.errors import ConfigError, RunError
 from strop.pipeline.plan import check_stages, plan
-from strop.recipe.recipe import Recipe, resolve
 from strop.reports.log import read_run
 from strop.reports.rollouts import read_rollouts as read_table
 from strop.run_directory import read_json, read_lines
@@ -23,18 +30,14 @@ from strop.stages.loop.async_rollouts import read_closed
 from strop.stages.loop.ledger import StepLedger, read_rollouts
 from strop.training import learner
 
-APART = {"engine": {"max_length": 256, "own_process": True}}
+APART = {"own_process": True}
 STEPS = 4
 
 
-def make_ahead_recipe(*, max_staleness=1, **rl):
-    rl = RECIPE["stages"]["rl"] | {"steps": STEPS, "max_staleness": max_staleness} | rl
-    tree = RECIPE | APART | {"stages": {name: RECIPE["stages"][name] for name in ("base", "sft")} | {"rl": rl}}
-    return validate(Recipe, resolve(json.loads(json.dumps(tree))), place="here")
-
-
-def lines_of(run):
-    return [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
+def make_ahead_recipe(*, engine=APART, **rl):
+    stages = {name: RECIPE["stages"][name] for name in ("base", "sft")}
+    stages["rl"] = RECIPE["stages"]["rl"] | {"steps": STEPS, "max_staleness": 1} | rl
+    return recipe_of(stages, engine={"max_length": 256} | engine)
 
 
 def versions(run, step):
@@ -84,25 +87,18 @@ def test_the_report_says_how_far_behind_a_rollout_is(ahead):
     assert said[4] == {"2 (1 behind)"}
 
 
-def test_nothing_is_played_ahead_unless_asked(tmp_path, scripted_run):
-    """The key at 0 leaves a run what it is without it, to the byte."""
-    run = run_recipe(tmp_path / "run", make_recipe(max_staleness=0)).run
-    assert [untimed(line) for line in read_lines(run.metrics)] == [
-        untimed(line) for line in read_lines(scripted_run.run.metrics)
-    ]
-    mine, theirs = (each.stage("rl").model / "model.safetensors" for each in (run, scripted_run.run))
-    assert mine.read_bytes() == theirs.read_bytes()
+def test_nothing_is_played_ahead_unless_asked(scripted_run):
+    run = scripted_run.run
     assert [versions(run, step) for step in (1, 2)] == [{0}, {1}]
-    assert not any(
-        line["event"] == "closed" for line in read_lines(run.stage("rl").path / "rollouts" / "step-000002.ledger.jsonl")
-    )
+    ledger = read_lines(run.stage("rl").path / "rollouts" / "step-000002.ledger.jsonl")
+    assert not any(line["event"] == "closed" for line in ledger)
 
 
 class SlowEngine(RecordingEngine):
     """Samples for a while, without computing."""
 
     async def complete(self, request):
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         return await super().complete(request)
 
 
@@ -110,25 +106,28 @@ def test_rollouts_run_while_the_trainer_computes(tmp_path, monkeypatch):
     """Engine and trainer both only sleep here, so the time that a step saves is that of the shorter of both."""
 
     def slow_update(self, *arguments):
-        time.sleep(0.4)
+        time.sleep(0.3)
         return update(self, *arguments)
 
     update = learner.Learner.update
     monkeypatch.setattr(learner.Learner, "update", slow_update)
-    lines = lines_of(run_recipe(tmp_path / "run", make_ahead_recipe(), make_engine=SlowEngine).run)
+    lines = lines_of(run_recipe(tmp_path / "run", make_ahead_recipe(steps=3), make_engine=SlowEngine).run)
     for line in lines[1:-1]:
-        assert line["time/rollout_s"] >= 0.4
-        assert line["time/update_s"] >= 0.4
-        assert line["time/step_s"] < line["time/rollout_s"] + line["time/update_s"] - 0.2
+        assert line["time/rollout_s"] >= 0.2
+        assert line["time/update_s"] >= 0.3
+        assert line["time/step_s"] < line["time/rollout_s"] + line["time/update_s"] - 0.1
 
 
 def test_an_engine_in_the_place_of_a_lost_one_gets_what_was_published_and_not_what_is_trained_meanwhile(tmp_path, monkeypatch):
-    loads, num_updates = [], 0
+    loads, num_updates, is_trained = [], 0, threading.Event()
 
     def counting_update(self, *arguments):
         nonlocal num_updates
+        report = update(self, *arguments)
         num_updates += 1
-        return update(self, *arguments)
+        if num_updates == 2:
+            is_trained.set()
+        return report
 
     class Doomed(RecordingEngine):
         def __init__(self, *arguments, **options):
@@ -137,7 +136,7 @@ def test_an_engine_in_the_place_of_a_lost_one_gets_what_was_published_and_not_wh
 
         async def complete(self, request):
             if self is engines[0] and self.policy_version == 1:
-                await asyncio.sleep(0.5)  # the trainer is done with step 2 by then
+                assert await asyncio.to_thread(is_trained.wait, 30)
                 await self.kill("it was unplugged.")
             return await super().complete(request)
 
@@ -150,59 +149,34 @@ def test_an_engine_in_the_place_of_a_lost_one_gets_what_was_published_and_not_wh
     monkeypatch.setattr(learner.Learner, "update", counting_update)
     run = run_recipe(tmp_path / "run", make_ahead_recipe(), make_engine=Doomed).run
     published = {line["step"]: line["weights"] for line in read_lines(run.events) if line["event"] == "step_finished"}
-    of_sft = RECIPE["stages"]["sft"]["steps"]
-    assert next(load for load in loads if load[0] == 1) == (1, 1, published[1], of_sft + 2)
+    assert next(load for load in loads if load[0] == 1) == (1, 1, published[1], 2)
     assert [versions(run, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {1}, {2}]
-
-
-class Fallen(BaseException):
-    """As a kill, for whoever cannot catch it."""
 
 
 def assert_same_rl(run, other):
     """Equal in all that no clock said, and nothing was played twice."""
-    assert [untimed(line) for line in lines_of(run)] == [untimed(line) for line in lines_of(other)]
+    assert_same_training(run, other)
     for step in range(1, STEPS + 1):
-        assert read_json(run.stage("rl").selection(step)) == read_json(other.stage("rl").selection(step))
         rollouts = read_rollouts(run.stage("rl").rollouts(step))
         assert len({scored.trajectory.key for scored in rollouts}) == len(rollouts), "a rollout was played twice"
-    mine, theirs = (each.stage("rl").model / "model.safetensors" for each in (run, other))
-    assert mine.read_bytes() == theirs.read_bytes()
 
 
-FALLS = {
-    "before a checkpoint": ("save", 3),
-    "behind the first checkpoint": ("saved", 1),
-    "in the first updates": ("update", 1),
-}
-
-
-@pytest.mark.parametrize("fall", FALLS)
-def test_law_9_a_run_that_falls_ends_with_the_same_weights(ahead, tmp_path, monkeypatch, fall):
-    where, when = FALLS[fall]
-    save, update = checkpoints.CheckpointWriter.save, learner.Learner.update
-
-    async def saving(writer, step):
-        is_here = writer.context.name == "rl" and step == when
-        if is_here and where == "save":
-            raise Fallen
-        await save(writer, step)
-        if is_here and where == "saved":
-            await writer.settle()
-            raise Fallen
-
-    def updating(self, batch, *arguments):
-        if where == "update" and self.num_updates == when - 1 and (batch.advantages < 0).any():  # of RL: SFT's are all 1
-            raise Fallen
-        return update(self, batch, *arguments)
-
-    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", saving)
-    monkeypatch.setattr(learner.Learner, "update", updating)
-    with pytest.raises(Fallen):
+@pytest.mark.parametrize("fall", [{"before": 3}, {"after": 1}], ids=["before a checkpoint", "behind the first checkpoint"])
+def test_law_9_a_run_that_falls_ends_with_the_same_weights(ahead, tmp_path, fall):
+    with falling("rl", **fall):
         run_recipe(tmp_path / "run", make_ahead_recipe())
-    monkeypatch.undo()
-    run = run_recipe(tmp_path / "run", make_ahead_recipe()).run
-    assert_same_rl(run, ahead.run)
+    assert_same_rl(run_recipe(tmp_path / "run", make_ahead_recipe()).run, ahead.run)
+
+
+def test_law_9_a_run_that_falls_in_its_first_update_ends_with_the_same_weights(ahead, tmp_path, monkeypatch):
+    def fall(*arguments):
+        raise Fallen
+
+    with monkeypatch.context() as patch:
+        patch.setattr(learner.Learner, "update", fall)
+        with pytest.raises(Fallen):
+            run_recipe(tmp_path / "run", make_ahead_recipe())
+    assert_same_rl(run_recipe(tmp_path / "run", make_ahead_recipe()).run, ahead.run)
 
 
 DAPO = {
@@ -255,18 +229,9 @@ def test_law_9_a_checkpoint_is_there_when_the_next_rollouts_are(tmp_path, monkey
     assert closed == {1: True, 2: True, 3: True}
 
 
-def test_rollouts_that_are_gone_are_not_made_up_for_by_others(tmp_path, monkeypatch):
-    async def saving(writer, step):
-        await save(writer, step)
-        await writer.settle()
-        if writer.context.name == "rl" and step == 2:
-            raise Fallen
-
-    save = checkpoints.CheckpointWriter.save
-    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", saving)
-    with pytest.raises(Fallen):
+def test_rollouts_that_are_gone_are_not_made_up_for_by_others(tmp_path):
+    with falling("rl", after=2):
         run_recipe(tmp_path / "run", make_ahead_recipe())
-    monkeypatch.undo()
     path = tmp_path / "run" / "stages" / "rl" / "rollouts" / "step-000003.jsonl"
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]))
     with pytest.raises(RunError, match=r"step 3, which were played before the checkpoint of step 2, are missing"):
@@ -293,32 +258,28 @@ def test_a_schedule_holds_for_the_step_that_it_names_however_early_it_is_played(
     ("rl", "engine", "message"),
     [
         ({}, {}, "stages.rl.max_staleness is 1, but engine and trainer compute in one process"),
-        ({"max_staleness": 2}, APART["engine"], "max_staleness.*less than or equal to 1"),
-        ({"max_staleness": -1}, APART["engine"], "max_staleness"),
+        ({"max_staleness": 2}, APART, "max_staleness.*less than or equal to 1"),
         (
             {"method": {"kind": "grpo", "mismatch": "off"}},
-            APART["engine"],
+            APART,
             "method.mismatch is 'off'. Leave method.mismatch out",
         ),
         (
             {"schedule": [{"at_update": 2, "limits": {"max_turns": 2}}]},
-            APART["engine"],
+            APART,
             r"schedule entry 1 \(at_update = 2, limits.max_turns = 2\) depends on updates or metrics",
         ),
     ],
 )
 def test_what_cannot_hold_is_refused_before_anything_runs(rl, engine, message):
-    rl = RECIPE["stages"]["rl"] | {"steps": STEPS, "max_staleness": 1} | rl
-    tree = RECIPE | {"engine": {"max_length": 256} | engine, "stages": RECIPE["stages"] | {"rl": rl}}
     with pytest.raises(ConfigError, match=message):
-        check_stages(validate(Recipe, resolve(json.loads(json.dumps(tree))), place="here"), ["rl"])
+        check_stages(make_ahead_recipe(engine=engine, **rl), ["rl"])
 
 
 @pytest.mark.parametrize("engine", [{"replicas": 2}, {"devices": [0]}, {"kind": "vllm", "addresses": ["http://h:1"]}])
 def test_whatever_computes_elsewhere_may_play_ahead(engine):
-    rl = RECIPE["stages"]["rl"] | {"max_staleness": 1}
-    tree = RECIPE | {"engine": {"max_length": 256} | engine, "stages": RECIPE["stages"] | {"rl": rl}}
-    recipe = validate(Recipe, resolve(json.loads(json.dumps(tree))), place="here")
+    recipe = make_ahead_recipe(engine=engine)
+    assert recipe.engine.is_apart
     assert recipe.stages["rl"].config.max_staleness == 1
 
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from scripted_runs import RECIPE, Watching, answer, make_recipe, run_recipe
+from scripted_runs import RECIPE, Watching, answer, make_recipe, recipe_of, run_recipe
 from strop.errors import ConfigError, RunError, TaskError
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory, read_json, read_lines, write_json
@@ -181,9 +181,7 @@ def test_a_stage_that_is_let_go_leaves_no_steps_behind(tmp_path):
     sft = {"kind": "sft", "init": "base", "data": ["written"], "steps": 4, "batch_size": 1, "checkpoint_every": 4}
 
     def with_stages(**stages):
-        return Recipe.model_validate_json(
-            json.dumps(resolve(RECIPE | {"stages": {"base": base, "written": written, **stages}}))
-        )
+        return recipe_of({"base": base, "written": written, **stages})
 
     run = RunDirectory(tmp_path / "run")
     with pytest.raises(KeyboardInterrupt):

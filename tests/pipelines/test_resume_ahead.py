@@ -9,6 +9,7 @@ import pytest
 from killing import TINY, events, finish, kill_when, open_tool_calls
 from test_resume import LEDGER, assert_equal_runs, is_in_checkpoint
 
+from scripted_runs import lines_of
 from strop.run_directory import RunDirectory, read_lines
 from strop.stages.loop.async_rollouts import read_closed
 from strop.stages.loop.ledger import read_rollouts
@@ -100,6 +101,6 @@ def test_real_engines_sample_each_step_from_the_weights_of_the_step_before(undis
         assert {turn.completion.policy_version for turn in turns} == {version}
     published = {line["step"]: line["weights"] for line in events(undisturbed, "step_finished", "rl")}
     assert {line["weights"] for line in read_lines(undisturbed.stage("rl").rollouts(3))} == {published[1]}
-    first, *later = [line for line in read_lines(undisturbed.metrics) if line["stage"] == "rl"]
+    first, *later = lines_of(undisturbed)
     assert first["policy/logprob_gap_max"] < 1e-3  # of equal weights
     assert all(line["policy/sampler_gap_nats_max"] > 1e-3 for line in later), "the policy did not move: the test proves nothing"

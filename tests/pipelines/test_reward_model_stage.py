@@ -8,10 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from scripted_runs import RECIPE, Watching, run_recipe
-from strop.config import validate
+from scripted_runs import RECIPE, Watching, lines_of, recipe_of, run_recipe
 from strop.errors import CannotLearnError, ConfigError, TaskError
-from strop.recipe.recipe import Recipe, resolve
 from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import Exchange
 from strop.run_directory import RunDirectory, read_json, read_lines
@@ -36,7 +34,7 @@ def recipe(path, *, later=None, **keys):
         }
         | keys,
     } | (later or {})
-    return validate(Recipe, resolve(RECIPE | {"stages": stages}), place="recipe")
+    return recipe_of(stages)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +51,7 @@ def test_it_measures_itself_on_prompts_that_it_has_not_seen(trained):
 
 
 def test_each_step_has_its_loss_and_the_last_batch_of_an_epoch_is_what_is_left(trained):
-    lines = [line for line in read_lines(trained.run.metrics) if line["stage"] == "helpful"]
+    lines = lines_of(trained.run, "helpful")
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]  # 22 pairs in batches of 8: 3 an epoch
     assert lines[0]["reward_model/loss"] == pytest.approx(0.6931, abs=1e-4)
     assert lines[-1]["reward_model/loss"] < lines[0]["reward_model/loss"]

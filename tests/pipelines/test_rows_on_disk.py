@@ -8,10 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from scripted_runs import RECIPE, Watching, make_recipe, run_recipe
-from strop.config import validate
+from scripted_runs import RECIPE, Watching, make_recipe, recipe_of, run_recipe
 from strop.errors import RunError, TaskError
-from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import LineWriter, RunDirectory, read_lines, write_json
 from strop.stages.context import StageContext
 from strop.stages.data import TASK, kept_path, rows_in, tasks_to_play
@@ -138,7 +136,7 @@ def two_sets(tmp_path_factory):
 
 def mixing(stages, mix):
     mixed = {"mixed": {"kind": "mix", "data": list(stages), **mix}}
-    return validate(Recipe, resolve(RECIPE | {"stages": stages | mixed}), place="recipe")
+    return recipe_of(stages | mixed)
 
 
 @pytest.mark.parametrize(("mix", "counts"), MIXES)
@@ -169,7 +167,7 @@ def test_demonstrations_that_are_played_in_parts_are_those_that_are_played_at_on
     stages = {name: RECIPE["stages"][name] for name in ("base", "sft")}
     stages["sft"] = stages["sft"] | {"num_demonstrations": 11}
     played = {"kind": "demonstrations", "init": "base", "num_demonstrations": 11, "demonstrator": {"kind": "arithmetic"}}
-    recipe = validate(Recipe, resolve(RECIPE | {"stages": stages | {"played": played}}), place="recipe")
+    recipe = recipe_of(stages | {"played": played})
     at_once = run_recipe(tmp_path / "at-once", recipe).run
     monkeypatch.setattr("strop.stages.demonstrations._HELD_AT_ONCE", 3)
     in_parts = run_recipe(tmp_path / "in-parts", recipe).run

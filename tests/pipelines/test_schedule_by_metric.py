@@ -5,17 +5,25 @@ import re
 
 import pytest
 
-from scripted_runs import RECIPE, Watching, answer, make_recipe, run_recipe, untimed
-from strop.config import validate
+from scripted_runs import (
+    RECIPE,
+    Fallen,
+    Watching,
+    answer,
+    assert_same_training,
+    falling,
+    lines_of,
+    make_recipe,
+    recipe_of,
+    run_recipe,
+)
 from strop.errors import ConfigError
 from strop.pipeline.plan import check_stages, plan
-from strop.recipe.recipe import Recipe, resolve
 from strop.recipe.schedule import Done, RulesWatch, ScheduleEntry, reached
 from strop.reports.log import read_run
 from strop.reports.terminal import print_plan
 from strop.run_directory import read_lines
 from strop.stages.context import StageMetrics
-from strop.stages.loop import checkpoints
 from strop.stages.loop.validation import Validator
 
 VALIDATION = {"every_steps": 2, "num_tasks": 2, "k": 1}
@@ -41,10 +49,6 @@ def entry(**keys):
 
 def truncated(*values):
     return [{"stage": "rl", "step": step, "rollout/truncated_fraction": value} for step, value in enumerate(values, start=1)]
-
-
-def lines_of(run, stage="rl"):
-    return [line for line in read_lines(run.metrics) if line["stage"] == stage]
 
 
 def switches_of(run):
@@ -150,33 +154,30 @@ def test_a_switch_is_told_with_its_figures_in_the_log_and_behind_the_step_that_l
     assert switches_of(whole.run) == {each["step"]: each["what"] for each in (first, second, third)}
 
 
-@pytest.mark.parametrize(("last", "fallen_after"), [(2, "metrics"), (4, "checkpoint")])
-def test_law_9_a_run_resumes_exactly_around_what_its_metrics_switch(whole, tmp_path, monkeypatch, last, fallen_after):
-    """Behind a line of metrics that no checkpoint has yet, and behind each checkpoint."""
-    save, append = checkpoints.CheckpointWriter.save, StageMetrics.append
+def fallen_after_a_line_of_metrics(directory, step):
+    """A run that fell when the step's line was written, of which no checkpoint is there yet."""
+    append = StageMetrics.append
 
-    async def saved_and_fallen(writer, step):
-        await save(writer, step)
-        await writer.settle()
-        if step == last and writer.context.name == "rl":
-            raise KeyboardInterrupt
+    def written_and_fallen(metrics, number, *more):
+        append(metrics, number, *more)
+        if number == step and metrics.steps[-1]["stage"] == "rl":
+            raise Fallen
 
-    def written_and_fallen(metrics, step, *more):
-        append(metrics, step, *more)
-        if step == last and metrics.steps[-1]["stage"] == "rl":
-            raise KeyboardInterrupt
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageMetrics, "append", written_and_fallen)
+        with pytest.raises(Fallen):
+            run_recipe(directory, make_recipe(**LADDER), say=wordy)
 
+
+@pytest.mark.parametrize("fallen_after", ["metrics", "checkpoint"])
+def test_law_9_a_run_resumes_exactly_around_what_its_metrics_switch(whole, tmp_path, fallen_after):
     if fallen_after == "metrics":
-        monkeypatch.setattr(StageMetrics, "append", written_and_fallen)
+        fallen_after_a_line_of_metrics(tmp_path / "run", 2)
     else:
-        monkeypatch.setattr(checkpoints.CheckpointWriter, "save", saved_and_fallen)
-    with pytest.raises(KeyboardInterrupt):
-        run_recipe(tmp_path / "run", make_recipe(**LADDER), say=wordy)
-    monkeypatch.undo()
+        with falling("rl", after=4):
+            run_recipe(tmp_path / "run", make_recipe(**LADDER), say=wordy)
     again = run_recipe(tmp_path / "run", make_recipe(**LADDER), say=wordy).run
-    assert [untimed(line) for line in lines_of(again)] == [untimed(line) for line in lines_of(whole.run)]
-    models = [run.stage("rl").model / "model.safetensors" for run in (again, whole.run)]
-    assert models[0].read_bytes() == models[1].read_bytes()
+    assert_same_training(again, whole.run)
     told = [[(line["step"], line["what"], line["because"]) for line in told_by(run)] for run in (again, whole.run)]
     assert told[0] == told[1]
     assert switches_of(again) == switches_of(whole.run)
@@ -259,4 +260,4 @@ def test_a_rule_that_cannot_be_meant_is_refused_when_the_recipe_is_read(case):
     entry, settings, message = REFUSED[case]
     rl = RECIPE["stages"]["rl"] | {"steps": 4, "schedule": [entry]} | settings
     with pytest.raises(ConfigError, match=message):
-        check_stages(validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here"), ["rl"])
+        check_stages(recipe_of(RECIPE["stages"] | {"rl": rl}), ["rl"])

@@ -5,17 +5,15 @@ import json
 
 import pytest
 
-from scripted_runs import RECIPE, make_recipe, run_recipe, untimed
+from scripted_runs import RECIPE, assert_same_training, falling, lines_of, make_recipe, recipe_of, run_recipe
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
 from strop.pipeline.plan import check_stages, plan
 from strop.recipe import load
-from strop.recipe.recipe import Recipe, resolve
 from strop.recipe.schedule import Done, ScheduleEntry, due
 from strop.reports.terminal import print_plan
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.runs.lineage import lineages
-from strop.stages.loop import checkpoints
 from strop.tasks import make_tasks
 from strop.tasks.config import ArithmeticConfig
 from strop.types import derive_seed
@@ -37,10 +35,6 @@ R1 = {
         {"at_step": 4, "reset_optimizer": True, "sampling": {"temperature": 0.7}},
     ],
 }
-
-
-def lines_of(run):
-    return [line for line in read_lines(run.metrics) if line["stage"] == "rl"]
 
 
 def begins_with(steps, updates):
@@ -147,23 +141,10 @@ def test_tasks_to_come_that_the_engine_cannot_hold_are_told_before_the_first_ste
     assert not lines_of(RunDirectory(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("last", [1, 3])
-def test_law_9_a_run_resumes_exactly_before_and_after_what_its_schedule_does(whole, tmp_path, monkeypatch, last):
-    async def fall(writer, step):
-        await save(writer, step)
-        await writer.settle()
-        if step == last and writer.context.name == "rl":
-            raise KeyboardInterrupt
-
-    save = checkpoints.CheckpointWriter.save
-    monkeypatch.setattr(checkpoints.CheckpointWriter, "save", fall)
-    with pytest.raises(KeyboardInterrupt):
+def test_law_9_a_run_resumes_exactly_between_what_its_schedule_has_done_and_does_next(whole, tmp_path):
+    with falling("rl", after=3):
         run_recipe(tmp_path / "run", make_recipe(**R1))
-    monkeypatch.undo()
-    again = run_recipe(tmp_path / "run", make_recipe(**R1)).run
-    assert [untimed(line) for line in lines_of(again)] == [untimed(line) for line in lines_of(whole)]
-    models = [run.stage("rl").model / "model.safetensors" for run in (again, whole)]
-    assert models[0].read_bytes() == models[1].read_bytes()
+    assert_same_training(run_recipe(tmp_path / "run", make_recipe(**R1)).run, whole)
 
 
 REFUSED = {
@@ -199,7 +180,7 @@ def test_an_entry_that_cannot_be_meant_is_refused_by_name(case):
     entry, settings, message = REFUSED[case]
     rl = RECIPE["stages"]["rl"] | {"steps": 4, "schedule": [entry]} | settings
     with pytest.raises(ConfigError, match=message):
-        check_stages(validate(Recipe, resolve(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}), place="here"), ["rl"])
+        check_stages(recipe_of(RECIPE["stages"] | {"rl": rl}), ["rl"])
 
 
 def test_the_plan_shows_the_schedule_with_the_step_of_an_update(capsys):
@@ -227,8 +208,7 @@ def test_expert_iteration_has_a_schedule_too(tmp_path):
         "schedule": [{"at_step": 2, "sampling": {"temperature": 0.5}}],
     }
     stages = {name: RECIPE["stages"][name] for name in ("base", "sft")} | {"ei": stage}
-    recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
-    done = run_recipe(tmp_path / "run", recipe)
+    done = run_recipe(tmp_path / "run", recipe_of(stages))
     requests = [request for request, _ in done.engines[0].answers.values()]
     assert {request.temperature for request in requests} == {1.0, 0.5}
     assert read_json(RunDirectory(tmp_path / "run").stage("ei").done)["summary"].startswith("2 steps")

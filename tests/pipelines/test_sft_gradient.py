@@ -1,12 +1,9 @@
 """An SFT stage says so once when its gradient is zero: weights that are gone learn nothing and look as if all were well."""
 
-import json
-
 import torch
 from transformers import AutoModelForCausalLM
 
-from scripted_runs import RECIPE, Watching, make_recipe, run_recipe
-from strop.recipe.recipe import Recipe, resolve
+from scripted_runs import RECIPE, Watching, make_recipe, recipe_of, run_recipe
 
 
 def told(progress):
@@ -23,6 +20,6 @@ def test_a_gradient_of_zero_is_told_once_and_another_is_no_news(tmp_path):
         torch.nn.init.zeros_(parameter)
     model.save_pretrained(run.stage("base").model)
     stages = {"base": {"kind": "model", "path": str(run.stage("base").model)}, "sft": RECIPE["stages"]["sft"]}
-    recipe = Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages})))
+    recipe = recipe_of(stages)
     run_recipe(tmp_path / "zeros", recipe, progress=progress)
     assert told(progress) == ["step 1: the gradient is zero, so nothing is learnt. A learning rate may be far too high."]

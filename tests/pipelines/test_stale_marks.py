@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from scripted_runs import RECIPE, make_recipe, run_recipe
+from scripted_runs import RECIPE, make_recipe, recipe_of, run_recipe
 from strop.config import validate
 from strop.errors import RunError
 from strop.evaluation.leaderboard import gather
@@ -24,7 +24,7 @@ def test_restored_data_makes_stages_fresh_again_for_leaderboard_and_report(tmp_p
     rows.write_text("".join(json.dumps({"question": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in range(1, 6)))
     tasks = {"kind": "jsonl", "path": str(rows), "test_path": str(rows)}
     stages = RECIPE["stages"] | {"after": RECIPE["stages"]["after"] | {"tasks": tasks}}
-    recipe = validate(Recipe, resolve(RECIPE | {"stages": stages}), place="test")
+    recipe = recipe_of(stages)
     run = run_recipe(tmp_path / "run", recipe).run
     before = rows.read_text()
     rows.write_text(before.replace("1+1", "2+0"))

@@ -2,9 +2,7 @@
 
 import pytest
 
-from scripted_runs import RECIPE, make_recipe, run_recipe, untimed
-from strop.config import validate
-from strop.recipe.recipe import Recipe, resolve
+from scripted_runs import RECIPE, lines_of, make_recipe, recipe_of, run_recipe, untimed
 from strop.run_directory import LineWriter, RunDirectory, read_lines
 from strop.stages import context as stage_module
 
@@ -22,7 +20,7 @@ def whole(tmp_path_factory):
 
 
 def test_every_update_of_a_step_has_a_row_and_their_means_are_the_steps_metrics(whole):
-    steps = [line for line in read_lines(whole.metrics) if line["stage"] == "rl"]
+    steps = lines_of(whole)
     rows = rows_of(whole)
     assert [(row["stage"], row["role"]) for row in rows] == [("rl", "policy")] * len(rows)
     assert len(rows) > len(steps)
@@ -69,15 +67,15 @@ def test_an_update_that_was_skipped_has_a_row_with_its_reason(tmp_path):
     assert skipped
     assert all(row["update"] == 1 and "gradient norm is" in row["why_skipped"] for row in skipped)
     assert all("update/loss" not in row for row in skipped)
-    last = [line for line in read_lines(run.metrics) if line["stage"] == "rl"][-1]
+    last = lines_of(run)[-1]
     assert last["update/skipped"] == 2
 
 
 def test_expert_iteration_has_a_row_for_each_of_its_batches(tmp_path):
     expert = {"kind": "expert_iteration", "init": "sft", "steps": 1, "tasks_per_step": 4, "group_size": 6, "batch_size": 4}
     stages = {name: RECIPE["stages"][name] for name in ("base", "sft")} | {"expert": expert | {"epochs": 2}}
-    run = run_recipe(tmp_path / "run", validate(Recipe, resolve(RECIPE | {"stages": stages}), place="recipe")).run
-    [line] = [line for line in read_lines(run.metrics) if line["stage"] == "expert"]
+    run = run_recipe(tmp_path / "run", recipe_of(stages)).run
+    [line] = lines_of(run, "expert")
     rows = rows_of(run)
     assert len(rows) == 2 * -(-int(line["groups/rollouts_used"]) // 4) > 2
     assert sum(row["update/loss"] for row in rows) / len(rows) == pytest.approx(line["update/loss"])

@@ -5,18 +5,23 @@ import json
 import pytest
 from transformers import AutoModelForCausalLM
 
-from scripted_runs import RECIPE, answer, make_recipe, run_recipe, sometimes_right, untimed
+from scripted_runs import (
+    RECIPE,
+    answer,
+    assert_same_training,
+    falling,
+    lines_of,
+    make_recipe,
+    recipe_of,
+    run_recipe,
+    sometimes_right,
+    untimed,
+)
 from strop.errors import EngineLost
-from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import read_json, read_lines
 from strop.runs.lineage import weights_digest
-from strop.stages.loop import checkpoints
 
 VALIDATION = {"every_steps": 2, "num_tasks": 4, "k": 2, "temperature": 0.5}
-
-
-def lines_of(run, stage="rl"):
-    return [line for line in read_lines(run.metrics) if line["stage"] == stage]
 
 
 def without_validation(line):
@@ -78,13 +83,7 @@ def test_the_best_policy_is_handed_on_where_that_is_asked(tmp_path):
     assert weights_digest(stage.best) == weights_digest(stage.checkpoint(2) / "model") != weights_digest(stage.model)
 
 
-@pytest.mark.parametrize("when", ["before the checkpoint", "among the rollouts"])
-def test_law_9_a_run_that_falls_while_it_validates_resumes_exactly(whole, tmp_path, monkeypatch, when):
-    async def fall(writer, step):
-        if step == 4 and writer.context.name == "rl":
-            raise KeyboardInterrupt
-        await save(writer, step)
-
+def test_law_9_a_run_that_falls_while_it_validates_resumes_exactly(whole, tmp_path):
     def falls(conversation, draw):
         path = tmp_path / "run" / "stages" / "rl" / "validation" / "step-000004.jsonl"
         if path.exists() and len(read_lines(path)) >= 3:
@@ -92,17 +91,12 @@ def test_law_9_a_run_that_falls_while_it_validates_resumes_exactly(whole, tmp_pa
         return sometimes_right(conversation, draw)
 
     recipe = make_recipe(steps=5, validation=VALIDATION)
-    if when == "before the checkpoint":
-        save = checkpoints.CheckpointWriter.save
-        monkeypatch.setattr(checkpoints.CheckpointWriter, "save", fall)
-        with pytest.raises(KeyboardInterrupt):
-            run_recipe(tmp_path / "run", recipe)
-        monkeypatch.undo()
-    else:
-        with pytest.raises(EngineLost):
-            run_recipe(tmp_path / "run", recipe, say=falls)
+    with pytest.raises(EngineLost):
+        run_recipe(tmp_path / "run", recipe, say=falls)
+    with falling("rl", before=4):
+        run_recipe(tmp_path / "run", recipe)
     again = run_recipe(tmp_path / "run", recipe)
-    assert [untimed(line) for line in lines_of(again.run)] == [untimed(line) for line in lines_of(whole.run)]
+    assert_same_training(again.run, whole.run)
     assert weights_digest(again.run.stage("rl").best) == weights_digest(whole.run.stage("rl").best)
     keys = [json.dumps(line["rollout"]["trajectory"]["key"]) for line in read_lines(again.run.stage("rl").validation(4))]
     assert len(keys) == len(set(keys)) == 8, "a rollout was played twice, or not at all"
@@ -115,7 +109,7 @@ def test_fine_tuning_and_expert_iteration_are_measured_too(tmp_path):
         "sft": RECIPE["stages"]["sft"] | {"steps": 3, "validation": VALIDATION},
         "ei": learning | {"kind": "expert_iteration", "validation": VALIDATION},
     }
-    done = run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(RECIPE | {"stages": stages}))))
+    done = run_recipe(tmp_path / "run", recipe_of(stages))
     assert [line["step"] for line in lines_of(done.run, "sft") if "validation/accuracy" in line] == [2, 3]
     assert [line["step"] for line in lines_of(done.run, "ei") if "validation/accuracy" in line] == [2]
     assert (done.run.stage("sft").best / "model.safetensors").is_file()

@@ -6,7 +6,7 @@ import json
 import pytest
 from transformers import AutoTokenizer
 
-from scripted_runs import RECIPE, run_recipe
+from scripted_runs import RECIPE, lines_of, run_recipe
 from strop.config import validate
 from strop.errors import TaskError
 from strop.recipe.recipe import Recipe, resolve
@@ -182,7 +182,7 @@ def test_a_stage_reads_a_file_and_another_imitates_it(tmp_path):
     [dropped] = read_lines(stage.path / "data" / "dropped.jsonl")
     assert dropped["id"] == "bad"
     assert "nothing was called" in dropped["reason"]
-    lines = [each for each in read_lines(done.run.metrics) if each["stage"] == "sft"]
+    lines = lines_of(done.run, "sft")
     assert [each["step"] for each in lines] == [1, 2]
     assert lines[1]["sft/loss"] < lines[0]["sft/loss"]  # both batches hold the same two rows
 
