@@ -95,32 +95,32 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     ".": 2132,  # 1400
     "algorithms": 1811,
     "analysis": 1025,  # 900
-    "cli": 1269,  # 2000 with doctor and cs336
+    "cli": 1271,  # 2000 with doctor and cs336
     "cs336": 764,
     "curation": 1643,  # 1600
     "doctor": 1391,
-    "engine": 6996,  # 6000
-    "evaluation": 1687,  # 1400
+    "engine": 6997,  # 6000
+    "evaluation": 1688,  # 1400
     "pipeline": 1121,
-    "recipe": 966,
+    "recipe": 957,
     "reports": 3320,  # 3500
-    "rewards": 3074,  # 2600
+    "rewards": 3082,  # 2600
     "rollout": 4946,
-    "runs": 648,
+    "runs": 647,
     "sandbox": 12024,  # 10500
     "simulation": 919,  # 900
-    "stages": 5466,  # 3800
+    "stages": 5433,  # 3800
     "tasks": 2592,  # 2200
     "tools": 2110,  # 2000
-    "training": 4731,  # 4500
+    "training": 4756,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 346  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_172  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_635  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_140  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_629  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

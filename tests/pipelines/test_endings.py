@@ -42,8 +42,6 @@ def accuracies(*values):
         ({"truncated_above": 0.1, "over_steps": 2}, [0.3, 0.0], True),  # their mean
         ({"truncated_above": 0.1, "over_steps": 2}, [0.9, 0.0, 0.0], False),  # the last two alone
         ({"truncated_above": 0.1, "over_steps": 2}, [0.3, None, 0.1], True),  # a step that lost all its rollouts tells nothing
-        ({"truncated_above": 0.1, "from_step": 3}, [0.5, 0.5], False),
-        ({"truncated_above": 0.1, "from_step": 3}, [0.5, 0.5, 0.5], True),
     ],
 )
 def test_a_stage_is_over_where_the_mean_share_of_truncated_rollouts_is_beyond_the_bar(keys, shares, is_over):
@@ -84,7 +82,7 @@ def rambling(conversation, draw):
 
 
 def test_a_run_ends_where_too_many_rollouts_are_truncated_and_its_last_policy_is_measured_saved_and_handed_on(tmp_path):
-    rules = [{"truncated_above": 0.05, "from_step": 3}]
+    rules = [{"truncated_above": 0.05, "over_steps": 3}]
     recipe = make_recipe(steps=9, end_when=rules, checkpoint_every=9, give_up_after=9, validation=VALIDATION)
     done = run_recipe(tmp_path / "run", recipe, say=rambling)
     lines, stage = lines_of(done.run), done.run.stage("rl")

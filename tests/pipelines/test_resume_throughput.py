@@ -8,13 +8,14 @@ from strop.stages import rl as rl_stage
 
 
 def test_rollouts_that_were_finished_before_are_no_throughput_of_the_resumed_step(tmp_path, monkeypatch):
-    async def fall_at_the_second(*args, step, **options):
+    async def fall_at_the_second(context, batch, coroutine, *, step):
         if step == 2:
+            coroutine.close()
             raise KeyboardInterrupt
-        return await update(*args, step=step, **options)
+        return await update(context, batch, coroutine, step=step)
 
-    update = rl_stage.update_or_keep
-    monkeypatch.setattr(rl_stage, "update_or_keep", fall_at_the_second)
+    update = rl_stage.keep_skipped
+    monkeypatch.setattr(rl_stage, "keep_skipped", fall_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         run_recipe(tmp_path / "run", make_recipe(steps=3, checkpoint_every=1))
     monkeypatch.undo()

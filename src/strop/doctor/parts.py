@@ -206,7 +206,7 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
                 recipe=recipe,
                 run=RunDirectory(place),
                 runner=scripted,
-                toolbox=tools,
+                tools=tools,
                 open_engines=open_engines,
                 progress=Silent(),
                 trackers=(),

@@ -80,7 +80,7 @@ async def train(
         if runner is None:
             runner = await opened.enter_async_context(open_service(recipe.sandbox))  # before torch has threads (law 7)
         is_done = all(run.stage(name).done.exists() for name in selected.stages)
-        toolbox = await opened.enter_async_context(open_tools({} if is_done else recipe.tools, runner))
+        tools = await opened.enter_async_context(open_tools({} if is_done else recipe.tools, runner))
         events = opened.enter_context(closing(LineWriter(run.events)))
         trackers = make_trackers(recipe.trackers, run=run, name=recipe.name, recipe=recipe.model_dump(mode="json"))
         for tracker in trackers:
@@ -97,7 +97,7 @@ async def train(
                 recipe=recipe,
                 run=run,
                 runner=runner,
-                toolbox=toolbox,
+                tools=tools,
                 open_engines=open_engines,
                 progress=progress,
                 trackers=trackers,
@@ -105,7 +105,7 @@ async def train(
             )
             await _run_stage(context, selected)
             if stage.makes is Product.MODEL and not stage.init:
-                check_room(recipe, name, load_chat(product_of(run, name)), context.tools())
+                check_room(recipe, name, load_chat(product_of(run, name)), context.tools)
         finished(run)
     evaluations = evaluations_of(run, recipe)
     progress.finished(evaluations, write_report(run))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.config import load_toml, validate, with_paths
-from strop.errors import ConfigError
+from strop.errors import ConfigError, did_you_mean
 from strop.recipe.recipe import Recipe, resolve, written_at
 from strop.recipe.stage import PlayedKeys
 from strop.registry import look_next_to
@@ -48,9 +47,8 @@ def check_stages(keys: Iterable[str], stages: Collection[str], *, place: str = "
     for key in keys:
         table, *below = key.split(".")
         if table == "stages" and len(below) > 1 and below[0] not in stages:
-            nearest = difflib.get_close_matches(below[0], stages, n=1, cutoff=0.5)
-            hint = f"Did you mean {nearest[0]!r}?" if nearest else f"It has {', '.join(stages)}."
-            raise ConfigError(f"{place}{key}: the recipe has no stage {below[0]!r}. {hint}")
+            hint = did_you_mean(below[0], stages) or f" It has {', '.join(stages)}."
+            raise ConfigError(f"{place}{key}: the recipe has no stage {below[0]!r}.{hint}")
 
 
 def _with_kind(tree: Mapping[str, Any]) -> list[str]:
@@ -70,7 +68,7 @@ def check_answers(recipe: Recipe, *, place: str) -> None:
     """
     for name, stage in recipe.stages.items():
         config = stage.config
-        if not isinstance(config, PlayedKeys) or not (stage.plays or getattr(config, "validation", None) is not None):
+        if not isinstance(config, PlayedKeys) or not stage.opens_engines:
             continue
         prompt = load_prompt(config.prompt)
         for reader in readers_of(config.reward):
@@ -81,9 +79,7 @@ def check_answers(recipe: Recipe, *, place: str) -> None:
 def _counts(stage: PlayedKeys, reader: Reader) -> bool:
     if not isinstance(stage.reward, SumRewardConfig):
         return True
-    switched = [entry.reward for entry in getattr(stage, "schedule", ()) if entry.reward is not None]
-    weights = [stage.reward.weights, *(reward.weights for reward in switched)]
-    return any(each.get(reader.part, 0.0) for each in weights)
+    return any(weights.get(reader.part, 0.0) for weights in stage.weights_of_parts)
 
 
 def _problem(name: str, prompt: Prompt, reader: Reader) -> str:

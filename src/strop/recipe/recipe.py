@@ -13,7 +13,7 @@ from strop.algorithms.losses import Mismatch
 from strop.config import Config
 from strop.engine.config import EngineChoice, EngineConfig
 from strop.errors import ConfigError
-from strop.recipe.graph import Input, Node, in_order
+from strop.recipe.graph import Input, in_order
 from strop.recipe.stage import Stage
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.sandbox.config import SandboxConfig
@@ -61,8 +61,8 @@ class Recipe(Config):
                     f"stages.{name}: {name!r} cannot be the name of a directory and part of a key. Name the stage with letters,"
                     " digits, - and _, a letter or digit first."
                 )
-        nodes = {name: Node(makes=stage.makes, inputs=_inputs(stage)) for name, stage in stages.items()}
-        return {name: stages[name] for name in in_order(nodes)}
+        makes = {name: stage.makes for name, stage in stages.items()}
+        return {name: stages[name] for name in in_order(makes, {name: _inputs(stage) for name, stage in stages.items()})}
 
     def origin_of(self, name: str) -> str:
         """The stage whose weights the stage `name` was trained from in the first place: itself where it has no `init`."""
@@ -90,20 +90,13 @@ def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     """
     shared = {key: tree[key] for key in SHARED_TABLES if key in tree}
     resolved = {key: value for key, value in tree.items() if key not in shared}
-    stages = resolved.get("stages")
+    engine, stages, tools = (resolved.get(key) for key in ("engine", "stages", "tools"))
+    is_server = isinstance(engine, Mapping) and engine.get("kind") in SERVERS
     if isinstance(stages, Mapping):
         resolved["stages"] = {
-            name: _merge(_read_by(stage, shared), stage) if isinstance(stage, Mapping) else stage
+            name: _resolved(stage, shared, is_server=is_server) if isinstance(stage, Mapping) else stage
             for name, stage in stages.items()
         }
-    engine = resolved.get("engine")
-    is_server = isinstance(engine, Mapping) and engine.get("kind") in SERVERS
-    if isinstance(resolved.get("stages"), Mapping):
-        resolved["stages"] = {
-            name: _with_correction(stage) if is_server or _is_played_ahead(stage) else stage
-            for name, stage in resolved["stages"].items()
-        }
-    tools = resolved.get("tools")
     if isinstance(tools, Mapping):
         resolved["tools"] = {name: _with_kind(name, table) for name, table in tools.items()}
     return resolved
@@ -135,13 +128,10 @@ def _depth(tree: Any, path: tuple[str, ...]) -> int:
     return len(path)
 
 
-def _is_played_ahead(stage: Any) -> bool:
-    return isinstance(stage, Mapping) and bool(stage.get("max_staleness"))
-
-
-def _with_correction(stage: Any) -> Any:
-    """Let an RL stage whose method does not set `mismatch` truncate its importance weights."""
-    if not isinstance(stage, Mapping) or stage.get("kind") != "rl" or "method" not in stage:
+def _resolved(stage: Mapping[str, Any], shared: Mapping[str, Any], *, is_server: bool) -> Mapping[str, Any]:
+    """Put a stage over the shared tables; let RL on other probabilities truncate its weights if `mismatch` is not set."""
+    stage = _merge(_read_by(stage, shared), stage)
+    if stage.get("kind") != "rl" or "method" not in stage or not (is_server or stage.get("max_staleness")):
         return stage
     method = stage["method"]
     method = {"kind": method} if isinstance(method, str) else method

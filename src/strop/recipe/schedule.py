@@ -34,7 +34,6 @@ class MetricRule(Config):
         None, ge=1, description="This many validations in a row do not exceed the best accuracy before them."
     )
     min_gain: float = Field(0.0, ge=0, lt=1, description="Gain in accuracy that a validation must exceed to count.")
-    from_step: int = Field(1, ge=1, description="First step at which the rule may hold.")
 
     @model_validator(mode="after")
     def _is_one_rule(self) -> Self:
@@ -51,9 +50,9 @@ class MetricRule(Config):
     def first_step(self, every_steps: int | None, *, after: int = 0) -> int:
         """Return the first step after which it could hold. It reads steps after `after`; validations come every so many."""
         if self.plateau_of is None:
-            return max(self.from_step, after + self.over_steps)
+            return after + self.over_steps
         every = every_steps or 1
-        return max(self.from_step, (after // every + self.plateau_of + 1) * every)
+        return (after // every + self.plateau_of + 1) * every
 
     def problem(self, first: int, *, steps: int, every_steps: int | None, has_verdict: bool) -> str:
         """Why the rule, which could hold after step `first` at the earliest, never does; empty if it may.
@@ -77,8 +76,6 @@ class MetricRule(Config):
 
     def why_holds(self, steps: Steps) -> str:
         """What holds after `steps`, in words; empty where it does not."""
-        if not steps or int(steps[-1]["step"]) < self.from_step:
-            return ""
         return self._why_truncated(steps) if self.plateau_of is None else self._why_plateau(steps)
 
     def _why_truncated(self, steps: Steps) -> str:

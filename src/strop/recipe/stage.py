@@ -16,11 +16,10 @@ from strop.recipe.graph import Input, Product
 from strop.registry import Component
 from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig
 from strop.rewards.scorers import EmbeddedScorerConfig
+from strop.rollout.branching import BranchingConfig
 from strop.rollout.environment import EnvironmentKind, RolloutLimits, Tools
 from strop.rollout.player import SamplingConfig
-from strop.tasks.config import (
-    TaskConfig,
-)
+from strop.tasks.config import TaskConfig
 from strop.tasks.protocol import Split
 from strop.types import derive_seed
 
@@ -112,9 +111,14 @@ class Stage(Component):
         super().__init__(config, **keys)
 
     @property
+    def opens_engines(self) -> bool:
+        """Whether it plays anything, if only to measure itself."""
+        return self.plays
+
+    @property
     def is_judged(self) -> bool:
         """Whether it asks its reward for anything."""
-        return self.plays
+        return self.opens_engines
 
     def inputs(self) -> tuple[Input, ...]:
         """The stages that it reads from, each with the key that names it: those in `init`, in `data` and in its reward."""
@@ -201,6 +205,16 @@ class PlayedKeys(PosedKeys):
     def num_first_tasks(self) -> int:
         """How many of the first prompts must fit into an engine; later ones that do not fit are void."""
         return _NUM_FIRST_TASKS
+
+    @property
+    def forks(self) -> BranchingConfig | None:
+        """Where its rollouts branch; None where they do not."""
+        return None
+
+    @property
+    def weights_of_parts(self) -> Sequence[Mapping[str, float]]:
+        """The weights of the parts of its reward, as they are at first and after each change."""
+        return (self.reward.weights or {},)
 
     @property
     def longest_response(self) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 import shutil
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from strop.errors import ConfigError, RunError
+from strop.errors import ConfigError, RunError, did_you_mean
 from strop.recipe.graph import with_dependents
 from strop.recipe.recipe import Recipe
 from strop.run_directory import RunDirectory, cut_back, read_json, read_lines, write_json, write_text
@@ -45,9 +44,9 @@ def stages_until(recipe: Recipe, until: str | None, start: Starts) -> tuple[str,
     starts = named_starts(start)
     for option, name in (*([("--until", until)] if until is not None else []), *(("--from", each) for each in starts)):
         if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1)
-            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"{option} {name}: no such stage.{hint} The stages of {recipe.name!r}: {', '.join(names)}.")
+            raise ConfigError(
+                f"{option} {name}: no such stage.{did_you_mean(name, names)} The stages of {recipe.name!r}: {', '.join(names)}."
+            )
     selected = tuple(names if until is None else names[: names.index(until) + 1])
     if late := [name for name in starts if name not in selected]:
         raise ConfigError(

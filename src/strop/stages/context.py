@@ -87,7 +87,7 @@ class StageContext:
     recipe: Recipe
     run: RunDirectory
     runner: RunService
-    toolbox: Sequence[Tool]
+    tools: Sequence[Tool]
     open_engines: EngineFactory
     progress: Progress
     trackers: Sequence[Tracker]
@@ -117,9 +117,6 @@ class StageContext:
     def metrics(self, *, done_steps: int) -> StageMetrics:
         """This stage's part of metrics.jsonl and updates.jsonl, cut back to `done_steps`."""
         return StageMetrics(self, done_steps)
-
-    def tools(self) -> list[Tool]:
-        return list(self.toolbox)
 
 
 class StageMetrics:
@@ -212,5 +209,4 @@ def make_player(
 
 def branching_of(stage: PlayedKeys, chat: ChatFormat) -> Branching | None:
     """Where the stage's rollouts fork; None where they do not."""
-    config = getattr(stage, "branching", None)
-    return None if config is None else Branching(config=config, vocab_size=len(chat.tokenizer))
+    return None if stage.forks is None else Branching(config=stage.forks, vocab_size=len(chat.tokenizer))

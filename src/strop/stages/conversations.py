@@ -58,7 +58,7 @@ class Conversations(Stage):
         """Read, and write what can be imitated. Raises `TaskError` if nothing can, or a row is no conversation."""
         config, directory = self.config, context.directory
         context.started(1, 0)
-        calls = make_call_format(load_prompt(config.prompt).calls, [tool.spec for tool in context.tools()])
+        calls = make_call_format(load_prompt(config.prompt).calls, [tool.spec for tool in context.tools])
         num_kept = num_dropped = 0
         first = ""
         with writing_rows(kept_path(directory)) as keep, writing_rows(dropped_path(directory)) as drop:

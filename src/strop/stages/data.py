@@ -18,9 +18,7 @@ from strop.rollout.prompt import load_prompt
 from strop.run_directory import RunDirectory, StageDirectory, is_whole_line, parse_line
 from strop.stages.context import StageContext, product_of
 from strop.tasks import RowTasks, TaskSource, make_tasks
-from strop.tasks.config import (
-    TaskConfig,
-)
+from strop.tasks.config import TaskConfig
 from strop.tasks.files import RowFile
 from strop.tasks.protocol import Split
 from strop.types import Task, Trajectory
@@ -104,7 +102,7 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
         prompt_name: the prompt of the rollouts.
         chat: the tokenizer of their ids.
     """
-    prompt, specs = load_prompt(prompt_name), [tool.spec for tool in context.tools()]
+    prompt, specs = load_prompt(prompt_name), [tool.spec for tool in context.tools]
     facts = {"prompt": prompt_name, "tokenizer": tokenizer_digest(chat)}
 
     def make(task: Task, trajectory: Trajectory) -> Row:

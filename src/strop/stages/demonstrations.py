@@ -49,8 +49,8 @@ async def play_demonstrations(
         TaskError: it can do none of them.
     """
     tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
-    tool = context.tools()[0].spec.name
-    environments = ToolEnvironments(chat, load_prompt(stage.prompt), context.tools(), stage.limits)
+    tool = context.tools[0].spec.name
+    environments = ToolEnvironments(chat, load_prompt(stage.prompt), context.tools, stage.limits)
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def play(index: int) -> tuple[Task, Trajectory] | TaskError:

@@ -25,7 +25,7 @@ from strop.stages.loop.preferences import PreferenceKeys, count_steps, open_sets
 from strop.stages.loop.preflight import base_mib, weights_mib
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage
-from strop.stages.loop.updates import single_update_metrics, update_or_keep
+from strop.stages.loop.updates import keep_skipped, single_update_metrics
 from strop.stages.loop.validation import keep_if_best, write_product
 from strop.tasks.files import RowFile
 from strop.training.batch import TokenBatch
@@ -106,7 +106,7 @@ class DPO(TrainingStage):
             opened.push_async_callback(trainer.close)
             held_out = _HeldOut(context, config, trainer, sets.test)
             found = await _learn(context, config, trainer, sets.train, held_out, steps)
-            product = await write_product(context, trainer, config)
+            product = await write_product(context, trainer, config, config.validation)
         summary = (
             f"{counted(steps, 'update')} on {counted(len(sets.train), 'pair')}; {held_out.num} held out:"
             f" accuracy {found['accuracy']:.3f}, margin {found['margin']:.3f}"
@@ -116,7 +116,7 @@ class DPO(TrainingStage):
 
 def _reader(context: StageContext, stage: DPO.Config, chat: ChatFormat) -> Callable[[Preference], PairIds]:
     """Return a function that makes ids of a pair: its prompt as tasks are posed, a response as one turn of the policy."""
-    prompt, tools = load_prompt(stage.prompt), [tool.spec for tool in context.tools()]
+    prompt, tools = load_prompt(stage.prompt), [tool.spec for tool in context.tools]
     calls = make_call_format(prompt.calls, tools)
 
     def read(preference: Preference) -> PairIds:
@@ -145,7 +145,8 @@ async def _learn(
         score_s = time.perf_counter() - started
         rewards = rewards_of(batch, beta=stage.beta)
         batch = with_advantages(batch, rewards.margins, beta=stage.beta)
-        report = await update_or_keep(context, trainer, batch, pair_token_loss, pair_token_statistics, step=step)
+        update = trainer.update(batch, pair_token_loss, pair_token_statistics)
+        report = await keep_skipped(context, batch, update, step=step)
         figures = {
             **single_update_metrics(report),
             "time/score_s": score_s,

@@ -76,7 +76,7 @@ class Eval(FixedSetStage):
             tasks_to_play(context, config),
             weights=weights,
             seed=derive_seed("eval", context.recipe.seed, "rollouts"),
-            tools=_under_condition(context.tools(), config.tools),
+            tools=_under_condition(context.tools, config.tools),
             tasks_at_once=config.num_tasks,
         )
         voting = Voting(config.reward, context.runner)
@@ -147,10 +147,6 @@ def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[s
 
 
 def _under_condition(tools: Sequence[Tool], condition: str) -> list[Tool]:
-    match condition:
-        case "noise":
-            return [NoisyTool(tool) for tool in tools]
-        case "none":
-            return [AbsentTool(tool) for tool in tools]
-        case _:
-            return list(tools)
+    if condition == "real":
+        return list(tools)
+    return [NoisyTool(tool) if condition == "noise" else AbsentTool(tool) for tool in tools]

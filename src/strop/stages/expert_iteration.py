@@ -22,7 +22,7 @@ from strop.stages.loop.preflight import TRAIN_SHARE
 from strop.stages.loop.rollouts import StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage
-from strop.stages.loop.updates import StepUpdates, UnusedRewards, update_or_keep, why_nothing_learned, why_some_are_void
+from strop.stages.loop.updates import StepUpdates, UnusedRewards, keep_skipped, why_nothing_learned, why_some_are_void
 from strop.stages.loop.validation import write_product
 from strop.training.config import Schedule
 from strop.training.sft import pack_demonstrations, sft_token_loss, sft_token_statistics
@@ -84,9 +84,8 @@ class ExpertIterationRun:
                 seed = self.context.seed("batches", step)
                 for rows in epoch_batches(kept, batch_size=stage.batch_size, epoch=epoch, seed=seed):
                     batch = pack_demonstrations(rows)
-                    updates.policy.append(
-                        await update_or_keep(self.context, self.trainer, batch, sft_token_loss, sft_token_statistics, step=step)
-                    )
+                    update = self.trainer.update(batch, sft_token_loss, sft_token_statistics)
+                    updates.policy.append(await keep_skipped(self.context, batch, update, step=step))
         except CannotLearnError as error:
             updates.give_up(error)
         return updates
@@ -151,7 +150,7 @@ class ExpertIteration(RolloutStage):
             rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
             run = ExpertIterationRun(context, stage, trainer, rollouts)
             taken = await take_steps(context, stage, trainer, rollouts, run.step)
-            product = await write_product(context, trainer, stage)
+            product = await write_product(context, trainer, stage, stage.validation)
             updates = counted(trainer.num_updates, "update")
             summary = f"{counted(taken.steps, 'step')} of expert iteration, {updates}{taken.note}"
             return StageResult(summary=summary, product=product)

@@ -26,12 +26,7 @@ from strop.run_directory import RunDirectory, write_json
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import batch_at
 from strop.stages.loop.checkpoints import prune_finished
-from strop.stages.loop.preferences import (
-    PreferenceKeys,
-    PreferenceSets,
-    count_steps,
-    open_sets,
-)
+from strop.stages.loop.preferences import PreferenceKeys, PreferenceSets, count_steps, open_sets
 from strop.stages.loop.preflight import base_mib, scorer_parts_of, weights_mib
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingStage

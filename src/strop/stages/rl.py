@@ -33,7 +33,6 @@ from strop.stages.loop.updates import (
     gap_metrics,
     is_solved,
     keep_skipped,
-    update_or_keep,
     why_none_kept,
     why_nothing_learned,
     why_some_are_void,
@@ -101,8 +100,6 @@ class RLRun:
         metrics = rollout_metrics(groups, played.verdict) | dict(played.figures)
         metrics |= staleness_metrics(groups, step) if self.ahead is not None else {}
         metrics |= tool_call_metrics(groups) | selection_metrics(selections)
-        if method.refill_rounds:
-            metrics["groups/refilled"] = float(len(groups) - stage.tasks_per_step)
         metrics |= self.rollouts.branch_metrics(groups, step)
         metrics |= updates.metrics()
         if updates.critic:
@@ -154,7 +151,7 @@ class RLRun:
                 aggregation=method.aggregation,
                 temperature=stage.sampling.temperature,
                 constant=method.constant,
-                ban=Ban(ids=self.rollouts.stop_ids, num_tokens=stage.sampling.min_tokens),
+                ban=Ban(ids=self.rollouts.player.chat.stop_ids, num_tokens=stage.sampling.min_tokens),
             )
             for column in sorted(columns):
                 batch = await self.trainer.score(batch, column)
@@ -174,8 +171,8 @@ class RLRun:
                     of_critic = trainer.update_critic(batch, method.critic.value_loss, method.critic.value_statistics)
                     updates.critic.append(await keep_skipped(context, batch, of_critic, step=step))
                 if step > self.stage.critic_only_steps:
-                    loss, statistics = method.token_loss, method.token_statistics
-                    updates.policy.append(await update_or_keep(context, trainer, batch, loss, statistics, step=step))
+                    of_policy = trainer.update(batch, method.token_loss, method.token_statistics)
+                    updates.policy.append(await keep_skipped(context, batch, of_policy, step=step))
         except CannotLearnError as error:
             updates.give_up(error)
         return updates
@@ -275,6 +272,10 @@ class RL(RolloutStage):
             return (self.steps - self.critic_only_steps) * self.updates_in_step
 
         @property
+        def forks(self) -> BranchingConfig | None:
+            return self.branching
+
+        @property
         def staleness(self) -> int:
             return self.max_staleness
 
@@ -344,6 +345,6 @@ class RL(RolloutStage):
             if rl.ahead is not None:
                 opened.push_async_callback(rl.ahead.close)
             taken = await take_steps(context, stage, trainer, rollouts, rl.step)
-            product = await write_product(context, trainer, stage)
+            product = await write_product(context, trainer, stage, stage.validation)
             made = f"{counted(taken.steps, 'step')} of {stage.method.kind}, {counted(trainer.num_updates, 'update')}"
             return StageResult(summary=made + taken.note, product=product)

@@ -21,18 +21,11 @@ from strop.stages.conversations import as_demonstrations
 from strop.stages.data import Row, rows_in
 from strop.stages.demonstrations import batch_at, write_demonstrations
 from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept
-from strop.stages.loop.preflight import (
-    TRAIN_SHARE,
-    activations_mib,
-    base_mib,
-    missing_scorers,
-    task_files,
-    weights_mib,
-)
+from strop.stages.loop.preflight import TRAIN_SHARE, activations_mib, base_mib, missing_scorers, task_files, weights_mib
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule
-from strop.stages.loop.updates import single_update_metrics, update_or_keep
+from strop.stages.loop.updates import keep_skipped, single_update_metrics
 from strop.stages.loop.validation import Validator, write_product
 from strop.stages.sampled import SampledStage
 from strop.tasks.demonstrators import DemonstratorConfig
@@ -91,8 +84,12 @@ class SFT(TrainingStage):
     config: Config
 
     @property
+    def opens_engines(self) -> bool:
+        return self.config.validation is not None
+
+    @property
     def is_judged(self) -> bool:
-        return self.config.only_right or self.config.validation is not None
+        return self.config.only_right or self.opens_engines
 
     def keys(self) -> dict[str, Any]:
         """All but the reward, if it judges nothing."""
@@ -129,7 +126,7 @@ class SFT(TrainingStage):
         init = product_of(context.run, config.init)
         chat = load_chat(init)
         paths = await _conversations(context, config, chat)
-        demonstrations = as_demonstrations(_rows(paths), chat, context.tools())
+        demonstrations = as_demonstrations(_rows(paths), chat, context.tools)
         source = ""
         if config.only_right:
             source = await judge_demonstrations(context, config, attempts_in(_rows(paths)))
@@ -149,7 +146,7 @@ class SFT(TrainingStage):
                     player = await opened.enter_async_context(open_player(context, config, init))
                     validator = Validator(player, config, config.validation)
                 loss = await _imitate(context, config, trainer, on_disk, validator)
-                product = await write_product(context, trainer, config)
+                product = await write_product(context, trainer, config, config.validation)
         summary = f"{counted(config.steps, 'update')} on {source}, last loss {loss:.3f}"
         return StageResult(summary=summary, product=product)
 
@@ -184,7 +181,8 @@ async def _imitate(
         started = time.perf_counter()
         rows = batch_at(demonstrations, step - 1, batch_size=stage.batch_size, seed=context.seed("batches"))
         batch = pack_demonstrations(rows)
-        report = await update_or_keep(context, trainer, batch, sft_token_loss, sft_token_statistics, step=step)
+        update = trainer.update(batch, sft_token_loss, sft_token_statistics)
+        report = await keep_skipped(context, batch, update, step=step)
         elapsed = time.perf_counter() - started
         figures = {} if validator is None else await validator.validate(trainer, step, stage, last=stage.steps)
         figures |= {**single_update_metrics(report), "time/step_s": elapsed}

@@ -68,22 +68,14 @@ class AsyncRollouts(Generic[StageT]):
         """The rollouts of `step`; `stage` is as its schedule has it for that step.
 
         Raises:
-            RunError: a resumed run lacks rollouts that were played ahead, whose weights are gone; or rollouts are of older
-                weights than `max_staleness` allows.
+            RunError: a resumed run lacks rollouts that were played ahead, whose weights are gone.
         """
         if self._next is not None:
             task, self._next = self._next, None
-            played = await task
-        elif step == 1:
-            played = await self._play(step, stage, weights)
-        else:
-            played = await self._read(step, stage)
-        if (found := max(_stalenesses(played.groups, step), default=0)) > self._stage.staleness:
-            raise RunError(
-                f"stages.{self._context.name}: rollouts of step {step} are {found} publications behind, but max_staleness is"
-                f" {self._stage.staleness}. Remove {self._context.directory.rollouts(step)} and the checkpoints after it."
-            )
-        return played
+            return await task
+        if step == 1:
+            return await self._play(step, stage, weights)
+        return await self._read(step, stage)
 
     def begin(self, step: int, weights: str) -> None:
         """Start to play `step`, if there is such a step."""
@@ -125,20 +117,15 @@ class AsyncRollouts(Generic[StageT]):
         )
 
 
-def _stalenesses(groups: Sequence[Group], step: int) -> list[int]:
-    """For each sampled token of a step: the number of publications between its weights and those that the step begins with."""
-    return [
+def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
+    """Mean and maximum over the step's sampled tokens of the publications since their weights; {} where there are none."""
+    found = [
         step - 1 - turn.completion.policy_version
         for group in groups
         for scored in group.trajectories
         for turn in scored.trajectory.turns
         for _ in turn.completion.ids
     ]
-
-
-def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Mean and maximum over the step's sampled tokens; {} where there are none."""
-    found = _stalenesses(groups, step)
     return {"rollout/staleness_mean": sum(found) / len(found), "rollout/staleness_max": float(max(found))} if found else {}
 
 

@@ -18,14 +18,7 @@ from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.scorers import EmbeddedScorerConfig, VllmScorerConfig
 from strop.stages.data import open_tasks
-from strop.tasks.config import (
-    ArithmeticConfig,
-    CountdownConfig,
-    JsonlConfig,
-    LookupConfig,
-    ParquetConfig,
-    TaskConfig,
-)
+from strop.tasks.config import ArithmeticConfig, CountdownConfig, JsonlConfig, LookupConfig, ParquetConfig, TaskConfig
 from strop.tasks.protocol import Split
 from strop.training.config import TrainerConfig
 
@@ -43,7 +36,7 @@ TRAIN_SHARE = 0.35
 def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
     """What this machine lacks for a stage: engines if it plays, the device of its trainer, reward models that judge it."""
     config = stage.config
-    if isinstance(config, PlayedKeys) and (stage.plays or getattr(config, "validation", None) is not None):
+    if isinstance(config, PlayedKeys) and stage.opens_engines:
         yield from _check_length(name, config, recipe)
         yield from _check_engine(recipe)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):

@@ -49,7 +49,7 @@ class GroupPlayer:
         """Raises `ConfigError` if no engine can hold a rollout of the first tasks, or of any of an evaluation."""
         context, held = self.context, self.pool.max_request_tokens
         limit = f"{held}, which is what the KV memory of the largest engine holds"
-        check_longest(context.recipe, context.name, stage, self.chat, context.tools(), held=held, limit=limit, source=tasks)
+        check_longest(context.recipe, context.name, stage, self.chat, context.tools, held=held, limit=limit, source=tasks)
 
     async def judge_by(self, config: AnyRewardConfig) -> None:
         """Judge from now on as `config` says, which a schedule may have changed."""
@@ -88,7 +88,7 @@ class GroupPlayer:
             stage,
             engine=self.pool,
             chat=self.chat,
-            tools=self.context.tools() if tools is None else tools,
+            tools=self.context.tools if tools is None else tools,
             reward=self._reward,
             observe=ledger,
             prompt=self._prompt,
@@ -148,11 +148,6 @@ class StepRollouts:
             player.check(each, source)
             self._sources.append((each.tasks, source))
 
-    @property
-    def stop_ids(self) -> frozenset[int]:
-        """The ids that end a turn; banned before `sampling.min_tokens`."""
-        return self.player.chat.stop_ids
-
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
         if self._stage.staleness:
@@ -207,6 +202,8 @@ class StepRollouts:
                 indices = list(islice(refills, num_missing)) if len(reports) <= refill_rounds else []
             groups.sort(key=lambda group: group.task_index)
             figures = dict(reports[0].as_metrics())
+            if refill_rounds:
+                figures["groups/refilled"] = float(len(groups) - stage.tasks_per_step)
             if branching_of(stage, self.player.chat) is not None:
                 figures |= ledger.displaced_figures
             played = PlayedStep(

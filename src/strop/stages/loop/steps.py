@@ -154,15 +154,14 @@ async def take_steps(
         context.started(stage.steps, done)
         log: StageMetrics = context.metrics(done_steps=done)
         weights = await rollouts.publish(trainer, version=done)
-        schedule = _Schedule(context, stage, trainer, log.steps) if stage.schedule else None
+        schedule = _Schedule(context, stage, trainer, log.steps)
         num_stuck = int(log.last.get("update/stuck_steps", 0))
         clock = StageClock(stage.budget_s, log.last)
-        step = done
-        over = why_over(stage.end_when, log.steps) if step < stage.steps and stage.end_when else ""
+        step, over = done, _why_over_early(stage, log.steps)
         while step < stage.steps and not clock.is_spent and not over:
             step += 1
             await writer.check()
-            now = schedule.stage if schedule else stage
+            now = schedule.stage
             try:
                 result = await take(step, now, weights)
             except CannotLearnError:  # nothing was updated, so the state is that of the step before
@@ -171,8 +170,7 @@ async def take_steps(
             weights = result.weights
             is_due = stage.validation is not None and stage.validation.is_due(step, last=stage.steps)
             clock.step_finished(is_validated=is_due)
-            if stage.end_when:
-                over = why_over(stage.end_when, [*log.steps, {"step": step, **result.metrics}])
+            over = _why_over_early(stage, [*log.steps, result.metrics])
             last = step if clock.is_spent or over else stage.steps
             gave_up = result.updates.gave_up
             validation: Mapping[str, float] = {}
@@ -185,10 +183,10 @@ async def take_steps(
             log.append(step, of_step, result.updates.rows())
             if clock.is_spent:
                 _report_budget(context, stage, clock, step)
-            over = why_over(stage.end_when, log.steps) if step < stage.steps and stage.end_when else ""
+            over = _why_over_early(stage, log.steps)
             if over:
                 context.event("ended_early", step=step, because=over)
-            if schedule and step < stage.steps and not over and not clock.is_spent:
+            if step < stage.steps and not over and not clock.is_spent:
                 await schedule.follow(log.steps)
             for problem in result.problems:
                 context.warn(f"step {step} cannot learn: {problem}")
@@ -207,6 +205,11 @@ async def take_steps(
                 )
         log.close()
         return Taken(steps=step, why_over=over)
+
+
+def _why_over_early(stage: RolloutKeys, steps: Steps) -> str:
+    """The rule of `end_when` that holds after `steps`, in words; empty if none does, or these are all steps of the stage."""
+    return why_over(stage.end_when, steps) if len(steps) < stage.steps else ""
 
 
 def _report_budget(context: StageContext, stage: RolloutKeys, clock: StageClock, step: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -12,15 +12,7 @@ from strop.config import Config
 from strop.errors import UserError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
-from strop.recipe.schedule import (
-    Done,
-    MetricRule,
-    ScheduleEntry,
-    first_steps,
-    problem_with,
-    reached,
-    switched,
-)
+from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, first_steps, problem_with, reached, switched
 from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Stage
 from strop.rewards import SumRewardConfig
 from strop.rollout.player import Temperature
@@ -127,6 +119,11 @@ class RolloutKeys(TrainingKeys):
     def validated_every(self) -> int | None:
         """After each so many steps it measures its policy on held-out tasks; None where it does not."""
         return None if self.validation is None else self.validation.every_steps
+
+    @property
+    def weights_of_parts(self) -> Sequence[Mapping[str, float]]:
+        changed = (entry.reward.weights for entry in self.schedule if entry.reward is not None)
+        return (*super().weights_of_parts, *changed)
 
     @property
     def longest_response(self) -> int:

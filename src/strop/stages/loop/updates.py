@@ -22,8 +22,7 @@ from strop.stages.context import StageContext
 from strop.stages.loop.ledger import void_reasons
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.training.batch import TokenBatch, in_canonical_order
-from strop.training.optimizer import TokenLoss, TokenStatistics, UpdateReport
-from strop.training.trainer import Trainer
+from strop.training.optimizer import UpdateReport
 from strop.types import Group
 
 _MAX_KEPT = 8  # skipped batches of a stage
@@ -57,13 +56,6 @@ class StepUpdates:
     def metrics(self) -> dict[str, float]:
         """The policy's updates as metrics of the step."""
         return update_metrics(self.policy) | cost_metrics(self.policy)
-
-
-async def update_or_keep(
-    context: StageContext, trainer: Trainer, batch: TokenBatch, loss: TokenLoss, statistics: TokenStatistics, *, step: int
-) -> UpdateReport:
-    """`trainer.update`; the batch of a skipped update is kept."""
-    return await keep_skipped(context, batch, trainer.update(batch, loss, statistics), step=step)
 
 
 async def keep_skipped(

@@ -114,12 +114,13 @@ async def write_saved(
     await asyncio.to_thread(write_directory, path, fill)
 
 
-async def write_product(context: StageContext, trainer: Trainer, stage: CheckpointedKeys) -> Path:
+async def write_product(
+    context: StageContext, trainer: Trainer, stage: CheckpointedKeys, validation: HeldOutConfig | None
+) -> Path:
     """Write the last policy and its adapter, and prune checkpoints. Returns the directory of the stage's product."""
     await write_saved(context.directory.model, trainer.save_model)
     if stage.trainer.lora is not None:
         await write_saved(context.directory.adapter, trainer.save_adapter)
     await asyncio.to_thread(prune_finished, context, stage)
-    held_out: HeldOutConfig | None = getattr(stage, "validation", None)
-    hands_on_best = held_out is not None and held_out.product == "best"
+    hands_on_best = validation is not None and validation.product == "best"
     return context.directory.best if hands_on_best and context.directory.best.exists() else context.directory.model
