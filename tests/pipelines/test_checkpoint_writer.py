@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from scripted_runs import Watching, make_recipe, run_recipe, untimed
+from scripted_runs import Watching, assert_same_training, make_recipe, run_recipe
 from strop.errors import CannotLearnError, RunError
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop import checkpoints
@@ -32,7 +32,7 @@ def order_of(run, *kinds):
     ]
 
 
-def test_the_next_step_is_played_and_trained_on_while_a_checkpoint_is_written(scripted_run, tmp_path, monkeypatch):
+def test_the_next_step_is_trained_on_while_a_checkpoint_is_written_that_holds_its_own_step(scripted_run, tmp_path, monkeypatch):
     run = RunDirectory(tmp_path / "run")
 
     def write(snapshot, directory):
@@ -47,22 +47,8 @@ def test_the_next_step_is_played_and_trained_on_while_a_checkpoint_is_written(sc
         ("step_finished", 2),
         ("checkpoint_finished", 1),
     ]
-    mine, theirs = ([untimed(line) for line in read_lines(each.metrics)] for each in (run, scripted_run.run))
-    assert mine == theirs
-
-
-def test_a_checkpoint_holds_its_own_step_although_others_were_trained_before_it_was_written(tmp_path, monkeypatch):
-    run, late = RunDirectory(tmp_path / "run"), RunDirectory(tmp_path / "late")
-
-    def write(snapshot, directory):
-        if is_of(directory, "rl", 1) and late.path in directory.parents:
-            wait_for(lambda: ("step_finished", 2) in order_of(late, "step_finished"))
-        WRITE(snapshot, directory)
-
-    monkeypatch.setattr(Snapshot, "write", write)
-    run_recipe(run.path)
-    run_recipe(late.path)
-    assert checksums_of(run) == checksums_of(late)
+    assert_same_training(run, scripted_run.run)
+    assert checksums_of(run) == checksums_of(scripted_run.run)
 
 
 def checksums_of(run):
@@ -80,9 +66,7 @@ def test_without_the_background_the_stage_waits_and_comes_to_the_same_end(script
         ("checkpoint_finished", 1),
         ("step_finished", 2),
     ]
-    assert [untimed(line) for line in read_lines(run.metrics)] == [
-        untimed(line) for line in read_lines(scripted_run.run.metrics)
-    ]
+    assert_same_training(run, scripted_run.run)
 
 
 def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
@@ -100,11 +84,6 @@ def test_a_checkpoint_waits_for_the_one_before_it(tmp_path, monkeypatch):
     assert sorted(path.name for path in run.stage("rl").checkpoints.iterdir()) == ["step-000002", "step-000003"]
 
 
-def test_a_finished_stage_keeps_only_its_last_checkpoint_by_default(tmp_path):
-    run = run_recipe(tmp_path / "run", make_recipe(steps=4)).run
-    assert [path.name for path in run.stage("rl").checkpoints.iterdir()] == ["step-000003"]
-
-
 def test_a_full_disk_in_the_background_is_told_with_its_place_and_the_run_goes_on_from_the_one_before(tmp_path, monkeypatch):
     def write(snapshot, directory):
         WRITE(snapshot, directory)
@@ -113,6 +92,8 @@ def test_a_full_disk_in_the_background_is_told_with_its_place_and_the_run_goes_o
 
     recipe = make_recipe(steps=4)
     whole = run_recipe(tmp_path / "whole", recipe).run
+    finished = [path.name for path in whole.stage("rl").checkpoints.iterdir()]
+    assert finished == ["step-000003"], "a finished stage keeps only its last checkpoint by default"
     with monkeypatch.context() as patch:
         patch.setattr(Snapshot, "write", write)
         with pytest.raises(RunError, match=r"rl/checkpoints/step-000002: cannot be written: No space left on device"):
@@ -120,7 +101,7 @@ def test_a_full_disk_in_the_background_is_told_with_its_place_and_the_run_goes_o
     stage = RunDirectory(tmp_path / "run").stage("rl")
     assert [path.name for path in stage.checkpoints.iterdir()] == ["step-000001"]
     again = run_recipe(tmp_path / "run", recipe).run
-    assert [untimed(line) for line in read_lines(again.metrics)] == [untimed(line) for line in read_lines(whole.metrics)]
+    assert_same_training(again, whole)
 
 
 def test_the_last_checkpoint_before_giving_up_is_whole_although_the_writer_is_slow(tmp_path, monkeypatch):

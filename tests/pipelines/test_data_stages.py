@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from pydantic import ValidationError
 
 from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import MachineError, RunError
-from strop.recipe.load import load_recipe
 from strop.recipe.recipe import Recipe, resolve
 from strop.registry import from_keys
 from strop.run_directory import RunDirectory, read_json, read_lines
@@ -116,24 +114,17 @@ def test_groups_of_a_fixed_set_come_in_its_order_and_in_parts_with_a_ledger_each
     assert per_part == [{0, 1, 2}, {3, 4, 5}, {6}]
 
 
-@pytest.mark.parametrize(("config", "keys"), [(Filter, {}), (RejectionSampling, {})])
 @pytest.mark.parametrize("tasks", [{"kind": "arithmetic"}, {"kind": "countdown"}, {"kind": "lookup", "path": "corpus.jsonl"}])
-def test_a_set_without_end_is_refused_as_the_recipe_is_read(config, keys, tasks):
+def test_a_set_without_end_is_refused_as_the_recipe_is_read(tasks):
     with pytest.raises(ValidationError, match="makes tasks without end"):
-        stage_of(config, num_tasks=None, tasks=tasks, **keys)
+        stage_of(Filter, num_tasks=None, tasks=tasks)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"k": 4}, "all 4 rollouts of a task would be the same"),
-        ({"k": 1}, ""),
-    ],
-)
-def test_an_evaluation_at_temperature_0_makes_one_attempt(keys, message):
-    told = {"init": "sft", "tasks": {"kind": "arithmetic"}, "sampling": {"temperature": 0.0}} | keys
-    with pytest.raises(ValidationError, match=message) if message else nullcontext():
-        from_keys(Eval.Config, told)
+def test_an_evaluation_at_temperature_0_makes_one_attempt():
+    keys = {"init": "sft", "tasks": {"kind": "arithmetic"}, "sampling": {"temperature": 0.0}}
+    assert from_keys(Eval.Config, keys | {"k": 1}).k == 1
+    with pytest.raises(ValidationError, match="all 4 rollouts of a task would be the same"):
+        from_keys(Eval.Config, keys | {"k": 4})
 
 
 @pytest.mark.parametrize(
@@ -162,25 +153,6 @@ def test_turns_are_no_one_paragraph_since_a_tool_has_answered_between_them():
     assert reasons(group(rollout(long_together + call, long_alone)), stage) == ["long paragraph: of 2249 characters"]
 
 
-@pytest.mark.parametrize("stage", ["rejection", "teacher"])
-@pytest.mark.parametrize(
-    ("said", "reason"),
-    [
-        ("<reason>{}</reason>", ""),
-        ("<reason>{}\n" + "so it is " * 220 + "</reason>", "long paragraph"),
-        ("<reason>{}\n\n" + "\n\n".join(["so it is " * 100] * 3) + "</reason>", ""),  # as long, in paragraphs
-        ("<reason>{}\n```python\nprint(12)\n```</reason>", "code block"),
-        ('<reason>{}</reason><tool_call>{{"name": "python", "arguments": {{"code": "print(12)"}}}}</tool_call>', ""),
-    ],
-)
-def test_r1_pipeline_drops_long_paragraphs_and_code_blocks_though_its_tiny_model_writes_none(stage, said, reason):
-    """Of otherwise the same right response, as a policy with more tokens would write them."""
-    config = load_recipe(RECIPES / "r1-pipeline.toml").stages[stage].config
-    text = said.format("I add the numbers and then check the sum.") + "<answer>\\boxed{12}</answer>"
-    [found] = reasons(group(rollout(text)), config)
-    assert found.partition(":")[0] == reason
-
-
 def test_rejection_sampling_keeps_right_whole_and_different_rollouts_up_to_a_number():
     stage = stage_of(RejectionSampling, max_per_task=2)
     found = reasons(
@@ -201,6 +173,37 @@ def test_rejection_sampling_keeps_right_whole_and_different_rollouts_up_to_a_num
 def test_the_share_of_foreign_words_leaves_out_code_mathematics_and_variables():
     assert foreign_share("два x y z три `print(two)` $alpha$") == 0
     assert foreign_share("one two 三 four") == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Let θ be the angle of the two, so that the area is 9π.",
+        "With x₁ and xᵢ for α′ the sum is ½, and 2πr² is µ.",
+        "Then sinθ = Δx for all x in ℝ.",
+        "угол θ равен x",
+        "日本の和は x です",  # one language of two scripts
+        "ตอบ 42",
+        "42 = 6 * 7",
+    ],
+)
+def test_variables_and_their_indices_are_no_words_of_another_language(text):
+    assert foreign_share(text) == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("the sum คน is", 1 / 4),
+        ("the sum is ארבעים", 1 / 4),
+        ("শত the sum is", 1 / 4),
+        ("the sum είναι this", 1 / 4),
+        ("שלום คน the sum", 1 / 2),
+        ("שלום คน", 1 / 2),  # two scripts that are not listed are two
+    ],
+)
+def test_a_word_of_any_other_script_is_seen(text, share):
+    assert foreign_share(text) == pytest.approx(share)
 
 
 def test_a_mix_names_each_of_its_sets_once():
@@ -275,18 +278,16 @@ def sampled(tmp_path, kind, judge, **keys):
     return run_recipe(tmp_path / "run", Recipe.model_validate_json(json.dumps(resolve(recipe))))
 
 
-@pytest.mark.parametrize(("kind", "keys"), [("filter", {"max_right": 2}), ("rejection_sampling", {"drop_repeats": False})])
-def test_void_rollouts_are_told_with_their_reason(tmp_path, kind, keys):
-    done = sampled(tmp_path, kind, "judge_lost_on_one", **keys)
+def test_void_rollouts_are_told_with_their_reason(tmp_path):
+    done = sampled(tmp_path, "filter", "judge_lost_on_one", max_right=2)
     [warning] = [text for text in done.progress.warnings if "void" in text]
     # Its two attempts and the two that took their places.
     assert warning.startswith("4 rollouts are void and are not counted. The most frequent reason: the judge timed out")
 
 
-@pytest.mark.parametrize("kind", ["filter", "rejection_sampling"])
-def test_a_stage_whose_every_rollout_is_void_ends_with_the_reason(tmp_path, kind):
+def test_a_stage_whose_every_rollout_is_void_ends_with_the_reason(tmp_path):
     with pytest.raises(MachineError, match=r"every rollout of 3 tasks is void.*the judge timed out\. All reasons are in"):
-        sampled(tmp_path, kind, "judge_lost")
+        sampled(tmp_path, "rejection_sampling", "judge_lost")
     assert not (tmp_path / "run" / "stages" / "played" / "data" / "kept.jsonl").exists()
 
 

@@ -27,47 +27,42 @@ def test_of_every_key_of_an_engine_it_is_decided_whether_a_run_goes_on_with_anot
         assert bool(found) == (name in BOUND), name
 
 
+def between(path, one=1, other=2):
+    """The differences of two recipes in the key at `path`."""
+    trees = []
+    for value in (one, other):
+        tree = value
+        for name in reversed(path.split(".")):
+            tree = {name: tree}
+        trees.append(tree)
+    return differences(*trees)
+
+
 @pytest.mark.parametrize("key", ["worker_timeout_s", "max_skipped_updates", "background_checkpoints"])
 def test_what_only_waits_or_gives_up_may_differ_in_a_trainer(key):
-    assert differences({"stages": {"rl": {"trainer": {key: 1}}}}, {"stages": {"rl": {"trainer": {key: 2}}}}) == []
+    assert between(f"stages.rl.trainer.{key}") == []
 
 
 @pytest.mark.parametrize("of", ["optimizer", "critic.optimizer"])
 def test_where_moments_lie_may_differ(of):
-    def trees(key, *values):
-        for value in values:
-            tree = value
-            for name in reversed(f"stages.rl.trainer.{of}.{key}".split(".")):
-                tree = {name: tree}
-            yield tree
-
-    assert differences(*trees("moments", "memory", "disk")) == []
-    assert len(differences(*trees("lr", 1, 2))) == 1
+    assert between(f"stages.rl.trainer.{of}.moments", "memory", "disk") == []
+    assert len(between(f"stages.rl.trainer.{of}.lr")) == 1
 
 
 SERVICE = ("url", "key_env", "timeout_s", "retries", "backoff_s", "rate_per_s", "max_running", "cache")
 
 
-@pytest.mark.parametrize("key", SERVICE)
 @pytest.mark.parametrize("of", ["scorer", "judge.service"])
-def test_how_a_service_is_reached_and_how_patiently_may_differ_and_the_page_says_so(of, key):
-    def tree(value):
-        for name in reversed(f"stages.rl.reward.parts.helpful.{of}.{key}".split(".")):
-            value = {name: value}
-        return value
-
-    assert differences(tree(1), tree(2)) == []
-    assert f"`{key}`" in (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+def test_how_a_service_is_reached_and_how_patiently_may_differ_and_the_page_says_so(of):
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    for key in SERVICE:
+        assert between(f"stages.rl.reward.parts.helpful.{of}.{key}") == [], key
+        assert f"`{key}`" in page
 
 
 @pytest.mark.parametrize("place", ["scorer.model", "judge.service.model", "judge.score_prompt", "judge.tries", "weight"])
 def test_what_a_service_is_asked_may_not_differ(place):
-    def tree(value):
-        for name in reversed(f"stages.rl.reward.parts.helpful.{place}".split(".")):
-            value = {name: value}
-        return value
-
-    assert len(differences(tree(1), tree(2))) == 1
+    assert len(between(f"stages.rl.reward.parts.helpful.{place}")) == 1
 
 
 def test_servers_that_strop_started_may_be_given_by_address_in_the_next_try():
@@ -80,9 +75,4 @@ def test_servers_that_strop_started_may_be_given_by_address_in_the_next_try():
     "path", ["engine.slots.more", "other.engine.replicas", "stages.rl.trainer.workers", "sandbox.wall_s", "seed"]
 )
 def test_a_key_that_decides_over_results_is_told_even_if_it_resembles_a_free_one(path):
-    def tree(value):
-        for name in reversed(path.split(".")):
-            value = {name: value}
-        return value
-
-    assert differences(tree(1), tree(2)) == [(path, 1, 2)]
+    assert between(path) == [(path, 1, 2)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import shutil
 
 import pytest
@@ -189,3 +191,16 @@ def test_a_stage_that_is_let_go_leaves_no_steps_behind(tmp_path):
     assert not run.stage("sft").path.exists()
     run_recipe(run.path, with_stages())
     assert [*read_lines(run.metrics), *read_lines(run.updates)] == []
+
+
+def test_a_run_directory_that_is_in_use_is_refused(tmp_path):
+    (tmp_path / "run").mkdir()
+    descriptor = os.open(tmp_path / "run", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(RunError, match="another strop is running there"):
+            run_recipe(tmp_path / "run", make_recipe())
+        assert not any((tmp_path / "run").iterdir())
+    finally:
+        os.close(descriptor)
+    run_recipe(tmp_path / "run", make_recipe())

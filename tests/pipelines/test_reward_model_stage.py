@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from scripted_runs import RECIPE, Watching, lines_of, recipe_of, run_recipe
+from scripted_runs import RECIPE, Watching, assert_same_training, lines_of, recipe_of, run_recipe
 from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import Exchange
@@ -98,8 +98,7 @@ def test_a_run_that_is_stopped_ends_with_the_same_model(trained, tmp_path):
     resumed = run_recipe(tmp_path / "run", recipe(pairs))
     events = [line["event"] for line in read_lines(resumed.run.events)]
     assert "resumed" in events
-    mine, theirs = (each.run.stage("helpful").model / "model.safetensors" for each in (resumed, trained))
-    assert mine.read_bytes() == theirs.read_bytes()
+    assert_same_training(resumed.run, trained.run, "helpful")
 
 
 def test_a_later_stage_is_judged_by_it(tmp_path):
