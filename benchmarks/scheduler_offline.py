@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from strop.rollout.scheduler.events import GroupOffered
-from strop.rollout.scheduler.scheduler import SchedulerConfig
-from strop.simulation.simulate import SimulatedMachine, offers_of, prices_of, simulate, tokens_of
+from strop.rollout.scheduler.admission import WaitingGroup, WaitingQueue
+from strop.rollout.scheduler.scheduler import Scheduler, SchedulerConfig
+from strop.simulation.simulate import Outcome, SimulatedMachine, offers_of, prices_of, simulate, tokens_of
 from strop.simulation.trace import Trace, TracedGroup, TracedRollout
+from strop.types import RolloutKey
 
 _LONGEST_FIRST = SchedulerConfig(order="longest_first")
 
 
-def informed(trace: Trace, *, by_group: bool = False) -> list[GroupOffered]:
-    """Return the offers of `trace` with the length of each rollout, so that the longest start first.
+class _KnownLengths(WaitingQueue):
+    """Ranks each group by the known length of its first rollout."""
+
+    def __init__(self, lengths: Mapping[RolloutKey, float]) -> None:
+        super().__init__(is_longest_first=True)
+        self._lengths = lengths
+
+    def _expected(self, group: WaitingGroup) -> float:
+        return self._lengths[group.waiting[0].key]
+
+
+class _Informed(Scheduler):
+    """Knows how long each rollout will be."""
+
+    def __init__(self, lengths: Mapping[RolloutKey, float]) -> None:
+        super().__init__(_LONGEST_FIRST)
+        self._queue = _KnownLengths(lengths)
+
+
+def _simulate_informed(trace: Trace, machines: Sequence[SimulatedMachine], *, by_group: bool = False) -> Outcome:
+    """Simulate `trace` with the length of each rollout known, so that the longest start first.
 
     Args:
         by_group: the groups whose rollouts are longest on average start first.
     """
-    found = []
-    for offer, group in zip(offers_of(trace), trace.groups, strict=True):
-        lengths = [rollout.response_tokens for rollout in group.rollouts]
-        mean = sum(lengths) / len(lengths)
-        rollouts = tuple(
-            replace(each, max_tokens=length, expected_tokens=mean if by_group else length)
-            for each, length in zip(offer.rollouts, lengths, strict=True)
-        )
-        found.append(replace(offer, rollouts=rollouts))
-    return found
+    lengths: dict[RolloutKey, float] = {rollout.key: rollout.response_tokens for rollout in trace.rollouts}
+    offers = [replace(offer, max_tokens=int(lengths[offer.key])) for offer in offers_of(trace)]
+    offers.sort(key=lambda offer: (offer.key.task_index, -offer.max_tokens))
+    if by_group:
+        for group in trace.groups:
+            mean = sum(lengths[rollout.key] for rollout in group.rollouts) / len(group.rollouts)
+            lengths |= {rollout.key: mean for rollout in group.rollouts}
+    return simulate(trace, machines, _LONGEST_FIRST, offers=offers, scheduler=_Informed(lengths))
 
 
 def best_offline_s(
@@ -47,9 +65,9 @@ def best_offline_s(
     found = []
     for share in row_shares:
         fewer = [_with_rows(machine, share) for machine in machines]
-        outcome = simulate(trace, fewer, _LONGEST_FIRST, offers=informed(trace))
+        outcome = _simulate_informed(trace, fewer)
         found.append((outcome.makespan_s, f"longest first, {share:.0%} of the rows"))
-    by_group = simulate(trace, machines, _LONGEST_FIRST, offers=informed(trace, by_group=True))
+    by_group = _simulate_informed(trace, machines, by_group=True)
     found.append((by_group.makespan_s, "longest groups first"))
     found.append((_dealt_s(trace, machines), "longest first, work dealt evenly in advance"))
     return min(found)
@@ -71,7 +89,7 @@ def _dealt_s(trace: Trace, machines: Sequence[SimulatedMachine]) -> float:
         dealt[index].append((group, rollout))
         heapq.heappush(loads, (load + _work_s(rollout, group.prompt_tokens, machines[index]), index))
     return max(
-        simulate(own_trace, [machine], _LONGEST_FIRST, offers=informed(own_trace)).makespan_s
+        _simulate_informed(own_trace, [machine]).makespan_s
         for machine, own in zip(machines, dealt, strict=True)
         if own
         for own_trace in [_trace_of(trace, own)]

@@ -105,10 +105,10 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "recipe": 957,
     "reports": 3320,  # 3500
     "rewards": 3082,  # 2600
-    "rollout": 4946,
+    "rollout": 4896,
     "runs": 647,
     "sandbox": 12024,  # 10500
-    "simulation": 919,  # 900
+    "simulation": 918,  # 900
     "stages": 5433,  # 3800
     "tasks": 2592,  # 2200
     "tools": 2110,  # 2000
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 346  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_140  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_629  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_100  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_578  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from strop.config import Config, load_toml, validate
-from strop.errors import ConfigError
+from strop.errors import ConfigError, did_you_mean
 from strop.rollout.chat_template import ChatFormat, Message, Span
 from strop.rollout.tool_calls import Calls
 from strop.tools.protocol import ToolSpec
@@ -128,8 +127,7 @@ def load_prompt(name_or_path: str) -> Prompt:
         return _read(Path(name_or_path))
     names = prompt_names()
     if name_or_path not in names:
-        nearest = difflib.get_close_matches(name_or_path, names, n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        hint = did_you_mean(name_or_path, names)
         raise ConfigError(
             f"prompt {name_or_path!r}: no such prompt.{hint} The shipped ones are {', '.join(names)}; give a path that ends"
             " in .toml for one of your own."

@@ -17,17 +17,16 @@ from strop.rollout.scheduler.events import (
     CallTools,
     EngineJoined,
     Event,
-    GroupOffered,
     Release,
     RolloutEnded,
-    RolloutOffer,
+    RolloutOffered,
     Run,
     ToolFinished,
     ToolStarted,
     TurnFinished,
 )
 from strop.rollout.scheduler.report import EngineUsage, Ledger
-from strop.rollout.scheduler.scheduler import SchedulerConfig, make_scheduler
+from strop.rollout.scheduler.scheduler import Scheduler, SchedulerConfig, make_scheduler
 from strop.simulation.engines import EngineTiming, Finished, SimulatedEngine
 from strop.simulation.trace import Trace, TracedRollout, TracedTurn
 from strop.types import RolloutKey
@@ -87,14 +86,12 @@ class Outcome:
         return {name: getattr(self, name) for name in (*names, *more)} | dict(self.ledger.as_metrics())
 
 
-def offers_of(trace: Trace) -> list[GroupOffered]:
-    """Return the groups of a trace, as they are offered to a scheduler."""
+def offers_of(trace: Trace) -> list[RolloutOffered]:
+    """Return the rollouts of a trace, as they are offered to a scheduler."""
     return [
-        GroupOffered(
-            prompt_tokens=group.prompt_tokens,
-            rollouts=tuple(RolloutOffer(key=rollout.key, max_tokens=trace.max_tokens) for rollout in group.rollouts),
-        )
+        RolloutOffered(key=rollout.key, prompt_tokens=group.prompt_tokens, max_tokens=trace.max_tokens)
         for group in trace.groups
+        for rollout in group.rollouts
     ]
 
 
@@ -104,15 +101,17 @@ def simulate(
     config: SchedulerConfig,
     *,
     tool_workers: int | None = None,
-    offers: Sequence[GroupOffered] = (),
+    offers: Sequence[RolloutOffered] = (),
+    scheduler: Scheduler | None = None,
 ) -> Outcome:
     """Simulate one step: the rollouts of `trace`, scheduled as `config` says.
 
     Args:
         tool_workers: tool calls that run at the same time, others queue; None: no limit.
         offers: what the scheduler learns of the rollouts; by default nothing of their lengths, as in reality.
+        scheduler: decides in place of the one of `config`.
     """
-    simulation = _Simulation(trace, config, tool_workers)
+    simulation = _Simulation(trace, make_scheduler(config) if scheduler is None else scheduler, tool_workers)
     for machine in machines:
         simulation.join(machine)
     for event in offers or offers_of(trace):
@@ -202,13 +201,13 @@ class _Progress:
 class _Simulation:
     """The clock, the engines and the tools around one scheduler."""
 
-    def __init__(self, trace: Trace, config: SchedulerConfig, tool_workers: int | None) -> None:
+    def __init__(self, trace: Trace, scheduler: Scheduler, tool_workers: int | None) -> None:
         self._rollouts = {
             rollout.key: _Progress(turns=rollout.turns, prompt_tokens=group.prompt_tokens, context_tokens=group.prompt_tokens)
             for group in trace.groups
             for rollout in group.rollouts
         }
-        self._scheduler = make_scheduler(config)
+        self._scheduler = scheduler
         self._engines: dict[str, SimulatedEngine] = {}
         self._plans: dict[str, int] = {}  # by engine: number of the newest plan for its next event
         self._touched: dict[str, SimulatedEngine] = {}  # engines whose next event has changed

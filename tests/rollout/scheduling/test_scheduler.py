@@ -12,11 +12,10 @@ from strop.rollout.scheduler.events import (
     CallTools,
     EngineDied,
     EngineJoined,
-    GroupOffered,
     RefuseBranch,
     Release,
     RolloutEnded,
-    RolloutOffer,
+    RolloutOffered,
     Run,
     RunReason,
     ToolFinished,
@@ -34,9 +33,19 @@ def engine(name: str, *, kv_blocks: int = 20, max_conversations: int = 100) -> E
     return EngineJoined(engine=EngineSpec(name=name, kv_blocks=kv_blocks, block_tokens=10, max_conversations=max_conversations))
 
 
-def group(task: int, *, num: int = 1, prompt_tokens: int = 30, max_tokens: int = 50) -> GroupOffered:
-    offers = tuple(RolloutOffer(key=key(task, attempt), max_tokens=max_tokens) for attempt in range(num))
-    return GroupOffered(prompt_tokens=prompt_tokens, rollouts=offers)
+def offer(
+    one: Scheduler, task: int, *, num: int = 1, prompt_tokens: int = 30, max_tokens: int = 50, now_s: float = 0.0
+) -> list[Action]:
+    """Offer the first `num` attempts of a task."""
+    events = [
+        RolloutOffered(key=key(task, attempt), prompt_tokens=prompt_tokens, max_tokens=max_tokens) for attempt in range(num)
+    ]
+    return [action for event in events for action in one.handle(event, now_s=now_s)]
+
+
+def reserved_blocks(one: Scheduler, name: str, *, of: int = 20) -> int:
+    """What is reserved on an engine of `of` blocks."""
+    return round(one.usage[name].kv_share.changes[-1][1] * of)
 
 
 def started(actions: list[Action]) -> list[tuple[RolloutKey, str]]:
@@ -58,17 +67,11 @@ def scheduler(*engines: EngineJoined, **config: object) -> Scheduler:
 
 def test_a_groups_prompt_is_counted_once_and_each_rollout_by_the_longest_it_may_become() -> None:
     one = scheduler(engine("a", kv_blocks=20))
-    actions = one.handle(group(0, num=5, prompt_tokens=35, max_tokens=52), now_s=0.0)
+    actions = offer(one, 0, num=5, prompt_tokens=35, max_tokens=52)
     # 87 tokens are 9 blocks, 3 of which are whole blocks of the prompt: 3 + 6 + 6 fit in 20, one more does not.
     assert [action for action, _ in started(actions)] == [key(0, 0), key(0, 1)]
-    assert one.reserved_blocks == {"a": 15}
+    assert reserved_blocks(one, "a") == 15
     assert one.waiting == (key(0, 2), key(0, 3), key(0, 4))
-
-
-def test_the_second_rollout_of_a_group_finds_its_prompt() -> None:
-    one = scheduler(engine("a"))
-    one.handle(group(0, num=2), now_s=0.0)
-    assert one.reserved_blocks == {"a": 3 + 5 + 5}
 
 
 def test_a_rollout_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
@@ -76,14 +79,14 @@ def test_a_rollout_that_fits_nowhere_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(
         RequestTooLong, match=r"prompt of 30 .* up to 50 are 80 tokens, but the largest engine, a, holds .* up to 70"
     ):
-        one.handle(group(0), now_s=0.0)
+        offer(one, 0)
     assert not one.live
     assert one.ledger.offered == 0
 
 
 def test_tools_are_called_at_once_and_the_rollout_goes_on_where_it_was() -> None:
     one = scheduler(engine("a"), engine("b"))
-    one.handle(group(0, num=2), now_s=0.0)
+    offer(one, 0, num=2)
     assert one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0) == [CallTools(key=key(0, 0))]
     [again] = one.handle(ToolFinished(key=key(0, 0), num_tokens=4), now_s=2.0)
     assert again == Run(key=key(0, 0), engine="a", run=2, reason=RunReason.CONTINUE, max_tokens=41)
@@ -92,20 +95,20 @@ def test_tools_are_called_at_once_and_the_rollout_goes_on_where_it_was() -> None
 def test_whatever_ends_a_rollout_the_next_starts_at_once_in_order() -> None:
     one = scheduler(engine("a", kv_blocks=8))
     for task in range(4):
-        one.handle(group(task), now_s=0.0)
+        offer(one, task)
     assert finish(one, key(0, 0), run=1, num_tokens=7, now_s=1.0)[0] == Release(key=key(0, 0), engine="a")
     assert started(one.handle(RolloutEnded(key=key(1, 0)), now_s=2.0)) == [(key(2, 0), "a")]  # from outside, in mid-turn
     one.handle(TurnFinished(key=key(2, 0), run=1, num_tokens=3), now_s=3.0)
     assert started(one.handle(RolloutEnded(key=key(2, 0)), now_s=4.0)) == [(key(3, 0), "a")]  # while its tool ran
     finish(one, key(3, 0), run=1, num_tokens=1, now_s=5.0)
-    assert one.reserved_blocks == {"a": 0}
+    assert reserved_blocks(one, "a") == 0
     assert (one.ledger.offered, one.ledger.ended, one.ledger.sampled_tokens) == (4, 4, 7 + 3 + 1)
 
 
 def test_a_group_prefers_the_engine_with_its_prompt_until_that_is_much_fuller() -> None:
     one = scheduler(engine("a", kv_blocks=200), engine("b", kv_blocks=200))
     # The prompt takes 3 blocks, each rollout 5: at 3 + 5 + 5 of 200 engine a is more than 5% fuller than b.
-    actions = one.handle(group(0, num=4), now_s=0.0)
+    actions = offer(one, 0, num=4)
     assert [name for _, name in started(actions)] == ["a", "a", "b", "b"]
 
 
@@ -114,7 +117,7 @@ def test_no_attempt_number_of_all_groups_comes_to_the_same_engines(num_engines: 
     engines = [engine(f"e{index}", kv_blocks=400, max_conversations=64) for index in range(num_engines)]
     one = scheduler(*engines)  # a rollout takes 8 or 5 of 400 blocks: four of a group stay together
     num_groups = num_engines
-    where = [place for task in range(num_groups) for place in started(one.handle(group(task, num=group_size), now_s=0.0))]
+    where = [place for task in range(num_groups) for place in started(offer(one, task, num=group_size))]
     for attempt in range(group_size):
         counts = Counter(name for who, name in where if who.attempt == attempt)
         assert max(counts.values()) <= 2, f"attempt {attempt}: {counts}"
@@ -122,34 +125,23 @@ def test_no_attempt_number_of_all_groups_comes_to_the_same_engines(num_engines: 
 
 def test_an_engine_with_room_for_one_starts_the_attempt_number_that_it_has_started_least() -> None:
     one = scheduler(*(engine(name, max_conversations=1) for name in "ab"))
-    assert started(one.handle(group(0, num=2), now_s=0.0)) == [(key(0, 0), "a"), (key(0, 1), "b")]
-    one.handle(group(1, num=2), now_s=0.0)
+    assert started(offer(one, 0, num=2)) == [(key(0, 0), "a"), (key(0, 1), "b")]
+    offer(one, 1, num=2)
     assert started(one.handle(RolloutEnded(key=key(0, 0)), now_s=1.0)) == [(key(1, 1), "a")]
     assert started(one.handle(RolloutEnded(key=key(0, 1)), now_s=1.0)) == [(key(1, 0), "b")]
 
 
-def test_whoever_is_expected_to_be_longest_of_a_group_starts_first_whatever_was_started_where() -> None:
-    one = scheduler(*(engine(name, max_conversations=1) for name in "ab"), order="longest_first")
-    one.handle(group(0, num=2), now_s=0.0)
-    offers = tuple(
-        RolloutOffer(key=key(1, attempt), max_tokens=50, expected_tokens=expected)
-        for attempt, expected in enumerate((9.0, 5.0))
-    )
-    one.handle(GroupOffered(prompt_tokens=30, rollouts=offers), now_s=0.0)
-    assert started(one.handle(RolloutEnded(key=key(0, 0)), now_s=1.0)) == [(key(1, 0), "a")]
-
-
 def test_a_rollout_that_fits_only_a_large_engine_does_not_keep_a_small_one_idle() -> None:
     one = scheduler(engine("large", kv_blocks=20), engine("small", kv_blocks=8))
-    one.handle(group(0, max_tokens=170), now_s=0.0)
-    one.handle(group(1, max_tokens=170), now_s=0.0)
-    assert started(one.handle(group(2), now_s=0.0)) == [(key(2, 0), "small")]
+    offer(one, 0, max_tokens=170)
+    offer(one, 1, max_tokens=170)
+    assert started(offer(one, 2)) == [(key(2, 0), "small")]
     assert one.waiting == (key(1, 0),)
 
 
 def test_a_branch_shares_what_it_has_in_common_and_is_refused_when_the_rest_does_not_fit() -> None:
     one = scheduler(engine("a", kv_blocks=13))
-    one.handle(group(0), now_s=0.0)  # 8 blocks
+    offer(one, 0)  # 8 blocks
     one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=15), now_s=1.0)
     one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
     # At 50 tokens 5 blocks are common; 30 more are 3 blocks, for which there is room, and then no more.
@@ -158,15 +150,15 @@ def test_a_branch_shares_what_it_has_in_common_and_is_refused_when_the_rest_does
     refused = one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 2), max_tokens=30), now_s=2.0)
     assert refused == [RefuseBranch(key=key(0, 0, 2))]
     finish(one, key(0, 0), run=2, num_tokens=1, now_s=3.0)
-    assert one.reserved_blocks == {"a": 8}  # what the parent had in common with its branch stays
+    assert reserved_blocks(one, "a", of=13) == 8  # what the parent had in common with its branch stays
     finish(one, key(0, 0, 1), run=1, num_tokens=1, now_s=4.0)
-    assert one.reserved_blocks == {"a": 0}
+    assert reserved_blocks(one, "a", of=13) == 0
     assert (one.ledger.branched, one.ledger.branches_refused, one.ledger.ended) == (1, 1, 2)
 
 
 def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn() -> None:
     one = scheduler(engine("a", kv_blocks=200), engine("b", kv_blocks=200))
-    one.handle(group(0, num=2), now_s=0.0)
+    offer(one, 0, num=2)
     one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
     one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
     first, second = one.handle(EngineDied(name="a"), now_s=3.0)
@@ -180,7 +172,7 @@ def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn()
 
 def test_a_tool_may_outlive_the_engine_of_its_rollout() -> None:
     one = scheduler(engine("a"))
-    one.handle(group(0), now_s=0.0)
+    offer(one, 0)
     one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=10), now_s=1.0)
     assert one.handle(EngineDied(name="a"), now_s=2.0) == []
     assert one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=3.0) == []
@@ -192,7 +184,7 @@ def test_a_tool_may_outlive_the_engine_of_its_rollout() -> None:
 def test_longest_first_starts_probes_of_every_group_and_then_the_group_that_turns_out_long() -> None:
     one = scheduler(engine("a", kv_blocks=100, max_conversations=2), order="longest_first")
     for task in range(3):
-        one.handle(group(task, num=3), now_s=0.0)
+        offer(one, task, num=3)
     order = []
     ends = [(0, 0, 5), (0, 1, 5), (1, 0, 2), (1, 1, 2), (2, 0, 50), (2, 1, 50), (2, 2, 50)]
     for task, attempt, num_tokens in ends:
@@ -205,15 +197,15 @@ def test_longest_first_starts_probes_of_every_group_and_then_the_group_that_turn
 
 def test_an_answer_longer_than_was_asked_for_is_refused() -> None:
     one = scheduler(engine("a"))
-    one.handle(group(0), now_s=0.0)
+    offer(one, 0)
     with pytest.raises(StropError, match="has 50 tokens left, but sampled 51"):
         one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=51), now_s=1.0)
 
 
 def test_static_deals_groups_evenly_and_waits_at_every_turn() -> None:
     one = scheduler(engine("a"), engine("b"), policy="static")
-    assert {name for _, name in started(one.handle(group(0, num=2), now_s=0.0))} == {"a"}
-    assert {name for _, name in started(one.handle(group(1, num=2), now_s=0.0))} == {"b"}
+    assert {name for _, name in started(offer(one, 0, num=2))} == {"a"}
+    assert {name for _, name in started(offer(one, 1, num=2))} == {"b"}
     assert one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0) == []  # its neighbour is not done
     both = one.handle(TurnFinished(key=key(0, 1), run=1, num_tokens=5), now_s=2.0)
     assert both == [CallTools(key=key(0, 0)), CallTools(key=key(0, 1))]
@@ -223,19 +215,11 @@ def test_static_deals_groups_evenly_and_waits_at_every_turn() -> None:
 
 def test_shares_are_of_the_memory_that_is_really_there() -> None:
     one = scheduler(engine("a", kv_blocks=16), oversubscription=2.0)
-    one.handle(group(0, num=4), now_s=0.0)  # 3 of prompt and 5 of each: 23 of 32 that may be reserved, 16 that are there
+    offer(one, 0, num=4)  # 3 of prompt and 5 of each: 23 of 32 that may be reserved, 16 that are there
     assert one.usage["a"].kv_share.max == pytest.approx(23 / 16)
 
 
 def test_an_engine_never_gets_a_conversation_that_is_longer_than_its_own_memory() -> None:
     one = scheduler(engine("large", kv_blocks=20), engine("small", kv_blocks=10), oversubscription=1.5)
-    actions = one.handle(group(0, num=2, max_tokens=100), now_s=0.0)  # 13 blocks each; small may reserve 15, and has 10
+    actions = offer(one, 0, num=2, max_tokens=100)  # 13 blocks each; small may reserve 15, and has 10
     assert {name for _, name in started(actions)} == {"large"}
-
-
-def test_a_second_offer_of_the_same_prompt_still_shares_it() -> None:
-    one = scheduler(engine("a"))
-    one.handle(group(0, num=1), now_s=0.0)
-    again = GroupOffered(prompt_tokens=30, rollouts=(RolloutOffer(key=key(0, 1), max_tokens=50),))
-    one.handle(again, now_s=1.0)
-    assert one.reserved_blocks == {"a": 13}

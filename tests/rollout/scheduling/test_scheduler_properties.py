@@ -18,10 +18,9 @@ from strop.rollout.scheduler.events import (
     EngineDied,
     EngineJoined,
     Event,
-    GroupOffered,
     Release,
     RolloutEnded,
-    RolloutOffer,
+    RolloutOffered,
     Run,
     ToolFinished,
     ToolStarted,
@@ -57,13 +56,17 @@ class Driver:
         self.now_s += self.random.random()
         for action in self.scheduler.handle(event, now_s=self.now_s):
             self.do(action)
-        for name, blocks in self.scheduler.reserved_blocks.items():
-            assert 0 <= blocks <= int(self.engines[name].kv_blocks * self.config.oversubscription)
+        for name in self.engines:
+            assert 0 <= self.reserved_share(name) <= self.config.oversubscription
         ledger, live = self.scheduler.ledger, self.scheduler.live
         assert ledger.offered + ledger.branched == ledger.ended + len(live)
         assert live == set(self.running) | set(self.calling) | set(self.scheduler.waiting)
         assert ledger.sampled_tokens == self.sampled
         assert ledger.ended == sum(self.ended.values())
+
+    def reserved_share(self, name: str) -> float:
+        changes = self.scheduler.usage[name].kv_share.changes
+        return changes[-1][1] if changes else 0.0
 
     def do(self, action: Action) -> None:
         if isinstance(action, Run):
@@ -90,23 +93,22 @@ class Driver:
         self.tell(EngineJoined(engine=spec))
 
     def offer(self) -> None:
-        offers = tuple(
-            RolloutOffer(key=RolloutKey(task_index=self.num_groups, attempt=attempt), max_tokens=self.random.randint(1, 30))
-            for attempt in range(self.random.randint(1, 5))
-        )
+        prompt_tokens = self.random.randint(1, 18)
         self.num_groups += 1
-        self.offered += [offer.key for offer in offers]
-        self.tell(GroupOffered(prompt_tokens=self.random.randint(1, 18), rollouts=offers))
+        for attempt in range(self.random.randint(1, 5)):
+            key = RolloutKey(task_index=self.num_groups - 1, attempt=attempt)
+            self.offered.append(key)
+            self.tell(RolloutOffered(key=key, prompt_tokens=prompt_tokens, max_tokens=self.random.randint(1, 30)))
 
     def offer_more(self) -> None:
         """More rollouts of a task that was there before, with another prompt."""
         attempts = range(len(self.offered) + 10, len(self.offered) + 10 + self.random.randint(1, 2))
         task = self.random.randrange(self.num_groups)
-        keys = [RolloutKey(task_index=task, attempt=attempt) for attempt in attempts]
-        self.offered += keys
-        offers = tuple(RolloutOffer(key=key, max_tokens=30) for key in keys)
-        prompt_tokens = self.random.randint(1, 18)
-        self.tell(GroupOffered(prompt_tokens=prompt_tokens, rollouts=offers, prompt=prompt_tokens))
+        tokens = self.random.randint(1, 18)
+        for attempt in attempts:
+            key = RolloutKey(task_index=task, attempt=attempt)
+            self.offered.append(key)
+            self.tell(RolloutOffered(key=key, prompt=tokens, prompt_tokens=tokens, max_tokens=30))
 
     def answer(self) -> None:
         key = self.random.choice(list(self.running))
@@ -197,7 +199,7 @@ def test_reservations_fit_everyone_ends_once_and_the_ledger_is_exact_whatever_di
         driver.step()
     driver.finish()
     assert not driver.scheduler.live
-    assert set(driver.scheduler.reserved_blocks.values()) <= {0}
+    assert all(driver.reserved_share(name) == 0 for name in driver.engines)
     assert set(driver.offered) <= set(driver.ended)
     assert set(driver.ended.values()) <= {1}
 

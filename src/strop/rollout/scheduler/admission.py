@@ -6,10 +6,10 @@ branch have in common. Only whole blocks are shared: each rollout has its own co
 
 **Order.** A rollout that lost its engine goes before all rollouts that have not started. With `longest_first`, the first
 `_NUM_PROBES` rollouts of every group come next, and then the group that is expected to be longest: a long rollout that starts
-last keeps everything else waiting at the end of the step. The expected length comes with the offer. Otherwise it is estimated
-from the tokens sampled so far, those of running rollouts included, per ended rollout of the group; the mean over all groups
-counts as `_PRIOR` ended rollouts. Estimates are rounded to powers of the square root of 2, so that groups of about the same
-length are equals: one of them starts completely before the next, on the engines that have computed its prompt.
+last keeps everything else waiting at the end of the step. The expected length is estimated from the tokens sampled so far,
+those of running rollouts included, per ended rollout of the group; the mean over all groups counts as `_PRIOR` ended rollouts.
+Estimates are rounded to powers of the square root of 2, so that groups of about the same length are equals: one of them starts
+completely before the next, on the engines that have computed its prompt.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import takewhile
@@ -175,7 +175,6 @@ class Rollout:
 
     key: RolloutKey
     size: Size
-    expected_tokens: float | None
     context_tokens: int  # prompt, whole completions and observations so far
     is_branch: bool = False
     phase: Phase = Phase.WAITING
@@ -191,10 +190,6 @@ class Rollout:
     def max_tokens(self) -> int:
         """Tokens that are left of the response."""
         return self.size.total_tokens - self.context_tokens
-
-    def is_like(self, other: Rollout) -> bool:
-        """Whether it makes no difference to the scheduler which of the two starts first."""
-        return self.size == other.size and self.expected_tokens == other.expected_tokens
 
 
 Rank: TypeAlias = tuple[int, float, int]  # restarts first; then the longest; then the first to come
@@ -216,12 +211,11 @@ class WaitingGroup:
     @property
     def equals(self) -> list[Rollout]:
         """The first rollout and those after it that differ from it only in their attempt number."""
-        first = self.waiting[0]
-        return list(takewhile(first.is_like, self.waiting))
+        return list(takewhile(lambda each: each.size == self.waiting[0].size, self.waiting))
 
 
 class WaitingQueue:
-    """A heap of groups. Entries whose rank is out of date are skipped."""
+    """A heap of groups. Entries whose rank is out of date are dropped when they come to the top."""
 
     def __init__(self, *, is_longest_first: bool) -> None:
         self._is_longest_first = is_longest_first
@@ -233,36 +227,32 @@ class WaitingQueue:
         self._tokens_seen = 0
         self.num_waiting = 0
 
-    def offer(self, rollouts: list[Rollout]) -> None:
-        """Add rollouts of one task; with `longest_first`, those with the largest expected length come first."""
-        if self._is_longest_first:
-            rollouts = sorted(rollouts, key=lambda each: -(each.expected_tokens or 0.0))
-        number = rollouts[0].size.group
+    def offer(self, rollout: Rollout) -> None:
+        """Add a rollout to its group."""
+        number = rollout.size.group
         group = self._groups[number] = self._groups.get(number) or self._create()
-        group.num_live += len(rollouts)
-        self._add(group, rollouts)
+        group.num_live += 1
+        self._add(group, rollout)
 
     def restart(self, rollout: Rollout) -> None:
         """Add a rollout that lost its engine."""
         group = self._restarts[rollout.key] = self._create(is_restart=True)
-        self._add(group, [rollout])
+        self._add(group, rollout)
 
-    def first(self) -> WaitingGroup | None:
-        """The group whose first rollout is next. It stays in the queue."""
-        while self._heap:
+    def first(self, *, skipped: Container[WaitingGroup] = ()) -> WaitingGroup | None:
+        """The group whose first rollout is next, without those `skipped`. It stays in the queue."""
+        found, passed = None, []
+        while self._heap and found is None:
             rank, group = self._heap[0]
-            if group.waiting and rank == group.rank:
-                return group
-            heapq.heappop(self._heap)
-        return None
-
-    def skip(self, group: WaitingGroup) -> None:
-        """Take the first group out of the order until `unskip`."""
-        while self._heap and self._heap[0][1] is group:
-            heapq.heappop(self._heap)
-
-    def unskip(self, group: WaitingGroup) -> None:
-        heapq.heappush(self._heap, (group.rank, group))
+            if not group.waiting or rank != group.rank:
+                heapq.heappop(self._heap)
+            elif group in skipped:
+                passed.append(heapq.heappop(self._heap))
+            else:
+                found = group
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
 
     def take(self, group: WaitingGroup, rollout: Rollout) -> None:
         """Remove one of the equals of a group: it starts."""
@@ -305,9 +295,9 @@ class WaitingQueue:
         self._num_created += 1
         return WaitingGroup(number=self._num_created - 1, is_restart=is_restart)
 
-    def _add(self, group: WaitingGroup, rollouts: list[Rollout]) -> None:
-        group.waiting.extend(rollouts)
-        self.num_waiting += len(rollouts)
+    def _add(self, group: WaitingGroup, rollout: Rollout) -> None:
+        group.waiting.append(rollout)
+        self.num_waiting += 1
         group.rank = self._rank(group)
         heapq.heappush(self._heap, (group.rank, group))
 
@@ -322,9 +312,6 @@ class WaitingQueue:
         return (1, -self._expected(group) if self._is_longest_first else 0.0, group.number)
 
     def _expected(self, group: WaitingGroup) -> float:
-        offered = group.waiting[0].expected_tokens
-        if offered is not None:
-            return offered
         if group.num_started < _NUM_PROBES:
             return math.inf
         mean = self._tokens_seen / max(1, self._num_ended)

@@ -16,11 +16,10 @@ from strop.rollout.scheduler.events import (
     EngineDied,
     EngineJoined,
     Event,
-    GroupOffered,
     RefuseBranch,
     Release,
     RolloutEnded,
-    RolloutOffer,
+    RolloutOffered,
     Run,
     RunReason,
     ToolFinished,
@@ -69,7 +68,7 @@ class RolloutBatch:
             RequestTooLong: no engine can ever hold it.
             EngineLost: no engine is left, and none is being opened.
         """
-        offer = RolloutOffer(key=key, max_tokens=max_tokens)
+        offered = RolloutOffered(key=key, prompt=prompt, prompt_tokens=len(prompt), max_tokens=max_tokens)
         while True:
             if self.error is not None:
                 raise self.error
@@ -77,7 +76,7 @@ class RolloutBatch:
                 if self.max_request_tokens is None:
                     raise EngineLost("no engine is left.")
                 lease = self._leases[key] = Lease(self, key)
-                self.handle(GroupOffered(prompt_tokens=len(prompt), rollouts=(offer,), prompt=prompt))
+                self.handle(offered)
             except StropError:
                 self._leases.pop(key, None)
                 if not self._pool.is_replacing:

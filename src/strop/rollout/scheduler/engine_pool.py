@@ -316,7 +316,7 @@ class PooledEngine:
             async with asyncio.timeout(_RELEASE_S):
                 await self.engine.release(request_id)
         except (TimeoutError, MachineError, OSError) as error:
-            logger.warning("engine %s did not release %s: %s", self.name, request_id, error or f"waited {_RELEASE_S:g} s")
+            logger.warning("%s did not release %s: %s", self.name, request_id, error or f"waited {_RELEASE_S:g} s")
 
     @property
     def capabilities(self) -> Capabilities:
@@ -376,7 +376,7 @@ class PooledEngine:
             async with asyncio.timeout(_CLOSE_S):
                 await self.engine.close()
         except (MachineError, OSError) as error:  # TimeoutError is an OSError
-            logger.warning("engine %s could not be closed: %s", self.name, error or f"waited {_CLOSE_S:g} s")
+            logger.warning("%s could not be closed: %s", self.name, error or f"waited {_CLOSE_S:g} s")
 
     def start(self, work: Coroutine[Any, Any, _ResultT]) -> asyncio.Task[_ResultT]:
         task = asyncio.ensure_future(work)

@@ -3,7 +3,7 @@
 | the driver sees                                  | it reports              | the actions that may follow                  |
 | ------------------------------------------------ | ----------------------- | -------------------------------------------- |
 | an engine is ready                               | `EngineJoined`          | `Run` of rollouts that wait                  |
-| rollouts of a task are ready to start            | `GroupOffered`          | `Run(reason=START)` of those that fit        |
+| a rollout is ready to start                      | `RolloutOffered`        | `Run(reason=START)` if it fits               |
 | `complete` returned                              | `TurnFinished`          | `CallTools`, at once or at static's barrier  |
 | the sandbox starts the tool calls                | `ToolStarted`           | none                                         |
 | the observation is complete                      | `ToolFinished`          | `Run(reason=CONTINUE)` on the same engine    |
@@ -28,21 +28,13 @@ from strop.types import RolloutKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutOffer:
-    """One rollout that is ready to start."""
+class RolloutOffered:
+    """A rollout that is ready to start. The rollouts of one task are its group."""
 
     key: RolloutKey
-    max_tokens: int  # of the whole response: every completion and observation after the prompt
-    expected_tokens: float | None = None  # of the response; None: estimated from other rollouts of the group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupOffered:
-    """Rollouts of one task with the same prompt. More rollouts of the task may follow, with this prompt or another."""
-
-    prompt_tokens: int
-    rollouts: tuple[RolloutOffer, ...]
     prompt: Hashable = None  # equal for equal prompts of a task
+    prompt_tokens: int
+    max_tokens: int  # of the whole response: every completion and observation after the prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +91,7 @@ class EngineDied:
 
 
 Event: TypeAlias = (
-    GroupOffered | TurnFinished | ToolStarted | ToolFinished | BranchRequested | RolloutEnded | EngineJoined | EngineDied
+    RolloutOffered | TurnFinished | ToolStarted | ToolFinished | BranchRequested | RolloutEnded | EngineJoined | EngineDied
 )
 
 

@@ -146,13 +146,13 @@ class Replacements:
                 if not pool.may_send.is_set():
                     continue
                 await pool.send_current(engine)
-                logger.info("engine %s replaces %s", engine.name, replaces)
+                logger.info("%s replaces %s", engine.name, replaces)
                 pool.observer.engine_joined(engine.name, replaces=replaces)
                 pool.join(engine)
                 return
 
     def _not_replaced(self, lost: str, reason: str) -> None:
-        logger.warning("engine %s could not be replaced: %s", lost, reason)
+        logger.warning("%s could not be replaced: %s", lost, reason)
         self._pool.first_loss = self._pool.first_loss or EngineLost(reason)
         self._pool.observer.engine_not_replaced(lost, reason=reason)
 

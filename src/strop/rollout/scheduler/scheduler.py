@@ -6,7 +6,6 @@ order. A scheduler never waits and never reads a clock. `events.py` lists all ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -22,10 +21,10 @@ from strop.rollout.scheduler.events import (
     EngineDied,
     EngineJoined,
     Event,
-    GroupOffered,
     RefuseBranch,
     Release,
     RolloutEnded,
+    RolloutOffered,
     Run,
     RunReason,
     ToolFinished,
@@ -83,7 +82,7 @@ class Scheduler:
         """Return the actions that follow from `event`, which happened at `now_s`, in the order in which to do them.
 
         Raises:
-            RequestTooLong: no engine can ever hold a rollout of the group; the group is not accepted.
+            RequestTooLong: no engine can ever hold an offered rollout, which is not accepted.
             StropError: the event names a rollout or an engine that does not exist.
         """
         self._now_s, self._actions = now_s, []
@@ -96,8 +95,8 @@ class Scheduler:
                 self._handle_tool_finished(event)
             case RolloutEnded():
                 self._handle_rollout_ended(event)
-            case GroupOffered():
-                self._handle_group_offered(event)
+            case RolloutOffered():
+                self._handle_rollout_offered(event)
             case BranchRequested():
                 self._handle_branch_requested(event)
             case EngineJoined():
@@ -125,19 +124,14 @@ class Scheduler:
         engines = self._engines.values()
         return tuple(each.key for each in self._queue.waiting() if not any(engine.can_hold(each.size) for engine in engines))
 
-    @property
-    def reserved_blocks(self) -> Mapping[str, int]:
-        """By engine."""
-        return {engine.name: engine.reserved for engine in self._engines.values()}
-
     def is_crowded(self, engine: str) -> bool:
         """Whether an engine was given more than it holds, so that conversations cannot keep their memory between turns."""
         return False
 
     # What another policy decides differently.
 
-    def _start_group(self, rollouts: list[Rollout]) -> None:
-        self._queue.offer(rollouts)
+    def _offer(self, rollout: Rollout) -> None:
+        self._queue.offer(rollout)
 
     def _finish_turn(self, rollout: Rollout, num_tokens: int) -> None:
         """Call the tools of a turn of `num_tokens`, now or later."""
@@ -182,7 +176,7 @@ class Scheduler:
         if self._placement is not None:
             self._placement.open_all()
         skipped: list[WaitingGroup] = []
-        while (group := self._queue.first()) is not None:
+        while (group := self._queue.first(skipped=skipped)) is not None:
             first = group.waiting[0]
             engine = self._best_engine(first, turn=group.number)
             if engine is not None:
@@ -190,10 +184,7 @@ class Scheduler:
             elif self._is_blocked(first.size) or len(skipped) == _MAX_SKIPPED:
                 break
             else:
-                self._queue.skip(group)
                 skipped.append(group)
-        for group in skipped:
-            self._queue.unskip(group)
 
     # Engines.
 
@@ -291,7 +282,6 @@ class Scheduler:
         branch = self._rollouts[event.key] = Rollout(
             key=event.key,
             size=replace(parent.size, total_tokens=total),
-            expected_tokens=None,
             context_tokens=parent.context_tokens,
             engine=parent.engine,
             is_branch=True,
@@ -300,40 +290,31 @@ class Scheduler:
         self.ledger.branched += 1
         return branch
 
-    def _handle_group_offered(self, event: GroupOffered) -> None:
-        self._check_fits(event)
-        keys = [offer.key for offer in event.rollouts]
-        tasks = {key.task_index for key in keys}
-        if len(tasks) != 1 or len(set(keys)) < len(keys) or not self._rollouts.keys().isdisjoint(keys):
-            raise StropError(f"a group must hold rollouts of one task, each offered once, but it was offered {keys}.")
-        [group] = tasks
-        prompt, num_tokens = (group, event.prompt), event.prompt_tokens
-        rollouts = [
-            Rollout(
-                key=offer.key,
-                size=Size(prompt=prompt, prompt_tokens=num_tokens, total_tokens=num_tokens + offer.max_tokens),
-                expected_tokens=offer.expected_tokens,
-                context_tokens=num_tokens,
-                offered_s=self._now_s,
-            )
-            for offer in event.rollouts
-        ]
-        self._rollouts |= {rollout.key: rollout for rollout in rollouts}
-        self.ledger.offered += len(rollouts)
-        self._start_group(rollouts)
+    def _handle_rollout_offered(self, event: RolloutOffered) -> None:
+        total = event.prompt_tokens + event.max_tokens
+        self._check_fits(event, total)
+        if event.key in self._rollouts:
+            raise StropError(f"rollout {event.key} was offered twice.")
+        prompt = (event.key.task_index, event.prompt)
+        rollout = self._rollouts[event.key] = Rollout(
+            key=event.key,
+            size=Size(prompt=prompt, prompt_tokens=event.prompt_tokens, total_tokens=total),
+            context_tokens=event.prompt_tokens,
+            offered_s=self._now_s,
+        )
+        self.ledger.offered += 1
+        self._offer(rollout)
 
-    def _check_fits(self, event: GroupOffered) -> None:
-        """Check that an otherwise empty engine can hold the longest rollout of a group."""
+    def _check_fits(self, event: RolloutOffered, total_tokens: int) -> None:
+        """Check that an otherwise empty engine can hold the rollout at its longest."""
         largest = max((engine.spec for engine in self._engines.values()), key=lambda spec: spec.longest, default=None)
         if largest is None:
-            raise StropError("rollouts were offered, but there is no engine to run them.")
-        longest = max(event.rollouts, key=lambda offer: offer.max_tokens)
-        total = event.prompt_tokens + longest.max_tokens
-        if total > largest.longest:
+            raise StropError("a rollout was offered, but there is no engine to run it.")
+        if total_tokens > largest.longest:
             raise RequestTooLong(
-                f"rollout {longest.key}: a prompt of {event.prompt_tokens} tokens and a response of up to {longest.max_tokens}"
-                f" are {total} tokens, but the largest engine, {largest.name}, holds conversations of up to {largest.longest}."
-                " Lower sampling.max_tokens, leave out long prompts, or give an engine more KV memory."
+                f"rollout {event.key}: a prompt of {event.prompt_tokens} tokens and a response of up to {event.max_tokens}"
+                f" are {total_tokens} tokens, but the largest engine, {largest.name}, holds conversations of up to"
+                f" {largest.longest}. Lower sampling.max_tokens, leave out long prompts, or give an engine more KV memory."
             )
 
     def _handle_turn_finished(self, event: TurnFinished) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from strop.errors import EngineLost
@@ -53,21 +52,15 @@ class StaticScheduler(Scheduler):
         self._barriers: dict[str, _Barrier] = {}
         self._dealt: dict[int, _Barrier] = {}  # by group
 
-    @property
-    def reserved_blocks(self) -> Mapping[str, int]:
-        return dict.fromkeys(self._barriers, 0)
-
     def is_crowded(self, engine: str) -> bool:
         barrier = self._barriers[engine]
         spec = barrier.engine.spec
         return barrier.num_live > spec.max_conversations or barrier.blocks > spec.kv_blocks
 
-    def _start_group(self, rollouts: list[Rollout]) -> None:
+    def _offer(self, rollout: Rollout) -> None:
         fewest = min(self._barriers.values(), key=lambda each: each.num_dealt)
-        barrier = self._dealt.setdefault(rollouts[0].size.group, fewest)
-        for rollout in rollouts:
-            barrier.add(rollout)
-            self._run(rollout, RunReason.START)
+        self._dealt.setdefault(rollout.size.group, fewest).add(rollout)
+        self._run(rollout, RunReason.START)
 
     def _finish_turn(self, rollout: Rollout, num_tokens: int) -> None:
         barrier = self._barrier_of(rollout)
