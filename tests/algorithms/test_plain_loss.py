@@ -164,7 +164,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("hole", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("hole", [math.nan, math.inf])
 @pytest.mark.parametrize("method", METHODS)
 def test_law_2_masked_tokens_change_neither_loss_nor_gradient_nor_figures_whatever_they_hold(method, hole):
     def everything(fill):

@@ -224,17 +224,15 @@ def test_a_fork_asks_a_process_of_its_own():
 
 def test_the_judge_ends_with_the_process_that_asked_it():
     code = (
-        "import os, sys; from strop.rewards import r1_zero\n"
+        "import os; from strop.rewards import r1_zero\n"
         "r1_zero.r1_zero_reward_fn('</think> <answer>-q + p</answer>', 'p - q')\n"
-        "print(*(each.pid for each in r1_zero._verifiers[os.getpid()]._processes), flush=True)\n"
-        "sys.argv[1] == 'killed' and os.kill(os.getpid(), 9)"
+        "print(*(each.pid for each in r1_zero._verifiers[os.getpid()]._processes), flush=True)"
     )
-    for how in ("ends", "killed"):
-        said = subprocess.run([sys.executable, "-c", code, how], stdout=subprocess.PIPE, check=False).stdout
-        until = time.monotonic() + 10.0
-        while Path(f"/proc/{int(said)}").exists() and "Z" not in Path(f"/proc/{int(said)}/stat").read_text().split()[2]:
-            assert time.monotonic() < until, how
-            time.sleep(0.02)
+    said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, check=False).stdout
+    until = time.monotonic() + 10.0
+    while Path(f"/proc/{int(said)}").exists() and "Z" not in Path(f"/proc/{int(said)}/stat").read_text().split()[2]:
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))

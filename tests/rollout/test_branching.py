@@ -56,12 +56,6 @@ def test_the_change_of_entropy_is_that_of_the_first_k_tokens_on_the_scale_asked_
     assert verdict.probability == pytest.approx(0.5 + 0.1 * delta_h)
 
 
-def test_mean_needs_k_times_the_weight_of_sum_to_say_the_same():
-    by_sum = branching(entropy_weight=0.02).verdict([START, AFTER], seed=0)
-    by_mean = branching(scale=Scale.MEAN, entropy_weight=0.4).verdict([START, AFTER], seed=0)
-    assert by_mean.probability == pytest.approx(by_sum.probability)
-
-
 def test_a_short_completion_is_weighed_by_the_tokens_that_it_has():
     verdict = branching(entropy_weight=0.1).verdict([START, completion(2.0, 2.0)], seed=0)
     assert verdict.delta_h == pytest.approx((2 * 2.0 - 20 * 0.5) / math.log(1000))

@@ -120,10 +120,6 @@ def test_a_long_response_keeps_head_and_tail_within_the_limit():
     assert notice == f"[{1000 - len(head) - len(tail)} characters left out]"
 
 
-def test_a_response_at_the_limit_is_left_alone():
-    assert CHAT.shorten("x" * 100, 100) == "x" * 100
-
-
 def test_a_template_that_only_appends_preserves_prefixes():
     assert CHAT.check_prefix_preserving() is None
 

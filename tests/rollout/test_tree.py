@@ -282,12 +282,6 @@ def test_what_a_displaced_branch_had_spent_is_told(never, spent):
     assert world.num_open == 0
 
 
-def test_nothing_is_told_to_be_spent_where_no_branch_is_displaced():
-    watcher = Watcher()
-    assert branches(play_group(watcher=watcher, num_rollouts=12, base_probability=1.0))
-    assert not watcher.spent
-
-
 def test_an_environment_that_cannot_be_forked_is_named():
     with pytest.raises(UserError, match="Unforkable cannot be forked, but the stage branches"):
         play_group(world=lambda task, *, seed: Unforkable(World(), steps=()))

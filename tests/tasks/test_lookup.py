@@ -48,11 +48,10 @@ def test_an_answer_is_what_the_corpus_tells_computed_with(corpus):
         assert str(value) not in task.question.replace(task.facts["operation"], "")
 
 
-@pytest.mark.parametrize("seeds", [(0, 0), (0, 7)])
-def test_no_subject_of_a_test_is_asked_about_in_training(corpus, seeds):
+def test_no_subject_of_a_test_is_asked_about_in_training(corpus):
     asked = [
         {make_tasks(LookupConfig(path=corpus), seed=seed, split=split).task(index).facts["subject"] for index in range(500)}
-        for seed, split in zip(seeds, ("train", "test"), strict=True)
+        for seed, split in ((0, "train"), (7, "test"))
     ]
     assert asked[0].isdisjoint(asked[1])
     assert len(asked[0]) > len(asked[1]) > 4

@@ -77,10 +77,6 @@ def test_a_result_without_a_text_of_its_own_is_an_error_and_a_set_has_one_order(
     assert call(tool(find), what="set").text == '["a","b","c"]'
 
 
-def test_a_whole_number_is_good_enough_where_a_float_is_asked_for() -> None:
-    assert call(convert, amount=2).text == "2000"
-
-
 def test_an_asynchronous_function_is_awaited_and_gets_the_seed_which_the_policy_is_not_shown() -> None:
     assert call(roll, sides=6).text == "4"
     assert list(roll.spec.parameters["properties"]) == ["sides"]

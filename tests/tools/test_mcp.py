@@ -108,7 +108,7 @@ def test_a_server_over_http_offers_its_tools_with_typed_outcomes() -> None:
 
 async def every_refusal(tools: dict[str, Tool], *codes: int) -> None:
     """With another call on the connection, which would be lost with it: it is not made again."""
-    waiting = asyncio.ensure_future(told(tools["wait"], seconds=3.0))
+    waiting = asyncio.ensure_future(told(tools["wait"], seconds=1.5))
     await asyncio.sleep(0.3)
     for code in codes:
         assert await told(tools["refuse"], code=code) == (ToolOutcome.ERROR, f"refused with {code}")
@@ -204,7 +204,7 @@ def test_an_answer_against_its_own_schema_is_the_servers_error_and_is_not_asked_
     [
         (Answer(body={"error": {"code": -32603, "message": "the list is gone"}}), "MCPError: the list is gone"),
         (Answer(body={"result": {"tools": "none"}}), "does not list its tools: "),
-        (Answer(body={}, delay_s=12.0), "no list within start_s = 4 s"),
+        (Answer(body={}, delay_s=6.0), "no list within start_s = 2 s"),
     ],
     ids=["refused", "no list", "silent"],
 )
@@ -216,7 +216,7 @@ def test_a_server_that_does_not_list_its_tools_is_told_with_the_key(listing: Ans
         serving(scripted(listing=listing, calls=lambda number: listing)) as server,
         pytest.raises(UserError, match=f"tools.remote: the MCP server .*{fault}"),
     ):
-        with_tools({**PATIENT, "url": f"{server.url}/mcp", "start_s": 4.0}, play)
+        with_tools({**PATIENT, "url": f"{server.url}/mcp", "start_s": 2.0}, play)
 
 
 def test_a_server_that_dies_in_mid_call_is_started_anew_and_the_policy_does_not_see_it(tmp_path: Path) -> None:

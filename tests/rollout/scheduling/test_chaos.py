@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_time import run
@@ -127,18 +126,3 @@ def test_thirty_steps_of_chaos_leave_an_exact_ledger():
         return chaos.num_events
 
     assert run(scenario) > 50
-
-
-@pytest.mark.parametrize("at_s", [0.0, 1.0, 4.0])
-def test_a_cancelled_step_leaves_nothing_reserved_at_whatever_time(at_s):
-    async def scenario():
-        chaos, world = Chaos(seed=1), Conversations()
-        playing = asyncio.ensure_future(play_step(chaos.pool, Watcher(), world, step=0))
-        await asyncio.sleep(at_s)
-        playing.cancel()
-        await asyncio.gather(playing, return_exceptions=True)
-        assert world.num_open == 0
-        assert all(engine.holds_nothing for engine in chaos.engines)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run(scenario)

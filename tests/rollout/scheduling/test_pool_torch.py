@@ -62,8 +62,7 @@ def alone(model):
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("slots", [(2,), (2, 3)])
-@pytest.mark.parametrize("policy", ["scheduler", "static"])
+@pytest.mark.parametrize(("policy", "slots"), [("scheduler", (2, 3)), ("static", (2,))])
 def test_law_8_neither_the_number_of_engines_nor_the_policy_changes_a_token(model, alone, slots, policy):
     async def scenario():
         engines = open_engines(model, *slots)

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pools import assert_exact, play_all, pool_of, undisturbed
 from virtual_time import now_s, run
-from worlds import Conversations, FragileEngine, Watcher, said, task, tokens_of
+from worlds import Conversations, FragileEngine, Watcher, task, tokens_of
 
-from strop.engine.config import VllmConfig
-from strop.engine.protocol import Capacity
-from strop.engine.servers.engine import ServerEngine
-from strop.engine.servers.server import Answer
 from strop.errors import DeadlineExceeded, EngineLost, StropError
 from strop.types import RolloutKey
 
@@ -79,55 +73,6 @@ def test_a_slow_completion_when_all_others_have_ended_costs_no_engine(own_deadli
     expected = undisturbed()
     tokens = run(scenario)
     assert {key: ids for key, ids in tokens.items() if key in expected} == {k: v for k, v in expected.items() if k != STUCK}
-
-
-class OneServer:
-    """A server that answers everybody at once, but one request never."""
-
-    name = "vllm 0 (healthy)"
-    can_prove_weights = True
-    capacity = Capacity(total_tokens=64 * 256, max_request_tokens=256, max_running=64)
-
-    def __init__(self):
-        self.label, self.num_stuck = "", 0
-
-    async def complete(self, request, *, timeout_s):
-        if is_of_stuck(request):
-            self.num_stuck += 1
-            await asyncio.sleep(2 * timeout_s)
-        ids = said(request)[: request.max_tokens]
-        await asyncio.sleep(0.1 * len(ids))
-        is_stopped = ids[-1] in request.stop_ids
-        return Answer(ids=ids, logprobs=[-0.5] * len(ids), is_stopped=is_stopped, cached_tokens=0, label=self.label)
-
-    async def read_weights(self, directory, *, label):
-        self.label = label
-        return "checksum"
-
-    def has_ended(self):
-        return ""
-
-    async def close(self):
-        pass
-
-
-@pytest.mark.parametrize("pace", [1.0, 20.0], ids=["at the tail", "while others are answered"])
-def test_a_slow_completion_of_a_server_costs_no_server(pace):
-    async def scenario():
-        servers, engines = [OneServer(), OneServer()], []
-        model = SimpleNamespace(vocab_size=200, has_tokenizer=False, directory=Path("/model"))
-        for server in servers:
-            engines.append(ServerEngine(server, model, VllmConfig(python=Path("/python"), deadline_s=60.0)))
-            await engines[-1].read_weights(Path("/model"), version=0, checksum="checksum")
-        watcher = Watcher()
-        pool = pool_of(*engines, watcher=watcher, deadline_s=66.0)
-        await play_all(pool, watcher, tasks=[task(index) for index in range(20)], world=Conversations(pace=pace))
-        assert sum(server.num_stuck for server in servers) == 3
-        assert not watcher.engine_events
-        assert watcher.voided_keys == {STUCK: 1}
-        assert len(watcher.finished_keys) == 80
-
-    run(scenario)
 
 
 def test_an_engine_that_hangs_gets_one_health_check_however_many_requests_wait():
@@ -196,27 +141,6 @@ def test_a_turn_that_ends_whatever_engine_it_is_asked_of_costs_two_engines_and_i
     expected = undisturbed()
     tokens = run(scenario)
     assert {key: ids for key, ids in tokens.items() if key in expected} == {k: v for k, v in expected.items() if k != STUCK}
-
-
-@pytest.mark.parametrize("error", [TypeError("'<' not supported"), RuntimeError("CUDA error")])
-def test_an_engine_that_breaks_in_a_way_that_nobody_foresaw_is_lost_and_named(error):
-    async def scenario():
-        class Broken(FragileEngine):
-            async def complete(self, request):
-                if len(self.requests) > 3:
-                    raise error
-                return await super().complete(request)
-
-        watcher = Watcher()
-        pool = pool_of(FragileEngine(), Broken(), watcher=watcher)
-        groups = await play_all(pool, watcher)
-        [(_, name, reason)] = watcher.engine_events
-        assert name == "engine-1"
-        assert reason == f"engine-1 failed: {type(error).__name__}: {error}"
-        assert_exact(pool, groups, watcher)
-        return tokens_of(groups)
-
-    assert run(scenario) == undisturbed()
 
 
 def test_a_mistake_of_ours_is_no_loss_of_an_engine():

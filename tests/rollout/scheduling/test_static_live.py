@@ -35,15 +35,3 @@ def test_under_the_static_policy_a_lost_engine_ends_the_batch_and_says_what_woul
             await play_all(pool_of(good, bad, config=SchedulerConfig(policy="static")))
 
     run(scenario)
-
-
-def test_the_scheduler_takes_less_time_than_static_for_the_same_rollouts():
-    def makespan_s(policy):
-        async def scenario():
-            pool = pool_of(FragileEngine(), FragileEngine(), config=SchedulerConfig(policy=policy))
-            await play_all(pool)
-            return pool.last_batch.duration_s
-
-        return run(scenario)
-
-    assert makespan_s("static") > 1.2 * makespan_s("scheduler")
