@@ -18,11 +18,12 @@ from strop.algorithms.method import Column
 from strop.engine import EngineConfig, TorchEngine
 from strop.errors import CannotLearnError, WeightsNotProven
 from strop.rewards import make_reward
-from strop.rollout.environment import RolloutLimits
-from strop.rollout.player import NullObserver, collect
+from strop.rollout.environment import RolloutLimits, ToolEnvironments
+from strop.rollout.player import Judge, NullObserver, Player, collect
+from strop.rollout.prompt import load_prompt
 from strop.run_directory import StageDirectory, read_lines, write_directory
 from strop.sandbox.scripted import ScriptedSandbox
-from strop.stages.context import load_chat, make_player
+from strop.stages.context import load_chat
 from strop.stages.demonstrations import as_demonstration
 from strop.stages.evaluation import Eval
 from strop.stages.loop import checkpoints
@@ -174,7 +175,15 @@ def test_law_5_the_sampler_and_the_trainer_agree_on_every_logprob_at_temperature
         trainer = Trainer.from_directory(model, TrainerConfig())
         try:
             tool = PythonTool(ScriptedSandbox(answer=sums_and_errors))
-            player = make_player(stage, engine=engine, chat=chat, tools=[tool], reward=reward)
+            environments = ToolEnvironments(chat, load_prompt(stage.prompt), [tool], stage.limits)
+            player = Player(
+                engine=engine,
+                environments=environments,
+                judge=Judge(reward=reward, weights=stage.reward.weights),
+                sampling=stage.sampling,
+                stop_ids=chat.stop_ids,
+                stop_strings=environments.stop_strings,
+            )
             tasks = make_tasks(stage.tasks, seed=1, split="test")
             playing = collect(
                 [(0, tasks.task(0)), (1, tasks.task(1))], player, num_rollouts=4, seed=2, observer=NullObserver(), finished={}
@@ -218,7 +227,7 @@ def test_law_7_every_stage_of_a_rollout_has_a_deadline_by_default():
 
 
 def test_law_8_one_seed_gives_one_run_whatever_order_things_arrive_in(scripted_run, tmp_path):
-    twin = run_recipe(tmp_path / "twin").run
+    twin = run_recipe(tmp_path / "twin", is_fresh=True).run
     mine, theirs = ([untimed(line) for line in read_lines(run.metrics)] for run in (twin, scripted_run.run))
     assert mine == theirs
     for stage in ("base", "sft", "rl"):

@@ -237,6 +237,20 @@ def test_an_unknown_key_is_one_line_and_nothing_is_written(monkeypatch, capsys, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_unknown_key_is_found_before_transformers_is_loaded():
+    """It takes a second to load, which a user would wait for a misspelt word."""
+    program = """
+import pathlib, sys
+from strop.errors import ConfigError
+from strop.recipe.load import load_recipe
+try:
+    load_recipe(pathlib.Path(sys.argv[1]), ["stages.rl.grup_size=8"])
+except ConfigError:
+    sys.exit(int("transformers" in sys.modules))
+"""
+    assert subprocess.run([sys.executable, "-c", program, TINY], check=False).returncode == 0
+
+
 LONG_SFT = ["train", TINY, "--set", "stages.sft.steps=100000"]
 
 

@@ -12,15 +12,10 @@ from typing import Any, Protocol, TypeAlias
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ModelError, RunError
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import PlayedKeys, Stage
+from strop.recipe.stage import Stage
 from strop.reports.trackers import Tracker
 from strop.rewards import RunService
-from strop.rollout.branching import Branching
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.environment import ToolEnvironments, ToolObserverFactory
-from strop.rollout.player import Judge, Player, Reward
-from strop.rollout.prompt import Prompt, load_prompt
-from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.run_directory import LineWriter, RunDirectory, StageDirectory, cut_back, read_json
 from strop.tools.protocol import Tool
 from strop.types import derive_seed
@@ -114,15 +109,14 @@ class StageContext:
         self.event("warning", text=text)
         self.progress.warning(text, stage=self.name)
 
-    def metrics(self, *, done_steps: int) -> StageMetrics:
-        """This stage's part of metrics.jsonl and updates.jsonl, cut back to `done_steps`."""
-        return StageMetrics(self, done_steps)
-
 
 class StageMetrics:
-    """Appends the metrics of each step, and shows them. Steps after the checkpoint that a run resumes from are cut off."""
+    """A stage's part of metrics.jsonl and updates.jsonl: appends each step, and shows it.
 
-    def __init__(self, context: StageContext, done_steps: int) -> None:
+    Steps after the checkpoint that a run resumes from, number `done_steps`, are cut off.
+    """
+
+    def __init__(self, context: StageContext, *, done_steps: int) -> None:
         self.steps: list[Mapping[str, Any]] = cut_back(context.run.metrics, context.name, done_steps)
         """What each step got, those of earlier tries too."""
         self.last: Mapping[str, Any] = self.steps[-1] if self.steps else {}
@@ -182,31 +176,3 @@ def load_chat(model: Path) -> ChatFormat:
             f"{model}: no tokenizer that transformers can load: {error}. Save one there with tokenizer.save_pretrained."
         ) from error
     return ChatFormat(tokenizer)
-
-
-def make_player(
-    stage: PlayedKeys,
-    *,
-    engine: InferenceEngine | EnginePool,
-    chat: ChatFormat,
-    tools: Sequence[Tool],
-    reward: Reward,
-    observe: ToolObserverFactory | None = None,
-    prompt: Prompt | None = None,
-) -> Player:
-    """Everything that the stage's tasks are played with. `prompt` is that of the stage, if it was loaded before."""
-    environments = ToolEnvironments(chat, prompt or load_prompt(stage.prompt), tools, stage.limits, observe, stage.environment)
-    return Player(
-        engine=engine,
-        environments=environments,
-        judge=Judge(reward=reward, weights=stage.reward.weights),
-        sampling=stage.sampling,
-        stop_ids=chat.stop_ids,
-        stop_strings=environments.stop_strings,
-        branching=branching_of(stage, chat),
-    )
-
-
-def branching_of(stage: PlayedKeys, chat: ChatFormat) -> Branching | None:
-    """Where the stage's rollouts fork; None where they do not."""
-    return None if stage.forks is None else Branching(config=stage.forks, vocab_size=len(chat.tokenizer))

@@ -17,14 +17,15 @@ from strop.algorithms.method import Selection
 from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
 from strop.rewards import AnyRewardConfig, judge_group, make_reward
-from strop.rollout.branching import branch_metrics, entropy_warning
+from strop.rollout.branching import Branching, branch_metrics, entropy_warning
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.player import collect
+from strop.rollout.environment import ToolEnvironments
+from strop.rollout.player import Judge, Player, collect
 from strop.rollout.prompt import load_prompt
 from strop.rollout.scheduler.engine_pool import EnginePool
 from strop.rollout.scheduler.report import BatchReport
 from strop.run_directory import write_json
-from strop.stages.context import StageContext, branching_of, load_chat, make_player
+from strop.stages.context import StageContext, load_chat
 from strop.stages.data import tasks_to_play
 from strop.stages.loop.engines import check_longest, open_engine_pool
 from strop.stages.loop.ledger import StepLedger, write_timeline
@@ -84,18 +85,24 @@ class GroupPlayer:
             stage: as its schedule has it now.
             tools: instead of the recipe's.
         """
-        player = make_player(
-            stage,
+        tools = self.context.tools if tools is None else tools
+        environments = ToolEnvironments(self.chat, self._prompt, tools, stage.limits, ledger, stage.environment)
+        player = Player(
             engine=self.pool,
-            chat=self.chat,
-            tools=self.context.tools if tools is None else tools,
-            reward=self._reward,
-            observe=ledger,
-            prompt=self._prompt,
+            environments=environments,
+            judge=Judge(reward=self._reward, weights=stage.reward.weights),
+            sampling=stage.sampling,
+            stop_ids=self.chat.stop_ids,
+            stop_strings=environments.stop_strings,
+            branching=self.branching(stage),
         )
         finished = ledger.finished_before
         async for group in collect(tasks, player, num_rollouts=num_rollouts, seed=seed, observer=ledger, finished=finished):
             yield self.judge(group)
+
+    def branching(self, stage: PlayedKeys) -> Branching | None:
+        """Where the rollouts of `stage` fork; None where they do not."""
+        return None if stage.forks is None else Branching(config=stage.forks, vocab_size=len(self.chat.tokenizer))
 
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
@@ -204,7 +211,7 @@ class StepRollouts:
             figures = dict(reports[0].as_metrics())
             if refill_rounds:
                 figures["groups/refilled"] = float(len(groups) - stage.tasks_per_step)
-            if branching_of(stage, self.player.chat) is not None:
+            if stage.forks is not None:
                 figures |= ledger.displaced_figures
             played = PlayedStep(
                 groups=groups,
@@ -226,7 +233,7 @@ class StepRollouts:
 
     def branch_metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """What the trees of a step amount to, with a warning where entropy had no say in them; empty without branching."""
-        branching = branching_of(self._stage, self.player.chat)
+        branching = self.player.branching(self._stage)
         if branching is None:
             return {}
         metrics = branch_metrics(groups, branching, seed=self._context.seed("rollouts", step))

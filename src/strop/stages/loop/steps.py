@@ -125,7 +125,7 @@ async def take_updates(
     async with CheckpointWriter(context, trainer, stage) as writer:
         done = await checkpoints.resume(context, trainer)
         context.started(steps, done)
-        metrics = context.metrics(done_steps=done)
+        metrics = StageMetrics(context, done_steps=done)
         for step in range(done + 1, steps + 1):
             await writer.check()
             try:
@@ -152,7 +152,7 @@ async def take_steps(
     async with CheckpointWriter(context, trainer, stage) as writer:
         done = await checkpoints.resume(context, trainer)
         context.started(stage.steps, done)
-        log: StageMetrics = context.metrics(done_steps=done)
+        log = StageMetrics(context, done_steps=done)
         weights = await rollouts.publish(trainer, version=done)
         schedule = _Schedule(context, stage, trainer, log.steps)
         num_stuck = int(log.last.get("update/stuck_steps", 0))
