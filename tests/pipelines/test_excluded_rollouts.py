@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from scripted_runs import make_recipe, run_recipe
 from strop.rewards import judge_group
 from strop.rewards.sum import EXCLUDED
 from strop.stages.loop.async_rollouts import read_closed
@@ -15,11 +14,10 @@ from strop.types import Group, RolloutKey, Task
 TASK = Task(id="t", question="?", answer="1", source="test")
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory):
+@pytest.fixture
+def played(scripted_run):
     """Three scored rollouts of one task, as they were played."""
-    run = run_recipe(tmp_path_factory.mktemp("excluded") / "run", make_recipe(steps=1)).run
-    return read_rollouts(run.stage("rl").rollouts(1))[:3]
+    return read_rollouts(scripted_run.run.stage("rl").rollouts(1))[:3]
 
 
 def as_a_chain(played):
