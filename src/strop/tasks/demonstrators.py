@@ -1,7 +1,7 @@
 """Writes what a demonstrator says turn by turn, to teach a format before reinforcement learning.
 
 A script holds the completions of one conversation; the real tools answer its calls. Calls are JSON; for a prompt with another
-form, rollout/retelling.py rewrites them when they are played.
+form, rollout/demonstrate.py rewrites them when they are played.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Lines without a `value` are passages like any other, and nothing is asked about 
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from strop.tasks.protocol import Split, TaskSource
 from strop.types import Task, derive_seed
 
 _MIN_OPERAND, _MAX_OPERAND = 10, 99
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 _TEST_SHARE = 5  # one in so many subjects belongs to the test split
 
 
@@ -54,9 +56,9 @@ class LookupTasks(TaskSource):
     def task(self, index: int) -> Task:
         draw = random.Random(derive_seed("lookup", self.seed, self.split, index))
         fact = draw.choice(self._facts)
-        operator = draw.choice(self.config.operators)
+        sign = draw.choice(self.config.operators)
         operand = draw.randint(_MIN_OPERAND, _MAX_OPERAND)
-        operation = f"{operator}{operand}"
+        operation = f"{sign}{operand}"
         places = {"{attribute}": fact.attribute, "{subject}": fact.subject, "{operation}": operation}
         question = self.config.wording
         for place, text in places.items():
@@ -64,7 +66,7 @@ class LookupTasks(TaskSource):
         return Task(
             id=f"lookup/{fact.attribute}/{fact.subject}/{operation}",
             question=question,
-            answer=str(_computed(fact.value, operator, operand)),
+            answer=str(_OPERATIONS[sign](fact.value, operand)),
             source=f"lookup/{self.split}",
             facts={"subject": fact.subject, "attribute": fact.attribute, "value": str(fact.value), "operation": operation},
         )
@@ -109,13 +111,3 @@ def _facts_of(rows: Rows) -> Iterator[Fact]:
             )
         seen[subject, attribute] = place
         yield Fact(subject=subject, attribute=attribute, value=value)
-
-
-def _computed(value: int, operator: str, operand: int) -> int:
-    match operator:
-        case "+":
-            return value + operand
-        case "-":
-            return value - operand
-        case _:
-            return value * operand

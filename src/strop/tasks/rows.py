@@ -14,12 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from strop.errors import TaskError
-from strop.tasks.config import (
-    Columns,
-    HubConfig,
-    JsonlConfig,
-    ParquetConfig,
-)
+from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.files import Found, IndexedRows, NoRow, RowFile, find_jsonl, find_rows, read_hub
 from strop.tasks.protocol import Split, TaskSource
 from strop.tasks.published import PUBLISHED, Published
