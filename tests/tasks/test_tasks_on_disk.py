@@ -1,5 +1,6 @@
 """Tasks stay on disk, whatever they are rows of, and are those that a list would hold."""
 
+import datetime
 import gc
 import json
 import tracemalloc
@@ -10,7 +11,7 @@ import pytest
 from strop.errors import TaskError
 from strop.tasks import RowTasks, load_rows, make_tasks, open_rows
 from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
-from strop.tasks.files import RowFile
+from strop.tasks.files import RowFile, writing_rows
 
 
 def rows(num, *, length=10):
@@ -92,4 +93,14 @@ def test_rows_that_cannot_be_made_leave_no_file(tmp_path):
 
     with pytest.raises(TaskError, match="row 2"):
         RowFile(broken(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_row_that_json_cannot_hold_is_refused_and_leaves_no_file(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    with (
+        pytest.raises(TaskError, match=r"rows\.jsonl: a row cannot be written as JSON: .*date is not JSON serializable"),
+        writing_rows(path) as add,
+    ):
+        add({"question": "q", "day": datetime.date(2026, 1, 1)})
     assert list(tmp_path.iterdir()) == []

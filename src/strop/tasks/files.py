@@ -311,14 +311,22 @@ class RowFile(Generic[RowT]):
 
 @contextmanager
 def writing_rows(path: Path) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a function that adds a row to a new file of JSON lines. After an exception the file is as it was before."""
+    """Yield a function that adds a row to a new file of JSON lines. After an exception the file is as it was before.
+
+    The function raises `TaskError` for a row with a value that JSON lacks, as dates and bytes of a Parquet file are.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = temporary.open("w", encoding="utf-8")
 
     def add(row: Mapping[str, Any]) -> None:
-        line = json.dumps(row, sort_keys=True, ensure_ascii=False, default=str) + "\n"
+        try:
+            line = json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n"
+        except TypeError as error:
+            raise TaskError(
+                f"{path}: a row cannot be written as JSON: {error}. Save the column as text or as a number."
+            ) from error
         with writing_to(path):
             file.write(line)
 
