@@ -91,23 +91,6 @@ def test_a_missing_input_counts_as_empty_and_the_seed_reaches_the_program() -> N
     assert (box.requests[0].stdin, box.requests[0].seed) == ("", 5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({}, "'code' is missing"),
-        ({"code": 5}, "'code' must be a string"),
-        ({"code": "1", "input": None}, "'input' must be a string"),
-        ({"code": "1", "stdin": ""}, "no argument 'stdin'"),
-    ],
-)
-def test_wrong_arguments_are_named_and_nothing_is_run(arguments: dict[str, object], named: str) -> None:
-    box = ScriptedSandbox(answer=lambda request: "ok")
-    result = asyncio.run(PythonTool(box).call(arguments, seed=0))
-    assert result.outcome is ToolOutcome.WRONG_ARGUMENTS
-    assert named in result.text
-    assert box.requests == []
-
-
 def test_our_own_faults_are_retried_and_the_policy_does_not_see_them() -> None:
     faults = [scripted_result("", RunOutcome.OVERLOADED), scripted_result("", RunOutcome.INTERNAL)]
     answers = iter([*faults, scripted_result("42")])

@@ -69,6 +69,8 @@ class Tool(Component):
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Run once. A wrong call returns a `ToolResult` that the policy can read; raise only when the tool is broken.
 
+        The environment calls only with `arguments` that fit `spec.parameters`.
+
         `seed` belongs to the call; the same arguments and seed, after the same earlier calls, give the same text. Cancelled,
         it lets go of what it holds.
         """

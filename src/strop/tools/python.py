@@ -106,16 +106,11 @@ class PythonTool(Tool):
     async def answer(
         self, arguments: Mapping[str, object], run: Callable[[RunRequest], Awaitable[RunResult]], *, seed: int
     ) -> ToolResult:
-        """Run `arguments` with `run`, and return what the policy reads."""
+        """Run `arguments`, which fit the signature, with `run`, and return what the policy reads."""
         started_at = time.perf_counter()
-        code, stdin = arguments.get("code"), arguments.get("input", "")
-        if mistake := self._mistake(arguments):
-            return ToolResult(outcome=ToolOutcome.WRONG_ARGUMENTS, text=mistake, duration_s=0.0)
-        assert isinstance(code, str)
-        assert isinstance(stdin, str)
         request = RunRequest(
-            code=code,
-            stdin=stdin,
+            code=str(arguments["code"]),
+            stdin=str(arguments.get("input", "")),
             wall_s=self._config.wall_s,
             memory_mib=self._config.memory_mib,
             output_bytes=max(256, 4 * self._config.max_chars),  # a character has at most 4 bytes
@@ -127,17 +122,6 @@ class PythonTool(Tool):
             text=self._text(result),
             duration_s=time.perf_counter() - started_at,
         )
-
-    def _mistake(self, arguments: Mapping[str, object]) -> str:
-        """Return what is wrong with the arguments, in words for the policy; empty if nothing is."""
-        if "code" not in arguments:
-            return f"{self.spec.name}: the argument 'code' is missing."
-        for name, value in arguments.items():
-            if name not in ("code", "input"):
-                return f"{self.spec.name}: there is no argument {name!r}; the arguments are 'code' and 'input'."
-            if not isinstance(value, str):
-                return f"{self.spec.name}: the argument {name!r} must be a string."
-        return ""
 
     async def _retried(self, run: Callable[[RunRequest], Awaitable[RunResult]], request: RunRequest) -> RunResult:
         fault = ""

@@ -81,13 +81,13 @@ class SearchTool(Tool):
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
         """Search once. Raises `ToolBroken` if the backend keeps failing."""
         started_at = time.perf_counter()
-        query = arguments.get("query")
-        if not isinstance(query, str) or not query.strip() or len(arguments) > 1:
-            text = f"{self.spec.name}: the only argument is 'query', a text that is not empty."
+        query = str(arguments["query"]).strip()
+        if not query:
+            text = f"{self.spec.name}: the query is empty."
             return ToolResult(outcome=ToolOutcome.WRONG_ARGUMENTS, text=text, duration_s=0.0)
         outcome = ToolOutcome.STDOUT
         try:
-            text = await self._backend.results(query.strip(), top_k=self._config.top_k)
+            text = await self._backend.results(query, top_k=self._config.top_k)
         except QueryRefused as error:
             outcome, text = ToolOutcome.REJECTED, f"The search service does not accept this query ({error})."
         if not text:
