@@ -185,13 +185,12 @@ def test_an_answer_is_never_executed(tmp_path):
     assert not trace.exists()
 
 
-@pytest.mark.parametrize("fast", [True, False])
-def test_an_answer_that_hangs_the_judge_is_wrong_after_its_deadline_and_the_next_is_judged(fast):
-    assert r1_zero_reward_fn(in_format("-q + p"), "p - q", fast=fast) == RIGHT
+def test_an_answer_that_hangs_the_judge_is_wrong_after_its_deadline_and_the_next_is_judged():
+    assert r1_zero_reward_fn(in_format("-q + p"), "p - q", fast=False) == RIGHT
     started = time.perf_counter()
-    assert r1_zero_reward_fn(in_format("9^{9^{9^9}}"), "x", fast=fast) == WRONG
+    assert r1_zero_reward_fn(in_format("9^{9^{9^9}}"), "x", fast=False) == WRONG
     assert time.perf_counter() - started < 10.0  # 1 s for each way; the rest is a new process
-    assert r1_zero_reward_fn(in_format("-q + p"), "p - q", fast=fast) == RIGHT
+    assert r1_zero_reward_fn(in_format("-q + p"), "p - q", fast=False) == RIGHT
 
 
 def test_many_threads_may_ask_at_once():

@@ -38,6 +38,7 @@ def ask():
         return runner.run(judge())
 
     with asyncio.Runner() as runner:
+        verdicts.can_read = lambda gold: runner.run(verifier.can_read(gold))
         yield verdicts
         runner.run(verifier.close())
 
@@ -273,12 +274,5 @@ def test_a_gold_that_says_nothing_or_groups_nothing_is_unreadable_before_any_pro
 @pytest.mark.parametrize(
     "gold", ["72", "north", r"\text{Evelyn}", "x + 1", r"\frac{1}{2}", r"\{1, 2\}", "(-∞, 2]", "∅", r"\{ \}"]
 )
-def test_mathematics_and_prose_are_readable(gold):
-    async def read():
-        verifier = MathVerifier(deadline_s=20.0)
-        try:
-            return await verifier.can_read(gold)
-        finally:
-            await verifier.close()
-
-    assert asyncio.run(read())
+def test_mathematics_and_prose_are_readable(ask, gold):
+    assert ask.can_read(gold)

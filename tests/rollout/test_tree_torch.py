@@ -18,6 +18,7 @@ from strop.types import StopReason, Task
 PROMPT, OBSERVATION = tuple(range(40, 60)), (7, 8, 9, 10)
 TASKS = [(index, Task(id=f"t{index}", question="?", answer="!", source="test")) for index in range(2)]
 STOPS = frozenset(range(0, 270, 6))
+BRANCHING = {"initial_rollouts": 3, "base_probability": 0.7}
 
 
 class ThreeTurns:
@@ -49,6 +50,13 @@ def model(tmp_path_factory):
     sizes = TinyModel(vocab_size=320, hidden_size=32, intermediate_size=64, num_layers=2, num_heads=2)
     make_tiny_model(sizes, ["Count to 3."] * 10, directory, seed=0)
     return directory
+
+
+@pytest.fixture(scope="module")
+def branched(model):
+    """Groups of a run that branches, what the scheduler counted, and who watched."""
+    watcher = Watcher()
+    return *play_groups(model, watcher=watcher, **BRANCHING), watcher
 
 
 def play_groups(model, *, slots=16, finished=None, watcher=None, **options):
@@ -92,9 +100,9 @@ def test_without_a_branch_every_bit_is_as_without_branching(model):
     assert figures(never) == figures(plain)
 
 
-def test_branches_share_their_parents_memory_and_two_runs_are_equal_to_the_bit(model):
-    groups, ledger = play_groups(model, initial_rollouts=3, base_probability=0.7)
-    again, _ = play_groups(model, initial_rollouts=3, base_probability=0.7)
+def test_branches_share_their_parents_memory_and_two_runs_are_equal_to_the_bit(model, branched):
+    groups, ledger, _ = branched
+    again, _ = play_groups(model, **BRANCHING)
     assert figures(groups) == figures(again)
     assert ledger.branches_refused == 0
     found = [scored.trajectory for group in groups for scored in group.trajectories if scored.trajectory.parent is not None]
@@ -104,22 +112,21 @@ def test_branches_share_their_parents_memory_and_two_runs_are_equal_to_the_bit(m
         assert own.completion.cached_tokens == len(PROMPT) + branch.forked_at - 1  # all but the last id, which is fed
 
 
-def test_a_branch_samples_what_it_would_have_sampled_from_a_context_of_its_own(model):
-    roomy, _ = play_groups(model, initial_rollouts=3, base_probability=0.7)
-    narrow, ledger = play_groups(model, slots=3, initial_rollouts=3, base_probability=0.7)
+def test_a_branch_samples_what_it_would_have_sampled_from_a_context_of_its_own(model, branched):
+    roomy, _, _ = branched
+    narrow, ledger = play_groups(model, slots=3, **BRANCHING)
     assert ledger.branches_refused > 0
     assert [tree_of(group) for group in narrow] == [tree_of(group) for group in roomy]
     for one, other in zip(figures(roomy), figures(narrow), strict=True):
         assert one[2] == pytest.approx(other[2], abs=1e-4)
 
 
-def test_a_resumed_batch_is_equal_to_the_bit(model):
-    whole = Watcher()
-    groups, _ = play_groups(model, watcher=whole, initial_rollouts=3, base_probability=0.7)
+def test_a_resumed_batch_is_equal_to_the_bit(model, branched):
+    groups, _, whole = branched
     kept = {scored.trajectory.key for group in groups for scored in group.trajectories}
     finished = {key: scored for key, scored in list(whole.ended.items())[::2] if key in kept}
     watcher = Watcher()
-    resumed, _ = play_groups(model, watcher=watcher, finished=finished, initial_rollouts=3, base_probability=0.7)
+    resumed, _ = play_groups(model, watcher=watcher, finished=finished, **BRANCHING)
     assert figures(resumed) == figures(groups)
     assert not set(watcher.begun) & set(finished)
 

@@ -96,16 +96,6 @@ async def every_outcome(tools: dict[str, Tool]) -> None:
     ]
 
 
-def test_a_server_over_stdin_and_stdout_offers_its_tools_with_typed_outcomes() -> None:
-    with_tools(STDIO, every_outcome)
-
-
-def test_a_server_over_http_offers_its_tools_with_typed_outcomes() -> None:
-    with http_server() as (url, start):
-        start()
-        with_tools({**PATIENT, "url": url}, every_outcome)
-
-
 async def every_refusal(tools: dict[str, Tool], *codes: int) -> None:
     """With another call on the connection, which would be lost with it: it is not made again."""
     waiting = asyncio.ensure_future(told(tools["wait"], seconds=1.5))
@@ -116,14 +106,22 @@ async def every_refusal(tools: dict[str, Tool], *codes: int) -> None:
     assert await waiting == (ToolOutcome.STDOUT, "waited")
 
 
-def test_an_error_of_the_protocol_is_the_servers_answer_and_the_connection_stays() -> None:
-    def play(*codes: int) -> Callable[[dict[str, Tool]], Awaitable[None]]:
-        return lambda tools: every_refusal(tools, *codes)
+def test_a_server_over_stdin_and_stdout_offers_its_tools_with_typed_outcomes_and_errors_of_the_protocol_are_answers() -> None:
+    async def play(tools: dict[str, Tool]) -> None:
+        await every_outcome(tools)
+        await every_refusal(tools, -32002, -32600, -32601, -32603, -32000, 7)
 
-    with_tools({**STDIO, "retries": 0}, play(-32002, -32600, -32601, -32603, -32000, 7))
+    with_tools({**STDIO, "retries": 0}, play)
+
+
+def test_so_does_a_server_over_http() -> None:
+    async def play(tools: dict[str, Tool]) -> None:
+        await every_outcome(tools)
+        await every_refusal(tools, -32002, -32600, -32601, -32603, 7)
+
     with http_server() as (url, start):
         start()
-        with_tools({**PATIENT, "url": url, "retries": 0}, play(-32002, -32600, -32601, -32603, 7))
+        with_tools({**PATIENT, "url": url, "retries": 0}, play)
 
 
 def scripted(*, listing: Answer, calls: Callable[[int], Answer]) -> Callable[[Asked, int], Answer]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import pytest
 
@@ -23,41 +23,36 @@ async def say(tool: Tool, code: str) -> tuple[ToolOutcome, str]:
     return result.outcome, result.text
 
 
-def with_notebook(play: Callable[[Tool], Awaitable[None]]) -> None:
-    """`play` with a notebook in a real sandbox that can copy it."""
-
+def test_a_notebook_of_a_real_sandbox() -> None:
     async def run() -> None:
         async with LocalSandbox(SandboxConfig(min_level=IsolationLevel.PROCESS)) as box:
             if box.level.rank < IsolationLevel.NAMESPACES.rank:
                 pytest.skip("copies of a session need namespaces")
-            notebook = await PythonTool(box, STATEFUL).start(seed=1)
-            await play(notebook)
-            await notebook.close()
+            for play in (remembers_and_forks, ends_and_is_replaced):
+                notebook = await PythonTool(box, STATEFUL).start(seed=1)
+                await play(notebook)
+                await notebook.close()
 
     asyncio.run(run())
 
 
-def test_a_notebook_remembers_and_a_branch_goes_its_own_way_from_where_it_forked() -> None:
-    async def play(notebook: Tool) -> None:
-        assert await say(notebook, "x = 1") == (ToolOutcome.EMPTY, "")
-        assert (await say(notebook, "x = 2\n1 / 0"))[0] is ToolOutcome.ERROR
-        branch = await notebook.fork()
-        assert await say(branch, "x += 10\nx") == (ToolOutcome.ECHO, "12")
-        assert await say(notebook, "x") == (ToolOutcome.ECHO, "2")
-        await branch.close()
-        assert await say(notebook, "x") == (ToolOutcome.ECHO, "2")
-
-    with_notebook(play)
+async def remembers_and_forks(notebook: Tool) -> None:
+    """A branch goes its own way from where it forked."""
+    assert await say(notebook, "x = 1") == (ToolOutcome.EMPTY, "")
+    assert (await say(notebook, "x = 2\n1 / 0"))[0] is ToolOutcome.ERROR
+    branch = await notebook.fork()
+    assert await say(branch, "x += 10\nx") == (ToolOutcome.ECHO, "12")
+    assert await say(notebook, "x") == (ToolOutcome.ECHO, "2")
+    await branch.close()
+    assert await say(notebook, "x") == (ToolOutcome.ECHO, "2")
 
 
-def test_a_cell_that_ends_its_notebook_has_its_outcome_and_the_next_is_told_of_the_new_one() -> None:
-    async def play(notebook: Tool) -> None:
-        await say(notebook, "x = 1")
-        assert await say(notebook, "import os\nos._exit(3)") == (ToolOutcome.ERROR, "The program exited with code 3.\n")
-        assert await say(notebook, "print('x' in globals())") == (ToolOutcome.STDOUT, f"{NEW_NOTEBOOK}\nFalse\n")
-        assert await say(notebook, "x = 1\nx") == (ToolOutcome.ECHO, "1")
-
-    with_notebook(play)
+async def ends_and_is_replaced(notebook: Tool) -> None:
+    """A cell that ends its notebook has its own outcome, and the next one is told of the new notebook."""
+    await say(notebook, "x = 1")
+    assert await say(notebook, "import os\nos._exit(3)") == (ToolOutcome.ERROR, "The program exited with code 3.\n")
+    assert await say(notebook, "print('x' in globals())") == (ToolOutcome.STDOUT, f"{NEW_NOTEBOOK}\nFalse\n")
+    assert await say(notebook, "x = 1\nx") == (ToolOutcome.ECHO, "1")
 
 
 def scripted(answer: Callable[[RunRequest], str | RunResult]) -> tuple[ScriptedNode, PythonTool]:
