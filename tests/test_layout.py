@@ -93,7 +93,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
     ".": 2132,  # 1400
-    "algorithms": 1811,
+    "algorithms": 1785,
     "analysis": 1025,  # 900
     "cli": 1271,  # 2000 with doctor and cs336
     "cs336": 764,
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 346  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_056  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_532  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_042  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_506  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from strop.algorithms.grpo import GroupMethod, outcome_advantages, scalar_advantages
+from strop.algorithms.grpo import GroupMethod, scalar_advantages
 from strop.algorithms.method import Decision, Selection, check_group_size
 from strop.types import Group, RolloutKey, Trajectory
 
@@ -92,7 +92,7 @@ class ARPO(GroupMethod):
 
     def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
         if self.config.credit == "soft":
-            return outcome_advantages(selections, self.config.advantage, eps=self.config.eps)
+            return super().advantages(selections)
         of_groups = scalar_advantages(selections, self.config.advantage, eps=self.config.eps)
         return [
             hard_advantages([scored.trajectory for scored in selection.kept], of_group, tree=selection.group.tree)

@@ -11,7 +11,16 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from strop.algorithms.method import WHOLE_REWARD, Selection, check_group_size, keep_group, leave_truncated_out
+from strop.algorithms.method import (
+    WHOLE_REWARD,
+    Selection,
+    check_group_size,
+    describe_voids,
+    drop_all,
+    keep_all,
+    leave_truncated_out,
+    tie_of,
+)
 from strop.algorithms.policy_loss import PolicyLoss
 from strop.types import Group
 
@@ -189,19 +198,22 @@ class GroupMethod(PolicyLoss):
         return self.config.refill_rounds
 
     def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
+        """As `choose`, without the rollouts that were cut off if `overlong_filter` is on."""
+        if self.config.overlong_filter:
+            return leave_truncated_out(group, lambda ended: self.choose(ended, group_size=group_size, seed=seed))
+        return self.choose(group, group_size=group_size, seed=seed)
+
+    def choose(self, group: Group, *, group_size: int, seed: int) -> Selection:
         """Keeps all; none of a group that voids left with less than it needs, or that is tied while ties are dropped."""
+        if len(group.trajectories) < (min(2, group_size) if self.config.advantage.needs_group else 1):
+            return drop_all(group, describe_voids(group, group_size))
+        if self.config.drop_tied and group_size > 1 and (tie := tie_of(group.trajectories, by=self.config.tied_by)):
+            return drop_all(group, tie)
+        return keep_all(group, f"kept: {type(self).__name__} learns from every rollout")
 
-        def keep(rollouts: Group) -> Selection:
-            return keep_group(
-                rollouts,
-                group_size=group_size,
-                drop_tied=self.config.drop_tied,
-                tied_by=self.config.tied_by,
-                needs_group=self.config.advantage.needs_group,
-                reason=f"kept: {type(self).__name__} learns from every rollout",
-            )
-
-        return leave_truncated_out(group, keep) if self.config.overlong_filter else keep(group)
+    def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
+        """Mean and std are those of the rollouts that were kept."""
+        return outcome_advantages(selections, self.config.advantage, eps=self.config.eps)
 
 
 class GRPO(GroupMethod):
@@ -217,6 +229,3 @@ class GRPO(GroupMethod):
         if self.config.advantage.needs_group:
             check_group_size(group_size)
         return group_size
-
-    def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
-        return outcome_advantages(selections, self.config.advantage, eps=self.config.eps)

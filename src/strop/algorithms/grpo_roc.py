@@ -14,9 +14,8 @@ from fractions import Fraction
 from typing import Literal
 
 from pydantic import Field, field_validator
-from torch import Tensor
 
-from strop.algorithms.grpo import GroupMethod, outcome_advantages
+from strop.algorithms.grpo import GroupMethod
 from strop.algorithms.losses import Aggregation
 from strop.algorithms.method import (
     Decision,
@@ -24,8 +23,6 @@ from strop.algorithms.method import (
     check_group_size,
     describe_voids,
     drop_all,
-    leave_truncated_out,
-    num_to_keep,
     tie_of,
 )
 from strop.types import Group, RolloutKey, Trajectory, derive_seed
@@ -117,23 +114,14 @@ class GRPORoC(GroupMethod):
         check_group_size(group_size)
         return math.floor(group_size * self.config.oversample + 0.5)
 
-    def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
+    def choose(self, group: Group, *, group_size: int, seed: int) -> Selection:
         """Draws positives by quality and negatives uniformly, in proportion to their numbers.
 
-        Ties are judged before and after. Of a group with voids, G' = floor(G N' / N) are kept, and none if that is below 2.
-        N = G keeps all.
+        Ties are judged before and after. Of a group with voids, N' rollouts of N are left: G' = floor(G N' / N) are kept,
+        and none if that is below 2. N = G keeps all.
         """
-        if self.config.overlong_filter:
-            return leave_truncated_out(group, lambda ended: self._select(ended, group_size, seed))
-        return self._select(group, group_size, seed)
-
-    def advantages(self, selections: Sequence[Selection]) -> list[list[Tensor]]:
-        """Mean and std are those of the rollouts that were kept (Eq. 7)."""
-        return outcome_advantages(selections, self.config.advantage, eps=self.config.eps)
-
-    def _select(self, group: Group, group_size: int, seed: int) -> Selection:
         num_rollouts = self.num_rollouts(group_size)
-        num_kept = num_to_keep(group, group_size=group_size, num_rollouts=num_rollouts)
+        num_kept = group_size * min(len(group.trajectories), num_rollouts) // num_rollouts  # G'
         candidates = self._draw(group, seed)
         figures = [candidate.figures for candidate in candidates]
         if num_kept < 2:

@@ -198,15 +198,6 @@ WHOLE_REWARD = "reward"
 """What decides by itself that a group is tied, where no part of the reward does."""
 
 
-def keep_group(group: Group, *, group_size: int, drop_tied: bool, tied_by: str, needs_group: bool, reason: str) -> Selection:
-    """Keeps all; none of a group that voids left with less than it needs, or that is tied while ties are dropped."""
-    if len(group.trajectories) < (min(2, group_size) if needs_group else 1):
-        return drop_all(group, describe_voids(group, group_size))
-    if drop_tied and group_size > 1 and (tie := tie_of(group.trajectories, by=tied_by)):
-        return drop_all(group, tie)
-    return keep_all(group, reason)
-
-
 def leave_truncated_out(group: Group, select: Callable[[Group], Selection]) -> Selection:
     """`select` of the rollouts that were not cut off; the others are dropped, from loss and baseline: overlong filtering.
 
@@ -218,11 +209,6 @@ def leave_truncated_out(group: Group, select: Callable[[Group], Selection]) -> S
     cut_off = Decision(is_kept=False, reason="dropped: cut off, and overlong_filter is on", figures={})
     decisions = tuple(cut_off if scored.trajectory.is_truncated else next(of_ended) for scored in group.trajectories)
     return Selection(group=group, decisions=decisions)
-
-
-def num_to_keep(group: Group, *, group_size: int, num_rollouts: int) -> int:
-    """G' = floor(G N' / N): how many to keep of the N' rollouts that were not voided, of N that were asked for."""
-    return group_size * min(len(group.trajectories), num_rollouts) // num_rollouts
 
 
 def keep_all(group: Group, reason: str) -> Selection:

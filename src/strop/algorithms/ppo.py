@@ -151,15 +151,6 @@ class PPO(PolicyLoss):
             return frozenset({Column.VALUES})
         return frozenset({Column.VALUES, Column.OLD_LOGPROBS, Column.REFERENCE_LOGPROBS})
 
-    @property
-    def refill_rounds(self) -> int:
-        """0: whatever a rollout earned, the critic expected something else."""
-        return 0
-
-    def num_rollouts(self, group_size: int) -> int:
-        """As many as are kept; one is enough."""
-        return group_size
-
     def select(self, group: Group, *, group_size: int, seed: int) -> Selection:
         """Keeps all that were not voided."""
         if not group.trajectories:
