@@ -51,7 +51,7 @@ def main(directory):
         for left_bytes in LEFT_BYTES:
             before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file() and is_kept(path)}
             try:
-                run_recipe(run, progress=FillsUp(directory, stage, left_bytes))
+                run_recipe(run, progress=FillsUp(directory, stage, left_bytes), is_fresh=True)
             except RunError as error:
                 told.append(str(error))
             except StageHadRoomError:

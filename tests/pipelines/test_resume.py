@@ -90,31 +90,26 @@ def test_law_9_a_kill_among_open_tool_calls_changes_nothing(undisturbed, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("is_time", "words"),
-    [
-        pytest.param(lambda run: events(run, "stage_started", "base"), [], id="making the model"),
-        pytest.param(lambda run: num_steps(run, "sft") == 12, [], id="SFT, before its first checkpoint"),
-        pytest.param(
-            lambda run: 2 <= len(read_lines(run.stage("before").rollouts(0))) < 16, [], id="evaluation, some rollouts ended"
-        ),
-        pytest.param(is_in_checkpoint, ["hold"], id="in the middle of a checkpoint"),
-        pytest.param(lambda run: run.stage("rl").selection(3).exists(), [], id="after the last update"),
-    ],
-)
-def test_law_9_a_kill_in_any_stage_changes_nothing(undisturbed, tmp_path, is_time, words):
-    """Other moments are those of the tests above and below and of test_resume_ahead.py."""
+def test_law_9_a_run_that_is_killed_in_every_stage_ends_the_same(undisturbed, tmp_path):
     run = RunDirectory(tmp_path / "run")
-    kill_when(run, lambda: is_time(run), *words)
-    half = sorted(run.path.glob("stages/*/checkpoints/.step-*.tmp"))
-    if "hold" in words:
-        assert [path.name for path in half] == [".step-000002.tmp"]
+    for is_time in (
+        lambda: events(run, "stage_started", "base"),
+        lambda: num_steps(run, "sft") == 12,  # before its first checkpoint
+        lambda: num_steps(run, "sft") >= 40,
+        lambda: 2 <= len(read_lines(run.stage("before").rollouts(0))) < 16,
+        lambda: calls_are_open(run),
+    ):
+        kill_when(run, is_time)
+    kill_when(run, lambda: is_in_checkpoint(run), "hold")
+    assert [line["step"] for line in events(run, "checkpoint_started", "rl")][-1] == 2
+    assert 2 not in [line["step"] for line in events(run, "checkpoint_finished", "rl")]
+    [half] = run.path.glob("stages/*/checkpoints/.step-*.tmp")
+    kill_when(run, lambda: run.stage("rl").selection(3).exists())
     finish(run)
-    told = [line["text"] for line in read_lines(run.events) if line["event"] == "warning" and "half written" in line["text"]]
-    assert len(told) == len(half)
-    for path, message in zip(half, told, strict=True):
-        assert message.startswith(f"{path.with_name(path.name[1:-4])} was half written")
-        assert "the checkpoint before it is used" in message
+    warned = [line["text"] for line in read_lines(run.events) if line["event"] == "warning"]
+    [warning] = [text for text in warned if "half written" in text]
+    assert warning.startswith(f"{half.with_name(half.name[1:-4])} was half written")
+    assert "the checkpoint before it is used" in warning
     assert_equal_runs(run, undisturbed)
     assert not list(run.path.rglob(".*.tmp"))
 
@@ -169,19 +164,3 @@ class FakeContext:
 
     def warn(self, message):
         self.warnings.append(message)
-
-
-@pytest.mark.slow
-def test_law_9_a_run_that_is_killed_again_and_again_still_ends_the_same(undisturbed, tmp_path):
-    run = RunDirectory(tmp_path / "run")
-    kill_when(run, lambda: events(run, "stage_started", "sft"))
-    kill_when(run, lambda: num_steps(run, "sft") >= 40)
-    kill_when(run, lambda: calls_are_open(run))
-    kill_when(run, lambda: is_in_checkpoint(run), "hold")
-    started_checkpoints = [line["step"] for line in events(run, "checkpoint_started", "rl")]
-    finished_checkpoints = [line["step"] for line in events(run, "checkpoint_finished", "rl")]
-    assert started_checkpoints[-1] == 2
-    assert 2 not in finished_checkpoints
-    finish(run)
-    assert_equal_runs(run, undisturbed)
-    assert not list(run.path.rglob(".*.tmp"))

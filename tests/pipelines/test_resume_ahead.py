@@ -20,7 +20,6 @@ LIMIT_S = 240
 AHEAD = ("engine.own_process=true", "engine.threads=1", "stages.rl.max_staleness=1")
 MOMENTS = {
     "the second step is played ahead of the first": (1, 2, []),
-    "the third step is played ahead of the second": (2, 3, []),
     "in the middle of a checkpoint": (0, 0, ["hold"]),
 }
 

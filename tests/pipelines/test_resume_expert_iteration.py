@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from killing import HERE, events, finish, kill_when, num_steps, open_tool_calls
+from killing import HERE, events, finish, kill_when, open_tool_calls
 
 from scripted_runs import untimed
 from strop.run_directory import RunDirectory, read_json, read_lines
@@ -40,9 +40,6 @@ def has_imitated(run, *, step):
     ("is_time", "resumes_from"),
     [
         pytest.param(lambda run: calls_are_open(run, step=1), [], id="first step, among open tool calls"),
-        pytest.param(
-            lambda run: run.stage("expert").selection(1).exists() and num_steps(run, "expert") < 2, [], id="after SFT"
-        ),
         pytest.param(lambda run: calls_are_open(run, step=2), [], id="second step, before any checkpoint"),
         pytest.param(lambda run: calls_are_open(run, step=3), [2], id="third step, among open tool calls"),
     ],

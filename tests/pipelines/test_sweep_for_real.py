@@ -76,8 +76,9 @@ def wait_until(is_true, process, directory):
         time.sleep(0.02)
 
 
-def in_rl(directory, arm):
-    return lambda: any(line["stage"] == "rl" for line in read_lines(run_of(directory, arm).metrics))
+def has_begun(directory, stage):
+    """Whether the first arm has a step of `stage`."""
+    return lambda: any(line["stage"] == stage for line in read_lines(run_of(directory, "one").metrics))
 
 
 def trainers(directory):
@@ -109,9 +110,9 @@ def assert_as_undisturbed(directory, undisturbed):
     assert mine["arms"] == theirs["arms"]
 
 
-def test_killed_with_a_run_under_way_it_goes_on_with_the_same_command(undisturbed, tmp_path):
+def test_killed_and_interrupted_it_goes_on_with_the_same_command_and_ends_the_same(undisturbed, tmp_path):
     with started(tmp_path) as process:
-        wait_until(in_rl(tmp_path, "one"), process, tmp_path)
+        wait_until(has_begun(tmp_path, "sft"), process, tmp_path)
         assert trainers(tmp_path)
         process.send_signal(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
@@ -120,21 +121,15 @@ def test_killed_with_a_run_under_way_it_goes_on_with_the_same_command(undisturbe
         assert time.monotonic() < deadline, "a run outlived its sweep"
         time.sleep(0.05)
     assert not run_of(tmp_path, "one").stage("rl").done.exists()
-    finish(tmp_path)
-    assert_as_undisturbed(tmp_path, undisturbed)
 
-
-@pytest.mark.parametrize(
-    ("number", "status", "by"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, " by SIGTERM")], ids=["Ctrl-C", "SIGTERM"]
-)
-def test_interrupted_it_ends_its_run_cleanly_and_goes_on_with_the_same_command(undisturbed, tmp_path, number, status, by):
     with started(tmp_path) as process:
-        wait_until(in_rl(tmp_path, "one"), process, tmp_path)
-        process.send_signal(number)
-        assert process.wait(LIMIT_S) == status
-    assert f"stopped{by}. The same command continues from the last checkpoint." in said(tmp_path)
+        wait_until(has_begun(tmp_path, "rl"), process, tmp_path)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == 130
+    assert "stopped. The same command continues from the last checkpoint." in said(tmp_path)
     assert "stopped in rl" in (tmp_path / "out" / "logs" / "one-seed-0.log").read_text()  # it ended itself
     assert not trainers(tmp_path)
     assert (tmp_path / "out" / "sweep.html").exists()
+
     finish(tmp_path)
     assert_as_undisturbed(tmp_path, undisturbed)

@@ -186,7 +186,7 @@ async def take_steps(
             over = _why_over_early(stage, log.steps)
             if over:
                 context.event("ended_early", step=step, because=over)
-            if step < stage.steps and not over and not clock.is_spent:
+            if stage.schedule and step < stage.steps and not over and not clock.is_spent:
                 await schedule.follow(log.steps)
             for problem in result.problems:
                 context.warn(f"step {step} cannot learn: {problem}")
@@ -209,7 +209,7 @@ async def take_steps(
 
 def _why_over_early(stage: RolloutKeys, steps: Steps) -> str:
     """The rule of `end_when` that holds after `steps`, in words; empty if none does, or these are all steps of the stage."""
-    return why_over(stage.end_when, steps) if len(steps) < stage.steps else ""
+    return why_over(stage.end_when, steps) if stage.end_when and len(steps) < stage.steps else ""
 
 
 def _report_budget(context: StageContext, stage: RolloutKeys, clock: StageClock, step: int) -> None:
@@ -234,7 +234,7 @@ class _Schedule(Generic[StageT]):
     @property
     def stage(self) -> StageT:
         """The stage with the settings of the next step."""
-        return self._stage.at(self._done)
+        return self._stage.at(self._done) if self._stage.schedule else self._stage
 
     async def follow(self, steps: Steps) -> None:
         """Apply what became due in the last of `steps`, before its checkpoint, so that a resumed run does it once."""
