@@ -11,6 +11,11 @@ LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.5, 0.4, 0.2, 0.9], dtype=torch.float64).log_softmax(0)
 
 
+def test_k3_of_a_reference_twice_as_likely_is_one_minus_log_two():
+    kl = token_kl(torch.tensor([[-1.0]]), torch.tensor([[-1.0 + math.log(2)]]), ONE)
+    assert kl.item() == pytest.approx(2 - math.log(2) - 1, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("estimator", "expected"), [("k1", -math.log(2)), ("k2", 0.5 * math.log(2) ** 2), ("k3", 1 - math.log(2))]
 )

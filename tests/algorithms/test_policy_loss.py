@@ -42,6 +42,18 @@ def test_only_the_columns_that_a_setting_reads_are_needed(settings, needs):
     assert GRPORoC(**settings).needs == needs
 
 
+def test_the_reference_is_needed_only_where_kl_is_paid_for():
+    assert Column.REFERENCE_LOGPROBS not in GRPO().needs
+    assert Column.REFERENCE_LOGPROBS in GRPO(kl_coefficient=0.001).needs
+
+
+def test_kl_is_added_to_the_loss_of_the_token():
+    policy = torch.tensor([[-1.0]])
+    inputs = inputs_of([-1.0], reference=[-1.0 + math.log(2)])
+    # -1 (on policy, A = 1) + 0.5 * (2 - ln 2 - 1)
+    assert GRPO(kl_coefficient=0.5).token_loss(policy, inputs).item() == pytest.approx(-1 + 0.5 * 0.306853, abs=1e-6)
+
+
 def test_the_entropy_bonus_lowers_the_loss_and_its_gradient_reaches_the_entropies():
     entropies = torch.tensor([[1.5, 0.5]], requires_grad=True)
     inputs = LossInputs(
@@ -64,6 +76,13 @@ def test_gspo_clips_a_whole_row_by_its_geometric_mean():
     loss.sum().backward()
     assert loss[0].tolist() == pytest.approx([-1.25, -1.25], abs=1e-6)
     assert policy.grad[0].tolist() == [0.0, 0.0]
+
+
+def test_the_mismatch_weighs_the_surrogate_and_not_the_kl():
+    # π_old / π_sampled is 4, cut to 2; on policy with A = 1 the surrogate is -1; k3 of a reference twice as likely.
+    method = GRPO(mismatch=Mismatch.TRUNCATE_TOKEN, kl_coefficient=1.0)
+    inputs = inputs_of([-1.0], sampled=[-1.0 - math.log(4)], reference=[-1.0 + math.log(2)])
+    assert method.token_loss(torch.tensor([[-1.0]]), inputs).item() == pytest.approx(-2 + 1 - math.log(2), abs=1e-6)
 
 
 def test_clip_fractions_count_the_tokens_whose_gradient_was_taken_away():

@@ -35,6 +35,10 @@ def test_the_parts_are_accuracy_format_and_called(judged, parts):
     assert judge(make_reward(RewardConfig()), judged) == dict(zip(("accuracy", "format", "called"), parts, strict=True))
 
 
+def test_by_default_the_answer_alone_counts():
+    assert RewardConfig().weights == {"accuracy": 1.0}
+
+
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

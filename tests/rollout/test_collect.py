@@ -4,7 +4,7 @@ from collections import Counter
 import pytest
 
 from strop.engine.scripted import Fault, ScriptedEngine
-from strop.errors import EngineLost, MachineError, RequestTooLong, ToolBroken
+from strop.errors import DeadlineExceeded, EngineLost, MachineError, RequestTooLong, ToolBroken
 from strop.evaluation.metrics import rollout_metrics
 from strop.rollout.environment import Observation
 from strop.rollout.player import Judge, Player, SamplingConfig, collect
@@ -185,6 +185,15 @@ def test_law_3_a_judge_that_is_lost_voids_the_rollout_instead_of_scoring_it_0():
     assert group.rewards == [2.0, 2.0]
     assert [scored.trajectory.key.attempt for scored in group.trajectories] == [0, 2]
     assert watcher.of("voided") == [RolloutKey(task_index=0, attempt=1)]
+
+
+def test_law_7_a_void_rollout_names_who_waited_too_long_and_for_what():
+    async def silent(task, attempt):
+        raise DeadlineExceeded(f"tool 'search' gave no answer to call 0 of turn 0 of {task.id} within 0.1 s.")
+
+    watcher = Watcher()
+    play_all(make_player(World(silent)), num_rollouts=1, watcher=watcher)
+    assert watcher.reason == "tool 'search' gave no answer to call 0 of turn 0 of task-0 within 0.1 s."
 
 
 def test_a_lost_engine_ends_the_batch_but_not_what_had_been_finished():
