@@ -175,3 +175,16 @@ def test_batches_of_updates_that_are_not_finite_are_kept_and_the_run_stops(tmp_p
     batch = torch.load(kept[0], weights_only=True)
     assert batch["ids"].shape == batch["loss_mask"].shape == batch["loss_weights"].shape
     assert batch["loss_mask"].any()
+
+
+def test_expert_iteration_whose_updates_are_not_finite_stops_with_its_state_saved(tmp_path):
+    expert = {"kind": "expert_iteration", "init": "base", "steps": 4, "tasks_per_step": 4, "group_size": 4, "batch_size": 16}
+    expert |= {"checkpoint_every": 9, "trainer": {"optimizer": {"lr": 1e36}, "max_skipped_updates": 2}}
+    recipe = recipe_of({"base": RECIPE["stages"]["base"], "expert": expert})
+    progress = Watching()
+    with pytest.raises(CannotLearnError, match="2 updates in a row were skipped"):
+        run_recipe(tmp_path / "run", recipe, progress=progress)
+    stage = RunDirectory(tmp_path / "run").stage("expert")
+    assert checkpoints.latest_step(stage) == 2  # one update a step: the first makes huge weights, the next is skipped
+    assert [path.name for path in sorted(stage.skipped.glob("*.pt"))] == ["step-000002-1.pt", "step-000003-2.pt"]
+    assert sum("Its batch is in" in warning for warning in progress.warnings) == 2

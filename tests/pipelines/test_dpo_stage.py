@@ -6,17 +6,19 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from scripted_runs import RECIPE, Watching, assert_same_training, lines_of, recipe_of, run_recipe
-from strop.errors import ConfigError, TaskError
+from strop.errors import CannotLearnError, ConfigError, TaskError
 from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
 from strop.rollout.prompt import load_prompt
-from strop.run_directory import read_json, read_lines
+from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.runs.lineage import weights_digest
 from strop.stages import dpo as dpo_stage
 from strop.stages.context import Silent, load_chat
+from strop.stages.loop import checkpoints
 from word_pairs import write_pairs
 
 
@@ -182,3 +184,22 @@ def test_the_shipped_recipe_learns_from_pairs_to_call_its_tool(tmp_path):
     assert after["tool_error_rate"] < 0.75 * before["tool_error_rate"]
     held_out = [line.get("validation/pair_accuracy") for line in read_lines(result.run.metrics)]
     assert [accuracy for accuracy in held_out if accuracy is not None][-1] > 0.9
+
+
+def test_batches_of_updates_that_are_not_finite_are_kept_and_the_state_before_them_is_saved(tmp_path, monkeypatch):
+    """The first update is made; of all after it what a token deserves is not a number."""
+    advantages = dpo_stage.with_advantages
+    monkeypatch.setattr(
+        dpo_stage,
+        "with_advantages",
+        lambda batch, margins, beta: advantages(batch, margins * (math.nan if margins.any() else 1.0), beta=beta),
+    )
+    watching = Watching()
+    with pytest.raises(CannotLearnError, match=r"stages\.prefer, step 4: .*3 updates in a row were skipped"):
+        run_recipe(tmp_path / "run", recipe(write_pairs(tmp_path / "pairs.jsonl"), checkpoint_every=9), progress=watching)
+    run = RunDirectory(tmp_path / "run")
+    assert checkpoints.latest_step(run.stage("prefer")) == 3
+    assert [(line["step"], line["update/skipped"]) for line in lines_of(run, "prefer")] == [(1, 0.0), (2, 1.0), (3, 1.0)]
+    batch = torch.load(sorted(run.stage("prefer").skipped.glob("*.pt"))[0], weights_only=True)
+    assert len(batch["ids"]) == 2 * 8
+    assert set(batch["columns"]) == {"old_logprobs", "reference_logprobs"}

@@ -246,3 +246,27 @@ def test_a_stream_that_breaks_is_nobodys_loss():
         assert not watcher.engine_events
 
     run(scenario)
+
+
+def test_an_engine_that_died_while_the_trainer_computed_is_replaced_at_the_next_publication():
+    async def scenario():
+        opened = []
+
+        async def open_another(place, name):
+            opened.append(place)
+            return FragileEngine(policy_version=-1)
+
+        first, publisher = FragileEngine(), Publisher()
+        pool = pool_of(first, open_another=open_another)
+        await pool.publish(partial(publisher.publish, version=1), version=1)
+        await play_all(pool)
+        await first.close()
+        first.load_weights = Dying([]).load_weights
+        await pool.publish(partial(publisher.publish, version=2), version=2)
+        groups = await play_all(pool)
+        versions = {t.completion.policy_version for g in groups for s in g.trajectories for t in s.trajectory.turns}
+        assert versions == {2}
+        assert opened == [0]
+        await pool.close()
+
+    run(scenario)

@@ -156,3 +156,24 @@ def test_a_mistake_of_ours_is_no_loss_of_an_engine():
         assert not watcher.engine_events
 
     run(scenario)
+
+
+@pytest.mark.parametrize("error", [TypeError("'<' not supported"), RuntimeError("CUDA error")])
+def test_an_engine_that_breaks_in_a_way_that_nobody_foresaw_is_lost_and_named(error):
+    async def scenario():
+        class Broken(FragileEngine):
+            async def complete(self, request):
+                if len(self.requests) > 3:
+                    raise error
+                return await super().complete(request)
+
+        watcher = Watcher()
+        pool = pool_of(FragileEngine(), Broken(), watcher=watcher)
+        groups = await play_all(pool, watcher)
+        [(_, name, reason)] = watcher.engine_events
+        assert name == "engine-1"
+        assert reason == f"engine-1 failed: {type(error).__name__}: {error}"
+        assert_exact(pool, groups, watcher)
+        return tokens_of(groups)
+
+    assert run(scenario) == undisturbed()
