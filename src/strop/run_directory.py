@@ -9,6 +9,7 @@ readers drop such a line. docs/run-directory.md describes each file for other pr
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -19,9 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from strop.errors import RunError, StropError
+
+_Keys = ParamSpec("_Keys")
+_Content = TypeVar("_Content")
 
 FORMAT_VERSION = 1
 
@@ -113,6 +117,22 @@ def parse_json(data: bytes | str) -> Any:
     except ValueError as error:
         raise ValueError(f"holds a number of more than {sys.get_int_max_str_digits()} digits") from error
     return value
+
+
+def names_damage(
+    read: Callable[Concatenate[RunDirectory, _Keys], _Content],
+) -> Callable[Concatenate[RunDirectory, _Keys], _Content]:
+    """Decorate a reader of a run directory: contents that strop would not write are a `RunError` that names the directory."""
+
+    @functools.wraps(read)
+    def checked(run: RunDirectory, /, *arguments: _Keys.args, **keys: _Keys.kwargs) -> _Content:
+        try:
+            return read(run, *arguments, **keys)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            fault = f"{type(error).__name__}: {error!s:.300}"
+            raise RunError(f"{run.path}: a file is damaged ({fault}). Restore it from a copy.") from error
+
+    return checked
 
 
 def read_json(path: Path) -> Any:

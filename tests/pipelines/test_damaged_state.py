@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from scripted_runs import RECIPE, Watching, assert_same_training, falling, make_recipe, recipe_of, run_recipe
-from strop.errors import CannotLearnError
+from strop.analysis.read import read_analysis
+from strop.errors import CannotLearnError, RunError
+from strop.recipe import load
+from strop.reports.page import write_report
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop import checkpoints
 from strop.training import WeightsLost
@@ -188,3 +191,18 @@ def test_expert_iteration_whose_updates_are_not_finite_stops_with_its_state_save
     assert checkpoints.latest_step(stage) == 2  # one update a step: the first makes huge weights, the next is skipped
     assert [path.name for path in sorted(stage.skipped.glob("*.pt"))] == ["step-000002-1.pt", "step-000003-2.pt"]
     assert sum("Its batch is in" in warning for warning in progress.warnings) == 2
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "read"),
+    [
+        ("manifest.json", "{}", load.recipe_of),
+        ("stages/rl/rollouts/step-000001.jsonl", "{}\n", write_report),
+        ("stages/after/eval/result.json", "[]", read_analysis),
+    ],
+)
+def test_a_run_with_a_damaged_file_is_named_by_what_reads_it(scripted_run, tmp_path, file, content, read):
+    run = RunDirectory(shutil.copytree(scripted_run.run.path, tmp_path / "run"))
+    (run.path / file).write_text(content)
+    with pytest.raises(RunError, match=f"{run.path}: a file is damaged"):
+        read(run)

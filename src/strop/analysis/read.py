@@ -14,7 +14,7 @@ from strop.analysis.statistics import Figures, count
 from strop.errors import RunError, UserError
 from strop.reports.log import RunLog, StageLog, read_run
 from strop.reports.rollouts import find_tokenizer, token_texts
-from strop.run_directory import RunDirectory, read_lines
+from strop.run_directory import RunDirectory, names_damage, read_lines
 from strop.types import RolloutKey, ScoredTrajectory, Trajectory
 
 _SHOWN_OF_A_KIND = 2
@@ -64,6 +64,7 @@ def parse_steps(text: str) -> list[range]:
     return ranges
 
 
+@names_damage
 def read_analysis(
     run: RunDirectory,
     *,

@@ -14,7 +14,7 @@ from strop.recipe.stage import PlayedKeys
 from strop.registry import look_next_to
 from strop.rewards import SETTINGS, Reader, SumRewardConfig, readers_of
 from strop.rollout.prompt import Prompt, load_prompt, prompt_names
-from strop.run_directory import RunDirectory, read_json
+from strop.run_directory import RunDirectory, names_damage, read_json
 
 _PATH_KEYS = ("path", "test_path", "recipe")
 
@@ -37,6 +37,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None =
     return recipe
 
 
+@names_damage
 def recipe_of(run: RunDirectory) -> Recipe:
     """The recipe that a run directory holds. Raises `RunError` when it holds none."""
     return validate(Recipe, read_json(run.manifest)["recipe"], place=str(run.manifest))

@@ -14,7 +14,7 @@ from strop.reports.scales import Unit, figure
 from strop.reports.stage_graph import draw as draw_graph
 from strop.reports.timelines import Timeline, read_timelines
 from strop.reports.timelines import draw as draw_timelines
-from strop.run_directory import RunDirectory, write_text
+from strop.run_directory import RunDirectory, names_damage, write_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +39,7 @@ class Verdict:
     tone: str  # good, bad or flat
 
 
+@names_damage
 def write_report(run: RunDirectory) -> Path:
     """Write the run's report into its directory, also while it runs.
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from strop.errors import ConfigError, RunError, did_you_mean
 from strop.recipe.graph import with_dependents
 from strop.recipe.recipe import Recipe
-from strop.run_directory import RunDirectory, cut_back, read_json, read_lines, write_json, write_text
+from strop.run_directory import RunDirectory, cut_back, names_damage, read_json, read_lines, write_json, write_text
 from strop.runs.lineage import Lineage, begun_with_other_code, lineages, mark_stale, parents_of, recorded_lineage, why_stale
 from strop.runs.manifest import check_directory, differences, write_manifest
 
@@ -61,6 +61,7 @@ def stages_to_rerun(recipe: Recipe, start: Starts) -> set[str]:
     return with_dependents(named_starts(start), {name: parents_of(recipe, name) for name in recipe.stages})
 
 
+@names_damage
 def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: Starts) -> Selected:
     """Prepare the run directory for `recipe`: write its manifest, and move the results of stages that rerun to `stale/`.
 
