@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
 
@@ -227,16 +228,19 @@ class RolloutStage(TrainingStage):
         config = self.config
         if not config.schedule:
             return config.steps * config.sampling.max_tokens
-        begun = (Done(steps=step, updates=step * updates_per_step) for step in range(config.steps))
         firsts = [(first, config.schedule[at]) for at, first in first_steps(config.schedule, config.validated_every).items()]
-        return sum(
-            max(
-                config.at(done).sampling.max_tokens,
-                *(entry.sampling.max_tokens or 0 for first, entry in firsts if first <= done.steps),
-                0,
-            )
-            for done in begun
-        )
+
+        def longest(step: int) -> int:
+            now = config.at(Done(steps=step, updates=step * updates_per_step)).sampling.max_tokens
+            return max(now, *(entry.sampling.max_tokens or 0 for first, entry in firsts if first <= step), 0)
+
+        # Nothing changes between two of these steps.
+        edges = {0, config.steps, *(first for first, _ in firsts)}
+        for entry in config.schedule:
+            num_done = (entry.at_update or 0) // updates_per_step
+            edges |= {num_done, num_done + 1, (entry.at_step or 1) - 1, entry.at_step or 0}
+        ordered = sorted(edge for edge in edges if edge <= config.steps)
+        return sum((after - step) * longest(step) for step, after in pairwise(ordered))
 
     def estimate(
         self,
