@@ -167,7 +167,7 @@ def read_parquet(path: Path) -> Rows:
                 for row in batch.to_pylist():
                     yield f"{path}:row {number}", row
                     number += 1
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise TaskError(
             f"{path}: cannot be read as a Parquet file after {number} rows: {error}. Fetch or write it again."
         ) from error
