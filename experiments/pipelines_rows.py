@@ -16,10 +16,10 @@ from reward_model import NOUNS, POLITE, RUDE, pairs, response
 
 from strop.run_directory import write_text
 from strop.tasks import make_tasks
-from strop.tasks.config import (
-    ArithmeticConfig,
+from strop.tasks.protocol import (
+    ArithmeticTasks,
+    Split,
 )
-from strop.tasks.protocol import Split
 
 Row = Mapping[str, Any]
 
@@ -39,7 +39,7 @@ def graded_sums(split: Split, *, num_of_grade: int) -> list[Row]:
     """Sums and differences of each grade in turn, all of them different."""
     rows: dict[str, Row] = {}
     for grade in GRADES:
-        config = ArithmeticConfig(num_terms=grade, operators=("+", "-"), wording="{expression}")
+        config = ArithmeticTasks(num_terms=grade, operators=("+", "-"), wording="{expression}")
         source = make_tasks(config, seed=grade, split=split)
         of_grade: dict[str, Row] = {}
         index = 0
@@ -54,7 +54,7 @@ def graded_sums(split: Split, *, num_of_grade: int) -> list[Row]:
 
 def thoughts(num: int, *, seed: int) -> list[Row]:
     """Sums of four digits with a demonstrated thought in steps, the language of each by a coin; some results are wrong."""
-    source = make_tasks(ArithmeticConfig(num_terms=4, max_digits=1, operators=("+",)), seed=seed, split="train")
+    source = make_tasks(ArithmeticTasks(num_terms=4, max_digits=1, operators=("+",)), seed=seed, split="train")
     draw = random.Random(seed)
     rows = []
     for index in range(num):

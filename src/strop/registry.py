@@ -14,7 +14,7 @@ import sys
 import traceback
 import zlib
 from abc import ABC
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -161,19 +161,11 @@ class OrOwn:
 
     Args:
         base: the class that a user's class is derived from.
-        table_of: makes a table of a word; a word is a kind by default.
         default_kind: of a table that names none.
     """
 
-    def __init__(
-        self,
-        base: type[Component],
-        table_of: Callable[[str], Mapping[str, Any]] | None = None,
-        *,
-        default_kind: str = "",
-    ) -> None:
+    def __init__(self, base: type[Component], *, default_kind: str = "") -> None:
         self.base, self._default_kind = base, default_kind
-        self._table_of = table_of or (lambda word: {base.kind_key: word})
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         built_in = handler(source)
@@ -185,7 +177,7 @@ class OrOwn:
                 value = (_instances.get() or [])[number]
             if isinstance(value, self.base):
                 return value if ":" in value.kind else value.config
-            table = self._table_of(value) if isinstance(value, str) else value
+            table = {self.base.kind_key: value} if isinstance(value, str) else value
             if not isinstance(table, Mapping):
                 return check_built_in(table)
             if self._default_kind and self.base.kind_key not in table:

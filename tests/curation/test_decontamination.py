@@ -12,7 +12,7 @@ from strop.curation.curate import make_rule
 from strop.curation.decontamination import Decontamination
 from strop.curation.text import words
 from strop.tasks import load_rows
-from strop.tasks.config import JsonlConfig, ParquetConfig
+from strop.tasks.rows import JsonlRows, ParquetRows
 from strop.types import Task
 
 from .problems import problems, reworded
@@ -54,7 +54,7 @@ def real(name, split="test"):
     path = DATA / name / f"{split}.jsonl"
     if not path.exists():
         pytest.skip(f"no {path}; set STROP_DATA to a directory that holds it")
-    return load_rows(JsonlConfig(path=path, **REAL[name]), split="train")
+    return load_rows(JsonlRows(path=path, **REAL[name]), split="train")
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def ordinary():
     mix = DATA / "arpo" / "train_10k.parquet"
     if not mix.exists():
         pytest.skip(f"no {mix}; set STROP_DATA to a directory that holds it")
-    return [*load_rows(ParquetConfig(path=mix, dataset="arpo-mix", bad_rows="skip"), split="train"), *real("gsm8k", "train")]
+    return [*load_rows(ParquetRows(path=mix, dataset="arpo-mix", bad_rows="skip"), split="train"), *real("gsm8k", "train")]
 
 
 def in_ten_thousand(benchmark, ordinary, *, num_words, seed):
@@ -192,7 +192,7 @@ def test_a_multiple_choice_is_found_by_its_question_whatever_choices_a_copy_has(
     wrong = {f"Incorrect Answer {number}": text for number, text in enumerate(CHOICES[1:], 1)}
     row = {"Question": STEM, "Correct Answer": CHOICES[0], **wrong}
     (tmp_path / "gpqa.jsonl").write_text(json.dumps(row) + "\n")
-    against = JsonlConfig(path=tmp_path / "gpqa.jsonl", dataset="gpqa-diamond")
+    against = JsonlRows(path=tmp_path / "gpqa.jsonl", dataset="gpqa-diamond")
     rule = make_rule(DecontaminationRule(against=(against,)))
     assert "of the 8-grams of gpqa.jsonl:1 of" in rule.judge(task(copy))
 

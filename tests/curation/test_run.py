@@ -16,7 +16,7 @@ from strop.curation.run import run_curation
 from strop.errors import ConfigError, RunError, TaskError
 from strop.recipe.load import load_recipe
 from strop.tasks import load_rows
-from strop.tasks.config import HubConfig, JsonlConfig
+from strop.tasks.rows import HubRows, JsonlRows
 
 from .problems import problems, reworded
 
@@ -98,7 +98,7 @@ def test_two_processes_write_what_one_writes(file, tmp_path):
 
 def test_what_was_kept_is_read_as_tasks_again(file, tmp_path):
     run_curation(load_curation(file), tmp_path / "out", jobs=1)
-    tasks = load_rows(JsonlConfig(path=tmp_path / "out" / "kept.jsonl", dataset="strop"), split="train")
+    tasks = load_rows(JsonlRows(path=tmp_path / "out" / "kept.jsonl", dataset="strop"), split="train")
     assert len(tasks) == 540
     assert (tasks[0].id, tasks[0].source) == ("rest/60", "rest")
 
@@ -198,7 +198,7 @@ def test_outcomes_count_with_what_they_say_and_not_with_where_they_lie(tmp_path)
     write(tmp_path / "rows.jsonl", map(row_of, tasks))
     write(tmp_path / "here.jsonl", outcomes_of(tasks, num_right=2))
     (tmp_path / "there.jsonl").write_bytes((tmp_path / "here.jsonl").read_bytes())
-    source = JsonlConfig(path=tmp_path / "rows.jsonl", dataset="strop")
+    source = JsonlRows(path=tmp_path / "rows.jsonl", dataset="strop")
     here, there = (
         CurationConfig(name="agreed", sources=(source,), rules=(AgreementRule(outcomes=tmp_path / name),))
         for name in ("here.jsonl", "there.jsonl")
@@ -231,7 +231,7 @@ def test_outcomes_count_with_what_they_say_and_not_with_where_they_lie(tmp_path)
         ),
         (
             'rules=[{kind="decontamination", against=["gsm8k"]}]',
-            r"rules\.0\.against\.0: 'gsm8k' is not a table\. Write \[\[rules\.against\]\] with kind = \"jsonl\" \(one of",
+            r"rules\.0\.against\.0\.kind: 'gsm8k' is not one of jsonl, parquet, hub\.",
         ),
         ("rules=[]", "rules"),
     ],
@@ -320,7 +320,7 @@ def test_rows_of_another_type_are_dropped_by_the_rule_where_even_without_an_answ
 def test_decontamination_against_a_set_without_a_test_split_reads_what_there_is(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra strop[data]")
     write(tmp_path / "test.jsonl", [{"description": "Add them all up.", "solution": "1"}])
-    found = read_benchmark(HubConfig(name=str(tmp_path), dataset="project-euler"))
+    found = read_benchmark(HubRows(name=str(tmp_path), dataset="project-euler"))
     assert [task.question for task in found] == ["Add them all up."]
 
 
@@ -400,10 +400,10 @@ def test_the_shipped_curation_is_checked_against_every_benchmark_whose_recipe_is
     config = load_curation(recipes / "curation" / "rstar2.toml")
     [rule] = [rule for rule in config.rules if rule.kind == "decontamination"]
     in_use = {
-        stage.config.tasks.dataset
+        stage.config.tasks.config.dataset
         for path in (recipes / "eval" / "math.toml", recipes / "eval" / "gpqa-diamond.toml")
         for stage in load_recipe(path, ()).stages.values()
         if stage.kind == "eval"
     }
     assert len(in_use) == 7
-    assert in_use <= {source.dataset for source in rule.against}
+    assert in_use <= {source.config.dataset for source in rule.against}

@@ -8,10 +8,14 @@ import pytest
 
 from strop.recipe.load import load_recipe
 from strop.stages.data import open_tasks
-from strop.stages.evaluation import Eval, benchmark_of
+from strop.stages.evaluation import Eval
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
+
+
+def _benchmark_of(stage: Eval.Config) -> str:
+    return stage.tasks.benchmark(stage.split)
 
 
 def evaluations(path, *overrides):
@@ -42,9 +46,9 @@ def test_every_preset_asks_on_the_papers_terms(path):
 
 def test_benchmarks_are_called_by_their_data_set_or_where_many_share_one_by_the_subset():
     _, math = evaluations(preset("math"))
-    assert benchmark_of(math["aime24"]) == "aime24"
+    assert _benchmark_of(math["aime24"]) == "aime24"
     _, qa = evaluations(preset("qa"))
-    assert benchmark_of(qa["2wiki"]) == "2wikimultihopqa"
+    assert _benchmark_of(qa["2wiki"]) == "2wikimultihopqa"
 
 
 @pytest.mark.parametrize("form", ["arpo-eval", "flashrag", "strop"])
@@ -53,11 +57,11 @@ def test_files_in_the_form_of_many_benchmarks_are_called_by_their_place(form):
     stages = ("hotpotqa", "bamboogle")
     files = (f'stages.{each}.tasks={{kind="jsonl", path="{each}/test.jsonl", dataset="{form}"}}' for each in stages)
     _, found = evaluations(preset("qa"), *files)
-    assert [benchmark_of(found[each]) for each in stages] == ["hotpotqa/test", "bamboogle/test"]
+    assert [_benchmark_of(found[each]) for each in stages] == ["hotpotqa/test", "bamboogle/test"]
     kept = 'stages.hotpotqa.tasks={kind="parquet", path="a/train.parquet", test_path="b/kept.parquet", dataset="arpo-mix"}'
-    assert benchmark_of(evaluations(preset("qa"), kept)[1]["hotpotqa"]) == "b/kept"
+    assert _benchmark_of(evaluations(preset("qa"), kept)[1]["hotpotqa"]) == "b/kept"
     aime = 'stages.aime24.tasks={kind="jsonl", path="files/rows.jsonl", dataset="aime24"}'
-    assert benchmark_of(evaluations(preset("math"), aime)[1]["aime24"]) == "aime24"  # one data set, wherever it lies
+    assert _benchmark_of(evaluations(preset("math"), aime)[1]["aime24"]) == "aime24"  # one data set, wherever it lies
 
 
 def test_files_take_the_place_of_the_hub(tmp_path):

@@ -12,9 +12,9 @@ from fuzzing import JUNK, fuzz, survives
 from hypothesis import strategies as st
 
 from strop.tasks import make_tasks
-from strop.tasks.config import JsonlConfig, ParquetConfig
 from strop.tasks.conversations import read_conversations
 from strop.tasks.files import read_rows
+from strop.tasks.rows import JsonlRows, ParquetRows
 
 KEYS = st.sampled_from(
     ["question", "answer", "messages", "role", "content", "tool_calls", "function", "name", "arguments", "id"]
@@ -60,14 +60,14 @@ def damaged_file(draw: st.DrawFn) -> bytes:
     )
 
 
-def all_tasks(path: Path, kind: type[JsonlConfig] | type[ParquetConfig]) -> None:
+def all_tasks(path: Path, kind: type[JsonlRows] | type[ParquetRows]) -> None:
     source = make_tasks(kind(path=path), seed=0, split="train")
     for index in range(source.num_tasks or 0):
         source.task(index)
 
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "tasks": lambda path: all_tasks(path, JsonlConfig),
+    "tasks": lambda path: all_tasks(path, JsonlRows),
     "conversations": lambda path: list(read_conversations(path)),
     "json": lambda path: list(read_rows(path)),
 }
@@ -99,7 +99,7 @@ def test_damaged_parquet_files_are_read_or_the_file_is_named(tmp_path: Path) -> 
         if byte:
             content[place % len(content)] ^= byte
             path.write_bytes(content)
-        survives(lambda: all_tasks(path, ParquetConfig), places={str(path)})
+        survives(lambda: all_tasks(path, ParquetRows), places={str(path)})
         survives(lambda: list(read_conversations(path)), places={str(path)})
 
     fuzz(st.tuples(st.lists(ROWS, min_size=1, max_size=3), st.integers(0, 10**6), st.sampled_from([0, 1, 128, 255])), check)

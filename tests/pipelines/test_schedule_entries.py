@@ -6,7 +6,6 @@ import json
 import pytest
 
 from scripted_runs import RECIPE, assert_same_training, falling, lines_of, make_recipe, recipe_of, run_recipe
-from strop.config import validate
 from strop.errors import ConfigError, TaskError
 from strop.pipeline.plan import check_stages, plan
 from strop.recipe import load
@@ -14,8 +13,7 @@ from strop.recipe.schedule import Done, ScheduleEntry, due
 from strop.reports.terminal import print_plan
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.runs.lineage import lineages
-from strop.tasks import make_tasks
-from strop.tasks.config import ArithmeticConfig
+from strop.tasks import TaskSource, make_tasks
 from strop.types import derive_seed
 
 SWITCHES = [
@@ -106,10 +104,7 @@ def test_the_reference_is_refreshed_and_the_optimizer_reset_when_they_are_due(wh
 
 
 def test_tasks_are_those_of_the_step_from_the_place_that_the_stage_has_come_to(whole):
-    sources = [
-        make_tasks(validate(ArithmeticConfig, each, place="test"), seed=SEED, split="train")
-        for each in (RECIPE["tasks"], LARGER)
-    ]
+    sources = [make_tasks(TaskSource.of(each), seed=SEED, split="train") for each in (RECIPE["tasks"], LARGER)]
     for step in range(1, 6):
         source = sources[step > 1]
         expected = {source.task(index).id for index in range(3 * (step - 1), 3 * step)}
@@ -123,7 +118,7 @@ def test_a_file_of_tasks_to_come_is_found_beside_the_recipe_and_counts_as_data_o
     (tmp_path / "recipe.json").write_text(json.dumps(RECIPE | {"stages": RECIPE["stages"] | {"rl": rl}}))
     monkeypatch.setattr(load, "load_toml", lambda path, overrides, **words: json.loads(path.read_text()))
     recipe = load.load_recipe(tmp_path / "recipe.json")
-    assert recipe.stages["rl"].config.schedule[0].tasks.path == tmp_path / "later.jsonl"
+    assert recipe.stages["rl"].config.schedule[0].tasks.config.path == tmp_path / "later.jsonl"
     [(key, facts)] = lineages(recipe, RunDirectory(tmp_path / "run"))["rl"]["files"].items()
     assert (key, facts["path"]) == ("schedule.0.tasks.path", str(tmp_path / "later.jsonl"))
 

@@ -14,7 +14,7 @@ from strop.errors import ConfigError, TaskError
 from strop.rewards import CountdownRewardConfig, make_reward
 from strop.rewards.countdown import MAX_CHARS, value_of
 from strop.tasks import make_tasks
-from strop.tasks.config import CountdownConfig
+from strop.tasks.countdown import CountdownTasks
 from strop.types import StopReason, Task
 
 TASK = Task(id="t", question="?", answer="(3+7)*25", source="by hand", facts={"numbers": "3, 7, 25", "target": "250"})
@@ -85,7 +85,7 @@ def test_a_quotient_by_zero_is_no_expression(text):
 @given(seed=st.integers(0, 3), split=st.sampled_from(["train", "test"]), index=st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None)
 def test_the_solution_that_a_task_was_drawn_from_is_right_and_any_other_number_in_it_is_not(seed, split, index):
-    task = make_tasks(CountdownConfig(min_numbers=2, max_numbers=6, max_target=1000), seed=seed, split=split).task(index)
+    task = make_tasks(CountdownTasks(min_numbers=2, max_numbers=6, max_target=1000), seed=seed, split=split).task(index)
     numbers = [int(number) for number in task.facts["numbers"].split(", ")]
     assert value_of(task.answer, numbers) == int(task.facts["target"])
     assert judge(task.answer, task=task)["accuracy"] == 1.0

@@ -5,11 +5,11 @@ import pytest
 from strop.config import validate
 from strop.errors import ConfigError
 from strop.tasks import make_tasks
-from strop.tasks.config import ArithmeticConfig
+from strop.tasks.arithmetic import ArithmeticTasks
 
 
 def tasks(*, seed=0, split="train", **config):
-    return make_tasks(ArithmeticConfig(**config), seed=seed, split=split)
+    return make_tasks(ArithmeticTasks(**config), seed=seed, split=split)
 
 
 def operands(task):
@@ -51,4 +51,4 @@ def test_a_product_of_a_sum_is_bracketed():
 
 def test_a_wording_without_a_place_for_the_expression_is_refused():
     with pytest.raises(ConfigError, match=r"must hold \{expression\} once"):
-        validate(ArithmeticConfig, {"wording": "Calculate."}, place="recipe")
+        validate(ArithmeticTasks.Config, {"wording": "Calculate."}, place="recipe")

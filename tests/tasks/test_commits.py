@@ -7,13 +7,13 @@ import pytest
 from hub_copies import keep_copy, offline
 from strop.errors import TaskError
 from strop.tasks import load_rows
-from strop.tasks.config import HubConfig
 from strop.tasks.files import keeping_commits
+from strop.tasks.rows import HubRows
 
 datasets = pytest.importorskip("datasets", reason="needs the extra strop[data]")
 
 OLD, NEW = "a" * 40, "b" * 40
-SUMS = HubConfig(name="org/sums")
+SUMS = HubRows(name="org/sums")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_the_commit_that_was_read_is_kept_once_and_told_also_to_whoever_is_aroun
     with keeping_commits(around, tell=lambda: told.append(dict(around))), keeping_commits(within):
         load_rows(SUMS, split="train")
         load_rows(SUMS, split="train")
-        load_rows(HubConfig(name="org/sums", revision="v1"), split="train")
+        load_rows(HubRows(name="org/sums", revision="v1"), split="train")
     assert within == around == {"org/sums": OLD, "org/sums@v1": OLD}
     assert told == [{"org/sums": OLD}, {"org/sums": OLD, "org/sums@v1": OLD}]
 
@@ -67,14 +67,14 @@ def test_of_a_commit_that_is_nowhere_any_more_the_remedy_is_to_begin_anew(copies
 
 
 def test_a_copy_of_another_commit_than_the_revision_is_refused(copies):
-    (task,) = load_rows(HubConfig(name="org/sums", revision=OLD), split="train")
+    (task,) = load_rows(HubRows(name="org/sums", revision=OLD), split="train")
     assert task.question == "1+1"
     with pytest.raises(TaskError, match=f"org/sums: commit {NEW} is meant, but a machine .* is of {OLD}"):
-        load_rows(HubConfig(name="org/sums", revision=NEW), split="train")
+        load_rows(HubRows(name="org/sums", revision=NEW), split="train")
 
 
 def test_a_local_directory_has_no_commit(tmp_path, copies):
     commits = {}
     with keeping_commits(commits):
-        load_rows(HubConfig(name=str(tmp_path / OLD / "sums")), split="train")
+        load_rows(HubRows(name=str(tmp_path / OLD / "sums")), split="train")
     assert commits == {}

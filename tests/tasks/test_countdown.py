@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
 from strop.tasks import make_tasks
-from strop.tasks.config import CountdownConfig
-from strop.tasks.countdown import Expression, join
+from strop.tasks.countdown import CountdownTasks, Expression, join
 from strop.tasks.demonstrators import CountdownDemonstrator
 
 
 def tasks(*, seed=0, split="train", **config):
-    return make_tasks(CountdownConfig(**config), seed=seed, split=split)
+    return make_tasks(CountdownTasks(**config), seed=seed, split=split)
 
 
 def numbers(task):
@@ -26,7 +25,7 @@ def numbers(task):
 @st.composite
 def configs(draw):
     low = draw(st.integers(2, 5))
-    return CountdownConfig(
+    return CountdownTasks(
         min_numbers=low,
         max_numbers=draw(st.integers(low, 6)),
         max_value=draw(st.integers(40, 200)),
@@ -36,10 +35,11 @@ def configs(draw):
     )
 
 
-@given(config=configs(), seed=st.integers(0, 5), split=st.sampled_from(["train", "test"]), index=st.integers(0, 10**9))
+@given(source=configs(), seed=st.integers(0, 5), split=st.sampled_from(["train", "test"]), index=st.integers(0, 10**9))
 @settings(max_examples=200, deadline=None)
-def test_every_task_has_a_solution_of_its_numbers_in_the_configured_ranges(config, seed, split, index):
-    task = make_tasks(config, seed=seed, split=split).task(index)
+def test_every_task_has_a_solution_of_its_numbers_in_the_configured_ranges(source, seed, split, index):
+    task = make_tasks(source, seed=seed, split=split).task(index)
+    config = source.config
     given_numbers = numbers(task)
     assert config.min_numbers <= len(given_numbers) <= config.max_numbers
     assert all(1 <= number <= config.max_value for number in given_numbers)
@@ -122,7 +122,7 @@ def test_numbers_that_lead_to_no_target_are_the_users_mistake():
 )
 def test_settings_that_make_no_task_are_refused(tree, message):
     with pytest.raises(ConfigError, match=message):
-        validate(CountdownConfig, tree, place="recipe")
+        validate(CountdownTasks.Config, tree, place="recipe")
 
 
 def play(task, demonstrator, *, seed):

@@ -9,9 +9,8 @@ import pytest
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
 from strop.tasks import make_tasks
-from strop.tasks.config import LookupConfig
 from strop.tasks.demonstrators import LookupDemonstrator
-from strop.tasks.lookup import read_facts
+from strop.tasks.lookup import LookupTasks, read_facts
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
 from strop.types import Task
 
@@ -40,7 +39,7 @@ def fact(subject="bamiro", attribute="price", value=412, **others):
 
 def test_an_answer_is_what_the_corpus_tells_computed_with(corpus):
     told = {(fact.subject, fact.attribute): fact.value for fact in read_facts(corpus)}
-    tasks = make_tasks(LookupConfig(path=corpus), seed=0, split="train")
+    tasks = make_tasks(LookupTasks(path=corpus), seed=0, split="train")
     for task in map(tasks.task, range(200)):
         value = told[task.facts["subject"], task.facts["attribute"]]
         assert int(task.answer) == eval(f"{value}{task.facts['operation']}")
@@ -50,7 +49,7 @@ def test_an_answer_is_what_the_corpus_tells_computed_with(corpus):
 
 def test_no_subject_of_a_test_is_asked_about_in_training(corpus):
     asked = [
-        {make_tasks(LookupConfig(path=corpus), seed=seed, split=split).task(index).facts["subject"] for index in range(500)}
+        {make_tasks(LookupTasks(path=corpus), seed=seed, split=split).task(index).facts["subject"] for index in range(500)}
         for seed, split in ((0, "train"), (7, "test"))
     ]
     assert asked[0].isdisjoint(asked[1])
@@ -58,7 +57,7 @@ def test_no_subject_of_a_test_is_asked_about_in_training(corpus):
 
 
 def test_a_task_is_a_pure_function_of_seed_split_and_index(corpus):
-    tasks = [make_tasks(LookupConfig(path=corpus), seed=seed, split="train") for seed in (1, 1, 2)]
+    tasks = [make_tasks(LookupTasks(path=corpus), seed=seed, split="train") for seed in (1, 1, 2)]
     first, backwards, other = tasks
     expected = [first.task(index) for index in range(20)]
     assert [backwards.task(index) for index in reversed(range(20))] == expected[::-1]
@@ -68,7 +67,7 @@ def test_a_task_is_a_pure_function_of_seed_split_and_index(corpus):
 def test_a_search_for_what_is_asked_finds_the_number_first(corpus, tmp_path):
     config = Bm25Config(kind="bm25", path=str(corpus), index=str(tmp_path / "index"), language="none")
     index = Bm25Index(config)
-    tasks = make_tasks(LookupConfig(path=corpus), seed=0, split="test")
+    tasks = make_tasks(LookupTasks(path=corpus), seed=0, split="test")
     for task in map(tasks.task, range(50)):
         (found,) = index.search(f"{task.facts['attribute']} of ({task.facts['subject']})", top_k=1)
         assert f"({task.facts['subject']}) is {task.facts['value']}." in found.text
@@ -95,13 +94,13 @@ def test_a_wrong_line_is_named(tmp_path, row, message):
 
 def test_a_corpus_that_is_not_there_says_how_to_make_one(tmp_path):
     with pytest.raises(TaskError, match=r"python experiments/lookup_corpus.py FILE"):
-        make_tasks(LookupConfig(path=tmp_path / "none.jsonl"), seed=0, split="train")
+        make_tasks(LookupTasks(path=tmp_path / "none.jsonl"), seed=0, split="train")
 
 
 def test_a_corpus_without_subjects_of_a_split_is_refused(tmp_path):
     path = write(tmp_path / "corpus.jsonl", {"text": "Nothing to see."})
     with pytest.raises(TaskError, match="no line of it tells a number of the test split"):
-        make_tasks(LookupConfig(path=path), seed=0, split="test")
+        make_tasks(LookupTasks(path=path), seed=0, split="test")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_a_corpus_without_subjects_of_a_split_is_refused(tmp_path):
 )
 def test_a_config_that_makes_no_sense_is_refused(tree, message):
     with pytest.raises(ConfigError, match=message):
-        validate(LookupConfig, {"path": "corpus.jsonl"} | tree, place="recipe")
+        validate(LookupTasks.Config, {"path": "corpus.jsonl"} | tree, place="recipe")
 
 
 def test_the_corpus_of_the_recipe_is_what_the_command_writes(tmp_path):

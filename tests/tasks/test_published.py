@@ -9,8 +9,8 @@ import pytest
 
 from strop.errors import TaskError
 from strop.tasks import load_rows, open_rows
-from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.published import PUBLISHED
+from strop.tasks.rows import HubRows, JsonlRows, ParquetRows
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
@@ -134,7 +134,7 @@ def test_every_published_data_set_has_a_row_here():
 
 @pytest.mark.parametrize(("dataset", "row", "question", "answer", "fact"), ROWS, ids=[name for name, *_ in ROWS])
 def test_a_row_of_the_published_schema_becomes_a_task(tmp_path, dataset, row, question, answer, fact):
-    (task,) = load_rows(JsonlConfig(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset=dataset), split="train")
+    (task,) = load_rows(JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset=dataset), split="train")
     assert (task.question, task.answer) == (question, answer)
     assert fact is None or task.facts[fact]
 
@@ -150,7 +150,7 @@ def test_a_row_of_the_published_schema_becomes_a_task(tmp_path, dataset, row, qu
 )
 def test_the_answer_of_a_solution_of_math_may_stand_in_a_box_without_braces(tmp_path, solution, answer):
     row = {"problem": "p", "level": "Level 1", "type": "Algebra", "solution": solution}
-    (task,) = load_rows(JsonlConfig(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="math"), split="train")
+    (task,) = load_rows(JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="math"), split="train")
     assert task.answer == answer
 
 
@@ -160,13 +160,13 @@ def test_wrong_columns_name_file_row_column_and_remedy(tmp_path, dataset):
     place, column = r"rows\.jsonl:1", r"no column '.*'\. It has 'foo', 'bar'"
     message = place + ": " + column + r"\. dataset = '.*' is .* name other columns in tasks"
     with pytest.raises(TaskError, match=message):
-        load_rows(JsonlConfig(path=path, dataset=dataset), split="train")
+        load_rows(JsonlRows(path=path, dataset=dataset), split="train")
 
 
 def test_a_directory_of_parquet_files_is_read_in_the_order_of_their_names(tmp_path):
     for number in (2, 1):
         write_parquet(tmp_path / f"part-{number}.parquet", {"question": f"q{number}", "answer": "1"})
-    tasks = load_rows(ParquetConfig(path=tmp_path), split="train")
+    tasks = load_rows(ParquetRows(path=tmp_path), split="train")
     assert [task.question for task in tasks] == ["q1", "q2"]
 
 
@@ -174,20 +174,20 @@ def test_a_file_that_is_no_parquet_is_an_error_of_its_own(tmp_path):
     pytest.importorskip("pyarrow", reason="needs the extra strop[data]")
     (tmp_path / "rows.parquet").write_text("not parquet")
     with pytest.raises(TaskError, match=r"rows\.parquet: cannot be read as a Parquet file"):
-        load_rows(ParquetConfig(path=tmp_path / "rows.parquet"), split="train")
+        load_rows(ParquetRows(path=tmp_path / "rows.parquet"), split="train")
 
 
 def test_a_local_directory_is_loaded_as_a_hub_data_set_by_its_published_columns(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra strop[data]")
     write_jsonl(tmp_path / "train.jsonl", {"question": "What is 6*7?", "answer": "#### 42"})
-    (task,) = load_rows(HubConfig(name=str(tmp_path), dataset="gsm8k"), split="train")
+    (task,) = load_rows(HubRows(name=str(tmp_path), dataset="gsm8k"), split="train")
     assert task.answer == "42"
 
 
 def test_a_benchmark_whose_hub_copy_has_one_split_is_read_from_it(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra strop[data]")
     write_jsonl(tmp_path / "train.jsonl", {"problem": "p", "answer": "42"})
-    (task,) = load_rows(HubConfig(name=str(tmp_path), dataset="hmmt25"), split="test")
+    (task,) = load_rows(HubRows(name=str(tmp_path), dataset="hmmt25"), split="test")
     assert task.source.endswith("[train]")
 
 
@@ -220,9 +220,9 @@ def test_of_openmathreasoning_only_rows_with_an_answer_of_their_authors_are_read
     tmp_path, caplog, form
 ):
     if form == "jsonl":
-        config = JsonlConfig(path=write_jsonl(tmp_path / "rows.jsonl", *OPENMATH), dataset="openmathreasoning")
+        config = JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", *OPENMATH), dataset="openmathreasoning")
     else:
-        config = ParquetConfig(path=write_parquet(tmp_path / "rows.parquet", *OPENMATH), dataset="openmathreasoning")
+        config = ParquetRows(path=write_parquet(tmp_path / "rows.parquet", *OPENMATH), dataset="openmathreasoning")
     opened = open_rows(config, split="train")
     assert [opened[number].question for number in range(len(opened))] == ["p1", "p5"]
     assert [task.answer for task in load_rows(config, split="train")] == ["14", "15"]
@@ -238,14 +238,14 @@ def test_of_openmathreasoning_only_rows_with_an_answer_of_their_authors_are_read
 def test_a_column_that_is_null_is_an_empty_value(tmp_path):
     rows = [{"question": "q1", "answer": "1", "flaw": None}, {"question": "q2", "answer": "2", "flaw": "typo"}]
     path = write_jsonl(tmp_path / "rows.jsonl", *rows)
-    assert [task.answer for task in load_rows(JsonlConfig(path=path, where={"flaw": ("",)}), split="train")] == ["1"]
+    assert [task.answer for task in load_rows(JsonlRows(path=path, where={"flaw": ("",)}), split="train")] == ["1"]
 
 
 def test_where_no_row_is_as_asked_the_condition_is_told(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", *OPENMATH[1:3])
     told = r'none of its 2 rows is left under where = \{ problem_type = \["has_answer_extracted"\] \}\. Loosen that'
     with pytest.raises(TaskError, match=told):
-        load_rows(JsonlConfig(path=path, dataset="openmathreasoning"), split="train")
+        load_rows(JsonlRows(path=path, dataset="openmathreasoning"), split="train")
 
 
 @pytest.mark.parametrize("dataset", [name for name, known in PUBLISHED.items() if known.test_split is None][:1])
@@ -257,14 +257,14 @@ def test_a_set_without_a_test_split_says_what_to_evaluate_on_instead(dataset):
         rf' Evaluate on another set .* tasks\.train_split = "{one}\[500:\]" and tasks\.test_split = "{one}\[:500\]"'
     )
     with pytest.raises(TaskError, match=told):
-        load_rows(HubConfig(dataset=dataset), split="test")
+        load_rows(HubRows(dataset=dataset), split="test")
 
 
 def test_rows_of_the_one_split_can_be_held_back(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra strop[data]")
     rows = [{"target": number, "nums": [number]} for number in range(10)]
     write_jsonl(tmp_path / "train.jsonl", *rows)
-    config = HubConfig(name=str(tmp_path), dataset="countdown", train_split="train[3:]", test_split="train[:3]")
+    config = HubRows(name=str(tmp_path), dataset="countdown", train_split="train[3:]", test_split="train[:3]")
     assert [task.answer for task in load_rows(config, split="test")] == ["0", "1", "2"]
     assert [task.answer for task in load_rows(config, split="train")] == list("3456789")
 
@@ -273,22 +273,22 @@ def test_a_split_that_is_not_there_names_the_key_that_says_which(tmp_path):
     pytest.importorskip("datasets", reason="needs the extra strop[data]")
     write_jsonl(tmp_path / "train.jsonl", {"question": "q", "answer": "#### 42"})
     with pytest.raises(TaskError, match=r"its split 'test' cannot be loaded: .* Check name, subset and test_split"):
-        load_rows(HubConfig(name=str(tmp_path), dataset="gsm8k"), split="test")
+        load_rows(HubRows(name=str(tmp_path), dataset="gsm8k"), split="test")
 
 
 def test_a_data_set_that_is_not_known_names_the_nearest():
     with pytest.raises(ValueError, match="Did you mean 'math500'"):
-        JsonlConfig(path=Path("x"), dataset="math-500")
+        JsonlRows(path=Path("x"), dataset="math-500")
 
 
 def test_columns_are_named_by_the_data_set_or_by_the_user_but_not_by_both():
     with pytest.raises(ValueError, match="Leave question out"):
-        JsonlConfig(path=Path("x"), dataset="gsm8k", question="problem")
+        JsonlRows(path=Path("x"), dataset="gsm8k", question="problem")
 
 
 def test_a_hub_data_set_needs_a_name_or_a_published_one():
     with pytest.raises(ValueError, match="neither name nor dataset is set"):
-        HubConfig()
+        HubRows()
 
 
 SAMPLES = [
@@ -310,9 +310,9 @@ def test_the_real_sample_is_read_whole(name, dataset, num, first):
         pytest.skip(f"no {path}; set STROP_DATA to a directory that holds {name}")
     if path.suffix == ".parquet":
         pytest.importorskip("pyarrow", reason="needs the extra strop[data]")
-        config = ParquetConfig(path=path, dataset=dataset, bad_rows="skip")
+        config = ParquetRows(path=path, dataset=dataset, bad_rows="skip")
     else:
-        config = JsonlConfig(path=path, dataset=dataset)
+        config = JsonlRows(path=path, dataset=dataset)
     tasks = load_rows(config, split="train")
     assert (len(tasks), tasks[0].answer) == (num, first)
 

@@ -8,9 +8,8 @@ from pydantic import TypeAdapter
 
 from strop.config import Config, validate
 from strop.errors import ConfigError, TaskError
-from strop.tasks import RowTasks, TaskConfig, load_rows, make_tasks
-from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
-from strop.tasks.rows import BadRow, read_tasks
+from strop.tasks import RowTasks, TaskSource, load_rows, make_tasks
+from strop.tasks.rows import BadRow, HubRows, JsonlRows, ParquetRows, read_tasks
 from strop.types import Task
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
@@ -27,7 +26,7 @@ def write(path, *rows):
 
 
 def load(path, split="train", **config):
-    return load_rows(JsonlConfig(path=path, **config), split=split)
+    return load_rows(JsonlRows(path=path, **config), split=split)
 
 
 def numbered(count):
@@ -108,11 +107,11 @@ RAGGED = [
 def test_a_bad_row_stops_the_reading_or_is_skipped_and_counted(tmp_path, caplog, columns, good, bad, problem):
     path = put(tmp_path / "rows.jsonl", good, bad, good)
     with pytest.raises(TaskError) as caught:
-        load_rows(JsonlConfig(path=path, **columns), split="train")
+        load_rows(JsonlRows(path=path, **columns), split="train")
     assert str(caught.value).startswith(f"{path}:2: ")
     assert problem in str(caught.value)
     assert str(caught.value).endswith('or leave such rows out with tasks.bad_rows = "skip".')
-    tasks = load_rows(JsonlConfig(path=path, bad_rows="skip", **columns), split="train")
+    tasks = load_rows(JsonlRows(path=path, bad_rows="skip", **columns), split="train")
     assert [task.id for task in tasks] == ["rows.jsonl:1", "rows.jsonl:3"]
     assert f"1 rows are not tasks and were left out; the first: {path}:2: " in caplog.text
 
@@ -120,14 +119,14 @@ def test_a_bad_row_stops_the_reading_or_is_skipped_and_counted(tmp_path, caplog,
 def test_bad_rows_of_a_directory_are_skipped_in_each_kind_of_file(tmp_path, caplog):
     put(tmp_path / "a.jsonl", GOOD, b"{oops", GOOD)
     (tmp_path / "b.json").write_text(json.dumps([{"question": "q"}, 7, GOOD]))
-    tasks = load_rows(ParquetConfig(path=tmp_path, bad_rows="skip"), split="train")
+    tasks = load_rows(ParquetRows(path=tmp_path, bad_rows="skip"), split="train")
     assert [task.id for task in tasks] == ["a.jsonl:1", "a.jsonl:3", "b.json:row 2"]
     assert "3 rows are not tasks and were left out" in caplog.text
 
 
 def test_a_line_that_is_no_row_is_given_with_its_text(tmp_path):
     path = put(tmp_path / "rows.jsonl", GOOD, b"{oops \xff", b"{oops")
-    _, *bad = read_tasks(JsonlConfig(path=path), split="train")
+    _, *bad = read_tasks(JsonlRows(path=path), split="train")
     assert all(isinstance(each, BadRow) for each in bad)
     assert [each.row for each in bad] == [{"text": "{oops \ufffd"}, {"text": "{oops"}]
 
@@ -144,10 +143,10 @@ def test_rows_of_which_none_is_a_task_are_told_with_the_first(tmp_path):
 
 def test_a_directory_in_place_of_a_file_is_called_one_and_a_file_in_it_is_named(tmp_path):
     with pytest.raises(TaskError, match=r"cannot be read: it is a directory\. Give the path of a JSONL file\.$"):
-        load_rows(JsonlConfig(path=tmp_path), split="train")
+        load_rows(JsonlRows(path=tmp_path), split="train")
     put(tmp_path / "train.jsonl", GOOD)
     with pytest.raises(TaskError, match=r"it is a directory\. Give the path of a JSONL file, as \S*/train\.jsonl\.$"):
-        load_rows(JsonlConfig(path=tmp_path), split="train")
+        load_rows(JsonlRows(path=tmp_path), split="train")
 
 
 def test_filters_that_leave_nothing_are_named(tmp_path):
@@ -183,7 +182,7 @@ def test_the_order_is_the_seeds_and_not_the_readers():
 
 def test_test_rows_keep_the_order_of_their_file(tmp_path):
     path = write(tmp_path / "rows.jsonl", *[ROW] * 20)
-    source = make_tasks(JsonlConfig(path=path, test_path=path), seed=1, split="test")
+    source = make_tasks(JsonlRows(path=path, test_path=path), seed=1, split="test")
     assert [source.task(index).id for index in range(20)] == [f"rows.jsonl:{number}" for number in range(1, 21)]
 
 
@@ -196,23 +195,23 @@ def test_a_hub_data_set_without_the_package_names_the_extra():
     if importlib.util.find_spec("datasets"):
         pytest.skip("the datasets package is installed")
     with pytest.raises(TaskError, match=r"pip install 'strop\[data\]'"):
-        load_rows(HubConfig(name="openai/gsm8k"), split="train")
+        load_rows(HubRows(name="openai/gsm8k"), split="train")
 
 
 class _Recipe(Config):
-    tasks: TaskConfig
+    tasks: TaskSource
 
 
 def test_a_recipe_chooses_the_source_by_kind_and_an_unknown_kind_names_the_nearest():
     recipe = validate(_Recipe, {"tasks": {"kind": "jsonl", "path": "rows.jsonl"}}, place="recipe")
-    assert recipe.tasks == JsonlConfig(path=Path("rows.jsonl"))
+    assert recipe.tasks == JsonlRows(path=Path("rows.jsonl"))
     with pytest.raises(ConfigError, match="Did you mean 'jsonl'"):
         validate(_Recipe, {"tasks": {"kind": "json"}}, place="recipe")
 
 
 def test_counting_steps_needs_a_solution_to_count_in():
     with pytest.raises(ValueError, match="Set answer_after"):
-        TypeAdapter(TaskConfig).validate_python({"kind": "jsonl", "path": Path("x"), "max_solution_steps": 2})
+        TypeAdapter(TaskSource).validate_python({"kind": "jsonl", "path": Path("x"), "max_solution_steps": 2})
 
 
 @needs_gsm8k

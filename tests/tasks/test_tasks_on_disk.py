@@ -10,8 +10,8 @@ import pytest
 
 from strop.errors import TaskError
 from strop.tasks import RowTasks, load_rows, make_tasks, open_rows
-from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.files import RowFile, writing_rows
+from strop.tasks.rows import HubRows, JsonlRows, ParquetRows
 
 
 def rows(num, *, length=10):
@@ -26,14 +26,14 @@ def write(path, content):
 def written_as(kind, directory, content):
     """A config of a source of these rows."""
     if kind == "jsonl":
-        return JsonlConfig(path=write(directory / "rows.jsonl", content), facts=("level",))
+        return JsonlRows(path=write(directory / "rows.jsonl", content), facts=("level",))
     if kind == "parquet":
         pyarrow = pytest.importorskip("pyarrow", reason="needs the extra strop[data]")
         pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(content), directory / "rows.parquet")
-        return ParquetConfig(path=directory / "rows.parquet", facts=("level",))
+        return ParquetRows(path=directory / "rows.parquet", facts=("level",))
     pytest.importorskip("datasets", reason="needs the extra strop[data]")
     write(directory / "train.jsonl", content)
-    return HubConfig(name=str(directory), facts=("level",))
+    return HubRows(name=str(directory), facts=("level",))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "hub"])
@@ -64,13 +64,13 @@ def test_their_texts_are_not_in_memory(tmp_path):
 
 def test_a_file_that_changes_later_is_read_as_it_was(tmp_path):
     path = write(tmp_path / "rows.jsonl", rows(3))
-    tasks = open_rows(JsonlConfig(path=path), split="train")
+    tasks = open_rows(JsonlRows(path=path), split="train")
     write(path, [{"question": "q", "answer": "another"}])
     assert [task.answer for task in tasks] == ["0", "1", "2"]
 
 
 def test_several_threads_may_read_at_once(tmp_path):
-    tasks = open_rows(JsonlConfig(path=write(tmp_path / "rows.jsonl", rows(500))), split="train")
+    tasks = open_rows(JsonlRows(path=write(tmp_path / "rows.jsonl", rows(500))), split="train")
     with ThreadPoolExecutor(8) as threads:
         found = list(threads.map(lambda number: tasks[number % 500].answer, range(4000)))
     assert found == [str(number % 500) for number in range(4000)]

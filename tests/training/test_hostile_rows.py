@@ -8,17 +8,17 @@ from strop.errors import RunError, TaskError, UserError
 from strop.evaluation.arena_hard import read_questions
 from strop.run_directory import read_json, read_lines
 from strop.tasks import load_rows, open_rows
-from strop.tasks.config import JsonlConfig
 from strop.tasks.conversations import read_conversations
 from strop.tasks.lookup import read_facts
+from strop.tasks.rows import JsonlRows
 from strop.tools.search.corpus import read_corpus
 from strop.tools.search.recall import read_questions as read_recall
 from strop.training.pair_making import read_candidates
 from strop.training.preferences import read_preferences
 
 READERS = {
-    "tasks": lambda path: load_rows(JsonlConfig(path=path), split="train"),
-    "tasks on disk": lambda path: open_rows(JsonlConfig(path=path), split="train"),
+    "tasks": lambda path: load_rows(JsonlRows(path=path), split="train"),
+    "tasks on disk": lambda path: open_rows(JsonlRows(path=path), split="train"),
     "conversations": lambda path: list(read_conversations(path)),
     "preferences": read_preferences,
     "candidates": read_candidates,

@@ -14,21 +14,18 @@ from strop.curation.decontamination import Decontamination
 from strop.curation.outcomes import AgreementRule, DifficultyRule
 from strop.errors import did_you_mean
 from strop.tasks import iterate_rows
-from strop.tasks.config import HubConfig, JsonlConfig, ParquetConfig
-from strop.tasks.rows import has_test_rows, source_of
+from strop.tasks.rows import RowSource
 from strop.types import Task
 
 if TYPE_CHECKING:
     from strop.curation.duplicates import ExactDuplicates, NearDuplicates
-
-RowsSource: TypeAlias = Annotated[JsonlConfig | ParquetConfig | HubConfig, Field(discriminator="kind")]
 
 
 class DecontaminationRule(RuleScope):
     """Drops problems that share n-grams with a benchmark, and reworded copies of its short problems."""
 
     kind: Literal["decontamination"] = "decontamination"
-    against: tuple[RowsSource, ...] = Field(min_length=1, description="Benchmarks: their test rows, or all rows if none.")
+    against: tuple[RowSource, ...] = Field(min_length=1, description="Benchmarks: their test rows, or all rows if none.")
     n: int = Field(default=8, ge=2, le=10**6, description="Words of an n-gram (rStar2-Agent section 4.2, open-r1).")
     min_share: float = Field(
         default=0.5,
@@ -45,9 +42,9 @@ class DecontaminationRule(RuleScope):
         return Decontamination(benchmarks, n=self.n, min_share=self.min_share, short_share=self.short_share)
 
 
-def read_benchmark(source: RowsSource) -> Iterator[Task]:
+def read_benchmark(source: RowSource) -> Iterator[Task]:
     """Return the test rows of `source`, or all rows if it has no test rows."""
-    return iterate_rows(source, split="test" if has_test_rows(source) else "train")
+    return iterate_rows(source, split="test" if source.has_test_rows else "train")
 
 
 class ExactDuplicatesRule(RuleScope):
@@ -95,7 +92,7 @@ class CurationConfig(Config):
     """The root of a curation file."""
 
     name: str = Field(description="Title of the report.")
-    sources: tuple[RowsSource, ...] = Field(min_length=1, description="Where problems come from.")
+    sources: tuple[RowSource, ...] = Field(min_length=1, description="Where problems come from.")
     rules: tuple[RuleConfig, ...] = Field(min_length=1, description="Rules in the order in which they judge.")
 
     @model_validator(mode="after")
@@ -115,8 +112,8 @@ class CurationConfig(Config):
 
     @model_validator(mode="after")
     def _names_sources_that_are_there(self) -> Self:
-        known = sorted({name for source in self.sources for name in _names_of(source)})
-        tells_itself = any(source.dataset == "strop" for source in self.sources)
+        known = sorted({name for source in self.sources for name in source.names})
+        tells_itself = any(source.config.dataset == "strop" for source in self.sources)
         for rule in self.rules:
             for name in rule.sources:
                 if tells_itself or any(_is_called(source, name) for source in self.sources):
@@ -136,19 +133,13 @@ class CurationConfig(Config):
 
     def called(self, name: str) -> frozenset[str]:
         """Return the source names of the problems that a rule calls `name`."""
-        return frozenset([name, *(source_of(source, "train") for source in self.sources if _is_called(source, name))])
+        return frozenset([name, *(source.source("train") for source in self.sources if _is_called(source, name))])
 
 
-def _names_of(source: RowsSource) -> list[str]:
-    """Return the names that a rule may use for a source."""
-    place = source.name if isinstance(source, HubConfig) else str(source.path)
-    return [name for name in (source.dataset, place) if name is not None]
-
-
-def _is_called(source: RowsSource, name: str) -> bool:
-    if source.dataset == "strop":
+def _is_called(source: RowSource, name: str) -> bool:
+    if source.config.dataset == "strop":
         return False  # its rows have their own source column
-    return name in _names_of(source) or (not isinstance(source, HubConfig) and str(source.path).endswith(f"/{name}"))
+    return name in source.names or str(source.files.get("train")).endswith(f"/{name}")
 
 
 _PATH_KEYS = ("path", "test_path", "outcomes")

@@ -14,8 +14,8 @@ from typing import Any
 from strop.curation.curate import Judged, Verdict
 from strop.reports.html import render
 from strop.run_directory import read_lines, write_text
+from strop.tasks.columns import BadRow, LeftOut
 from strop.tasks.readers import Row
-from strop.tasks.rows import BadRow, LeftOut
 from strop.types import Task, derive_seed
 
 UNREADABLE = "unreadable"

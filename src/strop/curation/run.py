@@ -24,7 +24,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from strop.curation.config import CurationConfig, DecontaminationRule, RowsSource
+from strop.curation.config import CurationConfig, DecontaminationRule
 from strop.curation.curate import Judged, Rules, make_rules
 from strop.curation.outcomes import OutcomeRule
 from strop.curation.results import (
@@ -41,9 +41,9 @@ from strop.curation.results import (
 )
 from strop.errors import DeadlineExceeded, MachineError, RunError, TaskError, did_you_mean
 from strop.run_directory import file_digest, read_json, write_json
-from strop.tasks.config import HubConfig
+from strop.tasks.columns import LIMITS, WHERE, BadRow, LeftOut
 from strop.tasks.files import keeping_commits, writing_rows
-from strop.tasks.rows import LIMITS, WHERE, BadRow, LeftOut, read_tasks
+from strop.tasks.rows import HubRows, RowSource, read_tasks
 from strop.types import Task
 
 logger = logging.getLogger(__name__)
@@ -220,8 +220,8 @@ def _compare_all(rules: Rules, parts: Path, directory: Path, progress: Progress)
 
 def _scopes(config: CurationConfig, rules: Rules) -> dict[str, frozenset[str] | None]:
     """Return the sources of each rule, and of each limit that acts as a rule, in the order in which they judge."""
-    first = [WHERE, UNREADABLE] if any(source.rows_where for source in config.sources) else [UNREADABLE]
-    limits = [key for key in LIMITS if any(getattr(source, key) is not None for source in config.sources)]
+    first = [WHERE, UNREADABLE] if any(source.config.rows_where for source in config.sources) else [UNREADABLE]
+    limits = [key for key in LIMITS if any(getattr(source.config, key) is not None for source in config.sources)]
     scope_of: dict[str, frozenset[str] | None] = {rule.kind: config.scope(rule) for rule in config.rules}
     return dict.fromkeys([*first, *limits]) | {name: scope_of[name] for name in rules.names}
 
@@ -286,12 +286,11 @@ def named_files(config: CurationConfig) -> dict[str, Path]:
     return found
 
 
-def _named_by(source: RowsSource, place: str) -> dict[str, Path]:
-    if isinstance(source, HubConfig):
-        directory = Path(source.name or "").expanduser()
-        return {f"{place}.name": directory} if source.name and directory.is_dir() else {}
-    paths = {"path": source.path, "test_path": source.test_path}
-    return {f"{place}.{key}": path.expanduser() for key, path in paths.items() if path is not None}
+def _named_by(source: RowSource, place: str) -> dict[str, Path]:
+    if isinstance(source, HubRows):
+        directory = Path(source.config.name or "").expanduser()
+        return {f"{place}.name": directory} if source.config.name and directory.is_dir() else {}
+    return {f"{place}.{'path' if split == 'train' else 'test_path'}": path for split, path in source.files.items()}
 
 
 def _below(path: Path) -> Iterator[Path]:

@@ -15,7 +15,6 @@ from pydantic import Field, ValidationError, model_validator
 from strop.config import Config
 from strop.rewards import SumRewardConfig
 from strop.rollout.player import Temperature
-from strop.tasks.config import TaskConfig
 from strop.tasks.protocol import TaskSource
 
 Steps: TypeAlias = Sequence[Mapping[str, Any]]
@@ -146,7 +145,7 @@ class ScheduleEntry(Config):
     sampling: SamplingSwitch = Field(SamplingSwitch(), description="Keys of `sampling` that change.")
     limits: LimitsSwitch = Field(LimitsSwitch(), description="Keys of `limits` that change.")
     reward: RewardSwitch | None = Field(None, description="New weights of the reward.")
-    tasks: TaskConfig | None = Field(None, description="Other tasks from then on.")
+    tasks: TaskSource | None = Field(None, description="Other tasks from then on.")
     refresh_reference: bool = Field(False, description="Measure KL against the present policy.")
     reset_optimizer: bool = Field(False, description="Reset the moments and restart the learning-rate schedule.")
 
@@ -176,8 +175,8 @@ class ScheduleEntry(Config):
     @property
     def switches(self) -> Mapping[str, Mapping[str, Any]]:
         """Table -> key -> new value."""
-        tables = {name: getattr(self, name) for name in _SWITCHES}
-        given = {name: {} if table is None else table.model_dump(exclude_none=True) for name, table in tables.items()}
+        tables = {name: table for name in _SWITCHES if (table := getattr(self, name)) is not None}
+        given = {name: of.table() if name == "tasks" else of.model_dump(exclude_none=True) for name, of in tables.items()}
         return {name: values for name, values in given.items() if values}
 
     @property
@@ -213,8 +212,7 @@ class ScheduleEntry(Config):
         tables = {table: of for table, of in self.switches.items() if table != "tasks"}
         switched = [f"{table}.{key} = {_as_toml(value)}" for table, of in tables.items() for key, value in of.items()]
         if self.tasks is not None:  # another set, and no change of keys
-            keys = self.tasks.config if isinstance(self.tasks, TaskSource) else self.tasks
-            given = {"kind": self.tasks.kind, **keys.model_dump(exclude_defaults=True, mode="json")}
+            given = {"kind": self.tasks.kind, **self.tasks.config.model_dump(exclude_defaults=True, mode="json")}
             switched.append(f"tasks = {_as_toml({key: json.dumps(value) for key, value in given.items()})}")
         return ", ".join([*switched, *(f"{name} = true" for name in self.actions)])
 

@@ -19,8 +19,7 @@ from strop.rewards.scorers import EmbeddedScorerConfig
 from strop.rollout.branching import BranchingConfig
 from strop.rollout.environment import EnvironmentKind, RolloutLimits, Tools
 from strop.rollout.player import SamplingConfig
-from strop.tasks.config import TaskConfig
-from strop.tasks.protocol import Split
+from strop.tasks.protocol import Split, TaskSource
 from strop.types import derive_seed
 
 if TYPE_CHECKING:
@@ -179,7 +178,7 @@ def scoring_stages(reward: AnyRewardConfig) -> dict[str, str]:
 class PosedKeys(Stage.Config):
     """Keys of a stage whose tasks are posed to a model or to a demonstrator."""
 
-    tasks: TaskConfig = Field(description="Where tasks come from.")
+    tasks: TaskSource = Field(description="Where tasks come from.")
     prompt: str = Field(default="rstar2", description="The prompt: one of strop's, or the path of a .toml file.")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="How completions are sampled.")
     limits: RolloutLimits = Field(default=RolloutLimits(), description="Limits of one rollout.")

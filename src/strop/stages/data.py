@@ -18,7 +18,6 @@ from strop.rollout.prompt import load_prompt
 from strop.run_directory import RunDirectory, StageDirectory, is_whole_line, parse_line
 from strop.stages.context import StageContext, product_of
 from strop.tasks import RowTasks, TaskSource, make_tasks
-from strop.tasks.config import TaskConfig
 from strop.tasks.files import RowFile
 from strop.tasks.protocol import Split
 from strop.types import Task, Trajectory
@@ -130,7 +129,7 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
     return make
 
 
-def open_tasks(recipe: Recipe, name: str, tasks: TaskConfig, *, seed: int, split: Split) -> TaskSource:
+def open_tasks(recipe: Recipe, name: str, tasks: TaskSource, *, seed: int, split: Split) -> TaskSource:
     """Return `tasks` of the stage `name`: its own, or others that its schedule brings.
 
     Raises:

@@ -18,7 +18,6 @@ from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play
 from strop.stages.sampled import FixedSetKeys, FixedSetStage, play_tasks
-from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig
 from strop.tasks.protocol import Split
 from strop.tools.limits import AbsentTool, NoisyTool
 from strop.tools.protocol import Tool
@@ -26,9 +25,6 @@ from strop.types import Group, derive_seed
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
-
-_SHARED_COLUMNS = frozenset(("arpo-eval", "arpo-mix", "flashrag", "strop", "tulu3-math"))
-"""Data sets that are a form of rows, in which files of many benchmarks are written: the file says which."""
 
 
 class Eval(FixedSetStage):
@@ -104,20 +100,6 @@ def summarise(
     return {"k": stage.k, "tools": stage.tools, "temperature": stage.sampling.temperature, **figures}
 
 
-def benchmark_of(stage: Eval.Config) -> str:
-    """Return the name of the problems in tables: a subset, a published data set, a file with its folder, or a generator."""
-    tasks = stage.tasks
-    is_file = isinstance(tasks, JsonlConfig | ParquetConfig)
-    if isinstance(tasks, HubConfig) and tasks.subset is not None and tasks.dataset is not None:
-        return tasks.subset
-    if isinstance(tasks, Columns) and tasks.dataset is not None and not (is_file and tasks.dataset in _SHARED_COLUMNS):
-        return tasks.dataset
-    if isinstance(tasks, JsonlConfig | ParquetConfig):
-        path = tasks.path if stage.split == "train" or tasks.test_path is None else tasks.test_path
-        return "/".join(path.with_suffix("").parts[-2:])
-    return str(getattr(tasks, "name", None) or tasks.kind)
-
-
 def _in_words(figures: Mapping[str, Any]) -> str:
     errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
     of = f"(avg@{figures['k']} of {figures['num_tasks']} tasks)"
@@ -134,7 +116,7 @@ def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[s
     """What was evaluated on what, for comparisons and tables."""
     engine = context.recipe.engine
     return {
-        "benchmark": benchmark_of(stage),
+        "benchmark": stage.tasks.benchmark(stage.split),
         "model": weights,
         "run": context.recipe.name,
         "engine": engine.kind,

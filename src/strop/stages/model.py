@@ -24,8 +24,8 @@ from strop.run_directory import write_directory
 from strop.stages.context import StageContext
 from strop.stages.demonstrations import play_demonstrations
 from strop.stages.loop.preflight import base_mib, task_files
-from strop.tasks.config import TaskConfig
 from strop.tasks.demonstrators import DemonstratorConfig
+from strop.tasks.protocol import TaskSource
 
 if TYPE_CHECKING:
     import transformers
@@ -62,7 +62,7 @@ class ModelStage(Stage):
     class Config(Stage.Config):
         """Keys of `kind = "model"`."""
 
-        tasks: TaskConfig | None = Field(default=None, description="Tasks of the demonstrator of a tiny model.")
+        tasks: TaskSource | None = Field(default=None, description="Tasks of the demonstrator of a tiny model.")
         prompt: str = Field(default="rstar2", description="The prompt of the demonstrations of a tiny model.")
         limits: RolloutLimits = Field(default=RolloutLimits(), description="Limits of one demonstration.")
         path: str | None = Field(default=None, description="Model directory, or hub id.")

@@ -27,7 +27,6 @@ from strop.stages.loop.preflight import (
 )
 from strop.stages.loop.rollouts import open_player
 from strop.tasks import TaskSource
-from strop.tasks.config import ArithmeticConfig, CountdownConfig, LookupConfig
 from strop.tools.protocol import Tool
 from strop.types import Group
 
@@ -96,8 +95,7 @@ class SampledKeys(FixedSetKeys):
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Self:
-        is_endless = isinstance(self.tasks, ArithmeticConfig | CountdownConfig | LookupConfig)
-        if self.num_tasks is None and not self.data and is_endless:
+        if self.num_tasks is None and not self.data and self.tasks.is_endless:
             raise ValueError(f"tasks.kind = {self.tasks.kind!r} makes tasks without end. Set num_tasks, or data.")
         return self
 

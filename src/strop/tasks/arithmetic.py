@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from strop.errors import TaskError
-from strop.tasks.config import ArithmeticConfig
-from strop.tasks.protocol import Split, TaskSource
+from strop.tasks.protocol import Split, TaskSource, check_ranges, check_wording
 from strop.types import Task, derive_seed
 
 _TEST_SHARE = 10  # one in so many sets of operands belongs to the test split
@@ -20,7 +22,26 @@ class ArithmeticTasks(TaskSource):
     is 48*37 in training when 37*48 is in the test.
     """
 
-    config: ArithmeticConfig
+    is_endless = True
+
+    class Config(TaskSource.Config):
+        """How large the expressions are."""
+
+        num_terms: int = Field(default=3, ge=2, le=10, description="Operands of an expression.")
+        min_digits: int = Field(default=1, ge=1, le=12, description="Fewest digits of an operand.")
+        max_digits: int = Field(default=2, ge=1, le=12, description="Most digits of an operand.")
+        operators: tuple[Literal["+", "-", "*"], ...] = Field(
+            default=("+", "-", "*"), min_length=1, description="Operators that expressions are made of."
+        )
+        wording: str = Field(default="What is {expression}?", description="The question, with {expression} once.")
+
+        @model_validator(mode="after")
+        def _adds_up(self) -> Self:
+            check_ranges(self, "digits")
+            check_wording(self.wording, "{expression}")
+            return self
+
+    config: Config
 
     def task(self, index: int) -> Task:
         """Return the task at `index`. Raises `TaskError` if so few operands are possible that the split has none."""

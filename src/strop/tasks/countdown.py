@@ -9,10 +9,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from strop.errors import TaskError
-from strop.tasks.config import CountdownConfig
-from strop.tasks.protocol import Split, TaskSource
+from strop.tasks.protocol import Split, TaskSource, check_ranges, check_wording
+from strop.tasks.published import COUNTDOWN_WORDING
 from strop.types import Task, derive_seed
 
 _TEST_SHARE = 10  # one in so many sets of numbers belongs to the test split
@@ -36,7 +39,29 @@ class CountdownTasks(TaskSource):
     in training when 25, 3, 7 is in the test. The solution is the task's answer; any other that fits is as good.
     """
 
-    config: CountdownConfig
+    is_endless = True
+
+    class Config(TaskSource.Config):
+        """More and larger numbers are harder."""
+
+        # Countdown-Tasks-3to4 (Pan et al., 2025) has three or four numbers.
+        min_numbers: int = Field(default=3, ge=2, le=10, description="Fewest numbers of a task.")
+        max_numbers: int = Field(default=4, ge=2, le=10, description="Most numbers of a task.")
+        max_value: int = Field(default=99, ge=1, le=10**6, description="Largest value of a number.")
+        min_target: int = Field(default=10, ge=0, le=10**9, description="Smallest target.")
+        max_target: int = Field(default=100, ge=0, le=10**9, description="Largest target.")
+        operators: tuple[Literal["+", "-", "*", "/"], ...] = Field(
+            default=("+", "-", "*", "/"), min_length=1, description="Operators of the solution that each task is made from."
+        )
+        wording: str = Field(default=COUNTDOWN_WORDING, description="The question, with {numbers} and {target} once each.")
+
+        @model_validator(mode="after")
+        def _adds_up(self) -> Self:
+            check_ranges(self, "numbers", "target")
+            check_wording(self.wording, "{numbers}", "{target}")
+            return self
+
+    config: Config
 
     def task(self, index: int) -> Task:
         """Return the task at `index`. Raises `TaskError` if hardly any numbers of the split lead to a target."""

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
 
 from strop.errors import TaskError
 from strop.run_directory import shortened
-from strop.tasks.config import LookupConfig
 from strop.tasks.files import Rows, read_jsonl
-from strop.tasks.protocol import Split, TaskSource
+from strop.tasks.protocol import Split, TaskSource, check_wording
 from strop.types import Task, derive_seed
 
 _MIN_OPERAND, _MAX_OPERAND = 10, 99
@@ -42,7 +44,30 @@ class LookupTasks(TaskSource):
     A hash of its subject decides to which split a problem belongs: with no seed does a subject of the test occur in training.
     """
 
-    config: LookupConfig
+    is_endless = True
+
+    class Config(TaskSource.Config):
+        """Where the numbers are, and what is computed with them."""
+
+        path: Path = Field(description="The corpus: a .jsonl file, which the search tool reads too.")
+        operators: tuple[Literal["+", "-", "*"], ...] = Field(
+            default=("+", "-", "*"), min_length=1, description="Operators of the computation with the number that was found."
+        )
+        wording: str = Field(
+            default="What is the {attribute} of {subject}, then {operation}?",
+            description="The question, with {attribute}, {subject} and {operation} once each.",
+        )
+
+        @model_validator(mode="after")
+        def _adds_up(self) -> Self:
+            check_wording(self.wording, "{attribute}", "{subject}", "{operation}")
+            return self
+
+    config: Config
+
+    @property
+    def files(self) -> Mapping[Split, Path]:
+        return {"train": self.config.path, "test": self.config.path}
 
     def open(self, *, seed: int, split: str) -> None:
         super().open(seed=seed, split=split)

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from strop import user_code
+from strop.config import Config
 from strop.registry import Component
+from strop.run_directory import shortened
 from strop.types import Task
 
 Split: TypeAlias = Literal["train", "test"]
@@ -18,11 +26,42 @@ class TaskSource(Component):
     A source of your own gives `task`, and `num_tasks` if it is finite. It reads its keys from `config`.
     """
 
+    kinds = {  # noqa: RUF012  (a constant table)
+        "arithmetic": "strop.tasks.arithmetic:ArithmeticTasks",
+        "countdown": "strop.tasks.countdown:CountdownTasks",
+        "lookup": "strop.tasks.lookup:LookupTasks",
+        "jsonl": "strop.tasks.rows:JsonlRows",
+        "parquet": "strop.tasks.rows:ParquetRows",
+        "hub": "strop.tasks.rows:HubRows",
+    }
+    is_endless: ClassVar[bool] = False
+    """Whether tasks are generated without end; of a user's source only `num_tasks` says so."""
+
     class Config(Component.Config):
         """A source has no keys by itself."""
 
     seed: int
     split: str
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """As `Component.of`. The path of a .jsonl or .parquet file stands for its rows."""
+        kind = {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(value).suffix) if isinstance(value, str) else None
+        return super().of(value if kind is None else {cls.kind_key: kind, "path": value})
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = super().__get_pydantic_json_schema__(schema, handler)
+        return {**found, "anyOf": [*found["anyOf"], {"type": "string", "description": "A .jsonl or .parquet file."}]}
+
+    @property
+    def files(self) -> Mapping[Split, Path]:
+        """The file or directory that each split is read from."""
+        return {}
+
+    def benchmark(self, split: Split) -> str:
+        """The name of the tasks of `split` in tables of evaluations."""
+        return str(getattr(self.config, "name", None) or self.kind)
 
     def open(self, *, seed: int, split: str) -> None:
         """Get ready to give tasks. Raises `TaskError` if there are none.
@@ -70,3 +109,32 @@ class OwnTasks(TaskSource):
             problem = f"task({index}) returned a {type(task).__name__}. Return a strop.Task"
             raise user_code.mistake(self._source.task, problem, what=self._what)
         return task
+
+
+def make_tasks(source: TaskSource, *, seed: int, split: Split) -> TaskSource:
+    """Return `source`, opened. `seed` decides the order of training tasks; test rows keep theirs.
+
+    Raises:
+        TaskError: the rows cannot be found or are no tasks.
+        ConfigError: the user's source is wrong.
+    """
+    if ":" in source.kind:  # a class of the user's
+        return OwnTasks(source, seed=seed, split=split)
+    opened = type(source)(source.config)
+    opened.open(seed=seed, split=split)
+    return opened
+
+
+def check_wording(wording: str, *places: str) -> None:
+    """Raises `ValueError` if `wording` does not hold each of `places` once."""
+    for place in places:
+        if wording.count(place) != 1:
+            raise ValueError(f"wording is {shortened(repr(wording))}: it must hold {place} once, where it goes.")
+
+
+def check_ranges(config: Config, *names: str) -> None:
+    """Raises `ValueError` if `min_NAME` is larger than `max_NAME` for one of `names`."""
+    for name in names:
+        low, high = getattr(config, f"min_{name}"), getattr(config, f"max_{name}")
+        if low > high:
+            raise ValueError(f"min_{name} is {low} but max_{name} is {high}: nothing lies between them. Lower min_{name}.")

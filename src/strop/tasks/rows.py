@@ -1,53 +1,29 @@
-"""Makes tasks from rows of a file or of a data set that the `datasets` package loads."""
+"""Tasks from the rows of a file or of a data set that the `datasets` package loads."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import random
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from strop.errors import TaskError
-from strop.tasks.config import Columns, HubConfig, JsonlConfig, ParquetConfig
-from strop.tasks.files import Found, IndexedRows, NoRow, RowFile, find_jsonl, find_rows, read_hub
+from strop.tasks.columns import LIMITS, WHERE, BadRow, Columns, LeftOut, judge, left_out, where_in_words
+from strop.tasks.files import Found, IndexedRows, RowFile, find_jsonl, find_rows, read_hub
 from strop.tasks.protocol import Split, TaskSource
 from strop.tasks.published import PUBLISHED, Published
-from strop.tasks.readers import Read, Reader, Row, Unreadable, find, word_of
 from strop.types import Task, derive_seed
 
 logger = logging.getLogger(__name__)
 
-RowsConfig: TypeAlias = JsonlConfig | ParquetConfig | HubConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BadRow:
-    """A row that is not a task, and a sentence with its place and the reason. An unreadable line is the `text` of a row."""
-
-    place: str
-    source: str
-    problem: str
-    row: Row
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeftOut:
-    """A task that the config leaves out, with the key and the reason. For `where`, only its readable parts."""
-
-    task: Task
-    key: str
-    reason: str
-
-
-WHERE = "where"
-LIMITS = ("max_question_chars", "max_solution_steps", "limit")
-"""The keys of `Columns` that leave rows out: by a column, before the row is read as a task, and tasks by their size."""
+_SHARED_COLUMNS = frozenset(("arpo-eval", "arpo-mix", "flashrag", "strop", "tulu3-math"))
+"""Data sets that are a form of rows, in which files of many benchmarks are written: the file says which."""
 
 
 class RowTasks(TaskSource):
@@ -82,26 +58,194 @@ def _order_of_epoch(num_tasks: int, seed: int, epoch: int) -> array[int]:
     return order
 
 
-def load_rows(config: RowsConfig, *, split: Split) -> list[Task]:
+class RowSource(TaskSource):
+    """Base of the sources that read rows."""
+
+    kinds = {kind: place for kind, place in TaskSource.kinds.items() if place.startswith(f"{__name__}:")}  # noqa: RUF012
+    config: Columns
+
+    @property
+    @abstractmethod
+    def names(self) -> tuple[str, ...]:
+        """What a rule of a curation may call it."""
+
+    @property
+    @abstractmethod
+    def has_test_rows(self) -> bool:
+        """Whether there are separate test rows."""
+
+    @abstractmethod
+    def source(self, split: Split) -> str:
+        """The `source` of its tasks, except for `dataset = "strop"`, whose rows have their own. Raises `TaskError`."""
+
+    @abstractmethod
+    def find(self, split: Split) -> Found:
+        """The rows of `split`, each with its place. Raises `TaskError` if there are none."""
+
+    def open(self, *, seed: int, split: str) -> None:
+        """See `TaskSource.open`."""
+        super().open(seed=seed, split=split)
+        is_train = split == "train"
+        self._tasks = RowTasks(open_rows(self, split="train" if is_train else "test"), seed=seed, is_shuffled=is_train)
+
+    @property
+    def num_tasks(self) -> int:
+        return self._tasks.num_tasks
+
+    def task(self, index: int) -> Task:
+        return self._tasks.task(index)
+
+
+class JsonlRows(RowSource):
+    """Rows of a file, one JSON object a line."""
+
+    class Config(Columns):
+        """Files and columns."""
+
+        path: Path = Field(description="The file.")
+        test_path: Path | None = Field(default=None, description="A file of test rows, which are not trained on.")
+
+    config: Config
+
+    @property
+    def files(self) -> Mapping[Split, Path]:
+        paths: dict[Split, Path | None] = {"train": self.config.path, "test": self.config.test_path}
+        return {split: path.expanduser() for split, path in paths.items() if path is not None}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*filter(None, [self.config.dataset]), str(self.config.path))
+
+    @property
+    def has_test_rows(self) -> bool:
+        return "test" in self.files
+
+    def source(self, split: Split) -> str:
+        return str(self._path(split))
+
+    def find(self, split: Split) -> Found:
+        return find_jsonl(self._path(split))
+
+    def benchmark(self, split: Split) -> str:
+        """The published data set, or the file with its folder."""
+        if self.config.dataset is not None and self.config.dataset not in _SHARED_COLUMNS:
+            return self.config.dataset
+        path = self.config.path if split == "train" else self.config.test_path or self.config.path
+        return "/".join(path.with_suffix("").parts[-2:])
+
+    def _path(self, split: Split) -> Path:
+        if split not in self.files:
+            raise TaskError(
+                f"{self.config.path}: there are no test rows. Set tasks.test_path to a file of rows that are not trained on."
+            )
+        return self.files[split]
+
+
+class ParquetRows(JsonlRows):
+    """Rows of a Parquet file, or of all files of a directory in the order of their names; needs the extra `data`."""
+
+    class Config(JsonlRows.Config):
+        """Files and columns."""
+
+        path: Path = Field(description="The file or directory.")
+        test_path: Path | None = Field(default=None, description="A file or directory of test rows, which are not trained on.")
+
+    def find(self, split: Split) -> Found:
+        return find_rows(self._path(split))
+
+
+class HubRows(RowSource):
+    """A data set of the Hugging Face hub, or a directory that `datasets` loads; needs the extra `data`."""
+
+    class Config(Columns):
+        """Data set, splits and columns."""
+
+        name: str | None = Field(default=None, description="The data set; by default the one of `dataset`.")
+        subset: str | None = Field(default=None, description="Its configuration; by default the one of `dataset`.")
+        revision: str | None = Field(
+            default=None,
+            description="A commit or tag, so that a run can be repeated; by default the newest when a stage starts.",
+        )
+        train_split: str | None = Field(default=None, description='By default "train", or as `dataset` is published.')
+        test_split: str | None = Field(default=None, description='By default "test", or as `dataset` is published.')
+
+        @model_validator(mode="after")
+        def _is_somewhere(self) -> Self:
+            if self.name is None and self.dataset is None:
+                raise ValueError(
+                    "neither name nor dataset is set: set name to a data set of the hub, or dataset to a known one."
+                )
+            return self
+
+    config: Config
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.config.dataset, self.config.name) if name is not None)
+
+    @property
+    def has_test_rows(self) -> bool:
+        known = self._published
+        return self.config.test_split is not None or known is None or known.test_split is not None
+
+    def source(self, split: Split) -> str:
+        return f"{self._name}[{self._split(split)}]"
+
+    def find(self, split: Split) -> Found:
+        subset = self.config.subset or (self._published.subset if self._published else None)
+        chosen, key = self._split(split), f"{split}_split"
+        return read_hub(self._name, subset=subset, split=chosen, revision=self.config.revision, split_key=key)
+
+    def benchmark(self, split: Split) -> str:
+        """The subset of a published data set, the data set, or its name on the hub."""
+        config = self.config
+        return (config.subset if config.dataset else None) or config.dataset or str(config.name)
+
+    @property
+    def _published(self) -> Published | None:
+        return PUBLISHED[self.config.dataset] if self.config.dataset else None
+
+    @property
+    def _name(self) -> str:
+        name = self.config.name or (self._published.hub if self._published else "")
+        if not name:
+            raise TaskError(f'tasks.dataset = {self.config.dataset!r} is not on the hub: read its file with kind = "jsonl".')
+        return name
+
+    def _split(self, split: Split) -> str:
+        known = self._published
+        chosen = self.config.train_split if split == "train" else self.config.test_split
+        published = (known.train_split if split == "train" else known.test_split) if known else split
+        if found := chosen or published:
+            return found
+        one = self.config.train_split or (known.train_split if known else "train")
+        raise TaskError(
+            f"tasks.dataset = {self.config.dataset!r} is published without a test split, and what is trained on ({one!r}) tests"
+            " nothing. Evaluate on another set (`tasks` of the evaluation's own), or hold rows back:"
+            f' tasks.train_split = "{one}[500:]" and tasks.test_split = "{one}[:500]".'
+        )
+
+
+def load_rows(source: RowSource, *, split: Split) -> list[Task]:
     """Return all tasks of `split`, in the order of the rows.
 
     Raises:
         TaskError: no such file, data set or split; a row that is no task; or no rows left.
     """
-    return list(iterate_rows(config, split=split))
+    return list(iterate_rows(source, split=split))
 
 
-def open_rows(config: RowsConfig, *, split: Split) -> RowFile[Task]:
+def open_rows(source: RowSource, *, split: Split) -> RowFile[Task]:
     """Return the tasks of `load_rows`, copied to a temporary file. Raises as `load_rows` does."""
-    return RowFile(iterate_rows(config, split=split))
+    return RowFile(iterate_rows(source, split=split))
 
 
-def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
+def iterate_rows(source: RowSource, *, split: Split) -> Iterator[Task]:
     """Yield the tasks of `split`, up to the limit, as their rows are read. Raises as `load_rows` does."""
-    num_tasks = 0
+    config, num_tasks = source.config, 0
     skipped: list[str] = []
     elsewhere: list[LeftOut] = []
-    for each in read_tasks(config, split=split):
+    for each in read_tasks(source, split=split):
         if isinstance(each, Task):
             yield each
             num_tasks += 1
@@ -121,184 +265,37 @@ def iterate_rows(config: RowsConfig, *, split: Split) -> Iterator[Task]:
         first = elsewhere[0]
         logger.warning(
             "%s: %d rows were left out under %s; the first: %s: %s. tasks.where = {} reads all.",
-            *(first.task.source, len(elsewhere), _where_in_words(config), first.task.id, first.reason),
+            *(first.task.source, len(elsewhere), where_in_words(config), first.task.id, first.reason),
         )
     if skipped:
         logger.warning("%d rows are not tasks and were left out; the first: %s", len(skipped), skipped[0])
 
 
-def read_tasks(config: RowsConfig, *, split: Split) -> Iterator[Task | LeftOut | BadRow]:
+def read_tasks(source: RowSource, *, split: Split) -> Iterator[Task | LeftOut | BadRow]:
     """Yield each row of `split` as a task, as a task that the config leaves out, or as a bad row.
 
     Raises:
         TaskError: no such file, data set or split, or no rows left.
     """
-    source = source_of(config, split)
+    config, name = source.config, source.source(split)
     num_rows = num_tasks = 0
     first_bad = ""
-    for place, row in _open(config, split):
+    for place, row in source.find(split):
         num_rows += 1
-        judged = _judge(row, config, place=place, source=source)
+        judged = judge(row, config, place=place, source=name)
         if isinstance(judged, BadRow):
             first_bad = first_bad or f" The first that is no task: {judged.problem}"
         elif isinstance(judged, Task):
-            left_out = _left_out(judged, config, num_tasks)
-            num_tasks += left_out is None
-            judged = left_out or judged
+            judged = left_out(judged, config, num_tasks) or judged
+            num_tasks += isinstance(judged, Task)
         yield judged
     if not num_rows:
-        raise TaskError(f"{source}: it has no rows. Give it at least one.")
+        raise TaskError(f"{name}: it has no rows. Give it at least one.")
     if not num_tasks:
         limits = [f"{key} = {most}" for key in LIMITS if (most := getattr(config, key)) is not None]
-        limits += [_where_in_words(config)] if config.rows_where else []
+        limits += [where_in_words(config)] if config.rows_where else []
         raise TaskError(
-            f"{source}: none of its {num_rows} rows is left under {' and '.join(limits)}. Loosen that.{first_bad}"
+            f"{name}: none of its {num_rows} rows is left under {' and '.join(limits)}. Loosen that.{first_bad}"
             if limits
-            else f"{source}: none of its {num_rows} rows is a task. Give it rows with a question and an answer.{first_bad}"
+            else f"{name}: none of its {num_rows} rows is a task. Give it rows with a question and an answer.{first_bad}"
         )
-
-
-def _judge(row: Row | NoRow, config: RowsConfig, *, place: str, source: str) -> Task | LeftOut | BadRow:
-    """Judge `row` without the limits."""
-    if isinstance(row, NoRow):
-        return BadRow(place=place, source=source, problem=f"{place}: {row.problem}.", row={"text": row.text})
-    try:
-        if reason := _why_elsewhere(row, config):
-            return LeftOut(task=_as_far_as_read(row, config, place, source), key=WHERE, reason=reason)
-        return _task_of(row, config, place=place, source=source)
-    except Unreadable as error:
-        return BadRow(place=place, source=source, problem=f"{place}: {error}.", row=row)
-
-
-def source_of(config: RowsConfig, split: Split) -> str:
-    """Return the `source` of tasks of these rows, except for `dataset = "strop"`, whose rows have their own."""
-    if isinstance(config, HubConfig):
-        return f"{_hub_name(config)}[{_hub_split(config, split)}]"
-    return str(_path(config, split))
-
-
-def _open(config: RowsConfig, split: Split) -> Found:
-    if isinstance(config, HubConfig):
-        known = PUBLISHED[config.dataset] if config.dataset else None
-        subset = config.subset or (known.subset if known else None)
-        chosen, key = _hub_split(config, split), f"{split}_split"
-        return read_hub(_hub_name(config), subset=subset, split=chosen, revision=config.revision, split_key=key)
-    path = _path(config, split)
-    return find_jsonl(path) if isinstance(config, JsonlConfig) else find_rows(path)
-
-
-def _hub_name(config: HubConfig) -> str:
-    name = config.name or (PUBLISHED[config.dataset].hub if config.dataset else "")
-    if not name:
-        raise TaskError(f'tasks.dataset = {config.dataset!r} is not on the hub: read its file with kind = "jsonl".')
-    return name
-
-
-def has_test_rows(config: RowsConfig) -> bool:
-    """Return whether the config has separate test rows."""
-    if not isinstance(config, HubConfig):
-        return config.test_path is not None
-    return config.test_split is not None or config.dataset is None or PUBLISHED[config.dataset].test_split is not None
-
-
-def _hub_split(config: HubConfig, split: Split) -> str:
-    known = PUBLISHED[config.dataset] if config.dataset else None
-    chosen = config.train_split if split == "train" else config.test_split
-    published = (known.train_split if split == "train" else known.test_split) if known else split
-    if found := chosen or published:
-        return found
-    one = config.train_split or (known.train_split if known else "train")
-    raise TaskError(
-        f"tasks.dataset = {config.dataset!r} is published without a test split, and what is trained on ({one!r}) tests nothing."
-        " Evaluate on another set (`tasks` of the evaluation's own), or hold rows back:"
-        f' tasks.train_split = "{one}[500:]" and tasks.test_split = "{one}[:500]".'
-    )
-
-
-def _path(config: JsonlConfig | ParquetConfig, split: Split) -> Path:
-    path = config.path if split == "train" else config.test_path
-    if path is None:
-        raise TaskError(
-            f"{config.path}: there are no test rows. Set tasks.test_path to a file of rows that are not trained on."
-        )
-    return path.expanduser()
-
-
-def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
-    """Return the task of a row. Raises `Unreadable`."""
-    shape = PUBLISHED[columns.dataset] if columns.dataset else _shape_of(columns)
-    question, answer = shape.question(row), shape.answer(row).strip()
-    name = os.path.basename(place) if shape.id is None else shape.id(row)
-    facts = {name: Read(name)(row) for name in columns.facts}
-    if not question.strip():
-        raise Unreadable("a row without a question")
-    if not answer:
-        raise Unreadable("a row without an answer")
-    facts |= _known_facts(row, shape)
-    return Task(id=name, question=question, answer=answer, source=_source(row, shape, source), facts=facts)
-
-
-def _why_elsewhere(row: Row, columns: Columns) -> str:
-    """Return why `where` leaves the row out, or "". Raises as `_task_of` does."""
-    for column, values in columns.rows_where.items():
-        value = word_of(find(row, column), column)
-        if value not in values:
-            return f"its {column} is {value!r}, not {' or '.join(map(repr, values))}"
-    return ""
-
-
-def _as_far_as_read(row: Row, columns: Columns, place: str, source: str) -> Task:
-    """Return a row that is left out as a task; if it is none, the whole row is its question."""
-    try:
-        return _task_of(row, columns, place=place, source=source)
-    except Unreadable:
-        shown = json.dumps(row, ensure_ascii=False, default=str)
-        return Task(id=os.path.basename(place), question=shown, answer="", source=source)
-
-
-def _where_in_words(columns: Columns) -> str:
-    """As a recipe has it."""
-    wanted = ", ".join(f"{column} = {json.dumps(values)}" for column, values in columns.rows_where.items())
-    return f"where = {{ {wanted} }}"
-
-
-def _shape_of(columns: Columns) -> Published:
-    """Return the schema that the keys of the config describe."""
-    facts: dict[str, Reader] = {}
-    if columns.answer_after:
-        facts["solution"] = Read(columns.answer, before=columns.answer_after)
-    answer = Read(columns.answer, after=columns.answer_after)
-    return Published(hub="", question=Read(columns.question), answer=answer, facts=facts, source="the config")
-
-
-def _known_facts(row: Row, shape: Published) -> dict[str, str]:
-    """Return the further facts of a published data set that this row has."""
-    facts = {}
-    for name, read in shape.facts.items():
-        try:
-            facts[name] = read(row).strip()
-        except Unreadable:
-            continue
-    if shape is PUBLISHED["strop"]:
-        own = row.get("facts") or {}
-        if not isinstance(own, Mapping):
-            raise Unreadable(f"its 'facts' is a {type(own).__name__}; an object of texts was expected")
-        facts |= {str(name): str(value) for name, value in own.items()}
-    return facts
-
-
-def _source(row: Row, shape: Published, source: str) -> str:
-    return str(row.get("source") or source) if shape is PUBLISHED["strop"] else source
-
-
-def _left_out(task: Task, columns: Columns, num_before: int) -> LeftOut | None:
-    """Return `task` with the limit that leaves it out, after `num_before` kept ones; None if it stays."""
-    for key, found, what in (
-        ("max_question_chars", len(task.question), "characters"),
-        ("max_solution_steps", task.facts.get("solution", "").count("<<"), "steps of its solution"),
-        ("limit", num_before + 1, "rows"),
-    ):
-        most = getattr(columns, key)
-        if most is not None and found > most:
-            return LeftOut(task=task, key=key, reason=f"{found} {what}, more than {most}")
-    return None

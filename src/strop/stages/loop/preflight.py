@@ -18,8 +18,7 @@ from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.scorers import EmbeddedScorerConfig, VllmScorerConfig
 from strop.stages.data import open_tasks
-from strop.tasks.config import ArithmeticConfig, CountdownConfig, JsonlConfig, LookupConfig, ParquetConfig, TaskConfig
-from strop.tasks.protocol import Split
+from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import TrainerConfig
 
 if TYPE_CHECKING:
@@ -99,16 +98,11 @@ def missing_scorers(reward: AnyRewardConfig) -> Iterator[str]:
             yield f"reward.parts.{name}.scorer.path: {scorer.path}: NOT FOUND. Make it first, or name another."
 
 
-def task_files(key: str, tasks: TaskConfig, splits: Sequence[Split]) -> Mapping[str, Path]:
+def task_files(key: str, tasks: TaskSource, splits: Sequence[Split]) -> Mapping[str, Path]:
     """The files of the parts of `tasks` that are opened, by key; each file once."""
     found: dict[str, Path] = {}
     for split in splits:
-        path: Path | None = None
-        if isinstance(tasks, LookupConfig):
-            path = tasks.path
-        elif isinstance(tasks, JsonlConfig | ParquetConfig):
-            path = tasks.path if split == "train" else tasks.test_path
-            path = path and path.expanduser()
+        path = tasks.files.get(split)
         if path is not None and path not in found.values():
             found[key if key not in found else f"{key}.test_path"] = path
     return found
@@ -143,12 +137,10 @@ def tasks_there(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | Non
     """
     if not config.has_own_tasks:
         return None
-    if isinstance(config.tasks, ArithmeticConfig | CountdownConfig | LookupConfig):
+    if config.tasks.is_endless:
         return wanted
-    if not isinstance(config.tasks, JsonlConfig | ParquetConfig):
-        return None
-    path = config.tasks.path if config.played_split == "train" else config.tasks.test_path
-    if path is not None and not _is_counted(path.expanduser()):
+    path = config.tasks.files.get(config.played_split)
+    if not config.tasks.files or (path is not None and not _is_counted(path)):
         return None
     return open_tasks(recipe, name, config.tasks, seed=recipe.seed, split=config.played_split).num_tasks
 

@@ -30,7 +30,6 @@ from strop.stages.data import tasks_to_play
 from strop.stages.loop.engines import check_longest, open_engine_pool
 from strop.stages.loop.ledger import StepLedger, write_timeline
 from strop.stages.loop.training_stage import RolloutKeys
-from strop.tasks.config import TaskConfig
 from strop.tasks.protocol import TaskSource
 from strop.tools.protocol import Tool
 from strop.training.trainer import Trainer
@@ -149,7 +148,7 @@ class StepRollouts:
     def __init__(self, player: GroupPlayer, stage: RolloutKeys) -> None:
         """Raises `UserError` if there are no tasks, or no engine can hold a rollout of them."""
         self.player, self._context, self._stage = player, player.context, stage
-        self._sources: list[tuple[TaskConfig, TaskSource]] = []
+        self._sources: list[tuple[TaskSource, TaskSource]] = []
         for each in stage.with_each_tasks():
             source = tasks_to_play(player.context, each)
             player.check(each, source)
