@@ -30,7 +30,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig, make_reward, r1_zero
+from strop.rewards import MathReward, Reward, SumReward, make_reward, r1_zero
 from strop.rewards.f1 import F1Part
 from strop.rewards.math import MathPart
 from strop.rewards.r1_zero import R1ZeroPart
@@ -52,7 +52,7 @@ _FRACTION = re.compile(r"(-?)\\[dt]?frac\s*(?:\{(-?\d+)\}|(\d))\s*(?:\{(\d+)\}|(
 class Grader:
     """What judges answers, as recipes configure it, and the kinds of near misses that its source's rules call right."""
 
-    reward: AnyRewardConfig  # whose part is called accuracy
+    reward: Reward  # whose part is called accuracy
     form: AnswerForm
     settings: str  # in a recipe
     used_by: str
@@ -69,7 +69,7 @@ def _r1_zero_grader(part: R1ZeroPart.Config, used_by: str) -> Grader:
     if part.kind == "question_only":
         accepts.add("label without an answer tag")  # there is no tag: a box anywhere is the answer
     return Grader(
-        reward=SumRewardConfig(kind="sum", parts={"accuracy": part}),
+        reward=SumReward(parts={"accuracy": part}),
         form=AnswerForm.R1_ZERO if part.kind == "r1_zero" else AnswerForm.BOX,
         settings=f'kind = "{part.kind}", fast = {str(part.fast).lower()}',
         used_by=used_by,
@@ -79,12 +79,12 @@ def _r1_zero_grader(part: R1ZeroPart.Config, used_by: str) -> Grader:
 
 def _math_part(part: MathPart.Config, settings: str, used_by: str) -> Grader:
     form = AnswerForm.BOX_IN_TAG if part.needs_box else AnswerForm.TAG
-    return Grader(reward=SumRewardConfig(kind="sum", parts={"accuracy": part}), form=form, settings=settings, used_by=used_by)
+    return Grader(reward=SumReward(parts={"accuracy": part}), form=form, settings=settings, used_by=used_by)
 
 
 def _f1_grader(settings: str, least: float | None = None) -> Grader:
     return Grader(
-        reward=SumRewardConfig(kind="sum", parts={"accuracy": F1Part.Config(kind="arpo")}),
+        reward=SumReward(parts={"accuracy": F1Part.Config(kind="arpo")}),
         form=AnswerForm.ARPO,
         settings=f'kind = "arpo", {settings}',
         used_by="ARPO",
@@ -96,7 +96,7 @@ def _f1_grader(settings: str, least: float | None = None) -> Grader:
 
 GRADERS = {
     "math": Grader(
-        reward=RewardConfig(verify_deadline_s=PATIENCE_S),
+        reward=MathReward(verify_deadline_s=PATIENCE_S),
         form=AnswerForm.BOX_IN_TAG,
         settings='kind = "math"',
         used_by="rStar2-Agent",

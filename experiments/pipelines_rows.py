@@ -15,11 +15,8 @@ from typing import Any
 from reward_model import NOUNS, POLITE, RUDE, pairs, response
 
 from strop.run_directory import write_text
-from strop.tasks import make_tasks
-from strop.tasks.protocol import (
-    ArithmeticTasks,
-    Split,
-)
+from strop.tasks import Split, make_tasks
+from strop.tasks.arithmetic import ArithmeticTasks
 
 Row = Mapping[str, Any]
 

@@ -50,6 +50,7 @@ class Config(BaseModel):
 
 def import_code(tables: Any, key: str) -> None:
     """Import every user's function that `tables`, or a table in them, names. Raises `ConfigError` for the first that fails."""
+    tables = getattr(tables, "config", tables)  # of what `strop.registry` made of a table
     if isinstance(tables, Config):
         tables.import_code(key)
         tables = {name: getattr(tables, name) for name in type(tables).model_fields}
@@ -259,7 +260,8 @@ def _place(model: type[BaseModel], location: Sequence[str], tree: Any = None) ->
         tree = _value_at(tree, step)
         kinds, kind_key, kind = {}, "", ""
         if (component := _component(expected)) is not None:
-            given = str(tree.get(component.kind_key)) if isinstance(tree, Mapping) else str(tree)
+            default = getattr(component, "default_kind", None)
+            given = str(tree.get(component.kind_key, default)) if isinstance(tree, Mapping) else str(tree)
             if _members(expected) and ":" not in given:
                 continue  # a built-in kind, whose keys the union has
             kind_key, kind = component.kind_key, given

@@ -54,6 +54,8 @@ class Component(ABC):
     kinds: ClassVar[Mapping[str, str]] = {}
     """Of a base class: the built-in kinds, each with `module:Class`."""
     kind_key: ClassVar[str] = "kind"
+    default_kind: ClassVar[str] = ""
+    """Of a table that names none; "": it must."""
     config: Any
 
     def __init__(self, config: configs.Config | None = None, /, **keys: Any) -> None:
@@ -107,7 +109,7 @@ class Component(ABC):
         if isinstance(number := table.get(_INSTANCE), int):
             return cls.of((_instances.get() or [])[number])
         keys = {key: each for key, each in table.items() if key != cls.kind_key}
-        kind = table.get(cls.kind_key)
+        kind = table.get(cls.kind_key, cls.default_kind or None)
         if not isinstance(kind, str):
             raise PydanticCustomError("no_kind", f"{cls.kind_key}: required, but not set; one of {_one_of(cls)}")
         try:
@@ -132,13 +134,14 @@ class Component(ABC):
         for kind in cls.kinds:
             found = cls.class_of(kind)
             keys = handler.resolve_ref_schema(handler(found.Config.__pydantic_core_schema__))
+            needed = [] if kind == cls.default_kind else [cls.kind_key]
             members.append(
                 {
                     **keys,
                     "title": kind,
                     "description": (inspect.getdoc(found) or "").partition("\n\n")[0].replace("\n", " "),
                     "properties": {cls.kind_key: {"const": kind}, **keys.get("properties", {})},
-                    "required": [cls.kind_key, *keys.get("required", [])],
+                    "required": [*needed, *keys.get("required", [])],
                 }
             )
         members.append({"type": "object", "properties": {cls.kind_key: own}, "required": [cls.kind_key]})
@@ -158,14 +161,10 @@ class OrOwn:
     """Annotates a union of configs, one for each built-in kind: a table may also name a class of the user's.
 
     The value is then that component, a `base`; of a built-in kind it is the config.
-
-    Args:
-        base: the class that a user's class is derived from.
-        default_kind: of a table that names none.
     """
 
-    def __init__(self, base: type[Component], *, default_kind: str = "") -> None:
-        self.base, self._default_kind = base, default_kind
+    def __init__(self, base: type[Component]) -> None:
+        self.base = base
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         built_in = handler(source)
@@ -180,8 +179,6 @@ class OrOwn:
             table = {self.base.kind_key: value} if isinstance(value, str) else value
             if not isinstance(table, Mapping):
                 return check_built_in(table)
-            if self._default_kind and self.base.kind_key not in table:
-                table = {self.base.kind_key: self._default_kind, **table}
             if ":" in str(table.get(self.base.kind_key)):
                 return self.base.of(table)
             # As JSON: a validator sees Python values, of which a strict config takes no list for a tuple.

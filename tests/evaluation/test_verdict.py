@@ -3,20 +3,19 @@ from dataclasses import replace
 import pytest
 from attempts import attempt, group_of
 
-from strop.config import validate
 from strop.errors import RunError
 from strop.evaluation.compare import compare
 from strop.evaluation.leaderboard import gather
 from strop.evaluation.metrics import USUAL, rollout_metrics, verdict_of
 from strop.evaluation.results import figures_of, problem_of, read_eval, write_eval
-from strop.rewards import FunctionRewardConfig, RewardConfig, SumRewardConfig
+from strop.rewards import FunctionReward, MathReward, Reward
 
 SCORER = {"kind": "scorer", "scorer": {"kind": "embedded", "path": "models/helpful"}}
 FUNCTION = {"kind": "function", "function": "math:sqrt"}
 
 
 def of_sum(**parts):
-    return verdict_of(validate(SumRewardConfig, {"kind": "sum", "parts": parts}, place="reward"))
+    return verdict_of(Reward.of({"kind": "sum", "parts": parts}))
 
 
 def judged(**parts):
@@ -43,8 +42,8 @@ def test_what_is_right_is_what_a_part_that_judges_an_answer_says(parts, values, 
 
 
 def test_rewards_of_one_judge_say_it_by_their_one_part():
-    assert verdict_of(RewardConfig())(judged(accuracy=1.0, format=0.0)) is True
-    assert verdict_of(FunctionRewardConfig(kind="function", function="math:sqrt"))(judged(reward=-0.5)) is False
+    assert verdict_of(MathReward())(judged(accuracy=1.0, format=0.0)) is True
+    assert verdict_of(FunctionReward(function="math:sqrt"))(judged(reward=-0.5)) is False
 
 
 MIXED = [

@@ -1,11 +1,10 @@
 import asyncio
-import json
 
 import pytest
 from attempts import attempt, boxed, group_of
 
 from strop.evaluation.votes import Voting
-from strop.rewards import CodeRewardConfig, RewardConfig, SumRewardConfig
+from strop.rewards import CodeReward, MathReward, Reward
 from strop.types import StopReason
 
 QA = "strop.evaluation.short_answers:exact_match"
@@ -25,28 +24,26 @@ def votes(reward, *attempts):
 
 
 def of_sum(**parts):
-    return SumRewardConfig.model_validate_json(json.dumps({"kind": "sum", "parts": parts}))
+    return Reward.of({"kind": "sum", "parts": parts})
 
 
 def of_function(function):
-    return SumRewardConfig.model_validate_json(
-        f'{{"kind": "sum", "parts": {{"accuracy": {{"kind": "function", "function": "{function}"}}}}}}'
-    )
+    return of_sum(accuracy={"kind": "function", "function": function})
 
 
 def test_answers_that_the_judge_takes_for_the_same_are_one_vote():
     said = [attempt(boxed(text), right=False) for text in ("3", "3.0", "4", "3.00")]
-    assert votes(RewardConfig(), *said) == ["3", "3", "4", "3"]
+    assert votes(MathReward(), *said) == ["3", "3", "4", "3"]
 
 
 def test_answers_that_were_judged_right_are_one_however_they_are_spelt():
     said = [attempt(boxed("\\frac{1}{2}"), right=True), attempt(boxed("7"), right=False), attempt(boxed("0.5"), right=True)]
-    assert votes(RewardConfig(), *said) == ["\\frac{1}{2}", "7", "\\frac{1}{2}"]
+    assert votes(MathReward(), *said) == ["\\frac{1}{2}", "7", "\\frac{1}{2}"]
 
 
 def test_no_answer_and_a_truncated_attempt_have_no_vote():
     cut = attempt(boxed("3"), right=False, stop_reason=StopReason.LENGTH)
-    assert votes(RewardConfig(), attempt("three", right=False), cut) == ["", ""]
+    assert votes(MathReward(), attempt("three", right=False), cut) == ["", ""]
 
 
 def test_short_answers_vote_by_their_words_and_choices_by_their_letter():
@@ -91,6 +88,6 @@ def test_what_is_right_of_some_tasks_alone_is_read_there_and_what_has_no_answers
     asyncio.run(voting.close())
 
 
-@pytest.mark.parametrize("reward", [CodeRewardConfig(kind="code"), of_function("builtins:len")])
+@pytest.mark.parametrize("reward", [CodeReward(), of_function("builtins:len")])
 def test_a_reward_without_answers_to_compare_has_no_votes(reward):
     assert votes(reward, attempt("x", right=True)) is None

@@ -37,7 +37,7 @@ def test_the_leaderboard_keeps_the_handouts_rules_where_it_has_its_sizes(of_the_
     assert set(of_the_handout.stages) == {"base", "rl", "after"}  # no demonstrations of anybody
     for judged in (stage, after):
         assert judged.prompt == "r1_zero"
-        assert judged.reward.parts["accuracy"].kind == "r1_zero"
+        assert judged.reward.config.parts["accuracy"].kind == "r1_zero"
         assert (judged.sampling.max_tokens, judged.sampling.temperature) == (1024, 1.0)
     assert (after.num_tasks, after.split) == (5000, "test")
     assert stage.trainer.device == "cuda:0"

@@ -4,10 +4,9 @@ import asyncio
 
 import pytest
 
-from strop.config import validate
 from strop.errors import ConfigError
 from strop.recipe.load import load_recipe
-from strop.rewards import SETTINGS, SumRewardConfig, make_reward, readers_of
+from strop.rewards import SETTINGS, Reward, make_reward, readers_of
 from strop.rollout.prompt import AnswerForm, load_prompt
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
@@ -45,7 +44,7 @@ group_size = 2
 
 def earned(part, text):
     """What a right answer, 42, gets of a reward of this part alone."""
-    config = validate(SumRewardConfig, {"kind": "sum", "parts": {"accuracy": part}}, place="test")
+    config = Reward.of({"kind": "sum", "parts": {"accuracy": part}})
     completion = Completion(
         ids=(), logprobs=(), entropies=(), is_forced=(), policy_version=0, finish_reason=FinishReason.STOP, cached_tokens=0
     )
@@ -85,7 +84,7 @@ def test_the_graders_of_a_prompt_are_those_that_find_a_right_answer_in_its_form(
 
 @pytest.mark.parametrize("form", list(READS))
 def test_a_reward_reads_the_form_that_its_settings_say(form):
-    config = validate(SumRewardConfig, {"kind": "sum", "parts": {"accuracy": READS[form]}}, place="test")
+    config = Reward.of({"kind": "sum", "parts": {"accuracy": READS[form]}})
     assert [reader.form for reader in readers_of(config)] == [form]
     assert set(SETTINGS) == set(AnswerForm)
 

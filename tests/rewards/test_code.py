@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from trajectories import TASK, called, trajectory, turn
 
-from strop.config import validate
 from strop.errors import ConfigError, MachineError, TaskError
-from strop.rewards import CodeRewardConfig, RewardConfig, SumRewardConfig, make_reward
+from strop.rewards import CodeReward, MathReward, Reward, make_reward
 from strop.rewards.code import extract_code, read_tests
 from strop.sandbox import ScriptedSandbox
 from strop.types import StopReason, Task
@@ -32,7 +31,7 @@ def block(code):
 
 def judge(judged, *, sandbox=None, task=SQUARE, **keys):
     sandbox = sandbox or ScriptedSandbox(answer=says)
-    config = CodeRewardConfig(kind="code", **keys)
+    config = CodeReward(**keys)
     return dict(asyncio.run(make_reward(config, sandbox)(task, judged)))
 
 
@@ -83,9 +82,9 @@ def test_what_is_no_closed_block_is_no_program(text):
 
 def test_programs_are_not_judged_without_a_sandbox_but_answers_are():
     with pytest.raises(ConfigError, match="no sandbox to run them in"):
-        make_reward(CodeRewardConfig(kind="code"))
+        make_reward(CodeReward())
     answer = trajectory(r"<answer>\boxed{72}</answer>")
-    assert asyncio.run(make_reward(RewardConfig())(TASK, answer))["accuracy"] == 1.0
+    assert asyncio.run(make_reward(MathReward())(TASK, answer))["accuracy"] == 1.0
 
 
 SMALL, FULL = ["small", "full"], ["full"]
@@ -110,7 +109,7 @@ def runner(**options):
 
 
 def score(text, *, task=None, sandbox=None, stop_reason=StopReason.ANSWERED, **keys):
-    config = validate(SumRewardConfig, {"kind": "sum", "parts": {"it": {"kind": "code", **keys}}}, place="recipe")
+    config = Reward.of({"kind": "sum", "parts": {"it": {"kind": "code", **keys}}})
     reward = make_reward(config, sandbox or runner())
     return asyncio.run(reward(task or a_task(), trajectory(text, stop_reason=stop_reason)))["it"]
 

@@ -11,7 +11,7 @@ from trajectories import trajectory
 
 from strop.config import validate
 from strop.errors import ConfigError, TaskError
-from strop.rewards import CountdownRewardConfig, make_reward
+from strop.rewards import CountdownReward, make_reward
 from strop.rewards.countdown import MAX_CHARS, value_of
 from strop.tasks import make_tasks
 from strop.tasks.countdown import CountdownTasks
@@ -22,7 +22,7 @@ TASK = Task(id="t", question="?", answer="(3+7)*25", source="by hand", facts={"n
 
 def judge(answer, *, task=TASK, box=True, **config):
     inside = rf"\boxed{{{answer}}}" if box else answer
-    reward = make_reward(CountdownRewardConfig(kind="countdown", **config))
+    reward = make_reward(CountdownReward(**config))
     return asyncio.run(reward(task, trajectory(f"<answer>{inside}</answer>")))
 
 
@@ -65,7 +65,7 @@ def test_the_format_is_judged_apart():
 
 def test_a_rollout_that_was_cut_off_has_no_answer():
     cut = trajectory(r"<answer>\boxed{(3+7)*25}</answer>", stop_reason=StopReason.LENGTH)
-    assert asyncio.run(make_reward(CountdownRewardConfig(kind="countdown"))(TASK, cut))["accuracy"] == 0.0
+    assert asyncio.run(make_reward(CountdownReward())(TASK, cut))["accuracy"] == 0.0
 
 
 def test_arithmetic_is_exact():
@@ -126,4 +126,4 @@ def test_a_task_that_is_no_countdown_problem_is_the_users_mistake(facts):
 
 def test_a_weight_of_no_part_is_refused():
     with pytest.raises(ConfigError, match="Did you mean 'valid'"):
-        validate(CountdownRewardConfig, {"kind": "countdown", "weights": {"vaild": 1.0}}, place="recipe")
+        validate(CountdownReward.Config, {"weights": {"vaild": 1.0}}, place="recipe")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.recipe.load import load_recipe
-from strop.rewards import CountdownRewardConfig, FunctionRewardConfig, RewardConfig, SumRewardConfig
+from strop.rewards import CountdownReward, FunctionReward, MathReward, SumReward
 from strop.rewards.f1 import F1Part
 from strop.rewards.function import FunctionPart
 from strop.rewards.math import MathPart
@@ -159,20 +159,25 @@ def test_every_grader_of_a_shipped_recipe_is_measured_or_said_not_to_be():
 
 def settings_of(reward):
     """What decides how a reward judges answers, of each of its parts that does; what is not known here has its kind alone."""
-    parts = reward.parts.values() if isinstance(reward, SumRewardConfig) else [] if reward is None else [reward]
+    if isinstance(reward, SumReward):
+        parts = [each.config for each in reward.parts.values()]
+    else:
+        parts = [] if reward is None else [reward]
     for part in parts:
         match part:
-            case RewardConfig():
-                yield ("math", "answer_tag", part.needs_box, "math_verify")
+            case MathReward():
+                yield ("math", "answer_tag", part.config.needs_box, "math_verify")
             case MathPart.Config():
                 yield ("math", part.answer_in, part.needs_box, part.judge)
             case R1ZeroPart.Config():
                 yield (part.kind, part.fast)
             case F1Part.Config():
                 yield ("arpo",)
-            case CountdownRewardConfig():
-                yield ("countdown", part.needs_box)
-            case FunctionRewardConfig() | FunctionPart.Config():
+            case CountdownReward():
+                yield ("countdown", part.config.needs_box)
+            case FunctionReward():
+                yield ("function", part.config.function)
+            case FunctionPart.Config():
                 yield ("function", part.function)
             case _ if part.kind not in SEES_NO_LABEL:
                 yield (part.kind,)

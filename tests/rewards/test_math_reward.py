@@ -6,7 +6,7 @@ from trajectories import TASK, called, trajectory, turn
 
 from strop.config import validate
 from strop.errors import ConfigError
-from strop.rewards import RewardConfig, function_reward, make_reward
+from strop.rewards import MathReward, function_reward, make_reward
 from strop.types import StopReason, ToolOutcome
 
 RIGHT, WRONG = r"<answer>\boxed{72}</answer>", r"<answer>\boxed{71}</answer>"
@@ -32,11 +32,11 @@ def judge(reward, judged):
     ],
 )
 def test_the_parts_are_accuracy_format_and_called(judged, parts):
-    assert judge(make_reward(RewardConfig()), judged) == dict(zip(("accuracy", "format", "called"), parts, strict=True))
+    assert judge(make_reward(MathReward()), judged) == dict(zip(("accuracy", "format", "called"), parts, strict=True))
 
 
 def test_by_default_the_answer_alone_counts():
-    assert RewardConfig().weights == {"accuracy": 1.0}
+    assert MathReward().weights == {"accuracy": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_by_default_the_answer_alone_counts():
 )
 def test_weights_that_cannot_be_meant_are_refused(weights, message):
     with pytest.raises(ConfigError, match=message):
-        validate(RewardConfig, {"weights": weights}, place="recipe")
+        validate(MathReward.Config, {"weights": weights}, place="recipe")
 
 
 def test_a_plain_function_is_a_reward():

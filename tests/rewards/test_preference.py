@@ -10,13 +10,13 @@ from trajectories import TASK, trajectory
 
 from strop.config import validate
 from strop.errors import ConfigError, UserError
-from strop.rewards import SumRewardConfig, make_reward
+from strop.rewards import Reward, SumReward, make_reward
 from strop.rewards.base import final_summary
 from strop.types import StopReason
 
 
 def reward(**parts):
-    return validate(SumRewardConfig, {"kind": "sum", "parts": parts}, place="reward")
+    return Reward.of({"kind": "sum", "parts": parts})
 
 
 def judged(config, *trajectories):
@@ -175,5 +175,6 @@ def test_a_judge_gives_a_share_of_its_range_and_excludes_what_it_cannot_judge():
 
 
 def test_an_embedded_scorer_says_where_its_model_is():
+    parts = {"helpful": {"kind": "scorer", "scorer": {"kind": "embedded"}}}
     with pytest.raises(ConfigError, match="give either path"):
-        reward(helpful={"kind": "scorer", "scorer": {"kind": "embedded"}})
+        validate(SumReward.Config, {"parts": parts}, place="recipe")

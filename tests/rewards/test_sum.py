@@ -8,7 +8,7 @@ from trajectories import called, trajectory, turn
 
 from strop.config import validate
 from strop.errors import ConfigError, MachineError, TaskError, UserError
-from strop.rewards import SumReward, SumRewardConfig, judge_group, make_reward
+from strop.rewards import Reward, SumReward, judge_group, make_reward
 from strop.rollout.player import Judge
 from strop.sandbox.protocol import PairVerdict
 from strop.types import Completion, FinishReason, Group, RolloutKey, StopReason, Task
@@ -21,7 +21,7 @@ def a_task(answer="72", **facts):
 
 
 def config(**parts):
-    return validate(SumRewardConfig, {"kind": "sum", "parts": parts}, place="recipe")
+    return Reward.of({"kind": "sum", "parts": parts})
 
 
 def score(parts, judged, task=None, service=None):
@@ -180,11 +180,11 @@ def test_what_a_part_cannot_judge_is_excluded_from_the_group_and_counted_as_void
     settings = config(**parts)
     scored = tuple(score(parts, trajectory(text)) for text in ("a", "unsure", "b"))
     group = Group(task=a_task(), task_index=0, trajectories=scored, num_void=1)
-    judged = judge_group(SumReward(settings), group)
+    judged = judge_group(settings, group)
     assert [each.reward for each in judged.trajectories] == [1.0, 1.0]
     assert judged.num_void == 2
     assert judged.excluded == (scored[1].trajectory,)  # branches of it are still in the group's tree
-    assert judge_group(SumReward(settings), judged) == judged  # whoever asks twice
+    assert judge_group(settings, judged) == judged  # whoever asks twice
 
 
 def wrong_type(task, judged):
@@ -202,10 +202,10 @@ def test_length_is_compared_within_the_group_once_it_is_there():
     scored = tuple(score(parts, each) for each in (of_length(10), of_length(30), of_length(10, WRONG), of_length(20)))
     assert [each.reward for each in scored] == [1.0, 1.0, 0.0, 1.0]
     group = Group(task=a_task(), task_index=0, trajectories=scored)
-    judged = judge_group(SumReward(settings), group)
+    judged = judge_group(settings, group)
     assert [each.reward_parts["short"] for each in judged.trajectories] == [0.5, -0.5, 0.0, 0.0]
     assert [each.reward for each in judged.trajectories] == pytest.approx([1.1, 0.9, 0.0, 1.0])
-    assert judge_group(SumReward(settings), judged) == judged  # whoever asks twice
+    assert judge_group(settings, judged) == judged  # whoever asks twice
 
 
 @pytest.mark.parametrize(("text", "expected"), [(RIGHT, 1.75), (WRONG, -0.25)])
@@ -232,7 +232,7 @@ def test_the_cosine_asks_the_part_that_says_what_is_right(text, expected):
 )
 def test_parts_that_cannot_be_meant_are_refused(parts, message):
     with pytest.raises(ConfigError, match=message):
-        config(**parts)
+        validate(SumReward.Config, {"parts": parts}, place="recipe")
 
 
 def test_rollouts_that_were_judged_by_another_reward_stay_as_they_are():
@@ -263,7 +263,7 @@ def test_a_format_that_does_not_count_tells_right_from_well_formed_and_from_neit
 def unused(where, *facts):
     parts = {"accuracy": {"kind": "math"}, "other": {"kind": "repetition", "where": where}}
     tasks = [Task(id=str(index), question="?", answer="1", source="test", facts=each) for index, each in enumerate(facts)]
-    return SumReward(config(**parts)).unused_parts(tasks)
+    return config(**parts).unused_parts(tasks)
 
 
 def test_a_part_that_is_for_one_task_of_several_is_not_unused():

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from strop.rewards.base import ACCURACY, SINGLE, Reward, RewardKeys, reward_of
+from strop.rewards.base import ACCURACY, SINGLE, Reward
 from strop.types import Group, RolloutKey, ScoredTrajectory
 
 
@@ -32,13 +32,13 @@ USUAL = Verdict((ACCURACY, SINGLE))
 """For an unknown reward: the names that all kinds but `sum` use."""
 
 
-def verdict_of(reward: RewardKeys | Reward) -> Verdict:
+def verdict_of(reward: Reward) -> Verdict:
     """The parts of `reward` that say what is right.
 
     In a sum it is the part called `accuracy`, of any kind; for tasks without it the first part that compares an answer (math,
     code, r1_zero, question_only, arpo) or a user's own function with a weight.
     """
-    return Verdict(reward_of(reward).verifying_parts)
+    return Verdict(reward.verifying_parts)
 
 
 DURATIONS = "time/tool_calls/"

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from strop.evaluation.metrics import Verdict
 from strop.evaluation.short_answers import read_answer, read_letter
-from strop.rewards.base import Reward, RewardKeys, RunService, reward_of
+from strop.rewards.base import Reward, RunService
 from strop.rewards.function import FunctionPart
 from strop.rewards.sum import SumReward
 from strop.types import Group, Trajectory
@@ -47,8 +47,8 @@ class Voting:
         service: compares answers; processes of its own by default.
     """
 
-    def __init__(self, reward: RewardKeys | Reward, service: RunService | None = None) -> None:
-        judged = reward_of(reward)
+    def __init__(self, reward: Reward, service: RunService | None = None) -> None:
+        judged = reward.replaced()  # whose parts are opened here
         self._verdict = Verdict(judged.verifying_parts)
         self._parts = {name: part for name in self._verdict.parts if (part := judged.answer_part(name)) is not None}
         for part in self._parts.values():

@@ -12,7 +12,7 @@ from strop.errors import ConfigError, did_you_mean
 from strop.recipe.recipe import Recipe, resolve, written_at
 from strop.recipe.stage import PlayedKeys
 from strop.registry import look_next_to
-from strop.rewards import SETTINGS, Reader, SumRewardConfig, readers_of
+from strop.rewards import SETTINGS, Reader, SumReward, readers_of
 from strop.rollout.prompt import Prompt, load_prompt, prompt_names
 from strop.run_directory import RunDirectory, names_damage, read_json
 
@@ -78,7 +78,7 @@ def check_answers(recipe: Recipe, *, place: str) -> None:
 
 
 def _counts(stage: PlayedKeys, reader: Reader) -> bool:
-    if not isinstance(stage.reward, SumRewardConfig):
+    if not isinstance(stage.reward, SumReward):
         return True
     return any(weights.get(reader.part, 0.0) for weights in stage.weights_of_parts)
 

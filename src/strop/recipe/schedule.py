@@ -13,7 +13,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from strop.config import Config
-from strop.rewards import SumRewardConfig
+from strop.rewards.base import Reward
 from strop.rollout.player import Temperature
 from strop.tasks.protocol import TaskSource
 
@@ -291,12 +291,8 @@ def switched(stage: ConfigT, entries: Sequence[ScheduleEntry]) -> ConfigT:
     return stage
 
 
-def _changed(table: Config, values: Mapping[str, Any]) -> Config:
-    if isinstance(table, SumRewardConfig):  # its weights stand in its parts
-        weights = values["weights"]
-        parts = {name: part.model_copy(update={"weight": weights.get(name, 0.0)}) for name, part in table.parts.items()}
-        return table.model_copy(update={"parts": parts})
-    return table.model_copy(update=dict(values))
+def _changed(table: Config | Reward, values: Mapping[str, Any]) -> Config | Reward:
+    return table.with_weights(**values) if isinstance(table, Reward) else table.model_copy(update=dict(values))
 
 
 def problem_with(stage: Config, entries: Sequence[ScheduleEntry]) -> str:

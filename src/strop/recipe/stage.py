@@ -14,7 +14,7 @@ from strop import config as configs
 from strop.config import Config
 from strop.recipe.graph import Input, Product
 from strop.registry import Component
-from strop.rewards import AnyRewardConfig, RewardConfig, SumRewardConfig
+from strop.rewards import MathReward, Reward, SumReward
 from strop.rewards.scorers import EmbeddedScorerConfig
 from strop.rollout.branching import BranchingConfig
 from strop.rollout.environment import EnvironmentKind, RolloutLimits, Tools
@@ -163,11 +163,11 @@ class Stage(Component):
         return next((each.stage for each in self.inputs() if each.key == "init"), "")
 
 
-def scoring_stages(reward: AnyRewardConfig) -> dict[str, str]:
+def scoring_stages(reward: Reward) -> dict[str, str]:
     """By part of the reward, the stage whose reward model it asks."""
-    if not isinstance(reward, SumRewardConfig):
+    if not isinstance(reward, SumReward):
         return {}
-    scorers = {name: getattr(part, "scorer", None) for name, part in reward.parts.items()}
+    scorers = {name: getattr(part.config, "scorer", None) for name, part in reward.parts.items()}
     return {
         name: scorer.stage
         for name, scorer in scorers.items()
@@ -187,7 +187,7 @@ class PosedKeys(Stage.Config):
 class PlayedKeys(PosedKeys):
     """Keys of a stage that plays its tasks on engines and scores the rollouts."""
 
-    reward: AnyRewardConfig = Field(default=RewardConfig(), description="How a trajectory is scored.")
+    reward: Reward = Field(default=MathReward(), description="How a trajectory is scored.")
     environment: EnvironmentKind = Field(default=Tools(), description="What answers the policy: tools, or a class of yours.")
 
     @property

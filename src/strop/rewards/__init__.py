@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from pydantic import Field
-
-from strop.registry import OrOwn
-from strop.rewards.base import Reward, RewardKeys, RunService, judge_group, make_reward, reward_of
+from strop.rewards.base import Reward, RunService, judge_group, make_reward
 from strop.rewards.code import CodeReward
 from strop.rewards.countdown import CountdownReward
 from strop.rewards.function import FunctionReward, function_reward
@@ -18,43 +14,21 @@ from strop.rollout.prompt import AnswerForm
 
 __all__ = [
     "SETTINGS",
-    "AnyRewardConfig",
     "CodeReward",
-    "CodeRewardConfig",
     "CountdownReward",
-    "CountdownRewardConfig",
     "FunctionReward",
-    "FunctionRewardConfig",
     "MathReward",
     "MathVerifier",
     "Reader",
-    "RewardConfig",
+    "Reward",
     "RunService",
     "SumReward",
-    "SumRewardConfig",
     "Verdict",
     "function_reward",
     "judge_group",
     "make_reward",
     "readers_of",
 ]
-
-RewardConfig: TypeAlias = MathReward.Config
-CodeRewardConfig: TypeAlias = CodeReward.Config
-CountdownRewardConfig: TypeAlias = CountdownReward.Config
-FunctionRewardConfig: TypeAlias = FunctionReward.Config
-SumRewardConfig: TypeAlias = SumReward.Config
-
-_BuiltIn: TypeAlias = Annotated[
-    RewardConfig | CodeRewardConfig | CountdownRewardConfig | FunctionRewardConfig | SumRewardConfig,
-    Field(discriminator="kind"),
-]
-if TYPE_CHECKING:
-    AnyRewardConfig: TypeAlias = (
-        RewardConfig | CodeRewardConfig | CountdownRewardConfig | FunctionRewardConfig | SumRewardConfig | Reward
-    )
-else:
-    AnyRewardConfig = Annotated[_BuiltIn, OrOwn(Reward, default_kind="math")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +52,10 @@ SETTINGS = {
 """The settings of a recipe that read answers in each form."""
 
 
-def readers_of(reward: RewardKeys | Reward) -> list[Reader]:
+def readers_of(reward: Reward) -> list[Reader]:
     """The parts that read an answer. What a user's own function reads is not known, so it is not among them."""
     return [
         Reader(key=f"reward.parts.{name}" if name else "reward", part=name, settings=part.settings, form=part.answer_form)
-        for name, part in reward_of(reward).readers().items()
+        for name, part in reward.readers().items()
         if part.answer_form is not None
     ]

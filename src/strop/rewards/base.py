@@ -7,7 +7,7 @@ import numbers
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias
 
 from pydantic import Field
 
@@ -25,8 +25,6 @@ MAX_WEIGHT = 1e6
 _MEANING = "Factor of the part in the sum. 0: only reported."
 Weight: TypeAlias = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT, description=_MEANING)]
 PositiveWeight: TypeAlias = Annotated[float, Field(ge=0, le=MAX_WEIGHT, description=_MEANING)]
-# A validator runs on `reward` before pydantic does, so lists must be accepted for tuples explicitly.
-Words: TypeAlias = Annotated[tuple[str, ...], Field(strict=False)]
 
 CALLED = "called"
 """The part that says whether a tool ran."""
@@ -56,7 +54,7 @@ class PartConfig(Config):
 
     kind: str = Field(description="What judges the rollout.")
     weight: Weight = 1.0
-    where: dict[str, Words] = Field(
+    where: dict[str, tuple[str, ...]] = Field(
         default={},
         description='Facts of a task and the values for which the part applies; "" stands for tasks without that fact.',
     )
@@ -149,6 +147,7 @@ class Reward(Component):
         "function": "strop.rewards.function:FunctionReward",
         "sum": "strop.rewards.sum:SumReward",
     }
+    default_kind = "math"
 
     class Config(Component.Config):
         """A reward has no keys by itself."""
@@ -165,8 +164,14 @@ class Reward(Component):
         """The weight of each part in the reward; None if each counts 1. A key `weights` of `Config` sets them."""
         return getattr(self.config, "weights", None)
 
-    weights_can_change: ClassVar[bool] = False
-    """Whether a schedule may change the weights."""
+    @property
+    def weights_can_change(self) -> bool:
+        """Whether a schedule may change the weights."""
+        return "weights" in type(self.config).model_fields
+
+    def with_weights(self, weights: Mapping[str, float]) -> Self:
+        """Return a copy with other weights."""
+        return self.replaced(weights=dict(weights))
 
     def open(self, service: RunService | None) -> None:
         """As `Part.open`."""
@@ -212,19 +217,8 @@ class Reward(Component):
         return group
 
 
-class RewardKeys(Reward.Config):
-    """The keys of a reward of strop's."""
-
-    kind: str = Field(description="What judges a trajectory.")
-
-
-def reward_of(config: RewardKeys | Reward) -> Reward:
-    """The reward that `config` describes, not opened: for questions about it that need no judge."""
-    return type(config)(config.config) if isinstance(config, Reward) else Reward.class_of(config.kind)(config)
-
-
-def make_reward(config: RewardKeys | Reward, service: RunService | None = None) -> Reward:
-    """The reward that `config` describes. The caller closes it.
+def make_reward(reward: Reward, service: RunService | None = None) -> Reward:
+    """Return a copy of `reward`, opened. The caller closes it.
 
     Args:
         service: runs programs and compares answers. Without one, answers are compared in processes of this machine.
@@ -232,9 +226,9 @@ def make_reward(config: RewardKeys | Reward, service: RunService | None = None) 
     Raises:
         ConfigError: a function cannot be imported, or programs are to be judged and there is no service.
     """
-    reward = reward_of(config)
-    reward.open(service)
-    return reward
+    opened = type(reward)(reward.config)
+    opened.open(service)
+    return opened
 
 
 def judge_group(reward: object, group: Group) -> Group:

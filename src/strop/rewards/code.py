@@ -17,7 +17,6 @@ from strop.rewards.base import (
     PartConfig,
     PositiveWeight,
     Reward,
-    RewardKeys,
     RolloutPart,
     RunService,
     Weight,
@@ -161,10 +160,9 @@ class CodeReward(Reward):
     If `passed` has no weight, the first failure ends the tests, and `passed` is the share that passed before it.
     """
 
-    class Config(RewardKeys, _Limits):
+    class Config(Reward.Config, _Limits):
         """The answer is a program, judged by the tests of its task."""
 
-        kind: Literal["code"] = Field(description="Selects this reward.")
         weights: dict[str, Weight] = Field(
             default={"accuracy": 1.0},
             description="Weights of accuracy, passed, format and called; passed is a share, the others are 0 or 1.",

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,6 @@ from strop.rewards.base import (
     AnswerPart,
     Part,
     Reward,
-    RewardKeys,
     Weight,
     check_weights,
     extract_answer,
@@ -49,10 +48,9 @@ class CountdownReward(Reward):
     A truncated trajectory has no answer.
     """
 
-    class Config(RewardKeys):
+    class Config(Reward.Config):
         """The answer is an expression of the task's numbers, judged by its value."""
 
-        kind: Literal["countdown"] = Field(description="Selects this reward.")
         weights: dict[str, Weight] = Field(
             default={"accuracy": 1.0}, description="Weights of accuracy, valid, format and called; each part is 0 or 1."
         )

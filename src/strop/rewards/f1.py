@@ -21,7 +21,6 @@ from strop.rewards.base import (
     PartConfig,
     PositiveWeight,
     RolloutPart,
-    Words,
     final_text,
     last_answer_block,
     written,
@@ -110,7 +109,9 @@ class F1Part(RolloutPart):
     class Config(PartConfig):
         kind: Literal["arpo"] = Field(description="Selects this part.")
         weight: PositiveWeight = 1.0
-        multi_tool: Words = Field(default=("search", "python"), description="Tools that must all be used for the bonus.")
+        multi_tool: tuple[str, ...] = Field(
+            default=("search", "python"), description="Tools that must all be used for the bonus."
+        )
         bonus: float = Field(default=0.1, ge=0, le=1e6, description="r_M, the bonus for using all of multi_tool.")
 
     config: Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from strop import user_code
 from strop.config import Config
 from strop.errors import ConfigError
 from strop.registry import import_object
-from strop.rewards.base import SINGLE, NotJudged, PartConfig, Reward, RewardKeys, RolloutPart, RunService, is_finite_number
+from strop.rewards.base import SINGLE, NotJudged, PartConfig, Reward, RolloutPart, RunService, is_finite_number
 from strop.types import Task, Trajectory
 
 _FORM = "A reward is def name(task: Task, trajectory: Trajectory) -> float"
@@ -33,16 +33,12 @@ class _Function(Config):
 class FunctionReward(Reward):
     """A user's own function as the only part; see `function_reward`."""
 
-    class Config(RewardKeys, _Function):
+    class Config(Reward.Config, _Function):
         """A user's own function (task, trajectory) -> float as the only part."""
-
-        kind: Literal["function"] = Field(description="Selects this reward.")
 
         @property
         def weights(self) -> dict[str, float]:
             return {SINGLE: 1.0}
-
-        weights_can_change: ClassVar[bool] = False
 
     config: Config
 
@@ -90,7 +86,7 @@ def function_reward(function: Callable[[Task, Trajectory], float]) -> FunctionRe
             something other than a finite number.
     """
     place = f"{getattr(function, '__module__', '')}:{getattr(function, '__qualname__', type(function).__name__)}"
-    reward = FunctionReward(FunctionReward.Config(kind="function", function=place))
+    reward = FunctionReward(FunctionReward.Config(function=place))
     reward._function = _checked(function)
     return reward
 

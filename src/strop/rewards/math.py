@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -26,7 +26,6 @@ from strop.rewards.base import (
     PartConfig,
     PositiveWeight,
     Reward,
-    RewardKeys,
     RunService,
     Weight,
     check_weights,
@@ -467,10 +466,9 @@ class MathReward(Reward):
     A truncated trajectory has no answer (rStar2-Agent, arXiv 2508.20722, section 4.3.1).
     """
 
-    class Config(RewardKeys):
+    class Config(Reward.Config):
         """The answer is compared with the task's. A part without a weight is reported and does not count."""
 
-        kind: Literal["math"] = Field(default="math", description="Selects this reward.")
         weights: dict[str, Weight] = Field(
             default={"accuracy": 1.0},  # rStar2-Agent section 2.2.1: only the answer
             description="Weights of accuracy, format and called; each part is 0 or 1.",
@@ -485,8 +483,8 @@ class MathReward(Reward):
 
     config: Config
 
-    def __init__(self, config: RewardKeys) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config | None = None, /, **keys: Any) -> None:
+        super().__init__(config, **keys)
         self._accuracy = MathPart(
             MathPart.Config(kind="math", needs_box=self.config.needs_box, verify_deadline_s=self.config.verify_deadline_s)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias, Union, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, Union, get_args
 
 from pydantic import Field, model_validator
 
@@ -17,7 +17,6 @@ from strop.rewards.base import (
     Part,
     PartConfig,
     Reward,
-    RewardKeys,
     RolloutPart,
     RunService,
     check_any_weight,
@@ -59,10 +58,9 @@ def make_part(config: PartConfig) -> Part:
 class SumReward(Reward):
     """Judges a trajectory by every part that applies to its task; parts that compare rollouts wait for `judge_group`."""
 
-    class Config(RewardKeys):
+    class Config(Reward.Config):
         """A weighted sum of named parts, each for all tasks or for some."""
 
-        kind: Literal["sum"] = Field(description="Selects this reward.")
         parts: dict[str, AnyPart] = Field(min_length=1, description="The parts by name.")
 
         @property
@@ -86,9 +84,17 @@ class SumReward(Reward):
 
     config: Config
 
-    def __init__(self, config: RewardKeys) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config | None = None, /, **keys: Any) -> None:
+        super().__init__(config, **keys)
         self.parts = {name: make_part(part) for name, part in self.config.parts.items()}
+
+    @property
+    def weights_can_change(self) -> bool:
+        return True
+
+    def with_weights(self, weights: Mapping[str, float]) -> Self:
+        parts = {name: part.model_copy(update={"weight": weights.get(name, 0.0)}) for name, part in self.config.parts.items()}
+        return self.replaced(parts=parts)
 
     def open(self, service: RunService | None) -> None:
         for part in self.parts.values():

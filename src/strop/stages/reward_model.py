@@ -18,7 +18,7 @@ from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage, StageResult, scoring_stages
 from strop.reports.scales import counted
-from strop.rewards import SumRewardConfig
+from strop.rewards import SumReward
 from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import EmbeddedScorerConfig
@@ -218,13 +218,13 @@ def with_reward_models(stage: StageT, run: RunDirectory) -> StageT:
     A shared reward may name a stage that comes later; only stages that are judged by it depend on that one.
     """
     reward = getattr(stage.config, "reward", None)
-    if not isinstance(reward, SumRewardConfig):
+    if not isinstance(reward, SumReward):
         return stage
     done = {name: each for name, each in scoring_stages(reward).items() if run.stage(each).done.exists()}
     if not done:
         return stage
-    parts = {name: _bound(part, run, done[name]) if name in done else part for name, part in reward.parts.items()}
-    return stage.replaced(reward=reward.model_copy(update={"parts": parts}))
+    parts = {name: _bound(part, run, done[name]) if name in done else part for name, part in reward.config.parts.items()}
+    return stage.replaced(reward=reward.replaced(parts=parts))
 
 
 def _bound(part: object, run: RunDirectory, stage: str) -> ScorerPart.Config:

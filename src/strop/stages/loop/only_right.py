@@ -12,7 +12,6 @@ from strop.errors import MachineError, TaskError
 from strop.evaluation.metrics import Verdict, verdict_of
 from strop.recipe.stage import PlayedKeys
 from strop.rewards import judge_group, make_reward
-from strop.rewards.base import reward_of
 from strop.rollout.player import Excluded, Judge, all_of
 from strop.run_directory import StageDirectory
 from strop.stages.context import StageContext
@@ -84,7 +83,7 @@ async def _write_verdicts(
 ) -> None:
     reward = make_reward(stage.reward, context.runner)
     judge, verdict = Judge(reward=reward, weights=stage.reward.weights), verdict_of(stage.reward)
-    needs_answer = reward_of(stage.reward).compares_answers
+    needs_answer = stage.reward.compares_answers
     num, void = 0, list[str]()
     try:
         with writing_rows(path) as add:

@@ -13,7 +13,7 @@ from strop.engine.config import EngineConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, UserError
 from strop.recipe.stage import Machine, Model, PlayedKeys, Stage
-from strop.rewards import AnyRewardConfig, SumRewardConfig
+from strop.rewards import Reward, SumReward
 from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
 from strop.rewards.scorers import EmbeddedScorerConfig, VllmScorerConfig
@@ -65,14 +65,14 @@ def _check_length(name: str, config: PlayedKeys, recipe: Recipe) -> Iterator[Use
         )
 
 
-def scorer_parts_of(reward: AnyRewardConfig) -> dict[str, ScorerPart.Config]:
+def scorer_parts_of(reward: Reward) -> dict[str, ScorerPart.Config]:
     """The parts of a reward that ask a reward model."""
-    if not isinstance(reward, SumRewardConfig):
+    if not isinstance(reward, SumReward):
         return {}
-    return {name: part for name, part in reward.parts.items() if isinstance(part, ScorerPart.Config)}
+    return {name: part.config for name, part in reward.parts.items() if isinstance(part, ScorerPart)}
 
 
-def _check_reward(stage: str, reward: AnyRewardConfig, machine: Machine) -> Iterator[UserError]:
+def _check_reward(stage: str, reward: Reward, machine: Machine) -> Iterator[UserError]:
     """The device of a reward model is not on this machine, or its directory holds no reward model."""
     for name, part in scorer_parts_of(reward).items():
         key, scorer = f"{stage}.reward.parts.{name}.scorer", part.scorer
@@ -90,7 +90,7 @@ def _check_reward(stage: str, reward: AnyRewardConfig, machine: Machine) -> Iter
             yield UserError(f"{key}.path: {error}")
 
 
-def missing_scorers(reward: AnyRewardConfig) -> Iterator[str]:
+def missing_scorers(reward: Reward) -> Iterator[str]:
     """For the plan: a line for each reward model that is not there yet."""
     for name, part in scorer_parts_of(reward).items():
         scorer = part.scorer

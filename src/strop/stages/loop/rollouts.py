@@ -16,7 +16,7 @@ from torch import Tensor
 from strop.algorithms.method import Selection
 from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
-from strop.rewards import AnyRewardConfig, judge_group, make_reward
+from strop.rewards import Reward, judge_group, make_reward
 from strop.rollout.branching import Branching, branch_metrics, entropy_warning
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import ToolEnvironments
@@ -51,12 +51,12 @@ class GroupPlayer:
         limit = f"{held}, which is what the KV memory of the largest engine holds"
         check_longest(context.recipe, context.name, stage, self.chat, context.tools, held=held, limit=limit, source=tasks)
 
-    async def judge_by(self, config: AnyRewardConfig) -> None:
-        """Judge from now on as `config` says, which a schedule may have changed."""
-        if config != self._judged_by:
+    async def judge_by(self, reward: Reward) -> None:
+        """Judge from now on by `reward`, which a schedule may have changed."""
+        if reward != self._judged_by:
             await self._reward.close()
-            self._judged_by, self._reward = config, make_reward(config, self.context.runner)
-            self.verdict = verdict_of(config)
+            self._judged_by, self._reward = reward, make_reward(reward, self.context.runner)
+            self.verdict = verdict_of(reward)
 
     def judge(self, group: Group) -> Group:
         """Compare the rollouts of a group, each of which is scored."""

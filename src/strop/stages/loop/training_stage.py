@@ -15,7 +15,7 @@ from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
 from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, first_steps, problem_with, reached, switched
 from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Stage
-from strop.rewards import SumRewardConfig
+from strop.rewards import SumReward
 from strop.rollout.player import Temperature
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.preflight import (
@@ -168,9 +168,9 @@ class RolloutKeys(TrainingKeys):
             )
         if entry.tasks is not None and self.data:
             return "data names stages whose tasks are played, so these never are. Leave data out, or make two stages."
-        if entry.reward is not None and not getattr(self.reward, "weights_can_change", True):
+        if entry.reward is not None and not self.reward.weights_can_change:
             return f"reward.kind = {self.reward.kind!r} has no weights that could change. Leave reward out of the entry."
-        if entry.reward is not None and isinstance(self.reward, SumRewardConfig):
+        if entry.reward is not None and isinstance(self.reward, SumReward):
             unknown = [name for name in entry.reward.weights if name not in self.reward.parts]
             if unknown:
                 return f"reward has no part {unknown[0]!r}. The parts are {', '.join(self.reward.parts)}."

@@ -16,7 +16,7 @@ from torch import Tensor
 from strop.algorithms.method import Column, CriticMethod, RewardedRows, Selection
 from strop.algorithms.ppo import explained_variance
 from strop.errors import CannotLearnError
-from strop.rewards import SumReward, SumRewardConfig
+from strop.rewards import SumReward
 from strop.run_directory import writing_to
 from strop.stages.context import StageContext
 from strop.stages.loop.ledger import void_reasons
@@ -303,9 +303,9 @@ class UnusedRewards:
         """Look at the tasks of a step of `stage`, with the settings that it had."""
         reward = stage.reward
         switched_tasks = [entry.tasks for entry in stage.schedule if entry.tasks is not None]
-        if not isinstance(reward, SumRewardConfig) or (switched_tasks and switched_tasks[-1] != stage.tasks):
+        if not isinstance(reward, SumReward) or (switched_tasks and switched_tasks[-1] != stage.tasks):
             return
-        for name, why in SumReward(reward).unused_parts([group.task for group in groups]).items():
+        for name, why in reward.unused_parts([group.task for group in groups]).items():
             if name not in self._warned:
                 self._warned.add(name)
                 self._context.warn(
