@@ -92,7 +92,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2152,  # 1400
+    ".": 2097,  # 1400
     "algorithms": 1785,
     "analysis": 1026,  # 900
     "cli": 1271,  # 2000 with doctor and cs336
@@ -102,25 +102,25 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "engine": 6997,  # 6000
     "evaluation": 1688,  # 1400
     "pipeline": 1121,
-    "recipe": 958,
+    "recipe": 951,
     "reports": 3321,  # 3500
-    "rewards": 3082,  # 2600
-    "rollout": 4896,
+    "rewards": 3047,  # 2600
+    "rollout": 4897,
     "runs": 648,
     "sandbox": 12024,  # 10500
     "simulation": 918,  # 900
-    "stages": 5410,  # 3800
+    "stages": 5379,  # 3800
     "tasks": 2677,  # 2200
-    "tools": 2096,  # 2000
+    "tools": 2108,  # 2000
     "training": 4756,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 346  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_044  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_532  # goal: 52 000
+    assert len(FILES) <= 345  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 43_007  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_496  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -260,11 +260,8 @@ def _place(model: type[BaseModel], location: Sequence[str], tree: Any = None) ->
         tree = _value_at(tree, step)
         kinds, kind_key, kind = {}, "", ""
         if (component := _component(expected)) is not None:
-            default = getattr(component, "default_kind", None)
-            given = str(tree.get(component.kind_key, default)) if isinstance(tree, Mapping) else str(tree)
-            if _members(expected) and ":" not in given:
-                continue  # a built-in kind, whose keys the union has
-            kind_key, kind = component.kind_key, given
+            kind_key = component.kind_key
+            kind = str(tree.get(kind_key, component.default_kind) if isinstance(tree, Mapping) else tree)
             try:
                 expected = component.class_of(kind).Config
                 kinds = {each: component.class_of(each).Config for each in component.kinds}
@@ -280,12 +277,10 @@ def _value_at(tree: Any, step: str) -> Any:
 
 
 def _component(annotation: Any) -> Any:
-    """The class of `strop.registry` that a value of `annotation` is of, or may be of; None where it is something else."""
-    is_choice = get_origin(annotation) in (Annotated, Union, UnionType)
-    for each in get_args(annotation) if is_choice else (annotation,):
-        if (isinstance(each, type) and hasattr(each, "class_of")) or (each := getattr(each, "base", None)) is not None:
-            return each
-    return None
+    """The class of `strop.registry` that a value of `annotation` is of; None where it is something else."""
+    is_choice = get_origin(annotation) in (Union, UnionType)
+    members = get_args(annotation) if is_choice else (annotation,)
+    return next((each for each in members if isinstance(each, type) and hasattr(each, "class_of")), None)
 
 
 def _inside(annotation: Any, step: str) -> Any:

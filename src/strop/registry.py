@@ -18,15 +18,11 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import (
-    Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
-    SerializerFunctionWrapHandler,
-    TypeAdapter,
-    ValidatorFunctionWrapHandler,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -56,6 +52,8 @@ class Component(ABC):
     kind_key: ClassVar[str] = "kind"
     default_kind: ClassVar[str] = ""
     """Of a table that names none; "": it must."""
+    own_base: ClassVar[str] = ""
+    """The public class that a user's class is derived from, if it is another one."""
     config: Any
 
     def __init__(self, config: configs.Config | None = None, /, **keys: Any) -> None:
@@ -88,7 +86,7 @@ class Component(ABC):
             )
         found = import_object(kind, key=cls.kind_key)
         if not (isinstance(found, type) and issubclass(found, cls)):
-            raise ConfigError(f"{kind!r} is not a subclass of strop.{cls.__name__}. Derive the class from it.")
+            raise ConfigError(f"{kind!r} is not a subclass of strop.{cls.own_base or cls.__name__}. Derive the class from it.")
         if inspect.isabstract(found):
             raise ConfigError(f"{kind!r} has no {', no '.join(sorted(found.__abstractmethods__))}. Define it.")
         return found
@@ -155,45 +153,6 @@ class Component(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
-
-
-class OrOwn:
-    """Annotates a union of configs, one for each built-in kind: a table may also name a class of the user's.
-
-    The value is then that component, a `base`; of a built-in kind it is the config.
-    """
-
-    def __init__(self, base: type[Component]) -> None:
-        self.base = base
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        built_in = handler(source)
-        # `source` is the bare union: its discriminator stands next to this annotation.
-        adapter = functools.cache(lambda: TypeAdapter[Any](Annotated[source, Field(discriminator=self.base.kind_key)]))
-
-        def check(value: Any, check_built_in: ValidatorFunctionWrapHandler) -> Any:
-            if isinstance(value, Mapping) and isinstance(number := value.get(_INSTANCE), int):
-                value = (_instances.get() or [])[number]
-            if isinstance(value, self.base):
-                return value if ":" in value.kind else value.config
-            table = {self.base.kind_key: value} if isinstance(value, str) else value
-            if not isinstance(table, Mapping):
-                return check_built_in(table)
-            if ":" in str(table.get(self.base.kind_key)):
-                return self.base.of(table)
-            # As JSON: a validator sees Python values, of which a strict config takes no list for a tuple.
-            return adapter().validate_json(json.dumps(table, default=str))
-
-        def write(value: Any, write_built_in: SerializerFunctionWrapHandler) -> Any:
-            return value.table() if isinstance(value, Component) else write_built_in(value)
-
-        return core_schema.no_info_wrap_validator_function(
-            check, built_in, serialization=core_schema.wrap_serializer_function_ser_schema(write, schema=built_in)
-        )
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        own = {"type": "object", "properties": {self.base.kind_key: {"type": "string", "pattern": ":"}}}
-        return {"anyOf": [handler(schema), {**own, "required": [self.base.kind_key]}, {"type": "string"}]}
 
 
 def from_keys(model: type[ConfigT], keys: Mapping[str, Any]) -> ConfigT:

@@ -142,7 +142,7 @@ def test_a_dead_sandbox_is_found(examine_with, recipe_path):
     dead = ScriptedSandbox(answer={}, dies_after=0)
 
     def die(parts):
-        return replace(parts, tools=(PythonTool(dead, parts.recipe.tools["python"]),))
+        return replace(parts, tools=(PythonTool(dead, parts.recipe.tools["python"].config),))
 
     problem = only_problem(examine_with(die, of=load_recipe(recipe_path)))  # whose sandbox would be on this machine
     assert problem.check == "tool round trip"
@@ -174,7 +174,7 @@ def test_a_service_that_refuses_a_call_is_the_tools_problem_and_not_the_models(e
             raise UserError("the code service refused the token.")
 
     refusing = Refusing(answer={})
-    diagnosis = examine_with(lambda parts: replace(parts, tools=(PythonTool(refusing, parts.recipe.tools["python"]),)))
+    diagnosis = examine_with(lambda parts: replace(parts, tools=(PythonTool(refusing, parts.recipe.tools["python"].config),)))
     assert "refused the token" in only_problem(diagnosis).detail
 
 

@@ -15,7 +15,7 @@ from strop.recipe.recipe import Recipe, resolve
 from strop.rewards import make_reward
 from strop.sandbox import ScriptedSandbox
 from strop.tasks import make_tasks
-from strop.tools.toolbox import open_tools
+from strop.tools import open_tools
 from strop.types import RolloutKey, StopReason, Task, Trajectory
 
 MODULE = '''
@@ -80,7 +80,7 @@ def test_a_recipe_that_names_tools_has_these_and_no_others(own_module):
 def test_a_table_of_tools_is_of_the_kind_that_it_is_called_by_unless_it_says_another():
     tools = {"python": {"name": "calc"}, "search": {"kind": "function", "function": "m:f"}}
     resolved = validate(Recipe, resolve({**PLAIN, "tools": tools}), place="test").tools
-    assert [(name, tool.kind, tool.name) for name, tool in resolved.items()] == [
+    assert [(name, tool.kind, tool.config.name) for name, tool in resolved.items()] == [
         ("python", "python", "calc"),
         ("search", "function", None),
     ]

@@ -9,7 +9,7 @@ from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import ScriptedSandbox
-from strop.tools import PythonTool, PythonToolConfig
+from strop.tools import Python, PythonTool
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.types import Completion, FinishReason, StopReason, Task, ToolOutcome
 
@@ -192,7 +192,7 @@ def test_a_call_within_the_budget_is_not_run_where_no_response_fits_though_other
 
 def test_an_argument_of_the_python_tool_that_is_left_out_has_its_default_and_is_shown_as_required():
     box = ScriptedSandbox(answer=lambda request: f"{request.code} of {request.stdin!r}")
-    tool = PythonTool(box, PythonToolConfig(name="python"))
+    tool = PythonTool(box, Python.Config(name="python"))
     ledger = Ledger()
     said = [
         json.dumps({"name": "python", "arguments": each}) for each in ({"code": "1"}, {"input": "2"}, {"code": "1", "input": 2})

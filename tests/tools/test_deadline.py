@@ -13,10 +13,10 @@ from strop.config import validate
 from strop.deadline import clock_stopped, deadline
 from strop.sandbox import ScriptedSandbox
 from strop.sandbox.scripted import ScriptedNode
-from strop.tools import PythonTool, PythonToolConfig, Tool, tool
-from strop.tools.limits import CallLimits, NoisyTool, capped
-from strop.tools.mcp import McpToolsConfig
-from strop.tools.search import SearchToolConfig
+from strop.tools import Python, PythonTool, Tool, tool
+from strop.tools.limits import NoisyTool, capped
+from strop.tools.mcp import Mcp
+from strop.tools.search import Search
 from strop.types import ToolOutcome
 
 
@@ -73,7 +73,7 @@ def test_cells_of_a_notebook_that_wait_for_those_before_them_keep_their_time() -
 
     async def run() -> tuple[list[ToolOutcome], float]:
         began = time.monotonic()
-        notebook = await PythonTool(node, PythonToolConfig(stateful=True)).start(seed=1)
+        notebook = await PythonTool(node, Python.Config(stateful=True)).start(seed=1)
 
         async def cell(number: int) -> ToolOutcome:
             async with deadline(0.8):
@@ -97,11 +97,11 @@ def test_every_kind_of_tool_says_when_its_calls_have_ended_by_its_own_limits() -
     assert tool(_hang, wall_s=7.0).longest_call_s == 7.0
     assert tool(_hang).longest_call_s == 0.0
     # Three tries of 120 s, where it is the sandbox that fails.
-    python = PythonTool(ScriptedSandbox(answer={}), PythonToolConfig(wall_s=120.0))
+    python = PythonTool(ScriptedSandbox(answer={}), Python.Config(wall_s=120.0))
     assert python.longest_call_s == 360.0
     # Four tries of (30 to connect + 30 of the call + 5 for a sign of life + 10 to part), pauses of 0, 0, 1 and 2 s.
-    command = {"kind": "mcp", "command": [sys.executable, "server.py"]}
-    assert validate(McpToolsConfig, command, place="the test").longest_call_s == 4 * 75.0 + 3.0
+    command = {"command": [sys.executable, "server.py"]}
+    assert validate(Mcp.Config, command, place="the test").longest_call_s == 4 * 75.0 + 3.0
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_a_search_is_as_long_as_its_backend_takes(
 
     async def run() -> float:
         async with AsyncExitStack() as stack:
-            config = validate(SearchToolConfig, {"kind": "search", "backend": backend}, place="the test")
-            return (await config.open(stack, key="tools.search")).longest_call_s
+            (tool,) = await Search(backend=backend).open(stack, ScriptedSandbox(answer={}), key="tools.search")
+            return tool.longest_call_s
 
     assert asyncio.run(run()) == longest_s
 
@@ -131,8 +131,8 @@ def test_a_search_is_as_long_as_its_backend_takes(
 def test_a_tool_around_another_keeps_its_limits() -> None:
     async def run() -> list[float]:
         inner = tool(_hang, wall_s=7.0)
-        [behind_cap] = capped([inner], CallLimits(max_running=1))
-        notebook = PythonTool(ScriptedNode(answer={}), PythonToolConfig(stateful=True, wall_s=2.0))
+        [behind_cap] = capped([inner], 1)
+        notebook = PythonTool(ScriptedNode(answer={}), Python.Config(stateful=True, wall_s=2.0))
         around: list[Tool] = [behind_cap, NoisyTool(inner), await notebook.start(seed=0)]
         return [each.longest_call_s for each in [*around, *[await each.fork() for each in around]]]
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from strop.config import validate
 from strop.errors import ConfigError, MachineError, UserError
 from strop.rollout.tool_calls import argument_problem
-from strop.tools import FunctionToolConfig, ToolResult, tool
+from strop.tools import Function, ToolResult, tool
 from strop.tools.function import FunctionTool
 from strop.types import ToolOutcome
 
@@ -301,16 +301,14 @@ def test_what_cannot_be_shown_of_a_call_is_an_error_that_the_policy_reads() -> N
 
 
 def test_a_recipe_names_a_function_by_its_module_and_may_rename_it() -> None:
-    config = validate(
-        FunctionToolConfig, {"kind": "function", "function": "textwrap:dedent", "name": "outdent"}, place="the test"
-    )
+    config = validate(Function.Config, {"function": "textwrap:dedent", "name": "outdent"}, place="the test")
     with pytest.raises(UserError, match="parameter 'text' has no type"):
-        config.open(key="tools.outdent")
-    found = config.model_copy(update={"function": f"{__name__}:convert"}).open(key="tools.outdent")
+        config.imported("tools.outdent")
+    found = config.model_copy(update={"function": f"{__name__}:convert"}).imported("tools.outdent")
     assert (found.spec.name, found.spec.description) == ("outdent", "Converts a distance to metres.")
     for path, named in (("nowhere:convert", "cannot be imported"), ("math:pi", "of type float, not a function")):
         with pytest.raises((ConfigError, UserError), match=named):
-            config.model_copy(update={"function": path}).open(key="tools.outdent")
+            config.model_copy(update={"function": path}).imported("tools.outdent")
 
 
 OWN = '''
@@ -346,7 +344,7 @@ def test_what_is_wrong_in_a_module_that_is_there_is_told_with_the_key_and_the_pl
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "own_functions", raising=False)
     with pytest.raises(UserError) as told:
-        FunctionToolConfig(kind="function", function=f"own_functions:{name}").open(key="tools.own")
+        Function.Config(function=f"own_functions:{name}").imported("tools.own")
     assert str(told.value).startswith(f"tools.own.function: 'own_functions:{name}': {said.format(file=file)}")
     assert "Run strop where" not in str(told.value)
 

@@ -20,14 +20,15 @@ from web_server import Answer, Asked, serving
 from strop.config import validate
 from strop.errors import ConfigError, ToolBroken, UserError
 from strop.rollout.tool_calls import argument_problem
+from strop.sandbox import ScriptedSandbox
 from strop.tools import Tool, mcp
-from strop.tools.mcp import McpToolsConfig
+from strop.tools.mcp import Mcp
 from strop.types import ToolOutcome
 
 _ResultT = TypeVar("_ResultT")
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
-PATIENT = {"kind": "mcp", "start_s": 100.0, "wall_s": 100.0}  # a server takes long to start where many programs do
+PATIENT = {"start_s": 100.0, "wall_s": 100.0}  # a server takes long to start where many programs do
 STDIO: dict[str, Any] = {**PATIENT, "command": [sys.executable, SERVER, "stdio"]}
 
 pytestmark = pytest.mark.timeout(240)
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.timeout(240)
 def with_tools(config: dict[str, Any], use: Callable[[dict[str, Tool]], Awaitable[_ResultT]]) -> _ResultT:
     async def run() -> _ResultT:
         async with AsyncExitStack() as stack:
-            tools = await validate(McpToolsConfig, config, place="the test").open(stack, key="tools.remote")
+            tools = await Mcp(**config).open(stack, ScriptedSandbox(answer={}), key="tools.remote")
             return await use({tool.spec.name: tool for tool in tools})
 
     return asyncio.run(run())
@@ -323,6 +324,6 @@ def test_a_server_that_cannot_be_used_is_told_before_anything_is_played(change: 
 
 
 def test_a_recipe_names_one_server_in_one_way() -> None:
-    for config in ({"kind": "mcp"}, {**STDIO, "url": "http://127.0.0.1:1/mcp"}):
+    for config in ({}, {**STDIO, "url": "http://127.0.0.1:1/mcp"}):
         with pytest.raises(ConfigError, match="give either the command of an MCP server"):
-            validate(McpToolsConfig, config, place="the test")
+            validate(Mcp.Config, config, place="the test")

@@ -11,11 +11,11 @@ from strop.errors import MachineError, ToolBroken, UserError
 from strop.sandbox import IsolationLevel, LocalSandbox, RunOutcome, SandboxConfig, ScriptedSandbox, scripted_result
 from strop.sandbox.protocol import RunRequest, RunResult
 from strop.sandbox.scripted import ScriptedNode
-from strop.tools import PythonTool, PythonToolConfig, Tool
+from strop.tools import Python, PythonTool, Tool
 from strop.tools.notebook import NEW_NOTEBOOK
 from strop.types import ToolOutcome
 
-STATEFUL = PythonToolConfig(stateful=True, wall_s=1.0)
+STATEFUL = Python.Config(stateful=True, wall_s=1.0)
 
 
 async def say(tool: Tool, code: str) -> tuple[ToolOutcome, str]:

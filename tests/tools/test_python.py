@@ -17,7 +17,7 @@ from strop.sandbox import (
     ScriptedSandbox,
     scripted_result,
 )
-from strop.tools import PythonTool, PythonToolConfig, ToolResult
+from strop.tools import Python, PythonTool, ToolResult
 from strop.types import ToolOutcome
 
 
@@ -26,7 +26,7 @@ def call(tool: PythonTool, **arguments: object) -> ToolResult:
 
 
 def tool_that_gets(result: RunResult, **config: object) -> PythonTool:
-    return PythonTool(ScriptedSandbox(answer=lambda request: result), PythonToolConfig.model_validate(config))
+    return PythonTool(ScriptedSandbox(answer=lambda request: result), Python.Config.model_validate(config))
 
 
 def test_it_is_described_as_in_the_prompt_of_rstar2_agent() -> None:
@@ -42,7 +42,7 @@ def test_it_is_described_as_in_the_prompt_of_rstar2_agent() -> None:
 def test_the_four_responses_of_rstar2_agent_come_from_real_programs() -> None:
     async def play() -> list[ToolResult]:
         async with LocalSandbox(SandboxConfig(min_level=IsolationLevel.PROCESS)) as box:
-            tool = PythonTool(box, PythonToolConfig(wall_s=0.5))
+            tool = PythonTool(box, Python.Config(wall_s=0.5))
             programs = [
                 "print(int(input()) * 2)",
                 "6 * 7",

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import pytest
 from web_server import Answer, Asked, WebServer, serving
 
-from strop.config import validate
 from strop.deadline import deadline
 from strop.errors import ToolBroken, UserError
+from strop.sandbox import ScriptedSandbox
 from strop.tools import ToolResult
-from strop.tools.search import SearchTool, SearchToolConfig
+from strop.tools.search import Search, SearchTool
 from strop.tools.search.cached_results import Origin, ResultFile, read_results
 from strop.types import ToolOutcome
 
@@ -42,9 +42,11 @@ async def was_asked(server: WebServer) -> None:
 async def with_tool(
     backend: dict[str, Any], use: Callable[[SearchTool], Awaitable[_ResultT]], *, top_k: int = 3, **config: Any
 ) -> _ResultT:
-    tree = {"kind": "search", "top_k": top_k, "backend": backend, **config}
     async with AsyncExitStack() as stack:
-        return await use(await validate(SearchToolConfig, tree, place="the test").open(stack, key="tools.search"))
+        kind = Search(top_k=top_k, backend=backend, **config)
+        (tool,) = await kind.open(stack, ScriptedSandbox(answer={}), key="tools.search")
+        assert isinstance(tool, SearchTool)
+        return await use(tool)
 
 
 def test_any_service_is_described_by_its_request_and_by_where_its_results_stand(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,9 +27,8 @@ from strop.rollout.prompt import load_prompt
 from strop.sandbox import LocalSandbox, SandboxConfig, ScriptedSandbox
 from strop.sandbox.scripted import ScriptedNode
 from strop.stages.model import make_tokenizer
-from strop.tools import PythonTool, PythonToolConfig, Tool, tool
-from strop.tools.limits import CallLimits, capped
-from strop.tools.toolbox import ToolConfig, open_tools
+from strop.tools import Python, PythonTool, Tool, ToolKind, open_tools, tool
+from strop.tools.limits import capped
 from strop.types import Group, Task, ToolOutcome
 
 CHAT = ChatFormat(make_tokenizer([], vocab_size=300))
@@ -38,7 +37,7 @@ FOUND = {"results": [{"title": "", "text": "found"}]}
 
 
 class Tools(Config):
-    tools: dict[str, ToolConfig]
+    tools: dict[str, ToolKind]
 
 
 @asynccontextmanager
@@ -154,7 +153,7 @@ def test_a_call_that_waits_behind_the_cap_for_longer_than_the_deadline_is_not_vo
 
     async def run() -> tuple[Group, float]:
         began = time.monotonic()
-        tools = capped([work], CallLimits(max_running=1))
+        tools = capped([work], 1)
         group = await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=6, num_calls=4, deadline_s=0.9)
         return group, time.monotonic() - began
 
@@ -176,7 +175,7 @@ def test_a_call_that_hangs_behind_the_cap_still_meets_its_deadline_and_lets_the_
         return "done"
 
     async def run() -> Group:
-        tools = capped([work], CallLimits(max_running=1))
+        tools = capped([work], 1)
         return await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=3, deadline_s=0.3)
 
     group = asyncio.run(run())
@@ -209,7 +208,7 @@ async def play_with_python(node: ScriptedNode, *, num_rollouts: int) -> Group:
 
     with patch("strop.sandbox.local.spawn_node", spawn_node):
         async with LocalSandbox() as box:
-            python = PythonTool(box, PythonToolConfig(name="python", wall_s=0.1))
+            python = PythonTool(box, Python.Config(name="python", wall_s=0.1))
             call = {"name": "python", "arguments": {"code": "1", "input": ""}}
             return await play_with([python], call, num_rollouts=num_rollouts, deadline_s=0.3)
 
@@ -237,7 +236,7 @@ def test_no_more_calls_of_a_tool_run_at_once_than_it_may_over_all_rollouts() -> 
         return "done"
 
     async def run() -> Group:
-        tools = capped([work], CallLimits(max_running=3))
+        tools = capped([work], 3)
         return await play_with(tools, {"name": "work", "arguments": {}}, num_rollouts=8, num_calls=2)
 
     group = asyncio.run(run())
@@ -253,7 +252,7 @@ def test_a_call_that_gave_up_its_place_in_the_queue_does_not_keep_it() -> None:
         return "done"
 
     async def run() -> float:
-        [one_at_a_time] = capped([work], CallLimits(max_running=1))
+        [one_at_a_time] = capped([work], 1)
         calls = [asyncio.ensure_future(one_at_a_time.call({"seconds": 30}, seed=0)) for _ in range(3)]
         await asyncio.sleep(0.01)
         for each in calls:

@@ -30,9 +30,9 @@ from strop.stages.context import Silent, StageContext, load_chat
 from strop.stages.data import open_tasks
 from strop.stages.loop.engines import prompt_lengths
 from strop.stages.model import ModelStage, find_model
+from strop.tools import open_tools
 from strop.tools.protocol import Tool
-from strop.tools.python import PythonToolConfig
-from strop.tools.toolbox import open_tools
+from strop.tools.python import Python
 from strop.training.batch import TokenBatch, pack
 from strop.training.config import OptimizerConfig, TrainerConfig
 from strop.training.models import load_model
@@ -194,10 +194,7 @@ async def _find_or_make_model(recipe: Recipe, model: Path | None, place: Path) -
     if tiny is not None:
         origin = origin.replaced(tiny=tiny.model_copy(update={"num_texts": min(tiny.num_texts, _NUM_TEXTS)}))
     scripted = ScriptedSandbox(answer=lambda _: "42\n")  # texts for a tokenizer do not need a sandbox that works
-    stateless = {
-        key: each.model_copy(update={"stateful": False}) if isinstance(each, PythonToolConfig) else each
-        for key, each in recipe.tools.items()
-    }
+    stateless = {key: each.replaced(stateful=False) if isinstance(each, Python) else each for key, each in recipe.tools.items()}
     async with open_tools(stateless, scripted) as tools:
         with blaming(), closing(LineWriter(place / "events.jsonl")) as events:
             context = StageContext(

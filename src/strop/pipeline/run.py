@@ -31,7 +31,7 @@ from strop.stages.context import EngineFactory, Progress, StageContext, load_cha
 from strop.stages.loop.engines import check_room
 from strop.stages.reward_model import warnings_of_reward_models, with_reward_models
 from strop.tasks.files import keeping_commits
-from strop.tools.toolbox import open_tools
+from strop.tools import open_tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

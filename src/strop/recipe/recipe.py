@@ -17,8 +17,8 @@ from strop.recipe.graph import Input, in_order
 from strop.recipe.stage import Stage
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.sandbox.config import SandboxConfig
-from strop.tools.python import PythonToolConfig
-from strop.tools.toolbox import TOOL_KINDS, ToolConfig
+from strop.tools.protocol import ToolKind
+from strop.tools.python import Python
 
 SHARED_TABLES = ("tasks", "prompt", "sampling", "limits", "reward", "environment", "trainer")
 """Tables of the recipe's root that are defaults of every stage; a stage's own keys are put over them."""
@@ -27,8 +27,8 @@ SERVERS = ("vllm", "sglang")
 """Kinds of engine that compute in a process and with kernels of their own."""
 
 
-def _python_alone() -> dict[str, ToolConfig]:
-    return {"python": PythonToolConfig()}
+def _python_alone() -> dict[str, ToolKind]:
+    return {"python": Python()}
 
 
 class Recipe(Config):
@@ -42,7 +42,7 @@ class Recipe(Config):
     description: str = Field("", description="One sentence for the plan and the report.")
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of every random value.")
     threads: int | None = Field(None, ge=1, le=1024, description="Threads of torch. Default: torch decides.")
-    tools: dict[str, ToolConfig] = Field(
+    tools: dict[str, ToolKind] = Field(
         default_factory=_python_alone, description="What the policy may call: tables by name. Default: the Python tool."
     )
     sandbox: SandboxConfig = Field(SandboxConfig(), description="How programs run.")
@@ -142,7 +142,7 @@ def _resolved(stage: Mapping[str, Any], shared: Mapping[str, Any], *, is_server:
 
 def _with_kind(name: str, tool: Any) -> Any:
     """Return a tool's table with its kind: by default the kind that its name is."""
-    return {"kind": name, **tool} if isinstance(tool, Mapping) and name in TOOL_KINDS else tool
+    return {"kind": name, **tool} if isinstance(tool, Mapping) and name in ToolKind.kinds else tool
 
 
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -342,6 +342,7 @@ class EnvironmentKind(Component):
     """What a stage names by its key `environment`: `tools`, a `TextEnvironment` or an `Environment` of the user's."""
 
     kinds = {"tools": "strop.rollout.environment:Tools"}  # noqa: RUF012  (a constant table)
+    own_base = "TextEnvironment"
 
     class Config(Component.Config):
         """An environment has no keys by itself."""

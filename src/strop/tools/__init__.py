@@ -1,17 +1,17 @@
 """What the policy may call: one tool a file."""
 
-from strop.tools.function import FunctionTool, FunctionToolConfig, tool
-from strop.tools.protocol import Tool, ToolResult, ToolSpec
-from strop.tools.python import PythonTool, PythonToolConfig
-from strop.tools.toolbox import ToolConfig, open_tools
+from strop.tools.function import Function, FunctionTool, tool
+from strop.tools.limits import open_tools
+from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
+from strop.tools.python import Python, PythonTool
 
 __all__ = [
+    "Function",
     "FunctionTool",
-    "FunctionToolConfig",
+    "Python",
     "PythonTool",
-    "PythonToolConfig",
     "Tool",
-    "ToolConfig",
+    "ToolKind",
     "ToolResult",
     "ToolSpec",
     "open_tools",

@@ -11,7 +11,8 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from contextlib import AsyncExitStack
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticUserError
@@ -19,34 +20,42 @@ from pydantic_core import to_json
 
 from strop.errors import StropError, UserError
 from strop.registry import import_object
+from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.tools.schema import parameters_schema, read_docstring
 from strop.types import ToolOutcome
 
 
-class FunctionToolConfig(CallLimits):
+class Function(ToolKind):
     """A typed Python function of your own."""
 
-    kind: Literal["function"]
-    function: str = Field(description="The function, as module:name, with the decorator `tool` or without.")
-    name: str | None = Field(default=None, min_length=1, description="Its name in the prompt; the function's own by default.")
-    wall_s: float = Field(default=30.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
+    class Config(CallLimits):
+        """The function, its name and its limits."""
 
-    def import_code(self, key: str) -> None:
-        """As `open`."""
-        self.open(key=key)
+        function: str = Field(description="The function, as module:name, with the decorator `tool` or without.")
+        name: str | None = Field(default=None, min_length=1, description="Its name in the prompt; by default its own.")
+        wall_s: float = Field(default=30.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
 
-    def open(self, *, key: str) -> FunctionTool:
-        """Raises `UserError` when it cannot be imported, or is no function with types and a docstring."""
-        found = import_object(self.function, key=f"{key}.function")
-        function = found.function if isinstance(found, FunctionTool) else found
-        if not callable(function):
-            raise UserError(f"{key}.function: {self.function!r} is of type {type(function).__name__}, not a function.")
-        try:
-            return tool(function, name=self.name, wall_s=self.wall_s)
-        except UserError as error:
-            raise UserError(f"{key}.function: {self.function!r}: {error}") from error
+        def import_code(self, key: str) -> None:
+            """As `imported`."""
+            self.imported(key)
+
+        def imported(self, key: str) -> FunctionTool:
+            """Raises `UserError` when it cannot be imported, or is no function with types and a docstring."""
+            found = import_object(self.function, key=f"{key}.function")
+            function = found.function if isinstance(found, FunctionTool) else found
+            if not callable(function):
+                raise UserError(f"{key}.function: {self.function!r} is of type {type(function).__name__}, not a function.")
+            try:
+                return tool(function, name=self.name, wall_s=self.wall_s)
+            except UserError as error:
+                raise UserError(f"{key}.function: {self.function!r}: {error}") from error
+
+    config: Config
+
+    async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
+        return [self.config.imported(key)]
 
 
 class FunctionTool(Tool):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,8 @@ from pydantic import Field
 
 from strop.config import Config
 from strop.deadline import clock_stopped
-from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.sandbox.protocol import CodeRunner
+from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.types import ToolOutcome
 
 
@@ -105,9 +107,28 @@ class AbsentTool(Tool):
         return ToolResult(outcome=ToolOutcome.ERROR, text="Error: no tool is available.", duration_s=0.0)
 
 
-def capped(tools: Sequence[Tool], limits: CallLimits) -> list[Tool]:
-    """`tools` under one `limits.max_running` that they share."""
-    if limits.max_running is None:
-        return list(tools)
-    places = asyncio.Semaphore(limits.max_running)
+def capped(tools: Sequence[Tool], max_running: int | None) -> Sequence[Tool]:
+    """`tools`, of which together at most `max_running` calls run at once."""
+    if max_running is None:
+        return tools
+    places = asyncio.Semaphore(max_running)
     return [CappedTool(tool, places) for tool in tools]
+
+
+@asynccontextmanager
+async def open_tools(kinds: Mapping[str, ToolKind], runner: CodeRunner) -> AsyncIterator[tuple[Tool, ...]]:
+    """The tools of `kinds`, in their order, for the time of an `async with`; those of one kind share its `max_running`.
+
+    Args:
+        kinds: by the name of their table under `tools`.
+        runner: where the Python tool runs programs; it stays open.
+
+    Raises:
+        UserError: one of them cannot be opened: a corpus, a library, a key or a server is missing.
+    """
+    async with AsyncExitStack() as stack:
+        tools: list[Tool] = []
+        for name, kind in kinds.items():
+            opened = await kind.open(stack, runner, key=f"tools.{name}")
+            tools += capped(opened, kind.config.max_running) if isinstance(kind.config, CallLimits) else opened
+        yield tuple(tools)

@@ -14,15 +14,16 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, Self, TextIO, cast
+from typing import TYPE_CHECKING, Any, Self, TextIO, cast
 
 import httpx2
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import to_json
 
 from strop.errors import MachineError, ToolBroken, UserError
+from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.tools.python import shorten
 from strop.tools.schema import parameters_schema
 from strop.types import ToolOutcome
@@ -40,61 +41,61 @@ _MAX_PAUSE_S = 15.0
 _CLOSE_S = 10.0  # for closing a connection; before that the library kills a program that does not end by itself
 
 
-class McpToolsConfig(CallLimits):
+class Mcp(ToolKind):
     """The tools of an MCP server, under the names that the server gives them; needs `strop[mcp]`."""
 
-    kind: Literal["mcp"] = Field(description="Tool kind.")
-    command: tuple[str, ...] = Field(
-        default=(), description="A program that speaks MCP on stdin and stdout, and its arguments."
-    )
-    env: Mapping[str, str] = Field(default={}, description="Environment of the program, beyond PATH, HOME and the like.")
-    url: str | None = Field(default=None, description="Address of a server, as in http://127.0.0.1:8000/mcp.")
-    headers: Mapping[str, str] = Field(default={}, description="Headers of every request; `{key}` is filled in.")
-    key_env: str | None = Field(default=None, description="Environment variable with the key.")
-    only: tuple[str, ...] = Field(default=(), description="Names of the tools to use; by default all of the server.")
-    prefix: str = Field(default="", description="Put before each name, if two servers use the same one.")
-    wall_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of one call.")
-    start_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of a connection.")
-    retries: int = Field(default=3, ge=0, le=1000, description="Further tries of a call whose server was lost.")
-    backoff_s: float = Field(
-        default=1.0,
-        gt=0,
-        le=86_400,
-        description="Pause before the second retry; it doubles each time.",
-    )
-    max_chars: int = Field(
-        default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
-    )
+    class Config(CallLimits):
+        """The server, and limits of calls."""
 
-    @model_validator(mode="after")
-    def _is_one_server(self) -> Self:
-        if bool(self.command) == (self.url is not None):
-            raise ValueError('give either the command of an MCP server, as in command = ["python", "server.py"], or its url.')
-        return self
+        command: tuple[str, ...] = Field(
+            default=(), description="A program that speaks MCP on stdin and stdout, and its arguments."
+        )
+        env: Mapping[str, str] = Field(default={}, description="Environment of the program, beyond PATH, HOME and the like.")
+        url: str | None = Field(default=None, description="Address of a server, as in http://127.0.0.1:8000/mcp.")
+        headers: Mapping[str, str] = Field(default={}, description="Headers of every request; `{key}` is filled in.")
+        key_env: str | None = Field(default=None, description="Environment variable with the key.")
+        only: tuple[str, ...] = Field(default=(), description="Names of the tools to use; by default all of the server.")
+        prefix: str = Field(default="", description="Put before each name, if two servers use the same one.")
+        wall_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of one call.")
+        start_s: float = Field(default=30.0, gt=0, le=86_400, description="Time limit of a connection.")
+        retries: int = Field(default=3, ge=0, le=1000, description="Further tries of a call whose server was lost.")
+        backoff_s: float = Field(
+            default=1.0,
+            gt=0,
+            le=86_400,
+            description="Pause before the second retry; it doubles each time.",
+        )
+        max_chars: int = Field(
+            default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
+        )
 
-    @property
-    def longest_call_s(self) -> float:
-        """Every try connects, gets no answer, checks whether the server is alive and closes the connection."""
-        of_a_try_s = self.start_s + self.wall_s + _ALIVE_S + _CLOSE_S
-        pauses_s = sum(self.pause_s(num_tries) for num_tries in range(1 + self.retries))
-        return (1 + self.retries) * of_a_try_s + pauses_s
+        @model_validator(mode="after")
+        def _is_one_server(self) -> Self:
+            if bool(self.command) == (self.url is not None):
+                raise ValueError('give either the command of an MCP server, as in command = ["python", "server.py"], or a url.')
+            return self
 
-    def pause_s(self, num_tries: int) -> float:
-        """The pause before the next try of a call."""
-        return 0.0 if num_tries < 2 else min(self.backoff_s * 2 ** (num_tries - 2), _MAX_PAUSE_S)
+        @property
+        def longest_call_s(self) -> float:
+            """Every try connects, gets no answer, checks whether the server is alive and closes the connection."""
+            of_a_try_s = self.start_s + self.wall_s + _ALIVE_S + _CLOSE_S
+            pauses_s = sum(self.pause_s(num_tries) for num_tries in range(1 + self.retries))
+            return (1 + self.retries) * of_a_try_s + pauses_s
 
-    @property
-    def server(self) -> str:
-        """The server, for messages."""
-        return self.url if self.url is not None else " ".join(self.command)
+        def pause_s(self, num_tries: int) -> float:
+            """The pause before the next try of a call."""
+            return 0.0 if num_tries < 2 else min(self.backoff_s * 2 ** (num_tries - 2), _MAX_PAUSE_S)
 
-    async def open(self, stack: AsyncExitStack, *, key: str) -> list[Tool]:
-        """Connect and list the tools; `stack` closes the connection.
+        @property
+        def server(self) -> str:
+            """The server, for messages."""
+            return self.url if self.url is not None else " ".join(self.command)
 
-        Raises:
-            UserError: the server cannot be reached or started, or lacks a tool of `only`.
-        """
-        server = McpServer(self, key=key)
+    config: Config
+
+    async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
+        """Connect and list the tools. A server that cannot be reached, or lacks a tool of `only`, is a `UserError`."""
+        server = McpServer(self.config, key=key)
         stack.push_async_callback(server.close)
         return list(await server.tools())
 
@@ -102,7 +103,7 @@ class McpToolsConfig(CallLimits):
 class McpServer:
     """A server, connected again when it is lost. Use from one event loop; `close` ends its program."""
 
-    def __init__(self, config: McpToolsConfig, *, key: str) -> None:
+    def __init__(self, config: Mcp.Config, *, key: str) -> None:
         if find_spec("mcp") is None:
             raise UserError("MCP servers need the library mcp: pip install 'strop[mcp]'.")
         self.config = config
@@ -114,7 +115,7 @@ class McpServer:
         self._connecting = asyncio.Lock()
 
     async def tools(self) -> list[McpTool]:
-        """The tools of the server, in its order. Raises `UserError` as `McpToolsConfig.open` does."""
+        """The tools of the server, in its order. Raises `UserError` as `Mcp.open` does."""
         try:
             listed = await self._listed(await self._connected())
         except MachineError as error:
@@ -227,7 +228,7 @@ class McpServer:
 class _Connection:
     """A task that holds the library's client open until `close`, or until the server is lost."""
 
-    def __init__(self, config: McpToolsConfig, *, secret: str) -> None:
+    def __init__(self, config: Mcp.Config, *, secret: str) -> None:
         self._config = config
         self._secret = secret
         self._stop = asyncio.Event()
@@ -236,7 +237,7 @@ class _Connection:
         self._holder = asyncio.create_task(self._hold())
 
     @classmethod
-    async def open(cls, config: McpToolsConfig, *, secret: str) -> Self:
+    async def open(cls, config: Mcp.Config, *, secret: str) -> Self:
         """Raises `MachineError` when the server does not answer in time."""
         connection = cls(config, secret=secret)
         try:
@@ -304,7 +305,7 @@ class _Connection:
 
 
 @asynccontextmanager
-async def _transport(config: McpToolsConfig, secret: str, log: TextIO) -> AsyncIterator[Any]:
+async def _transport(config: Mcp.Config, secret: str, log: TextIO) -> AsyncIterator[Any]:
     """The transport of the library's client, not yet opened."""
     from mcp import StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client

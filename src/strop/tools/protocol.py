@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from strop import user_code
 from strop.registry import Component
+from strop.sandbox.protocol import CodeRunner
 from strop.types import ToolOutcome
 
 
@@ -38,18 +41,48 @@ class ToolResult:
     duration_s: float
 
 
-class Tool(Component):
+class ToolKind(Component):
+    """What a table of `tools` names: it gives the policy one tool or several."""
+
+    kinds = {  # noqa: RUF012  (a constant table)
+        "python": "strop.tools.python:Python",
+        "search": "strop.tools.search.tool:Search",
+        "function": "strop.tools.function:Function",
+        "mcp": "strop.tools.mcp:Mcp",
+    }
+    own_base = "Tool"
+
+    class Config(Component.Config):
+        """A tool has no keys by itself."""
+
+    @abstractmethod
+    async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> Sequence[Tool]:
+        """Return the tools, opened; `stack` closes what they hold.
+
+        Args:
+            runner: where the Python tool runs programs; it stays open.
+            key: of its table in the recipe.
+
+        Raises:
+            UserError: it cannot be opened: a corpus, a library, a key or a server is missing.
+        """
+
+
+class Tool(ToolKind):
     """Something the policy may call. A subclass gives `spec` (a property, or a value) and `call`.
 
     What a recipe names is shared by all rollouts and holds no state of any one of them. A tool that keeps something from one
     call to the next gives each rollout an object of its own, by `start`; where the rollout branches, `fork` copies it.
     """
 
-    class Config(Component.Config):
-        """A tool has no keys by itself."""
-
     __eq__ = object.__eq__
     __hash__ = object.__hash__
+
+    async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> Sequence[Tool]:
+        if not isinstance(self.spec, ToolSpec):
+            remedy, name = "It must be a strop.ToolSpec", type(self).__qualname__
+            raise user_code.returned(type(self), self.spec, remedy, what=f"{key}: {name}.spec")
+        return [self]
 
     @property
     @abstractmethod

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Literal, cast
+from contextlib import AsyncExitStack
+from typing import cast
 
 from pydantic import Field
 
 from strop.errors import MachineError, SessionLost, ToolBroken, UserError
 from strop.sandbox.protocol import CodeRunner, CodeService, RunOutcome, RunRequest, RunResult
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.types import ToolOutcome
 
 _log = logging.getLogger(__name__)
@@ -37,18 +38,25 @@ _OUTCOMES = {
 }
 
 
-class PythonToolConfig(CallLimits):
+class Python(ToolKind):
     """Python programs in the sandbox."""
 
-    kind: Literal["python"] = "python"
-    # rStar2-Agent, Figure 3
-    name: str = Field(default="execute_python_code_with_standard_io", min_length=1, description="The name in the prompt.")
-    stateful: bool = Field(default=False, description="Give each rollout a notebook, instead of each call a new program.")
-    wall_s: float = Field(default=4.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
-    memory_mib: int = Field(default=512, ge=32, le=2**30, description="MiB of memory of a program, or of a whole notebook.")
-    max_chars: int = Field(
-        default=4_096, ge=64, le=10**9, description="Characters of output that the policy sees; beyond it head and tail."
-    )
+    class Config(CallLimits):
+        """Its name and limits."""
+
+        # rStar2-Agent, Figure 3
+        name: str = Field(default="execute_python_code_with_standard_io", min_length=1, description="The name in the prompt.")
+        stateful: bool = Field(default=False, description="Give each rollout a notebook, instead of each call a new program.")
+        wall_s: float = Field(default=4.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
+        memory_mib: int = Field(default=512, ge=32, le=2**30, description="MiB of memory of a program, or of a whole notebook.")
+        max_chars: int = Field(
+            default=4_096, ge=64, le=10**9, description="Characters of output that the policy sees; beyond it head and tail."
+        )
+
+    config: Config
+
+    async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
+        return [PythonTool(runner, self.config)]
 
 
 class PythonTool(Tool):
@@ -62,9 +70,9 @@ class PythonTool(Tool):
         UserError: `config.stateful` is true, and `runner` keeps no sessions.
     """
 
-    def __init__(self, runner: CodeRunner, config: PythonToolConfig | None = None) -> None:
+    def __init__(self, runner: CodeRunner, config: Python.Config | None = None) -> None:
         self._runner = runner
-        self._config = config or PythonToolConfig()
+        self._config = config or Python.Config()
         self._service = _service_of(runner, self._config) if self._config.stateful else None
         self._spec = ToolSpec(
             name=self._config.name,
@@ -89,7 +97,7 @@ class PythonTool(Tool):
         return (1 + _RETRIES) * self._config.wall_s
 
     @property
-    def config(self) -> PythonToolConfig:
+    def config(self) -> Python.Config:
         return self._config
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
@@ -148,7 +156,7 @@ class PythonTool(Tool):
         return shown
 
 
-def _service_of(runner: CodeRunner, config: PythonToolConfig) -> CodeService:
+def _service_of(runner: CodeRunner, config: Python.Config) -> CodeService:
     if not hasattr(runner, "open_session"):
         raise UserError(
             f"{config.name}: stateful = true needs a code service that keeps sessions, and {type(runner).__name__} keeps none."

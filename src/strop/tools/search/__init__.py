@@ -2,6 +2,6 @@
 
 from strop.tools.search.corpus import read_corpus
 from strop.tools.search.protocol import Backend, Passage, QueryRefused
-from strop.tools.search.tool import SearchTool, SearchToolConfig
+from strop.tools.search.tool import Search, SearchTool
 
-__all__ = ["Backend", "Passage", "QueryRefused", "SearchTool", "SearchToolConfig", "read_corpus"]
+__all__ = ["Backend", "Passage", "QueryRefused", "Search", "SearchTool", "read_corpus"]

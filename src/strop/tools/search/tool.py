@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
-from strop.tools.protocol import Tool, ToolResult, ToolSpec
+from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.tools.python import shorten
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
 from strop.tools.search.cached_results import KeptConfig, KeptResults
@@ -25,31 +26,34 @@ BackendConfig = Annotated[
 ]
 
 
-class SearchToolConfig(CallLimits):
+class Search(ToolKind):
     """A search tool and its backend."""
 
-    kind: Literal["search"] = Field(description="Tool kind.")
-    name: str | None = Field(default=None, min_length=1, description="Name for the policy; by default the name of the table.")
-    description: str = Field(
-        default="Searches for a query and returns the best results.", description="Description for the policy."
-    )
-    top_k: int = Field(default=5, ge=1, le=10**6, description="Results of one query.")
-    max_chars: int = Field(
-        default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
-    )
-    backend: BackendConfig = Field(description="Where the results come from.")
+    class Config(CallLimits):
+        """Its name, its limits and where results come from."""
 
-    async def open(self, stack: AsyncExitStack, *, key: str) -> SearchTool:
-        """The tool; `stack` closes it. Raises `UserError` if the backend cannot be opened."""
+        name: str | None = Field(default=None, min_length=1, description="Name for the policy; by default that of the table.")
+        description: str = Field(
+            default="Searches for a query and returns the best results.", description="Description for the policy."
+        )
+        top_k: int = Field(default=5, ge=1, le=10**6, description="Results of one query.")
+        max_chars: int = Field(
+            default=4_096, ge=64, le=10**9, description="Longest text for the policy; of a longer one head and tail are kept."
+        )
+        backend: BackendConfig = Field(description="Where the results come from.")
+
+    config: Config
+
+    async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> list[Tool]:
         backend: Backend
-        match self.backend:
-            case Bm25Config():
-                backend = Bm25Index(self.backend)
-            case KeptConfig():
-                backend = KeptResults(self.backend)
-            case _:
-                backend = await stack.enter_async_context(HttpSearch(self.backend))
-        return SearchTool(backend, self, name=self.name or key.rpartition(".")[2])
+        match self.config.backend:
+            case Bm25Config() as config:
+                backend = Bm25Index(config)
+            case KeptConfig() as config:
+                backend = KeptResults(config)
+            case config:
+                backend = await stack.enter_async_context(HttpSearch(config))
+        return [SearchTool(backend, self.config, name=self.config.name or key.rpartition(".")[2])]
 
 
 class SearchTool(Tool):
@@ -60,7 +64,7 @@ class SearchTool(Tool):
         name: for the policy.
     """
 
-    def __init__(self, backend: Backend, config: SearchToolConfig, *, name: str) -> None:
+    def __init__(self, backend: Backend, config: Search.Config, *, name: str) -> None:
         self._backend = backend
         self._config = config
         query = {"type": "string", "description": "What to search for."}
