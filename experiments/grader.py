@@ -33,7 +33,7 @@ from typing import Any
 from strop.rewards import MathReward, Reward, SumReward, make_reward, r1_zero
 from strop.rewards.f1 import F1Part
 from strop.rewards.math import MathPart
-from strop.rewards.r1_zero import R1ZeroPart
+from strop.rewards.r1_zero import QuestionOnlyPart, R1ZeroPart
 from strop.rollout.prompt import AnswerForm
 from strop.run_directory import write_json, write_text
 from strop.sandbox.numbers import plain_number
@@ -64,27 +64,27 @@ class Grader:
 LAST_OF_TWO = "label last of two boxes"  # accepted by the graders of Dr. GRPO and ARPO, which take the last box
 
 
-def _r1_zero_grader(part: R1ZeroPart.Config, used_by: str) -> Grader:
+def _r1_zero_grader(part: R1ZeroPart, used_by: str) -> Grader:
     accepts = {LAST_OF_TWO}
     if part.kind == "question_only":
         accepts.add("label without an answer tag")  # there is no tag: a box anywhere is the answer
     return Grader(
         reward=SumReward(parts={"accuracy": part}),
         form=AnswerForm.R1_ZERO if part.kind == "r1_zero" else AnswerForm.BOX,
-        settings=f'kind = "{part.kind}", fast = {str(part.fast).lower()}',
+        settings=f'kind = "{part.kind}", fast = {str(part.config.fast).lower()}',
         used_by=used_by,
         accepts=frozenset(accepts),
     )
 
 
-def _math_part(part: MathPart.Config, settings: str, used_by: str) -> Grader:
-    form = AnswerForm.BOX_IN_TAG if part.needs_box else AnswerForm.TAG
+def _math_part(part: MathPart, settings: str, used_by: str) -> Grader:
+    form = AnswerForm.BOX_IN_TAG if part.config.needs_box else AnswerForm.TAG
     return Grader(reward=SumReward(parts={"accuracy": part}), form=form, settings=settings, used_by=used_by)
 
 
 def _f1_grader(settings: str, least: float | None = None) -> Grader:
     return Grader(
-        reward=SumReward(parts={"accuracy": F1Part.Config(kind="arpo")}),
+        reward=SumReward(parts={"accuracy": F1Part()}),
         form=AnswerForm.ARPO,
         settings=f'kind = "arpo", {settings}',
         used_by="ARPO",
@@ -102,20 +102,20 @@ GRADERS = {
         used_by="rStar2-Agent",
     ),
     "math, no box": _math_part(
-        MathPart.Config(kind="math", needs_box=False, verify_deadline_s=PATIENCE_S),
+        MathPart(needs_box=False, verify_deadline_s=PATIENCE_S),
         'kind = "math", needs_box = false',
         "DeepSeek-R1",
     ),
-    "math, exact": _math_part(MathPart.Config(kind="math", judge="exact"), 'kind = "math", judge = "exact"', "two-tools"),
+    "math, exact": _math_part(MathPart(judge="exact"), 'kind = "math", judge = "exact"', "two-tools"),
     "math, fused": _math_part(
-        MathPart.Config(kind="math", judge="fused", verify_deadline_s=PATIENCE_S),
+        MathPart(judge="fused", verify_deadline_s=PATIENCE_S),
         'kind = "math", judge = "fused"',
         "rstar2-released",
     ),
-    "r1_zero, fast": _r1_zero_grader(R1ZeroPart.Config(kind="r1_zero", fast=True), "CS336, drgrpo-1.5b"),
-    "r1_zero": _r1_zero_grader(R1ZeroPart.Config(kind="r1_zero", fast=False), "CS336, when asked for"),
-    "question_only, fast": _r1_zero_grader(R1ZeroPart.Config(kind="question_only", fast=True), "DAPO"),
-    "question_only": _r1_zero_grader(R1ZeroPart.Config(kind="question_only", fast=False), "drgrpo-7b"),
+    "r1_zero, fast": _r1_zero_grader(R1ZeroPart(fast=True), "CS336, drgrpo-1.5b"),
+    "r1_zero": _r1_zero_grader(R1ZeroPart(fast=False), "CS336, when asked for"),
+    "question_only, fast": _r1_zero_grader(QuestionOnlyPart(fast=True), "DAPO"),
+    "question_only": _r1_zero_grader(QuestionOnlyPart(fast=False), "drgrpo-7b"),
     "arpo, a word in common": _f1_grader("F1 above 0"),
     "arpo, the same words": _f1_grader("F1 of 1", least=1.0),
 }

@@ -159,25 +159,20 @@ def test_every_grader_of_a_shipped_recipe_is_measured_or_said_not_to_be():
 
 def settings_of(reward):
     """What decides how a reward judges answers, of each of its parts that does; what is not known here has its kind alone."""
-    if isinstance(reward, SumReward):
-        parts = [each.config for each in reward.parts.values()]
-    else:
-        parts = [] if reward is None else [reward]
+    parts = list(reward.parts.values()) if isinstance(reward, SumReward) else [] if reward is None else [reward]
     for part in parts:
         match part:
             case MathReward():
                 yield ("math", "answer_tag", part.config.needs_box, "math_verify")
-            case MathPart.Config():
-                yield ("math", part.answer_in, part.needs_box, part.judge)
-            case R1ZeroPart.Config():
-                yield (part.kind, part.fast)
-            case F1Part.Config():
+            case MathPart():
+                yield ("math", part.config.answer_in, part.config.needs_box, part.config.judge)
+            case R1ZeroPart():
+                yield (part.kind, part.config.fast)
+            case F1Part():
                 yield ("arpo",)
             case CountdownReward():
                 yield ("countdown", part.config.needs_box)
-            case FunctionReward():
+            case FunctionReward() | FunctionPart():
                 yield ("function", part.config.function)
-            case FunctionPart.Config():
-                yield ("function", part.function)
             case _ if part.kind not in SEES_NO_LABEL:
                 yield (part.kind,)

@@ -275,3 +275,35 @@ def test_a_part_that_is_for_one_task_of_several_is_not_unused():
 def test_the_reason_shows_what_is_required_and_what_tasks_have():
     why = unused({"domain": ["code"]}, *({"domain": each} for each in "abcdef"))["other"]
     assert why == "`where` requires domain = 'code', and the tasks have {'domain': ['a', 'b', 'c', 'd']}."
+
+
+OWN = """
+from strop.rewards.base import NotJudged, RolloutPart
+
+class Digits(RolloutPart):
+    class Config(RolloutPart.Config):
+        digit: str = "7"
+
+    async def score(self, task, trajectory):
+        if task.answer == "?":
+            raise NotJudged("no answer")
+        if task.answer == "!":
+            return None
+        return float(task.answer.count(self.config.digit))
+"""
+
+
+def test_a_part_may_be_a_class_of_the_users(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    part = {"kind": f"{tmp_path / 'own.py'}:Digits", "digit": "3", "weight": 0.5}
+    reward = make_reward(Reward.of({"kind": "sum", "parts": {"threes": part}}))
+    assert reward.weights == {"threes": 0.5}
+    assert reward.table()["parts"]["threes"] == {**part, "where": {}}
+
+    def judged(answer):
+        return asyncio.run(reward(a_task(answer), trajectory(RIGHT)))
+
+    assert judged("1331") == {"threes": 2.0}
+    assert judged("?").why == "part 'threes': no answer"
+    with pytest.raises(ConfigError, match=r"Digits\.score .*own\.py, line \d+.* returned None for .* a finite number"):
+        judged("!")

@@ -62,8 +62,9 @@ async def call_own_code(
                 await _call_environment(config, few, chat, tools)
             if isinstance(method, Method) and _places(method):
                 _call_method(method, few, group_size=getattr(config, "group_size", 4))
-        judges = [config.reward.config, *(part.config for part in getattr(config.reward, "parts", {}).values())]
-        called |= dict.fromkeys(_places(config.tasks, config.reward, *judges, environment, method))
+        judges = [config.reward, *getattr(config.reward, "parts", {}).values()]
+        functions = [judge.config for judge in judges]
+        called |= dict.fromkeys(_places(config.tasks, *judges, *functions, environment, method))
     for tool in tools:
         if (place := user_code.place_of(_code_of(tool))) and user_code.is_own(place):
             with user_code.blaming():

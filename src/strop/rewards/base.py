@@ -7,12 +7,11 @@ import numbers
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import Annotated, Literal, Protocol, Self, TypeAlias
 
 from pydantic import Field
 
 from strop import user_code
-from strop.config import Config
 from strop.errors import did_you_mean
 from strop.registry import Component
 from strop.rollout.player import EXCLUDED
@@ -49,25 +48,41 @@ class NotJudged(Exception):  # noqa: N818 - named for what happened
     """A rollout that cannot be judged, with the reason. It is excluded from its group."""
 
 
-class PartConfig(Config):
-    """The keys that every part of a sum has."""
+class Part(Component):
+    """One part of a sum: its keys (`Config`) and how it judges. A part of your own is a `RolloutPart`."""
 
-    kind: str = Field(description="What judges the rollout.")
-    weight: Weight = 1.0
-    where: dict[str, tuple[str, ...]] = Field(
-        default={},
-        description='Facts of a task and the values for which the part applies; "" stands for tasks without that fact.',
-    )
+    kinds = {  # noqa: RUF012  (a constant table)
+        "math": "strop.rewards.math:MathPart",
+        "r1_zero": "strop.rewards.r1_zero:R1ZeroPart",
+        "question_only": "strop.rewards.r1_zero:QuestionOnlyPart",
+        "r1_zero_format": "strop.rewards.r1_zero:R1ZeroFormatPart",
+        "question_only_format": "strop.rewards.r1_zero:QuestionOnlyFormatPart",
+        "format": "strop.rewards.form:FormatPart",
+        "turns_format": "strop.rewards.form:TurnsFormatPart",
+        "tag_count": "strop.rewards.form:TagCountPart",
+        "code_format": "strop.rewards.form:CodeFormatPart",
+        "language": "strop.rewards.language:LanguagePart",
+        "code": "strop.rewards.code:CodePart",
+        "arpo": "strop.rewards.f1:F1Part",
+        "repetition": "strop.rewards.length:RepetitionPart",
+        "soft_overlong": "strop.rewards.length:SoftOverlongPart",
+        "cosine": "strop.rewards.length:CosinePart",
+        "length": "strop.rewards.length:LengthPart",
+        "called": "strop.rewards.form:CalledPart",
+        "reasoning_steps": "strop.rewards.form:ReasoningStepsPart",
+        "scorer": "strop.rewards.preference:ScorerPart",
+        "judge": "strop.rewards.preference:JudgePart",
+        "function": "strop.rewards.function:FunctionPart",
+    }
 
+    class Config(Component.Config):
+        """The keys that every part of a sum has."""
 
-class Part:
-    """One part of a sum: its keys (`Config`) and how it judges. Constructing one opens nothing."""
-
-    Config: ClassVar[type[PartConfig]] = PartConfig
-    config: Any
-
-    def __init__(self, config: PartConfig) -> None:
-        self.config = config
+        weight: Weight = 1.0
+        where: dict[str, tuple[str, ...]] = Field(
+            default={},
+            description='Facts of a task and the values for which the part applies; "" stands for tasks without that fact.',
+        )
 
     @property
     def is_verifier(self) -> bool:
@@ -87,7 +102,7 @@ class Part:
     @property
     def settings(self) -> str:
         """The keys that decide `answer_form`, as a recipe has them."""
-        return f"kind = {self.config.kind!r}"
+        return f"kind = {self.kind!r}"
 
     def open(self, service: RunService | None) -> None:
         """Get ready to judge. Raises `UserError` if something that it needs is missing.

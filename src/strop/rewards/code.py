@@ -14,7 +14,6 @@ from strop.config import Config
 from strop.errors import ConfigError, TaskError
 from strop.rewards.base import (
     Part,
-    PartConfig,
     PositiveWeight,
     Reward,
     RolloutPart,
@@ -110,8 +109,7 @@ class CodePart(RolloutPart):
     - The first failure ends the tests whose result it settles; there a whole batch is awaited.
     """
 
-    class Config(PartConfig, _Limits):
-        kind: Literal["code"] = Field(description="Selects this part.")
+    class Config(RolloutPart.Config, _Limits):
         weight: PositiveWeight = 1.0
         score: Literal["all", "share", "weighted_sum", "subtasks"] = Field(
             default="all",
@@ -188,7 +186,7 @@ class CodeReward(Reward):
         return parts
 
     def readers(self) -> Mapping[str, Part]:
-        return {"": CodePart(CodePart.Config(kind="code"))}
+        return {"": CodePart()}
 
 
 def _needed(service: RunService | None) -> RunService:

@@ -11,14 +11,12 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
 
 from pydantic import Field
 
 from strop.rewards.base import (
     CLOSING,
     OPENING,
-    PartConfig,
     PositiveWeight,
     RolloutPart,
     final_text,
@@ -106,8 +104,7 @@ def _has_used(trajectory: Trajectory, names: Sequence[str]) -> bool:
 class F1Part(RolloutPart):
     """ARPO's layered reward: -1 for a wrong form, else F1 of words, and a bonus for using every tool."""
 
-    class Config(PartConfig):
-        kind: Literal["arpo"] = Field(description="Selects this part.")
+    class Config(RolloutPart.Config):
         weight: PositiveWeight = 1.0
         multi_tool: tuple[str, ...] = Field(
             default=("search", "python"), description="Tools that must all be used for the bonus."

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any
 
 from pydantic import Field
 
-from strop.rewards.base import PartConfig, PositiveWeight, RolloutPart, has_called, last_answer_block, written
+from strop.rewards.base import PositiveWeight, RolloutPart, has_called, last_answer_block, written
 from strop.types import Task, Trajectory
 
 _STEPS = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,", re.MULTILINE)
@@ -79,10 +79,9 @@ def _has_each_once(text: str, think_tag: str) -> bool:
 
 
 class FormatPart(RolloutPart):
-    """Form of the whole response, a thought and then an answer: 0 or 1; `tag_count` in quarters."""
+    """Form of the whole response, a thought and then an answer: 0 or 1."""
 
-    class Config(PartConfig):
-        kind: Literal["format", "turns_format", "tag_count", "code_format"] = Field(description="Selects this part.")
+    class Config(RolloutPart.Config):
         weight: PositiveWeight = 1.0
         think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
         is_prefilled: bool = Field(default=False, description="The prompt ends with the opening tag.")
@@ -91,24 +90,37 @@ class FormatPart(RolloutPart):
     config: Config
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
-        text, tag, is_prefilled = written(trajectory), self.config.think_tag, self.config.is_prefilled
-        match self.config.kind:
-            case "format":
-                return strict_format(text, think_tag=tag, is_prefilled=is_prefilled, newlines=self.config.newlines)
-            case "turns_format":
-                turns = [turn.completion_text for turn in trajectory.turns]
-                return turns_format(turns, think_tag=tag, is_prefilled=is_prefilled, newlines=self.config.newlines)
-            case "tag_count":
-                return tag_count(text, think_tag=tag, is_prefilled=is_prefilled)
-            case "code_format":
-                return code_format(text, think_tag=tag, is_prefilled=is_prefilled)
+        return strict_format(written(trajectory), **self._tags, newlines=self.config.newlines)
+
+    @property
+    def _tags(self) -> dict[str, Any]:
+        return {"think_tag": self.config.think_tag, "is_prefilled": self.config.is_prefilled}
+
+
+class TurnsFormatPart(FormatPart):
+    """Form of each turn: thoughts and calls, and in the last one a thought and an answer: 0 or 1."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        turns = [turn.completion_text for turn in trajectory.turns]
+        return turns_format(turns, **self._tags, newlines=self.config.newlines)
+
+
+class TagCountPart(FormatPart):
+    """A quarter for each of the four tags that occurs exactly once."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        return tag_count(written(trajectory), **self._tags)
+
+
+class CodeFormatPart(FormatPart):
+    """As `FormatPart`, with a fenced block of Python in the answer."""
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        return code_format(written(trajectory), **self._tags)
 
 
 class CalledPart(RolloutPart):
     """1 if a tool ran without error."""
-
-    class Config(PartConfig):
-        kind: Literal["called"] = Field(description="Selects this part.")
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         return float(has_called(trajectory))
@@ -116,9 +128,6 @@ class CalledPart(RolloutPart):
 
 class ReasoningStepsPart(RolloutPart):
     """Signs of steps; easily gamed."""
-
-    class Config(PartConfig):
-        kind: Literal["reasoning_steps"] = Field(description="Selects this part.")
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         return reasoning_steps(written(trajectory))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -12,7 +12,7 @@ from strop import user_code
 from strop.config import Config
 from strop.errors import ConfigError
 from strop.registry import import_object
-from strop.rewards.base import SINGLE, NotJudged, PartConfig, Reward, RolloutPart, RunService, is_finite_number
+from strop.rewards.base import SINGLE, NotJudged, Reward, RolloutPart, RunService, is_finite_number
 from strop.types import Task, Trajectory
 
 _FORM = "A reward is def name(task: Task, trajectory: Trajectory) -> float"
@@ -59,8 +59,8 @@ class FunctionReward(Reward):
 class FunctionPart(RolloutPart):
     """A user's own function (task, trajectory) -> float, or None to exclude the rollout from its group."""
 
-    class Config(PartConfig, _Function):
-        kind: Literal["function"] = Field(description="Selects this part.")
+    class Config(RolloutPart.Config, _Function):
+        """The function, and the keys of every part."""
 
     config: Config
 

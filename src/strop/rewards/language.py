@@ -6,11 +6,10 @@ import re
 import unicodedata
 from functools import cache
 from itertools import groupby
-from typing import Literal
 
 from pydantic import Field, field_validator
 
-from strop.rewards.base import PartConfig, RolloutPart, prose, words, written
+from strop.rewards.base import RolloutPart, prose, words, written
 from strop.types import Task, Trajectory
 
 SCRIPTS = {
@@ -98,8 +97,7 @@ def _script(letter: str) -> str:
 class LanguagePart(RolloutPart):
     """Share of the words of the chain of thought that are in the target language; DeepSeek-R1."""
 
-    class Config(PartConfig):
-        kind: Literal["language"] = Field(description="Selects this part.")
+    class Config(RolloutPart.Config):
         language: str = Field(default="en", description="The target language: " + ", ".join(sorted(LANGUAGES)) + ".")
         think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
 

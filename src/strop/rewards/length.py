@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
-from strop.rewards.base import ACCURACY, Part, PartConfig, RolloutPart, num_sampled_tokens, words, written
+from strop.rewards.base import ACCURACY, Part, RolloutPart, num_sampled_tokens, words, written
 from strop.types import Task, Trajectory
 
 MAX_TOKENS = 10**9
@@ -53,11 +53,6 @@ def repetition_penalty(text: str) -> float:
 class RepetitionPart(RolloutPart):
     """A penalty for repeated trigrams of words, down to -1."""
 
-    class Config(PartConfig):
-        kind: Literal["repetition"] = Field(description="Selects this part.")
-
-    config: Config
-
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         return repetition_penalty(written(trajectory))
 
@@ -65,8 +60,7 @@ class RepetitionPart(RolloutPart):
 class SoftOverlongPart(RolloutPart):
     """0 up to max_tokens - cache_tokens of a response, down to -1 at max_tokens; DAPO."""
 
-    class Config(PartConfig):
-        kind: Literal["soft_overlong"] = Field(description="Selects this part.")
+    class Config(RolloutPart.Config):
         max_tokens: int = Field(
             default=20_480, ge=1, le=MAX_TOKENS, description="Length of a response at which the value is -1."
         )
@@ -87,17 +81,19 @@ class SoftOverlongPart(RolloutPart):
         return soft_overlong(trajectory.num_response_tokens, max_tokens=max_tokens, cache_tokens=cache_tokens)
 
 
-class AfterAccuracyConfig(PartConfig):
-    """The keys of a part that needs to know whether the answer is right."""
+class AfterAccuracyPart(Part):
+    """A part that needs to know whether the answer is right."""
 
-    accuracy: str = Field(default=ACCURACY, description="The part that says whether the answer is right.")
+    class Config(Part.Config):
+        accuracy: str = Field(default=ACCURACY, description="The part that says whether the answer is right.")
+
+    config: Config
 
 
-class CosinePart(Part):
+class CosinePart(AfterAccuracyPart):
     """Half a cosine over length, between two values for right answers and two for wrong ones."""
 
-    class Config(AfterAccuracyConfig):
-        kind: Literal["cosine"] = Field(description="Selects this part.")
+    class Config(AfterAccuracyPart.Config):
         max_tokens: int = Field(default=1000, ge=1, le=MAX_TOKENS, description="Length at which the long value is reached.")
         correct_short: float = Field(default=1.0, ge=-1e6, le=1e6, description="Value of a short right answer.")
         correct_long: float = Field(default=0.5, ge=-1e6, le=1e6, description="Value of a long right answer.")
@@ -112,13 +108,8 @@ class CosinePart(Part):
         return cosine_scaled(num_sampled_tokens(trajectory), max_tokens=self.config.max_tokens, short=short, long=long)
 
 
-class LengthPart(Part):
+class LengthPart(AfterAccuracyPart):
     """Rewards responses that are shorter than the others of their group, if they are right; Kimi k1.5."""
-
-    class Config(AfterAccuracyConfig):
-        kind: Literal["length"] = Field(description="Selects this part.")
-
-    config: Config
 
     def score_group(self, trajectories: Sequence[Trajectory], are_correct: Sequence[bool]) -> list[float]:
         return relative_lengths([num_sampled_tokens(each) for each in trajectories], are_correct)

@@ -23,7 +23,6 @@ from strop.rewards.base import (
     AnswerService,
     NotJudged,
     Part,
-    PartConfig,
     PositiveWeight,
     Reward,
     RunService,
@@ -397,8 +396,7 @@ MAX_DEADLINE_S = 600.0
 class MathPart(AnswerPart):
     """1 if the answer equals the task's, by math_verify, by text, or by either of two graders."""
 
-    class Config(PartConfig):
-        kind: Literal["math"] = Field(description="Selects this part.")
+    class Config(AnswerPart.Config):
         weight: PositiveWeight = 1.0
         answer_in: Literal["answer_tag", "response"] = Field(
             default="answer_tag", description="Where the answer is: in the answer tag, or in the last box of the last turn."
@@ -486,7 +484,7 @@ class MathReward(Reward):
     def __init__(self, config: Config | None = None, /, **keys: Any) -> None:
         super().__init__(config, **keys)
         self._accuracy = MathPart(
-            MathPart.Config(kind="math", needs_box=self.config.needs_box, verify_deadline_s=self.config.verify_deadline_s)
+            MathPart.Config(needs_box=self.config.needs_box, verify_deadline_s=self.config.verify_deadline_s)
         )
 
     def open(self, service: RunService | None) -> None:

@@ -7,13 +7,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.rewards.base import NotJudged, PartConfig, RolloutPart, RunService, final_summary, final_text, written
+from strop.rewards.base import NotJudged, RolloutPart, RunService, final_summary, final_text, written
 from strop.rewards.judge import JudgeConfig, ModelJudge
 from strop.rewards.scorers import AnyScorerConfig, Exchange, Scorer, open_scorer
 from strop.types import Task, Trajectory
 
 
-class PreferenceConfig(PartConfig):
+class PreferenceConfig(RolloutPart.Config):
     """What of a rollout another model is shown."""
 
     judged_on: Literal["summary", "response"] = Field(
@@ -54,7 +54,6 @@ class ScorerPart(PreferencePart):
     """What a reward model gives. In DeepSeek-R1 the helpful one judges the summary, the safety one the response."""
 
     class Config(PreferenceConfig):
-        kind: Literal["scorer"] = Field(description="Selects this part.")
         scorer: AnyScorerConfig = Field(description="The reward model and where it runs.")
         scale: Literal["sigmoid", "raw"] = Field(
             default="sigmoid", description="sigmoid: between 0 and 1, so that missing = 0 is never the better choice."
@@ -80,7 +79,6 @@ class JudgePart(PreferencePart):
     """What a language model gives, from 0 (its lowest number) to 1 (its highest)."""
 
     class Config(PreferenceConfig):
-        kind: Literal["judge"] = Field(description="Selects this part.")
         judge: JudgeConfig = Field(description="The language model and its prompt.")
 
     config: Config

@@ -18,7 +18,7 @@ from typing import Literal
 from pydantic import Field
 
 from strop.errors import MachineError
-from strop.rewards.base import CLOSING, OPENING, AnswerPart, PartConfig, PositiveWeight, RolloutPart, final_text
+from strop.rewards.base import CLOSING, OPENING, AnswerPart, PositiveWeight, RolloutPart, final_text
 from strop.rewards.math import cleaned, equal_by_text, left_to_algebra, same_base_and_power
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.protocol import PairVerdict
@@ -136,18 +136,15 @@ def _rewards(*, is_formatted: bool, is_correct: bool) -> dict[str, float]:
 
 
 class R1ZeroPart(AnswerPart):
-    """The graders of CS336 and Dr. GRPO: an answer after `</think> <answer>`, or in a box anywhere."""
+    """The grader of CS336 and Dr. GRPO for an answer after `</think> <answer>`."""
 
-    class Config(PartConfig):
-        kind: Literal["r1_zero", "question_only"] = Field(description="Selects this part.")
+    class Config(AnswerPart.Config):
         weight: PositiveWeight = 1.0
         fast: bool = Field(default=True, description="Compare only by text and sympy; false: by math_verify as well.")
 
     config: Config
-
-    @property
-    def answer_form(self) -> AnswerForm:
-        return AnswerForm.R1_ZERO if self.config.kind == "r1_zero" else AnswerForm.BOX
+    answer_form = AnswerForm.R1_ZERO
+    grade = staticmethod(r1_zero_reward_fn)
 
     @property
     def equality(self) -> Literal["mathematics", "intervals"]:
@@ -156,14 +153,11 @@ class R1ZeroPart(AnswerPart):
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         text = final_text(trajectory)
         if text is None:
-            return 0.0
-        grade = r1_zero_reward_fn if self.config.kind == "r1_zero" else question_only_reward_fn
-        return (await asyncio.to_thread(grade, text, task.answer, self.config.fast))["reward"]  # it may wait for a process
+            return 0.0  # the grader may wait for a process
+        return (await asyncio.to_thread(self.grade, text, task.answer, self.config.fast))["reward"]
 
     def read_answer(self, trajectory: Trajectory) -> str | None:
         text = final_text(trajectory) or ""
-        if self.config.kind == "question_only":
-            return (last_box(text) or "").strip()
         return (answer_after_thoughts(text) or "").strip() if has_r1_zero_format(text) else None
 
     async def is_same(self, gold: str, answer: str) -> bool:
@@ -171,15 +165,29 @@ class R1ZeroPart(AnswerPart):
         return (await asyncio.to_thread(r1_zero_reward_fn, response, gold, self.config.fast))["answer_reward"] > 0
 
 
-class R1ZeroFormatPart(RolloutPart):
-    """The format that these graders require, whatever the answer: 0 or 1. Their value includes it, so use weight 0."""
+class QuestionOnlyPart(R1ZeroPart):
+    """The grader of CS336 and Dr. GRPO for an answer in a box anywhere."""
 
-    class Config(PartConfig):
-        kind: Literal["r1_zero_format", "question_only_format"] = Field(description="Selects this part.")
+    answer_form = AnswerForm.BOX
+    grade = staticmethod(question_only_reward_fn)
+
+    def read_answer(self, trajectory: Trajectory) -> str | None:
+        return (last_box(final_text(trajectory) or "") or "").strip()
+
+
+class R1ZeroFormatPart(RolloutPart):
+    """The format that the grader `r1_zero` requires, whatever the answer: 0 or 1. Its value includes it, so use weight 0."""
+
+    class Config(RolloutPart.Config):
         weight: PositiveWeight = 1.0
 
-    config: Config
+    has_format = staticmethod(has_r1_zero_format)
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
-        has_format = has_r1_zero_format if self.config.kind == "r1_zero_format" else has_question_only_format
-        return float(has_format(final_text(trajectory) or ""))
+        return float(self.has_format(final_text(trajectory) or ""))
+
+
+class QuestionOnlyFormatPart(R1ZeroFormatPart):
+    """The format that the grader `question_only` requires: 0 or 1."""
+
+    has_format = staticmethod(has_question_only_format)

@@ -5,54 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Self, TypeAlias, Union, get_args
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
+from strop import user_code
 from strop.errors import TaskError
 from strop.rewards.base import (
     ACCURACY,
     AnswerPart,
     NotJudged,
     Part,
-    PartConfig,
     Reward,
     RolloutPart,
     RunService,
     check_any_weight,
+    is_finite_number,
 )
-from strop.rewards.code import CodePart
-from strop.rewards.f1 import F1Part
-from strop.rewards.form import CalledPart, FormatPart, ReasoningStepsPart
 from strop.rewards.function import FunctionPart
-from strop.rewards.language import LanguagePart
-from strop.rewards.length import AfterAccuracyConfig, CosinePart, LengthPart, RepetitionPart, SoftOverlongPart
-from strop.rewards.math import MathPart
-from strop.rewards.preference import JudgePart, ScorerPart
-from strop.rewards.r1_zero import R1ZeroFormatPart, R1ZeroPart
+from strop.rewards.length import AfterAccuracyPart, CosinePart, LengthPart
 from strop.rollout.player import EXCLUDED, Excluded
 from strop.types import Group, Task, Trajectory
 
-_CLASSES: tuple[type[Part], ...] = (
-    *(MathPart, R1ZeroPart, R1ZeroFormatPart, FormatPart, LanguagePart, CodePart, F1Part, RepetitionPart, SoftOverlongPart),
-    *(CosinePart, LengthPart, CalledPart, ReasoningStepsPart, ScorerPart, JudgePart, FunctionPart),
-)
-PARTS: dict[str, type[Part]] = {
-    kind: part for part in _CLASSES for kind in get_args(part.Config.model_fields["kind"].annotation)
-}
-"""The classes of parts by the `kind` that a recipe names."""
-
-if TYPE_CHECKING:
-    AnyPart: TypeAlias = PartConfig
-else:
-    AnyPart = Annotated[Union[tuple(part.Config for part in _CLASSES)], Field(discriminator="kind")]  # noqa: UP007
-
 _MAX_VALUES = 4  # of a fact, in a message
-
-
-def make_part(config: PartConfig) -> Part:
-    """The part that `config` describes, not opened."""
-    return PARTS[config.kind](config)
 
 
 class SumReward(Reward):
@@ -61,22 +36,22 @@ class SumReward(Reward):
     class Config(Reward.Config):
         """A weighted sum of named parts, each for all tasks or for some."""
 
-        parts: dict[str, AnyPart] = Field(min_length=1, description="The parts by name.")
+        parts: dict[str, Part] = Field(min_length=1, description="The parts by name.")
 
         @property
         def weights(self) -> dict[str, float]:
-            return {name: part.weight for name, part in self.parts.items()}
+            return {name: part.config.weight for name, part in self.parts.items()}
 
         @model_validator(mode="after")
         def _check(self) -> Self:
             check_any_weight(self.weights)
             for name, part in self.parts.items():
-                if isinstance(part, AfterAccuracyConfig):
-                    judged = self.parts.get(part.accuracy)
-                    if judged is None or isinstance(judged, AfterAccuracyConfig):
+                if isinstance(part, AfterAccuracyPart):
+                    judged = self.parts.get(part.config.accuracy)
+                    if judged is None or isinstance(judged, AfterAccuracyPart):
                         raise ValueError(
-                            f"parts.{name}.accuracy is {part.accuracy!r:.200}, which is not a part that judges an answer. The"
-                            f" parts are {', '.join(self.parts)}."
+                            f"parts.{name}.accuracy is {part.config.accuracy!r:.200}, which is not a part that judges an"
+                            f" answer. The parts are {', '.join(self.parts)}."
                         )
             if EXCLUDED in self.parts:
                 raise ValueError(f"a part is called {EXCLUDED!r}, which marks rollouts that are not judged. Rename it.")
@@ -86,14 +61,14 @@ class SumReward(Reward):
 
     def __init__(self, config: Config | None = None, /, **keys: Any) -> None:
         super().__init__(config, **keys)
-        self.parts = {name: make_part(part) for name, part in self.config.parts.items()}
+        self.parts = {name: part.replaced() for name, part in self.config.parts.items()}
 
     @property
     def weights_can_change(self) -> bool:
         return True
 
     def with_weights(self, weights: Mapping[str, float]) -> Self:
-        parts = {name: part.model_copy(update={"weight": weights.get(name, 0.0)}) for name, part in self.config.parts.items()}
+        parts = {name: part.replaced(weight=weights.get(name, 0.0)) for name, part in self.config.parts.items()}
         return self.replaced(parts=parts)
 
     def open(self, service: RunService | None) -> None:
@@ -118,7 +93,7 @@ class SumReward(Reward):
 
     async def try_out(self, task: Task, trajectory: Trajectory) -> None:
         for name, part in self._parts_for(task).items():
-            if isinstance(part, FunctionPart):
+            if isinstance(part, RolloutPart) and (isinstance(part, FunctionPart) or ":" in part.kind):
                 await _score(name, part, task, trajectory)
 
     def with_lengths(self, group: Group) -> Group:
@@ -161,14 +136,14 @@ class SumReward(Reward):
     def unused_parts(self, tasks: Sequence[Task]) -> dict[str, str]:
         """Parts that apply to none of `tasks`, by name, each with the reason."""
         return {
-            name: _why_unused(part.config, tasks)
+            name: _why_unused(part, tasks)
             for name, part in self.parts.items()
-            if part.config.where and not any(_applies(part.config, task) for task in tasks)
+            if part.config.where and not any(_applies(part, task) for task in tasks)
         }
 
     def _parts_for(self, task: Task) -> dict[str, Part]:
         """Raises `TaskError` if no part applies to the task."""
-        parts = {name: part for name, part in self.parts.items() if _applies(part.config, task)}
+        parts = {name: part for name, part in self.parts.items() if _applies(part, task)}
         if not parts:
             raise TaskError(
                 f"task {task.id!r}: no part of the reward applies to it; its facts: {dict(task.facts)!s:.200}. Widen a part's"
@@ -179,17 +154,23 @@ class SumReward(Reward):
 
 async def _score(name: str, part: RolloutPart, task: Task, trajectory: Trajectory) -> float | str:
     """The part's value, or why it cannot judge `trajectory`."""
-    try:
-        return await part.score(task, trajectory)
-    except NotJudged as reason:
-        return f"part {name!r}: {reason}"
+    about = f"for task {task.id!r}"
+    with user_code.blaming(about):
+        try:
+            value = await part.score(task, trajectory)
+        except NotJudged as reason:
+            return f"part {name!r}: {reason}"
+    if not is_finite_number(value):
+        what = f"{type(part).__qualname__}.score"
+        raise user_code.returned(part.score, value, "Return a finite number", what=what, about=about)
+    return value
 
 
-def _applies(part: PartConfig, task: Task) -> bool:
-    return all(task.facts.get(fact, "") in values for fact, values in part.where.items())
+def _applies(part: Part, task: Task) -> bool:
+    return all(task.facts.get(fact, "") in values for fact, values in part.config.where.items())
 
 
-def _why_unused(part: PartConfig, tasks: Sequence[Task]) -> str:
-    wanted = " and ".join(f"{fact} = {', '.join(map(repr, values))}" for fact, values in part.where.items())
-    found = {fact: sorted({task.facts.get(fact, "") for task in tasks})[:_MAX_VALUES] for fact in part.where}
+def _why_unused(part: Part, tasks: Sequence[Task]) -> str:
+    wanted = " and ".join(f"{fact} = {', '.join(map(repr, values))}" for fact, values in part.config.where.items())
+    found = {fact: sorted({task.facts.get(fact, "") for task in tasks})[:_MAX_VALUES] for fact in part.config.where}
     return f"`where` requires {wanted}, and the tasks have {found}."

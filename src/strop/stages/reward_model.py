@@ -19,6 +19,7 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage, StageResult, scoring_stages
 from strop.reports.scales import counted
 from strop.rewards import SumReward
+from strop.rewards.base import Part
 from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat
 from strop.rewards.scorers import EmbeddedScorerConfig
@@ -223,12 +224,10 @@ def with_reward_models(stage: StageT, run: RunDirectory) -> StageT:
     done = {name: each for name, each in scoring_stages(reward).items() if run.stage(each).done.exists()}
     if not done:
         return stage
-    parts = {name: _bound(part, run, done[name]) if name in done else part for name, part in reward.config.parts.items()}
+    parts = {name: _bound(part, run, done[name]) if name in done else part for name, part in reward.parts.items()}
     return stage.replaced(reward=reward.replaced(parts=parts))
 
 
-def _bound(part: object, run: RunDirectory, stage: str) -> ScorerPart.Config:
-    assert isinstance(part, ScorerPart.Config)
-    assert isinstance(part.scorer, EmbeddedScorerConfig)
-    scorer = part.scorer.model_copy(update={"path": str(product_of(run, stage)), "stage": None})
-    return part.model_copy(update={"scorer": scorer})
+def _bound(part: Part, run: RunDirectory, stage: str) -> Part:
+    scorer = part.config.scorer.model_copy(update={"path": str(product_of(run, stage)), "stage": None})
+    return part.replaced(scorer=scorer)
