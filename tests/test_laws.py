@@ -223,7 +223,7 @@ def test_law_6_rollouts_of_other_weights_are_not_reused(scripted_run, tmp_path):
 def test_law_7_every_stage_of_a_rollout_has_a_deadline_by_default():
     assert RolloutLimits().deadline_s > 0
     assert EngineConfig().deadline_s > 0
-    assert make_recipe().stages["rl"].config.reward.verify_deadline_s > 0
+    assert make_recipe().stages["rl"].config.reward.config.verify_deadline_s > 0
 
 
 def test_law_8_one_seed_gives_one_run_whatever_order_things_arrive_in(scripted_run, tmp_path):

@@ -122,12 +122,22 @@ def validate(
     try:
         return model.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
-        details = error.errors(include_url=False)
-        explained = [
-            _explain(model, tree, dict(detail), written_at) for detail in details if not _is_of_others(detail, details)
-        ]
-        lines = list(dict.fromkeys(explained))
-        raise ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0])) from error
+        raise explained(error, model, tree, place=place, written_at=written_at) from error
+
+
+def explained(
+    error: ValidationError,
+    model: type[BaseModel],
+    tree: Mapping[str, Any],
+    *,
+    place: str,
+    written_at: Callable[[tuple[str, ...]], tuple[str, ...]] = lambda path: path,
+) -> ConfigError:
+    """Return the mistakes of `tree` as one error; see `validate`."""
+    details = error.errors(include_url=False)
+    each = [_explain(model, tree, dict(detail), written_at) for detail in details if not _is_of_others(detail, details)]
+    lines = list(dict.fromkeys(each))
+    return ConfigError(f"{place}: " + ("\n  ".join(["", *lines]) if len(lines) > 1 else lines[0]))
 
 
 def _is_of_others(detail: ErrorDetails, details: Sequence[ErrorDetails]) -> bool:

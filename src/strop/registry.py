@@ -14,7 +14,7 @@ import sys
 import traceback
 import zlib
 from abc import ABC
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Self
 from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    ValidationError,
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -57,7 +58,7 @@ class Component(ABC):
     config: Any
 
     def __init__(self, config: configs.Config | None = None, /, **keys: Any) -> None:
-        self.config = from_keys(self.Config, keys) if config is None else config
+        self.config = checked(self.Config, keys, place=type(self).__name__) if config is None else config
 
     @property
     def kind(self) -> str:
@@ -86,7 +87,10 @@ class Component(ABC):
             )
         found = import_object(kind, key=cls.kind_key)
         if not (isinstance(found, type) and issubclass(found, cls)):
-            raise ConfigError(f"{kind!r} is not a subclass of strop.{cls.own_base or cls.__name__}. Derive the class from it.")
+            remedy = "Derive the class from it."
+            if callable(found) and not isinstance(found, type) and "function" in cls.kinds:
+                remedy = f'A function is named as {{ {cls.kind_key} = "function", function = "{kind}" }}.'
+            raise ConfigError(f"{kind!r} is not a subclass of strop.{cls.own_base or cls.__name__}. {remedy}")
         if inspect.isabstract(found):
             raise ConfigError(f"{kind!r} has no {', no '.join(sorted(found.__abstractmethods__))}. Define it.")
         return found
@@ -113,8 +117,12 @@ class Component(ABC):
         try:
             found = cls.class_of(kind)
         except ConfigError as error:
-            raise ValueError(f"{cls.kind_key}: {error}") from error
-        return found(from_keys(found.Config, keys))
+            said = str(error).removeprefix(f"{cls.kind_key}: ")
+            raise ValueError(f"{cls.kind_key}: {said}") from error
+        built = found(from_keys(found.Config, keys))
+        if not hasattr(built, "config"):
+            raise ValueError(f"{cls.kind_key}: {kind}: its __init__ does not call super().__init__(...). Add that call.")
+        return built
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -169,8 +177,16 @@ def from_keys(model: type[ConfigT], keys: Mapping[str, Any]) -> ConfigT:
         _instances.reset(token)
 
 
+def checked(model: type[ConfigT], keys: Mapping[str, Any], *, place: str) -> ConfigT:
+    """As `from_keys`. Raises `ConfigError` with each mistake; `place` is what has the keys."""
+    try:
+        return from_keys(model, keys)
+    except ValidationError as error:
+        raise configs.explained(error, model, keys, place=place) from error
+
+
 def _as_json(instances: list[Any], value: Any) -> Any:
-    if isinstance(value, Component):
+    if isinstance(value, Component) or inspect.isfunction(value):
         instances.append(value)
         return {_INSTANCE: len(instances) - 1}
     if isinstance(value, configs.Config):
@@ -179,15 +195,17 @@ def _as_json(instances: list[Any], value: Any) -> Any:
 
 
 def kind_of(found: type[Component]) -> str:
-    """Return the word by which a recipe names `found`. A class of a script is named by the script's path."""
+    """Return the word by which a recipe names `found`."""
     place = f"{found.__module__}:{found.__qualname__}"
-    for kind, where in found.kinds.items():
-        if where == place:
-            return kind
+    return next((kind for kind, where in found.kinds.items() if where == place), "") or place_of(found)
+
+
+def place_of(found: type | Callable[..., Any]) -> str:
+    """Return where `import_object` finds a class or function. One of a script is named by the script's path."""
     is_script = found.__module__ == "__main__" or found.__module__.startswith(SCRIPT)
     if is_script and (script := getattr(sys.modules[found.__module__], "__file__", None)):
         return f"{Path(script).resolve()}:{found.__qualname__}"
-    return place
+    return f"{found.__module__}:{found.__qualname__}"
 
 
 def _one_of(cls: type[Component]) -> str:

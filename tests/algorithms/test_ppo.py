@@ -2,10 +2,10 @@ import math
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from strop.algorithms import PPO, Column, KLEstimator, LossInputs, RewardedRows, ValueInputs
 from strop.algorithms.ppo import explained_variance
+from strop.errors import ConfigError
 
 # Prompt, two trained tokens, an observation, one trained token, padding; then a row of a prompt and one token.
 MASK = torch.tensor([[False, True, True, False, True, False], [False, True, False, False, False, False]])
@@ -105,7 +105,7 @@ def test_a_tied_group_and_a_group_of_one_are_learnt_from(make_group):
 
 
 def test_a_setting_of_a_kl_in_the_loss_is_refused():
-    with pytest.raises(ValidationError, match="in the reward"):
+    with pytest.raises(ConfigError, match="in the reward"):
         PPO(kl_coefficient=0.1, kl_estimator=KLEstimator.K2)
 
 

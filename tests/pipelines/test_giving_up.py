@@ -46,6 +46,20 @@ def always_fails(conversation, draw):
     return call("prnt(1)") if "<tool_response>" not in conversation else answer("none")
 
 
+def rarely_fails(conversation, draw):
+    if "<tool_response>" not in conversation and draw.random() < 0.03:
+        return call("prnt(1)")
+    return right(conversation, draw) if draw.random() < 0.5 else answer("none")
+
+
+def test_a_rare_call_that_fails_is_no_reason_to_give_up(tmp_path):
+    progress = Watching()
+    run_recipe(tmp_path / "run", make_recipe(steps=6, give_up_after=1), say=rarely_fails, progress=progress)
+    lines = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["stage"] == "rl"]
+    assert any(line.get("rollout/tool_error_rate") == 1.0 for line in lines)
+    assert progress.warnings == []
+
+
 def some_endless(conversation, draw):
     return endless(conversation, draw) if draw.random() < 0.3 else answer("none")
 

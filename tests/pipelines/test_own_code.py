@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from strop import RL
 from strop.config import validate
 from strop.errors import ConfigError
+from strop.pipeline.from_python import recipe_of_keys
 from strop.pipeline.plan import plan
 from strop.recipe.recipe import Recipe, resolve
 from strop.rewards import make_reward
 from strop.sandbox import ScriptedSandbox
 from strop.tasks import make_tasks
-from strop.tools import open_tools
+from strop.tools import open_tools, tool
 from strop.types import RolloutKey, StopReason, Task, Trajectory
 
 MODULE = '''
@@ -121,3 +123,96 @@ def test_a_class_that_lacks_a_method_is_refused_with_its_name(own_module, tmp_pa
     rl = {"kind": "rl", "init": "base", "method": "half:Half", "steps": 1}
     with pytest.raises(ConfigError, match=r"method.kind: 'half:Half' has no advantages, no token_loss\. Define it\."):
         recipe(own_module, stages=PLAIN["stages"] | {"rl": rl})
+
+
+MISTAKES = """
+from strop import Reward
+from strop.tools import Tool, ToolSpec
+from strop.stages.export import Export
+
+class NoScore(Reward):
+    def scores(self, task, trajectory):
+        return 1.0
+
+class NoConfig(Tool):
+    spec = ToolSpec(name="note", description="", parameters={"type": "object"})
+    def __init__(self, lines=()):
+        self.lines = lines
+    async def call(self, arguments, *, seed):
+        raise NotImplementedError
+
+class SaysText(Export):
+    def check(self, name, recipe, machine):
+        yield "something is wrong"
+"""
+
+
+@pytest.fixture
+def mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_mistakes.py").write_text(MISTAKES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_mistakes"
+
+
+def test_a_class_that_lacks_what_it_needs_is_refused_with_what_to_add(mistakes):
+    with pytest.raises(ConfigError, match=r"reward.kind: 'my_mistakes:NoScore' has no score\. Define it"):
+        recipe(mistakes, tasks={"kind": "arithmetic"}, reward={"kind": f"{mistakes}:NoScore"}, tools={})
+    with pytest.raises(ConfigError, match=r"tools.note.kind: my_mistakes:NoConfig: its __init__ does not call super"):
+        recipe(mistakes, tasks={"kind": "arithmetic"}, reward="math", tools={"note": {"kind": f"{mistakes}:NoConfig"}})
+
+
+def test_a_function_where_a_class_belongs_is_refused_with_how_to_name_it(own_module):
+    with pytest.raises(ConfigError, match=r'named as \{ kind = "function", function = "my_own_code:shortness" \}'):
+        recipe(own_module, reward=f"{own_module}:shortness")
+
+
+def test_a_check_that_yields_a_text_is_the_users_mistake(mistakes):
+    base = {"kind": "model", "path": "model"}
+    stages = {"base": base, "own": {"kind": f"{mistakes}:SaysText", "init": "base"}}
+    with pytest.raises(ConfigError, match=r"SaysText.check .*line \d+.* returned 'something is wrong'\. Yield"):
+        plan(validate(Recipe, {"name": "own", "stages": stages}, place="test"))
+
+
+def shortest(task: Task, trajectory: Trajectory) -> float:
+    return -trajectory.num_response_tokens
+
+
+@tool
+def backwards(text: str) -> str:
+    """Turns a text around."""
+    return text[::-1]
+
+
+RL_KEYS: dict[str, Any] = {"tasks": "arithmetic", "method": "grpo", "steps": 1, "tasks_per_step": 1, "group_size": 2}
+
+
+def test_functions_are_rewards_and_tools_in_python():
+    found = recipe_of_keys(
+        {"name": "a", "model": "m", "tools": {"turn": backwards}, "stages": [RL(**RL_KEYS, reward=shortest)]}
+    )
+    assert found.stages["rl"].config.reward.table() == {"kind": "function", "function": f"{__name__}:shortest"}
+    assert found.tools["turn"].config.function == f"{__name__}:backwards"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: RL(**RL_KEYS, stepz=3), r"RL: stepz: unknown key\. Did you mean 'steps'"),
+        (
+            lambda: recipe_of_keys({"name": "a", "nme": "a", "stages": [RL(**RL_KEYS)], "model": "m"}),
+            r"train\(\): nme: unknown key",
+        ),
+        (lambda: RL(**RL_KEYS, reward={"kind": "sum", "parts": {"a": "mth"}}), r"RL: reward.parts.a.kind: 'mth' is not one of"),
+    ],
+    ids=["stage", "root", "nested"],
+)
+def test_mistakes_in_python_are_named_as_in_a_recipe(build, message):
+    with pytest.raises(ConfigError, match=message):
+        build()
+
+
+def test_stages_as_tables_read_the_shared_tables_in_python_too():
+    keys = {key: value for key, value in RL_KEYS.items() if key != "tasks"}
+    rl = {"kind": "rl", "init": "model", **keys}
+    found = recipe_of_keys({"name": "a", "model": "m", "tasks": {"kind": "arithmetic", "num_terms": 2}, "stages": {"rl": rl}})
+    assert found.stages["rl"].config.tasks.config.num_terms == 2

@@ -127,3 +127,12 @@ def test_a_task_that_is_no_countdown_problem_is_the_users_mistake(facts):
 def test_a_weight_of_no_part_is_refused():
     with pytest.raises(ConfigError, match="Did you mean 'valid'"):
         validate(CountdownReward.Config, {"weights": {"vaild": 1.0}}, place="recipe")
+
+
+def test_the_part_that_reads_the_answer_judges_it_too():
+    part = CountdownReward().answer_part("accuracy")
+    assert part.applies_to(TASK)
+    values = [
+        asyncio.run(part.score(TASK, trajectory(rf"<answer>\boxed{{{answer}}}</answer>"))) for answer in (TASK.answer, "1")
+    ]
+    assert values == [1.0, 0.0]

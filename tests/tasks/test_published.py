@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import TaskError
+from strop.errors import ConfigError, TaskError
 from strop.tasks import load_rows, open_rows
 from strop.tasks.published import PUBLISHED
 from strop.tasks.rows import HubRows, JsonlRows, ParquetRows
@@ -277,17 +277,17 @@ def test_a_split_that_is_not_there_names_the_key_that_says_which(tmp_path):
 
 
 def test_a_data_set_that_is_not_known_names_the_nearest():
-    with pytest.raises(ValueError, match="Did you mean 'math500'"):
+    with pytest.raises(ConfigError, match="Did you mean 'math500'"):
         JsonlRows(path=Path("x"), dataset="math-500")
 
 
 def test_columns_are_named_by_the_data_set_or_by_the_user_but_not_by_both():
-    with pytest.raises(ValueError, match="Leave question out"):
+    with pytest.raises(ConfigError, match="Leave question out"):
         JsonlRows(path=Path("x"), dataset="gsm8k", question="problem")
 
 
 def test_a_hub_data_set_needs_a_name_or_a_published_one():
-    with pytest.raises(ValueError, match="neither name nor dataset is set"):
+    with pytest.raises(ConfigError, match="neither name nor dataset is set"):
         HubRows()
 
 

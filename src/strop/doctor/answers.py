@@ -82,7 +82,7 @@ def _of_tasks(part: AnswerPart, tasks: Sequence[Task]) -> list[KnownAnswer]:
     """The gold answer of each task is right, if it is given as the policy's answer; a number with one digit more is wrong."""
     known = []
     for task in tasks:
-        if not all(task.facts.get(fact, "") in values for fact, values in part.config.where.items()):
+        if not part.applies_to(task):
             continue
         gold = task.answer
         right = replace(_known(gold, gold), what=f"{gold} for {gold} ({task.id})", facts=task.facts)

@@ -14,7 +14,7 @@ from strop.pipeline.run import train as run_recipe
 from strop.recipe.graph import Product
 from strop.recipe.recipe import SHARED_TABLES, Recipe, resolve
 from strop.recipe.stage import STAGE_BEFORE, Stage
-from strop.registry import from_keys
+from strop.registry import checked
 from strop.reports.console import ConsoleProgress
 from strop.stages.context import Progress
 
@@ -47,12 +47,13 @@ def recipe_of_keys(keys: Mapping[str, Any]) -> Recipe:
     tree.setdefault("name", Path(sys.argv[0]).stem or "run")
     stages = tree.get("stages", {})
     named = dict(stages) if isinstance(stages, Mapping) else _named(stages)
+    is_made = any(isinstance(each, Stage) for each in named.values())
     if "model" in tree:
         named = {"model": Stage.of({"kind": "model", "path": str(tree.pop("model"))}), **named}
     tree["stages"] = _with_init(named)
-    if shared := [key for key in SHARED_TABLES if key in tree and any(isinstance(each, Stage) for each in named.values())]:
+    if shared := [key for key in SHARED_TABLES if key in tree and is_made]:
         raise ConfigError(f"{shared[0]}: stages that are made in Python do not read it from the root. Give it to each stage.")
-    return from_keys(Recipe, resolve(tree))
+    return checked(Recipe, resolve(tree), place="train()")
 
 
 def _named(stages: Sequence[Stage]) -> dict[str, Stage]:

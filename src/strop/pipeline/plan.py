@@ -59,6 +59,8 @@ def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = Fals
         with user_code.blaming():
             problems = stage.check(name, recipe, Machine(is_plan=is_plan))
             for problem in user_code.expect(problems, Iterable, stage.check, what=what):  # type: ignore[type-abstract]
+                if not isinstance(problem, UserError):
+                    raise user_code.returned(stage.check, problem, "Yield strop.ConfigError(...)", what=what)
                 raise problem
     if is_plan:
         return

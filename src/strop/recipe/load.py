@@ -19,12 +19,13 @@ from strop.run_directory import RunDirectory, names_damage, read_json
 _PATH_KEYS = ("path", "test_path", "recipe")
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, name: str | None = None) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, name: str | None = None) -> Recipe:
     """Return the recipe in `path`. Relative paths in it are looked for in its directory first, then in the working directory.
 
     Raises:
         ConfigError: naming each mistake and its place; or a prompt and a reward that do not fit.
     """
+    path = Path(path)
     look_next_to(path)
     tree = load_toml(path, overrides)
     check_stages((override.partition("=")[0].strip() for override in overrides), _with_kind(tree), place="--set ")

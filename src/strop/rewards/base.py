@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import re
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Literal, Protocol, Self, TypeAlias
+from typing import Annotated, Any, Literal, Protocol, Self, TypeAlias
 
 from pydantic import Field
 
 from strop import user_code
-from strop.errors import did_you_mean
-from strop.registry import Component
+from strop.errors import ConfigError, did_you_mean
+from strop.registry import Component, place_of
 from strop.rollout.player import EXCLUDED
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.protocol import CodeRunner, PairVerdict, VerifyRequest
@@ -51,6 +52,8 @@ class NotJudged(Exception):  # noqa: N818 - named for what happened
 class Part(Component):
     """One part of a sum: its keys (`Config`) and how it judges. A part of your own is a `RolloutPart`."""
 
+    own_base = "rewards.base.RolloutPart"
+
     kinds = {  # noqa: RUF012  (a constant table)
         "math": "strop.rewards.math:MathPart",
         "r1_zero": "strop.rewards.r1_zero:R1ZeroPart",
@@ -83,6 +86,10 @@ class Part(Component):
             default={},
             description='Facts of a task and the values for which the part applies; "" stands for tasks without that fact.',
         )
+
+    def applies_to(self, task: Task) -> bool:
+        """Whether `where` selects the task."""
+        return all(task.facts.get(fact, "") in values for fact, values in self.config.where.items())
 
     @property
     def is_verifier(self) -> bool:
@@ -166,6 +173,18 @@ class Reward(Component):
 
     class Config(Component.Config):
         """A reward has no keys by itself."""
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """As `Component.of`. A function stands for a reward of the kind `function`."""
+        return super().of({"kind": "function", "function": place_of(value)} if inspect.isfunction(value) else value)
+
+    @classmethod
+    def class_of(cls, kind: str) -> type[Self]:
+        found = super().class_of(kind)
+        if found.score is Reward.score and found.__call__ is Reward.__call__:
+            raise ConfigError(f"{kind!r} has no score. Define it.")
+        return found
 
     def check_task(self, task: Task) -> None:
         """Raise `ConfigError` if a task lacks what the reward reads. Called before each `score`."""

@@ -84,8 +84,15 @@ class CountdownReward(Reward):
 class _Expression(AnswerPart):
     """Reads the expression; two are the same only if their texts are."""
 
-    def __init__(self, config: CountdownReward.Config) -> None:
-        self.config = config
+    config: CountdownReward.Config
+
+    def applies_to(self, task: Task) -> bool:
+        return True
+
+    async def score(self, task: Task, trajectory: Trajectory) -> float:
+        numbers, target = _problem(task)
+        answer = self.read_answer(trajectory)
+        return float(answer is not None and value_of(answer, numbers) == target)
 
     @property
     def answer_form(self) -> AnswerForm:

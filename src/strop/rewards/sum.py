@@ -138,12 +138,12 @@ class SumReward(Reward):
         return {
             name: _why_unused(part, tasks)
             for name, part in self.parts.items()
-            if part.config.where and not any(_applies(part, task) for task in tasks)
+            if part.config.where and not any(part.applies_to(task) for task in tasks)
         }
 
     def _parts_for(self, task: Task) -> dict[str, Part]:
         """Raises `TaskError` if no part applies to the task."""
-        parts = {name: part for name, part in self.parts.items() if _applies(part, task)}
+        parts = {name: part for name, part in self.parts.items() if part.applies_to(task)}
         if not parts:
             raise TaskError(
                 f"task {task.id!r}: no part of the reward applies to it; its facts: {dict(task.facts)!s:.200}. Widen a part's"
@@ -164,10 +164,6 @@ async def _score(name: str, part: RolloutPart, task: Task, trajectory: Trajector
         what = f"{type(part).__qualname__}.score"
         raise user_code.returned(part.score, value, "Return a finite number", what=what, about=about)
     return value
-
-
-def _applies(part: Part, task: Task) -> bool:
-    return all(task.facts.get(fact, "") in values for fact, values in part.config.where.items())
 
 
 def _why_unused(part: Part, tasks: Sequence[Task]) -> str:

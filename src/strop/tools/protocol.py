@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 from strop import user_code
-from strop.registry import Component
+from strop.registry import Component, place_of
 from strop.sandbox.protocol import CodeRunner
 from strop.types import ToolOutcome
 
@@ -54,6 +55,12 @@ class ToolKind(Component):
 
     class Config(Component.Config):
         """A tool has no keys by itself."""
+
+    @classmethod
+    def of(cls, value: Any) -> Self:
+        """As `Component.of`. A function, with the decorator `tool` or without, stands for a tool of the kind `function`."""
+        function = getattr(value, "function", value)
+        return super().of({"kind": "function", "function": place_of(function)} if inspect.isfunction(function) else value)
 
     @abstractmethod
     async def open(self, stack: AsyncExitStack, runner: CodeRunner, *, key: str) -> Sequence[Tool]:

@@ -27,6 +27,8 @@ from strop.types import Group
 
 _MAX_KEPT = 8  # skipped batches of a stage
 
+_RARE = 10  # rollouts for one call
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class StepUpdates:
@@ -277,12 +279,12 @@ def why_some_are_void(groups: Sequence[Group], rollouts: Path) -> list[str]:
 
 
 def _why_calls_fail(groups: Sequence[Group]) -> list[str]:
-    """A sentence where every tool call of the step failed, with what the policy was shown last."""
+    """A sentence where every tool call of the step failed, with what the policy was shown last; a rare call is no sign."""
     of_each = [each.trajectory.calls for group in groups for each in group.trajectories]
     calls = [call for calls in of_each for call in calls if call.outcome.is_counted]
-    if not calls or not all(call.outcome.is_error for call in calls):
+    if len(calls) * _RARE <= len(of_each) or not all(call.outcome.is_error for call in calls):
         return []
-    return [f"every one of {len(calls)} tool calls failed; the last said {calls[-1].text[:120]!r}."]
+    return [f"every one of {len(calls)} tool calls failed; the last said {calls[-1].text[:120] or calls[-1].outcome.value!r}."]
 
 
 def _how_many_cut_off(groups: Sequence[Group]) -> str:
