@@ -229,4 +229,4 @@ def main(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "docs"))

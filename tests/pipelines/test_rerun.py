@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -13,6 +14,7 @@ from scripted_runs import RECIPE, Watching, answer, make_recipe, recipe_of, run_
 from strop.errors import ConfigError, RunError, TaskError
 from strop.recipe.recipe import Recipe, resolve
 from strop.run_directory import RunDirectory, read_json, read_lines, write_json
+from strop.runs.lineage import state_of
 from strop.runs.resume import select
 
 
@@ -78,6 +80,14 @@ def test_a_stage_that_has_not_begun_may_change_be_added_and_be_removed(tmp_path)
 def test_a_stage_that_has_begun_may_not(run):
     with pytest.raises(RunError, match=r"rl: stages.rl.steps: \d -> 9\n  after: rl is stale\nRerun them with --from rl \("):
         run_recipe(run.path, make_recipe(steps=9))
+
+
+def test_the_plan_of_a_run_says_what_is_done_and_what_is_stale(run, tmp_path):
+    assert state_of(RunDirectory(tmp_path / "none"), make_recipe()) == []
+    assert state_of(run, make_recipe()) == [f"{run.path}: finished before: base, sft, before, rl, after."]
+    _, of_rl, of_after = state_of(run, make_recipe(steps=9))
+    assert re.fullmatch(r"rl is stale: stages\.rl\.steps: \d -> 9\. Rerun it with --from rl\.", of_rl)
+    assert of_after == "after is stale: rl is stale. Rerun it with --from after."
 
 
 def stops(conversation, draw):

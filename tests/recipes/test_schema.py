@@ -12,6 +12,8 @@ from jsonschema import Draft7Validator
 from typer.testing import CliRunner
 
 from strop.cli import app
+from strop.errors import ConfigError
+from strop.recipe.load import load_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted([*(ROOT / "recipes").rglob("*.toml"), *(ROOT / "experiments").rglob("*.toml")])
@@ -89,3 +91,9 @@ def test_taplo_accepts_the_recipes_and_refuses_a_misspelt_key(schemas, tmp_path)
     refused = subprocess.run([*command, wrong], cwd=tmp_path, capture_output=True, text=True)
     assert refused.returncode == 1
     assert "groupsize" in refused.stderr
+
+
+def test_a_sweep_given_to_train_is_told_where_it_belongs():
+    path = ROOT / "recipes" / "sweeps" / "cs336-clip.toml"
+    with pytest.raises(ConfigError, match=rf"this is a sweep, and no recipe\. Run it with `strop sweep {path}`"):
+        load_recipe(str(path))

@@ -295,6 +295,11 @@ def test_a_change_is_claimed_only_where_the_intervals_lie_apart(before, after, r
     assert verdict(_log(_evaluation("a", before, reach), _evaluation("b", after, reach))).tone == tone
 
 
+def test_an_accuracy_that_did_not_change_stayed_where_it_was():
+    assert verdict(_log(_evaluation("a", 0.5, 0.1), _evaluation("b", 0.5, 0.1))).text == "Accuracy stayed at 50.0%."
+    assert "from 50.0% to 51.0%: the change" in verdict(_log(_evaluation("a", 0.5, 0.1), _evaluation("b", 0.51, 0.1))).text
+
+
 def test_before_and_after_speak_of_the_same_tasks():
     log = _log(_evaluation("easy", 0.9, terms="easy"), _evaluation("before", 0.1), _evaluation("after", 0.5))
     assert [each.stage for each in log.before_and_after] == ["before", "after"]

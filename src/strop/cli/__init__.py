@@ -113,8 +113,11 @@ def train(
     if dry_run:
         from strop.pipeline.plan import plan
         from strop.reports.terminal import print_plan
+        from strop.run_directory import RunDirectory
+        from strop.runs.lineage import state_of
 
-        print_plan(loaded.name, loaded.description, plan(loaded, until=until, start=starts or ()))
+        stages = plan(loaded, until=until, start=starts or ())
+        print_plan(loaded.name, loaded.description, stages, state=state_of(RunDirectory(runs / loaded.name), loaded))
         return
     from strop.pipeline.run import train as run_recipe
     from strop.reports.console import ConsoleProgress

@@ -28,6 +28,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, name: str | 
     path = Path(path)
     look_next_to(path)
     tree = load_toml(path, overrides)
+    if "recipe" in tree and "stages" not in tree:
+        raise ConfigError(f"{path}: this is a sweep, and no recipe. Run it with `strop sweep {path}`.")
     check_stages((override.partition("=")[0].strip() for override in overrides), _with_kind(tree), place="--set ")
     if name is not None:
         tree["name"] = name

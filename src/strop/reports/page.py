@@ -84,7 +84,8 @@ def verdict(log: RunLog) -> Verdict:
             support="No reward says what is right, so there is no accuracy.",
             tone="flat",
         )
-    moved = f"from {figure(first, Unit.PERCENT)} to {figure(last, Unit.PERCENT)}"
+    shown = [figure(value, Unit.PERCENT) for value in (first, last)]
+    moved = f"from {shown[0]} to {shown[1]}"
     bounds = [each.figures.get(f"accuracy_{end}") for each in pair for end in ("low", "high")]
     if any(bound is None for bound in bounds):
         word = "rose" if last > first else "fell" if last < first else "stayed"
@@ -96,7 +97,7 @@ def verdict(log: RunLog) -> Verdict:
     if high_after < low_before:
         return Verdict(text=f"Accuracy fell {moved}.", support=f"{stages}: the 95% intervals do not overlap.", tone="bad")
     return Verdict(
-        text=f"Accuracy went {moved}: the change may be chance.",
+        text=f"Accuracy went {moved}: the change may be chance." if first != last else f"Accuracy stayed at {shown[0]}.",
         support=f"{stages}: the 95% intervals overlap; use more tasks or more steps.",
         tone="flat",
     )

@@ -67,8 +67,10 @@ class PlannedStage:
     schedule: tuple[str, ...] = ()  # changes on the way, and missing files, a line each
 
 
-def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, console: Console | None = None) -> None:
-    """Print what a recipe would do, with its estimates."""
+def print_plan(
+    name: str, description: str, stages: Sequence[PlannedStage], *, state: Sequence[str] = (), console: Console | None = None
+) -> None:
+    """Print what a recipe would do, with its estimates, and the `state` of its run, if it has begun, in lines."""
     console = Console() if console is None else console
     console.print(printable(f"{name}: {description}" if description else name), style="bold", markup=False, highlight=False)
     if console.width >= _PLAN_TABLE_WIDTH:
@@ -79,6 +81,8 @@ def print_plan(name: str, description: str, stages: Sequence[PlannedStage], *, c
     total_s = sum(stage.time_s for stage in stages)
     if total_s:
         console.print(f"about {duration(total_s)} in all: a rough estimate, measured on this machine", highlight=False)
+    for line in state:
+        console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
     console.print("Nothing was run.", highlight=False)
 
 

@@ -103,6 +103,17 @@ def why_stale(run: RunDirectory, recipe: Recipe, now: Mapping[str, Lineage]) -> 
     return found
 
 
+def state_of(run: RunDirectory, recipe: Recipe) -> list[str]:
+    """Return what the plan says of a run that has begun: the finished stages, and those that are stale."""
+    if not run.manifest.exists():
+        return []
+    done = ", ".join(name for name in recipe.stages if run.stage(name).done.exists())
+    stale = why_stale(run, recipe, lineages(recipe, run))
+    return [f"{run.path}: finished before: {done or 'nothing'}."] + [
+        f"{name} is stale: {why}. Rerun it with --from {name}." for name, why in stale.items()
+    ]
+
+
 def blocking_changes(there: Any, here: Any) -> list[Difference]:
     """Return the changes of a stage's keys that make it stale. With another number of processes a stage may go on."""
     return [each for each in differences(there, here) if not each[0].endswith(".trainer.workers")]
