@@ -139,7 +139,7 @@ def assert_nothing_is_vacuous(run, stages):
 
 def assert_the_filter_judges_what_was_trained_on(run, stages):
     """rStar2-Agent's third stage: all the tasks that the stages before it had are filtered, and no other."""
-    limit = stages["hard"].config.tasks.limit
+    limit = stages["hard"].config.tasks.config.limit
     original = [line["id"] for line in read_lines(RECIPES / "rstar2-tasks.jsonl")][:limit]
     filtered = [line["task_id"] for line in read_lines(run.stage("hard").path / "data" / "outcomes.jsonl")]
     assert sorted(filtered) == sorted(original)
@@ -171,9 +171,10 @@ def assert_general_prompts_and_their_rewards_come_last(run, stage):
         for scored in read_rollouts(run.stage("rl2").rollouts(step)):
             kind = scored.trajectory.task_id.rpartition("-")[0] if step >= entry.at_step else ""
             by_kind.setdefault(kind, []).append(scored)
-            judging = {name for name, part in parts.items() if kind in part.where.get("kind", (kind,))}
+            judging = {name for name, part in parts.items() if kind in part.config.where.get("kind", (kind,))}
             assert set(scored.reward_parts) == judging, (step, kind)
-            assert scored.reward == pytest.approx(sum(parts[name].weight * scored.reward_parts[name] for name in judging))
+            weighted = [parts[name].config.weight * scored.reward_parts[name] for name in judging]
+            assert scored.reward == pytest.approx(sum(weighted))
     assert set(by_kind) == {"", "reasoning", "helpful", "safety"}
     for kind in ("helpful", "safety"):  # a model that cannot tell one response from another would teach nothing
         assert len({scored.reward_parts[kind] for scored in by_kind[kind]}) > 1, kind

@@ -101,7 +101,7 @@ def test_law_3_an_mcp_server_that_dies_under_calls_voids_the_rollout_which_is_re
     """One try of a call, three of a rollout: three deaths void it; the next rollout meets a server that lives."""
 
     async def run() -> Group:
-        async with opened({"remote": {**STDIO, "retries": 0}}) as tools:
+        async with opened({"remote": {"kind": "mcp", **STDIO, "retries": 0}}) as tools:
             call = {"name": "die", "arguments": {"marks": str(tmp_path / "marks"), "times": 3}}
             return await play_with(tools, call, num_rollouts=1, deadline_s=200.0)
 
