@@ -50,13 +50,14 @@ def reachable(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[ty
 
 
 @functools.cache
-def kinds() -> dict[type[BaseModel], list[str]]:
-    """Return the config classes of all built-in components, each with what a recipe writes to choose it."""
-    found: dict[type[BaseModel], list[str]] = {}
+def kinds() -> dict[type[BaseModel], dict[str, type[Component]]]:
+    """Return the config classes of all built-in components, each with what a recipe writes to choose a class that has it."""
+    found: dict[type[BaseModel], dict[str, type[Component]]] = {}
     bases = list(Component.__subclasses__())
     for base in bases:
         for kind in vars(base).get("kinds", {}):
-            found.setdefault(base.class_of(kind).Config, []).append(f"`{base.kind_key} = {json.dumps(kind)}`")
+            component = base.class_of(kind)
+            found.setdefault(component.Config, {})[f"`{base.kind_key} = {json.dumps(kind)}`"] = component
         bases += base.__subclasses__()
     return found
 
@@ -146,15 +147,21 @@ def choice_of(model: type[BaseModel]) -> str:
     """Return what a recipe writes to choose this table, as in `kind = "rl"`; empty for a table without a kind."""
     if field := own_fields(model).get("kind"):
         return " or ".join(f"`kind = {json.dumps(value)}`" for value in typing.get_args(field.annotation))
-    return " or ".join(kinds().get(model, []))
+    return "".join(kinds()[model]) if len(kinds().get(model, ())) == 1 else ""
+
+
+def about_of(described: type) -> str:
+    """Return the first paragraph of a docstring."""
+    return (inspect.getdoc(described) or "").split("\n\n")[0].replace("\n", " ")
 
 
 def section(model: type[BaseModel]) -> str:
     """Return the part of the page that describes one table of a recipe."""
     bases = [base for base in model.__mro__[1:] if issubclass(base, Config) and base is not Config and own_fields(base)]
-    about = (inspect.getdoc(owner_of(model)) or "").split("\n\n")[0].replace("\n", " ")
-    choice = choice_of(model)
+    about, choice = about_of(owner_of(model)), choice_of(model)
     lines = [f"## `{title_of(model)}` {{#{anchor_of(model)}}}", "", f"{choice}: {about}" if choice else about, ""]
+    if len(sharing := kinds().get(model, {})) > 1:
+        lines += [*(f"- {written}: {about_of(component)}" for written, component in sharing.items()), ""]
     if bases:
         links = ", ".join(f"[`{title_of(base)}`](#{anchor_of(base)})" for base in bases)
         lines += [f"Also has the keys of {links}.", ""]
