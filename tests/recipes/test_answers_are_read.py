@@ -121,7 +121,7 @@ def test_ones_own_prompt_says_its_graders_itself(tmp_path):
     assert accepted(tmp_path, f"stages.rl.prompt={mine}")
     mine.write_text(body + 'graders = ["boxes"]\n')
     assert "graders" in refusal(tmp_path, f"stages.rl.prompt={mine}")
-    assert "no such prompt" in refusal(tmp_path, "stages.rl.prompt=rstar")
+    assert "recipe.toml: stages.rl.prompt: prompt 'rstar': no such prompt" in refusal(tmp_path, "stages.rl.prompt=rstar")
 
 
 def test_a_stage_that_judges_no_rollout_may_hold_any_pair(tmp_path):

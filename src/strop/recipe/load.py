@@ -74,7 +74,10 @@ def check_answers(recipe: Recipe, *, place: str) -> None:
         config = stage.config
         if not isinstance(config, PlayedKeys) or not stage.opens_engines:
             continue
-        prompt = load_prompt(config.prompt)
+        try:
+            prompt = load_prompt(config.prompt)
+        except ConfigError as error:
+            raise ConfigError(f"{place}: stages.{name}.prompt: {error}") from error
         for reader in readers_of(config.reward):
             if prompt.graders and reader.form not in prompt.graders and _counts(config, reader):
                 raise ConfigError(f"{place}: stages.{name}: {_problem(config.prompt, prompt, reader)}")
