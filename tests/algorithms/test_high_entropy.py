@@ -1,8 +1,11 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from strop.algorithms import GRPO, Column, LossInputs
 from strop.algorithms.losses import high_entropy_mask
+from strop.training.batch import Row, pack_rows, reweighted
 
 MASK = torch.tensor([[False, True, True, True, False, True], [False, True, False, False, False, False]])
 ENTROPIES = torch.tensor([[9.0, 0.1, 0.4, 0.3, 9.0, 0.2], [9.0, 0.5, 9.0, 9.0, 9.0, 9.0]])
@@ -33,7 +36,7 @@ def test_of_equal_entropies_the_first_are_kept():
     assert kept.tolist() == [[True, True, False, False]]
 
 
-def test_only_tokens_of_high_entropy_are_learnt_from():
+def test_by_row_only_tokens_of_high_entropy_are_learnt_from():
     logprobs = torch.zeros_like(ENTROPIES, requires_grad=True)
     inputs = LossInputs(
         loss_mask=MASK,
@@ -42,6 +45,27 @@ def test_only_tokens_of_high_entropy_are_learnt_from():
         entropies=ENTROPIES,
         columns={Column.OLD_LOGPROBS: torch.zeros_like(ENTROPIES)},
     )
-    loss = GRPO(high_entropy_share=0.5).token_loss(logprobs, inputs)
+    loss = GRPO(high_entropy_share=0.5, high_entropy_over="row").token_loss(logprobs, inputs)
     [gradient] = torch.autograd.grad(loss.sum(), logprobs)
     assert gradient.nonzero().tolist() == [[0, 2], [0, 3]]
+
+
+def test_of_an_update_the_tokens_of_highest_entropy_share_its_whole_weight():
+    """Wang et al.: of five sampled tokens over two rows the two highest, 0.5 and 0.4, each with 1/2 in a token mean."""
+    method = GRPO(high_entropy_share=0.4)
+    rows = [
+        Row(ids=[1] * 6, loss_mask=mask.tolist(), advantages=torch.ones(6), sampled_logprobs=[0.0] * 6, group=row)
+        for row, mask in enumerate(MASK)
+    ]
+    batch = pack_rows(rows, aggregation=method.aggregation, temperature=1.0)
+    assert reweighted(batch, GRPO()) is batch
+    batch = reweighted(replace(batch, columns={Column.OLD_ENTROPIES: ENTROPIES}), method)
+    assert batch.loss_weights.nonzero().tolist() == [[0, 2], [1, 1]]
+    assert batch.loss_weights[0, 2].item() == batch.loss_weights[1, 1].item() == pytest.approx(0.5, abs=1e-6)
+    assert torch.equal(batch.loss_mask, MASK)  # a ratio of rows is still that of all sampled tokens
+
+
+def test_ranks_over_an_update_need_entropies_of_the_scoring_pass():
+    assert Column.OLD_ENTROPIES in GRPO(high_entropy_share=0.2).needs
+    assert Column.OLD_ENTROPIES not in GRPO(high_entropy_share=0.2, high_entropy_over="row").needs
+    assert Column.OLD_ENTROPIES not in GRPO().needs

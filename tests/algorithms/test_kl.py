@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from strop.algorithms import KLEstimator, RatioLevel
+from strop.algorithms import KLEstimator
 from strop.algorithms.losses import token_kl
 
 ONE = torch.ones(1, 1, dtype=torch.bool)
@@ -24,12 +24,13 @@ def test_the_three_estimators_of_a_reference_twice_as_likely(estimator, expected
     assert kl.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_at_the_level_of_rows_the_estimate_is_that_of_the_geometric_mean():
-    """DeepSeek-R1 Eq. 2 with ratios 8 and 1/2: their geometric mean is 2."""
-    policy, reference = torch.zeros(1, 3), torch.tensor([[8.0, 7.0, 0.5]]).log()
-    mask = torch.tensor([[True, False, True]])
-    kl = token_kl(policy, reference, mask, level=RatioLevel.SEQUENCE)
-    assert kl.flatten().tolist() == pytest.approx([1 - math.log(2), 0, 1 - math.log(2)], abs=1e-6)
+def test_a_clamped_k3_ends_at_10_without_gradient():
+    """verl's bounds: a token with a log-ratio of 50 has e^50 of the loss of one with a log-ratio of 0."""
+    policy = torch.tensor([[-50.0, -1.0]], requires_grad=True)
+    kl = token_kl(policy, torch.tensor([[0.0, -1.0 + math.log(2)]]), torch.ones(1, 2, dtype=torch.bool), is_clamped=True)
+    kl.sum().backward()
+    assert kl[0].tolist() == pytest.approx([10, 1 - math.log(2)], abs=1e-6)
+    assert policy.grad[0].tolist() == pytest.approx([0, 1 - 2], abs=1e-6)
 
 
 def expectation_and_gradient(estimator):

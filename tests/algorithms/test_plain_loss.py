@@ -34,7 +34,7 @@ REFERENCE = CURRENT + 0.5 * torch.randn(MASK.shape, generator=generator)
 SETTINGS = [
     (loss, ratio, aggregation)
     for loss, ratio, aggregation in product(Loss, RatioLevel, Aggregation)
-    if not (loss is Loss.POLICY_GRADIENT and ratio is RatioLevel.SEQUENCE)
+    if loss is not Loss.POLICY_GRADIENT or ratio is RatioLevel.TOKEN
 ]
 
 
@@ -68,9 +68,13 @@ def plain_loss(logits, loss, ratio, aggregation, mismatch, kl, dual_clip):
         for column in columns:
             weight_of_row *= math.exp(OLD[row, column].item() - SAMPLED[row, column].item())
         for column in columns:
-            averaged = columns if ratio is RatioLevel.SEQUENCE else [column]
-            moved = sum(now[each] - old[each] for each in averaged) / len(averaged)
-            from_reference = sum(now[each] - REFERENCE[row, each].double() for each in averaged) / len(averaged)
+            moved = now[column] - old[column]
+            if ratio is not RatioLevel.TOKEN:  # GSPO-token: the value is the row's, the gradient the token's
+                own = now[column] - now[column].item()
+                total = sum(now[each].item() - old[each].item() for each in columns)
+                is_mean = ratio is RatioLevel.SEQUENCE
+                moved = total / len(columns) + own if is_mean else total + len(columns) * own
+            from_reference = now[column] - REFERENCE[row, column].double()
             advantage = ADVANTAGES[row, column].item()
             r = torch.exp(moved)
             if loss is Loss.CLIP:

@@ -109,7 +109,11 @@ def test_clip_fractions_of_other_losses_say_where_a_weight_was_held(loss, low, h
 
 
 @pytest.mark.parametrize(
-    "settings", [{"loss": Loss.NO_CLIP, "mismatch": Mismatch.MASK_TOKEN}, {"loss": Loss.NO_CLIP, "high_entropy_share": 0.5}]
+    "settings",
+    [
+        {"loss": Loss.NO_CLIP, "mismatch": Mismatch.MASK_TOKEN},
+        {"loss": Loss.NO_CLIP, "high_entropy_share": 0.5, "high_entropy_over": "row"},
+    ],
 )
 def test_an_infinite_ratio_on_a_token_that_is_left_out_changes_nothing(settings):
     policy = torch.tensor([[-1.0, -1.0]], requires_grad=True)

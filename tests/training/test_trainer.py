@@ -127,6 +127,7 @@ def test_law_4_an_episode_split_in_two_rows_gives_the_gradient_of_the_whole(mode
         whole,
         ids=whole.ids[twice],
         lengths=torch.tensor([25, 40, 30]),
+        groups=torch.zeros(3, dtype=torch.int64),
         loss_mask=masks,
         is_banned=whole.is_banned[twice],
         loss_weights=whole.loss_weights[twice] * masks,

@@ -9,40 +9,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
+MAX_LOG_RATIO, MAX_K3 = 20.0, 10.0  # of one token, in nats; the bounds of verl (`core_algos.py`)
+
 
 class RatioLevel(StrEnum):
     """Whose probability is compared. Rows are whole in every micro-batch, so a row can be reduced where it stands."""
 
     TOKEN = "token"  # GRPO in every released code; rStar2-Agent (arXiv 2508.20722) Eq. 6
-    SEQUENCE = "sequence"  # the row's geometric mean; GSPO (arXiv:2507.18071), and DeepSeek-R1 (arXiv 2501.12948) Eq. 1 and 2
+    SEQUENCE = "sequence"  # the row's geometric mean, the |o|-th root of the product: GSPO (arXiv:2507.18071)
+    SEQUENCE_SUM = "sequence_sum"  # the row's product, as DeepSeek-R1 (arXiv 2501.12948) prints Eq. 1
 
 
-def log_ratio(logprobs: Tensor, other_logprobs: Tensor, loss_mask: Tensor, level: RatioLevel = RatioLevel.TOKEN) -> Tensor:
-    """log(p / other p) of each token in nats, or its mean over the row's trained tokens at each of them; 0 where masked.
+def log_ratio(
+    logprobs: Tensor,
+    other_logprobs: Tensor,
+    loss_mask: Tensor,
+    level: RatioLevel = RatioLevel.TOKEN,
+    *,
+    is_clamped: bool = False,
+) -> Tensor:
+    """log(p / other p) of each token in nats, or the mean or sum over the row's trained tokens at each of them; 0 where masked.
 
-    DeepSeek-R1 writes the ratio of whole outputs; the |o|-th root of it, as in GSPO, is taken here, because the product over
-    thousands of tokens leaves the range of a float. On a row of one token the two levels are equal.
+    At the level of rows the gradient of each value is that of its own token, as in GSPO-token (arXiv:2507.18071 section 4.3):
+    the others are constants. Where all tokens of a row have one advantage, the gradient of the row's loss under
+    `Aggregation.SEQUENCE_MEAN` is that of its whole ratio; where they differ, each token keeps its own. On a row of one token
+    all levels are equal.
 
     Args:
         logprobs, other_logprobs: nats, (n, T); gradient flows through both.
         loss_mask: bool (n, T).
+        is_clamped: to ±`MAX_LOG_RATIO`, without gradient beyond.
     """
     # Mask before anything else: a where() after exp() would still send nan through the gradient of padded positions.
-    difference = torch.where(loss_mask, logprobs - other_logprobs, 0.0)
-    if level is RatioLevel.TOKEN:
-        return difference
-    num_tokens = loss_mask.sum(-1, keepdim=True).clamp(min=1)
-    return torch.where(loss_mask, difference.sum(-1, keepdim=True) / num_tokens, 0.0)
+    ratios = torch.where(loss_mask, logprobs - other_logprobs, 0.0)
+    if level is not RatioLevel.TOKEN:
+        num_tokens = loss_mask.sum(-1, keepdim=True).clamp(min=1)
+        total, own = ratios.detach().sum(-1, keepdim=True), ratios - ratios.detach()
+        of_row = total / num_tokens + own if level is RatioLevel.SEQUENCE else total + num_tokens * own
+        ratios = torch.where(loss_mask, of_row, 0.0)
+    return ratios.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) if is_clamped else ratios
 
 
 def probability_ratio(
-    policy_logprobs: Tensor, old_logprobs: Tensor, loss_mask: Tensor, level: RatioLevel = RatioLevel.TOKEN
+    policy_logprobs: Tensor,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
+    level: RatioLevel = RatioLevel.TOKEN,
+    *,
+    is_clamped: bool = False,
 ) -> Tensor:
-    """π / π_old of each token, or the geometric mean of its row; 1 where masked.
+    """π / π_old of each token, or of its row; 1 where masked.
 
     Beyond 88 nats it is infinite. Where nothing depends on it, since it is clipped or there is no advantage, its gradient is 0.
     """
-    ratio: Tensor = _Exp.apply(log_ratio(policy_logprobs, old_logprobs, loss_mask, level))  # type: ignore[no-untyped-call]
+    exponent = log_ratio(policy_logprobs, old_logprobs, loss_mask, level, is_clamped=is_clamped)
+    ratio: Tensor = _Exp.apply(exponent)  # type: ignore[no-untyped-call]
     return ratio
 
 
@@ -178,10 +199,9 @@ def mismatch_weights(
 def high_entropy_mask(entropies: Tensor, loss_mask: Tensor, *, share: float) -> Tensor:
     """True on the floor(share * tokens) trained tokens of highest entropy in each row; of equal ones the first.
 
-    Wang et al. (arXiv:2506.01939) learn from the highest fifth; the training code that rStar2-Agent was released with has it
-    as an option that keeps all by default. Only tokens that the policy sampled are ranked and counted, so tool output has no
-    part in it. Ranks are of a row, not of a batch, so that no other row changes what is learnt from this one (law 4). What is
-    left out still counts in the averages, as in the paper's formula: weights there are laid down before anything is scored.
+    The training code that rStar2-Agent was released with has it as an option that keeps all by default. Only tokens that the
+    policy sampled are ranked and counted, so tool output has no part in it. For the tokens of a whole update, give them as one
+    row.
 
     Args:
         entropies: nats, (n, T); no gradient flows from here.
@@ -216,23 +236,26 @@ def token_kl(
     loss_mask: Tensor,
     *,
     estimator: KLEstimator = KLEstimator.K3,
-    level: RatioLevel = RatioLevel.TOKEN,
+    is_clamped: bool = False,
 ) -> Tensor:
-    """Estimate of KL(π || π_ref) of each token, in nats, or of its row with ρ as a geometric mean; 0 where masked.
+    """Estimate of KL(π || π_ref) of each token, in nats; 0 where masked.
 
     Args:
         policy_logprobs: nats, (n, T), of tokens that π sampled; carries the gradient.
         reference_logprobs: nats; no gradient.
         loss_mask: bool (n, T).
+        is_clamped: log ρ to ±`MAX_LOG_RATIO` and k3 to `MAX_K3`, without gradient beyond: one token that the reference holds
+            likely and the policy does not would otherwise outweigh all others.
     """
-    log_rho = log_ratio(reference_logprobs, policy_logprobs, loss_mask, level)
+    log_rho = log_ratio(reference_logprobs, policy_logprobs, loss_mask, is_clamped=is_clamped)
     match estimator:
         case KLEstimator.K1:
             return -log_rho
         case KLEstimator.K2:
             return log_rho.square() / 2
         case KLEstimator.K3:
-            return log_rho.exp() - log_rho - 1
+            kl = log_rho.exp() - log_rho - 1
+            return kl.clamp(max=MAX_K3) if is_clamped else kl
 
 
 class Aggregation(StrEnum):

@@ -22,6 +22,7 @@ class Column(StrEnum):
 
     OLD_LOGPROBS = "old_logprobs"  # the sampled tokens rescored by the trainer, before the first update of the step
     REFERENCE_LOGPROBS = "reference_logprobs"
+    OLD_ENTROPIES = "old_entropies"  # nats, of the policy's distribution, before the first update of the step
     VALUES = "values"  # what the critic expected before the first update of the step
     RETURNS = "returns"  # what it should have expected; made of the others, never scored
 
@@ -188,6 +189,14 @@ class Method(Component):
 
         It may reduce over the tokens of a row, never over rows.
         """
+
+    def trained_tokens(self, loss_mask: Tensor, columns: Mapping[Column, Tensor]) -> Tensor:
+        """Of the sampled tokens of one update, bool (N, T), those whose losses are averaged; the others have no weight.
+
+        Args:
+            columns: those that the method needs, (N, T).
+        """
+        return loss_mask
 
     def token_statistics(self, policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
         """Named per-token figures (clip fractions, ratio) that the trainer averages over unmasked tokens; no gradient."""

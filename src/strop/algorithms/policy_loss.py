@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import StrEnum
-from typing import ClassVar, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -55,7 +55,12 @@ class PolicyLoss(Method):
         loss: Loss = Field(Loss.CLIP, description="The surrogate of a token.")
         # sequence: GSPO (arXiv:2507.18071)
         ratio: RatioLevel = Field(
-            RatioLevel.TOKEN, description="Probability ratio of the surrogate and of the KL: per token or per sequence."
+            RatioLevel.TOKEN,
+            description="Probability ratio of the surrogate: of the token, or of its sequence as a geometric mean (sequence) or"
+            " as a product (sequence_sum).",
+        )
+        clamp_log_ratios: bool = Field(
+            True, description="Keep the log-ratios of surrogate and KL within 20 nats, and k3 below 10, as verl does."
         )
         clip_low: float = Field(0.2, ge=0, description="How far the ratio may fall below 1; 1 or more never clips.")
         # rStar2-Agent (arXiv:2508.20722) section 2.2.1
@@ -71,7 +76,13 @@ class PolicyLoss(Method):
         kl_estimator: KLEstimator = Field(KLEstimator.K3, description="Estimator of the KL divergence.")
         entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
         high_entropy_share: float = Field(
-            1.0, gt=0, le=1, description="Share of a row's tokens that are trained: those of highest entropy."
+            1.0, gt=0, le=1, description="Share of the tokens that are trained: those of highest entropy."
+        )
+        # update: Wang et al. (arXiv:2506.01939); row: the training code that rStar2-Agent was released with
+        high_entropy_over: Literal["update", "row"] = Field(
+            "update",
+            description="Which tokens are ranked. update: all of an update, by their entropy before the first update of the"
+            " step, and the loss is averaged over those that are trained; row: each row's, and all tokens count in averages.",
         )
         mismatch: Mismatch = Field(
             Mismatch.OFF,
@@ -94,6 +105,8 @@ class PolicyLoss(Method):
                 self._refuse("ratio", f"{loss}, which has no ratio", 'loss = "no_clip"')
             if self.kl_coefficient == 0:
                 self._refuse("kl_estimator", "method.kl_coefficient is 0", "kl_coefficient = 0.001")
+            if self.high_entropy_share == 1:
+                self._refuse("high_entropy_over", "method.high_entropy_share is 1", "high_entropy_share = 0.2")
             if self.mismatch is Mismatch.OFF:
                 self._refuse("mismatch_cap", "method.mismatch is 'off'", 'mismatch = "truncate_token"')
             check_constant(self.aggregation, self.constant)
@@ -128,6 +141,8 @@ class PolicyLoss(Method):
             needed.add(Column.OLD_LOGPROBS)
         if self.config.kl_coefficient > 0:
             needed.add(Column.REFERENCE_LOGPROBS)
+        if self._ranks_the_update:
+            needed.add(Column.OLD_ENTROPIES)
         return frozenset(needed)
 
     @property
@@ -140,6 +155,17 @@ class PolicyLoss(Method):
         """None: rewards are compared with each other."""
         return None
 
+    @property
+    def _ranks_the_update(self) -> bool:
+        return self.config.high_entropy_share < 1 and self.config.high_entropy_over == "update"
+
+    def trained_tokens(self, loss_mask: Tensor, columns: Mapping[Column, Tensor]) -> Tensor:
+        """All, or those of highest entropy in the update."""
+        if not self._ranks_the_update:
+            return loss_mask
+        flat = (columns[Column.OLD_ENTROPIES].reshape(1, -1), loss_mask.reshape(1, -1))
+        return high_entropy_mask(*flat, share=self.config.high_entropy_share).view_as(loss_mask)
+
     def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """The loss of each token, (n, T), 0 where masked. Only the surrogate is weighted for the mismatch."""
         loss = self._surrogate(policy_logprobs, inputs)
@@ -148,13 +174,11 @@ class PolicyLoss(Method):
             loss = torch.where(weights > 0, loss, 0.0) * weights  # what is left out may be infinite
         if self.kl_in_loss > 0:
             reference = inputs.columns[Column.REFERENCE_LOGPROBS]
-            kl = token_kl(
-                policy_logprobs, reference, inputs.loss_mask, estimator=self.config.kl_estimator, level=self.config.ratio
-            )
+            kl = self._kl(policy_logprobs, reference, inputs.loss_mask, self.config.kl_estimator)
             loss = loss + self.kl_in_loss * kl
         if self.config.entropy_coefficient > 0:
             loss = loss - self.config.entropy_coefficient * torch.where(inputs.loss_mask, inputs.entropies, 0.0)
-        if self.config.high_entropy_share < 1:
+        if self.config.high_entropy_share < 1 and not self._ranks_the_update:
             is_learnt = high_entropy_mask(inputs.entropies, inputs.loss_mask, share=self.config.high_entropy_share)
             loss = torch.where(is_learnt, loss, 0.0)
         return loss
@@ -175,7 +199,7 @@ class PolicyLoss(Method):
         """
         mask = inputs.loss_mask
         old_logprobs = inputs.columns.get(Column.OLD_LOGPROBS, policy_logprobs)
-        ratio = probability_ratio(policy_logprobs, old_logprobs, mask, self.config.ratio)
+        ratio = self._ratio(policy_logprobs, old_logprobs, mask)
         old_log_ratio = log_ratio(policy_logprobs, old_logprobs, mask)
         sampler_log_ratio = log_ratio(old_logprobs, inputs.sampled_logprobs, mask)
         statistics = {
@@ -193,14 +217,15 @@ class PolicyLoss(Method):
             if self.config.mismatch.is_of_sequence:  # its log: a product over a row may exceed any float
                 statistics["sampler_row_log_ratio"] = torch.where(mask, sampler_log_ratio.sum(-1, keepdim=True), 0.0)
         if self.config.kl_coefficient > 0:
-            statistics["reference_kl_nats"] = token_kl(policy_logprobs, inputs.columns[Column.REFERENCE_LOGPROBS], mask)
+            reference = inputs.columns[Column.REFERENCE_LOGPROBS]
+            statistics["reference_kl_nats"] = self._kl(policy_logprobs, reference, mask, KLEstimator.K3)
         return statistics
 
     def _surrogate(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
         advantages, mask = inputs.advantages, inputs.loss_mask
         if self.config.loss is Loss.POLICY_GRADIENT:
             return policy_gradient_token_loss(policy_logprobs, advantages, mask)
-        ratio = probability_ratio(policy_logprobs, inputs.columns[Column.OLD_LOGPROBS], mask, self.config.ratio)
+        ratio = self._ratio(policy_logprobs, inputs.columns[Column.OLD_LOGPROBS], mask)
         low, high = self.config.clip_low, self.config.clip_high
         match self.config.loss:
             case Loss.CLIP:
@@ -209,6 +234,13 @@ class PolicyLoss(Method):
                 return no_clip_token_loss(ratio, advantages, mask)
             case Loss.CISPO:
                 return cispo_token_loss(policy_logprobs, ratio, advantages, mask, clip_low=low, clip_high=high)
+
+    def _ratio(self, policy_logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+        is_clamped = self.config.clamp_log_ratios
+        return probability_ratio(policy_logprobs, old_logprobs, mask, self.config.ratio, is_clamped=is_clamped)
+
+    def _kl(self, policy_logprobs: Tensor, reference: Tensor, mask: Tensor, estimator: KLEstimator) -> Tensor:
+        return token_kl(policy_logprobs, reference, mask, estimator=estimator, is_clamped=self.config.clamp_log_ratios)
 
     def _mismatch_weights(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
         return mismatch_weights(

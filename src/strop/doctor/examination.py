@@ -165,6 +165,7 @@ def batch_of(rows: Sequence[SampledRow], temperature: float) -> TokenBatch:
         temperature=temperature,
         is_banned=torch.zeros_like(mask),
         banned_ids=(),
+        groups=torch.zeros(len(rows), dtype=torch.int64),
     )
 
 

@@ -39,7 +39,7 @@ from strop.stages.loop.updates import (
     why_tied,
 )
 from strop.stages.loop.validation import write_product
-from strop.training.batch import Ban, TokenBatch, pack, split_by_group
+from strop.training.batch import Ban, TokenBatch, pack, reweighted, split_by_group
 from strop.training.trainer import Trainer
 from strop.types import Group
 
@@ -155,7 +155,7 @@ class RLRun:
             )
             for column in sorted(columns):
                 batch = await self.trainer.score(batch, column)
-            batches.append(batch)
+            batches.append(reweighted(batch, method))
         return batches
 
     async def update(self, step: int, batches: Sequence[TokenBatch]) -> StepUpdates:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from strop.algorithms.losses import Aggregation, token_weights
-from strop.algorithms.method import Column, Selection
+from strop.algorithms.method import Column, Method, Selection
 from strop.training.config import TrainerConfig
 from strop.types import ScoredTrajectory, Trajectory
 
@@ -80,6 +80,7 @@ class TokenBatch:
     temperature: float  # at which the tokens were sampled, and are scored (law 5)
     is_banned: Tensor  # bool, True on tokens that were drawn, and are scored, without `banned_ids`
     banned_ids: tuple[int, ...]
+    groups: Tensor  # int64 (N,), equal for rows that are compared with each other
 
     @property
     def num_loss_tokens(self) -> int:
@@ -223,7 +224,16 @@ def pack_rows(
         temperature=temperature,
         is_banned=is_banned & loss_mask,
         banned_ids=banned_ids,
+        groups=groups,
     )
+
+
+def reweighted(batch: TokenBatch, method: Method) -> TokenBatch:
+    """Return `batch`, which has all columns that `method` needs, with weights for the tokens that the method trains."""
+    trained = method.trained_tokens(batch.loss_mask, batch.columns)
+    if trained is batch.loss_mask:
+        return batch
+    return replace(batch, loss_weights=token_weights(trained, batch.groups, method.aggregation, constant=method.constant))
 
 
 def split_by_group(selections: Sequence[Selection], num_minibatches: int) -> list[list[Selection]]:

@@ -97,18 +97,19 @@ class Learner:
         match column:
             case Column.VALUES if self.critic is not None:
                 return self.critic.score(batch)
-            case Column.OLD_LOGPROBS:
+            case Column.OLD_LOGPROBS | Column.OLD_ENTROPIES:
                 scorer: LogprobModule | Reference = self.policy
             case Column.REFERENCE_LOGPROBS if self.reference is not None:
                 scorer = self.reference
             case _:
                 raise ValueError(f"this trainer has no model that can fill {column.value!r}: it was built without one")
 
-        def logprobs(rows: TokenBatch) -> Tensor:
-            of_rows: Tensor = scorer(rows.ids, rows.loss_mask, rows.temperature, rows.is_banned, rows.banned_ids)[0]
+        def figures(rows: TokenBatch) -> Tensor:
+            logprobs, entropies = scorer(rows.ids, rows.loss_mask, rows.temperature, rows.is_banned, rows.banned_ids)
+            of_rows: Tensor = entropies if column is Column.OLD_ENTROPIES else logprobs
             return of_rows
 
-        scores = score_rows(batch, self.config, self.world, logprobs)
+        scores = score_rows(batch, self.config, self.world, figures)
         self.weights.rest()
         return scores
 
