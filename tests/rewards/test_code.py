@@ -22,7 +22,8 @@ MODES = ["all", "share", "weighted_sum", "subtasks"]
 def says(request):
     """What Python would print."""
     number = int(request.stdin)
-    return {RIGHT: f"{number**2}\n", HALF: "4\n", WRONG: "four\n"}[request.code]
+    code = request.code.partition("\n")[2]  # the first line closes stderr
+    return {RIGHT: f"{number**2}\n", HALF: "4\n", WRONG: "four\n"}[code]
 
 
 def block(code):
@@ -63,21 +64,63 @@ def test_limits_come_from_the_recipe():
     task = replace(TASK, answer=json.dumps({"inputs": ["5\n"], "outputs": ["25\n"]}))
     assert judge(trajectory(block(RIGHT)), sandbox=sandbox, task=task, wall_s=1.5, memory_mib=64)["accuracy"]
     (request,) = sandbox.requests
-    assert (request.code, request.stdin, request.wall_s, request.memory_mib) == (RIGHT, "5\n", 1.5, 64)
+    assert (request.code.partition("\n")[2], request.stdin, request.wall_s, request.memory_mib) == (RIGHT, "5\n", 1.5, 64)
 
 
 @pytest.mark.parametrize(
     "answer",
-    ["72", "[]", "{}", "not JSON", '[{"input": "1"}]', '[{"input": 1, "output": 1}]', '{"inputs": ["1"], "outputs": []}'],
+    [
+        *("72", "[]", "{}", "not JSON", '[{"input": "1"}]', '[{"input": 1, "output": 1}]', '{"inputs": ["1"], "outputs": []}'),
+        *('{"fn_name": "f", "inputs": [1], "outputs": [1]}', '{"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}'),
+    ],
 )
 def test_a_task_without_tests_is_refused_by_name(answer):
     with pytest.raises(TaskError, match="task 't': its answer holds no tests"):
         read_tests(replace(TASK, answer=answer))
 
 
-@pytest.mark.parametrize("text", ["``` print(1) ```", "```python\nprint(1)", "", "`print(1)`"])
-def test_what_is_no_closed_block_is_no_program(text):
+@pytest.mark.parametrize("text", ["``` print(1) ```", "print(1)", "", "`print(1)`", "```json\n[1]\n```"])
+def test_what_is_no_block_of_python_is_no_program(text):
     assert extract_code(trajectory(text)) is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```python\nprint(1)\n```",
+        "```Python3 title=a.py\nprint(1)\n```\n",
+        "```\nprint(1)\n```",
+        "```python\nprint(1)\n",  # not closed
+        "1. A list:\n\n   ```py\n   print(1)\n   ```\n",
+        "```python\nprint(1)\n```\nIt prints:\n```\n1\n```\n```text\nor so\n```",  # the last block of Python
+        "```json\n[1]\n```python\nprint(1)\n```",
+        "````python\nprint(1)\n````",
+    ],
+)
+def test_the_program_is_the_last_block_of_python(text):
+    assert (extract_code(trajectory(text)) or "").rstrip() == "print(1)"
+
+
+def test_an_indented_block_keeps_its_own_indentation():
+    text = "- so:\n  ```python\n  if 1:\n      print(1)\n\n  ```"
+    assert extract_code(trajectory(text)) == "if 1:\n    print(1)\n\n"
+
+
+@pytest.mark.parametrize(
+    ("answer", "call", "value"),
+    [
+        ({"fn_name": "add", "inputs": [[1, [2]]], "outputs": [[3]]}, "[1, [2]]", "[3]"),
+        ({"fn_name": "add", "inputs": ["1\n[2]"], "outputs": ["[3]"]}, "[1, [2]]", "[3]"),  # as LiveCodeBench has it
+    ],
+)
+def test_a_row_that_names_a_function_has_calls(answer, call, value):
+    tests = read_tests(replace(TASK, answer=json.dumps(answer)))
+    assert tests.fn_name == "add"
+    assert [(test.input, test.output) for test in tests.tests] == [(call, value)]
+    sandbox = ScriptedSandbox(answer=lambda request: f"{value}\n")
+    task = replace(TASK, answer=json.dumps(answer))
+    assert judge(trajectory("```python\ndef add(a, b): ...\n```"), sandbox=sandbox, task=task)["accuracy"] == 1.0
+    assert "_call_tested_function('add')" in sandbox.requests[0].code
 
 
 def test_programs_are_not_judged_without_a_sandbox_but_answers_are():

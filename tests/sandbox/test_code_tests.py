@@ -59,6 +59,49 @@ def test_what_a_program_does_instead_is_told(code, outcome, why):
 
 
 @pytest.mark.parametrize(
+    "code",
+    [
+        "import sys\nprint('warming up', file=sys.stderr)\nprint(int(input()) ** 2)",
+        "import os\nos.write(2, b'from below')\nprint(int(input()) ** 2)",
+        "import warnings\nwarnings.warn('careful')\nprint(int(input()) ** 2)",
+        '"""Squares."""\r\nfrom __future__ import annotations; import sys\r\nsys.stderr.write("!")\r\nprint(int(input()) ** 2)',
+        "\ufeffimport sys\nsys.stderr.write('!')\nprint(int(input()) ** 2)",
+    ],
+)
+def test_output_to_stderr_does_not_matter(code):
+    assert run(code, SQUARES[:2]).is_passed
+
+
+CALLS = [CodeTest(stdin="[2, [3, 4]]", expected="[6, 8]"), CodeTest(stdin='[1, ["a"]]', expected='["a"]')]
+TIMES = "def times(n, values):\n    return [n * each for each in values]\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (TIMES, [PASSED, PASSED]),
+        (
+            "class Solution:\n" + "".join(f"    {line}\n" for line in TIMES.replace("(n", "(self, n").splitlines()),
+            [PASSED, PASSED],
+        ),
+        (TIMES + "print('[6, 8]', end='')", [PASSED, PASSED]),  # what else it prints does not matter
+        (TIMES.replace("[n *", "tuple(n *").replace("values]", "values)"), [PASSED, PASSED]),
+        ("def times(n, values):\n    return [6, 8]", [PASSED, WRONG]),
+        ("def times(n, values):\n    print([6, 8])", [WRONG, WRONG]),
+        ("def other(n, values):\n    return [6, 8]", [CaseOutcome.ERROR, CaseOutcome.ERROR]),
+        ("print('[6, 8]')\nraise SystemExit", [PASSED, WRONG]),
+    ],
+)
+def test_a_function_is_called_with_the_arguments_of_each_test(code, expected):
+    assert outcomes(run(code, CALLS, function="times", stop_at_first_failure=False)) == expected
+
+
+@pytest.mark.parametrize(("value", "is_passed"), [("3", True), ("[3]", True), ("[3, 4]", False), ("[[3]]", False)])
+def test_a_value_also_passes_as_the_only_one_of_a_list(value, is_passed):
+    assert run("def f():\n    return 3", [CodeTest(stdin="[]", expected=value)], function="f").is_passed == is_passed
+
+
+@pytest.mark.parametrize(
     ("expected", "printed", "difference"),
     [
         ("1\n2\n", "1\n2\n", ""),

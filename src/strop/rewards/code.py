@@ -29,7 +29,8 @@ from strop.types import Task, Trajectory
 
 SHARE_WEIGHT = 0.1  # of the share in `weighted_sum`, where all tests passed counts 1; open-r1's `cf_scoring.py`
 
-_BLOCK = re.compile(r"^```[^\n`]*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"([ \t]*)```+[ \t]*([^`]*)")
+_PYTHON = ("python", "py", "python3")
 _FORM = '{"tests": [{"input": "3\\n", "output": "9\\n", "subtasks": ["small"]}], "points": {"small": 30}}'
 
 
@@ -46,6 +47,7 @@ class ProgramTests(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True)
     tests: list[_Test] = Field(min_length=1)
     points: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = {}
+    fn_name: str = ""  # the function that is called, with a list of arguments in JSON as input; empty: a program
 
     @property
     def subtasks(self) -> list[frozenset[str]]:
@@ -93,11 +95,12 @@ class _Limits(Config):
             memory_mib=self.memory_mib,
             stop_at_first_failure=stops,
             subtasks=subtasks,
+            function=tests.fn_name,
         )
 
 
 class CodePart(RolloutPart):
-    """Tests of the program in the last fenced block of the last turn.
+    """Tests of the program in the last fenced block of Python of the last turn.
 
     The modes are those of huggingface/open-r1, `src/open_r1/rewards.py` and `src/open_r1/utils/competitive_programming`. Its
     `code` is `share`, its `binary_code` is `all`; its `cf_code` is `all` by pass_fail, `share` by partial and `weighted_sum` by
@@ -196,15 +199,38 @@ def _needed(service: RunService | None) -> RunService:
 
 
 def extract_code(trajectory: Trajectory) -> str | None:
-    """The last closed fenced block of the last turn; None if there is none or the policy did not end the rollout itself."""
-    blocks = _BLOCK.findall(final_text(trajectory) or "")
-    return blocks[-1] if blocks else None
+    """The last fenced block of Python of the last turn, or else its last block without a language.
+
+    A block may be indented, and need not be closed. None if there is none, or the policy did not end the rollout itself.
+    """
+    blocks = _blocks(final_text(trajectory) or "")
+    of_python = [code for language, code in blocks if language in _PYTHON] or [
+        code for language, code in blocks if not language
+    ]
+    return of_python[-1] if of_python else None
+
+
+def _blocks(text: str) -> list[tuple[str, str]]:
+    """The language, in lower case, and the text of each fenced block. A fence with a language begins a block anywhere."""
+    found: list[tuple[str, list[str]]] = []
+    indent: int | None = None  # of the block that is open
+    for line in text.splitlines(keepends=True):
+        fence = _FENCE.fullmatch(line.rstrip())
+        if fence is not None and (indent is None or fence[2]):
+            indent = len(fence[1])
+            found.append(((fence[2].split() or [""])[0].lower(), []))
+        elif fence is not None:
+            indent = None
+        elif indent is not None:
+            found[-1][1].append(line[min(indent, len(line) - len(line.lstrip(" \t"))) :])
+    return [(language, "".join(lines)) for language, lines in found]
 
 
 def read_tests(task: Task) -> ProgramTests:
-    """The tests in the task's answer, in one of three forms of JSON.
+    """The tests in the task's answer, in one of four forms of JSON.
 
         [{"input": "3\\n", "output": "9\\n"}, ...]    {"inputs": ["3\\n", ...], "outputs": ["9\\n", ...]}
+        {"fn_name": "add", "inputs": [[1, 2], ...], "outputs": [3, ...]}
         {"tests": [{"input": "3\\n", "output": "9\\n", "subtasks": ["small"]}, ...], "points": {"small": 30}}
 
     Raises:
@@ -213,7 +239,20 @@ def read_tests(task: Task) -> ProgramTests:
     try:
         tree = json.loads(task.answer)
         if isinstance(tree, dict) and "inputs" in tree:
-            tree = [{"input": stdin, "output": out} for stdin, out in zip(tree["inputs"], tree["outputs"], strict=True)]
+            name = tree.get("fn_name") or ""
+            pairs = zip(tree["inputs"], tree["outputs"], strict=True)
+            if name:
+                pairs = ((_arguments(given), value if isinstance(given, str) else json.dumps(value)) for given, value in pairs)
+            tree = {"tests": [{"input": given, "output": value} for given, value in pairs], "fn_name": name}
         return ProgramTests.model_validate({"tests": tree} if isinstance(tree, list) else tree)
     except (ValueError, KeyError, TypeError) as error:
         raise TaskError(f"task {task.id!r}: its answer holds no tests ({error}). Write JSON, as in {_FORM}.") from error
+
+
+def _arguments(given: object) -> str:
+    """The arguments of a call as a list in JSON. LiveCodeBench has a text with one of them in each line."""
+    if isinstance(given, str):
+        given = [json.loads(line) for line in given.splitlines()]
+    if not isinstance(given, list):
+        raise ValueError(f"the arguments of a call are no list: {given!r:.200}")
+    return json.dumps(given)

@@ -41,7 +41,7 @@ _WORDS = {
     AnswerForm.BOX: r"a \boxed{} anywhere in the last turn",
     AnswerForm.R1_ZERO: "the text after `</think> <answer>`",
     AnswerForm.ARPO: r"thoughts in <think> tags, then a \boxed{} inside the one pair of <answer> tags",
-    AnswerForm.CODE: "the last fenced code block of the last turn",
+    AnswerForm.CODE: "the last fenced block of Python of the last turn",
 }
 
 

@@ -1,12 +1,14 @@
-"""Runs a program against tests of its output for given inputs.
+"""Runs a program against tests of its output for given inputs, or of the values that one of its functions returns.
 
 The whole output is compared line by line: a missing line fails, and so does an extra one. Whitespace at the end of a line and
-empty lines at the end of the output do not matter. Output to stderr counts; the echo of a last expression does not.
+empty lines at the end of the output do not matter. Neither do output to stderr and the echo of a last expression.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,11 +18,23 @@ from strop.sandbox.protocol import CodeRunner, RunOutcome, RunRequest, RunResult
 
 _SPARE_OUTPUT_BYTES = 65_536  # beyond the expected output, for whitespace that does not matter
 _MAX_SHOWN_CHARS = 80
+_WITHOUT_STDERR = "import os as _os; _os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 2)"  # a sandbox has one stream for both
+_CALL = """
+
+def _call_tested_function(name):
+    import json, sys
+    function = globals().get(name) or getattr(Solution(), name)
+    value = function(*json.load(sys.stdin))
+    print()
+    print(json.dumps(value, default=list))
+
+_call_tested_function({name!r})
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeTest:
-    """The input of a program and the output that it must print."""
+    """The input of a program and the output that it must print; of a function, its arguments and its value, as JSON."""
 
     stdin: str
     expected: str
@@ -76,6 +90,7 @@ async def run_tests(
     memory_mib: int = 512,
     stop_at_first_failure: bool = True,
     subtasks: Sequence[frozenset[str]] | None = None,
+    function: str = "",
     concurrency: int = 8,
 ) -> CodeTestReport:
     """Run `code` once for each test. The report does not depend on which run ends first.
@@ -85,11 +100,14 @@ async def run_tests(
         stop_at_first_failure: tests after the first failed one are reported as not run.
         subtasks: the subtasks of each test, at least one. A subtask fails with the first of its tests; a test whose subtasks
             have all failed does not run. None: all tests are one subtask.
+        function: the name of the function to call, or of a method of the program's class `Solution`; empty: the program's
+            output is tested. What it prints does not matter. A value also passes if the expected one is a list of it.
         concurrency: runs at once.
 
     Raises:
         MachineError: the runner was lost or failed in a run that counts.
     """
+    code = _without_stderr(code) + (_CALL.format(name=function) if function else "")
     room = asyncio.Semaphore(concurrency)  # first come, first served, so earlier tests start earlier
 
     async def run_one(test: CodeTest) -> CaseReport:
@@ -101,7 +119,7 @@ async def run_tests(
             output_bytes=4 * len(test.expected) + _SPARE_OUTPUT_BYTES,
         )
         async with room:
-            return _judge(await runner.run(request), test.expected)
+            return _judge(await runner.run(request), test.expected, is_value=bool(function))
 
     of_tests = [frozenset({"all tests"})] * len(tests) if subtasks is None else subtasks
     failed: set[str] = set()
@@ -141,11 +159,36 @@ def first_difference(expected: str, printed: str) -> str:
     return ""
 
 
-def _judge(result: RunResult, expected: str) -> CaseReport:
+def _without_stderr(code: str) -> str:
+    """`code` with stderr closed before it starts, but after imports from `__future__`, which must be first."""
+    lines = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    num_before = 0
+    if "__future__" in code:
+        try:
+            body = ast.parse("\n".join(lines)).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return code  # it fails as it is
+        ends = [each.end_lineno for each in body if isinstance(each, ast.ImportFrom) and each.module == "__future__"]
+        num_before = max((end or 0 for end in ends), default=0)
+    return "\n".join([*lines[:num_before], _WITHOUT_STDERR, *lines[num_before:]])
+
+
+def _is_same_value(expected: str, printed: str) -> bool:
+    try:
+        value, wanted = json.loads(_lines(printed)[-1]), json.loads(expected)
+    except (ValueError, IndexError, RecursionError):
+        return False
+    return bool(wanted in (value, [value]))
+
+
+def _judge(result: RunResult, expected: str, *, is_value: bool) -> CaseReport:
     match result.outcome:
         case RunOutcome.STDOUT | RunOutcome.ECHO | RunOutcome.EMPTY:
             printed = result.text if result.outcome is RunOutcome.STDOUT else ""
-            why = first_difference(expected, printed)
+            if is_value:
+                why = "" if _is_same_value(expected, printed) else f"expected {_cut(expected)}, got {_cut(printed.strip())}"
+            else:
+                why = first_difference(expected, printed)
             return CaseReport(outcome=CaseOutcome.WRONG_OUTPUT if why else CaseOutcome.PASSED, why=why)
         case RunOutcome.ERROR:
             lines = _lines(result.text)
