@@ -1,6 +1,12 @@
-import pytest
+import asyncio
+import time
+from dataclasses import replace
 
-from strop.rewards.language import chain_of_thought, language_consistency, scripts_of
+import pytest
+from trajectories import TASK, trajectory
+
+from strop.errors import TaskError
+from strop.rewards.language import LanguagePart, chain_of_thought, language_consistency, scripts_of
 
 
 def share(thought, language="en"):
@@ -14,8 +20,10 @@ def share(thought, language="en"):
         ("我们把两个数相加", 0.0, 1.0),
         ("we add 两个数", 2 / 5, 3 / 5),  # two words and three characters
         ("we add 12 + 3.5 = 15.5 двa", 2 / 3, 0.0),  # digits are in neither count
-        (r"we add $x + \text{两}$ and \(y\) and \[两 = 2\]", 4 / 4, 0.0),  # mathematics is in neither
-        ("we run ```python\nprint('两个')\n``` and `数`", 1.0, 0.0),  # nor is code
+        (r"we add $x + \sin y$ and \(area = y\) and \[\mathbb{R}\]", 4 / 4, 0.0),  # mathematics is in neither
+        (r"we add $x + \text{两}$ and \(y\) and \[两 = 2\]", 4 / 6, 2 / 6),  # but text in it is
+        ("we run ```python\nfor each in some if each:\n    print('a b')\n``` and `each_one`", 1.0, 0.0),  # nor is code
+        ("we run ```python\nprint('两个')  # 数\n``` and `数`", 3 / 7, 4 / 7),  # but text in it is
         ("设 x 为 5", 0.0, 1.0),  # a single letter names a variable
         ("let θ be 9π and x₁ + xᵢ the sum", 1.0, 0.0),  # a Greek one, too, and whatever its index
         ("so 2πr² is Δx and sinθ of ℵ₀ in ℝ", 1.0, 0.0),  # two variables in a row, a function of one
@@ -23,12 +31,52 @@ def share(thought, language="en"):
         ("we add สอง", 2 / 3, 0.0),  # a script that is not listed is another language
         ("we add שתיים and দুই", 3 / 6, 0.0),  # Bengali is cut at its marks
         ("l’été naïve Việt ｗｅ don't", 1.0, 0.0),  # accents, apostrophes and wide letters are Latin
-        (r"thus \frac{1}{2} is \boxed{两}", 1.0, 0.0),
+        (r"thus \frac{1}{2} is \boxed{两}", 2 / 3, 1 / 3),
     ],
 )
 def test_the_share_is_of_words_that_are_neither_number_nor_mathematics_nor_code(thought, english, chinese):
     assert share(thought) == pytest.approx(english)
     assert share(thought, "zh") == pytest.approx(chinese)
+
+
+HIDDEN = "we think that it is so"
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        "`{}`",
+        "```\n{}\n```",
+        "```python\n# {}\nx = 1\n```",
+        '```python\n"""{}"""\n```',
+        '<tool_call>{{"name": "search", "arguments": {{"query": "{}"}}}}</tool_call>',
+        '<tool_call>{{"name": "python", "arguments": {{"code": "x = 1  # {}"}}}}</tool_call>',
+        "<search>{}</search>",
+        "${}$",
+        r"\(\text{{{}}} = 2\)",
+        r"\[{}",
+        r"\boxed{{{}}}",
+    ],
+)
+def test_a_thought_cannot_be_hidden_in_code_or_mathematics(wrapped):
+    assert scripts_of(wrapped.format(HIDDEN)) == ["latin"] * 6
+    assert share("好的 " + wrapped.format(HIDDEN), "zh") == pytest.approx(2 / 8)
+    assert share("so " + wrapped.format("我们想")) == pytest.approx(1 / 4)
+
+
+def test_unclosed_formulas_take_linear_time():
+    started = time.perf_counter()
+    scripts_of(r"\(" * 100_000 + "`x" * 100_000)
+    assert time.perf_counter() - started < 5
+
+
+def test_a_row_may_name_its_own_language():
+    part = LanguagePart(language_fact="language")
+    thought = trajectory("<think>我们想</think>")
+    scores = [part.score(replace(TASK, facts=facts), thought) for facts in ({"language": "zh"}, {"language": "en"}, {})]
+    assert [asyncio.run(score) for score in scores] == [1.0, 0.0, 0.0]
+    with pytest.raises(TaskError, match="task 't': its fact 'language' is 'xx'"):
+        asyncio.run(part.score(replace(TASK, facts={"language": "xx"}), thought))
 
 
 @pytest.mark.parametrize("text", ["", "we think", "<think></think>", "<think>1 + 2</think>", "<think>unclosed"])

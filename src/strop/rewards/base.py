@@ -299,12 +299,6 @@ def check_any_weight(weights: Mapping[str, float]) -> None:
         raise ValueError("weights are all 0: every trajectory would get the same reward. Give one part a weight.")
 
 
-# Not natural language: code and calls, mathematics, other LaTeX commands.
-_NO_PROSE = re.compile(
-    r"```.*?(?:```|\Z)|`[^`\n]*`|<(tool_call|python)>.*?(?:</\1>|\Z)|\$\$.*?\$\$|\$[^$\n]*\$|\\\(.*?\\\)|\\\[.*?\\\]"
-    r"|\\boxed\s*\{[^{}]*\}|\\[a-zA-Z]+|</?\w+>",
-    re.DOTALL,
-)
 # Scripts without spaces between words: every character is a word. Elsewhere a word is a run of letters.
 _UNSPACED = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W\d_{_UNSPACED}]+(?:['’][^\W\d_{_UNSPACED}]+)*")
@@ -330,11 +324,6 @@ def final_summary(text: str, *, think_tag: str = "think", is_prefilled: bool = F
 def words(text: str) -> list[str]:
     """Its words with their case; in Chinese and Japanese every character is one. Digits and signs are not words."""
     return _WORD.findall(text)
-
-
-def prose(text: str) -> str:
-    """`text` without code, tool calls, mathematics and tags."""
-    return _NO_PROSE.sub(" ", text)
 
 
 def num_sampled_tokens(trajectory: Trajectory) -> int:

@@ -240,9 +240,9 @@ def read_tests(task: Task) -> ProgramTests:
         tree = json.loads(task.answer)
         if isinstance(tree, dict) and "inputs" in tree:
             name = tree.get("fn_name") or ""
-            pairs = zip(tree["inputs"], tree["outputs"], strict=True)
+            pairs = list(zip(tree["inputs"], tree["outputs"], strict=True))
             if name:
-                pairs = ((_arguments(given), value if isinstance(given, str) else json.dumps(value)) for given, value in pairs)
+                pairs = [(_arguments(given), value if isinstance(given, str) else json.dumps(value)) for given, value in pairs]
             tree = {"tests": [{"input": given, "output": value} for given, value in pairs], "fn_name": name}
         return ProgramTests.model_validate({"tests": tree} if isinstance(tree, list) else tree)
     except (ValueError, KeyError, TypeError) as error:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import io
+import json
 import re
+import tokenize
 import unicodedata
+import warnings
 from functools import cache
 from itertools import groupby
 
 from pydantic import Field, field_validator
 
-from strop.rewards.base import RolloutPart, prose, words, written
+from strop.errors import TaskError
+from strop.rewards.base import RolloutPart, words, written
 from strop.types import Task, Trajectory
 
 SCRIPTS = {
@@ -37,6 +43,19 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
     "ko": ("hangul",),
 }
 """The scripts of each language. Scripts distinguish Chinese from English, but not French from English."""
+_PARTS = re.compile(
+    r"```[^\n`]*\n(?P<fence>.*?)(?:```|\Z)|`(?P<ticks>[^`\n]*)`"
+    r"|<(?P<tag>tool_call|python|search)>(?P<call>.*?)(?:</(?P=tag)>|\Z)"
+    r"|\$\$(?P<display>.*?)(?:\$\$|\Z)|\$(?P<dollars>[^$\n]*)\$|\\\((?P<round>.*?)(?:\\\)|\Z)"
+    r"|\\\[(?P<square>.*?)(?:\\\]|\Z)|\\boxed\s*\{(?P<box>[^{}]*)\}",
+    re.DOTALL,
+)
+_IS_CODE = ("fence", "ticks", "call")
+_TEXT_IN_FORMULAS = re.compile(r"\\(?:text|mbox|textbf|textit|textrm)\s*\{([^{}]*)\}")
+_COMMANDS_AND_TAGS = re.compile(r"\\[a-zA-Z]+|</?[A-Za-z_]+>")
+# Three words of two letters and more, with no operator between them, are a sentence and no formula.
+_SENTENCE = re.compile(r"(?<![A-Za-z])[A-Za-z]{2,}(?:[ \t,.;:!?'\"-]+[A-Za-z]{2,}){2,}")
+_MAX_PARSED_CHARS = 20_000  # a longer piece of code is read as text
 _OF_VARIABLES = ("latin", "greek")  # a single letter of these is a variable
 _SIGNS = ("<font>", "<sub>", "<super>")  # Unicode decompositions of the letters of formulas, superscripts and subscripts
 _HEBREW_SIGNS = frozenset("\u2135\u2136\u2137\u2138")  # cardinal numbers
@@ -45,8 +64,9 @@ _HEBREW_SIGNS = frozenset("\u2135\u2136\u2137\u2138")  # cardinal numbers
 def scripts_of(text: str) -> list[str]:
     """The script of each word of `text`, in order; scripts that are not in `SCRIPTS` by their Unicode name, as `THAI`.
 
-    Code and mathematics are not words. A single Latin or Greek letter, with any digits and indices, is a variable and not a
-    word. A word that changes scripts counts once per script: `sinθ` is `sin` and a variable.
+    Code and mathematics are not words, but sentences in them are, and so is every text in other letters. A single Latin or
+    Greek letter, with any digits and indices, is a variable and not a word. A word that changes scripts counts once per script:
+    `sinθ` is `sin` and a variable.
     """
     found = []
     for word in words(prose(text)):
@@ -58,6 +78,62 @@ def scripts_of(text: str) -> list[str]:
             if script not in _OF_VARIABLES or len(list(run)) > 1:
                 found.append(script)
     return found
+
+
+def prose(text: str) -> str:
+    """`text` without tags, LaTeX commands and what parses as code or mathematics.
+
+    Of what parses, text stays: sentences in comments and strings, `\\text{}` in formulas, names in letters of other scripts. A
+    policy could otherwise hide a thought in any language between backticks or dollar signs.
+    """
+    parts, end = [], 0
+    for found in _PARTS.finditer(text):
+        parts.append(_COMMANDS_AND_TAGS.sub(" ", text[end : found.start()]))
+        end = found.end()
+        name = next(name for name, part in found.groupdict().items() if part is not None and name != "tag")
+        parts.append(_prose_of_code(found[name]) if name in _IS_CODE else _prose_of_formula(found[name]))
+    parts.append(_COMMANDS_AND_TAGS.sub(" ", text[end:]))
+    return " ".join(parts)
+
+
+def _prose_of_formula(text: str) -> str:
+    texts = _TEXT_IN_FORMULAS.findall(text)
+    return " ".join([*texts, _sentences(_COMMANDS_AND_TAGS.sub(" ", _TEXT_IN_FORMULAS.sub(" ", text)))])
+
+
+def _prose_of_code(text: str) -> str:
+    """Of Python or JSON the sentences in comments and strings, and names in other letters; all of any other text."""
+    if len(text) > _MAX_PARSED_CHARS:
+        return text
+    try:
+        return " ".join(map(_prose_of_code, _strings(json.loads(text))))
+    except (ValueError, RecursionError):
+        pass
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            ast.parse(text.strip())
+        tokens = list(tokenize.generate_tokens(io.StringIO(text.strip()).readline))
+    except (SyntaxError, ValueError, RecursionError, MemoryError, tokenize.TokenError):
+        return text
+    names = [each.string for each in tokens if each.type == tokenize.NAME and not each.string.isascii()]
+    texts = [each.string.lstrip("bfruBFRU") for each in tokens if each.type not in _NO_TEXT]
+    return " ".join([*names, *map(_sentences, texts)])
+
+
+_NO_TEXT = (tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.NEWLINE, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
+
+
+def _strings(value: object) -> list[str]:
+    if isinstance(value, dict | list):
+        return [text for each in (value.values() if isinstance(value, dict) else value) for text in _strings(each)]
+    return [value] if isinstance(value, str) else []
+
+
+def _sentences(text: str) -> str:
+    """Runs of three words in ASCII letters, and every word in other letters but variables."""
+    others = [word for word in words(text) if not word.isascii()]
+    return " ".join([*_SENTENCE.findall(text), *others])
 
 
 def chain_of_thought(text: str, *, think_tag: str = "think") -> str | None:
@@ -99,6 +175,9 @@ class LanguagePart(RolloutPart):
 
     class Config(RolloutPart.Config):
         language: str = Field(default="en", description="The target language: " + ", ".join(sorted(LANGUAGES)) + ".")
+        language_fact: str = Field(
+            default="", description="Name of the fact of a task that holds its target language. Default: `language` for all."
+        )
         think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
 
         @field_validator("language")
@@ -111,4 +190,10 @@ class LanguagePart(RolloutPart):
     config: Config
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
-        return language_consistency(written(trajectory), language=self.config.language, think_tag=self.config.think_tag)
+        language = task.facts.get(self.config.language_fact, self.config.language)
+        if language not in LANGUAGES:
+            raise TaskError(
+                f"task {task.id!r}: its fact {self.config.language_fact!r} is {language!r:.200}; the script of that language is"
+                f" not known. Known are {', '.join(sorted(LANGUAGES))}."
+            )
+        return language_consistency(written(trajectory), language=language, think_tag=self.config.think_tag)
