@@ -1,7 +1,8 @@
 import pytest
+import torch
 from pydantic import ValidationError
 
-from strop.training import OptimizerConfig, Schedule
+from strop.training import OptimizerConfig, Schedule, TrainerConfig
 from strop.training.optimizer import learning_rate
 
 
@@ -29,3 +30,19 @@ def test_betas_of_an_average_that_never_forgets_or_grows_are_refused(betas):
     with pytest.raises(ValidationError, match="betas"):
         OptimizerConfig(betas=betas)
     assert OptimizerConfig(betas=(0.0, 0.99)).betas == (0.0, 0.99)  # RMSprop
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_devices", "device"),
+    [
+        ({}, 0, "cpu"),
+        ({}, 1, "cuda"),
+        ({"device": "cpu"}, 1, "cpu"),
+        ({"workers": 2}, 1, "cpu"),
+        ({"workers": 2}, 2, "cuda"),
+        ({"optimizer": {"moments": "disk"}}, 1, "cpu"),
+    ],
+)
+def test_a_trainer_computes_where_the_embedded_engine_does(monkeypatch, settings, num_devices, device):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+    assert TrainerConfig.model_validate(settings).torch_device == torch.device(device)

@@ -50,8 +50,8 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
         raise ModelError(
             f"{reference}: with trainer.lora the reference is the model under the adapter. Remove the other reference."
         )
-    dtype, device = getattr(torch, config.precision), torch.device(config.device)
-    keep_freed_memory(config.device == "cpu" and not config.gives_back_memory)
+    dtype, device = getattr(torch, config.precision), config.torch_device
+    keep_freed_memory(config.torch_device.type == "cpu" and not config.gives_back_memory)
     model = load_model(directory).eval().requires_grad_(True)
     if world.size == 1:
         model = model.to(device)
@@ -91,7 +91,7 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
 def _weights_of(
     root: nn.Module, model: nn.Module, config: TrainerConfig, world: World, *, rounds_layers: bool = True
 ) -> Weights:
-    dtype, device = getattr(torch, config.precision), torch.device(config.device)
+    dtype, device = getattr(torch, config.precision), config.torch_device
     if world.size == 1:
         return MasterWeights(model, dtype, rounds_layers=rounds_layers)
     from strop.training.sharded import ShardedWeights  # FSDP takes a second to import
@@ -121,6 +121,6 @@ def _open_critic(directory: Path, options: LearnerOptions, world: World, policy:
         checkpoint_activations(decoder)
     values = ValueModule(decoder, is_packed=config.packing, head=head_of(model) if is_reward_model else None)
     if world.size == 1:
-        values = values.to(torch.device(config.device))
+        values = values.to(config.torch_device)
     weights = _weights_of(values, values, config, world)
     return Critic(values, weights, config, world=world, total_updates=options.total_critic_updates)

@@ -334,7 +334,7 @@ def score_rows(batch: TokenBatch, config: TrainerConfig, world: World, score: Ca
     """
     scores = torch.zeros(batch.ids.shape)
     for part in shares(batch, config.max_tokens_per_microbatch, config.packing, world):
-        of_part = score(part.batch.to(torch.device(config.device)))
+        of_part = score(part.batch.to(config.torch_device))
         if part.batch.num_loss_tokens:
             scores[part.rows, : of_part.shape[1]] = of_part.cpu()
     return world.sum(scores)

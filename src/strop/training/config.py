@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
 from strop.config import Config
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Schedule(StrEnum):
@@ -80,7 +83,12 @@ class TrainerConfig(Config):
     worker_timeout_s: float = Field(
         default=1800.0, gt=0, le=86_400.0 * 365, description="Longest time of one call of the workers."
     )
-    device: str = Field(default="cpu", max_length=64, description="cpu, cuda, or one device, such as cuda:1.")
+    device: str = Field(
+        default="auto",
+        max_length=64,
+        description="cpu, cuda, or one device, such as cuda:1. auto: cuda if torch finds a device for each worker, as for the"
+        " engine; cpu with optimizer.moments = 'disk'.",
+    )
     max_tokens_per_microbatch: int = Field(
         default=16_384, gt=0, le=_MAX_COUNT, description="Tokens of a micro-batch. Changes memory, never the gradient."
     )
@@ -101,13 +109,27 @@ class TrainerConfig(Config):
     )
 
     @property
+    def torch_device(self) -> torch.device:
+        """The device. Raises `RuntimeError` for a name that torch does not know."""
+        import torch
+
+        if self.device != "auto":
+            return torch.device(self.device)
+        is_cuda = not self._pages_moments and torch.cuda.device_count() >= max(1, self.workers)
+        return torch.device("cuda" if is_cuda else "cpu")
+
+    @property
     def gives_back_memory(self) -> bool:
         """Whether memory that a micro-batch freed is returned to the system at once."""
-        return self.activation_checkpointing and self.device == "cpu"
+        return self.activation_checkpointing and self.torch_device.type == "cpu"
+
+    @property
+    def _pages_moments(self) -> bool:
+        return "disk" in (self.optimizer.moments, self.critic.optimizer.moments)
 
     @model_validator(mode="after")
     def _can_page(self) -> Self:
-        if "disk" in (self.optimizer.moments, self.critic.optimizer.moments) and (self.device != "cpu" or self.workers):
+        if self._pages_moments and (self.device not in ("auto", "cpu") or self.workers):
             raise ValueError("optimizer.moments = 'disk' is for device = 'cpu' without workers. Set moments = 'memory'.")
         return self
 

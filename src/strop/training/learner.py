@@ -322,7 +322,7 @@ def update_flops(products: ModelProducts, batch: TokenBatch, config: TrainerConf
 
 def update_cost(tokens: int, flops: float, started: float, config: TrainerConfig, world: World) -> UpdateCost:
     """Return the cost of an update of all ranks that began at `started`, a time of `time.perf_counter`."""
-    device = torch.device(config.device)
+    device = config.torch_device
     _wait(device)
     time_s = time.perf_counter() - started
     if device.type == "cuda":

@@ -283,7 +283,7 @@ def add_up_gradient(
     Returns:
         This rank's share of the loss and of the statistics.
     """
-    device = torch.device(config.device)
+    device = config.torch_device
     total_loss = torch.zeros((), dtype=torch.float64, device=device)
     figures = TokenFigures()
     for part in shares(batch, config.max_tokens_per_microbatch, config.packing, world):

@@ -67,7 +67,7 @@ class RewardTrainer:
         self.exchanges = ExchangeFormat(directory)
         self._config, self._world = config, World()
         self._model = begin_reward_model(directory, pad_id=self.exchanges.pad_id)
-        self._model.to(torch.device(config.device))
+        self._model.to(config.torch_device)
         if config.activation_checkpointing:
             checkpoint_activations(self._model)
         self._products = ModelProducts.of(self._model)

@@ -99,7 +99,7 @@ def main() -> None:
     _end_with_parent(directory)
     connection = Connection(socket)
     options: LearnerOptions = connection.recv()
-    config = options.config
+    config = options.config.model_copy(update={"device": str(options.config.torch_device)})
     if config.device == "cuda":
         torch.cuda.set_device(rank)
         config = config.model_copy(update={"device": f"cuda:{rank}"})

@@ -170,6 +170,8 @@ def _check_engine_devices(config: EngineConfig) -> None:
 
 
 def _check_device(name: str, key: str, *, workers: int = 0) -> Iterator[UserError]:
+    if name == "auto":
+        return
     try:
         device = torch.device(name)
     except RuntimeError:
