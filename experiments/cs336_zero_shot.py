@@ -83,7 +83,7 @@ class EmbeddedModel:
 
     async def _generate(self, prompts: list[str], sampling: Sampling) -> list[Answer]:
         # On a machine that is shared a piece may take many times its half minute.
-        config = EngineConfig(slots=SLOTS, max_length=self.max_length, dtype="bfloat16", deadline_s=3600.0)
+        config = EngineConfig(slots=SLOTS, max_length=self.max_length, dtype="bfloat16")
         engine = TorchEngine.from_directory(self.directory, config, detokenize=self.tokenizer.decode)
         try:
             completions = await asyncio.gather(*(self._one(engine, prompt, sampling) for prompt in prompts))

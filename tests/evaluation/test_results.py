@@ -32,6 +32,13 @@ def test_a_void_problem_is_counted_and_enters_no_mean_and_no_vote():
     assert (figures["num_tasks"], figures["num_tasks_void"], figures["accuracy"]) == (1, 1, 0.5)
     assert figures["maj_at_k"] == 0.5  # a tie shares
     assert figures["void_fraction"] == 0.5
+    assert (figures["num_void"], figures["is_final"]) == (2, False)
+
+
+@pytest.mark.parametrize(("num_void", "is_final"), [(0, True), (1, True), (2, False)])
+def test_a_result_with_more_than_one_void_rollout_in_a_hundred_is_not_final(num_void, is_final):
+    groups = [group(*[RIGHT] * (100 - num_void), num_void=num_void)]
+    assert figures_of(groups, seed=0)["is_final"] is is_final
 
 
 def test_a_problem_with_fewer_attempts_than_k_is_counted_and_in_no_pass_at_k():

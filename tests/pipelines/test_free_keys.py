@@ -10,7 +10,7 @@ from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
 from strop.runs.manifest import differences
 
 FREE_OF_ENGINES = {
-    *("replicas", "slots", "deadline_s", "devices", "own_process", "python", "addresses"),
+    *("replicas", "slots", "stall_timeout_s", "devices", "own_process", "python", "addresses"),
     *("start_timeout_s", "publish_timeout_s", "kv_mib"),
 }
 BOUND = {

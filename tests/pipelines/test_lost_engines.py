@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ from scripted_runs import RecordingEngine, Watching, make_recipe, run_recipe, un
 from strop.errors import ConfigError, EngineLost
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.stages.loop.ledger import read_rollouts
+from strop.stages.loop.rollouts import why_voids_bias
 from strop.types import RolloutKey
 
 
@@ -151,12 +153,27 @@ def test_a_hanging_engine_is_noticed_by_the_deadline_of_the_recipe(scripted_run,
             return Hanging(policy, engine.dies_at, **options)
 
     recipe = with_engines(2)
-    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"deadline_s": 2.0})})
+    recipe = recipe.model_copy(update={"engine": recipe.engine.model_copy(update={"stall_timeout_s": 2.0})})
     done = run_recipe(tmp_path / "run", recipe, make_engine=Opening({2: 5}))
     [lost] = events(done.run, "engine_lost")
     assert lost["stage"] == "rl"
-    assert lost["reason"].startswith("it hangs: engine-0 did not complete request")
+    assert lost["reason"].startswith("it hangs: it has computed nothing for 1 s")
     assert_same_outcome(done.run, scripted_run.run)
     assert RolloutKey(task_index=0, attempt=0) in {
         scored.trajectory.key for scored in read_rollouts(done.run.stage("rl").rollouts(1))
     }
+
+
+@pytest.mark.parametrize(
+    ("void_tokens", "expected"),
+    [
+        ([20, 20], ""),  # too few to say
+        ([12, 12, 12], ""),
+        ([20, 30, 40], "3 void rollouts had 30 tokens on average when they failed, the 2 others have 10."),
+    ],
+)
+def test_void_rollouts_that_are_longer_than_the_others_are_reported(void_tokens, expected):
+    trajectory = SimpleNamespace(ids=[0] * 10)
+    groups = [SimpleNamespace(trajectories=[SimpleNamespace(trajectory=trajectory)] * 2)]
+    assert why_voids_bias(void_tokens, groups).startswith(expected)
+    assert bool(why_voids_bias(void_tokens, groups)) == bool(expected)

@@ -61,7 +61,7 @@ class Watcher:
     def finished(self, scored):
         self.events.append(("finished", scored.trajectory.key))
 
-    def voided(self, key, *, reason):
+    def voided(self, key, *, reason, num_tokens):
         self.events.append(("voided", key))
         self.reason = reason
 

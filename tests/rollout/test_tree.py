@@ -100,7 +100,7 @@ class Watcher:
     def finished(self, scored):
         self.ended[scored.trajectory.key] = scored
 
-    def voided(self, key, *, reason):
+    def voided(self, key, *, reason, num_tokens):
         self.void = (key, reason)
 
     def displaced(self, key, spent):

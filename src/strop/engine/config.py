@@ -34,8 +34,12 @@ class AnyEngine(Config):
         description="Tokens of one conversation, with prompt and tool output.",
     )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of weights and KV cache.")
-    deadline_s: float = Field(
-        default=600.0, gt=0, le=_MAX_S, description="Longest time of one completion, the wait for a slot included."
+    stall_timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=_MAX_S,
+        description="An engine that computes nothing for this long while requests wait is given up. A request that is only slow"
+        " is not.",
     )
     devices: tuple[_Device, ...] = Field(
         default=(),

@@ -96,6 +96,9 @@ class InferenceEngine(Protocol):
             RequestTooLong: ids + max_tokens can never fit.
         """
 
+    async def progress(self) -> int:
+        """Return a count that grows while the engine computes, for whichever request. Raises `EngineLost`."""
+
     async def abort(self, request_id: str) -> None:
         """Stop a running request, whose `complete` raises `asyncio.CancelledError`, and release it. Unknown ids are ignored."""
 

@@ -113,6 +113,7 @@ class ScriptedEngine:
         self._is_lost = False
         self._last_words = ""  # of its newest end
         self._num_ends = 0
+        self._progress = 0
         self._dying: asyncio.Task[None] | None = None
         self._holds: dict[str, _Hold] = {}  # by newest request
         self._room = asyncio.Condition()
@@ -179,6 +180,13 @@ class ScriptedEngine:
         hold.running = None
         hold.ids = (*request.ids, *completion.ids)
         return completion
+
+    async def progress(self) -> int:
+        if self._is_lost:
+            raise EngineLost(self._last_words)
+        if self._may_answer.is_set() and any(hold.running is not None for hold in self._holds.values()):
+            self._progress += 1
+        return self._progress
 
     async def abort(self, request_id: str) -> None:
         await self._give_back(request_id)

@@ -31,6 +31,10 @@ class EvalFiles:
     why_stale: str = ""  # "" if its stage is not stale
 
 
+MAX_VOID_FRACTION = 0.01
+"""Of a final result: void rollouts may be longer or harder than the others."""
+
+
 def figures_of(
     groups: Sequence[Group],
     *,
@@ -59,6 +63,7 @@ def figures_of(
     figures: dict[str, Any] = {
         "num_tasks": len(played),
         "num_tasks_void": len(groups) - len(played),
+        "num_void": sum(group.num_void for group in groups),
         "num_tasks_without_verdict": len(played) - len(judged),
     }
     if judged:
@@ -78,6 +83,7 @@ def figures_of(
         for name, value in rollout_metrics(groups, verdict).items()
         if name.startswith("rollout/") and name != "rollout/accuracy"
     }
+    figures["is_final"] = figures["void_fraction"] <= MAX_VOID_FRACTION
     figures["tool_outcomes"] = _tool_outcomes(groups)
     figures["parts"] = _parts(played, seed=seed)
     return figures

@@ -119,8 +119,12 @@ class PlayObserver(Protocol):
 
     def finished(self, scored: ScoredTrajectory) -> None: ...
 
-    def voided(self, key: RolloutKey, *, reason: str) -> None:
-        """The rollout does not count. Called after `finished` if the rollout ended but could not be judged."""
+    def voided(self, key: RolloutKey, *, reason: str, num_tokens: int) -> None:
+        """The rollout does not count. Called after `finished` if the rollout ended but could not be judged.
+
+        Args:
+            num_tokens: of its conversation so far, with the prompt.
+        """
 
     def displaced(self, key: RolloutKey, spent: Spent) -> None:
         """A branch is ended, finished or not: another one is earlier in the order, or its parent begins again."""
@@ -374,13 +378,13 @@ class BatchPlayer:
             known: the result from before an interruption; the rollout is played again only for its branches.
             make_forking: called before each try and after the last failed one; it removes the branches of earlier tries.
         """
-        reason = ""
+        reason, num_tokens = "", 0
         for num_tries in range(1, self.player.max_attempts + 1):
             forking = None if make_forking is None else await make_forking()
             try:
                 opened, lease = (await self.open(task, key, past), None) if begun is None or num_tries > 1 else begun
             except RequestTooLong as error:
-                self.observer.voided(key, reason=str(error))
+                self.observer.voided(key, reason=str(error), num_tokens=num_tokens)
                 return TooLong(key=key, error=error)
             except MachineError as error:
                 reason = str(error)
@@ -395,17 +399,17 @@ class BatchPlayer:
             except EngineLost:
                 raise
             except MachineError as error:
-                reason = str(error)
+                reason, num_tokens = str(error), lease.num_tokens
                 continue
             self.observer.finished(scored)
             if isinstance(scored.reward_parts, Excluded):
-                self.observer.voided(key, reason=scored.reward_parts.why)
+                self.observer.voided(key, reason=scored.reward_parts.why, num_tokens=len(trajectory.ids))
             return scored
         if make_forking is not None:
             await make_forking()
         if known is not None:
             return known
-        self.observer.voided(key, reason=reason)
+        self.observer.voided(key, reason=reason, num_tokens=num_tokens)
         return Void(key=key, reason=reason)
 
 

@@ -101,15 +101,17 @@ def summarise(
 
 
 def _in_words(figures: Mapping[str, Any]) -> str:
+    void = f"; {figures['num_void']} rollouts are void ({figures['void_fraction']:.1%})" if figures["num_void"] else ""
+    void += ". Too many for a final figure: evaluate again" if not figures["is_final"] else ""
     errors = f", tool errors {figures['tool_error_rate']:.1%}" if "tool_error_rate" in figures else ", no tool calls"
     of = f"(avg@{figures['k']} of {figures['num_tasks']} tasks)"
     if "accuracy" not in figures:
-        return f"reward {figures['reward_mean']:.3f} {of}{errors}; no part of the reward says what is right"
+        return f"reward {figures['reward_mean']:.3f} {of}{errors}; no part of the reward says what is right{void}"
     unjudged, below = figures["num_tasks_without_verdict"], figures["num_tasks_below_k"]
     missing = f", {unjudged} of them without a verdict" if unjudged else ""
     missing += f", {below} with fewer attempts than that and in no pass@k" if below else ""
     interval = f"[{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
-    return f"accuracy {figures['accuracy']:.3f} {interval} {of}{missing}{errors}"
+    return f"accuracy {figures['accuracy']:.3f} {interval} {of}{missing}{errors}{void}"
 
 
 def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[str, Any]:

@@ -28,11 +28,13 @@ class FakeSglang:
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     dtype: str = "float32"
     refuses_weights: bool = False
+    is_computing: bool = True
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         app = web.Application()
         app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/health_generate", self._health)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/update_weights_from_disk", self._update_weights)
         for path in ("/pause_generation", "/continue_generation"):
@@ -50,6 +52,9 @@ class FakeSglang:
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return web.json_response({"dtype": self.dtype, "context_length": 100, "max_total_num_tokens": 640})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=200 if self.is_computing else 503)
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

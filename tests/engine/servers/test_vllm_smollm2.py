@@ -23,7 +23,7 @@ QUESTIONS = [f"Question {number}: what is {number} times {number + 3}?\nAnswer: 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     folder = tmp_path_factory.mktemp("smollm2")
-    config = vllm_servers.make_config(slots=8, max_length=256, dtype="bfloat16", deadline_s=300.0)
+    config = vllm_servers.make_config(slots=8, max_length=256, dtype="bfloat16")
     with asyncio.Runner() as runner:
         home = vllm_servers.start(runner, MODEL, folder, config)
         yield home

@@ -18,7 +18,7 @@ PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).abso
 
 
 def make_config(**changes: Any) -> VllmConfig:
-    settings = {"slots": 3, "max_length": 100, "eager": True, "start_timeout_s": 240.0, "deadline_s": 60.0} | changes
+    settings = {"slots": 3, "max_length": 100, "eager": True, "start_timeout_s": 240.0, "stall_timeout_s": 60.0} | changes
     return VllmConfig(python=PYTHON, **settings)
 
 

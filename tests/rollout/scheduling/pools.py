@@ -20,8 +20,8 @@ async def play_all(pool, watcher=None, *, tasks=TASKS, num_rollouts=4, seed=3, w
     return [group async for group in playing]
 
 
-def pool_of(*engines, config=None, watcher=None, deadline_s=60.0, **options):
-    return EnginePool(engines, config, observer=watcher, deadline_s=deadline_s, **options)
+def pool_of(*engines, config=None, watcher=None, stall_timeout_s=60.0, **options):
+    return EnginePool(engines, config, observer=watcher, stall_timeout_s=stall_timeout_s, **options)
 
 
 def undisturbed():

@@ -47,7 +47,7 @@ class Chaos:
             self.engines,
             config or SchedulerConfig(max_replacements=100),
             open_another=self.open_another,
-            deadline_s=DEADLINE_S,
+            stall_timeout_s=DEADLINE_S,
             observer=self.watcher,
         )
 

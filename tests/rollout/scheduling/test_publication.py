@@ -38,7 +38,7 @@ class Publisher:
 
 
 def pool_of(*engines, watcher=None, **options):
-    return EnginePool(engines, observer=watcher, deadline_s=60.0, **options)
+    return EnginePool(engines, observer=watcher, stall_timeout_s=60.0, **options)
 
 
 class Hanging(ScriptedEngine):

@@ -62,6 +62,11 @@ class FragileEngine(ScriptedEngine):
                 return _changed(completion, policy_version=completion.policy_version - 1)
         return completion
 
+    async def progress(self) -> int:
+        if self.num_running and self.fault != "hang":
+            self._progress += 1
+        return self._progress
+
     async def close(self) -> None:
         self.is_closed = True
         await super().close()
@@ -132,7 +137,7 @@ class Watcher:
     def finished(self, scored):
         self.finished_keys[scored.trajectory.key] += 1
 
-    def voided(self, key, *, reason):
+    def voided(self, key, *, reason, num_tokens):
         self.voided_keys[key] += 1
 
     def engine_joined(self, name, *, replaces):

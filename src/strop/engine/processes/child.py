@@ -232,7 +232,7 @@ class _Service:
     async def _obey(self, order: ToChild) -> None:
         match order:
             case Ping():
-                self._answer(Pong())
+                self._answer(Pong(progress=self._engine.num_steps))
             case Complete():
                 task = asyncio.create_task(self._complete(order))
                 self._completions[order.number] = task

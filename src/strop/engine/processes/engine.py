@@ -34,7 +34,7 @@ from strop.engine.processes.link import (
     Release,
 )
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor, check_completion
-from strop.errors import DeadlineExceeded, EngineLost
+from strop.errors import EngineLost
 from strop.types import Completion
 
 _OPEN_S = 600.0  # to read a model's weights from a slow disk, and measure what determinism needs
@@ -161,16 +161,14 @@ class ProcessEngine:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
         number = self._link.next_number()
         try:
-            async with asyncio.timeout(self._config.deadline_s):
-                completed = await self._link.ask(Complete(number=number, request=request), Completed)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"request {request.id} was not complete after {self._config.deadline_s} s (engine.deadline_s)."
-            ) from error
+            completed = await self._link.ask(Complete(number=number, request=request), Completed)
         finally:
-            if self._link.is_open_question(number):  # the caller was cancelled or ran out of time
+            if self._link.is_open_question(number):  # the caller was cancelled
                 self._link.tell(Abandon(number=number))
         return completed.completion
+
+    async def progress(self) -> int:
+        return self._link.progress
 
     async def abort(self, request_id: str) -> None:
         self._link.tell(Abort(request_id=request_id))
@@ -181,8 +179,8 @@ class ProcessEngine:
     async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
         """See `TorchEngine.load_weights`. The process proves what it holds against `checksum`.
 
-        A load that does not end within `EngineConfig.deadline_s` is the end of the engine. A caller who goes away after all
-        weights were sent leaves a load that goes on, and which the next one waits for.
+        A load that does not end within `EngineConfig.stall_timeout_s` is the end of the engine. A caller who goes away after
+        all weights were sent leaves a load that goes on, and which the next one waits for.
         """
         if self._left_load is not None:
             await asyncio.wait({self._left_load})
@@ -227,11 +225,12 @@ class ProcessEngine:
     async def _load(self, order: Load, version: int) -> None:
         self._published[order.number] = version
         try:
-            async with asyncio.timeout(self._config.deadline_s):
+            async with asyncio.timeout(self._config.stall_timeout_s):
                 await self._link.ask(order, Loaded)
         except TimeoutError as error:
             raise self._link.lose(
-                f"{self._link.title} hangs: it did not load weights within {self._config.deadline_s} s (engine.deadline_s)."
+                f"{self._link.title} hangs: it did not load weights within {self._config.stall_timeout_s} s"
+                " (engine.stall_timeout_s)."
             ) from error
         finally:
             del self._published[order.number]

@@ -155,6 +155,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pong:
+    progress: int  # of its engine
     kind: Literal["pong"] = "pong"
 
 
@@ -239,6 +240,7 @@ class Link:
         self._num_asked = 0
         self._questions: dict[int, _Question] = {}  # by number
         self._has_spoken = True  # since the last ping
+        self.progress = 0  # of the engine, when it last answered a ping
         self._end = ""  # why it is lost
         self._watching: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -325,6 +327,7 @@ class Link:
     def _hear(self, message: FromChild) -> None:
         """Raises `Garbled` or `EngineLost` when the process cannot be trusted any more."""
         if isinstance(message, Pong):
+            self.progress = message.progress
             return
         number = 0 if isinstance(message, Hello) else message.number
         question = self._questions.get(number)

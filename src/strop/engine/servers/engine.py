@@ -23,7 +23,7 @@ from strop.engine.protocol import (
 )
 from strop.engine.servers.server import Answer, Server, completion_of
 from strop.engine.servers.weight_transfer import transferred
-from strop.errors import DeadlineExceeded, EngineLost, StropError, UserError, WeightsNotProven
+from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 
 _log = logging.getLogger(__name__)
@@ -207,8 +207,6 @@ class ServerEngine:
 
         Raises:
             EngineLost: the server died, cannot be reached, answered garbage, or lost the weights.
-            DeadlineExceeded: no place was free within `deadline_s`, or it was not complete that long after it got one. A
-                server that hangs looks the same; the caller knows whether it answers other requests.
             UserError: a stop string, but the model directory has no tokenizer; or ids outside the model's vocabulary.
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
@@ -218,13 +216,7 @@ class ServerEngine:
             self._conversations.refuse(request)
             raise
         try:
-            async with asyncio.timeout(self._config.deadline_s):
-                await self._conversations.enter(request)
-        except TimeoutError as error:
-            raise DeadlineExceeded(
-                f"request {request.id} found no free place at {self.name} within {self._config.deadline_s:g} s"
-                " (engine.deadline_s). Raise engine.slots or engine.deadline_s."
-            ) from error
+            await self._conversations.enter(request)
         except asyncio.CancelledError as error:
             if self._is_closed:
                 raise self._closed() from error
@@ -236,6 +228,11 @@ class ServerEngine:
             raise
         self._conversations.end(request, completion.ids)
         return completion
+
+    async def progress(self) -> int:
+        if end := self._server.has_ended():
+            raise EngineLost(end)
+        return await self._server.progress()
 
     async def abort(self, request_id: str) -> None:
         call = self._calls.pop(request_id, None)
@@ -297,16 +294,9 @@ class ServerEngine:
         call = asyncio.create_task(self._ask(request))
         self._calls[request.id] = call
         try:
-            async with asyncio.timeout(self._config.deadline_s):
-                answer = await call
+            answer = await call
             if self._calls.get(request.id) is not call:
                 raise asyncio.CancelledError  # aborted in the moment in which it was answered
-        except TimeoutError as error:
-            if end := self._server.has_ended():
-                raise EngineLost(end) from error
-            raise DeadlineExceeded(
-                f"request {request.id} was not complete after {self._config.deadline_s:g} s at {self.name} (engine.deadline_s)."
-            ) from error
         except asyncio.CancelledError as error:
             if self._is_closed:
                 raise self._closed() from error
@@ -325,8 +315,7 @@ class ServerEngine:
 
     async def _ask(self, request: CompletionRequest) -> Answer:
         await self._keep_prefixes()
-        # The server's own timeout, which would be its loss, comes after ours.
-        return await self._server.complete(request, timeout_s=2 * self._config.deadline_s)
+        return await self._server.complete(request, timeout_s=None)
 
     async def _keep_prefixes(self) -> None:
         """Before a request takes memory: use what idle conversations have cached, where the server would take that first."""

@@ -59,12 +59,12 @@ class ServerClient:
         path: str,
         body: Mapping[str, Any] | None = None,
         *,
-        timeout_s: float,
+        timeout_s: float | None,
         query: Mapping[str, str] = MappingProxyType({}),
         parsed: bool = True,
     ) -> Any:
         """The parsed answer; None where it is empty, or not wanted. A call that is cancelled hangs up, which ends it in the
-        server, too.
+        server, too. Without `timeout_s` it waits as long as the server needs.
 
         Raises:
             EngineLost: no connection, no answer in time, an answer of 5xx, or one that is not JSON.
@@ -73,10 +73,10 @@ class ServerClient:
         response = await self._send("POST", path, body, query, timeout_s)
         return _parse(self.name, path, response) if parsed else None
 
-    async def is_up(self, path: str) -> bool:
+    async def is_up(self, path: str, *, timeout_s: float = _CONNECT_S) -> bool:
         """Whether `path` is answered with 200. Never raises."""
         try:
-            return (await self._http.get(path, timeout=_CONNECT_S)).status_code == 200
+            return (await self._http.get(path, timeout=timeout_s)).status_code == 200
         except httpx2.HTTPError:
             return False
 
@@ -84,13 +84,13 @@ class ServerClient:
         await self._http.aclose()
 
     async def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str], timeout_s: float
+        self, method: str, path: str, body: Mapping[str, Any] | None, query: Mapping[str, str], timeout_s: float | None
     ) -> httpx2.Response:
-        timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
+        timeout = httpx2.Timeout(timeout_s, connect=min(timeout_s or _CONNECT_S, _CONNECT_S))
         try:
             response = await self._http.request(method, path, json=body, params=query, timeout=timeout)
         except httpx2.TimeoutException as error:
-            raise EngineLost(f"{self.name} did not answer {path} within {timeout_s:g} s.") from error
+            raise EngineLost(f"{self.name} did not answer {path} within {timeout_s or _CONNECT_S:g} s.") from error
         except httpx2.HTTPError as error:
             raise EngineLost(f"{self.name}: {path}: {error or type(error).__name__}") from error
         if response.status_code >= 500:
@@ -166,7 +166,7 @@ ConfigT = TypeVar("ConfigT", bound=ServerConfig)
 class Server(ABC, Generic[ConfigT]):
     """One server of one kind, and its process if strop started it.
 
-    Every call has a deadline and raises `EngineLost` naming the server.
+    Every call but `complete` has a deadline, and all raise `EngineLost` naming the server.
     """
 
     title: ClassVar[str]  # of servers that are given by address
@@ -197,8 +197,12 @@ class Server(ABC, Generic[ConfigT]):
         return await cls(ServerClient(f"{cls.title} at {address}", address), config)._ready()
 
     @abstractmethod
-    async def complete(self, request: CompletionRequest, *, timeout_s: float) -> Answer:
+    async def complete(self, request: CompletionRequest, *, timeout_s: float | None) -> Answer:
         """Sample; a cancelled call ends the request in the server, too."""
+
+    @abstractmethod
+    async def progress(self) -> int:
+        """See `InferenceEngine.progress`."""
 
     @abstractmethod
     async def read_weights(self, directory: Path, *, label: str) -> str:

@@ -34,6 +34,7 @@ class SglangServer(Server[SglangConfig]):
     def __init__(self, client: ServerClient, config: SglangConfig) -> None:
         super().__init__(client, config)
         self._aborting: set[asyncio.Task[None]] = set()
+        self._progress = 0
         _log.warning(
             "%s: the sglang engine is unproven: it was never run against SGLang itself (docs/engines.md).", client.name
         )
@@ -44,7 +45,7 @@ class SglangServer(Server[SglangConfig]):
         server = cls(ServerClient(name, f"http://127.0.0.1:{port}"), config)
         return await server._run(command_line(model, config, port), environment=environment(config), log=log)
 
-    async def complete(self, request: CompletionRequest, *, timeout_s: float) -> Answer:
+    async def complete(self, request: CompletionRequest, *, timeout_s: float | None) -> Answer:
         rid = uuid.uuid4().hex
         try:
             answer = await self._client.post("/generate", to_body(request, rid), timeout_s=timeout_s)
@@ -55,6 +56,11 @@ class SglangServer(Server[SglangConfig]):
             task.add_done_callback(self._aborting.discard)
             raise
         return parse_answer(answer, server=self.name)
+
+    async def progress(self) -> int:
+        """It answers the path of health only after its model has computed something."""
+        self._progress += await self._client.is_up(self.health, timeout_s=ASK_S)
+        return self._progress
 
     async def read_weights(self, directory: Path, *, label: str) -> str:
         await self._client.post("/pause_generation", {"mode": "abort"}, timeout_s=ASK_S)

@@ -50,8 +50,11 @@ class VllmServer(Server[VllmConfig]):
         server = cls(ServerClient(name, "http://vllm", socket=folder / _SOCKET), config, folder)
         return await server._run(command_line(model, config, folder), environment=environment(config), log=log)
 
-    async def complete(self, request: CompletionRequest, *, timeout_s: float) -> Answer:
+    async def complete(self, request: CompletionRequest, *, timeout_s: float | None) -> Answer:
         return parse_answer(await self._client.post(_GENERATE, to_body(request), timeout_s=timeout_s), server=self.name)
+
+    async def progress(self) -> int:
+        return parse_progress(await self._client.get_text("/metrics", timeout_s=ASK_S))
 
     async def read_weights(self, directory: Path, *, label: str) -> str:
         """Pauses the server meanwhile. Its worker extension reads the files and tells the checksum of what it loaded."""
@@ -204,6 +207,7 @@ def to_body(request: CompletionRequest) -> dict[str, Any]:
 
 
 _NOT_A_LOGPROB = -9999.0  # what it sends for nan and -inf
+_TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total\{.*\} (\S+)$", re.MULTILINE)
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 
 
@@ -312,3 +316,8 @@ def parse_memory(metrics: str, *, server: str) -> tuple[int, int]:
     if not {"num_gpu_blocks", "block_size"} <= set(facts):
         raise EngineLost(f"{server} does not tell its KV memory: no blocks in vllm:cache_config_info at /metrics.")
     return int(facts["num_gpu_blocks"]), int(facts["block_size"])
+
+
+def parse_progress(metrics: str) -> int:
+    """Tokens that it has computed so far, as /metrics tells them; 0 where it tells none."""
+    return sum(int(float(number)) for number in _TOKENS.findall(metrics))

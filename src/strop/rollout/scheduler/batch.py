@@ -238,6 +238,11 @@ class Lease:
         self._prefix: _Prefix | None = None
         self._num_known = 0  # tokens of the newest request and its completion, which the engine has computed
 
+    @property
+    def num_tokens(self) -> int:
+        """Of the newest request and its completion."""
+        return self._num_known
+
     async def complete(self, request: CompletionRequest, *, sampled: Callable[[Completion], None] | None = None) -> Completion:
         """Sample the next turn of the rollout. Returns when its tools may be called. Sets `extends` and `at` of the request.
 
@@ -248,7 +253,6 @@ class Lease:
 
         Raises:
             EngineLost: no engine is left.
-            DeadlineExceeded: this completion took too long; its engine works.
             MachineError: several engines were lost over this turn.
         """
         batch = self._batch

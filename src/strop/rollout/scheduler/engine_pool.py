@@ -18,18 +18,18 @@ from strop.engine.protocol import (
     TakesWeights,
     check_completion,
 )
-from strop.errors import DeadlineExceeded, EngineLost, MachineError, StropError, WeightsNotProven
+from strop.errors import EngineLost, MachineError, StropError, WeightsNotProven
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.batch import RESUME, EngineRemovedError, RolloutBatch
 from strop.rollout.scheduler.publication import Broadcast
-from strop.rollout.scheduler.replacements import EngineObserver, HealthCheck, OpenEngine, Replacements
+from strop.rollout.scheduler.replacements import EngineObserver, OpenEngine, Replacements
 from strop.rollout.scheduler.report import BatchReport
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.types import Completion
 
 logger = logging.getLogger(__name__)
 
-DEADLINE_S = 660.0  # of a completion: a tenth more than an embedded engine's own, so that the engine's own error comes first
+STALL_TIMEOUT_S = 600.0
 _BLOCK_TOKENS = 32  # for an engine that has no slots and does not report its block size; a small block is the safe choice
 _RELEASE_S = 10.0
 _SETTLE_S = 5.0  # for cancelled completions to end
@@ -54,14 +54,14 @@ class EnginePool:
         config: SchedulerConfig | None = None,
         *,
         open_another: OpenEngine | None = None,
-        deadline_s: float = DEADLINE_S,
+        stall_timeout_s: float = STALL_TIMEOUT_S,
         publish_deadline_s: float | None = None,
         observer: EngineObserver | None = None,
     ) -> None:
         """
         Args:
-            deadline_s: of one completion; a little more than the engine's own.
-            publish_deadline_s: how long a publication may make no progress; None: `deadline_s`.
+            stall_timeout_s: an engine that computes nothing for this long while a request waits is lost.
+            publish_deadline_s: how long a publication may make no progress; None: `stall_timeout_s`.
         """
         self.config = SchedulerConfig() if config is None else config
         self.observer = EngineObserver() if observer is None else observer
@@ -69,8 +69,8 @@ class EnginePool:
         self.may_send.set()
         self.sending = asyncio.Lock()
         self.first_loss: EngineLost | None = None  # since the last publication
-        self._deadline_s = deadline_s
-        self._publish_deadline_s = deadline_s if publish_deadline_s is None else publish_deadline_s
+        self._stall_timeout_s = stall_timeout_s
+        self._publish_deadline_s = stall_timeout_s if publish_deadline_s is None else publish_deadline_s
         self._engines: dict[str, PooledEngine] = {}
         self._num_generations: Counter[int] = Counter()  # by index: engines that had it
         self._batch: RolloutBatch | None = None
@@ -202,7 +202,7 @@ class EnginePool:
             engine,
             index=index,
             generation=self._num_generations[index] + 1,
-            deadline_s=self._deadline_s,
+            stall_timeout_s=self._stall_timeout_s,
             publish_deadline_s=self._publish_deadline_s,
         )
 
@@ -257,16 +257,15 @@ class PooledEngine:
     """The `generation`-th engine that has had index `index` in its pool. It keeps its name for its whole life."""
 
     def __init__(
-        self, engine: InferenceEngine, *, index: int, generation: int, deadline_s: float, publish_deadline_s: float
+        self, engine: InferenceEngine, *, index: int, generation: int, stall_timeout_s: float, publish_deadline_s: float
     ) -> None:
         self.engine, self.index, self.generation = engine, index, generation
         self.name = engine_name(index, generation)
         self.spec = make_spec(self.name, engine.capacity)
         self.loss = ""  # why the engine was removed; empty while it is in use
         self.weights_error: EngineLost | None = None  # why it did not prove the newest weights
-        self._deadline_s, self._publish_deadline_s = deadline_s, publish_deadline_s
+        self._stall_timeout_s, self._publish_deadline_s = stall_timeout_s, publish_deadline_s
         self._running: set[asyncio.Task[Any]] = set()
-        self._health = HealthCheck(self)
 
     @property
     def tolerated_tokens(self) -> int:
@@ -279,34 +278,44 @@ class PooledEngine:
 
         Raises:
             EngineLost: the engine died, hangs or failed, or its answer is invalid.
-            DeadlineExceeded: this completion took too long, but the engine answers other requests.
             EngineRemovedError: the engine was removed for another reason in the meantime.
         """
         if self.loss:
             raise EngineRemovedError(self.loss)
         asked = self.start(self.engine.complete(request))
         try:
-            await asyncio.wait({asked}, timeout=self._deadline_s)
+            await self._wait_for(asked, request)
             if self.loss:
                 raise EngineRemovedError(self.loss)
-            if not asked.done():
-                raise DeadlineExceeded(f"{self.name} did not complete request {request.id} within {self._deadline_s:g} s.")
             if asked.cancelled():
                 raise EngineLost(f"{self.name} cancelled request {request.id}, which was not aborted.")
             completion = asked.result()
             check_completion(request, completion, vocab_size=None, policy_version=version)
-        except DeadlineExceeded as error:  # the engine's own, or ours
-            asked.cancel()
-            await self._health.check(error, deadline_s=self._deadline_s)
-            raise
         except StropError:
             raise
         except Exception as error:  # an engine that fails in any other way cannot be trusted either
             raise EngineLost(f"{self.name} failed: {type(error).__name__}: {error}") from error
         finally:
             asked.cancel()
-        self._health.last_answer_s = asyncio.get_running_loop().time()
         return completion
+
+    async def _wait_for(self, asked: asyncio.Task[Completion], request: CompletionRequest) -> None:
+        """Wait while the engine computes, for this request or for others. Raises `EngineLost` when it does not."""
+        period_s, before = self._stall_timeout_s / 2, -1
+        while not (await asyncio.wait({asked}, timeout=period_s))[0]:
+            try:
+                async with asyncio.timeout(period_s):
+                    now = await self.engine.progress()
+            except TimeoutError:
+                now = before
+            if self.loss or asked.done():
+                return
+            if now == before:
+                raise EngineLost(
+                    f"it hangs: it has computed nothing for {period_s:g} s, while request {request.id} waits for it"
+                    " (engine.stall_timeout_s)."
+                )
+            before = now
 
     async def release(self, request_id: str) -> None:
         """Free the KV memory of a conversation. A failure shows again at the next completion, so it is only logged."""

@@ -1,23 +1,20 @@
-"""What a pool does about engines that fail: finds out whether a slow engine hangs, and opens engines in place of lost ones."""
+"""Opens engines in place of lost ones."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from strop.engine.protocol import CompletionRequest, InferenceEngine
-from strop.errors import DeadlineExceeded, EngineLost, MachineError, StropError
-from strop.rollout.scheduler.batch import EngineRemovedError
+from strop.engine.protocol import InferenceEngine
+from strop.errors import EngineLost
 
 if TYPE_CHECKING:
     from strop.rollout.scheduler.engine_pool import EnginePool, PooledEngine
 
 logger = logging.getLogger(__name__)
 
-_HEALTH_SHARE = 0.5  # of a deadline: an engine that answers any request within this time does not hang
 _OPEN_S = 900.0
 
 OpenEngine = Callable[[int, str], Awaitable[InferenceEngine]]
@@ -35,57 +32,6 @@ class EngineObserver:
 
     def engine_not_replaced(self, name: str, *, reason: str) -> None:
         """Engine `name` was lost and no engine could be opened in its place."""
-
-
-class HealthCheck:
-    """Tells an engine that hangs from a completion that takes long. One check of an engine runs at a time."""
-
-    def __init__(self, engine: PooledEngine) -> None:
-        self.last_answer_s = -math.inf
-        self._engine = engine
-        self._running: asyncio.Task[None] | None = None
-        self._num_checks = 0
-        self._error = ""
-
-    async def check(self, error: DeadlineExceeded, *, deadline_s: float) -> None:
-        """Raise `EngineLost` if the engine recently answered no request, nor a request of one token now.
-
-        A ping does not suffice: the front end of a server may answer it while its model has stopped.
-        """
-        within_s = _HEALTH_SHARE * deadline_s
-        if self._answered_within(within_s):
-            return
-        if self._running is None or self._running.done():
-            self._running = self._engine.start(self._ask_for_one_token(within_s))
-        await asyncio.wait({self._running})
-        if self._engine.loss:
-            raise EngineRemovedError(self._engine.loss)
-        if not self._answered_within(within_s):
-            raise EngineLost(
-                f"it hangs: {error} It answered no request in the last {within_s:g} s, and a health check of one token failed:"
-                f" {self._error}"
-            ) from error
-
-    def _answered_within(self, within_s: float) -> bool:
-        return asyncio.get_running_loop().time() - self.last_answer_s < within_s
-
-    async def _ask_for_one_token(self, within_s: float) -> None:
-        self._num_checks += 1
-        request_id = f"health check {self._num_checks} of {self._engine.name}"
-        request = CompletionRequest(id=request_id, ids=(0,), max_tokens=1, stop_ids=frozenset(), temperature=1.0, seed=0)
-        try:
-            async with asyncio.timeout(within_s):
-                await self._engine.engine.complete(request)
-        except TimeoutError:
-            self._error = f"no answer within another {within_s:g} s"
-            return
-        except Exception as error:  # noqa: BLE001 - an engine that fails on one token is lost, whatever the error is
-            is_refusal = isinstance(error, StropError) and not isinstance(error, MachineError)
-            if not is_refusal:  # an engine that refuses the request answers
-                self._error = str(error) if isinstance(error, MachineError) else f"{type(error).__name__}: {error}"
-                return
-        self.last_answer_s = asyncio.get_running_loop().time()
-        await self._engine.release(request_id)
 
 
 class Replacements:

@@ -43,7 +43,7 @@ async def open_engine_pool(context: StageContext, model: Path, chat: ChatFormat)
         engines,
         context.recipe.scheduler,
         open_another=open_another,
-        deadline_s=_MARGIN * config.deadline_s,
+        stall_timeout_s=config.stall_timeout_s,
         publish_deadline_s=_publish_deadline_s(config),
         observer=_EngineEvents(context),
     )
@@ -51,7 +51,7 @@ async def open_engine_pool(context: StageContext, model: Path, chat: ChatFormat)
 
 def _publish_deadline_s(config: AnyEngine) -> float:
     """The time that servers have to read weights, and that of a completion for everything around it."""
-    return _MARGIN * (config.deadline_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0))
+    return _MARGIN * (config.stall_timeout_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0))
 
 
 class _EngineEvents(EngineObserver):

@@ -58,6 +58,7 @@ class StepLedger:
         self._weights = weights
         self._policy_version = policy_version
         self._displaced: list[Spent] = []
+        self.void_tokens: list[int] = []  # of each void rollout, when it failed
         self._lines.append({"event": "opened", "weights": weights, "reused": len(self.finished_before)})
 
     def started(self, key: RolloutKey, *, seed: int) -> None:
@@ -68,7 +69,8 @@ class StepLedger:
         self._rollouts.append({"rollout": rollout, "policy_version": self._policy_version, "weights": self._weights})
         self._lines.append({"event": "finished", "key": asdict(scored.trajectory.key)})
 
-    def voided(self, key: RolloutKey, *, reason: str) -> None:
+    def voided(self, key: RolloutKey, *, reason: str, num_tokens: int) -> None:
+        self.void_tokens.append(num_tokens)
         self._lines.append({"event": "voided", "key": asdict(key), "reason": reason})
 
     def displaced(self, key: RolloutKey, spent: Spent) -> None:

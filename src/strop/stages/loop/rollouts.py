@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +35,8 @@ from strop.tasks.protocol import TaskSource
 from strop.tools.protocol import Tool
 from strop.training.trainer import Trainer
 from strop.types import Group, Task
+
+_FEW_VOIDS, _MUCH_LONGER = 3, 1.5
 
 
 class GroupPlayer:
@@ -207,6 +210,8 @@ class StepRollouts:
                 num_missing = stage.tasks_per_step - sum(map(is_used, groups))
                 indices = list(islice(refills, num_missing)) if len(reports) <= refill_rounds else []
             groups.sort(key=lambda group: group.task_index)
+            if bias := why_voids_bias(ledger.void_tokens, groups):
+                context.warn(f"step {step}: {bias}")
             figures = dict(reports[0].as_metrics())
             if refill_rounds:
                 figures["groups/refilled"] = float(len(groups) - stage.tasks_per_step)
@@ -285,3 +290,18 @@ def _rollout_records(selection: Selection, advantages: Sequence[Tensor]) -> list
             }
         )
     return records
+
+
+def why_voids_bias(void_tokens: Sequence[int], groups: Sequence[Group]) -> str:
+    """A sentence where void rollouts are longer than the others; else empty.
+
+    Args:
+        void_tokens: of each void rollout, when it failed, with the prompt.
+    """
+    others = [len(scored.trajectory.ids) for group in groups for scored in group.trajectories]
+    if len(void_tokens) < _FEW_VOIDS or not others or mean(void_tokens) <= _MUCH_LONGER * mean(others):
+        return ""
+    return (
+        f"{len(void_tokens)} void rollouts had {mean(void_tokens):.0f} tokens on average when they failed, the {len(others)}"
+        f" others have {mean(others):.0f}. What is left is biased towards short rollouts."
+    )
