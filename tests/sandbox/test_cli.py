@@ -149,6 +149,7 @@ def test_a_sandbox_on_this_machine_needs_no_extra_and_a_service_names_its_own() 
 def test_check_tells_which_level_holds() -> None:
     found = json.loads(strop("check", "--json").stdout)
     assert found["level"] == "namespaces"
+    assert set(found["packages"]) == {"numpy", "scipy", "sympy", "mpmath"}  # rStar2-Agent section 2.1 names the first three
     assert all(probe["held"] for probe in found["tried"]["namespaces"]["probes"] if probe["level"] != "strict")
 
 

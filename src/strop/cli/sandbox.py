@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -157,12 +159,23 @@ def check(
     refusal = asyncio.run(attack())
     if as_json:
         found = {level: found if isinstance(found, str) else found.as_json() for level, found in node.tried.items()}
-        typer.echo(json.dumps({"level": None if refusal else node.level, "tried": found}))
+        typer.echo(json.dumps({"level": None if refusal else node.level, "tried": found, "packages": _packages()}))
     else:
         for tried, report in node.tried.items():
             Console().print(f"{tried} does not start: {report}" if isinstance(report, str) else report.table())
+        shown = ", ".join(f"{name} {version}" for name, version in _packages().items())
+        typer.echo(f"Programs can import: the standard library, {shown}.")
     if refusal is not None:
         raise refusal if as_json else UserError(_without_details(str(refusal)))
+
+
+def _packages() -> dict[str, str]:
+    """The versions of the packages that the sandbox loads for programs that import them."""
+    found = {}
+    for name in ("numpy", "scipy", "sympy", "mpmath"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 @app.command()
