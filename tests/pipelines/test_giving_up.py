@@ -74,7 +74,7 @@ def stuck(directory, say, **words):
 
 
 CUT_OFF = " were cut off at sampling.max_tokens."
-NAME_ERROR = "tool calls failed; the last said \"NameError: name 'prnt' is not defined\\n\"."
+NAME_ERROR = "tool calls failed; the last said \"NameError: name 'prnt' is not defined\"."
 
 
 def test_a_tie_says_that_some_rollouts_were_cut_off(tmp_path):

@@ -175,7 +175,7 @@ def _sft_of_size(label: str, num: int, *, only_right: bool = False) -> Values:
     """Two epochs in batches of 32. What is filtered is judged by a true answer, a column of its own."""
     stage = f"stages.sft_{label}."
     return {
-        **_under(stage, num_demonstrations=num, steps=-(-2 * num // 32), batch_size=32, prompt="question_only"),
+        **_under(stage, num_demonstrations=num, steps=-(-2 * num // 32), batch_size=32, prompt="r1_zero"),
         stage + "only_right": only_right,
         **_keys(stage + "demonstrator.", {"kind": "recorded", "response_fact": "response"}),
         **_keys(stage + "tasks.", {"kind": "jsonl", "question": "prompt", "facts": ["response"]}),

@@ -59,11 +59,11 @@ def test_with_calls_every_turn_is_a_thought_and_then_calls_and_the_last_a_though
     assert turns_format(turns, think_tag="reason", newlines=False) == expected
 
 
-def test_a_prompt_holds_the_opening_tag_of_the_first_turn_alone():
+def test_a_prompt_may_hold_the_opening_tag_of_each_turn():
     first, last = THOUGHT.removeprefix("<reason>") + CALL, LAST.removeprefix("<reason>")
-    assert turns_format([first, LAST], think_tag="reason", is_prefilled=True, newlines=False) == 1
+    assert turns_format([first, last], think_tag="reason", is_prefilled=True, newlines=False) == 1
     assert turns_format([last], think_tag="reason", is_prefilled=True, newlines=False) == 1
-    assert turns_format([first, last], think_tag="reason", is_prefilled=True, newlines=False) == 0
+    assert turns_format([first, LAST], think_tag="reason", is_prefilled=True, newlines=False) == 0
 
 
 def test_of_one_turn_it_is_the_strict_format():

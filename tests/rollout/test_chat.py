@@ -5,6 +5,7 @@ from toy_tokenizers import FORGETFUL, NO_END, NO_SYSTEM, byte_tokenizer
 
 from strop.errors import ModelError
 from strop.rollout.chat_template import ChatFormat, Message, Span, message
+from strop.rollout.prompt import load_prompt
 
 CHAT = ChatFormat(byte_tokenizer())
 SPECIAL_IDS = frozenset(CHAT.tokenizer.get_added_vocab().values())
@@ -130,9 +131,14 @@ def test_a_template_that_drops_thoughts_is_found_out_with_the_place():
     assert "<think>" in problem
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_with_the_remedy():
-    with pytest.raises(ModelError, match=r"no chat template.*instruct variant"):
-        ChatFormat(byte_tokenizer(chat_template=None))
+def test_a_tokenizer_without_a_chat_template_takes_raw_prompts_and_refuses_others_with_the_remedy():
+    chat = ChatFormat(byte_tokenizer(chat_template=None))
+    prompt = load_prompt("r1_zero")
+    assert chat.decode(prompt.ids(chat, "1 + 1?", [])) == prompt.raw.replace("{question}", "1 + 1?")
+    assert chat.end_of_turn_id == chat.tokenizer.eos_token_id
+    assert chat.completion_ids("2")[-1] == chat.tokenizer.eos_token_id
+    with pytest.raises(ModelError, match=r"no chat template.*raw prompt.*instruct variant"):
+        chat.prompt_ids([user("q")])
 
 
 def test_a_role_that_the_template_refuses_is_named():

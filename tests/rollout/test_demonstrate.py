@@ -61,13 +61,13 @@ def played(demonstrator, prompt, task=TASK):
             "plain",
             '<tool_call>{"name": "search", "arguments": {"query": "price of (bamiro)"}}</tool_call>' + END,
             '<tool_call>{"name": "python", "arguments": {"code": "print(412+57)", "input": ""}}</tool_call>' + END,
-            "\n<|im_start|>user\n<tool_response>\n469\n\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+            "\n<|im_start|>user\n<tool_response>\n469\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
         ),
         (
             "arpo",
             "<search>price of (bamiro)</search>",
             "<python>print(412+57)</python>",
-            " <result>\n469\n\n</result>",
+            " <result>\n469\n</result>",
         ),
     ],
 )

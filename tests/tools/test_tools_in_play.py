@@ -19,6 +19,7 @@ from web_server import Answer, Asked, serving
 
 from strop.config import Config, validate
 from strop.engine import CompletionRequest, ScriptedEngine
+from strop.errors import ConfigError
 from strop.rewards import function_reward
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
@@ -284,3 +285,19 @@ def test_tools_of_all_kinds_stand_in_one_recipe_in_their_order(tmp_path: Path) -
             return [tool.spec.name for tool in tools]
 
     assert asyncio.run(run()) == ["search", "python", "shout"]
+
+
+def test_a_recipe_may_describe_a_tool_in_other_words() -> None:
+    parameters = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
+
+    async def specs(table: dict[str, Any]) -> list[tuple[str, object]]:
+        async with opened({"python": table}) as tools:
+            started = [await tool.start(seed=0) for tool in tools]
+            return [(tool.spec.description, tool.spec.parameters) for tool in started]
+
+    [(own, own_parameters)] = asyncio.run(specs({"kind": "python"}))
+    assert own.startswith("Execute Python code with standard input")
+    assert asyncio.run(specs({"kind": "python", "description": "Runs code."})) == [("Runs code.", own_parameters)]
+    assert asyncio.run(specs({"kind": "python", "parameters": parameters})) == [(own, parameters)]
+    with pytest.raises(ConfigError, match=r"tools\.python\.description: the table brings several tools \(add, "):
+        asyncio.run(specs({"kind": "mcp", **STDIO, "description": "Does it."}))

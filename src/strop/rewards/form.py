@@ -39,17 +39,17 @@ def turns_format(turns: Sequence[str], *, think_tag: str = "think", is_prefilled
     DeepSeek-R1 calls no tools and defines the form of a single turn; this is our extension. Only the tags of calls are checked.
 
     Args:
-        is_prefilled: the opening tag of the first turn belongs to the prompt.
+        is_prefilled: the opening tag of each turn belongs to the prompt.
     """
     edge = "\n" if newlines else ""
-    for number, text in enumerate(turns[:-1]):
-        opening = f"<{think_tag}>" if is_prefilled and number == 0 else ""
+    for text in turns[:-1]:
+        opening = f"<{think_tag}>" if is_prefilled else ""
         pattern = rf"<{think_tag}>{'' if opening else edge}.*?{edge}</{think_tag}>(?:\s*{_CALL})+"
         said = opening + text.rstrip()
         if [said.count(tag) for tag in _tags(think_tag)] != [1, 1, 0, 0] or not re.fullmatch(pattern, said, re.DOTALL):
             return 0.0
     last = turns[-1] if turns else ""
-    return strict_format(last, think_tag=think_tag, is_prefilled=is_prefilled and len(turns) == 1, newlines=newlines)
+    return strict_format(last, think_tag=think_tag, is_prefilled=is_prefilled, newlines=newlines)
 
 
 def tag_count(text: str, *, think_tag: str = "think", is_prefilled: bool = False) -> float:

@@ -15,7 +15,7 @@ from itertools import groupby
 from pydantic import Field, field_validator
 
 from strop.errors import TaskError
-from strop.rewards.base import RolloutPart, words, written
+from strop.rewards.base import RolloutPart, words
 from strop.types import Task, Trajectory
 
 SCRIPTS = {
@@ -50,7 +50,7 @@ _PARTS = re.compile(
     r"|\\\[(?P<square>.*?)(?:\\\]|\Z)|\\boxed\s*\{(?P<box>[^{}]*)\}",
     re.DOTALL,
 )
-_IS_CODE = ("fence", "ticks", "call")
+_IS_CODE = ("fence", "ticks")
 _TEXT_IN_FORMULAS = re.compile(r"\\(?:text|mbox|textbf|textit|textrm)\s*\{([^{}]*)\}")
 _COMMANDS_AND_TAGS = re.compile(r"\\[a-zA-Z]+|</?[A-Za-z_]+>")
 # Three words of two letters and more, with no operator between them, are a sentence and no formula.
@@ -91,7 +91,10 @@ def prose(text: str) -> str:
         parts.append(_COMMANDS_AND_TAGS.sub(" ", text[end : found.start()]))
         end = found.end()
         name = next(name for name, part in found.groupdict().items() if part is not None and name != "tag")
-        parts.append(_prose_of_code(found[name]) if name in _IS_CODE else _prose_of_formula(found[name]))
+        if name == "call":
+            parts.append(_prose_of_call(found[name]))
+        else:
+            parts.append(_prose_of_code(found[name]) if name in _IS_CODE else _prose_of_formula(found[name]))
     parts.append(_COMMANDS_AND_TAGS.sub(" ", text[end:]))
     return " ".join(parts)
 
@@ -101,14 +104,19 @@ def _prose_of_formula(text: str) -> str:
     return " ".join([*texts, _sentences(_COMMANDS_AND_TAGS.sub(" ", _TEXT_IN_FORMULAS.sub(" ", text)))])
 
 
+def _prose_of_call(text: str) -> str:
+    """Of JSON or Python the sentences in it; a program in a call may be wrong, and is still no prose."""
+    try:
+        strings = _strings(json.loads(text))
+    except (ValueError, RecursionError):
+        strings = [text]
+    return " ".join(_sentences(each) if (prose := _prose_of_code(each)) == each else prose for each in strings)
+
+
 def _prose_of_code(text: str) -> str:
-    """Of Python or JSON the sentences in comments and strings, and names in other letters; all of any other text."""
+    """Of Python the sentences in comments and strings, and names in other letters; all of any other text."""
     if len(text) > _MAX_PARSED_CHARS:
         return text
-    try:
-        return " ".join(map(_prose_of_code, _strings(json.loads(text))))
-    except (ValueError, RecursionError):
-        pass
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -152,7 +160,12 @@ def language_consistency(text: str, *, language: str, think_tag: str = "think") 
     Digits, mathematics, code and single Latin or Greek letters (variables) are in neither count. 0 without a chain of thought,
     or without a word in it.
     """
-    found = scripts_of(chain_of_thought(text, think_tag=think_tag) or "")
+    return language_share(chain_of_thought(text, think_tag=think_tag) or "", language=language)
+
+
+def language_share(thought: str, *, language: str) -> float:
+    """Words in the target language as a share of all words of `thought`; 0 without a word."""
+    found = scripts_of(thought)
     return sum(script in LANGUAGES[language] for script in found) / len(found) if found else 0.0
 
 
@@ -196,4 +209,6 @@ class LanguagePart(RolloutPart):
                 f"task {task.id!r}: its fact {self.config.language_fact!r} is {language!r:.200}; the script of that language is"
                 f" not known. Known are {', '.join(sorted(LANGUAGES))}."
             )
-        return language_consistency(written(trajectory), language=language, think_tag=self.config.think_tag)
+        tag = self.config.think_tag
+        thoughts = [chain_of_thought(turn.completion_text, think_tag=tag) for turn in trajectory.turns]
+        return language_share("\n".join(filter(None, thoughts)), language=language)

@@ -49,24 +49,20 @@ def message(role: str, text: str) -> Message:
 class ChatFormat:
     """A tokenizer and its chat template.
 
+    Without a chat template only raw prompts can be encoded, and a turn ends with the end-of-sequence token.
+
     Raises:
-        ModelError: there is no chat template, no end-of-sequence token, or the template cannot hold a conversation of
-            the roles user, assistant, user.
+        ModelError: there is no end-of-sequence token, or the template cannot hold a conversation of the roles user, assistant,
+            user.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        if not getattr(tokenizer, "chat_template", None):
-            raise ModelError(
-                f"{self._name}: its tokenizer has no chat template, so messages cannot be turned into a prompt. Use the model's"
-                " instruct variant, or set tokenizer.chat_template and save the tokenizer with save_pretrained."
-            )
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 f"{self._name}: its tokenizer has no eos_token, so a turn could never end. Set tokenizer.eos_token."
             )
-        behind_turn = self._behind_assistant([])
-        ending = self._special_at_start(behind_turn)
+        ending = self._special_at_start(self._behind_assistant([])) if getattr(tokenizer, "chat_template", None) else None
         self.end_of_turn_id: int = tokenizer.eos_token_id if ending is None else tokenizer.convert_tokens_to_ids(ending)
         """The id with which the template ends an assistant's turn; the eos id when it writes none."""
         self._end_of_turn = ending
@@ -95,6 +91,7 @@ class ChatFormat:
         completion_ended: bool,
         wrapper: tuple[str, str] = _WRAPPER,
         continues_turn: bool = False,
+        prefill: str = "",
     ) -> tuple[int, ...]:
         """What follows a completion: the end of its turn, the tool responses under the user role, the next turn's opening.
 
@@ -103,6 +100,7 @@ class ChatFormat:
             completion_ended: the completion's last id is `end_of_turn_id`, which is then not repeated.
             wrapper: the text before and after each response.
             continues_turn: only the responses, in the middle of the turn, if the completion has not ended it.
+            prefill: the beginning of the next turn.
         """
         spans: list[Span] = []
         for response in responses:
@@ -114,7 +112,7 @@ class ChatFormat:
         if completion_ended and self._end_of_turn is not None:
             first = behind[0]
             behind[0] = Span(text=first.text[first.text.index(self._end_of_turn) + len(self._end_of_turn) :], is_ours=True)
-        return self._encode(behind)
+        return self._encode([*behind, Span(text=prefill, is_ours=True)])
 
     def completion_ids(self, text: str) -> tuple[int, ...]:
         """What an assistant says in one turn, as a policy would have sampled it: `text`, tags included, and the end of turn."""
@@ -180,6 +178,12 @@ class ChatFormat:
 
         The template sees marks instead of that text, so the text cannot steer the template.
         """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ModelError(
+                f"{self._name}: its tokenizer has no chat template, so messages cannot be turned into a prompt. Use a raw"
+                " prompt (prompt = 'r1_zero' or 'question_only'), the model's instruct variant, or set tokenizer.chat_template"
+                " and save the tokenizer with save_pretrained."
+            )
         ours = "".join(span.text for one in messages for span in one.spans if span.is_ours)
         marks = (chr(code) for code in range(0xE000, _LARGEST_MARK + 1) if chr(code) not in ours)
         foreign: dict[str, str] = {}

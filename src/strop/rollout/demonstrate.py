@@ -65,12 +65,13 @@ async def demonstrate(
     calls: CallFormat,
     max_tokens: int,
     seed: int,
+    prefill: str = "",
 ) -> Trajectory:
     """The conversation in which `replies` answer the real observations, one after the other.
 
     JSON calls in replies are rewritten in the form of `calls`. Completions are the demonstrator's tokens: encoded once, with
-    the end of turn unless sampling would stop at a call, log-probs 0 and policy version 0. The conversation ends where the
-    script or the environment ends it.
+    the end of turn unless sampling would stop at a call, log-probs 0 and policy version 0. A reply need not begin with the
+    prompt's `prefill`. The conversation ends where the script or the environment ends it.
 
     Raises:
         Unreadable: `calls` cannot write a call of a reply.
@@ -84,7 +85,7 @@ async def demonstrate(
         num_left = max_tokens
         stop_reason = StopReason.ANSWERED
         for reply in replies:
-            said = reply(observed)
+            said = reply(observed).removeprefix(prefill)
             if calls.continues_turn:  # else calls stay as they are, also wrong ones, which get an error
                 said, _ = retold(said, calls)
             completion = _spoken(said_ids(said, chat, calls))

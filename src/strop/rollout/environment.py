@@ -235,22 +235,23 @@ class ToolEnvironment:
             completion_ended=has_ended,
             wrapper=self._format.wrapper,
             continues_turn=self._format.continues_turn,
+            prefill=self._shared.prompt.prefill,
         )
 
     def _checked(self, call: Call) -> ToolCall | ParsedCall:
         """Return the call with all of its arguments if it can be run, else the call with its error."""
         if isinstance(call, FailedCall):
-            return _told(call.name, call.arguments_text, call.outcome, call.text)
+            return self._failed(call, call.outcome, call.text)
         if call.name not in self._tools:
             known = ", ".join(self._tools) or "none"
             text = f"Error: there is no tool {self._shortened(call.name)!r}. Tools: {known}."
-            return _told(call.name, call.arguments_text, ToolOutcome.UNKNOWN_TOOL, text)
+            return self._failed(call, ToolOutcome.UNKNOWN_TOOL, text)
         spec = self._tools[call.name].spec
         arguments = {**call.arguments, **{name: each for name, each in spec.defaults.items() if name not in call.arguments}}
         problem = argument_problem(spec.parameters, arguments)
         if problem is not None:
             text = self._shortened(f"Error: {call.name}: {problem}.")
-            return _told(call.name, call.arguments_text, ToolOutcome.WRONG_ARGUMENTS, text)
+            return self._failed(call, ToolOutcome.WRONG_ARGUMENTS, text)
         return replace(call, arguments=arguments)
 
     def _within_budget(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[list[ToolCall | ParsedCall], bool]:
@@ -313,11 +314,19 @@ class ToolEnvironment:
             ) from error
         what, about = f"tool {call.name!r}", f"for task {self._task.id!r}"
         user_code.expect(result, ToolResult, tool.call, what=what, about=about)
-        text = self._shortened(result.text) or self._format.empty_text(call.name)
+        text = self._shortened(result.text.rstrip("\n")) or self._format.empty_text(call.name)
+        if result.outcome.is_error:
+            text = self._describe_failure(result.outcome, text)
         shown = ToolResult(outcome=result.outcome, text=text, duration_s=result.duration_s)
         if self._observer is not None:
             self._observer.closed(turn=turn, index=index, result=shown)
         return shown
+
+    def _failed(self, call: Call, outcome: ToolOutcome, message: str) -> ToolCall:
+        return _told(call.name, call.arguments_text, outcome, self._describe_failure(outcome, message))
+
+    def _describe_failure(self, outcome: ToolOutcome, message: str) -> str:
+        return self._shared.prompt.describe_failure("" if outcome is ToolOutcome.ERROR else outcome.value, message)
 
     def _shortened(self, text: str) -> str:
         """`text` of a tool, or about a call, as a tokenizer and every log take it, and within its limit."""

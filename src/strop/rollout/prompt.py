@@ -63,7 +63,10 @@ class Prompt(Config):
     raw: str = Field(
         default="", description="Instead of messages: a text to continue, without a chat template. `file` names a file of it."
     )
-    prefill: str = Field(default="", description="Text with which the first turn begins.")
+    prefill: str = Field(default="", description="Text with which each turn of the policy begins.")
+    failed_call: str = Field(
+        default="{message}", description="What the policy reads of a call that failed, with {reason} and {message}."
+    )
     calls: Calls = Field(default=Calls.JSON, description="How the policy writes tool calls.")
     stop: tuple[str, ...] = Field(default=(), description="Strings at which sampling stops, next to the end of a turn.")
     graders: tuple[AnswerForm, ...] = Field(
@@ -91,11 +94,19 @@ class Prompt(Config):
             return chat.raw_ids([*messages[0].spans, Span(text=self.prefill, is_ours=True)])
         return chat.prompt_ids(messages, self.prefill)
 
+    def describe_failure(self, reason: str, message: str) -> str:
+        """What the policy reads of a call that failed. An exception is its own reason."""
+        return self.failed_call.replace("{reason}", reason).replace("{message}", message)
+
     def fill(self, question: str, tools: Sequence[ToolSpec]) -> tuple[Message, ...]:
         """The messages about `question`, with one JSON signature a line for `{tools}`. The question counts as not ours.
 
-        A raw text is one message.
+        A raw text is one message. A question that is already in the words of a raw text, as in files of whole prompts, is taken
+        out of them, so that the same ids follow from both.
         """
+        before, _, after = self.raw.partition("{question}")
+        if self.raw and question.startswith(before) and question.endswith(after) and len(question) >= len(before + after):
+            question = question[len(before) : len(question) - len(after)]
         messages = self.messages or (PromptMessage(role="user", content=self.raw),)
         signatures = "\n".join(json.dumps(tool.as_function(), ensure_ascii=False) for tool in tools)
         filled = []

@@ -93,8 +93,8 @@ def as_demonstrations(rows: Iterable[Mapping[str, Any]], chat: ChatFormat, tools
     own, specs = tokenizer_digest(chat), [tool.spec for tool in tools]
     for row in rows:
         if "trajectory" not in row:
-            calls = make_call_format(load_prompt(str(row["prompt"])).calls, specs)
-            yield as_written_demonstration(row, chat, calls)
+            prompt = load_prompt(str(row["prompt"]))
+            yield as_written_demonstration(row, chat, make_call_format(prompt.calls, specs), prefill=prompt.prefill)
             continue
         trajectory = TRAJECTORY.validate_python(row["trajectory"])
         if row["tokenizer"] == own:
@@ -121,13 +121,20 @@ def encoded_again(
                 completion_ended=not goes_on,
                 wrapper=calls.wrapper,
                 continues_turn=calls.continues_turn,
+                prefill=prompt.prefill,
             )
             segments.append(Segment(ids=observed, is_demonstrator=False))
     return Demonstration(segments=tuple(segment for segment in segments if segment.ids))
 
 
-def as_written_demonstration(row: Mapping[str, Any], chat: ChatFormat, calls: CallFormat) -> Demonstration:
-    """Return a row of a `conversations` stage in the ids of a model. Raises `TaskError` if the model's calls cannot say it."""
+def as_written_demonstration(
+    row: Mapping[str, Any], chat: ChatFormat, calls: CallFormat, *, prefill: str = ""
+) -> Demonstration:
+    """Return a row of a `conversations` stage in the ids of a model. Raises `TaskError` if the model's calls cannot say it.
+
+    Args:
+        prefill: where a turn begins with it, as in rollouts, it is not imitated.
+    """
     try:
         conversation = conversation_of(row, id=str(row.get("id")), source=str(row.get("source")))
         turns = turns_of(conversation, calls)
@@ -135,10 +142,12 @@ def as_written_demonstration(row: Mapping[str, Any], chat: ChatFormat, calls: Ca
         raise TaskError(f"conversation {row.get('id')!r}: {error}. Rerun the stage that read it (--from).") from error
     before = takewhile(lambda each: each.role != "assistant", conversation.messages)
     opening = [ChatMessage(role=each.role, spans=(Span(text=each.content, is_ours=each.role == "system"),)) for each in before]
-    segments = [Segment(ids=chat.prompt_ids(opening), is_demonstrator=False)]
-    for said, following in turns:
+    begun = [prefill if said.startswith(prefill) else "" for said, _ in turns]
+    segments = [Segment(ids=chat.prompt_ids(opening, begun[0]), is_demonstrator=False)]
+    for number, (said, following) in enumerate(turns):
         goes_on = stops_at_call(said, calls)
-        segments.append(Segment(ids=said_ids(said, chat, calls), is_demonstrator=True))
+        rest = said.removeprefix(begun[number])
+        segments.append(Segment(ids=said_ids(rest, chat, calls), is_demonstrator=True))
         if following:
             is_user = following[0].role == "user"
             answered = chat.observation_ids(
@@ -146,6 +155,7 @@ def as_written_demonstration(row: Mapping[str, Any], chat: ChatFormat, calls: Ca
                 completion_ended=not goes_on,
                 wrapper=("", "") if is_user else calls.wrapper,
                 continues_turn=goes_on,
+                prefill="" if goes_on or number + 1 == len(turns) else begun[number + 1],
             )
             segments.append(Segment(ids=answered, is_demonstrator=False))
     return Demonstration(segments=tuple(segment for segment in segments if segment.ids))

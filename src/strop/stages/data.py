@@ -15,6 +15,7 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import PlayedKeys
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.prompt import load_prompt
+from strop.rollout.tool_calls import Calls
 from strop.run_directory import RunDirectory, StageDirectory, is_whole_line, parse_line
 from strop.stages.context import StageContext, product_of
 from strop.tasks import RowTasks, TaskSource, make_tasks
@@ -107,7 +108,7 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
     def make(task: Task, trajectory: Trajectory) -> Row:
         messages = [{"role": each.role, "content": each.text} for each in prompt.fill(task.question, specs)]
         for number, turn in enumerate(trajectory.turns):
-            prefill = prompt.prefill if number == 0 else ""
+            prefill = prompt.prefill if number == 0 or prompt.calls is not Calls.TAGS else ""  # there a turn continues
             messages.append({"role": "assistant", "content": prefill + turn.completion_text})
             messages += [{"role": "tool", "content": call.text} for call in turn.calls if turn.observation_ids]
         key = trajectory.key

@@ -50,7 +50,8 @@ async def play_demonstrations(
     """
     tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
     tool = context.tools[0].spec.name
-    environments = ToolEnvironments(chat, load_prompt(stage.prompt), context.tools, stage.limits)
+    prompt = load_prompt(stage.prompt)
+    environments = ToolEnvironments(chat, prompt, context.tools, stage.limits)
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def play(index: int) -> tuple[Task, Trajectory] | TaskError:
@@ -72,6 +73,7 @@ async def play_demonstrations(
                     calls=environments.format,
                     max_tokens=stage.sampling.max_tokens,
                     seed=seed,
+                    prefill=prompt.prefill,
                 )
             except Unreadable as error:
                 return TaskError(f"task {task.id!r}: {error}.")

@@ -12,6 +12,7 @@ from typing import Any
 from strop.errors import TaskError, did_you_mean
 from strop.tasks.conversations import Conversation, Message, Role, call_text, conversation_of, tools_text
 from strop.tasks.readers import Row, Unreadable, as_text, find
+from strop.tools.python import SIGNATURE, TOOL_NAME
 
 _JSON_WORDS = {"true": True, "false": False, "null": None}
 _KEY = re.compile(r"\s*([A-Za-z_$][\w.$\[\]-]*)\s*=\s*")
@@ -119,15 +120,10 @@ def _split(text: str) -> list[str]:
 
 
 PYTHON_TOOL: Mapping[str, Any] = {
-    "name": "execute_python_code_with_standard_io",
-    "description": "Run Python code with a standard input; returns its output or its error message.",
-    "parameters": {
-        "type": "object",
-        "properties": {"code": {"type": "string"}, "input": {"type": "string"}},
-        "required": ["code", "input"],
-    },
+    "name": TOOL_NAME,
+    "description": SIGNATURE["description"],
+    "parameters": SIGNATURE["parameters"],
 }
-"""The tool of rStar2-Agent's prompt (its Figure 3)."""
 
 _GLAIVE_TURN = re.compile(r"(?:^|\n)\s*(USER|ASSISTANT|FUNCTION RESPONSE):")
 _GLAIVE_CALL = re.compile(r"<functioncall>(.*)", re.DOTALL)

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from strop.config import Config
 from strop.deadline import clock_stopped
+from strop.errors import ConfigError
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.types import ToolOutcome
@@ -22,6 +23,10 @@ from strop.types import ToolOutcome
 class CallLimits(Config):
     """The keys of every kind of tool."""
 
+    description: str = Field(default="", description="What the prompt says of the tool. Default: the tool's own.")
+    parameters: Mapping[str, Any] = Field(
+        default={}, description="JSON schema of the arguments, as the prompt shows it. Default: the tool's own."
+    )
     max_running: int | None = Field(
         default=None, ge=1, le=10**9, description="Most calls of all rollouts that run at once; further ones wait."
     )
@@ -84,6 +89,33 @@ class CappedTool(WrappedTool):
             self._places.release()
 
 
+class DescribedTool(WrappedTool):
+    """Another tool that the prompt describes in other words."""
+
+    def __init__(self, tool: Tool, spec: ToolSpec) -> None:
+        super().__init__(tool)
+        self._spec = spec
+
+    @property
+    def spec(self) -> ToolSpec:
+        return self._spec
+
+    def around(self, tool: Tool) -> Tool:
+        return DescribedTool(tool, self._spec)
+
+
+def described(tools: Sequence[Tool], config: CallLimits, *, key: str) -> Sequence[Tool]:
+    """`tools` with the description and the parameters of `config`. Raises `ConfigError` if there are several for one."""
+    if not config.description and not config.parameters:
+        return tools
+    if len(tools) != 1:
+        names = ", ".join(tool.spec.name for tool in tools)
+        raise ConfigError(f"{key}.description: the table brings several tools ({names}). Give each a table of its own (only).")
+    own = tools[0].spec
+    spec = replace(own, description=config.description or own.description, parameters=config.parameters or own.parameters)
+    return tools if spec == own else [DescribedTool(tools[0], spec)]
+
+
 class NoisyTool(WrappedTool):
     """Replaces every digit in the results of a tool by a random one: the form stays, the content is worthless."""
 
@@ -130,5 +162,7 @@ async def open_tools(kinds: Mapping[str, ToolKind], runner: CodeRunner) -> Async
         tools: list[Tool] = []
         for name, kind in kinds.items():
             opened = await kind.open(stack, runner, key=f"tools.{name}")
-            tools += capped(opened, kind.config.max_running) if isinstance(kind.config, CallLimits) else opened
+            if isinstance(config := kind.config, CallLimits):
+                opened = capped(described(opened, config, key=f"tools.{name}"), config.max_running)
+            tools += opened
         yield tuple(tools)

@@ -6,11 +6,13 @@ call runs its own program, or, with `stateful`, the next cell of the rollout's n
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import cast
+from importlib.resources import files
+from typing import Any, cast
 
 from pydantic import Field
 
@@ -24,9 +26,9 @@ _log = logging.getLogger(__name__)
 
 
 _RETRIES = 2  # of failures of the sandbox, never of a program
-_DESCRIPTION = (
-    "Executes Python code with the given standard input and returns what it printed, or the value of its last expression."
-)
+SIGNATURE: Mapping[str, Any] = json.loads(files("strop.tools").joinpath("python_signature.json").read_text(encoding="utf-8"))
+"""Description and parameters of the tool in rStar2-Agent's prompt (Figure 3)."""
+TOOL_NAME = "execute_python_code_with_standard_io"
 _OUTCOMES = {
     RunOutcome.STDOUT: ToolOutcome.STDOUT,
     RunOutcome.ECHO: ToolOutcome.ECHO,
@@ -45,7 +47,7 @@ class Python(ToolKind):
         """Its name and limits."""
 
         # rStar2-Agent, Figure 3
-        name: str = Field(default="execute_python_code_with_standard_io", min_length=1, description="The name in the prompt.")
+        name: str = Field(default=TOOL_NAME, min_length=1, description="The name in the prompt.")
         stateful: bool = Field(default=False, description="Give each rollout a notebook, instead of each call a new program.")
         wall_s: float = Field(default=4.0, gt=0, le=86_400 * 365, description="Seconds that a call may take.")
         memory_mib: int = Field(default=512, ge=32, le=2**30, description="MiB of memory of a program, or of a whole notebook.")
@@ -76,15 +78,8 @@ class PythonTool(Tool):
         self._service = _service_of(runner, self._config) if self._config.stateful else None
         self._spec = ToolSpec(
             name=self._config.name,
-            description=_DESCRIPTION,
-            parameters={
-                "type": "object",
-                "properties": {
-                    "code": {"type": "string", "description": "The Python code to execute."},
-                    "input": {"type": "string", "description": "What the code reads from standard input."},
-                },
-                "required": ["code", "input"],
-            },
+            description=SIGNATURE["description"],
+            parameters=SIGNATURE["parameters"],
             defaults={"input": ""},  # rStar2-Agent's released code
         )
 
