@@ -52,6 +52,15 @@ def test_a_template_that_rewrites_history_is_found(examine_with):
     assert problem.remedy == "Use a template that only appends."
 
 
+def test_a_stage_that_samples_with_another_prompt_than_its_model_was_taught_with_is_found(examine_with, load):
+    sft = 'stages.sft={kind="sft", init="base", prompt="short", demonstrator={kind="arithmetic"}, num_demonstrations=4, steps=1}'
+    problem = only_problem(examine_with(of=load(sft, "stages.sft.batch_size=4", "stages.rl.init=sft")))
+    assert problem.check == "prompts"
+    assert "stages.sft teaches with other prompt tokens than stages.rl samples with" in problem.detail
+    assert "different from token 1 on: 'system" in problem.detail
+    assert problem.remedy == "Give both one prompt; stages.sft.prompt is 'short'."
+
+
 @pytest.mark.parametrize(("shift", "side"), [(1, "right"), (-1, "left")])
 def test_a_shifted_mask_is_found(examine_with, shift, side):
     def pack_shifted(selections, advantages, **settings):

@@ -6,11 +6,12 @@ from dataclasses import replace
 import pytest
 from toy_tokenizers import byte_tokenizer
 
+from strop.rewards.f1 import arpo_reward
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.demonstrate import demonstrate
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
-from strop.tasks.demonstrators import ArithmeticDemonstrator, LookupDemonstrator, RecordedDemonstrator
+from strop.tasks.demonstrators import ArithmeticDemonstrator, LookupDemonstrator, RecordedDemonstrator, with_think_tag
 from strop.tasks.readers import Unreadable
 from strop.tools import tool
 from strop.types import RolloutKey, Task, ToolOutcome
@@ -98,3 +99,24 @@ def test_a_reply_that_the_prompts_calls_cannot_tell_is_refused():
     assert turn.completion_text == said
     with pytest.raises(Unreadable, match="goes on behind its call"):
         played(RecordedDemonstrator(), "arpo", task)
+
+
+def test_a_demonstration_in_the_form_of_arpos_prompt_earns_its_reward():
+    """Thoughts in another tag than the prompt's earned -1 in every rollout."""
+    prompt = load_prompt("arpo")
+    demonstrator = LookupDemonstrator(guess_fraction=0.0, head_fraction=0.0, error_fraction=0.0)
+    environments = ToolEnvironments(CHAT, prompt, [python, search], RolloutLimits())
+    trajectory = asyncio.run(
+        demonstrate(
+            TASK,
+            RolloutKey(task_index=0, attempt=0),
+            [with_think_tag(reply, prompt.think_tag) for reply in demonstrator.script(TASK, tool="python", seed=0)],
+            environments=environments,
+            chat=CHAT,
+            calls=environments.format,
+            max_tokens=10_000,
+            seed=0,
+        )
+    )
+    assert arpo_reward(trajectory, ["469"]) == 1.1
+    assert arpo_reward(played(demonstrator, "arpo"), ["469"]) == -1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +11,9 @@ from torch import Tensor
 from strop.doctor.examination import CODE, PRINTED, Examination, batch_of, compare, origins, sample_rows
 from strop.doctor.finding import NotMade, Origin, Problem
 from strop.errors import ModelError, WeightsNotProven
-from strop.recipe.stage import Machine
+from strop.recipe.recipe import Recipe
+from strop.recipe.stage import Machine, PlayedKeys, PosedKeys
+from strop.rollout.prompt import load_prompt
 from strop.sandbox.config import SandboxConfig
 from strop.stages.loop.engines import check_room
 from strop.training.sft import sft_token_loss, sft_token_statistics
@@ -27,6 +30,52 @@ async def check_template(examination: Examination) -> str:
     if problem := chat.check_prefix_preserving():
         raise ModelError(problem)
     return f"only appends to its history; a turn ends with {chat.decode([chat.end_of_turn_id])}"
+
+
+async def check_prompts(examination: Examination) -> str:
+    """Compare the prompt of each stage that samples with the prompts that taught its model, token by token."""
+    parts = examination.parts
+    question, specs = parts.tasks[0].question, [tool.spec for tool in parts.tools]
+
+    def ids(prompt: str) -> tuple[int, ...]:
+        return load_prompt(prompt).ids(parts.chat, question, specs)
+
+    num = 0
+    for name, stage in parts.recipe.stages.items():
+        if not stage.plays or not isinstance(stage.config, PlayedKeys):
+            continue
+        for teacher, prompt in _prompts_taught(parts.recipe, name):
+            taught, sampled = ids(prompt), ids(stage.config.prompt)
+            num += 1
+            if taught != sampled:
+                first = next((at for at, pair in enumerate(zip(taught, sampled, strict=False)) if pair[0] != pair[1]), 0)
+                shown = [parts.chat.decode(each[first : first + 12]) for each in (taught, sampled)]
+                raise Problem(
+                    f"stages.{teacher} teaches with other prompt tokens than stages.{name} samples with: {len(taught)} and"
+                    f" {len(sampled)}, different from token {first} on: {shown[0]!r} and {shown[1]!r}.",
+                    f"Give both one prompt; stages.{teacher}.prompt is {prompt!r}.",
+                )
+    if not num:
+        raise NotMade("no stage samples from a model that another stage taught by demonstrations")
+    return f"{num} stages sample with the prompt tokens that their model was taught with"
+
+
+def _prompts_taught(recipe: Recipe, name: str) -> Iterator[tuple[str, str]]:
+    """The nearest stage from which the model of `name` comes that imitates conversations, and the prompts of these."""
+    while (name := getattr(recipe.stages[name].config, "init", None) or "") in recipe.stages:
+        if hasattr(recipe.stages[name].config, "demonstrator"):
+            yield from _prompts_of(recipe, name)
+            return
+
+
+def _prompts_of(recipe: Recipe, name: str) -> Iterator[tuple[str, str]]:
+    """The prompts of the conversations that a stage makes or imitates, with the stages that make them."""
+    config = recipe.stages[name].config
+    if data := getattr(config, "data", ()):
+        for each in data:
+            yield from _prompts_of(recipe, each)
+    elif isinstance(config, PosedKeys):
+        yield name, config.prompt
 
 
 async def check_mask(examination: Examination) -> str:

@@ -29,6 +29,7 @@ async def _check_own_code(examination: Examination) -> str:
 CHECKS: Mapping[str, Check] = {
     "your code": _check_own_code,
     "chat template": checks.check_template,
+    "prompts": checks.check_prompts,
     "loss mask": checks.check_mask,
     "log-probs": check_logprobs,
     "tool round trip": checks.check_tool,

@@ -64,6 +64,9 @@ class Prompt(Config):
         default="", description="Instead of messages: a text to continue, without a chat template. `file` names a file of it."
     )
     prefill: str = Field(default="", description="Text with which each turn of the policy begins.")
+    think_tag: str = Field(
+        default="reason", pattern=r"^\w+$", description="Name of the tag in which demonstrators of strop write thoughts."
+    )
     failed_call: str = Field(
         default="{message}", description="What the policy reads of a call that failed, with {reason} and {message}."
     )

@@ -23,7 +23,7 @@ from strop.rollout.prompt import load_prompt
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import conversation_maker, kept_path, open_tasks
 from strop.stages.loop.preflight import base_mib, task_files
-from strop.tasks.demonstrators import DemonstratorConfig
+from strop.tasks.demonstrators import DemonstratorConfig, RecordedDemonstrator, with_think_tag
 from strop.tasks.files import IndexedRows, writing_rows
 from strop.tasks.readers import Unreadable
 from strop.training.sft import Demonstration, Segment
@@ -61,6 +61,8 @@ async def play_demonstrations(
             replies = demonstrator.script(task, tool=tool, seed=seed)
         except TaskError as error:
             return error
+        if not isinstance(demonstrator, RecordedDemonstrator):  # whose tags are those of its rows
+            replies = [with_think_tag(reply, prompt.think_tag) for reply in replies]
         async with gate:
             key = RolloutKey(task_index=index, attempt=0)
             try:

@@ -23,8 +23,14 @@ from strop.types import Task, derive_seed
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calculation of a solution as <<48/2=24>>
 
 _SEARCH_TOOL = "search"
+_TAG = "reason"  # around thoughts
 Reply: TypeAlias = Callable[[str], str]
 """One turn: the text of the last observation -> what the demonstrator says next."""
+
+
+def with_think_tag(reply: Reply, tag: str) -> Reply:
+    """`reply` with its thoughts in the tag of a prompt."""
+    return lambda observed: reply(observed).replace(f"<{_TAG}>", f"<{tag}>").replace(f"</{_TAG}>", f"</{tag}>")
 
 
 class ArithmeticDemonstrator(Config):
