@@ -30,6 +30,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+from grader_forms import HELD_OUT, NEW, FormSet
+
 from strop.rewards import MathReward, Reward, SumReward, make_reward, r1_zero
 from strop.rewards.f1 import F1Part
 from strop.rewards.math import MathPart
@@ -99,11 +101,17 @@ GRADERS = {
         reward=MathReward(verify_deadline_s=PATIENCE_S),
         form=AnswerForm.BOX_IN_TAG,
         settings='kind = "math"',
+        used_by="strop's own recipes",
+    ),
+    "math, math_verify": Grader(
+        reward=MathReward(judge="math_verify", verify_deadline_s=PATIENCE_S),
+        form=AnswerForm.BOX_IN_TAG,
+        settings='kind = "math", judge = "math_verify"',
         used_by="rStar2-Agent",
     ),
     "math, no box": _math_part(
-        MathPart(needs_box=False, verify_deadline_s=PATIENCE_S),
-        'kind = "math", needs_box = false',
+        MathPart(needs_box=False, judge="math_verify", verify_deadline_s=PATIENCE_S),
+        'kind = "math", needs_box = false, judge = "math_verify"',
         "DeepSeek-R1",
     ),
     "math, exact": _math_part(MathPart(judge="exact"), 'kind = "math", judge = "exact"', "two-tools"),
@@ -119,7 +127,11 @@ GRADERS = {
     "arpo, a word in common": _f1_grader("F1 above 0"),
     "arpo, the same words": _f1_grader("F1 of 1", least=1.0),
 }
-LENIENT = ("math", "math, no box")  # must know every integer again; the others' sources have narrower rules
+LENIENT = (
+    "math",
+    "math, math_verify",
+    "math, no box",
+)  # must know every integer again; the others' sources have narrower rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -361,6 +373,37 @@ def make_cases(labels: Sequence[Label], seed: int) -> list[Case]:
     return cases
 
 
+FORMS = {"new": NEW, "held out": HELD_OUT}
+OF_FORMS = ("math", "math, math_verify")  # judged on these forms; TRL's accuracy reward is math_verify, too
+
+
+def form_cases(labels: Sequence[Label], forms: FormSet) -> list[Case]:
+    """Every label in every form that applies to it; equal labels of one source once."""
+    cases = []
+    for label in {(each.source, each.text): each for each in labels}.values():
+        for is_right, generate in ((True, forms.restatements), (False, forms.near_misses)):
+            for kind, answer in generate(label.text, label.value):
+                cases.append(Case(label=label, kind=kind, answer=answer, is_right=is_right))
+    return cases
+
+
+def summarise_forms(cases: Sequence[Case], verdicts: Sequence[bool]) -> dict[str, Any]:
+    """The shares of equal answers rejected and of near misses accepted, with each kind's."""
+    found: dict[str, Any] = {}
+    for name, is_right in (("rejected", True), ("accepted", False)):
+        pairs = [(case, verdict) for case, verdict in zip(cases, verdicts, strict=True) if case.is_right is is_right]
+        kinds: dict[str, list[bool]] = {}
+        for case, verdict in pairs:
+            kinds.setdefault(case.kind, []).append(verdict != is_right)
+        found[name] = {
+            "num": len(pairs),
+            "share": sum(verdict != is_right for _, verdict in pairs) / max(1, len(pairs)),
+            "by_kind": {kind: [len(each), sum(each)] for kind, each in sorted(kinds.items())},
+            "examples": [[case.kind, case.label.text, case.answer] for case, verdict in pairs if verdict != is_right][:40],
+        }
+    return found
+
+
 def summarise(cases: Sequence[Case], verdicts: Sequence[bool], accepts: frozenset[str]) -> dict[str, Any]:
     """Counts by kind of label and of case; near misses that the grader's rules accept are counted by themselves."""
     pairs = list(zip(cases, verdicts, strict=True))
@@ -438,10 +481,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         about = {"settings": grader.settings, "used_by": grader.used_by}
         results[name] = about | summarise(cases, verdicts, grader.accepts)
         print(f"{name}: {len(cases)} cases in {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+    of_forms: dict[str, Any] = {}
+    for name, forms in FORMS.items():
+        cases = form_cases(labels, forms)
+        of_forms[name] = {each: summarise_forms(cases, asyncio.run(judge(cases, GRADERS[each]))) for each in OF_FORMS}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    bars = bars_of(results)
-    write_json(arguments.out / "grader.json", {"command": COMMAND, "bars": bars, "num_labels": len(labels), "graders": results})
-    text = "\n".join(_lines(len(labels), results)) + "\n"
+    bars = bars_of(results) | bars_of_forms(of_forms)
+    document = {"command": COMMAND, "bars": bars, "num_labels": len(labels), "graders": results, "forms": of_forms}
+    write_json(arguments.out / "grader.json", document)
+    text = "\n".join([*_lines_of_forms(of_forms), *_lines(len(labels), results)]) + "\n"
     write_text(arguments.out / "grader.txt", text)
     print(text, end="")
     for name, bar in bars.items():
@@ -454,6 +502,31 @@ def bars_of(results: dict[str, Any]) -> dict[str, Any]:
     barred = {name: each for name, each in results.items() if GRADERS[name].has_bar}
     found |= {f"{name}: near misses accepted": each["near_misses"]["misjudged"] for name, each in barred.items()}
     return {name: {"value": num, "bar": "== 0", "holds": num == 0} for name, num in found.items()}
+
+
+def bars_of_forms(of_forms: dict[str, Any]) -> dict[str, Any]:
+    """Of the judge `form`: no new form above 10 %, and of the forms kept apart 3 % and 2 % in all."""
+    bars = {}
+    for name, verb, most in (("held out", "rejected", 0.03), ("held out", "accepted", 0.02)):
+        share = of_forms[name]["math"][verb]["share"]
+        bars[f"math, forms {name}: {verb}"] = {"value": share, "bar": f"<= {most}", "holds": share <= most}
+    kinds = [each for verb in ("rejected", "accepted") for each in of_forms["new"]["math"][verb]["by_kind"].values()]
+    worst = max((misjudged / num for num, misjudged in kinds), default=0.0)
+    return bars | {"math, new forms: misjudged of the worst": {"value": worst, "bar": "<= 0.1", "holds": worst <= 0.1}}
+
+
+def _lines_of_forms(of_forms: dict[str, Any]) -> Iterator[str]:
+    for name, graders in of_forms.items():
+        for verb, title in (("rejected", "equal answers, rejected"), ("accepted", "near misses, accepted")):
+            tables = {grader: graders[grader][verb] for grader in OF_FORMS}
+            first = tables[OF_FORMS[0]]
+            yield f"## forms {name}: {first['num']} {title}"
+            yield f"  {'':<30} {'of':>6}" + "".join(f"  {grader:>18}" for grader in OF_FORMS)
+            yield f"  {'all':<30} {first['num']:>6}" + "".join(f"  {tables[grader]['share']:>18.2%}" for grader in OF_FORMS)
+            for kind, (num, _) in first["by_kind"].items():
+                counts = "".join(f"  {tables[grader]['by_kind'][kind][1]:>18}" for grader in OF_FORMS)
+                yield f"  {kind:<30} {num:>6}{counts}"
+            yield ""
 
 
 def _integers_rejected(of_grader: dict[str, Any]) -> int:

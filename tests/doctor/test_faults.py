@@ -53,7 +53,9 @@ def test_a_template_that_rewrites_history_is_found(examine_with):
 
 
 def test_a_stage_that_samples_with_another_prompt_than_its_model_was_taught_with_is_found(examine_with, load):
-    sft = 'stages.sft={kind="sft", init="base", prompt="short", demonstrator={kind="arithmetic"}, num_demonstrations=4, steps=1}'
+    sft = (
+        'stages.sft={kind="sft", init="base", prompt="short", demonstrator={kind="arithmetic"}, num_demonstrations=4, steps=1}'
+    )
     problem = only_problem(examine_with(of=load(sft, "stages.sft.batch_size=4", "stages.rl.init=sft")))
     assert problem.check == "prompts"
     assert "stages.sft teaches with other prompt tokens than stages.rl samples with" in problem.detail
@@ -134,14 +136,14 @@ def test_a_temperature_that_is_reported_but_not_sampled_at_is_found(examine_with
     assert "reports log-probs of temperature 0.8, but draws its tokens with temperature 0.3" in problem.detail
 
 
-def test_reversed_grader_arguments_are_found(examine_with):
+def test_reversed_grader_arguments_are_found(examine_with, load):
     def reverse(parts):
         verifier = parts.reward._accuracy._verifier
         verify = verifier.verify  # of the healthy part, which is closed with the others
         verifier.verify = lambda gold, prediction, **keys: verify(prediction, gold, **keys)
         return parts
 
-    problem = only_problem(examine_with(reverse))
+    problem = only_problem(examine_with(reverse, of=load("reward.judge=math_verify")))
     assert problem.check == "reward"
     assert "gold and answer seem to be swapped" in problem.detail
     assert "verify(gold, answer)" in problem.remedy

@@ -18,6 +18,7 @@ from strop.rewards.r1_zero import R1ZeroPart
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 PATH = Path(__file__).resolve().parents[2] / "experiments" / "grader.py"
+sys.path.insert(0, str(PATH.parent))
 SPEC = importlib.util.spec_from_file_location("grader_experiment", PATH)
 grader = sys.modules[SPEC.name] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(grader)
@@ -163,7 +164,7 @@ def settings_of(reward):
     for part in parts:
         match part:
             case MathReward():
-                yield ("math", "answer_tag", part.config.needs_box, "math_verify")
+                yield ("math", "answer_tag", part.config.needs_box, part.config.judge)
             case MathPart():
                 yield ("math", part.config.answer_in, part.config.needs_box, part.config.judge)
             case R1ZeroPart():

@@ -11,7 +11,7 @@ from strop.algorithms import GRPO, Aggregation, Column
 from strop.training import OptimizerConfig, Trainer, TrainerConfig
 from strop.training.models import load_model
 
-METHOD = GRPO(kl_coefficient=0.1, aggregation=Aggregation.SEQUENCE_MEAN)
+METHOD = GRPO(clamp_log_ratios=False, kl_coefficient=0.1, aggregation=Aggregation.SEQUENCE_MEAN)
 SIZES = {
     "vocab_size": 61,
     "hidden_size": 32,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from fractions import Fraction
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, model_validator
 
@@ -33,6 +33,7 @@ from strop.rewards.base import (
     has_answer_format,
     has_called,
 )
+from strop.rewards.math_answers import pairs_to_compare
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.numbers import exact_match, plain_number
 from strop.sandbox.protocol import AnswerPair, PairVerdict, VerifyRequest
@@ -320,6 +321,16 @@ class MathVerifier:
             return Verdict.EXACT
         return _VERDICTS[await self._compare(gold, prediction, left or ())]
 
+    async def verify_form(self, gold: str, prediction: str) -> Verdict:
+        """As `verify`, of the values that are left when the form of both is read; see `pairs_to_compare`."""
+        is_short = len(gold) <= MAX_CHARS and len(prediction) <= MAX_CHARS
+        pairs = pairs_to_compare(gold, prediction) if is_short else None
+        if pairs is None:
+            return Verdict.WRONG
+        verdicts = await asyncio.gather(*(self.verify(*pair) for pair in pairs))
+        wrong = [verdict for verdict in verdicts if not verdict.is_correct]
+        return next(iter(wrong or verdicts), Verdict.EXACT)
+
     async def can_read(self, gold: str) -> bool:
         """Whether an answer can be compared with `gold`. Prose can: it is compared as text. Cached for each text.
 
@@ -389,6 +400,12 @@ def _left_by_text(gold: str, prediction: str) -> list[tuple[str, str]] | None:
     return [] if is_equal else None
 
 
+Judge: TypeAlias = Literal["form", "math_verify", "exact", "fused"]
+_JUDGES = (
+    "form: math_verify, after relations, units, bases and words are compared as such. math_verify: only that. exact: equal"
+    " texts or equal plain numbers. fused: text and sympy as in r1_zero, or else math_verify."
+)
+
 MAX_DEADLINE_S = 600.0
 """The longest time per pair that a code service accepts by default."""
 
@@ -402,10 +419,7 @@ class MathPart(AnswerPart):
             default="answer_tag", description="Where the answer is: in the answer tag, or in the last box of the last turn."
         )
         needs_box: bool = Field(default=True, description=r"With answer_tag: the answer must be in \boxed{} inside its tag.")
-        judge: Literal["math_verify", "exact", "fused"] = Field(
-            default="math_verify",
-            description="exact: equal texts or equal plain numbers. fused: text and sympy as in r1_zero, or else math_verify.",
-        )
+        judge: Judge = Field(default="form", description=_JUDGES)
         verify_deadline_s: float = Field(default=2.0, gt=0, le=MAX_DEADLINE_S, description="Time limit of one comparison.")
 
     config: Config
@@ -434,14 +448,14 @@ class MathPart(AnswerPart):
         return "text" if self.config.judge == "exact" else "intervals"
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
-        if self.config.judge == "math_verify" and not await self._verifier.can_read(task.answer):
+        if self.config.judge in ("form", "math_verify") and not await self._verifier.can_read(task.answer):
             raise NotJudged(f"the answer of task {task.id!r}, {task.answer!r}, cannot be read")
         return float(await self.is_correct(task, trajectory))
 
     async def is_correct(self, task: Task, trajectory: Trajectory) -> bool:
         """As `score`; an unreadable answer of the task makes every answer wrong."""
         answer = self.read_answer(trajectory)
-        return bool(answer) and await self._equals(task.answer, answer or "", is_fused=self.config.judge == "fused")
+        return bool(answer) and await self._equals(task.answer, answer or "", judge=self.config.judge)
 
     def read_answer(self, trajectory: Trajectory) -> str | None:
         if self.config.answer_in == "answer_tag":
@@ -450,12 +464,14 @@ class MathPart(AnswerPart):
         return boxes[-1].strip() if boxes else None
 
     async def is_same(self, gold: str, answer: str) -> bool:
-        return await self._equals(gold, answer, is_fused=False)
+        return await self._equals(gold, answer, judge="math_verify" if self.config.judge == "fused" else self.config.judge)
 
-    async def _equals(self, gold: str, answer: str, *, is_fused: bool) -> bool:
-        if self.config.judge == "exact":
+    async def _equals(self, gold: str, answer: str, *, judge: Judge) -> bool:
+        if judge == "exact":
             return exact_match(gold, answer) or False
-        return (await self._verifier.verify(gold, answer, is_fused=is_fused)).is_correct
+        if judge == "form":
+            return (await self._verifier.verify_form(gold, answer)).is_correct
+        return (await self._verifier.verify(gold, answer, is_fused=judge == "fused")).is_correct
 
 
 class MathReward(Reward):
@@ -472,6 +488,7 @@ class MathReward(Reward):
             description="Weights of accuracy, format and called; each part is 0 or 1.",
         )
         needs_box: bool = Field(default=True, description=r"The answer must be in \boxed{} inside its tag.")  # section 2.1
+        judge: Judge = Field(default="form", description=_JUDGES)
         verify_deadline_s: float = Field(default=2.0, gt=0, le=MAX_DEADLINE_S, description="Time limit of one comparison.")
 
         @model_validator(mode="after")
@@ -484,7 +501,11 @@ class MathReward(Reward):
     def __init__(self, config: Config | None = None, /, **keys: Any) -> None:
         super().__init__(config, **keys)
         self._accuracy = MathPart(
-            MathPart.Config(needs_box=self.config.needs_box, verify_deadline_s=self.config.verify_deadline_s)
+            MathPart.Config(
+                needs_box=self.config.needs_box,
+                judge=self.config.judge,
+                verify_deadline_s=self.config.verify_deadline_s,
+            )
         )
 
     def open(self, service: RunService | None) -> None:

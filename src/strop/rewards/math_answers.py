@@ -1,0 +1,426 @@
+r"""Reads the form of an answer to a mathematical problem before its value is compared.
+
+math_verify compares values and drops what it does not read: it takes the last side of `45001 = 45000`, letters of words as
+factors, 10 m for 10 cm. Here relations, names, units, bases, words, brackets and matrices are compared as what they are. What
+is left are pairs of expressions, each of which must be equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import NamedTuple, TypeAlias
+
+from strop.sandbox.numbers import plain_number
+
+Pairs: TypeAlias = list[tuple[str, str]]
+
+_SIGNS = {
+    "−": "-",
+    "–": "-",
+    "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ",
+    "≈": r"\approx ",
+    "→": r"\to ",
+    "∞": r"\infty ",
+    "π": r"\pi ",
+    "×": r"\times ",
+    "·": r"\cdot ",
+    "∪": r"\cup ",
+    "°": r"^\circ ",
+    "∈": r"\in ",
+    "²": "^2",
+    "³": "^3",
+}
+# Applied in this order: (pattern, replacement).
+_REWRITES = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"(?i)^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is|\s*:|\s*=)\s*:?\s*", ""),
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", ""),
+        (r"\\(?:displaystyle|textstyle|limits|phantom\{\})(?![a-zA-Z])\s*|(?<!\\)\\!|\{\}", ""),
+        (r"(?<=\d)\s*(?:\\[,;: ]|~|\{,\}\s*|,\s*(?=\d{3}(?!\d)))+\s*(?=\d{3}(?!\d))", ","),
+        (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
+        (r"√\s*\(([^()]*)\)|√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1\2}"),
+        (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (r"\\sqrt\s*([0-9a-zA-Z])", r"\\sqrt{\1}"),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\frac\s*(\d)\s*(?=\{)", r"\\frac{\1}"),
+        (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+        (r"\\l(?:eqslant|eq)(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\g(?:eqslant|eq)(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])|\\not\s*=|!=", r"\\ne "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\\$|\$", ""),
+        (r"\s+", " "),
+    )
+)
+_WRAPPER = re.compile(r"\\(?:boldsymbol|mathbf|bm|mathit|mathsf|pmb|boxed|fbox|ensuremath|textbf|textit|emph|underline)\s*\{")
+_DELIMITED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
+_TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname|rm)\s*\{([^{}]*)\}")
+_MIXED = re.compile(
+    r"(-?)\s*(\d{1,12})(?:\s*\\frac\s*\{\s*(\d{1,12})\s*\}\s*\{\s*(\d{1,12})\s*\}|\s+(?:and\s+)?(\d{1,12})\s*/\s*(\d{1,12}))"
+)
+_RELATION = re.compile(
+    r"\\(?:ne|le|ge|approx|to|rightarrow|Rightarrow|implies|iff|equiv|sim|in|mapsto)(?![a-zA-Z])|:=|==|=|<|>"
+)
+_EQUALS = ("=", "==", ":=", r"\approx")
+_ORDER = {"<": "<", ">": ">", r"\le": "<=", r"\ge": ">="}
+_GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega)"
+_NAME = re.compile(
+    rf"(?:(?:m\s*)?\\angle\s*[A-Z]{{1,3}}|\\(?:overline|overrightarrow|vec)\s*\{{\w+\}}|\|?[A-Z]{{2,3}}\|?|{_GREEK}|[a-zA-Z]"
+    rf"|[a-zA-Z]{{3,}}(?: [a-zA-Z]+){{0,4}})(?:_\{{?\w{{1,9}}\}}?|'|\^\{{-1\}})*(?:\((?:[a-zA-Z]|{_GREEK}|-?\d+)(?:,\s*\w)*\))?"
+)
+_NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_BASE_WORDS = {name: str(base) for base, name in enumerate(_NUMBERS.split(" "), start=2)}
+_BASED = re.compile(r"(-?[0-9A-Fa-f]+)\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?\s*base\s+(\w+)\s*\)?)")
+_MATRIX = re.compile(r"\\begin\s*\{([pbB]?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_OR = re.compile(r"\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])|\\cup(?![a-zA-Z])")
+
+_LENGTHS = {"mm": (1, 1000), "cm": (1, 100), "m": (1, 1), "km": (1000, 1), "inch": (127, 5000), "foot": (381, 1250)}
+_LENGTHS |= {"yard": (1143, 1250), "mile": (201_168, 125)}
+_DIMENSIONS = {
+    "length": _LENGTHS,
+    "time": {"second": (1, 1), "minute": (60, 1), "hour": (3600, 1), "day": (86_400, 1), "week": (604_800, 1)},
+    "mass": {"mg": (1, 1000), "g": (1, 1), "kg": (1000, 1)},
+    "weight": {"ounce": (1, 16), "pound": (1, 1)},
+    "volume": {"ml": (1, 1000), "liter": (1, 1)},
+    "money": {"cent": (1, 100), "dollar": (1, 1)},
+}
+_UNITS = {name: (dimension, Fraction(*size)) for dimension, units in _DIMENSIONS.items() for name, size in units.items()}
+_ALIASES = {
+    "millimeter": "mm",
+    "millimetre": "mm",
+    "centimeter": "cm",
+    "centimetre": "cm",
+    "meter": "m",
+    "metre": "m",
+    "kilometer": "km",
+    "kilometre": "km",
+    "in": "inch",
+    "inche": "inch",
+    "feet": "foot",
+    "ft": "foot",
+    "yd": "yard",
+    "mi": "mile",
+    "s": "second",
+    "sec": "second",
+    "min": "minute",
+    "h": "hour",
+    "hr": "hour",
+    "gram": "g",
+    "kilogram": "kg",
+    "milligram": "mg",
+    "oz": "ounce",
+    "lb": "pound",
+    "milliliter": "ml",
+    "l": "liter",
+    "litre": "liter",
+    "usd": "dollar",
+    "deg": "degree",
+    "percentage": "percent",
+    "pct": "percent",
+    "mile per hour": "mph",
+    "rad": "radian",
+}
+_WORDS_OF_UNITS = {"degree", "percent", "mph", "radian", "month", "year", "point", "student", "people", "gallon", "acre"}
+_GENERIC = "unit"
+_OF_NUMBERS = {
+    *("hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "third", "quarter", "factorial"),
+    *("or", "and", "to", "pi"),
+}
+_UNIT = re.compile(
+    r"(?:\\(?:text|mbox|mathrm|textrm)\s*\{(?P<text>[^{}]*)\}|\\?(?P<percent>%)|\^\s*\{?\s*\\circ\s*\}?(?P<degree>)"
+    r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/ ]{0,30}))\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?$"
+)
+
+
+def pairs_to_compare(gold: str, answer: str) -> Pairs | None:
+    r"""The pairs of expressions, gold first, that must all be equal for `answer` to equal `gold`; None: it does not.
+
+    An empty list: they are equal. Takes time linear in their length, but for nested style commands.
+
+    - A relation is read: `x = 5` is 5, and the name must be the gold's if that has one; every side of `2 + 3 = 5` must be the
+      gold; `3 < x \le 4` is `(3, 4]`; `\ge 5`, `\ne 5` and `4 \to 5` are not 5.
+    - Units must be of one dimension and are converted; a gold without a unit, whose problem names it, takes any.
+    - A base must be the gold's. Words are compared as words. Brackets and the shape of a matrix must agree.
+    """
+    gold, answer = canonical(gold), canonical(answer)
+    if not gold or not answer:
+        return None
+    if gold == answer:
+        return []
+    word = _word(gold)
+    if word:
+        return [] if word == _word(answer, is_known=True) else None
+    if (is_same := _same_base(gold, answer)) is not None:
+        return [] if is_same else None
+    if "!!" in answer and "!!" not in gold:
+        return None
+    return _of_relations(gold, answer)
+
+
+def canonical(text: str) -> str:
+    """The text without style, sizes of brackets, dollar signs and a final full stop, and with one notation for each sign."""
+    text = text.strip()
+    if (found := _DELIMITED.fullmatch(text)) is not None:
+        text = found[1] or found[2] or ""
+    text = "".join(_SIGNS.get(sign, sign) for sign in text)
+    text = _unwrapped(text)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = text.strip()
+    if text.endswith(".") and not text.endswith(".."):
+        text = text[:-1].rstrip()
+    if (found := _TEXT.fullmatch(text)) is not None and plain_number(found[1]) is not None:
+        text = found[1].strip()
+    if (found := _MIXED.fullmatch(text)) is not None:
+        top, bottom = int(found[3] or found[5]), int(found[4] or found[6])
+        if 0 < top < bottom:
+            text = rf"{found[1]}\frac{{{int(found[2]) * bottom + top}}}{{{bottom}}}"
+    return text
+
+
+def _unwrapped(text: str) -> str:
+    r"""Without `\boldsymbol{...}` and the like around its parts."""
+    while (found := _WRAPPER.search(text)) is not None:
+        depth, end = 1, found.end()
+        while end < len(text) and depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        inner = text[found.end() : end - 1] if not depth else text[found.end() :]
+        text = text[: found.start()] + inner + text[end:]
+    return text
+
+
+def _word(text: str, *, is_known: bool = False) -> str:
+    """The words of a text that is no mathematics, in lower case; empty for mathematics, unless `is_known`.
+
+    Three letters in a row are a word, or letters inside a text command; two may be a product.
+    """
+    bare = _TEXT.sub(r"\1", text)
+    is_words = is_known or bare != text or re.search(r"[A-Za-z]{3}", bare) is not None
+    if not is_words or (not is_known and re.search(r"[\\\d=<>^_+*/{}]", bare)):
+        return ""
+    words = re.sub(r"[^\w\s-]", " ", bare.lower()).split()
+    return " ".join(each for each in words if each not in ("the", "a", "an"))
+
+
+def _same_base(gold: str, answer: str) -> bool | None:
+    """Whether two numbers with a base are the same; an answer may leave the base of the gold out. None: neither has one."""
+    bases = _based(gold), _based(answer)
+    if bases == (None, None):
+        return None
+    if bases[0] is None:
+        return False
+    return bases[1] == bases[0] if bases[1] is not None else answer.strip().lower() == bases[0][0]
+
+
+def _based(text: str) -> tuple[str, str] | None:
+    found = _BASED.fullmatch(_TEXT.sub(r"\1", text))
+    if found is None:
+        return None
+    base = (found[2] or found[3]).lower()
+    base = _BASE_WORDS.get(base, base)
+    return (found[1].lower(), base) if base.isdigit() else None
+
+
+class _Relations(NamedTuple):
+    sides: list[str]
+    signs: list[str]  # between them
+
+    @property
+    def is_equation(self) -> bool:
+        return all(sign in _EQUALS for sign in self.signs)
+
+    @property
+    def name(self) -> str:
+        """The first or last side, if it is a name."""
+        return next((side for side in (self.sides[0], self.sides[-1]) if _NAME.fullmatch(side)), "")
+
+
+def _split(text: str) -> _Relations:
+    """The sides of the relations outside of all brackets."""
+    sides, signs, start, depth, place = [], [], 0, 0, 0
+    for found in _RELATION.finditer(text):
+        depth += sum({"{": 1, "}": -1, "(": 1, ")": -1}.get(sign, 0) for sign in text[place : found.start()])
+        place = found.start()
+        if depth == 0:
+            sides.append(_TEXT.sub(r"\1", text[start : found.start()]).strip())
+            signs.append(found[0])
+            start = found.end()
+    return _Relations([*sides, text[start:].strip()], signs)
+
+
+def _of_relations(gold: str, answer: str) -> Pairs | None:
+    wanted, found = _split(gold), _split(answer)
+    if not wanted.signs and not found.signs:
+        return _of_values(gold, answer)
+    if (of_gold := _interval(gold, wanted)) is not None or (found.signs and not found.is_equation):
+        of_answer = _interval(answer, found)
+        if of_answer is None and found.signs:
+            return None
+        name, interval = of_gold or ("", gold)
+        other, read = of_answer or ("", answer)
+        if (name and other and name != other) or (not of_gold and wanted.signs):
+            return None
+        return _of_values(interval, read) if "," in interval else None
+    if wanted.signs and not wanted.is_equation:
+        return None
+    name = wanted.name if wanted.signs else ""
+    if wanted.signs and not (name and len(wanted.sides) == 2):
+        return [(gold, answer)] if found.signs else None  # an equation between expressions
+    value = next(side for side in wanted.sides if side != name) if name else gold
+    if not found.signs:
+        return _of_values(value, answer)
+    other = found.name
+    if name and (not other or other != name):
+        return [(gold, answer)] if not other else None
+    sides = [side for side in found.sides if side != other]
+    if _OR.search(answer) and not _OR.search(gold):
+        return None
+    if r"\approx" in found.signs:
+        sides = sides[:1]  # what follows is rounded
+    compared = [_of_values(value, side) for side in sides]
+    return None if not sides or None in compared else [pair for each in compared for pair in each or ()]
+
+
+def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
+    r"""The name and the interval that inequalities or `\in` state; None for any other text."""
+    parts = _OR.split(text)
+    if len(parts) > 1 and relations.signs:
+        read = [_interval(part.strip(), _split(part.strip())) for part in parts]
+        if any(each is None for each in read) or len({each[0] for each in read if each}) > 1:
+            return None
+        return next(each[0] for each in read if each), r" \cup ".join(each[1] for each in read if each)
+    sides, signs = relations
+    if signs == [r"\in"]:
+        return (sides[0], sides[1]) if _NAME.fullmatch(sides[0]) else None
+    names = [side for side in sides if _NAME.fullmatch(side)]
+    if signs == [r"\ne"] and len(names) == 1:
+        value = next(side for side in sides if side != names[0])
+        return names[0], rf"(-\infty, {value}) \cup ({value}, \infty)"
+    if not signs or len(names) != 1 or any(sign not in _ORDER for sign in signs) or len(sides) > 3:
+        return None
+    order = [_ORDER[sign] for sign in signs]
+    if len(sides) == 2 and sides[0] == names[0]:  # x < 4 is 4 > x
+        sides, order = sides[::-1], [_mirrored(order[0])]
+    if len(sides) == 2:  # 4 > x
+        is_upper, closed = order[0][0] == ">", len(order[0]) > 1
+        if is_upper:
+            return names[0], rf"(-\infty, {sides[0]}{']' if closed else ')'}"
+        return names[0], rf"{'[' if closed else '('}{sides[0]}, \infty)"
+    if sides[1] != names[0] or order[0][0] != order[1][0]:
+        return None
+    if order[0][0] == ">":
+        sides, order = sides[::-1], [_mirrored(each) for each in order[::-1]]
+    opening, closing = "[" if len(order[0]) > 1 else "(", "]" if len(order[1]) > 1 else ")"
+    return names[0], f"{opening}{sides[0]}, {sides[2]}{closing}"
+
+
+def _mirrored(sign: str) -> str:
+    return sign.translate(str.maketrans("<>", "><"))
+
+
+def _of_values(gold: str, answer: str) -> Pairs | None:
+    """The same for two texts without relations."""
+    if (wanted := _entries(gold)) is not None:
+        found = _entries(answer)
+        if found is None or [len(row) for row in found] != [len(row) for row in wanted]:
+            return None
+        return _each([each for row in wanted for each in row], [each for row in found for each in row])
+    of_gold, of_answer = _elements(gold), _elements(answer)
+    if of_gold is not None and of_answer is not None:
+        if of_gold[0] != of_answer[0] or len(of_gold[1]) != len(of_answer[1]):
+            return None
+        return _each(of_gold[1], of_answer[1])
+    if of_gold is not None or (of_answer is not None and "," not in gold):
+        return None
+    return _of_quantities(gold, answer)
+
+
+def _each(wanted: Sequence[str], found: Sequence[str]) -> Pairs | None:
+    compared = [_of_quantities(*pair) for pair in zip(wanted, found, strict=True)]
+    return None if None in compared else [pair for each in compared for pair in each or ()]
+
+
+def _entries(text: str) -> list[list[str]] | None:
+    """The rows of a matrix; None for any other text."""
+    found = _MATRIX.fullmatch(text)
+    if found is None:
+        return None
+    rows = [row for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
+    return [[canonical(entry) for entry in row.split("&")] for row in rows]
+
+
+def _elements(text: str) -> tuple[str, list[str]] | None:
+    """The brackets and elements of a tuple or an interval; None for any other text."""
+    if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or "," not in text:
+        return None
+    elements, depth, start = [], 0, 1
+    for place, sign in enumerate(text[1:-1], start=1):
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0)
+        if depth < 0:
+            return None  # (1,2) and (3,4)
+        if sign == "," and depth == 0:
+            elements.append(text[start:place].strip())
+            start = place + 1
+    return text[0] + text[-1], [*elements, text[start:-1].strip()]
+
+
+def _of_quantities(gold: str, answer: str) -> Pairs | None:
+    """The same for two values, each with or without a unit."""
+    (wanted, unit), (found, other) = _quantity(gold), _quantity(answer)
+    if unit is not None and other is not None and _GENERIC not in (unit[0], other[0]) and unit != other:
+        (name, power), (other_name, other_power) = unit, other
+        if power != other_power or name not in _UNITS or other_name not in _UNITS:
+            return None
+        number = plain_number(found)
+        if number is None or _UNITS[name][0] != _UNITS[other_name][0]:
+            return None
+        value = Fraction(number) * (_UNITS[other_name][1] / _UNITS[name][1]) ** power
+        found = rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value.numerator)
+    return [] if wanted == found else [(wanted, found)]
+
+
+def _quantity(text: str) -> tuple[str, tuple[str, int] | None]:
+    """A value and its unit with the power; None without a unit, and for an expression whose last letters are variables."""
+    found = _UNIT.search(text[-120:])
+    if found is None:
+        return text, None
+    value = text[: len(text) - len(found[0])].strip()
+    if not re.search(r"\d", value) or value.endswith(("^", "_", "\\", "/", "{")):
+        return text, None
+    if found["percent"] or found["degree"] is not None:
+        return value, ("percent" if found["percent"] else "degree", 1)
+    name, power = _unit(found["text"] if found["text"] is not None else found["bare"], int(found["power"] or 1))
+    is_known = name in _UNITS or name in _WORDS_OF_UNITS or name == _GENERIC
+    if found["text"] is None and not is_known and (plain_number(value) is None or not _is_thing(name)):
+        return text, None
+    return (value, (name, power)) if name else (value, None)
+
+
+def _is_thing(words: str) -> bool:
+    """Whether words behind a number name what is counted, and do not change the number: `apples per day`, not `million`."""
+    return not any(len(word) < 2 or word in _OF_NUMBERS for word in words.split())
+
+
+def _unit(text: str, power: int) -> tuple[str, int]:
+    """The name of a unit in the singular and its power: `square inches` is inch, 2."""
+    words = text.strip().rstrip(".").lower().replace("-", " ").split()
+    for prefix, value in (("square", 2), ("sq", 2), ("cubic", 3)):
+        if words[:1] == [prefix]:
+            words, power = words[1:], value
+    for suffix, value in (("squared", 2), ("cubed", 3)):
+        if words[-1:] == [suffix]:
+            words, power = words[:-1], value
+    if len(words) == 1 and len(words[0]) > 2:
+        words = [words[0].removesuffix("s")]
+    elif words:
+        words = [words[0].removesuffix("s"), *words[1:]]
+    name = " ".join(words)
+    return _ALIASES.get(name, name), power
