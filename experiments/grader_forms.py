@@ -94,6 +94,9 @@ def new_near_misses(text: str, value: Fraction | None) -> Forms:
         yield "it equals another number", f"{number} = {number + 1}"
         yield "arrow", rf"{number + 1} \to {number}"
         yield "with a base", f"{number}_8"
+        yield "with a small base", f"{number}_3"
+        yield "chain with another number", f"{number} = {number + 1} = {number}"
+        yield "congruent", rf"{number + 7} \equiv {number}"
         yield "or one more", f"{number} or {number + 1}"
         if number in (2, 3):  # of larger ones math_verify computes the factorial of the factorial
             yield "double factorial", f"{number}!!"
@@ -101,6 +104,7 @@ def new_near_misses(text: str, value: Fraction | None) -> Forms:
         yield "not equal", rf"\neq {text}"
         yield "at least", rf"\ge {text}"
         yield "less", f"x < {text}"
+        yield "more", f"{text} < x"
     if (found := _UNIT.fullmatch(text)) is not None and found["unit"] in ("inches", "cm", "degrees", "cents"):
         for unit in ("km", "m", "kg"):
             yield "other unit", rf"{found['value']} \text{{ {unit}}}{found['power'] or ''}"
@@ -159,7 +163,7 @@ def held_out_restatements(text: str, value: Fraction | None) -> Forms:
         yield "pi sign", text.replace(r"\pi", "π")
     if r"\infty" in text:
         yield "infinity sign", text.replace(r"\infty", "∞").replace(r"\cup", "∪")
-    if re.fullmatch(r"-?\d+(?:, ?-?\d+)+", text):
+    if value is None and re.fullmatch(r"-?\d+(?:, ?-?\d+)+", text):
         elements = [each.strip() for each in text.split(",")]
         yield "list with and", f"{', '.join(elements[:-1])} and {elements[-1]}"
         yield "list in another order", ", ".join(elements[::-1])
@@ -192,7 +196,7 @@ def held_out_near_misses(text: str, value: Fraction | None) -> Forms:
     if value is not None and value.denominator > 1:
         yield "numerator only", str(value.numerator)
         yield "rounded", str(round(value))
-    if re.fullmatch(r"-?\d+(?:, ?-?\d+)+", text):
+    if value is None and re.fullmatch(r"-?\d+(?:, ?-?\d+)+", text):
         yield "one element less", text.rpartition(",")[0]
         yield "one element more", f"{text}, 99"
     if re.search(r"[a-z]\^?\d? [+-] \d", text):

@@ -135,7 +135,7 @@ _OF_NUMBERS = {
 }
 _UNIT = re.compile(
     r"(?:\\(?:text|mbox|mathrm|textrm)\s*\{(?P<text>[^{}]*)\}|\\?(?P<percent>%)|\^\s*\{?\s*\\circ\s*\}?(?P<degree>)"
-    r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/ ]{0,30}))\s*(?:\^\s*\{?\s*(?P<power>[23])\s*\}?)?$"
+    r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/ ]{0,30}))\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?$"
 )
 
 
@@ -268,7 +268,7 @@ def _of_relations(gold: str, answer: str) -> Pairs | None:
         other, read = of_answer or ("", answer)
         if (name and other and name != other) or (not of_gold and wanted.signs):
             return None
-        return _of_values(interval, read) if "," in interval else None
+        return _of_values(interval, read) if interval[0] in "([" else None
     if wanted.signs and not wanted.is_equation:
         return None
     name = wanted.name if wanted.signs else ""
