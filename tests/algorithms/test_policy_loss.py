@@ -157,3 +157,12 @@ def test_a_setting_written_down_at_its_default_is_no_mistake():
     """A run saves every setting that it resolved, and reads them back."""
     method = GRPO(loss=Loss.POLICY_GRADIENT)
     assert Method.of(method.table()) == method
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_updates", "is_noted"),
+    [({}, 1, True), ({}, 4, False), ({"loss": Loss.CISPO}, 1, True), ({"loss": Loss.NO_CLIP}, 1, False)],
+)
+def test_the_plan_says_where_clipping_has_no_effect(settings, num_updates, is_noted):
+    """The ratio of the only update after sampling is 1."""
+    assert ["clipping has no effect" in note for note in GRPO(**settings).notes(num_updates)] == [True] * is_noted

@@ -167,6 +167,10 @@ class Method(Component):
         """Whether the loss is right only for the first update after sampling."""
         return False
 
+    def notes(self, num_updates: int) -> list[str]:
+        """What the plan says of the method's settings when a step makes `num_updates` updates."""
+        return []
+
     def num_rollouts(self, group_size: int) -> int:
         """How many rollouts of a task to sample so that `group_size` can be kept. Raises `ConfigError` where none would do."""
         return group_size

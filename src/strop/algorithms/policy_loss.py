@@ -133,6 +133,10 @@ class PolicyLoss(Method):
     def makes_one_update(self) -> bool:
         return self.config.loss is Loss.POLICY_GRADIENT
 
+    def notes(self, num_updates: int) -> list[str]:
+        is_on_policy = self.config.loss.is_clipped and num_updates == 1
+        return ["clipping has no effect: one update per step, whose ratio is 1"] if is_on_policy else []
+
     @property
     def needs(self) -> frozenset[Column]:
         """Only what the settings read, so that nothing else is scored."""

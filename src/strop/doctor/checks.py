@@ -27,6 +27,8 @@ _MORE = 3.0  # times the gap of before; larger weights round a little worse
 async def check_template(examination: Examination) -> str:
     """Does the chat template only append? One that drops earlier thoughts shows another history than the one sampled from."""
     chat = examination.parts.chat
+    if not chat.tokenizer.chat_template:
+        raise NotMade("the model has no chat template, and its prompts are raw")
     if problem := chat.check_prefix_preserving():
         raise ModelError(problem)
     return f"only appends to its history; a turn ends with {chat.decode([chat.end_of_turn_id])}"
@@ -181,7 +183,9 @@ async def check_arithmetic(examination: Examination) -> str:
     estimates = {name: stage.plan(name, recipe, machine) for name, stage in recipe.stages.items()}
     shown = [f"{name}: {estimate.arithmetic}" for name, estimate in estimates.items() if estimate.tokens]
     fit = f"prompts of up to {parts.longest_prompt} tokens + {max_tokens} fit the engine's {recipe.engine.max_length}"
-    return "; ".join([*shown, fit])
+    method = getattr(parts.stage, "method", None)
+    notes = [] if method is None else method.notes(getattr(parts.stage, "updates_in_step", 1))
+    return "; ".join([*shown, *notes, fit])
 
 
 async def check_publication(examination: Examination) -> str:

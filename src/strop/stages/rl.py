@@ -323,7 +323,7 @@ class RL(RolloutStage):
             rows_of_update=in_update,
             training_flops=(16 if has_critic else 8) * model.num_parameters * trained / TRAIN_SHARE,
             memory_mib=copy + (4 * weights_mib(model) if has_critic else 0.0),
-            lines=self.lines_of_schedule(config.critic_only_steps),
+            lines=(*self.lines_of_schedule(config.critic_only_steps), *config.method.notes(config.updates_in_step)),
         )
 
     async def run(self, context: StageContext) -> StageResult:

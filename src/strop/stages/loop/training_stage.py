@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Self
@@ -253,7 +253,7 @@ class RolloutStage(TrainingStage):
         rows_of_update: int,
         training_flops: float,
         memory_mib: float = 0.0,
-        lines: Iterator[str],
+        lines: Iterable[str],
     ) -> Estimate:
         """The cost of a stage with so many rollouts and updates in a step.
 
