@@ -96,13 +96,13 @@ _ARPO = {
 _R1 = {
     **_PLAIN,
     **_BFLOAT16,
-    **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16, epochs=1, prompt="r1_zero"),
+    **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16, epochs=1, prompt="deepseek_r1_zero"),
     **_under("stages.rl.", **{"sampling.max_tokens": 32768, "trainer.optimizer.lr": 3e-6, "reward.kind": "sum"}),
     **_under(_METHOD, kl_coefficient=0.001, kl_estimator="k3", advantage="group_normalized", drop_tied=False),
     **_under(_METHOD, aggregation="sequence_mean"),
     **_under(_ADAMW, schedule="constant", warmup_updates=0),
     **_under("stages.rl.reward.parts.accuracy.", kind="math", needs_box=False, weight=1.0),
-    **_under("stages.rl.reward.parts.format.", kind="format", is_prefilled=True, newlines=False, weight=1.0),
+    **_under("stages.rl.reward.parts.format.", kind="format", is_prefilled=False, newlines=False, weight=1.0),
     **_hub("rl", "dapo-math-17k-processed"),
     "engine.max_length": 2048 + 32768,
 }
@@ -309,7 +309,7 @@ PUBLISHED: dict[str, Values] = {
         **_under("stages.rl.reward.parts.accuracy.where.", kind=["reasoning", ""]),
         **_under("stages.rl.reward.parts.format.", where={}),
         **_under("stages.rl.reward.parts.language.", where={}),
-        **_under("stages.rl.reward.parts.helpful.", kind="scorer", weight=1.0, judged_on="summary", is_prefilled=True),
+        **_under("stages.rl.reward.parts.helpful.", kind="scorer", weight=1.0, judged_on="summary", is_prefilled=False),
         **_keys("stages.rl.reward.parts.helpful.", {"where.kind": ["helpful"], "scorer.kind": "embedded"}),
         **_under("stages.rl.reward.parts.safety.", kind="scorer", weight=1.0, judged_on="response"),
         **_keys("stages.rl.reward.parts.safety.", {"where.kind": ["safety"], "scorer.kind": "embedded"}),
@@ -414,7 +414,7 @@ PUBLISHED["rstar2-pipeline"] = {
 def _r1_sft(stage: str, *, batch: int, steps: int, lr: float) -> Values:
     """B.4.2 and B.4.3: a cosine to a tenth, with no warm-up named."""
     return {
-        **_under(f"stages.{stage}.", batch_size=batch, steps=steps, prompt="r1_zero", only_right=False),
+        **_under(f"stages.{stage}.", batch_size=batch, steps=steps, prompt="deepseek_r1_zero", only_right=False),
         **_under(f"stages.{stage}.", **{"sampling.max_tokens": 32768, "trainer.precision": "bfloat16"}),
         **_under(f"stages.{stage}.trainer.optimizer.", lr=lr, schedule="cosine", final_lr_fraction=0.1, warmup_updates=0),
     }
@@ -423,7 +423,7 @@ def _r1_sft(stage: str, *, batch: int, steps: int, lr: float) -> Values:
 def _r1_recorded(stage: str, num: int) -> Values:
     """Conversations that somebody else has to bring, question by question."""
     return {
-        **_under(f"stages.{stage}.", num_demonstrations=num, prompt="r1_zero"),
+        **_under(f"stages.{stage}.", num_demonstrations=num, prompt="deepseek_r1_zero"),
         **_under(f"stages.{stage}.demonstrator.", kind="recorded", response_fact="response"),
         **_under(f"stages.{stage}.tasks.", kind="jsonl", facts=["response"]),
     }
@@ -442,7 +442,7 @@ def _r1_eval(stage: str, dataset: str) -> Values:
     num, k = {"aime24": (30, 64), "math500": (500, 16)}[dataset]
     return {
         **_hub(stage, dataset),
-        **_under(f"stages.{stage}.", k=k, num_tasks=num, prompt="r1_zero", split="test"),
+        **_under(f"stages.{stage}.", k=k, num_tasks=num, prompt="deepseek_r1_zero", split="test"),
         **_under(f"stages.{stage}.sampling.", temperature=0.6, max_tokens=32768),
     }
 
@@ -463,7 +463,7 @@ PUBLISHED["r1-pipeline"] = {
     **_r1_recorded("cold_start", 5000),  # "thousands"
     **_r1_sft("cold_start", batch=128, steps=2 * (5000 // 128), lr=5e-5),
     **_of_stage(PUBLISHED["r1-rl1"], "rl", "rl1"),
-    **_under("stages.rejection.", k=16, num_tasks=None, max_per_task=None, drop_repeats=True, prompt="r1_zero"),
+    **_under("stages.rejection.", k=16, num_tasks=None, max_per_task=None, drop_repeats=True, prompt="deepseek_r1_zero"),
     **_under("stages.rejection.", max_foreign_share=0.0, max_paragraph_chars=2000, allow_code_blocks=False),
     **_under("stages.rejection.", **{"sampling.temperature": 1.0, "sampling.max_tokens": 32768}),
     **_under("stages.rejection.tasks.", kind="jsonl", dataset="strop"),

@@ -109,9 +109,7 @@ def as_toml(value: object) -> str:
 def small(tmp_path_factory):
     """A random model whose tokenizer knows the prompts, rows to train on, and results of a search."""
     directory = tmp_path_factory.mktemp("small")
-    texts = [
-        message.text for prompt in ("rstar2", "arpo", "r1_zero", "qwen_math") for message in load_prompt(prompt).fill("1+1", [])
-    ]
+    texts = [message.text for prompt in PROMPTS for message in load_prompt(prompt).fill("1+1", [])]
     sizes = TinyModel(
         vocab_size=1024, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, max_length=4096, num_texts=10
     )
@@ -153,7 +151,7 @@ def able_model(directory: Path) -> Path:
     tree = {
         "name": "able",
         "threads": 1,
-        "prompt": "r1_zero",
+        "prompt": "deepseek_r1_zero",
         "tasks": {"kind": "jsonl", "path": str(directory / "rows.jsonl"), "facts": ["response"]},
         "stages": {
             "base": {"kind": "model", "path": str(directory / "model")},
@@ -183,6 +181,7 @@ def preferences_by_what_is_judged() -> dict[str, list[dict[str, str]]]:
 
 # These are quick and reach most of what presets have: a filter, RoC, calls and an evaluation; a schedule, KL and scorers; and a
 # whole program, with demonstrations, rejection sampling, a mix, reward models and exports.
+PROMPTS = ("rstar2", "arpo", "r1_zero", "deepseek_r1_zero", "qwen_math")
 QUICK = ("rstar2-stage3", "r1-rl2", "r1-pipeline")
 
 

@@ -17,6 +17,7 @@ TOOL = ToolSpec(name="add", description="Add.", parameters={"type": "object", "p
 DIGESTS = {
     "alpaca_sft": "fbd4a4672e92a2ec",
     "arpo": "a6cef192c934e396",
+    "deepseek_r1_zero": "7f05515be7a6ad52",
     "question_only": "bf085a6e12c9d0e2",
     "qwen_math": "72f4dc917e752d41",
     "r1_zero": "56213732da87e12a",
@@ -92,6 +93,14 @@ def test_a_prompt_without_a_place_for_the_question_is_refused(tmp_path):
     path.write_text('source = "me"\nmessages = [{role = "user", content = "hello"}]\n')
     with pytest.raises(ConfigError, match=r"hold \{question\} 0 times"):
         load_prompt(str(path))
+
+
+def test_the_prompt_of_deepseek_r1_zero_ends_where_table_1_ends():
+    """Nothing is prefilled, and the words are the paper's; the assignment's have other capitals and end with <think>."""
+    chat, prompt = ChatFormat(byte_tokenizer()), load_prompt("deepseek_r1_zero")
+    text = chat.decode(prompt.ids(chat, "What is 1+1?", []))
+    assert text.startswith("A conversation between User and Assistant. The user asks a question, and the Assistant solves it.")
+    assert text.endswith("<answer> answer here </answer>. User: What is 1+1?. Assistant:")
 
 
 def test_the_r1_zero_prompt_is_a_raw_text_that_the_policy_continues_in_its_thoughts():

@@ -30,7 +30,8 @@ def strict_format(text: str, *, think_tag: str = "think", is_prefilled: bool = F
     text = f"<{think_tag}>{text}" if is_prefilled else text
     opening = rf"<{think_tag}>" + ("" if is_prefilled else edge)
     pattern = rf"{opening}.*?{edge}</{think_tag}>{gap}<answer>{edge}.*?{edge}</answer>"
-    return float(_has_each_once(text, think_tag) and re.fullmatch(pattern, text.rstrip(), re.DOTALL) is not None)
+    text = text.rstrip() if newlines else text.strip()
+    return float(_has_each_once(text, think_tag) and re.fullmatch(pattern, text, re.DOTALL) is not None)
 
 
 def turns_format(turns: Sequence[str], *, think_tag: str = "think", is_prefilled: bool = False, newlines: bool = True) -> float:
