@@ -106,6 +106,14 @@ ROWS = [
         "ability",
     ),
     ("arpo-eval", {"question": "Who?", "answer": ["Ann", "Anne"]}, "Who?", "Ann", "references"),
+    ("gaia", {"task_id": "a", "Question": "Who?", "answer": "Ann", "Level": 2}, "Who?", "Ann", "level"),
+    (
+        "hle",
+        {"question": "Who?", "answer": "Ann", "answer_type": "exactMatch", "has_image": False, "category": "Math"},
+        "Who?",
+        "Ann",
+        "answer_type",
+    ),
     (
         "flashrag",
         {"id": "dev_0", "question": "Who?", "golden_answers": ["James Madison", "Madison"]},
@@ -298,6 +306,17 @@ SAMPLES = [
     ("math500/test.jsonl", None, 500, "\\left( 3, \\frac{\\pi}{2} \\right)"),  # its own columns are question and answer
     ("hotpotqa/test.jsonl", "arpo-eval", 200, "Frank Lowy"),
     ("bamboogle/test.jsonl", "arpo-eval", 125, "james madison"),
+    ("arpo_eval/2wiki.jsonl", "arpo-eval", 200, "the five boroughs"),
+    ("arpo_eval/gaia_first40.jsonl", "gaia", 40, "34689"),
+    ("arpo_eval/musique.jsonl", "arpo-eval", 200, "passes over the Rio di Palazzo"),
+    ("arpo_eval/simpleqa.jsonl", "arpo-eval", 500, "Michio Sugeno"),
+    (
+        "arpo_eval/webwalker.jsonl",
+        "arpo-eval",
+        200,
+        "资格申请截止日期为2024年10月27日，北京考点题库考试时间为2024年11月2-3日。",
+    ),
+    ("arpo_eval/xbench.jsonl", "arpo-eval", 100, "161.27元"),
     ("arpo/train_10k.parquet", "arpo-mix", 9999, "3\\sqrt{3} - 6"),  # row 5274 has no answer
     ("arpo/valid.parquet", "arpo-mix", 180, "Eleanor Of Lancaster"),
 ]
@@ -328,3 +347,15 @@ def test_choices_stand_in_one_order_for_a_question_and_at_every_place_over_many(
     assert letters == [read.answer(row) for row in rows]
     assert all(f"({letter}) right" in read.question(row) for letter, row in zip(letters, rows, strict=True))
     assert all(30 <= letters.count(letter) <= 70 for letter in "ABCD")  # 50 each, 6 to either side is one deviation
+
+
+@pytest.mark.parametrize(("answer", "references"), [("Ann", ["Ann"]), (7, ["7"]), (["Ann", 7], ["Ann", "7"])])
+def test_right_answers_are_a_list_of_texts_whatever_the_column_holds(answer, references):
+    read = PUBLISHED["arpo-eval"].facts["references"]
+    assert json.loads(read({"question": "Who?", "answer": answer})) == references
+
+
+def test_questions_with_an_image_are_left_out(tmp_path):
+    row = {"question": "Who?", "answer": "Ann", "answer_type": "exactMatch", "category": "Math"}
+    path = write_jsonl(tmp_path / "hle.jsonl", {**row, "has_image": True}, {**row, "has_image": False})
+    assert len(load_rows(JsonlRows(path=path, dataset="hle"), split="train")) == 1

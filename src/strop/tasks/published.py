@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strop.tasks.readers import AsJson, Choices, Fill, Read, Reader, RightLetter
+from strop.tasks.readers import AsTexts, Choices, Fill, Read, Reader, RightLetter
 
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
 
@@ -176,14 +176,37 @@ PUBLISHED: Mapping[str, Published] = {
         hub="",  # the files are next to the authors' code
         question=Read("question"),
         answer=Read("answer", is_first=True),
-        facts={"references": AsJson("answer")},  # every text that is right
-        source="Dong et al., 2025 (ARPO, arXiv:2507.19849), its files of HotpotQA, Bamboogle, ...; question, answer (a list)",
+        facts={"references": AsTexts("answer")},  # every text that is right
+        source="Dong et al., 2025 (ARPO, arXiv:2507.19849), its files of HotpotQA, Bamboogle, WebWalkerQA, xbench and the like;"
+        " question, answer (a text, a number or a list)",
+    ),
+    "gaia": Published(
+        hub="gaia-benchmark/GAIA",  # one has to agree to its terms
+        subset="2023_all",
+        question=Read("Question"),
+        answer=Read("answer"),
+        facts={"references": AsTexts("answer"), "level": Read("Level")},
+        id=Read("task_id"),
+        source="Mialon et al., 2023 (GAIA, arXiv:2311.12983), as in ARPO's files; task_id, Question, answer, Level",
+        train_split="validation",
+        test_split=None,
+    ),
+    "hle": Published(
+        hub="cais/hle",
+        question=Read("question"),
+        answer=Read("answer"),
+        facts={"references": AsTexts("answer"), "answer_type": Read("answer_type"), "category": Read("category")},
+        source="Phan et al., 2025 (Humanity's Last Exam, arXiv:2501.14249), as in ARPO's files; question, answer, answer_type,"
+        " has_image, category",
+        train_split="test",
+        test_split=None,
+        where={"has_image": ("false",)},
     ),
     "flashrag": Published(
         hub="RUC-NLPIR/FlashRAG_datasets",  # subsets hotpotqa, 2wikimultihopqa, musique (split dev), bamboogle (split test)
         question=Read("question"),
         answer=Read("golden_answers", is_first=True),
-        facts={"references": AsJson("golden_answers")},
+        facts={"references": AsTexts("golden_answers")},
         id=Read("id"),
         source="Jin et al., 2024 (FlashRAG, arXiv:2405.13576), multi-hop QA of many authors; id, question, golden_answers",
         test_split="dev",

@@ -79,13 +79,15 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class AsJson:
-    """Reads a column as JSON text, for facts that are not texts: lists of right answers, test cases."""
+class AsTexts:
+    """Reads a column of right answers, which may be one text or number, as a JSON list of texts."""
 
     column: str
 
     def __call__(self, row: Row) -> str:
-        return json.dumps(find(row, self.column), ensure_ascii=False)
+        value = find(row, self.column)
+        values = value if isinstance(value, list) else [value]
+        return json.dumps([as_text(each, self.column) for each in values], ensure_ascii=False)
 
 
 class Fill:
