@@ -201,6 +201,7 @@ def test_the_plan_tells_that_a_metric_switches_and_when_at_the_earliest(capsys):
         "when = { truncated_above = 0.1 } (by a metric; step 4 at the earliest): sampling.max_tokens = 150",
         "when = { plateau_of = 1, min_gain = 0.99 } (by a metric; step 5 at the earliest):"
         " refresh_reference = true, reset_optimizer = true",
+        "clipping has no effect: one update per step, whose ratio is 1",
     )
     assert rl.tokens == 3 * 6 * (40 + 40 + 90 + 150 + 150 + 150)  # no more than this, whatever the metrics say
     print_plan("scripted", "", planned)

@@ -60,6 +60,7 @@ _REWRITES = tuple(
     )
 )
 _WRAPPER = re.compile(r"\\(?:boldsymbol|mathbf|bm|mathit|mathsf|pmb|boxed|fbox|ensuremath|textbf|textit|emph|underline)\s*\{")
+_MAX_WRAPPERS = 20
 _DELIMITED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname|rm)\s*\{([^{}]*)\}")
 _MIXED = re.compile(
@@ -73,7 +74,8 @@ _ORDER = {"<": "<", ">": ">", r"\le": "<=", r"\ge": ">="}
 _GREEK = r"\\(?:alpha|beta|gamma|delta|epsilon|theta|lambda|mu|rho|sigma|tau|phi|omega)"
 _NAME = re.compile(
     rf"(?:(?:m\s*)?\\angle\s*[A-Z]{{1,3}}|\\(?:overline|overrightarrow|vec)\s*\{{\w+\}}|\|?[A-Z]{{2,3}}\|?|{_GREEK}|[a-zA-Z]"
-    rf"|[a-zA-Z]{{3,}}(?: [a-zA-Z]+){{0,4}})(?:_\{{?\w{{1,9}}\}}?|'|\^\{{-1\}})*(?:\((?:[a-zA-Z]|{_GREEK}|-?\d+)(?:,\s*\w)*\))?"
+    rf"|[a-zA-Z]{{3,}}(?: [a-zA-Z]+){{0,4}})(?:_\{{?[a-zA-Z0-9]{{1,9}}\}}?|'|\^\{{-1\}})*"
+    rf"(?:\((?:[a-zA-Z]|{_GREEK}|-?\d+)(?:,\s*\w)*\))?"
 )
 _NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
 _BASE_WORDS = {name: str(base) for base, name in enumerate(_NUMBERS.split(" "), start=2)}
@@ -142,7 +144,7 @@ _UNIT = re.compile(
 def pairs_to_compare(gold: str, answer: str) -> Pairs | None:
     r"""The pairs of expressions, gold first, that must all be equal for `answer` to equal `gold`; None: it does not.
 
-    An empty list: they are equal. Takes time linear in their length, but for nested style commands.
+    An empty list: they are equal. Takes time linear in their length.
 
     - A relation is read: `x = 5` is 5, and the name must be the gold's if that has one; every side of `2 + 3 = 5` must be the
       gold; `3 < x \le 4` is `(3, 4]`; `\ge 5`, `\ne 5` and `4 \to 5` are not 5.
@@ -186,8 +188,10 @@ def canonical(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    r"""Without `\boldsymbol{...}` and the like around its parts."""
-    while (found := _WRAPPER.search(text)) is not None:
+    r"""Without `\boldsymbol{...}` and the like around its parts, of which an answer has a few."""
+    for _ in range(_MAX_WRAPPERS):
+        if (found := _WRAPPER.search(text)) is None:
+            break
         depth, end = 1, found.end()
         while end < len(text) and depth:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
