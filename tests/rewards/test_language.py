@@ -6,7 +6,7 @@ import pytest
 from trajectories import TASK, trajectory
 
 from strop.errors import TaskError
-from strop.rewards.language import LanguagePart, chain_of_thought, language_consistency, scripts_of
+from strop.rewards.language import LanguagePart, chain_of_thought, language_consistency, scripts_of, thoughts_of
 
 
 def share(thought, language="en"):
@@ -111,3 +111,11 @@ def test_other_languages_are_told_by_their_scripts(language, thought, expected):
 
 def test_each_script_has_its_own_name_and_what_names_variables_has_none():
     assert scripts_of("one δύο три 四 five ארבע x₁ θ `six` $seven$") == ["latin", "greek", "cyrillic", "han", "latin", "HEBREW"]
+
+
+def test_a_thought_that_goes_on_over_a_call_counts_whole():
+    """Else a policy could think in any language before a call, and close its thought after it."""
+    turns = ["<think> 我们想 <python>print(1)</python>", " so it is five </think><answer>5</answer>"]
+    assert scripts_of(thoughts_of(turns, think_tag="think")) == ["han"] * 3 + ["latin"] * 4
+    prefilled = ["we think</think> <tool_call>", "мы думаем</think>", "<think>open"]
+    assert thoughts_of(prefilled, think_tag="think") == "we think\nмы думаем"

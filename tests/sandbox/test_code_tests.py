@@ -86,6 +86,8 @@ TIMES = "def times(n, values):\n    return [n * each for each in values]\n"
         ),
         (TIMES + "print('[6, 8]', end='')", [PASSED, PASSED]),  # what else it prints does not matter
         (TIMES.replace("[n *", "tuple(n *").replace("values]", "values)"), [PASSED, PASSED]),
+        ("def times(n: int, values: List[int]) -> List[int]:\n    return [n * each for each in values]", [PASSED, PASSED]),
+        (TIMES + "if __name__ == '__main__':\n    print(int(input()))", [PASSED, PASSED]),
         ("def times(n, values):\n    return [6, 8]", [PASSED, WRONG]),
         ("def times(n, values):\n    print([6, 8])", [WRONG, WRONG]),
         ("def other(n, values):\n    return [6, 8]", [CaseOutcome.ERROR, CaseOutcome.ERROR]),
@@ -96,7 +98,9 @@ def test_a_function_is_called_with_the_arguments_of_each_test(code, expected):
     assert outcomes(run(code, CALLS, function="times", stop_at_first_failure=False)) == expected
 
 
-@pytest.mark.parametrize(("value", "is_passed"), [("3", True), ("[3]", True), ("[3, 4]", False), ("[[3]]", False)])
+@pytest.mark.parametrize(
+    ("value", "is_passed"), [("3", True), ("[3]", True), ("[3, 4]", False), ("[[3]]", False), ("3.0000000000001", True)]
+)
 def test_a_value_also_passes_as_the_only_one_of_a_list(value, is_passed):
     assert run("def f():\n    return 3", [CodeTest(stdin="[]", expected=value)], function="f").is_passed == is_passed
 

@@ -29,7 +29,7 @@ from strop.types import Task, Trajectory
 
 SHARE_WEIGHT = 0.1  # of the share in `weighted_sum`, where all tests passed counts 1; open-r1's `cf_scoring.py`
 
-_FENCE = re.compile(r"([ \t]*)```+[ \t]*([^`]*)")
+_FENCE = re.compile(r"([ \t]*)```+([^`]*)")
 _PYTHON = ("python", "py", "python3")
 _FORM = '{"tests": [{"input": "3\\n", "output": "9\\n", "subtasks": ["small"]}], "points": {"small": 30}}'
 
@@ -216,7 +216,7 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     indent: int | None = None  # of the block that is open
     for line in text.splitlines(keepends=True):
         fence = _FENCE.fullmatch(line.rstrip())
-        if fence is not None and (indent is None or fence[2]):
+        if fence is not None and (indent is None or fence[2].strip()):
             indent = len(fence[1])
             found.append(((fence[2].split() or [""])[0].lower(), []))
         elif fence is not None:
@@ -242,7 +242,8 @@ def read_tests(task: Task) -> ProgramTests:
             name = tree.get("fn_name") or ""
             pairs = list(zip(tree["inputs"], tree["outputs"], strict=True))
             if name:
-                pairs = [(_arguments(given), value if isinstance(given, str) else json.dumps(value)) for given, value in pairs]
+                are_texts = all(isinstance(each, str) for pair in pairs for each in pair)
+                pairs = [(_arguments(given), value if are_texts else json.dumps(value)) for given, value in pairs]
             tree = {"tests": [{"input": given, "output": value} for given, value in pairs], "fn_name": name}
         return ProgramTests.model_validate({"tests": tree} if isinstance(tree, list) else tree)
     except (ValueError, KeyError, TypeError) as error:

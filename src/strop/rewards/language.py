@@ -9,6 +9,7 @@ import re
 import tokenize
 import unicodedata
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from itertools import groupby
 
@@ -154,6 +155,21 @@ def chain_of_thought(text: str, *, think_tag: str = "think") -> str | None:
     return "\n".join(parts)
 
 
+def thoughts_of(turns: Sequence[str], *, think_tag: str) -> str:
+    """The closed thoughts of all turns. One may begin in a turn's prompt, and go on over a call into the next turn."""
+    opening, closing = f"<{think_tag}>", f"</{think_tag}>"
+    found, is_open = [], ""  # what may belong to a thought that is not closed yet
+    for turn in turns:
+        text = is_open + turn
+        if closing in text:
+            found.append(chain_of_thought(text, think_tag=think_tag) or "")
+            rest = text.rpartition(closing)[2]
+            is_open = rest[rest.index(opening) :] if opening in rest else ""
+        else:
+            is_open = text
+    return "\n".join(found)
+
+
 def language_consistency(text: str, *, language: str, think_tag: str = "think") -> float:
     """Words in the target language as a share of all words of the chain of thought. DeepSeek-R1 (arXiv 2501.12948) Eq. 7.
 
@@ -210,5 +226,5 @@ class LanguagePart(RolloutPart):
                 f" not known. Known are {', '.join(sorted(LANGUAGES))}."
             )
         tag = self.config.think_tag
-        thoughts = [chain_of_thought(turn.completion_text, think_tag=tag) for turn in trajectory.turns]
-        return language_share("\n".join(filter(None, thoughts)), language=language)
+        thoughts = thoughts_of([turn.completion_text for turn in trajectory.turns], think_tag=tag)
+        return language_share(thoughts, language=language)

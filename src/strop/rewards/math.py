@@ -327,9 +327,12 @@ class MathVerifier:
         pairs = pairs_to_compare(gold, prediction) if is_short else None
         if pairs is None:
             return Verdict.WRONG
-        verdicts = await asyncio.gather(*(self.verify(*pair) for pair in pairs))
-        wrong = [verdict for verdict in verdicts if not verdict.is_correct]
-        return next(iter(wrong or verdicts), Verdict.EXACT)
+        verdict = Verdict.EXACT
+        for pair in pairs:  # one after the other: the first that is wrong decides
+            verdict = await self.verify(*pair)
+            if not verdict.is_correct:
+                break
+        return verdict
 
     async def can_read(self, gold: str) -> bool:
         """Whether an answer can be compared with `gold`. Prose can: it is compared as text. Cached for each text.

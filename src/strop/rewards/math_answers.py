@@ -40,8 +40,11 @@ _REWRITES = tuple(
     for pattern, replacement in (
         (r"(?i)^(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is|\s*:|\s*=)\s*:?\s*", ""),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*", ""),
+        (r"(?<=\d)(?:,?\s?\\[!,;: ]|~|\{,\})\s?(?=\d{3}(?!\d))", ","),  # a comma and a space separate two numbers
         (r"\\(?:displaystyle|textstyle|limits|phantom\{\})(?![a-zA-Z])\s*|(?<!\\)\\!|\{\}", ""),
-        (r"(?<=\d)\s*(?:\\[,;: ]|~|\{,\}\s*|,\s*(?=\d{3}(?!\d)))+\s*(?=\d{3}(?!\d))", ","),
+        (r"^\\mathbb\s*\{?R\}?$", r"(-\\infty, \\infty)"),
+        (r"^\([a-z](?:, ?[a-z]){1,3}\)\s*=\s*", ""),
+        (r"^(-?)\s*\\?\$\s*(\d[\d,]*(?:\.\d+)?)$", r"\1\2 \\text{dollars}"),
         (r"(?<!\\)\\(?:[,;:> ]|quad(?![a-zA-Z])|qquad(?![a-zA-Z]))|~", " "),
         (r"√\s*\(([^()]*)\)|√\s*(\d+|[a-zA-Z])", r"\\sqrt{\1\2}"),
         (r"(?<![\\a-zA-Z])sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -60,7 +63,7 @@ _REWRITES = tuple(
     )
 )
 _WRAPPER = re.compile(r"\\(?:boldsymbol|mathbf|bm|mathit|mathsf|pmb|boxed|fbox|ensuremath|textbf|textit|emph|underline)\s*\{")
-_MAX_WRAPPERS = 20
+_MAX_WRAPPERS, _MAX_SIDES = 20, 4
 _DELIMITED = re.compile(r"\\\((.*)\\\)|\\\[(.*)\\\]", re.DOTALL)
 _TEXT = re.compile(r"\\(?:text|mbox|mathrm|textrm|operatorname|rm)\s*\{([^{}]*)\}")
 _MIXED = re.compile(
@@ -81,6 +84,8 @@ _NUMBERS = "two three four five six seven eight nine ten eleven twelve thirteen 
 _BASE_WORDS = {name: str(base) for base, name in enumerate(_NUMBERS.split(" "), start=2)}
 _BASED = re.compile(r"(-?[0-9A-Fa-f]+)\s*(?:_\s*\{?\s*(\w+)\s*\}?|\(?\s*base\s+(\w+)\s*\)?)")
 _MATRIX = re.compile(r"\\begin\s*\{([pbB]?matrix|array)\}\s*(?:\{[lcr| ]*\})?(.*)\\end\s*\{\1\}", re.DOTALL)
+_LAST_VARIABLE = re.compile(r"(?<![\\a-zA-Z{])[a-zA-Z]$|(?<=\s)[a-zA-Z]$|(?<=\d)[a-zA-Z]$")
+_SEPARATORS = re.compile(r"\\(?:text|mbox|mathrm)\s*\{\s*(?:or|and)\s*\}|\b(?:or|and)\b|,")
 _OR = re.compile(r"\\(?:text|mbox|mathrm)\s*\{\s*or\s*\}|\bor\b|\\lor(?![a-zA-Z])|\\cup(?![a-zA-Z])")
 
 _LENGTHS = {"mm": (1, 1000), "cm": (1, 100), "m": (1, 1), "km": (1000, 1), "inch": (127, 5000), "foot": (381, 1250)}
@@ -129,12 +134,9 @@ _ALIASES = {
     "mile per hour": "mph",
     "rad": "radian",
 }
-_WORDS_OF_UNITS = {"degree", "percent", "mph", "radian", "month", "year", "point", "student", "people", "gallon", "acre"}
 _GENERIC = "unit"
-_OF_NUMBERS = {
-    *("hundred", "thousand", "million", "billion", "trillion", "dozen", "half", "third", "quarter", "factorial"),
-    *("or", "and", "to", "pi"),
-}
+_MULTIPLIERS = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_CHANGES = frozenset(("or", "and", "to", "half", "third", "quarter", "factorial", "pi", "more", "less", *_MULTIPLIERS))
 _UNIT = re.compile(
     r"(?:\\(?:text|mbox|mathrm|textrm)\s*\{(?P<text>[^{}]*)\}|\\?(?P<percent>%)|\^\s*\{?\s*\\circ\s*\}?(?P<degree>)"
     r"|(?<=[\d)}\s])(?P<bare>[a-zA-Z][a-zA-Z/ ]{0,30}))\s*(?:\^\s*\{?\s*(?P<power>\d)\s*\}?)?$"
@@ -272,7 +274,7 @@ def _of_relations(gold: str, answer: str) -> Pairs | None:
         other, read = of_answer or ("", answer)
         if (name and other and name != other) or (not of_gold and wanted.signs):
             return None
-        return _of_values(interval, read) if interval[0] in "([" else None
+        return _of_values(interval, read) if interval.startswith(("(", "[", r"\{")) else None
     if wanted.signs and not wanted.is_equation:
         return None
     name = wanted.name if wanted.signs else ""
@@ -282,19 +284,25 @@ def _of_relations(gold: str, answer: str) -> Pairs | None:
     if not found.signs:
         return _of_values(value, answer)
     other = found.name
-    if name and (not other or other != name):
-        return [(gold, answer)] if not other else None
+    if name and other != name:  # 5 = x and y = 5 differ, q = p / 2 and p = 2q may not
+        return [(gold, answer)] if not other or re.search(r"[a-zA-Z]", value) else None
+    if (listed := _listed(value, answer)) is not None:
+        return [(value, listed)]
     sides = [side for side in found.sides if side != other]
     if _OR.search(answer) and not _OR.search(gold):
         return None
     if r"\approx" in found.signs:
         sides = sides[:1]  # what follows is rounded
+    if len(sides) > _MAX_SIDES:
+        return None
     compared = [_of_values(value, side) for side in sides]
     return None if not sides or None in compared else [pair for each in compared for pair in each or ()]
 
 
 def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
     r"""The name and the interval that inequalities or `\in` state; None for any other text."""
+    if relations.signs == [r"\in"]:
+        return (relations.sides[0], relations.sides[1]) if _NAME.fullmatch(relations.sides[0]) else None
     parts = _OR.split(text)
     if len(parts) > 1 and relations.signs:
         read = [_interval(part.strip(), _split(part.strip())) for part in parts]
@@ -302,8 +310,6 @@ def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
             return None
         return next(each[0] for each in read if each), r" \cup ".join(each[1] for each in read if each)
     sides, signs = relations
-    if signs == [r"\in"]:
-        return (sides[0], sides[1]) if _NAME.fullmatch(sides[0]) else None
     names = [side for side in sides if _NAME.fullmatch(side)]
     if signs == [r"\ne"] and len(names) == 1:
         value = next(side for side in sides if side != names[0])
@@ -324,6 +330,16 @@ def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
         sides, order = sides[::-1], [_mirrored(each) for each in order[::-1]]
     opening, closing = "[" if len(order[0]) > 1 else "(", "]" if len(order[1]) > 1 else ")"
     return names[0], f"{opening}{sides[0]}, {sides[2]}{closing}"
+
+
+def _listed(gold: str, answer: str) -> str | None:
+    """The values of `x = 1 or x = 2` as a list with as many elements as `gold` has; None for any other text."""
+    elements = [each.strip() for each in _SEPARATORS.split(answer)]
+    read = [_split(each) for each in elements]
+    names = {each.name for each in read if each.signs}
+    if "," not in gold or gold[0] in "([" or len(elements) != gold.count(",") + 1 or len(names) != 1 or "" in names:
+        return None
+    return ", ".join(each.sides[-1] if each.signs else each.sides[0] for each in read)
 
 
 def _mirrored(sign: str) -> str:
@@ -378,7 +394,11 @@ def _elements(text: str) -> tuple[str, list[str]] | None:
 
 def _of_quantities(gold: str, answer: str) -> Pairs | None:
     """The same for two values, each with or without a unit."""
-    (wanted, unit), (found, other) = _quantity(gold), _quantity(answer)
+    wanted, unit = _quantity(gold, has_letters=False)
+    found, other = _quantity(answer, has_letters=plain_number(wanted) is not None)
+    changes = [each[0] if each is not None and _CHANGES & set(each[0].split()) else "" for each in (unit, other)]
+    if changes[0] != changes[1]:
+        return None
     if unit is not None and other is not None and _GENERIC not in (unit[0], other[0]) and unit != other:
         (name, power), (other_name, other_power) = unit, other
         if power != other_power or name not in _UNITS or other_name not in _UNITS:
@@ -386,31 +406,44 @@ def _of_quantities(gold: str, answer: str) -> Pairs | None:
         number = plain_number(found)
         if number is None or _UNITS[name][0] != _UNITS[other_name][0]:
             return None
-        value = Fraction(number) * (_UNITS[other_name][1] / _UNITS[name][1]) ** power
-        found = rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value.numerator)
-    return [] if wanted == found else [(wanted, found)]
+        found = _written(Fraction(number) * (_UNITS[other_name][1] / _UNITS[name][1]) ** power)
+    return [] if wanted == found else [(_guarded(wanted), _guarded(found))]
 
 
-def _quantity(text: str) -> tuple[str, tuple[str, int] | None]:
-    """A value and its unit with the power; None without a unit, and for an expression whose last letters are variables."""
+def _guarded(text: str) -> str:
+    """`text` in brackets if it ends with a variable, which math_verify would take for a unit: m, s, g, h and the like."""
+    return f"({text})" if _LAST_VARIABLE.search(text[-40:]) and "," not in text else text
+
+
+def _written(value: Fraction) -> str:
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value.numerator)
+
+
+def _quantity(text: str, *, has_letters: bool) -> tuple[str, tuple[str, int] | None]:
+    """A value and its unit with the power; None without a unit, and for an expression whose last letters are variables.
+
+    Args:
+        has_letters: whether a single letter behind a number is a unit, as in `5 m`.
+    """
     found = _UNIT.search(text[-120:])
     if found is None:
         return text, None
     value = text[: len(text) - len(found[0])].strip()
-    if not re.search(r"\d", value) or value.endswith(("^", "_", "\\", "/", "{")):
+    if not re.search(r"\d", value) or value.endswith(("^", "_", "\\", "/", "{", "+", "-")):
         return text, None
     if found["percent"] or found["degree"] is not None:
         return value, ("percent" if found["percent"] else "degree", 1)
-    name, power = _unit(found["text"] if found["text"] is not None else found["bare"], int(found["power"] or 1))
-    is_known = name in _UNITS or name in _WORDS_OF_UNITS or name == _GENERIC
-    if found["text"] is None and not is_known and (plain_number(value) is None or not _is_thing(name)):
-        return text, None
+    words = (found["text"] if found["text"] is not None else found["bare"]).split()
+    number = plain_number(value)
+    if words and words[0].lower() in _MULTIPLIERS and number is not None:
+        value, words = _written(Fraction(number) * _MULTIPLIERS[words[0].lower()]), words[1:]
+    if found["text"] is None:
+        is_letter = [len(word) for word in words] == [1] and (words[0] in _UNITS or words[0] in _ALIASES)
+        are_words = all(len(word) > 1 for word in words)
+        if number is None or not (are_words or (is_letter and has_letters)):
+            return text, None
+    name, power = _unit(" ".join(words), int(found["power"] or 1))
     return (value, (name, power)) if name else (value, None)
-
-
-def _is_thing(words: str) -> bool:
-    """Whether words behind a number name what is counted, and do not change the number: `apples per day`, not `million`."""
-    return not any(len(word) < 2 or word in _OF_NUMBERS for word in words.split())
 
 
 def _unit(text: str, power: int) -> tuple[str, int]:
@@ -422,9 +455,7 @@ def _unit(text: str, power: int) -> tuple[str, int]:
     for suffix, value in (("squared", 2), ("cubed", 3)):
         if words[-1:] == [suffix]:
             words, power = words[:-1], value
-    if len(words) == 1 and len(words[0]) > 2:
-        words = [words[0].removesuffix("s")]
-    elif words:
+    if words and len(words[0]) > 2:
         words = [words[0].removesuffix("s"), *words[1:]]
     name = " ".join(words)
     return _ALIASES.get(name, name), power

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -19,6 +20,8 @@ from strop.sandbox.protocol import CodeRunner, RunOutcome, RunRequest, RunResult
 _SPARE_OUTPUT_BYTES = 65_536  # beyond the expected output, for whitespace that does not matter
 _MAX_SHOWN_CHARS = 80
 _WITHOUT_STDERR = "import os as _os; _os.dup2(_os.open(_os.devnull, _os.O_WRONLY), 2)"  # a sandbox has one stream for both
+# Starter code of LeetCode has annotations without their imports; what is for a run as a program must not read the arguments.
+_AS_MODULE = "; __name__ = 'tested'; from typing import *; import collections, functools, heapq, itertools, math"
 _CALL = """
 
 def _call_tested_function(name):
@@ -107,7 +110,7 @@ async def run_tests(
     Raises:
         MachineError: the runner was lost or failed in a run that counts.
     """
-    code = _without_stderr(code) + (_CALL.format(name=function) if function else "")
+    code = _begun_with(_WITHOUT_STDERR + _AS_MODULE * bool(function), code) + (_CALL.format(name=function) if function else "")
     room = asyncio.Semaphore(concurrency)  # first come, first served, so earlier tests start earlier
 
     async def run_one(test: CodeTest) -> CaseReport:
@@ -159,8 +162,8 @@ def first_difference(expected: str, printed: str) -> str:
     return ""
 
 
-def _without_stderr(code: str) -> str:
-    """`code` with stderr closed before it starts, but after imports from `__future__`, which must be first."""
+def _begun_with(start: str, code: str) -> str:
+    """`code` after the line `start`, which comes behind imports from `__future__`: they must be first."""
     lines = code.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").split("\n")
     num_before = 0
     if "__future__" in code:
@@ -170,7 +173,7 @@ def _without_stderr(code: str) -> str:
             return code  # it fails as it is
         ends = [each.end_lineno for each in body if isinstance(each, ast.ImportFrom) and each.module == "__future__"]
         num_before = max((end or 0 for end in ends), default=0)
-    return "\n".join([*lines[:num_before], _WITHOUT_STDERR, *lines[num_before:]])
+    return "\n".join([*lines[:num_before], start, *lines[num_before:]])
 
 
 def _is_same_value(expected: str, printed: str) -> bool:
@@ -178,7 +181,15 @@ def _is_same_value(expected: str, printed: str) -> bool:
         value, wanted = json.loads(_lines(printed)[-1]), json.loads(expected)
     except (ValueError, IndexError, RecursionError):
         return False
-    return bool(wanted in (value, [value]))
+    return _is_close(wanted, value) or _is_close(wanted, [value])
+
+
+def _is_close(wanted: object, value: object) -> bool:
+    if isinstance(wanted, list) and isinstance(value, list):
+        return len(wanted) == len(value) and all(map(_is_close, wanted, value))
+    if isinstance(wanted, float) and isinstance(value, float | int):
+        return math.isclose(wanted, value, rel_tol=1e-9)
+    return wanted == value
 
 
 def _judge(result: RunResult, expected: str, *, is_value: bool) -> CaseReport:

@@ -181,25 +181,20 @@ PUBLISHED: Mapping[str, Published] = {
         " question, answer (a text, a number or a list)",
     ),
     "gaia": Published(
-        hub="gaia-benchmark/GAIA",  # one has to agree to its terms
-        subset="2023_all",
+        hub="",  # the file is next to ARPO's code
         question=Read("Question"),
         answer=Read("answer"),
         facts={"references": AsTexts("answer"), "level": Read("Level")},
         id=Read("task_id"),
         source="Mialon et al., 2023 (GAIA, arXiv:2311.12983), as in ARPO's files; task_id, Question, answer, Level",
-        train_split="validation",
-        test_split=None,
     ),
     "hle": Published(
-        hub="cais/hle",
+        hub="",  # likewise
         question=Read("question"),
         answer=Read("answer"),
         facts={"references": AsTexts("answer"), "answer_type": Read("answer_type"), "category": Read("category")},
         source="Phan et al., 2025 (Humanity's Last Exam, arXiv:2501.14249), as in ARPO's files; question, answer, answer_type,"
         " has_image, category",
-        train_split="test",
-        test_split=None,
         where={"has_image": ("false",)},
     ),
     "flashrag": Published(

@@ -33,7 +33,7 @@ def test_a_fault_costs_the_engine_but_no_rollout_and_no_token(fault):
     tokens, reason = run(scenario)
     assert tokens == undisturbed()
     expected = {
-        "hang": "it hangs: it has computed nothing for 30 s, while request",
+        "hang": "it hangs: it has computed nothing for 60 s, while request",
         "die": "process has ended",
         "memory": "MemoryError: no memory is left",
         "network": "ConnectionResetError: the peer hung up",

@@ -44,7 +44,11 @@ class FragileEngine(ScriptedEngine):
             completion = await super().complete(request)
             await asyncio.sleep(0.1 * len(completion.ids))
             if self.fault == "hang":
-                await asyncio.Event().wait()
+                self.num_running -= 1  # it computes nothing for this one any more
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.num_running += 1
         finally:
             self.num_running -= 1
         match self.fault:

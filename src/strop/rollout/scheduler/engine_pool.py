@@ -30,6 +30,7 @@ from strop.types import Completion
 logger = logging.getLogger(__name__)
 
 STALL_TIMEOUT_S = 600.0
+_LOOKS = 4  # at an engine's progress in that time
 _BLOCK_TOKENS = 32  # for an engine that has no slots and does not report its block size; a small block is the safe choice
 _RELEASE_S = 10.0
 _SETTLE_S = 5.0  # for cancelled completions to end
@@ -301,21 +302,24 @@ class PooledEngine:
 
     async def _wait_for(self, asked: asyncio.Task[Completion], request: CompletionRequest) -> None:
         """Wait while the engine computes, for this request or for others. Raises `EngineLost` when it does not."""
-        period_s, before = self._stall_timeout_s / 2, -1
-        while not (await asyncio.wait({asked}, timeout=period_s))[0]:
+        loop, within_s, seen, why = asyncio.get_running_loop(), self._stall_timeout_s, -1, ""
+        since_s = loop.time()
+        while not (await asyncio.wait({asked}, timeout=within_s / _LOOKS))[0]:
+            now = seen
             try:
-                async with asyncio.timeout(period_s):
+                async with asyncio.timeout(within_s / _LOOKS):
                     now = await self.engine.progress()
-            except TimeoutError:
-                now = before
+            except (TimeoutError, MachineError) as error:
+                why = f" {error}" if str(error) else ""
             if self.loss or asked.done():
                 return
-            if now == before:
+            if now != seen:
+                seen, since_s = now, loop.time()
+            elif loop.time() - since_s >= within_s:
                 raise EngineLost(
-                    f"it hangs: it has computed nothing for {period_s:g} s, while request {request.id} waits for it"
-                    " (engine.stall_timeout_s)."
+                    f"it hangs: it has computed nothing for {within_s:g} s, while request {request.id} waits for it"
+                    f" (engine.stall_timeout_s).{why}"
                 )
-            before = now
 
     async def release(self, request_id: str) -> None:
         """Free the KV memory of a conversation. A failure shows again at the next completion, so it is only logged."""
