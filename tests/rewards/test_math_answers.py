@@ -10,6 +10,7 @@ from strop.rewards.math import MathVerifier, Verdict
 from strop.rewards.math_answers import canonical, pairs_to_compare
 
 EQUAL = [
+    (r"\$32,\!348", r"f(2) = \$32,\!348"),
     ("5, 120", "120, 5"),
     ("3, 100", "100, 3"),
     ("1, 100", "100, 1"),

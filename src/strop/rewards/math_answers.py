@@ -334,6 +334,8 @@ def _interval(text: str, relations: _Relations) -> tuple[str, str] | None:
 
 def _listed(gold: str, answer: str) -> str | None:
     """The values of `x = 1 or x = 2` as a list with as many elements as `gold` has; None for any other text."""
+    if plain_number(_quantity(gold, has_letters=False)[0]) is not None:  # 32,348 dollars
+        return None
     elements = [each.strip() for each in _SEPARATORS.split(answer)]
     read = [_split(each) for each in elements]
     names = {each.name for each in read if each.signs}

@@ -163,7 +163,8 @@ def read_parquet(path: Path) -> Rows:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            # Without threads: in one of them an exception about a damaged page would end the process.
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS, use_threads=False):
                 for row in batch.to_pylist():
                     yield f"{path}:row {number}", row
                     number += 1
