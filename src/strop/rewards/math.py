@@ -323,6 +323,8 @@ class MathVerifier:
 
     async def verify_form(self, gold: str, prediction: str) -> Verdict:
         """As `verify`, of the values that are left when the form of both is read; see `pairs_to_compare`."""
+        if (is_same := exact_match(gold, prediction)) is not None:  # most answers are plain numbers
+            return Verdict.EXACT if is_same else Verdict.WRONG
         is_short = len(gold) <= MAX_CHARS and len(prediction) <= MAX_CHARS
         pairs = pairs_to_compare(gold, prediction) if is_short else None
         if pairs is None:
