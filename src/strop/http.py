@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any, TypeVar
@@ -23,15 +24,17 @@ Parsed = TypeVar("Parsed")
 _RETRY_STATUS = frozenset({408, 425, 429})  # and every 5xx
 _KEY_STATUS = frozenset({401, 402, 403})
 _ADDRESS_STATUS = frozenset({404, 405, 410})  # and every 3xx: redirections are not followed
-_REQUEST_STATUS = frozenset({400, 413, 422})
+_REQUEST_STATUS = frozenset({400, 413, 414, 422})
 _MAX_PAUSE_S = 60.0
 
 
 class ServiceRefused(UserError):  # noqa: N818 - named for what happened
     """A service gave no usable answer in any try, or one that another try would not change."""
 
-    def __init__(self, message: str, *, status: int | None = None, said: str = "") -> None:
+    def __init__(self, message: str, *, status: int | None = None, said: str = "", is_unknown_host: bool = False) -> None:
         super().__init__(message)
+        self.is_unknown_host = is_unknown_host
+        """The name of the server had no address in any try."""
         self.status = status
         """Of an answer that another try would not change; None if there was none."""
         self.said = said
@@ -41,6 +44,11 @@ class ServiceRefused(UserError):  # noqa: N818 - named for what happened
     def is_of_what_was_asked(self) -> bool:
         """Whether the fault is in this request, for example its length, so that another request may succeed."""
         return self.status in _REQUEST_STATUS
+
+    @property
+    def is_of_the_service(self) -> bool:
+        """Whether every other request would fail as well: a wrong key or address, or a service that is gone."""
+        return self.is_unknown_host or (self.status is not None and self.status not in _REQUEST_STATUS)
 
 
 class ServiceLimits(Config):
@@ -112,11 +120,11 @@ class PatientClient:
         Raises:
             ServiceRefused: no try gave an answer, or another try would not change it.
         """
-        fault, num_tries = "", 1 + self._limits.retries
+        fault, is_unknown_host, num_tries = "", False, 1 + self._limits.retries
         async with self._running:
             for number in range(1, num_tries + 1):
                 await self._pace()
-                asked_pause_s = 0.0
+                asked_pause_s, is_unknown_host = 0.0, False
                 try:
                     async with asyncio.timeout(self._limits.timeout_s):  # httpx2 limits each wait, not the request
                         response = await send(self._opened())
@@ -130,6 +138,7 @@ class PatientClient:
                     raise ServiceRefused(f"{place} is no address: {error} Write it as in http://127.0.0.1:8000.") from error
                 except httpx2.RequestError as error:
                     fault = f"{place} cannot be reached ({type(error).__name__}: {error})"
+                    is_unknown_host = _is_unknown_host(error)
                 except ServiceRefused as refused:
                     if refused.status is not None:
                         raise
@@ -138,7 +147,9 @@ class PatientClient:
                 if number < num_tries:
                     pause_s = self._limits.backoff_s * 2 ** (number - 1) * self._draw.uniform(0.75, 1.25)
                     await asyncio.sleep(min(max(pause_s, asked_pause_s), self._max_pause_s))
-        raise ServiceRefused(f"{fault.rstrip('.')}; that was the last of {num_tries} tries.")
+        hint = " Is the address right, and is there a network?" if is_unknown_host else ""
+        message = f"{fault.rstrip('.')}; that was the last of {num_tries} tries.{hint}"
+        raise ServiceRefused(message, is_unknown_host=is_unknown_host)
 
     async def close(self) -> None:
         """Safe to call twice."""
@@ -189,6 +200,12 @@ def _json(response: httpx2.Response, place: str) -> Any:
         return response.json()
     except ValueError as error:
         raise ServiceRefused(f"{place} answered without JSON: {_in_short(response.text)}") from error
+
+
+def _is_unknown_host(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, socket.gaierror):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def _in_short(text: str) -> str:

@@ -87,7 +87,7 @@ _ARPO = {
     **_under("stages.rl.reward.parts.arpo.", kind="arpo", weight=1.0, bonus=0.1, multi_tool=["search", "python"]),
     **_under("stages.rl.limits.", max_turns=16, max_calls_per_turn=1),
     **_under("tools.python.", kind="python", name="python", wall_s=120.0, max_running=64),
-    **_under("tools.search.", kind="search", top_k=10, **{"backend.kind": "bing", "backend.retries": 3}),
+    **_under("tools.search.", kind="search", top_k=10, **{"backend.kind": "brightdata", "backend.retries": 3}),
     **_under("stages.rl.tasks.", kind="hub", dataset="arpo-mix"),
     "engine.kind": "torch",
 }

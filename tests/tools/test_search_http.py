@@ -86,12 +86,21 @@ def test_results_without_text_are_left_out_and_no_more_are_shown_than_were_asked
         (
             {"kind": "serper"},
             {"organic": [{"title": "T", "snippet": "S", "link": "L"}]},
-            ("POST", {}, {"q": "oslo", "num": 3}, "x-api-key"),
+            ("POST", {}, {"q": "oslo", "num": 3, "hl": "en"}, "x-api-key"),
         ),
         (
-            {"kind": "bing"},
-            {"webPages": {"value": [{"name": "T", "snippet": "S"}]}},
-            ("GET", {"q": "oslo", "count": "3"}, None, "ocp-apim-subscription-key"),
+            {"kind": "brightdata", "zone": "z", "country": "no"},
+            {"organic": [{"title": "T", "description": "S", "rank": 1}]},
+            (
+                "POST",
+                {},
+                {
+                    "zone": "z",
+                    "url": "https://www.bing.com/search?q=oslo&mkt=en-US&setLang=en&brd_json=1&cc=no",
+                    "format": "raw",
+                },
+                "authorization",
+            ),
         ),
         (
             {"kind": "retriever"},
@@ -99,20 +108,50 @@ def test_results_without_text_are_left_out_and_no_more_are_shown_than_were_asked
             ("POST", {}, {"queries": ["oslo"], "topk": 3, "return_scores": True}, None),
         ),
     ],
-    ids=["serper", "bing", "retriever"],
+    ids=["serper", "brightdata", "retriever"],
 )
 def test_known_services_are_asked_in_their_own_way(
     config: dict[str, Any], answer: Any, sent: tuple[str, dict[str, str], Any, str | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERPER_API_KEY", "k")
-    monkeypatch.setenv("BING_API_KEY", "k")
+    monkeypatch.setenv("BRIGHTDATA_API_KEY", "k")
     with serving(lambda asked, number: Answer(body=answer)) as server:
         [result] = ask({**config, "url": f"{server.url}/search"}, "oslo")
     [asked] = server.asked
     method, params, body, key_header = sent
     assert result.text == "Page 1: T: S"
     assert (asked.method, asked.path, asked.params, asked.body) == (method, "/search", params, body)
-    assert key_header is None or asked.headers[key_header] == "k"
+    assert key_header is None or asked.headers[key_header].removeprefix("Bearer ") == "k"
+
+
+@pytest.mark.parametrize(
+    ("query", "language", "market"),
+    [
+        ("甄嬛传导演", "zh", "zh-CN"),
+        ("東京タワーの高さ", "ja", "ja-JP"),
+        ("서울 인구", "ko", "ko-KR"),
+        ("высота Эльбруса", "ru", "ru-RU"),
+        ("hauteur du Mont Blanc", "en", "en-US"),
+    ],
+)
+def test_results_are_asked_for_in_the_language_of_the_query(query: str, language: str, market: str) -> None:
+    with serving(lambda asked, number: Answer(body=FOUND)) as server:
+        ask({**FAST, "url": server.url, "params": {"hl": "{language}", "mkt": "{market}"}}, query)
+    assert server.asked[0].params == {"hl": language, "mkt": market}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 410])
+def test_a_service_that_is_gone_or_refuses_the_key_ends_the_run_with_a_remedy(status: int) -> None:
+    with serving(lambda asked, number: Answer(body={"error": "gone"}, status=status)) as server:
+        with pytest.raises(UserError, match=rf"the search service is not usable: \S+ answered {status}: .*gone.*(key|address)"):
+            ask({**FAST, "url": server.url}, "oslo")
+        assert len(server.asked) == 1
+
+
+def test_a_server_whose_name_has_no_address_ends_the_run() -> None:
+    config = {**FAST, "url": "http://no-such-host.invalid/search", "retries": 1}
+    with pytest.raises(UserError, match=r"cannot be reached .*of 2 tries\. Is the address right, and is there a network"):
+        ask(config, "oslo")
 
 
 def test_a_key_that_is_not_set_is_told_before_anything_is_played(monkeypatch: pytest.MonkeyPatch) -> None:

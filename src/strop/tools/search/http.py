@@ -1,7 +1,7 @@
 """Search services over HTTP: how each is asked, and where the results are in its answer.
 
 A failure of the network or the service is retried (see strop.http). A refusal of the query (400, 413, 414, 422) is shown to the
-policy. Any other error status, such as 401 or 404, ends the run at once.
+policy. Any other error status, such as 401, 404 or 410, and a server whose name has no address end the run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ import httpx2
 from pydantic import Field
 
 from strop.deadline import clock_stopped
-from strop.errors import ToolBroken
+from strop.errors import ToolBroken, UserError
 from strop.http import PatientClient, ServiceLimits, ServiceRefused, read_key
 from strop.tools.protocol import encodable
 from strop.tools.search.cached_results import Origin, ResultFile
 from strop.tools.search.protocol import Backend, Passage, QueryRefused, as_pages
 
-_REFUSED = frozenset({400, 413, 414, 422})
 _MAX_PAUSE_S = 15.0
-_PLACEHOLDER = re.compile(r"\{(query|query_in_url|top_k|key)\}")
+_PLACEHOLDER = re.compile(r"\{(query|query_in_url|top_k|key|language|market)\}")
+_MARKETS = {"zh": "zh-CN", "ja": "ja-JP", "ko": "ko-KR", "ru": "ru-RU", "en": "en-US"}
+_SCRIPTS = (("ja", r"[\u3040-\u30ff]"), ("ko", r"[\uac00-\ud7af]"), ("zh", r"[\u4e00-\u9fff]"), ("ru", r"[\u0400-\u04ff]"))
 
 
 class ServiceConfig(ServiceLimits):
@@ -49,12 +50,14 @@ class SerperConfig(ServiceConfig):
     key_env: str | None = Field(default="SERPER_API_KEY", description="Environment variable with the API key.")
 
 
-class BingConfig(ServiceConfig):
-    """Bing's web search, or a service with the same interface."""
+class BrightDataConfig(ServiceConfig):
+    """Bing's result page through Bright Data, as ARPO's released code asks it. Bing's own API ended in August 2025."""
 
-    kind: Literal["bing"] = Field(description="Backend kind.")
-    url: str = Field(default="https://api.bing.microsoft.com/v7.0/search", description="Address of the service.")
-    key_env: str | None = Field(default="BING_API_KEY", description="Environment variable with the API key.")
+    kind: Literal["brightdata"] = Field(description="Backend kind.")
+    url: str = Field(default="https://api.brightdata.com/request", description="Address of the service.")
+    key_env: str | None = Field(default="BRIGHTDATA_API_KEY", description="Environment variable with the API key.")
+    zone: str = Field(default="serp_api1", description="Name of your zone for search pages.")
+    country: str = Field(default="us", pattern="^[a-z]{2}$", description="Country whose results are asked for.")
 
 
 class RetrieverConfig(ServiceConfig):
@@ -65,7 +68,10 @@ class RetrieverConfig(ServiceConfig):
 
 
 class AnyServiceConfig(ServiceConfig):
-    """Any other service that answers in JSON. `{query}`, `{query_in_url}`, `{top_k}` and `{key}` are filled in everywhere."""
+    """Any other service that answers in JSON. `{query}`, `{query_in_url}`, `{top_k}` and `{key}` are filled in everywhere.
+
+    So are `{language}` and `{market}`, as in zh and zh-CN: those of the query's script, or else en and en-US.
+    """
 
     kind: Literal["http"] = Field(description="Backend kind.")
     url: str = Field(description="Address of the service.")
@@ -78,7 +84,7 @@ class AnyServiceConfig(ServiceConfig):
     text: str = Field(default="text", description="Path of the text in a result.")
 
 
-HttpConfig: TypeAlias = SerperConfig | BingConfig | RetrieverConfig | AnyServiceConfig
+HttpConfig: TypeAlias = SerperConfig | BrightDataConfig | RetrieverConfig | AnyServiceConfig
 
 
 def _spelled_out(config: HttpConfig) -> AnyServiceConfig:
@@ -90,17 +96,18 @@ def _spelled_out(config: HttpConfig) -> AnyServiceConfig:
             shape: dict[str, Any] = {
                 "method": "POST",
                 "headers": {"X-API-KEY": "{key}"},
-                "body": {"q": "{query}", "num": "{top_k}"},
+                "body": {"q": "{query}", "num": "{top_k}", "hl": "{language}"},
                 "results": "organic",
                 "text": "snippet",
             }
-        case BingConfig():
+        case BrightDataConfig():
+            page = "https://www.bing.com/search?q={query_in_url}&mkt={market}&setLang={language}&brd_json=1&cc="
             shape = {
-                "headers": {"Ocp-Apim-Subscription-Key": "{key}"},
-                "params": {"q": "{query}", "count": "{top_k}"},
-                "results": "webPages.value",
-                "title": "name",
-                "text": "snippet",
+                "method": "POST",
+                "headers": {"Authorization": "Bearer {key}"},
+                "body": {"zone": config.zone, "url": page + config.country, "format": "raw"},
+                "results": "organic",
+                "text": "description",
             }
         case RetrieverConfig():
             shape = {
@@ -110,7 +117,12 @@ def _spelled_out(config: HttpConfig) -> AnyServiceConfig:
                 "title": "document.title",
                 "text": "document.contents",
             }
-    return AnyServiceConfig(**{**config.model_dump(), "kind": "http", **shape})
+    return AnyServiceConfig(**{**config.model_dump(exclude={"zone", "country"}), "kind": "http", **shape})
+
+
+def _language(query: str) -> str:
+    """The language of a script that only few languages share; en for every other query."""
+    return next((language for language, script in _SCRIPTS if re.search(script, query)), "en")
 
 
 class HttpSearch(Backend):
@@ -150,7 +162,8 @@ class HttpSearch(Backend):
 
         Raises:
             QueryRefused: the service does not accept this query.
-            ToolBroken: no try gave an answer, or another try would not help.
+            ToolBroken: no try gave an answer.
+            UserError: no other query would get one either.
         """
         cached = None if self._cache is None else self._cache.get(query, Origin(self._name, top_k))
         return await self._share(query, top_k) if cached is None else cached
@@ -175,7 +188,15 @@ class HttpSearch(Backend):
 
     async def _find(self, query: str, top_k: int) -> list[Passage]:
         config = self._config
-        values: dict[str, str | int] = {"query": query, "query_in_url": quote(query, safe=""), "top_k": top_k, "key": self._key}
+        language = _language(query)
+        values: dict[str, str | int] = {
+            "query": query,
+            "query_in_url": quote(query, safe=""),
+            "top_k": top_k,
+            "key": self._key,
+            "language": language,
+            "market": _MARKETS[language],
+        }
 
         async def send(client: httpx2.AsyncClient) -> httpx2.Response:
             return await client.request(
@@ -189,8 +210,10 @@ class HttpSearch(Backend):
         try:
             return await self._client.ask(send, lambda answer: self._passages(answer, top_k), place=config.url)
         except ServiceRefused as refused:
-            if refused.status in _REFUSED:
+            if refused.is_of_what_was_asked:
                 raise QueryRefused(f"status {refused.status}: {refused.said}") from refused
+            if refused.is_of_the_service:
+                raise UserError(f"the search service is not usable: {refused}") from refused
             raise ToolBroken(f"search: {refused}") from refused
 
     def _passages(self, answer: Any, top_k: int) -> list[Passage]:

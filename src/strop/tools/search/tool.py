@@ -15,14 +15,14 @@ from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec
 from strop.tools.python import shorten
 from strop.tools.search.bm25 import Bm25Config, Bm25Index
 from strop.tools.search.cached_results import KeptConfig, KeptResults
-from strop.tools.search.http import AnyServiceConfig, BingConfig, HttpSearch, RetrieverConfig, SerperConfig
+from strop.tools.search.http import AnyServiceConfig, BrightDataConfig, HttpSearch, RetrieverConfig, SerperConfig
 from strop.tools.search.protocol import Backend, QueryRefused
 from strop.types import ToolOutcome
 
 NOTHING_FOUND = "No search results found."  # ARPO's words
 
 BackendConfig = Annotated[
-    Bm25Config | KeptConfig | SerperConfig | BingConfig | RetrieverConfig | AnyServiceConfig, Field(discriminator="kind")
+    Bm25Config | KeptConfig | SerperConfig | BrightDataConfig | RetrieverConfig | AnyServiceConfig, Field(discriminator="kind")
 ]
 
 
