@@ -8,6 +8,7 @@ import torch
 
 from strop.engine import CompletionRequest, EngineConfig, InferenceEngine, ScriptedEngine, TorchEngine, weights_checksum
 from strop.engine.processes.engine import ProcessEngine
+from strop.engine.protocol import Entropies, Truncation
 from strop.errors import EngineLost, RequestTooLong, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -92,13 +93,38 @@ def test_a_completion_has_one_figure_per_id_and_the_version_of_its_weights(run):
     async def scenario(engine):
         completion = await engine.complete(make_request("a", [1, 2, 3]))
         assert len(completion.ids) == len(completion.logprobs) == len(completion.is_forced) == 8
-        assert len(completion.entropies) == (8 if engine.capabilities.has_entropies else 0)
+        assert len(completion.entropies) == (8 if engine.capabilities.entropies == "full" else 0)
         assert not any(completion.is_forced)
         assert all(logprob <= 0 for logprob in completion.logprobs)
         assert all(entropy >= 0 for entropy in completion.entropies)
         assert completion.policy_version == engine.policy_version == 7
         assert completion.finish_reason is FinishReason.LENGTH
         assert completion.cached_tokens == 0
+
+    run(scenario)
+
+
+def test_entropies_that_a_request_needs_are_there_and_the_ten_likeliest_have_no_more_than_all(run):
+    async def scenario(engine):
+        needed = {kind: make_request(kind, [1, 2, 3], seed=4, entropies=kind) for kind in (Entropies.FULL, Entropies.TOP10)}
+        of_all, of_ten = [await engine.complete(each) for each in needed.values()]
+        assert of_all.ids == of_ten.ids
+        assert len(of_all.entropies) == len(of_ten.entropies) == 8
+        for whole, part in zip(of_all.entropies, of_ten.entropies, strict=True):
+            assert 0 <= part <= whole + 1e-6
+
+    run(scenario)
+
+
+def test_a_request_may_be_limited_to_the_likeliest_token(run):
+    async def scenario(engine):
+        greedy = await engine.complete(make_request("g", [1, 2, 3], temperature=0.0))
+        await engine.release("g")
+        for name, limits in {"k": {"top_k": 1}, "p": {"top_p": 1e-6}, "m": {"min_p": 1.0}}.items():
+            found = await engine.complete(make_request(name, [1, 2, 3], seed=9, truncation=Truncation(**limits)))
+            await engine.release(name)
+            assert found.ids == greedy.ids
+            assert found.logprobs == pytest.approx((0.0,) * 8, abs=1e-5)
 
     run(scenario)
 

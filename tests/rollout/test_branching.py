@@ -4,6 +4,7 @@ from itertools import permutations
 import pytest
 
 from strop.config import validate
+from strop.engine.protocol import Entropies
 from strop.errors import ConfigError, UserError
 from strop.rollout.branching import Branching, BranchingConfig, Claim, Claims, Probe, Rule, Scale, forks_at
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Trajectory, Turn
@@ -47,6 +48,7 @@ START, AFTER = completion(*[0.5] * 30), completion(*[2.0] * 30)  # entropy rises
         (Scale.SUM, 20 * 1.5 / math.log(1000)),  # 4.343: of the first 20 tokens, whatever comes behind them
         (Scale.PAPER, 20 * 1.5 / 1000),
         (Scale.MEAN, 1.5 / math.log(1000)),
+        (Scale.TOP10, 20 * 1.5 / math.log(1000)),  # of other entropies, which the engine is asked for
     ],
 )
 def test_the_change_of_entropy_is_that_of_the_first_k_tokens_on_the_scale_asked_for(scale, delta_h):
@@ -54,6 +56,15 @@ def test_the_change_of_entropy_is_that_of_the_first_k_tokens_on_the_scale_asked_
     assert verdict.delta_h == pytest.approx(delta_h)
     assert verdict.weighted == pytest.approx(0.1 * delta_h)
     assert verdict.probability == pytest.approx(0.5 + 0.1 * delta_h)
+
+
+def test_the_scale_says_which_entropies_an_engine_reports():
+    assert {scale: branching(scale=scale).config.entropies for scale in Scale} == {
+        Scale.SUM: Entropies.FULL,
+        Scale.PAPER: Entropies.FULL,
+        Scale.MEAN: Entropies.FULL,
+        Scale.TOP10: Entropies.TOP10,
+    }
 
 
 def test_a_short_completion_is_weighed_by_the_tokens_that_it_has():

@@ -353,7 +353,7 @@ class RecordingEngine:
     """Keeps what it is sent, as an engine of this dtype."""
 
     def __init__(self, dtype):
-        self.capabilities = Capabilities(is_deterministic=True, can_fork=False, has_entropies=False, dtype=dtype)
+        self.capabilities = Capabilities(is_deterministic=True, can_fork=False, entropies="estimated", dtype=dtype)
         self.received = {}
 
     async def load_weights(self, tensors, *, version, checksum):
@@ -481,7 +481,7 @@ def test_a_step_whose_weights_are_not_finite_is_told_and_nothing_of_them_gets_ou
 
 
 class RefusingEngine:
-    capabilities = Capabilities(is_deterministic=True, can_fork=False, has_entropies=False, dtype=torch.float32)
+    capabilities = Capabilities(is_deterministic=True, can_fork=False, entropies="estimated", dtype=torch.float32)
 
     async def load_weights(self, tensors, *, version, checksum):
         raise AssertionError("something was published")

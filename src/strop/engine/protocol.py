@@ -9,13 +9,32 @@ import itertools
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from enum import StrEnum
+from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
 from strop.types import Completion, FinishReason
 
 if TYPE_CHECKING:
     import torch
+
+
+class Entropies(StrEnum):
+    """What a completion reports of the entropy of each sampled token."""
+
+    ANY = "any"  # the whole distribution's from an engine that has it at no cost, none from others
+    FULL = "full"  # of the whole distribution; a server estimates it, see `strop.engine.servers.entropies`
+    TOP10 = "top10"  # the sum of -p log p over the ten likeliest tokens: ARPO's released code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """Limits of the distribution that is sampled from, as in vLLM. For evaluation: what is trained on has none."""
+
+    top_p: float = 1.0
+    top_k: int = 0  # 0: no limit
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of tokens in the prompt or the completion
 
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
@@ -40,6 +59,8 @@ class CompletionRequest:
     min_tokens: int = 0  # stop ids are banned before it; log-probs are computed with the same ban
     extends: str = ""
     at: int = 0
+    entropies: Entropies = Entropies.ANY
+    truncation: Truncation | None = None  # log-probs are of the truncated distribution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +69,7 @@ class Capabilities:
 
     is_deterministic: bool  # a request's tokens do not depend on what else is in the batch
     can_fork: bool  # `extends` at any length, from several requests at once, without computing the prefix again
-    has_entropies: bool
+    entropies: Literal["full", "estimated"]  # of a request that needs them
     dtype: torch.dtype  # of its weights; published weights are cast to it first
 
 

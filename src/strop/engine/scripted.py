@@ -121,7 +121,7 @@ class ScriptedEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(is_deterministic=True, can_fork=True, has_entropies=True, dtype=self._dtype)
+        return Capabilities(is_deterministic=True, can_fork=True, entropies="full", dtype=self._dtype)
 
     @property
     def capacity(self) -> Capacity:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop import config as configs
 from strop.config import Config
@@ -189,6 +189,16 @@ class PlayedKeys(PosedKeys):
 
     reward: Reward = Field(default=MathReward(), description="How a trajectory is scored.")
     environment: EnvironmentKind = Field(default=Tools(), description="What answers the policy: tools, or a class of yours.")
+    may_truncate: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _samples_all(self) -> Self:
+        if self.sampling.truncation is not None and not self.may_truncate:
+            raise ValueError(
+                "sampling has top_p, top_k, min_p or a repetition_penalty, but what is trained on is sampled from the whole"
+                " distribution. Set them in the sampling of a stage of kind 'eval'."
+            )
+        return self
 
     @property
     def played_split(self) -> Split:

@@ -18,6 +18,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from strop.config import Config
+from strop.engine.protocol import Entropies
 from strop.errors import UserError
 from strop.rollout.player import rollout_seed
 from strop.types import Completion, Group, RolloutKey, Trajectory, derive_seed
@@ -26,11 +27,12 @@ _SMALL_SHIFT = 0.01  # a |βΔH| below which only the coin decides
 
 
 class Scale(StrEnum):
-    """How the entropies of the first k tokens are summed up. β belongs to one scale: with another one βΔH vanishes."""
+    """How the entropies of the first k tokens are summed up. β belongs to one scale: with another one βΔH may vanish."""
 
-    SUM = "sum"  # sum / log V: that of the released code, which its β = 0.2 belongs to
+    SUM = "sum"  # sum / log V of the whole distribution's
     PAPER = "paper"  # sum / V
     MEAN = "mean"  # mean / log V, in [0, 1]; the same as SUM if β is k times as large
+    TOP10 = "top10"  # sum / log V of -p log p over the ten likeliest tokens only: what the released code computes
 
 
 class Rule(StrEnum):
@@ -68,6 +70,11 @@ class BranchingConfig(Config):
         description='τ of `rule = "threshold"`; not set: α, so that a rollout branches where its entropy rose.',
     )
     probe: Probe = Field(default=Probe.AFTER_OBSERVATION, description="Which completion's entropy is measured.")
+
+    @property
+    def entropies(self) -> Entropies:
+        """What completions have to report."""
+        return Entropies.TOP10 if self.scale is Scale.TOP10 else Entropies.FULL
 
     @model_validator(mode="after")
     def _check_threshold(self) -> Self:
@@ -142,13 +149,13 @@ class Branching:
         """Of its first k tokens; of all if there are fewer."""
         if len(completion.entropies) != len(completion.ids):
             raise UserError(
-                "branching needs the entropy of sampled tokens, but the engine reports none. Use engine.kind = 'torch', or"
-                " leave branching out."
+                "branching needs the entropy of sampled tokens, but the engine reports none. Use an engine that does, or leave"
+                " branching out."
             )
         first = completion.entropies[: self.config.probe_tokens]
         total = math.fsum(first)
         match self.config.scale:
-            case Scale.SUM:
+            case Scale.SUM | Scale.TOP10:
                 return total / math.log(self.vocab_size)
             case Scale.PAPER:
                 return total / self.vocab_size

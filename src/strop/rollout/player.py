@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from strop import user_code
 from strop.config import Config
-from strop.engine.protocol import LOWEST_TEMPERATURE, CompletionRequest, InferenceEngine
+from strop.engine.protocol import LOWEST_TEMPERATURE, CompletionRequest, Entropies, InferenceEngine, Truncation
 from strop.errors import EngineLost, MachineError, RequestTooLong
 from strop.rollout.environment import Environment, EnvironmentFactory, Observation
 from strop.rollout.scheduler.batch import Lease, RolloutBatch
@@ -54,7 +54,7 @@ Temperature: TypeAlias = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=Fal
 
 
 class SamplingConfig(Config):
-    """How completions are sampled. There is no top-p or top-k: log-probs have one definition, over the full vocabulary."""
+    """How completions are sampled. Only evaluations truncate: log-probs to train on are over the full vocabulary."""
 
     temperature: Temperature = Field(default=1.0, description="Logits are divided by it. 0 takes the likeliest token.")
     max_tokens: int = Field(
@@ -66,6 +66,19 @@ class SamplingConfig(Config):
     min_tokens: int = Field(
         default=0, ge=0, le=10**9, description="Tokens of each completion before which stop ids are banned. CS336 uses 4."
     )
+
+    top_p: float = Field(default=1.0, gt=0, le=1, description="In evaluations: likeliest tokens of this probability together.")
+    top_k: int = Field(default=0, ge=0, le=10**9, description="In evaluations: this many of the likeliest tokens. 0: all.")
+    min_p: float = Field(default=0.0, ge=0, le=1, description="In evaluations: least probability, as a share of the largest.")
+    repetition_penalty: float = Field(
+        default=1.0, gt=0, le=100, description="In evaluations: divides the positive logits of tokens that occurred."
+    )
+
+    @property
+    def truncation(self) -> Truncation | None:
+        """How the distribution is cut; None where it is whole."""
+        found = Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, repetition_penalty=self.repetition_penalty)
+        return None if found == Truncation() else found
 
     @model_validator(mode="after")
     def _check_min_tokens(self) -> Self:
@@ -281,6 +294,8 @@ class Player:
             temperature=self.sampling.temperature,
             seed=derive_seed(seed, turn),
             min_tokens=min(self.sampling.min_tokens, num_left),
+            entropies=Entropies.ANY if self.branching is None else self.branching.config.entropies,
+            truncation=self.sampling.truncation,
         )
         if forking is None:
             return await lease.complete(request)

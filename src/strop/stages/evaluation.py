@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -35,6 +35,7 @@ class Eval(FixedSetStage):
     class Config(FixedSetKeys):
         """Keys of `kind = "eval"`."""
 
+        may_truncate = True
         split: Split = Field(default="test", description="Part of `tasks` that is played.")
         num_tasks: int = Field(default=100, ge=1, description="Number of tasks, the first of them.")
         k: int = Field(default=4, ge=1, description="Rollouts of each task.")
@@ -125,6 +126,7 @@ def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[s
         "dtype": engine.dtype,
         "prompt": stage.prompt,
         "max_tokens": stage.sampling.max_tokens,
+        **({} if stage.sampling.truncation is None else asdict(stage.sampling.truncation)),
         "max_turns": stage.limits.max_turns,
         "reward": stage.model_dump(mode="json", include={"reward"})["reward"],
     }

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from strop.algorithms.losses import Mismatch
 from strop.algorithms.method import WHOLE_REWARD, Column, Method, Selection, checked_advantages, checked_selection
-from strop.engine.config import EngineConfig
 from strop.errors import CannotLearnError, ConfigError, UserError
 from strop.evaluation.metrics import rollout_metrics, tool_call_metrics, verdict_of
 from strop.recipe.graph import Input, Product
@@ -291,9 +290,6 @@ class RL(RolloutStage):
 
     def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
         config, stage = self.config, f"stages.{name}"
-        if config.branching is not None and not isinstance(recipe.engine, EngineConfig):
-            why = f"needs the entropy over the whole vocabulary, which engine.kind = {recipe.engine.kind!r} does not report"
-            yield ConfigError(f"{stage}.branching {why}. Use engine.kind = 'torch', or leave branching out.")
         if config.branching is not None and recipe.scheduler.policy == "static":
             why = "would wait for memory of rollouts that wait for its branches, with scheduler.policy = 'static'"
             yield ConfigError(f"{stage}.branching {why}. Set scheduler.policy = 'scheduler'.")

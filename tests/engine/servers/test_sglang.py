@@ -11,7 +11,9 @@ from aiohttp import web
 from strop.engine.config import SglangConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.opening import open_engines
+from strop.engine.protocol import Entropies, Truncation
 from strop.engine.servers import sglang
+from strop.engine.servers.server import completion_of
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -249,3 +251,14 @@ def test_every_field_of_a_request_is_put_into_its_words():
     assert (params["stop_token_ids"], params["stop"], params["sampling_seed"]) == ([3, 7], ["x"], 5)
     assert params["ignore_eos"] is False  # it would ignore the stop ids, too
     assert sglang.to_body(make_request("b", [1]), "rid")["sampling_params"]["ignore_eos"] is True
+
+
+def test_likely_tokens_become_entropies_and_limits_are_passed_on():
+    request = make_request("a", [1], max_tokens=1, entropies=Entropies.TOP10, truncation=Truncation(top_p=0.9, top_k=20))
+    body = sglang.to_body(request, "rid")
+    assert (body["top_logprobs_num"], body["sampling_params"]["top_p"], body["sampling_params"]["top_k"]) == (11, 0.9, 20)
+    top = [[math.log(0.1), each, None] for each in range(10)]
+    meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 5, None]], "weight_version": "w"}
+    answer = sglang.parse_answer({"output_ids": [5], "meta_info": meta | {"output_top_logprobs": [top]}}, server="the server")
+    completion = completion_of(answer, request, server="the server", vocab_size=67, version=7)
+    assert completion.entropies == pytest.approx((math.log(10),))

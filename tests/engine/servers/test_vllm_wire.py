@@ -8,6 +8,7 @@ import pytest
 
 from strop.engine.config import VllmConfig
 from strop.engine.model_directory import ModelFacts
+from strop.engine.protocol import Entropies, Truncation
 from strop.engine.servers import vllm
 from strop.engine.servers.server import completion_of
 from strop.engine.servers.vllm import parse_memory
@@ -139,6 +140,22 @@ def test_every_field_of_a_request_is_put_into_its_words():
     assert vllm.to_body(make_request("b", [1]))["sampling_params"]["detokenize"] is False
 
 
+def test_a_request_asks_for_likely_tokens_and_limits_where_it_needs_them():
+    limits = Truncation(top_p=0.95, top_k=20, repetition_penalty=1.1)
+    params = vllm.to_body(make_request("a", [1], entropies=Entropies.TOP10, truncation=limits))["sampling_params"]
+    assert (params["top_p"], params["top_k"], params["min_p"], params["repetition_penalty"]) == (0.95, 20, 0.0, 1.1)
+    assert params["logprobs"] == 11
+
+
+def test_likely_tokens_become_entropies():
+    # The sampled token, which is not among the ten likeliest, and those: 0.08 each.
+    top = [{"token_id": 66, "logprob": -5.0}, *({"token_id": each, "logprob": math.log(0.08)} for each in range(10))]
+    content = [{"token_id": 45, "logprob": -5.0, "top_logprobs": top}, {"token_id": 9, "logprob": 0.0, "top_logprobs": top}]
+    request = make_request("a", range(66), max_tokens=8, stop_ids=frozenset({9}), entropies=Entropies.TOP10)
+    completion = _completion(_answer(logprobs={"content": content}), request)
+    assert completion.entropies == pytest.approx((-10 * 0.08 * math.log(0.08),) * 2)
+
+
 def test_the_command_line_and_kv_memory_follow_from_the_config_and_the_model(tmp_path):
     make_model("llama").save_pretrained(tmp_path)
     model = ModelFacts.of(tmp_path)
@@ -150,6 +167,7 @@ def test_the_command_line_and_kv_memory_follow_from_the_config_and_the_model(tmp
         ("--load-format", "dummy"),
         ("--max-model-len", "100"),
         ("--max-num-seqs", "3"),
+        ("--max-logprobs", "21"),
     ):
         assert words[words.index(pair[0]) + 1] == pair[1]
     # 3 slots of 4 blocks and one to keep them in use, and one block; keys and values of 2 layers of 2 heads of 32, 2 bytes each

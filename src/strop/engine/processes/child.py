@@ -196,7 +196,7 @@ def _open(order: EngineOrder) -> tuple[TorchEngine, Hello]:
         policy_version=engine.policy_version,
         is_deterministic=capabilities.is_deterministic,
         can_fork=capabilities.can_fork,
-        has_entropies=capabilities.has_entropies,
+        entropies=capabilities.entropies,
     )
 
 

@@ -138,7 +138,7 @@ class ProcessEngine:
         return Capabilities(
             is_deterministic=self._is_deterministic,
             can_fork=hello.can_fork,
-            has_entropies=hello.has_entropies,
+            entropies=hello.entropies,
             dtype=torch.float32 if hello.dtype == "float32" else torch.bfloat16,
         )
 

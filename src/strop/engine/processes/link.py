@@ -105,7 +105,7 @@ class Hello:
     policy_version: int
     is_deterministic: bool
     can_fork: bool
-    has_entropies: bool
+    entropies: Literal["full", "estimated"]
     kind: Literal["hello"] = "hello"
 
 

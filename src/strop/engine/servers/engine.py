@@ -192,7 +192,7 @@ class ServerEngine:
     @property
     def capabilities(self) -> Capabilities:
         # A seed decides a request's tokens only as far as the rounding of its batch does not.
-        return Capabilities(is_deterministic=False, can_fork=False, has_entropies=False, dtype=self._config.torch_dtype)
+        return Capabilities(is_deterministic=False, can_fork=False, entropies="estimated", dtype=self._config.torch_dtype)
 
     @property
     def capacity(self) -> Capacity:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from strop.engine.config import ServerConfig
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Capacity, CompletionRequest, check_completion
+from strop.engine.servers.entropies import entropy_of
 from strop.engine.servers.process import ServerProcess
 from strop.errors import EngineLost, StropError, UserError
 from strop.types import Completion, FinishReason
@@ -121,6 +122,7 @@ class Answer:
     is_stopped: bool  # by a stop id or string; False: by its length
     cached_tokens: int
     label: str
+    likeliest: Sequence[Sequence[float]] = ()  # log-probs of the likeliest tokens at each position, if they were asked for
 
 
 def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vocab_size: int, version: int) -> Completion:
@@ -130,7 +132,7 @@ def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vo
     completion = Completion(
         ids=ids,
         logprobs=tuple(answer.logprobs),
-        entropies=(),
+        entropies=tuple(entropy_of(each, request.entropies, vocab_size=vocab_size) for each in answer.likeliest),
         is_forced=(False,) * len(ids),
         policy_version=version,
         finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,

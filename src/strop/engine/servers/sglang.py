@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 import uuid
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -18,7 +19,8 @@ from pydantic import Strict
 
 from strop.engine.config import SglangConfig
 from strop.engine.model_directory import ModelFacts
-from strop.engine.protocol import Capacity, CompletionRequest
+from strop.engine.protocol import Capacity, CompletionRequest, Truncation
+from strop.engine.servers.entropies import num_logprobs
 from strop.engine.servers.server import ASK_S, Answer, Said, Server, ServerClient, command_of, environment_of, read
 from strop.errors import EngineLost, StropError, WeightsNotProven
 
@@ -123,15 +125,14 @@ def environment(config: SglangConfig) -> dict[str, str]:
 
 def to_body(request: CompletionRequest, rid: str) -> dict[str, Any]:
     """A request in SGLang's words."""
+    truncation = request.truncation or Truncation()
     return {
         "rid": rid,
         "input_ids": list(request.ids),
         "sampling_params": {
             "temperature": request.temperature,
-            "top_p": 1.0,
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
+            **asdict(truncation),
+            "top_k": truncation.top_k or -1,
             "sampling_seed": request.seed % 2**31,
             "max_new_tokens": request.max_tokens,
             "min_new_tokens": request.min_tokens,
@@ -143,7 +144,7 @@ def to_body(request: CompletionRequest, rid: str) -> dict[str, Any]:
         },
         "return_logprob": True,
         "logprob_start_len": -1,  # none of the prompt
-        "top_logprobs_num": 0,
+        "top_logprobs_num": num_logprobs(request.entropies),
         "stream": False,
     }
 
@@ -163,6 +164,7 @@ class _Ended(Said):
 
 class _Meta(Said):
     output_token_logprobs: list[Annotated[tuple[float, int, str | None], Strict(False)]]  # JSON has no tuples
+    output_top_logprobs: list[list[Annotated[tuple[float, int, str | None], Strict(False)]]] | None = None
     weight_version: str
     cached_tokens: int = 0
 
@@ -196,6 +198,7 @@ def parse_answer(body: Any, *, server: str) -> Answer:
     return Answer(
         ids=generated.output_ids,
         logprobs=[logprob for logprob, _, _ in figures],
+        likeliest=[[logprob for logprob, _, _ in each] for each in generated.meta_info.output_top_logprobs or ()],
         is_stopped=reason.type == "stop",
         cached_tokens=generated.meta_info.cached_tokens,
         label=generated.meta_info.weight_version,

@@ -12,6 +12,7 @@ import math
 import re
 import shutil
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -19,7 +20,8 @@ from pydantic import Field
 
 from strop.engine.config import VllmConfig
 from strop.engine.model_directory import ModelFacts
-from strop.engine.protocol import Capacity, CompletionRequest
+from strop.engine.protocol import Capacity, CompletionRequest, Truncation
+from strop.engine.servers.entropies import MAX_LOGPROBS, num_logprobs
 from strop.engine.servers.reaper import descendants
 from strop.engine.servers.server import ASK_S, Answer, Said, Server, ServerClient, command_of, environment_of, read
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
@@ -144,7 +146,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         "--kv-cache-memory-bytes": kv_bytes(model, config),
         "--tensor-parallel-size": config.tensor_parallel,
         "--logprobs-mode": "processed_logprobs",  # of the distribution that was sampled from: law 5
-        "--max-logprobs": 0,
+        "--max-logprobs": MAX_LOGPROBS,
         "--generation-config": folder,  # the model directory's own would change how we sample, and ban its EOS with stop ids
         "--load-format": "dummy",  # weights come only by publication, which proves them
         "--worker-extension-cls": _EXTENSION_CLASS,
@@ -189,17 +191,14 @@ def to_body(request: CompletionRequest) -> dict[str, Any]:
         "token_ids": list(request.ids),
         "sampling_params": {
             "temperature": request.temperature,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
+            **asdict(request.truncation or Truncation()),
             "seed": request.seed % 2**63,
             "max_tokens": request.max_tokens,
             "min_tokens": request.min_tokens,
             "stop_token_ids": sorted(request.stop_ids),
             "stop": list(request.stop_strings),
             "ignore_eos": True,  # only our stop ids stop
-            "logprobs": 0,  # only of the sampled token
+            "logprobs": num_logprobs(request.entropies),  # 0: only of the sampled token
             "detokenize": bool(request.stop_strings),
             "skip_special_tokens": False,  # a stop string may spell one out
         },
@@ -223,8 +222,12 @@ class _Logprob(Said):
     logprob: float
 
 
+class _Sampled(_Logprob):
+    top_logprobs: list[_Logprob] = Field(default=[])
+
+
 class _Logprobs(Said):
-    content: list[_Logprob]
+    content: list[_Sampled]
 
 
 class _Span(Said):
@@ -299,14 +302,19 @@ def parse_answer(body: Any, *, server: str) -> Answer:
         raise EngineLost(f"{server} ended a request with {reason!r}: somebody aborted it, or it ran out of memory.")
     generated = read(_Generated, body, server=server)
     choice = generated.choices[0]
-    logprobs = [each.logprob for each in choice.logprobs.content]
+    sampled = choice.logprobs.content
     return Answer(
         ids=choice.token_ids,
-        logprobs=[-math.inf if each <= _NOT_A_LOGPROB else each for each in logprobs],
+        logprobs=[_logprob(each) for each in sampled],
+        likeliest=[[_logprob(top) for top in each.top_logprobs] for each in sampled] if sampled[0].top_logprobs else (),
         is_stopped=reason == "stop",
         cached_tokens=generated.cached_tokens,
         label=" then ".join(span.version for span in choice.weight_versions or []),
     )
+
+
+def _logprob(said: _Logprob) -> float:
+    return -math.inf if said.logprob <= _NOT_A_LOGPROB else said.logprob
 
 
 def parse_memory(metrics: str, *, server: str) -> tuple[int, int]:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from strop.engine.config import EngineConfig
-from strop.engine.protocol import CompletionRequest, check_prefix
+from strop.engine.protocol import CompletionRequest, Entropies, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import Decoder
 from strop.engine.torch.kv_cache import Conversation, ConversationTable
 from strop.engine.torch.sampling import draw
 from strop.engine.torch.step_sizes import CHUNK_BUDGET, CHUNK_MAX, Chunk, Row, StepSizes, all_sizes
+from strop.engine.torch.truncation import DrawLimits, limited
 from strop.engine.torch.weights import PublishedWeights
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason
@@ -113,7 +114,7 @@ class Batch:
             self._compute((), chunks)
             chunks = []
         rows = [self._row(each) for each in ready]
-        if self._static is not None and rows:
+        if self._static is not None and rows and not any(row.limits for row in rows):
             self._take(ready, self._static.step(rows, self.sizes))
         elif rows or chunks:
             logits = self._compute(rows, chunks)
@@ -231,6 +232,7 @@ class Batch:
             uniform=job.uniforms[len(job.ids)],
             temperature=job.request.temperature,
             banned=tuple(job.request.stop_ids) if len(job.ids) < job.request.min_tokens else (),
+            limits=_limits(job.request, conversation.ids),
         )
 
     def _compute(self, rows: Sequence[Row], chunks: Sequence[Chunk]) -> Tensor:
@@ -251,7 +253,13 @@ class Batch:
             banned[[place for place, _ in bans], [each for _, each in bans]] = True
         temperatures = torch.tensor([row.temperature for row in rows], device=device)
         uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=device)
-        return draw(logits, temperatures, uniform, banned).together().cpu()
+        if not any(row.limits for row in rows):
+            return draw(logits, temperatures, uniform, banned).together().cpu()
+        logits, banned, entropies = limited(logits, banned, [row.limits for row in rows], [row.temperature for row in rows])
+        drawn = draw(logits, temperatures, uniform, banned).together().cpu()
+        for place, entropy in entropies.items():
+            drawn[2, place] = entropy
+        return drawn
 
     def _take(self, ready: Sequence[Conversation], drawn: Tensor) -> None:
         """Append the drawn tokens, and end the requests that are done."""
@@ -302,6 +310,12 @@ class Batch:
             if job.awaits is not None and job.awaits.source is gone:
                 job.awaits, job.cached_tokens = None, 0
                 conversation.lineage = {job.request.id: conversation.lineage[job.request.id]}
+
+
+def _limits(request: CompletionRequest, ids: Sequence[int]) -> DrawLimits | None:
+    if request.truncation is None and request.entropies is not Entropies.TOP10:
+        return None
+    return DrawLimits(truncation=request.truncation, entropies=request.entropies, seen=ids)
 
 
 def resolve(future: Future[ResultT], result: ResultT) -> None:

@@ -100,7 +100,7 @@ class TorchEngine:
         return Capabilities(
             is_deterministic=self._worker.is_deterministic,
             can_fork=True,
-            has_entropies=True,
+            entropies="full",
             dtype=self._dtype,
         )
 

@@ -13,6 +13,7 @@ from strop.engine.torch.kv_cache import KV_STEP
 
 if TYPE_CHECKING:
     from strop.engine.torch.decoder import Decoder
+    from strop.engine.torch.truncation import DrawLimits
 
 
 CHUNK_MAX = 128  # largest number of tokens of a prefill chunk
@@ -37,6 +38,7 @@ class Row:
     uniform: float = 0.0
     temperature: float = 1.0
     banned: Sequence[int] = ()  # ids that must not be drawn
+    limits: DrawLimits | None = None  # None: the whole distribution, as in training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from strop.algorithms.method import Selection
+from strop.engine.model_directory import config_of
 from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
 from strop.rewards import Reward, judge_group, make_reward
@@ -42,8 +43,9 @@ _FEW_VOIDS, _MUCH_LONGER = 3, 1.5
 class GroupPlayer:
     """Plays tasks of one stage on its engines and judges their rollouts. Opened by `open_player`."""
 
-    def __init__(self, context: StageContext, stage: PlayedKeys, pool: EnginePool, chat: ChatFormat) -> None:
+    def __init__(self, context: StageContext, stage: PlayedKeys, pool: EnginePool, model: Path, chat: ChatFormat) -> None:
         self.context, self.pool, self.chat = context, pool, chat
+        self._vocab_size: int = config_of(model).vocab_size  # a tokenizer may have fewer ids
         self._prompt = load_prompt(stage.prompt)
         self._judged_by, self._reward = stage.reward, make_reward(stage.reward, context.runner)
         self.verdict = verdict_of(stage.reward)
@@ -104,7 +106,7 @@ class GroupPlayer:
 
     def branching(self, stage: PlayedKeys) -> Branching | None:
         """Where the rollouts of `stage` fork; None where they do not."""
-        return None if stage.forks is None else Branching(config=stage.forks, vocab_size=len(self.chat.tokenizer))
+        return None if stage.forks is None else Branching(config=stage.forks, vocab_size=self._vocab_size)
 
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
@@ -125,7 +127,7 @@ async def open_player(context: StageContext, stage: PlayedKeys, model: Path) -> 
     async with AsyncExitStack() as opened:
         pool = await open_engine_pool(context, model, chat)
         opened.push_async_callback(pool.close)
-        player = GroupPlayer(context, stage, pool, chat)
+        player = GroupPlayer(context, stage, pool, model, chat)
         opened.push_async_callback(player.close)
         yield player
 
