@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.algorithms import GRPORoC
-from strop.algorithms.grpo_roc import draw_order, error_ratio, format_penalty
+from strop.algorithms.grpo_roc import draw_order, error_ratio, error_ratio_in_text, format_penalty
 from strop.types import Group, RolloutKey, ScoredTrajectory, StopReason, Task, ToolOutcome, Trajectory
 
 OK, BAD = ToolOutcome.STDOUT, ToolOutcome.ERROR
@@ -45,6 +45,56 @@ def test_p_err_is_the_share_of_calls_that_went_wrong(make_trajectory, outcomes, 
 )
 def test_p_format_counts_answer_tags_that_the_policy_wrote(make_trajectory, texts, expected):
     assert format_penalty(make_trajectory([(text, ()) for text in texts])) == expected
+
+
+def _with_responses(make_trajectory, *responses):
+    """A trajectory whose turns have these tool responses; None for a call of a turn that was not answered."""
+    made = make_trajectory([("", [OK]) for _ in responses])
+    turns = [
+        replace(turn, calls=(replace(turn.calls[0], text=text or ""),), observation_ids=() if text is None else (3,))
+        for turn, text in zip(made.turns, responses, strict=True)
+    ]
+    return replace(made, turns=tuple(turns))
+
+
+@pytest.mark.parametrize(
+    ("responses", "expected"),
+    [
+        ([], 0.5),
+        (["5", "NameError: x", "no ERRORS found", "Tool call failure"], 0.5),  # two of four; only the word counts
+        (["5", None], 0.0),  # the last call was not answered
+        ([None], 0.5),
+    ],
+)
+def test_the_released_p_err_is_the_share_of_responses_with_the_word(make_trajectory, responses, expected):
+    assert error_ratio_in_text(_with_responses(make_trajectory, *responses)) == expected
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (["<answer>1</answer>"], 1.0),  # its only turn begins in the prompt
+        (["", "<answer>1</answer>"], 0.0),
+        (["<answer>1</answer>", "", "", "<answer>2</answer>"], 1 / 3),  # (2 - 1) / (4 - 1)
+        (["", "<answer>1</answer>" * 5], 1.0),
+        (["", "no tag"], 1.0),
+    ],
+)
+def test_the_released_p_format_divides_by_the_turns_after_the_first(make_trajectory, texts, expected):
+    assert format_penalty(make_trajectory([(text, ()) for text in texts]), counts_first_turn=False) == pytest.approx(expected)
+
+
+def test_the_released_penalties_are_settings_of_the_method(make_group):
+    group = make_group([1.0, 1.0, 0.0, 0.0])
+    singles = [
+        replace(each, trajectory=replace(each.trajectory, turns=each.trajectory.turns[1:])) for each in group.trajectories
+    ]
+    for keys, found in (({}, (0.5, 0.0)), ({"turns": "later"}, (0.5, 1.0))):
+        selection = GRPORoC(**keys).select(replace(group, trajectories=tuple(singles)), group_size=2, seed=0)
+        assert {(each.figures["p_err"], each.figures["p_format"]) for each in selection.decisions} == {found}
+    selection = GRPORoC(errors="text").select(group, group_size=2, seed=0)  # no response was shown
+    assert {each.figures["p_err"] for each in selection.decisions} == {0.5}
+    assert {each.figures["p_err"] for each in GRPORoC().select(group, group_size=2, seed=0).decisions} == {0.0}
 
 
 def test_positives_are_drawn_without_replacement_in_proportion_to_their_weights():

@@ -143,7 +143,7 @@ def test_no_row_that_a_recipe_uses_could_say_that_none_does() -> None:
 @pytest.mark.parametrize(
     ("what", "recipe", "said"),
     [
-        ("Dual clip (`dual_clip`)", "-", "used by recipes/presets/rstar2-released.toml"),
+        ("Dual clip (`dual_clip`)", "-", "used by recipes/presets/arpo-deepsearch-14b-released.toml"),
         ("Dual clip (`dual_clip`)", "`recipes/demo.toml`", "recipes/demo.toml has none of"),
         ("Dual clip", "-", "it names no setting"),
         ("Overlong filtering (`overlong_filter = true`)", "-", "used by experiments/trends/e-overlong.toml"),

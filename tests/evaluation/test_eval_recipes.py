@@ -29,13 +29,39 @@ def preset(name):
 
 
 def test_the_issues_benchmarks_are_there():
-    names = [name for path in PRESETS for name in evaluations(path)[1]]
+    names = [name for path in PRESETS if path.stem != "arpo" for name in evaluations(path)[1]]
     assert sorted(names) == sorted(
         ["aime24", "aime25", "hmmt25", "amc23", "math500", "gsm8k", "hotpotqa", "2wiki", "musique", "bamboogle", "gpqa-diamond"]
     )
 
 
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_arpos_benchmarks_are_played_on_the_terms_of_its_released_scripts():
+    recipe, stages = evaluations(preset("arpo"))
+    names = ["gaia", "hle", "webwalker", "xbench", "simpleqa", "2wiki", "musique", "hotpotqa", "bamboogle"]
+    assert list(stages) == names
+    for stage in stages.values():
+        sampling, judge = stage.sampling, stage.reward.config.parts["accuracy"].config.judge
+        assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 20)
+        assert (sampling.min_p, sampling.repetition_penalty, stage.k) == (0.0, 1.1, 5)
+        assert judge.service.model == "Qwen2.5-72B-Instruct"
+    assert {name: tool.config.max_calls for name, tool in recipe.tools.items()} == {"search": 10, "python": 5}
+
+
+@pytest.mark.skipif(not (DATA / "arpo_eval").exists(), reason="needs the real samples")
+@pytest.mark.parametrize("stage", ["gaia", "webwalker", "xbench", "simpleqa", "2wiki", "musique"])
+def test_the_real_rows_of_arpos_benchmarks_are_read_and_answered(stage):
+    rows = DATA / "arpo_eval" / ("gaia_first40.jsonl" if stage == "gaia" else f"{stage}.jsonl")
+    where = [f"stages.{stage}.tasks.{key}={rows}" for key in ("path", "test_path")]
+    recipe, stages = evaluations(preset("arpo"), *where)
+    tasks = open_tasks(recipe, stage, stages[stage].tasks, seed=0, split="test")
+    assert tasks.num_tasks == len(rows.read_text().splitlines())
+    for number in {*range(min(50, tasks.num_tasks)), *range(max(0, tasks.num_tasks - 50), tasks.num_tasks)}:
+        task = tasks.task(number)
+        assert task.question.strip()
+        assert all(each.strip() for each in json.loads(task.facts["references"]))
+
+
+@pytest.mark.parametrize("path", [path for path in PRESETS if path.stem != "arpo"], ids=lambda path: path.stem)
 def test_every_preset_asks_on_the_papers_terms(path):
     recipe, stages = evaluations(path)
     for stage in stages.values():

@@ -198,13 +198,18 @@ def test_a_reward_model_that_is_there_passes_and_stages_that_judge_nothing_need_
         check_machine(validated, done=["before", "rl", "after"])
 
 
-@pytest.mark.parametrize("more", [[], ["--dry-run"]])
-def test_a_run_ends_before_its_directory_is_made(strop, tmp_path, more):
+def test_a_run_ends_before_its_directory_is_made(strop, tmp_path):
     engine = ["--set", "engine.kind=vllm", "--set", f"engine.python={tmp_path / 'none'}"]
-    code, said = strop("train", TINY, *engine, "--runs", tmp_path / "runs", *more)
+    code, said = strop("train", TINY, *engine, "--runs", tmp_path / "runs")
     assert code == 2
     assert f"engine.python: {tmp_path / 'none'} does not exist." in " ".join(said.split())
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_says_which_interpreter_is_missing(tmp_path):
+    python = tmp_path / "none"
+    lines = [line for stage in plan(recipe(python)) for line in stage.schedule]
+    assert sum(line.startswith(f"engine.python: {python} does not exist.") for line in lines) == 3
 
 
 LATE = {"kind": "jsonl", "path": "late.jsonl"}

@@ -88,9 +88,34 @@ _ARPO = {
     **_under("stages.rl.limits.", max_turns=16, max_calls_per_turn=1),
     **_under("tools.python.", kind="python", name="python", wall_s=120.0, max_running=64),
     **_under("tools.search.", kind="search", top_k=10, **{"backend.kind": "brightdata", "backend.retries": 3}),
+    **_under("tools.search.backend.", country="cn"),
     **_under("stages.rl.tasks.", kind="hub", dataset="arpo-mix"),
+    **_under("stages.rl.validation.", split="test", k=1, every_steps=5, temperature=0.0),
     "engine.kind": "torch",
 }
+_ARPO_RELEASED = {
+    **_under(_BRANCH, scale="top10", probe="segment_before_call"),
+    _METHOD + "dual_clip": 3.0,
+    "engine.kind": "vllm",
+}
+
+
+def _arpo_eval(stage: str, **values: Any) -> Values:
+    """The terms of the released evaluation scripts."""
+    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.0, "repetition_penalty": 1.1}
+    return {
+        **_under(f"stages.{stage}.", kind="eval", init="rl", prompt="arpo", k=5, split="test", tools="real", **values),
+        **_under(f"stages.{stage}.sampling.", **sampling),
+        **_under(f"stages.{stage}.limits.", max_calls=5 + 10),
+    }
+
+
+_JUDGED = _keys(
+    "stages.gaia.reward.parts.accuracy.",
+    {"kind": "judge", "judged_on": "answer", "judge.service.model": "Qwen2.5-72B-Instruct", "judge.words.Correct": 1.0},
+)
+_AIME24 = _arpo_eval("aime24", num_tasks=30, **{"tasks.dataset": "aime24", "reward.parts.accuracy.kind": "math"})
+_GAIA = {**_arpo_eval("gaia", num_tasks=103, **{"tasks.dataset": "gaia"}), **_JUDGED}
 
 # DeepSeek-R1 (arXiv 2501.12948): 8192 outputs a rollout, 16 mini-batches, one inner epoch, a new reference every 400 updates.
 _R1 = {
@@ -186,6 +211,25 @@ def _sft_of_size(label: str, num: int, *, only_right: bool = False) -> Values:
     }
 
 
+_ARPO_REASONING = {
+    **_ARPO,
+    **_arpo_sizes(rollouts=16, initial=8, calls=3, tasks=128, mini=16, prompt=1536, response=4096),
+    **_arpo_data("ARPO-RL-Reasoning-10K", epochs=2, problems=10_000, tasks=128),
+    **_AIME24,
+    "stages.rl.validation.num_tasks": 180,
+}
+_ARPO_8B = {
+    **_ARPO,
+    **_arpo_sizes(rollouts=16, initial=8, calls=6, tasks=128, mini=16, prompt=2000, response=10000),
+    **_arpo_data("ARPO-RL-DeepSearch-1K", epochs=5, problems=1000, tasks=128),
+}
+_ARPO_14B = {
+    **_ARPO,
+    **_arpo_sizes(rollouts=12, initial=6, calls=6, tasks=64, mini=8, prompt=2000, response=6192),
+    **_arpo_data("ARPO-RL-DeepSearch-1K", epochs=5, problems=1000, tasks=64),
+}
+_ARPO_SIDES = {"": dict[str, Any](), "-released": _ARPO_RELEASED}
+
 # Conversations that are there already: nothing plays the tasks, and the length of a response is for estimates.
 _SFT = {**_hub("sft", "math500"), "stages.sft.trainer.precision": "bfloat16"}
 _SFT_SIZES = {"128": 128, "256": 256, "512": 512, "1024": 1024, "full": 7500}
@@ -254,7 +298,8 @@ PUBLISHED: dict[str, Values] = {
         **_under("stages.rl.", tasks_per_step=128, steps=200, updates_per_step=1),
         **_under("stages.rl.limits.", max_turns=5, max_calls_per_turn=1),
         **_under(_ADAMW, warmup_updates=20),
-        **_under(_METHOD, selection="greedy", min_positives=2, min_negatives=2),
+        **_under(_METHOD, selection="greedy", min_positives=2, min_negatives=2, errors="text", turns="later"),
+        "stages.rl.prompt": "rstar2_released",
         **_under(_METHOD, dual_clip=3.0, aggregation="token_mean", quota_rounding="half_even"),
         **_under("tools.python.", name="python_code_with_standard_io", max_chars=256),
         **_under("stages.rl.reward.", kind="sum", weights=None),
@@ -262,20 +307,13 @@ PUBLISHED: dict[str, Values] = {
         "stages.rl.reward.weights.accuracy": None,
         "stages.base.path": "Qwen/Qwen3-14B-Base",
     },
-    "arpo-reasoning": {
-        **_ARPO,
-        **_arpo_sizes(rollouts=16, initial=8, calls=3, tasks=128, mini=16, prompt=1536, response=4096),
-        **_arpo_data("ARPO-RL-Reasoning-10K", epochs=2, problems=10_000, tasks=128),
-    },
-    "arpo-deepsearch-8b": {
-        **_ARPO,
-        **_arpo_sizes(rollouts=16, initial=8, calls=6, tasks=128, mini=16, prompt=2000, response=10000),
-        **_arpo_data("ARPO-RL-DeepSearch-1K", epochs=5, problems=1000, tasks=128),
-    },
-    "arpo-deepsearch-14b": {
-        **_ARPO,
-        **_arpo_sizes(rollouts=12, initial=6, calls=6, tasks=64, mini=8, prompt=2000, response=6192),
-        **_arpo_data("ARPO-RL-DeepSearch-1K", epochs=5, problems=1000, tasks=64),
+    **{f"arpo-reasoning{name}": {**_ARPO_REASONING, **more} for name, more in _ARPO_SIDES.items()},
+    **{f"arpo-deepsearch-8b{name}": {**_ARPO_8B, **_GAIA, **more} for name, more in _ARPO_SIDES.items()},
+    **{f"arpo-deepsearch-14b{name}": {**_ARPO_14B, **_GAIA, **more} for name, more in _ARPO_SIDES.items()},
+    "arpo-deepsearch-offline": {
+        **{key: value for key, value in _ARPO_8B.items() if ".backend." not in key and ".validation." not in key},
+        **_under("stages.rl.tasks.", kind="parquet", dataset="arpo-mix", name=None),
+        "tools.search.backend.kind": "bm25",
     },
     "r1-zero": {
         **_R1,

@@ -12,18 +12,18 @@ from strop.config import validate
 from strop.errors import ConfigError, UserError
 from strop.rewards import Reward, SumReward, make_reward
 from strop.rewards.base import final_summary
-from strop.types import StopReason
+from strop.types import StopReason, Task
 
 
 def reward(**parts):
     return Reward.of({"kind": "sum", "parts": parts})
 
 
-def judged(config, *trajectories):
+def judged(config, *trajectories, task=TASK):
     async def run():
         judge = make_reward(config)
         try:
-            return await asyncio.gather(*(judge(TASK, each) for each in trajectories))
+            return await asyncio.gather(*(judge(task, each) for each in trajectories))
         finally:
             await judge.close()
 
@@ -172,6 +172,33 @@ def test_a_judge_gives_a_share_of_its_range_and_excludes_what_it_cannot_judge():
         config = reward(helpful={"kind": "judge", "judge": judge})
         found = judged(config, trajectory("four"), trajectory("zzz"))
     assert found == [{"helpful": pytest.approx(6 / 9)}, {"excluded": 1.0}]
+
+
+def test_a_judge_may_compare_the_answer_with_the_references_and_decide_in_words():
+    def answer(asked, _):
+        shown = asked.body["messages"][0]["content"]
+        assert shown.startswith("Given a Question and its Golden Answer")
+        assert 'Golden Answer: ["Oslo", "Christiania"]' in shown
+        return said("Correct." if "Predicted Answer: oslo\n" in shown else "It is INCORRECT; correct is Oslo.")
+
+    words = {"Correct": 1.0, "Incorrect": 0.0, "not correct": 0.0}
+    told = [trajectory(f"<think>no</think><answer>{each}</answer>") for each in (r"It is \boxed{oslo}.", "rome")]
+    with serving(answer) as service:
+        judge = {"service": {"url": service.url, "model": "m"}, "lowest": 0.0, "highest": 1.0}
+        judge |= {"score_prompt": "arpo_judge", "words": words}
+        config = reward(accuracy={"kind": "judge", "judged_on": "answer", "judge": judge})
+        task = Task(id="t", question="Capital?", answer="Oslo", source="s", facts={"references": '["Oslo", "Christiania"]'})
+        found = judged(config, *told, trajectory("no answer"), task=task)
+    assert found == [{"accuracy": 1.0}, {"accuracy": 0.0}, {"accuracy": 0.0}]
+    assert len(service.asked) == 2  # a rollout without an answer is not judged
+
+
+def test_a_word_outside_the_range_of_a_judge_is_refused():
+    judge = {"service": {"url": "http://a", "model": "m"}, "words": {"Correct": 0.5}}
+    with pytest.raises(
+        ConfigError, match=r"words gives 'Correct' the value 0\.5, which is outside lowest = 1 and highest = 10"
+    ):
+        validate(SumReward.Config, {"parts": {"a": {"kind": "judge", "judge": judge}}}, place="recipe")
 
 
 def test_an_embedded_scorer_says_where_its_model_is():

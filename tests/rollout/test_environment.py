@@ -10,6 +10,7 @@ from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.sandbox import ScriptedSandbox
 from strop.tools import Python, PythonTool
+from strop.tools.limits import RationedTool
 from strop.tools.protocol import Tool, ToolResult, ToolSpec
 from strop.types import Completion, FinishReason, StopReason, Task, ToolOutcome
 
@@ -158,6 +159,29 @@ def test_a_call_beyond_the_tool_budget_ends_the_rollout_and_is_not_run():
     assert first.stop_reason is None
     assert (second.stop_reason, outcomes(second)) == (StopReason.TOOL_BUDGET, [ToolOutcome.NOT_RUN])
     assert len(tool.seeds) == 1
+
+
+def test_calls_beyond_a_tools_own_limit_are_refused_and_the_rollout_goes_on():
+    tool = Adder()
+    rationed = environment(RationedTool(tool, 2))
+    first, second, third = play(rationed, *(completion(each) for each in (call(), call() * 2, call() + call(name="subtract"))))
+    assert outcomes(first) == [ToolOutcome.STDOUT]
+    assert outcomes(second) == [ToolOutcome.STDOUT, ToolOutcome.REJECTED]
+    assert outcomes(third) == [ToolOutcome.REJECTED, ToolOutcome.UNKNOWN_TOOL]
+    assert "The maximum add call limit is exceeded. You are not allowed to use add." in second.text
+    assert [each.stop_reason for each in (first, second, third)] == [None] * 3
+    assert len(tool.seeds) == 2
+
+
+def test_a_branch_has_what_is_left_of_a_tools_own_limit():
+    async def branch():
+        parent = environment(RationedTool(Adder(), 2))
+        await parent.start()
+        await parent.step(completion(call()), num_tokens_left=PLENTY)
+        child = await parent.fork(seed=1)
+        return [outcomes(await child.step(completion(call()), num_tokens_left=PLENTY)) for _ in range(2)]
+
+    assert asyncio.run(branch()) == [[ToolOutcome.STDOUT], [ToolOutcome.REJECTED]]
 
 
 def test_of_a_turn_beyond_the_tool_budget_the_calls_that_fit_are_run():

@@ -22,6 +22,7 @@ DIGESTS = {
     "qwen_math": "72f4dc917e752d41",
     "r1_zero": "56213732da87e12a",
     "rstar2": "3279b37361472295",
+    "rstar2_released": "9251bd7b33c7292f",
     "zero_shot_system_prompt": "1b4854e31925e282",
 }
 
@@ -67,6 +68,15 @@ def test_the_rstar2_prompt_is_figure_3():
     assert '{"name": <function-name>, "arguments": <args-json-object>}' in system.text
     assert user.text.endswith(r"extracted automatically by the \boxed{} tag." + "\n\nThis is the problem: What is {tools}?")
     assert prompt.prefill == "<reason>"
+
+
+def test_the_released_rstar2_prompt_words_results_of_calls():
+    prompt = load_prompt("rstar2_released")
+    assert prompt.describe_success("5") == "Tool call success\nstdout: 5"
+    assert prompt.describe_success("") == "Tool call success"
+    said = prompt.describe_failure("timeout", "late")
+    assert said == "Tool call failure\nreason: timeout\nstderr: late"
+    assert load_prompt("rstar2").describe_success("5") == "5"
 
 
 def test_the_question_counts_as_text_that_is_not_ours():

@@ -38,22 +38,31 @@ def error_ratio(trajectory: Trajectory) -> float:
     those beyond what a turn may hold, which the authors' released code does not read either.
     """
     outcomes = [call.outcome for call in trajectory.calls if call.outcome.is_counted]
-    if not outcomes:
-        return 0.5
-    return sum(outcome.is_error for outcome in outcomes) / len(outcomes)
+    return sum(outcome.is_error for outcome in outcomes) / len(outcomes) if outcomes else 0.5
 
 
-def format_penalty(trajectory: Trajectory) -> float:
+def error_ratio_in_text(trajectory: Trajectory) -> float:
+    """p_err of the released code: the share of tool responses that hold "error" in any case; 0.5 without a response."""
+    responses = [call.text for turn in trajectory.turns if turn.observation_ids for call in turn.calls]
+    return sum("error" in text.lower() for text in responses) / len(responses) if responses else 0.5
+
+
+def format_penalty(trajectory: Trajectory, *, counts_first_turn: bool = True) -> float:
     """p_format, rStar2-Agent Eq. 5: 1 without an answer tag, else min(1, (answers - 1) / turns).
 
     Tags are counted in what the policy sampled, never in observations or the prompt. Unbalanced tags give 1, as in the
     authors' released code.
+
+    Args:
+        counts_first_turn: False divides by the turns after the first, and gives 1 where there are none: the released code,
+            which looks for turns in the response, whose first turn begins in the prompt.
     """
     text = "".join(turn.completion_text for turn in trajectory.turns)
     num_answers = text.count(ANSWER_OPEN)
     if num_answers == 0 or num_answers != text.count(ANSWER_CLOSE):
         return 1.0
-    return min(1.0, (num_answers - 1) / max(1, len(trajectory.turns)))
+    num_turns = len(trajectory.turns) - (not counts_first_turn)
+    return min(1.0, (num_answers - 1) / num_turns) if num_turns > 0 else 1.0
 
 
 def repeated_share(trajectory: Trajectory) -> float:
@@ -89,6 +98,13 @@ class GRPORoC(GroupMethod):
         # half_even: the released code
         quota_rounding: Literal["floor", "half_even"] = Field(
             "floor", description="Rounding of the number of negatives to keep."
+        )
+        # text, later: the released code
+        errors: Literal["typed", "text"] = Field(
+            "typed", description='What counts as an error in p_err: the outcome of a call, or "error" in its response.'
+        )
+        turns: Literal["all", "later"] = Field(
+            "all", description="Turns that p_format divides by; later: those after the first, and 1 for a single turn."
         )
         # Harmful: section 4.3.1
         repetition_weight: float = Field(0.0, ge=0, description="Weight of repetition in p_total.")
@@ -148,8 +164,11 @@ class GRPORoC(GroupMethod):
 
     def _draw(self, group: Group, seed: int) -> list[_Candidate]:
         """Every rollout with its place in the draw of its side, in the group's order."""
-        p_errs = [error_ratio(scored.trajectory) for scored in group.trajectories]
-        p_formats = [format_penalty(scored.trajectory) for scored in group.trajectories]
+        p_err_of, counts_first_turn = error_ratio, self.config.turns == "all"
+        if self.config.errors == "text":
+            p_err_of = error_ratio_in_text
+        p_errs = [p_err_of(scored.trajectory) for scored in group.trajectories]
+        p_formats = [format_penalty(each.trajectory, counts_first_turn=counts_first_turn) for each in group.trajectories]
         p_repeats = [0.0] * len(p_errs)
         if self.config.repetition_weight:
             p_repeats = [repeated_share(scored.trajectory) for scored in group.trajectories]

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from string import Template
 from typing import Self, TypeAlias
 
@@ -75,19 +76,27 @@ class JudgeConfig(Config):
     service: ChatServiceConfig = Field(description="The model and its address.")
     score_prompt: str | None = Field(
         default=None,
-        description="Prompt for one response, with $prompt, $response, $lowest and $highest. Unset: the built-in one.",
+        description="Prompt for one response, with $prompt, $response, $reference (the right answers), $lowest and $highest; or"
+        ' "arpo_judge", that of ARPO\'s evaluation. Unset: the built-in one.',
     )
     pair_prompt: str | None = Field(
         default=None, description="Prompt for two responses, with $prompt, $a and $b. Unset: the built-in one."
     )
     lowest: float = Field(default=1.0, ge=-1e6, le=1e6, description="The lowest number that the judge may give.")
     highest: float = Field(default=10.0, ge=-1e6, le=1e6, description="The highest number that the judge may give.")
+    words: Mapping[str, float] = Field(
+        default={},
+        description="Values of verdicts in words, instead of numbers in brackets. Of several in a reply the lowest counts.",
+    )
     tries: int = Field(default=3, ge=1, le=1000, description="Replies requested until one holds a verdict.")
 
     @field_validator("score_prompt")
     @classmethod
     def _shows_the_response(cls, prompt: str | None) -> str | None:
-        return prompt and checked_prompt(prompt, {"prompt", "response", "lowest", "highest"}, needed={"response"})
+        if prompt == "arpo_judge":
+            prompt = Path(__file__).with_name("arpo_judge.prompt").read_text(encoding="utf-8")
+        known = {"prompt", "response", "reference", "lowest", "highest"}
+        return prompt and checked_prompt(prompt, known, needed={"response"})
 
     @field_validator("pair_prompt")
     @classmethod
@@ -98,6 +107,11 @@ class JudgeConfig(Config):
     def _has_a_range(self) -> Self:
         if self.highest <= self.lowest:
             raise ValueError(f"highest is {self.highest:g} and lowest is {self.lowest:g}: the range is empty. Raise highest.")
+        if outside := [word for word, value in self.words.items() if not self.lowest <= value <= self.highest]:
+            value, limits = self.words[outside[0]], f"lowest = {self.lowest:g} and highest = {self.highest:g}"
+            raise ValueError(
+                f"words gives {outside[0]!r} the value {value:g}, which is outside {limits}. Set these to its range."
+            )
         return self
 
 
@@ -138,6 +152,7 @@ class ModelJudge:
         asked = Template(self.config.score_prompt or SCORE_PROMPT).substitute(
             prompt=exchange.prompt,
             response=exchange.response,
+            reference=exchange.reference,
             lowest=f"{self.config.lowest:g}",
             highest=f"{self.config.highest:g}",
         )
@@ -147,6 +162,9 @@ class ModelJudge:
         await self.client.close()
 
     def _number(self, text: str) -> float | None:
+        if words := self.config.words:
+            said = [value for word, value in words.items() if re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)]
+            return min(said, default=None)
         found = _SCORE.findall(text)
         value = float(found[-1]) if found else None
         return value if value is not None and self.config.lowest <= value <= self.config.highest else None

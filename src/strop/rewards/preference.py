@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from strop.rewards.base import NotJudged, RolloutPart, RunService, final_summary, final_text, written
+from strop.rewards.base import NotJudged, RolloutPart, RunService, extract_answer, final_summary, final_text, written
 from strop.rewards.judge import JudgeConfig, ModelJudge
 from strop.rewards.scorers import AnyScorerConfig, Exchange, Scorer, open_scorer
 from strop.types import Task, Trajectory
@@ -16,9 +16,10 @@ from strop.types import Task, Trajectory
 class PreferenceConfig(RolloutPart.Config):
     """What of a rollout another model is shown."""
 
-    judged_on: Literal["summary", "response"] = Field(
+    judged_on: Literal["summary", "response", "answer"] = Field(
         default="summary",
-        description="summary: the text after the last thought of the last turn. response: all that the policy wrote.",
+        description="summary: the text after the last thought of the last turn. response: all that the policy wrote. answer:"
+        " what its last answer tag, or the box in it, holds.",
     )
     think_tag: str = Field(default="think", pattern=r"^\w+$", description="Name of the tag around thoughts.")
     is_prefilled: bool = Field(
@@ -34,7 +35,10 @@ class PreferencePart(RolloutPart):
 
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         judged = self._judged_text(trajectory)
-        return self.config.missing if judged is None else await self._ask(Exchange(prompt=task.question, response=judged))
+        if judged is None:
+            return self.config.missing
+        reference = task.facts.get("references", task.answer)
+        return await self._ask(Exchange(prompt=task.question, response=judged, reference=reference))
 
     async def _ask(self, exchange: Exchange) -> float:
         raise NotImplementedError
@@ -42,6 +46,8 @@ class PreferencePart(RolloutPart):
     def _judged_text(self, trajectory: Trajectory) -> str | None:
         if self.config.judged_on == "response":
             return written(trajectory) or None
+        if self.config.judged_on == "answer":
+            return extract_answer(trajectory, needs_box=False)
         last = final_text(trajectory)
         if last is None:
             return None  # truncated: there is no summary

@@ -76,6 +76,7 @@ class Exchange:
 
     prompt: str
     response: str
+    reference: str = ""  # the right answers, for a judge
 
 
 def open_scorer(config: AnyScorerConfig) -> Scorer:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
@@ -164,7 +165,7 @@ class ToolEnvironment:
         self._observer = None if shared.observe is None else shared.observe(task, seed=seed)
         self._seed = seed
         self._num_turns = 0
-        self._num_calls_run = 0
+        self._num_run: Counter[str] = Counter()  # calls, by tool
 
     async def start(self) -> Observation:
         for name, tool in self._shared.tools.items():
@@ -177,7 +178,7 @@ class ToolEnvironment:
     async def fork(self, *, seed: int) -> Environment:
         """See `ForkableEnvironment.fork`. Raises `MachineError` when the state of a tool is lost."""
         branch = ToolEnvironment(self._shared, self._task, seed=seed)
-        branch._num_turns, branch._num_calls_run = self._num_turns, self._num_calls_run
+        branch._num_turns, branch._num_run = self._num_turns, self._num_run.copy()
         try:
             for name, tool in self._tools.items():
                 branch._tools[name] = await tool.fork()
@@ -206,7 +207,7 @@ class ToolEnvironment:
             return ended(text, (), StopReason.ANSWERED)
         if self._num_turns >= self._limits.max_turns:
             return ended(text, tuple(_not_run(call) for call in calls), StopReason.TURN_LIMIT)
-        wanted, is_over_budget = self._within_budget([self._checked(call) for call in calls])
+        wanted, is_over_budget = self._within_budget(self._within_rations([self._checked(call) for call in calls]))
         is_any_run = any(isinstance(each, ParsedCall) for each in wanted)
         is_told = is_any_run or not is_over_budget
         if is_told and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
@@ -254,9 +255,22 @@ class ToolEnvironment:
             return self._failed(call, ToolOutcome.WRONG_ARGUMENTS, text)
         return replace(call, arguments=arguments)
 
+    def _within_rations(self, calls: Sequence[ToolCall | ParsedCall]) -> list[ToolCall | ParsedCall]:
+        """`calls`, those beyond the `max_calls` of their tools as refused, in the words of ARPO's evaluation."""
+        num_used, found = self._num_run.copy(), list[ToolCall | ParsedCall]()
+        for each in calls:
+            if isinstance(each, ParsedCall):
+                limit = self._tools[each.name].max_calls
+                num_used[each.name] += 1
+                if limit is not None and num_used[each.name] > limit:
+                    text = f"The maximum {each.name} call limit is exceeded. You are not allowed to use {each.name}."
+                    each = self._failed(each, ToolOutcome.REJECTED, text)
+            found.append(each)
+        return found
+
     def _within_budget(self, calls: Sequence[ToolCall | ParsedCall]) -> tuple[list[ToolCall | ParsedCall], bool]:
         """`calls`, those that would be run beyond `limits.max_calls` as not run, and whether there are any."""
-        num_free = len(calls) if self._limits.max_calls is None else self._limits.max_calls - self._num_calls_run
+        num_free = len(calls) if self._limits.max_calls is None else self._limits.max_calls - self._num_run.total()
         wanted: list[ToolCall | ParsedCall] = []
         for each in calls:
             if isinstance(each, ParsedCall):
@@ -282,7 +296,7 @@ class ToolEnvironment:
     async def _make(self, index: int, call: ToolCall | ParsedCall) -> ToolCall:
         if isinstance(call, ToolCall):
             return call
-        self._num_calls_run += 1
+        self._num_run[call.name] += 1
         result = await self._run(self._tools[call.name], index, call)
         return ToolCall(
             name=call.name,
@@ -315,8 +329,8 @@ class ToolEnvironment:
         what, about = f"tool {call.name!r}", f"for task {self._task.id!r}"
         user_code.expect(result, ToolResult, tool.call, what=what, about=about)
         text = self._shortened(result.text.rstrip("\n")) or self._format.empty_text(call.name)
-        if result.outcome.is_error:
-            text = self._describe_failure(result.outcome, text)
+        is_error = result.outcome.is_error
+        text = self._describe_failure(result.outcome, text) if is_error else self._shared.prompt.describe_success(text)
         shown = ToolResult(outcome=result.outcome, text=text, duration_s=result.duration_s)
         if self._observer is not None:
             self._observer.closed(turn=turn, index=index, result=shown)

@@ -67,6 +67,9 @@ class Prompt(Config):
     think_tag: str = Field(
         default="reason", pattern=r"^\w+$", description="Name of the tag in which demonstrators of strop write thoughts."
     )
+    finished_call: str = Field(
+        default="{message}", description="What the policy reads of a call that ran without error, with {message}."
+    )
     failed_call: str = Field(
         default="{message}", description="What the policy reads of a call that failed, with {reason} and {message}."
     )
@@ -96,6 +99,11 @@ class Prompt(Config):
         if self.raw:
             return chat.raw_ids([*messages[0].spans, Span(text=self.prefill, is_ours=True)])
         return chat.prompt_ids(messages, self.prefill)
+
+    def describe_success(self, message: str) -> str:
+        """What the policy reads of a call that ran without error. Without a message, the line for it is left out."""
+        lines = [line for line in self.finished_call.split("\n") if message or "{message}" not in line]
+        return "\n".join(lines).replace("{message}", message)
 
     def describe_failure(self, reason: str, message: str) -> str:
         """What the policy reads of a call that failed. An exception is its own reason."""

@@ -21,7 +21,7 @@ from strop.stages.loop.preflight import (
     base_mib,
     check_needs,
     engine_mib,
-    missing_scorers,
+    missing_parts,
     played_in_words,
     task_files,
 )
@@ -84,7 +84,7 @@ class FixedSetStage(Stage):
             tokens=tokens,
             memory_mib=base_mib(model) + engine_mib(recipe, model),
             flops=2 * model.num_parameters * tokens / DECODE_SHARE,
-            lines=tuple(missing_scorers(config.reward)),
+            lines=tuple(missing_parts(config.reward, recipe.engine)),
         )
 
 

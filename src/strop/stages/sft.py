@@ -21,7 +21,7 @@ from strop.stages.conversations import as_demonstrations
 from strop.stages.data import Row, rows_in
 from strop.stages.demonstrations import batch_at, write_demonstrations
 from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept
-from strop.stages.loop.preflight import TRAIN_SHARE, activations_mib, base_mib, missing_scorers, task_files, weights_mib
+from strop.stages.loop.preflight import TRAIN_SHARE, activations_mib, base_mib, missing_parts, task_files, weights_mib
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule
@@ -117,7 +117,7 @@ class SFT(TrainingStage):
             tokens=tokens,
             flops=6 * model.num_parameters * tokens / TRAIN_SHARE,
             memory_mib=base_mib(model) + 3 * weights_mib(model) + activations,
-            lines=tuple(missing_scorers(config.reward)) if self.is_judged else (),
+            lines=tuple(missing_parts(config.reward, recipe.engine)) if self.is_judged else (),
         )
 
     async def run(self, context: StageContext) -> StageResult:

@@ -27,6 +27,9 @@ class CallLimits(Config):
     parameters: Mapping[str, Any] = Field(
         default={}, description="JSON schema of the arguments, as the prompt shows it. Default: the tool's own."
     )
+    max_calls: int | None = Field(
+        default=None, ge=0, le=10**9, description="Most calls of one rollout; further ones are refused, and it goes on."
+    )
     max_running: int | None = Field(
         default=None, ge=1, le=10**9, description="Most calls of all rollouts that run at once; further ones wait."
     )
@@ -45,6 +48,10 @@ class WrappedTool(Tool):
     @property
     def longest_call_s(self) -> float:
         return self._tool.longest_call_s
+
+    @property
+    def max_calls(self) -> int | None:
+        return self._tool.max_calls
 
     def around(self, tool: Tool) -> Tool:
         """Return this wrapper around another start or fork of its tool."""
@@ -87,6 +94,21 @@ class CappedTool(WrappedTool):
             return await super().call(arguments, seed=seed)
         finally:
             self._places.release()
+
+
+class RationedTool(WrappedTool):
+    """Another tool, of which a rollout may make only so many calls."""
+
+    def __init__(self, tool: Tool, max_calls: int) -> None:
+        super().__init__(tool)
+        self._max_calls = max_calls
+
+    @property
+    def max_calls(self) -> int | None:
+        return self._max_calls
+
+    def around(self, tool: Tool) -> Tool:
+        return RationedTool(tool, self._max_calls)
 
 
 class DescribedTool(WrappedTool):
@@ -164,5 +186,7 @@ async def open_tools(kinds: Mapping[str, ToolKind], runner: CodeRunner) -> Async
             opened = await kind.open(stack, runner, key=f"tools.{name}")
             if isinstance(config := kind.config, CallLimits):
                 opened = capped(described(opened, config, key=f"tools.{name}"), config.max_running)
+                if config.max_calls is not None:
+                    opened = [RationedTool(tool, config.max_calls) for tool in opened]
             tools += opened
         yield tuple(tools)

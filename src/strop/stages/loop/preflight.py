@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from strop.engine.config import EngineConfig
+from strop.engine.config import AnyEngine, EngineConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, UserError
 from strop.recipe.stage import Machine, Model, PlayedKeys, Stage
@@ -37,19 +37,19 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
     config = stage.config
     if isinstance(config, PlayedKeys) and stage.opens_engines:
         yield from _check_length(name, config, recipe)
-        yield from _check_engine(recipe)
+        yield from _check_engine(recipe, is_plan=machine.is_plan)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
         yield from _check_device(trainer.device, f"stages.{name}.trainer", workers=trainer.workers)
     if isinstance(config, PlayedKeys) and stage.is_judged:
         yield from _check_reward(f"stages.{name}", config.reward, machine)
 
 
-def _check_engine(recipe: Recipe) -> Iterator[UserError]:
+def _check_engine(recipe: Recipe, *, is_plan: bool) -> Iterator[UserError]:
     """The interpreter of a server engine, or a device of the embedded one, is not on this machine."""
     try:
         if isinstance(recipe.engine, EngineConfig):
             _check_engine_devices(recipe.engine)
-        else:
+        elif not is_plan:
             check_interpreter(recipe.engine)
     except UserError as error:
         yield error
@@ -90,8 +90,13 @@ def _check_reward(stage: str, reward: Reward, machine: Machine) -> Iterator[User
             yield UserError(f"{key}.path: {error}")
 
 
-def missing_scorers(reward: Reward) -> Iterator[str]:
-    """For the plan: a line for each reward model that is not there yet."""
+def missing_parts(reward: Reward, engine: AnyEngine) -> Iterator[str]:
+    """For the plan: a line for the interpreter of a server engine and each reward model that is not there yet."""
+    if isinstance(engine, VllmConfig | SglangConfig):
+        try:
+            check_interpreter(engine)
+        except UserError as error:
+            yield str(error)
     for name, part in scorer_parts_of(reward).items():
         scorer = part.scorer
         if isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) and scorer.path and not Path(scorer.path).exists():

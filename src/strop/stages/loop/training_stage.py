@@ -24,7 +24,7 @@ from strop.stages.loop.preflight import (
     base_mib,
     check_needs,
     engine_mib,
-    missing_scorers,
+    missing_parts,
     task_files,
     weights_mib,
 )
@@ -272,5 +272,5 @@ class RolloutStage(TrainingStage):
             flops=2 * model.num_parameters * tokens / DECODE_SHARE + training_flops,
             memory_mib=base_mib(model) + 3 * weights_mib(model) + engine_mib(recipe, model) + activations + memory_mib,
             time_limit_s=config.budget_s,
-            lines=(*lines, *missing_scorers(config.reward)),
+            lines=(*lines, *missing_parts(config.reward, recipe.engine)),
         )
