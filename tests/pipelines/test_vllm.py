@@ -13,38 +13,40 @@ TINY = Path(__file__).with_name("tiny.toml")
 PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 
 
+def train(folder, *settings):
+    """The metrics of two RL steps of the tiny recipe on vLLM."""
+    text = TINY.read_text(encoding="utf-8")
+    before, after = text.index("[stages.before]"), text.index("[stages.after]")
+    recipe = folder / "recipe.toml"
+    recipe.write_text(text[:before] + text[text.index("[stages.rl]") : after], encoding="utf-8")
+    settings = ("engine.kind=vllm", f'engine.python="{PYTHON}"', "engine.eager=true", "stages.rl.steps=2", *settings)
+    command = [sys.executable, "-m", "strop.cli", "train", str(recipe), "--name", "run", "--runs", str(folder)]
+    subprocess.run([*command, *(word for each in settings for word in ("--set", each))], check=True, timeout=380)
+    steps = [line for line in read_lines(folder / "run" / "metrics.jsonl") if line["stage"] == "rl"]
+    assert [line["step"] for line in steps] == [1, 2]
+    return steps
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_two_steps_are_trained_on_what_a_server_samples_from_the_weights_of_the_step_before(tmp_path):
-    text = TINY.read_text(encoding="utf-8")
-    before, after = text.index("[stages.before]"), text.index("[stages.after]")
-    recipe = tmp_path / "recipe.toml"
-    recipe.write_text(text[:before] + text[text.index("[stages.rl]") : after], encoding="utf-8")
-    settings = ("kind=vllm", f'python="{PYTHON}"', "eager=true")
-    words = [word for setting in settings for word in ("--set", f"engine.{setting}")]
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "strop.cli",
-            "train",
-            str(recipe),
-            "--name",
-            "run",
-            "--runs",
-            str(tmp_path),
-            "--set",
-            "stages.rl.steps=2",
-            *words,
-        ],
-        check=True,
-        timeout=380,
-    )
-    steps = [line for line in read_lines(tmp_path / "run" / "metrics.jsonl") if line["stage"] == "rl"]
-    assert [line["step"] for line in steps] == [1, 2]
-    for line in steps:
+    for line in train(tmp_path):
         assert line["rollout/void_fraction"] == 0
         assert line["update/grad_norm"] > 0
         assert line["policy/logprob_gap_max"] < 1e-3  # the second step's are those of weights that the first one published
     assert (tmp_path / "run" / "stages" / "rl" / "model" / "model.safetensors").exists()
     assert read_json(tmp_path / "run" / "stages" / "rl" / "done.json")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("scale", ["sum", "top10"])
+def test_rollouts_of_arpo_branch_by_entropies_that_a_server_reports(tmp_path, scale):
+    branching = f'stages.rl.branching={{initial_rollouts=3, base_probability=0.9, scale="{scale}"}}'
+    for line in train(tmp_path, 'stages.rl.method="arpo"', branching):
+        assert line["rollout/void_fraction"] == 0
+        assert line["policy/logprob_gap_max"] < 1e-3
+        assert line["branching/decisions"] > 0
+        assert line["branching/branches_per_task"] > 0
+        assert line["branching/tokens_shared"] > 0
+        assert line["branching/weighted_delta_h_abs_max"] > 0

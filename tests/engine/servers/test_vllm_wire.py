@@ -154,6 +154,8 @@ def test_likely_tokens_become_entropies():
     request = make_request("a", range(66), max_tokens=8, stop_ids=frozenset({9}), entropies=Entropies.TOP10)
     completion = _completion(_answer(logprobs={"content": content}), request)
     assert completion.entropies == pytest.approx((-10 * 0.08 * math.log(0.08),) * 2)
+    sampled_only = [each | {"top_logprobs": top[:1]} for each in content]  # what it sends if no others are asked for
+    assert _completion(_answer(logprobs={"content": sampled_only})).entropies == ()
 
 
 def test_the_command_line_and_kv_memory_follow_from_the_config_and_the_model(tmp_path):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from strop.engine.config import ServerConfig
 from strop.engine.model_directory import ModelFacts
-from strop.engine.protocol import Capacity, CompletionRequest, check_completion
+from strop.engine.protocol import Capacity, CompletionRequest, Entropies, check_completion
 from strop.engine.servers.entropies import entropy_of
 from strop.engine.servers.process import ServerProcess
 from strop.errors import EngineLost, StropError, UserError
@@ -129,10 +129,11 @@ def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vo
     """Raises `EngineLost`, naming the server, when the answer cannot be one to this request."""
     ids = tuple(answer.ids)
     is_stopped = answer.is_stopped or (bool(ids) and ids[-1] in request.stop_ids)
+    needed = answer.likeliest if request.entropies is not Entropies.ANY else ()  # vLLM always sends the sampled token's
     completion = Completion(
         ids=ids,
         logprobs=tuple(answer.logprobs),
-        entropies=tuple(entropy_of(each, request.entropies, vocab_size=vocab_size) for each in answer.likeliest),
+        entropies=tuple(entropy_of(each, request.entropies, vocab_size=vocab_size) for each in needed),
         is_forced=(False,) * len(ids),
         policy_version=version,
         finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,

@@ -306,7 +306,7 @@ def parse_answer(body: Any, *, server: str) -> Answer:
     return Answer(
         ids=choice.token_ids,
         logprobs=[_logprob(each) for each in sampled],
-        likeliest=[[_logprob(top) for top in each.top_logprobs] for each in sampled] if sampled[0].top_logprobs else (),
+        likeliest=[[_logprob(top) for top in each.top_logprobs] for each in sampled],
         is_stopped=reason == "stop",
         cached_tokens=generated.cached_tokens,
         label=" then ".join(span.version for span in choice.weight_versions or []),
