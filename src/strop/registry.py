@@ -134,7 +134,20 @@ class Component(ABC):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """Return one object for each built-in kind, with exactly its keys; a user's class may have any keys."""
+        """Return one object for each built-in kind, with exactly its keys; a user's class may have any keys.
+
+        A component within one of its own sort, as a source of tasks in a mixture, is any table.
+        """
+        if cls in _described:
+            return {"title": cls.__name__, "anyOf": [{"type": "string"}, {"type": "object"}]}
+        _described.append(cls)
+        try:
+            return cls._schema_of_kinds(handler)
+        finally:
+            _described.remove(cls)
+
+    @classmethod
+    def _schema_of_kinds(cls, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         own = {"type": "string", "pattern": ":", "description": "A class of your own: my_module:MyClass."}
         members: list[JsonSchemaValue] = [{"enum": sorted(cls.kinds)}, own]
         for kind in cls.kinds:
@@ -161,6 +174,10 @@ class Component(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config!r})"
+
+
+_described: list[type[Component]] = []
+"""Classes whose schema is being made."""
 
 
 def from_keys(model: type[ConfigT], keys: Mapping[str, Any]) -> ConfigT:

@@ -4,7 +4,7 @@ import pytest
 from attempts import attempt, boxed
 
 from strop.errors import TaskError
-from strop.evaluation.short_answers import exact_match, f1, right_letter
+from strop.evaluation.short_answers import exact_match, f1, right_letter, right_names
 from strop.types import Task
 
 TITAN = {"references": json.dumps(["Titan IIIE", "the Titan 3E rocket"])}
@@ -39,6 +39,24 @@ def test_without_references_the_answer_is_the_reference_and_no_answer_earns_noth
 def test_references_that_are_no_list_name_the_task():
     with pytest.raises(TaskError, match="task '7' of by hand: its fact 'references' is 'James', not a JSON list"):
         f1(task("James", references="James"), attempt(boxed("James"), right=False).trajectory)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_right"),
+    [
+        ("Ada, Ben", True),
+        ("ben and Ada.", True),
+        ("\\text{Ada, Ben}", True),
+        ("Ada", False),
+        ("Ada, Ben, Cleo", False),
+        ("Ada and Ben are knights", False),
+        ("none", False),
+    ],
+)
+def test_names_are_right_in_any_order_and_with_nothing_else(said, is_right):
+    assert right_names(task("Ada, Ben"), attempt(boxed(said), right=False).trajectory) == is_right
+    assert right_names(task("none"), attempt(boxed("None."), right=False).trajectory) == 1.0
+    assert right_names(task("none"), attempt("I do not know", right=False).trajectory) == 0.0
 
 
 @pytest.mark.parametrize("said", ["C", "(C)", "c.", "\\text{C}", "Option C", "The answer is (C)"])

@@ -128,7 +128,11 @@ _R1 = {
     **_under(_ADAMW, schedule="constant", warmup_updates=0),
     **_under("stages.rl.reward.parts.accuracy.", kind="math", needs_box=False, weight=1.0),
     **_under("stages.rl.reward.parts.format.", kind="format", is_prefilled=False, newlines=False, weight=1.0),
-    **_hub("rl", "dapo-math-17k-processed"),
+    **_under("stages.rl.tasks.", kind="mixture", **{"parts.math.dataset": "dapo-math-17k-processed"}),
+    **_under("stages.rl.tasks.", **{"parts.code.dataset": "apps", "parts.logic.kind": "knights"}),
+    **_under("stages.rl.tasks.weights.", math=26, code=17, logic=15),
+    **_under("stages.rl.reward.parts.code.", kind="code", weight=1.0, **{"where.domain": ["code"]}),
+    **_under("stages.rl.reward.parts.logic.", kind="function", weight=1.0, **{"where.domain": ["logic"]}),
     "engine.max_length": 2048 + 32768,
 }
 _R1_CLIP = _under(_METHOD, clip_low=10.0, clip_high=10.0)

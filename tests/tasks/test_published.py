@@ -92,6 +92,13 @@ ROWS = [
         "numbers",
     ),
     (
+        "apps",
+        {"problem_id": 1, "question": "Add.", "input_output": '{"inputs": ["1 2"], "outputs": ["3"]}', "difficulty": "easy"},
+        "Add.",
+        '{"inputs": ["1 2"], "outputs": ["3"]}',
+        "difficulty",
+    ),
+    (
         "tulu3-math",
         {"messages": [{"role": "user", "content": WORKED}], "ground_truth": "42", "dataset": "MATH"},
         "What is 6*7?",

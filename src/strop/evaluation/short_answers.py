@@ -27,6 +27,12 @@ def read_letter(trajectory: Trajectory) -> str:
     return "" if found is None else found[1].upper()
 
 
+def right_names(task: Task, trajectory: Trajectory) -> float:
+    """1 if the answer names whom the task's answer names, in any order, and says nothing else; else 0."""
+    answer = extract_answer(trajectory, needs_box=False)
+    return float(answer is not None and _names(answer) == _names(task.answer))
+
+
 def exact_match(task: Task, trajectory: Trajectory) -> float:
     """1 if the answer equals a reference, ignoring case, punctuation, articles and blanks; else 0."""
     said = read_answer(trajectory)
@@ -43,6 +49,10 @@ def read_answer(trajectory: Trajectory) -> str:
     """The normalized answer; "" if there is none."""
     answer = extract_answer(trajectory, needs_box=False)
     return "" if answer is None else normalized(answer)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", _WRAPPED.sub(r"\1", text).casefold())) - {"and"}
 
 
 def _references(task: Task) -> Sequence[str]:

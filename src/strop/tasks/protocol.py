@@ -30,6 +30,8 @@ class TaskSource(Component):
         "arithmetic": "strop.tasks.arithmetic:ArithmeticTasks",
         "countdown": "strop.tasks.countdown:CountdownTasks",
         "lookup": "strop.tasks.lookup:LookupTasks",
+        "knights": "strop.tasks.knights:KnightsTasks",
+        "mixture": "strop.tasks.mixture:MixedTasks",
         "jsonl": "strop.tasks.rows:JsonlRows",
         "parquet": "strop.tasks.rows:ParquetRows",
         "hub": "strop.tasks.rows:HubRows",
@@ -57,6 +59,11 @@ class TaskSource(Component):
     @property
     def files(self) -> Mapping[Split, Path]:
         """The file or directory that each split is read from."""
+        return {}
+
+    @property
+    def parts(self) -> Mapping[str, TaskSource]:
+        """The sources that it draws from, by name."""
         return {}
 
     def benchmark(self, split: Split) -> str:

@@ -156,6 +156,13 @@ PUBLISHED: Mapping[str, Published] = {
         source="Pan et al., 2025 (TinyZero); columns target, nums",
         test_split=None,
     ),
+    "apps": Published(
+        hub="codeparrot/apps",
+        question=Read("question"),
+        answer=Read("input_output"),  # tests, as `kind = "code"` reads them
+        facts={"difficulty": Read("difficulty"), "url": Read("url")},
+        source="Hendrycks et al., 2021 (APPS, arXiv:2105.09938); problem_id, question, input_output, difficulty, url, ...",
+    ),
     "tulu3-math": Published(
         hub="allenai/RLVR-MATH",
         # Four worked examples stand before the problem, in the same message.

@@ -110,6 +110,8 @@ def task_files(key: str, tasks: TaskSource, splits: Sequence[Split]) -> Mapping[
         path = tasks.files.get(split)
         if path is not None and path not in found.values():
             found[key if key not in found else f"{key}.test_path"] = path
+    for name, part in tasks.parts.items():
+        found |= task_files(f"{key}.parts.{name}", part, splits)
     return found
 
 
