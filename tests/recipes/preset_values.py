@@ -204,7 +204,7 @@ def _sft_of_size(label: str, num: int, *, only_right: bool = False) -> Values:
     """Two epochs in batches of 32. What is filtered is judged by a true answer, a column of its own."""
     stage = f"stages.sft_{label}."
     return {
-        **_under(stage, num_demonstrations=num, steps=-(-2 * num // 32), batch_size=32, prompt="r1_zero"),
+        **_under(stage, num_demonstrations=num, epochs=2, batch_size=32, prompt="r1_zero"),
         stage + "only_right": only_right,
         **_keys(stage + "demonstrator.", {"kind": "recorded", "response_fact": "response"}),
         **_keys(stage + "tasks.", {"kind": "jsonl", "question": "prompt", "facts": ["response"]}),
@@ -237,21 +237,20 @@ _ARPO_SIDES = {"": dict[str, Any](), "-released": _ARPO_RELEASED}
 # Conversations that are there already: nothing plays the tasks, and the length of a response is for estimates.
 _SFT = {**_hub("sft", "math500"), "stages.sft.trainer.precision": "bfloat16"}
 _SFT_SIZES = {"128": 128, "256": 256, "512": 512, "1024": 1024, "full": 7500}
-_SFT_STEPS = -(-3 * (165_000 + 30_000 + 27_000) // 128) - 1
 
 PUBLISHED: dict[str, Values] = {
     "rstar2-sft": {
         **_SFT,
-        **_under("stages.sft.", batch_size=128, steps=_SFT_STEPS, prompt="plain", **{"sampling.max_tokens": 16384}),
+        **_under("stages.sft.", batch_size=128, epochs=3, prompt="plain", **{"sampling.max_tokens": 16384}),
         **{f"stages.{name}.limit": num for name, num in (("magicoder", 48_000), ("tulu3", 30_000), ("nemotron", 27_000))},
-        **_under("stages.sft.trainer.optimizer.", lr=5e-6, schedule="cosine", warmup_updates=round(0.04 * _SFT_STEPS)),
+        **_under("stages.sft.trainer.optimizer.", lr=5e-6, schedule="cosine", warmup_fraction=0.04),
         **_under("tools.python.", name="execute_python_code_with_standard_io"),
         "stages.base.path": "Qwen/Qwen3-14B-Base",
     },
     "arpo-sft": {
         **_SFT,
-        **_under("stages.sft.", batch_size=16, steps=3 * 54_000 // 16, prompt="arpo", **{"sampling.max_tokens": 4096}),
-        **_under("stages.sft.trainer.optimizer.", lr=7e-6, schedule="cosine", warmup_updates=3 * 54_000 // 16 // 10),
+        **_under("stages.sft.", batch_size=16, epochs=3, prompt="arpo", **{"sampling.max_tokens": 4096}),
+        **_under("stages.sft.trainer.optimizer.", lr=7e-6, schedule="cosine", warmup_fraction=0.1),
         **_under("tools.python.", kind="python", name="python"),
         "stages.base.path": "Qwen/Qwen2.5-7B-Instruct",
     },
@@ -453,10 +452,10 @@ PUBLISHED["rstar2-pipeline"] = {
 }
 
 
-def _r1_sft(stage: str, *, batch: int, steps: int, lr: float) -> Values:
+def _r1_sft(stage: str, *, batch: int, lr: float) -> Values:
     """B.4.2 and B.4.3: a cosine to a tenth, with no warm-up named."""
     return {
-        **_under(f"stages.{stage}.", batch_size=batch, steps=steps, prompt="deepseek_r1_zero", only_right=False),
+        **_under(f"stages.{stage}.", batch_size=batch, epochs=2, prompt="deepseek_r1_zero", only_right=False),
         **_under(f"stages.{stage}.", **{"sampling.max_tokens": 32768, "trainer.precision": "bfloat16"}),
         **_under(f"stages.{stage}.trainer.optimizer.", lr=lr, schedule="cosine", final_lr_fraction=0.1, warmup_updates=0),
     }
@@ -498,12 +497,11 @@ _R1_AIME = {
     "student_aime24": "student",
 }
 _R1_MATH = {"math500": "rl2", "small_math500": "small", "student_math500": "student"}
-_R1_SAMPLES = 600_000 + 200_000  # B.3.3: "about 600k" and "approximately 200k"
 PUBLISHED["r1-pipeline"] = {
     **{key: value for key, value in PUBLISHED["r1-rl1"].items() if not key.startswith("stages.")},
     "stages.base.path": "deepseek-ai/DeepSeek-V3-Base",
     **_r1_recorded("cold_start", 5000),  # "thousands"
-    **_r1_sft("cold_start", batch=128, steps=2 * (5000 // 128), lr=5e-5),
+    **_r1_sft("cold_start", batch=128, lr=5e-5),
     **_of_stage(PUBLISHED["r1-rl1"], "rl", "rl1"),
     **_under("stages.rejection.", k=16, num_tasks=None, max_per_task=None, drop_repeats=True, prompt="deepseek_r1_zero"),
     **_under("stages.rejection.", max_foreign_share=0.0, max_paragraph_chars=2000, allow_code_blocks=False),
@@ -511,13 +509,13 @@ PUBLISHED["r1-pipeline"] = {
     **_under("stages.rejection.tasks.", kind="jsonl", dataset="strop"),
     **_r1_recorded("general", 200_000),
     **_under("stages.mixed.counts.", rejection=600_000, general=200_000),
-    **_r1_sft("sft", batch=128, steps=2 * _R1_SAMPLES // 128, lr=5e-5),
+    **_r1_sft("sft", batch=128, lr=5e-5),
     **_r1_reward_model("helpful", "summary"),
     **_r1_reward_model("safety", "response"),
     **_of_stage(PUBLISHED["r1-rl2"], "rl", "rl2"),
     **_under("stages.rl2.reward.parts.", **{"helpful.scorer.stage": "helpful", "safety.scorer.stage": "safety"}),
     "stages.small.path": "Qwen/Qwen2.5-14B",
-    **_r1_sft("student", batch=64, steps=2 * _R1_SAMPLES // 64, lr=7e-5),
+    **_r1_sft("student", batch=64, lr=7e-5),
     **{key: value for name in _R1_AIME for key, value in _r1_eval(name, "aime24").items()},
     **{key: value for name in _R1_MATH for key, value in _r1_eval(name, "math500").items()},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -52,7 +53,10 @@ class SFT(TrainingStage):
         )
         num_demonstrations: int | None = Field(default=None, ge=1, description="Number of demonstrations of `demonstrator`.")
         only_right: bool = Field(default=False, description="Imitate only demonstrations that the reward judges right.")
-        steps: int = Field(ge=1, description="Number of updates.")
+        steps: int | None = Field(default=None, ge=1, description="Most updates. Default: as many as `epochs` need.")
+        epochs: int | None = Field(
+            default=None, ge=1, le=10**6, description="Passes over the demonstrations. Default: as many as `steps` need."
+        )
         batch_size: int = Field(default=32, ge=1, description="Demonstrations of one update.")
 
         @model_validator(mode="after")
@@ -68,8 +72,16 @@ class SFT(TrainingStage):
                     "only_right is true, but no part of reward says what is right. Give it one that does (math, code, r1_zero,"
                     " question_only, arpo), or leave only_right out."
                 )
-            check_schedule(self.trainer.optimizer, self.steps)
+            if self.steps is None and self.epochs is None:
+                raise ValueError("steps and epochs are both missing: give the number of updates, or of passes over the data.")
+            if self.steps is not None:
+                check_schedule(self.trainer.optimizer, self.steps)
             return self
+
+        def num_updates(self, num_demonstrations: int) -> int:
+            """Updates of the stage if so many demonstrations are imitated."""
+            of_epochs = math.inf if self.epochs is None else math.ceil(self.epochs * num_demonstrations / self.batch_size)
+            return int(min(of_epochs, math.inf if self.steps is None else self.steps))
 
         def _check_source(self) -> None:
             if bool(self.data) == (self.demonstrator is not None):
@@ -103,17 +115,19 @@ class SFT(TrainingStage):
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config, model = self.config, machine.model
-        num = config.steps * config.batch_size
+        steps = config.steps if config.num_demonstrations is None else config.num_updates(config.num_demonstrations)
+        num = (steps or 0) * config.batch_size
         tokens = num * config.sampling.max_tokens
         if config.num_demonstrations is None:
             source, longest = f"the conversations of {', '.join(config.data)}", config.trainer.max_tokens_per_microbatch
         else:
             source = f"{config.num_demonstrations} demonstrations = {num / config.num_demonstrations:.1f} epochs"
             longest = recipe.engine.max_length
+        taken = counted(config.epochs or 0, "epoch") + " in batches of" if steps is None else f"{counted(steps, 'step')} x"
         only_right = "; more epochs if some are wrong, since only right ones are imitated" if config.only_right else ""
         activations = activations_mib(config.trainer, model, config.batch_size * longest)
         return Estimate(
-            arithmetic=f"{counted(config.steps, 'step')} x {config.batch_size} of {source}{only_right}",
+            arithmetic=f"{taken} {config.batch_size} of {source}{only_right}",
             tokens=tokens,
             flops=6 * model.num_parameters * tokens / TRAIN_SHARE,
             memory_mib=base_mib(model) + 3 * weights_mib(model) + activations,
@@ -139,15 +153,16 @@ class SFT(TrainingStage):
                     f" {', '.join(config.data) or 'the demonstrator'} make more."
                 )
             async with AsyncExitStack() as opened:
-                trainer = Trainer.from_directory(init, config.trainer, total_updates=config.steps)
+                steps = _checked_updates(context, config, len(on_disk))
+                trainer = Trainer.from_directory(init, config.trainer, total_updates=steps)
                 opened.push_async_callback(trainer.close)
                 validator = None
                 if config.validation is not None:
                     player = await opened.enter_async_context(open_player(context, config, init))
                     validator = Validator(player, config, config.validation)
-                loss = await _imitate(context, config, trainer, on_disk, validator)
+                loss = await _imitate(context, config, trainer, on_disk, validator, steps=steps)
                 product = await write_product(context, trainer, config, config.validation)
-        summary = f"{counted(config.steps, 'update')} on {source}, last loss {loss:.3f}"
+        summary = f"{counted(steps, 'update')} on {source}, last loss {loss:.3f}"
         return StageResult(summary=summary, product=product)
 
 
@@ -162,6 +177,16 @@ async def _conversations(context: StageContext, stage: SFT.Config, chat: ChatFor
     return [path]
 
 
+def _checked_updates(context: StageContext, stage: SFT.Config, num_demonstrations: int) -> int:
+    """The updates of the stage. Raises `ConfigError` if its schedule needs more."""
+    steps = stage.num_updates(num_demonstrations)
+    try:
+        check_schedule(stage.trainer.optimizer, steps, key=f"stages.{context.name}.trainer.optimizer")
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    return steps
+
+
 def _rows(paths: Sequence[Path]) -> Iterator[Row]:
     return (row for path in paths for row in rows_in(path))
 
@@ -172,6 +197,8 @@ async def _imitate(
     trainer: Trainer,
     demonstrations: IndexedRows[Demonstration],
     validator: Validator | None,
+    *,
+    steps: int,
 ) -> float:
     """Take every step after the last checkpoint, and return the last loss. Raises as `take_updates`."""
     loss, has_warned = 0.0, False
@@ -184,7 +211,7 @@ async def _imitate(
         update = trainer.update(batch, sft_token_loss, sft_token_statistics)
         report = await keep_skipped(context, batch, update, step=step)
         elapsed = time.perf_counter() - started
-        figures = {} if validator is None else await validator.validate(trainer, step, stage, last=stage.steps)
+        figures = {} if validator is None else await validator.validate(trainer, step, stage, last=steps)
         figures |= {**single_update_metrics(report), "time/step_s": elapsed}
         if report.is_skipped:
             return figures
@@ -199,7 +226,7 @@ async def _imitate(
             "policy/entropy_nats": report.statistics["entropy_nats"],
         }
 
-    await take_updates(context, stage, trainer, stage.steps, take)
+    await take_updates(context, stage, trainer, steps, take)
     return loss
 
 

@@ -37,11 +37,27 @@ class OptimizerConfig(Config):
     warmup_updates: int = Field(
         default=0, ge=0, le=_MAX_COUNT, description="Updates of the linear warm-up. The first has a rate above 0."
     )
+    warmup_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="Length of the warm-up as a share of all updates, instead of warmup_updates."
+    )
     schedule: Schedule = Field(default=Schedule.CONSTANT, description="Learning rate after the warm-up: constant or cosine.")
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of lr at the end of a cosine.")
     moments: Literal["memory", "disk"] = Field(
         default="memory", description="Where the moments are between steps. disk: in files below TMPDIR, only on a CPU."
     )
+
+    @model_validator(mode="after")
+    def _has_one_warm_up(self) -> Self:
+        if self.warmup_updates and self.warmup_fraction:
+            raise ValueError("warmup_updates and warmup_fraction are both set. Keep one of them.")
+        return self
+
+    def over(self, total_updates: int | None) -> Self:
+        """Return the config for `total_updates`, of which the warm-up has a whole number. Unknown: None."""
+        if not self.warmup_fraction or total_updates is None:
+            return self
+        num = round(self.warmup_fraction * total_updates)
+        return self.model_copy(update={"warmup_updates": num, "warmup_fraction": 0.0})
 
 
 class CriticOptimizerConfig(OptimizerConfig):

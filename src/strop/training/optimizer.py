@@ -80,6 +80,7 @@ class Optimization:
         max_skipped: int,
         total_updates: int | None,
     ) -> None:
+        config = config.over(total_updates)
         learning_rate(config, config.warmup_updates, total_updates)  # a bad schedule fails now, not later
         self._weights, self._config, self._key, self._world = weights, config, key, world
         self._max_skipped, self._total_updates = max_skipped, total_updates
