@@ -60,6 +60,41 @@ def test_the_last_message_is_rewritten_in_order_and_its_old_ids_go(tmp_path):
     assert (made.num_rewritten, made.failures) == (20, {})
 
 
+def test_the_users_turns_are_rewritten_one_by_one_and_the_answers_stay(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    said_before = ["Hi, add 1 and 2.", "3", "Now \\boxed{4}?", "No."]
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, said_before, strict=True)]
+    source.write_text(json.dumps({"id": "a", "messages": messages}) + "\n")
+
+    def answer(asked, _):
+        text = asked.body["messages"][0]["content"]
+        return said("Please: " + text[text.index("<request>\n") + 10 : text.index("\n</request>")])
+
+    with serving(answer) as service:
+        made = asyncio.run(rewrite_file(config(service, turns="user"), source, tmp_path / "out.jsonl"))
+    [row] = read_lines(tmp_path / "out.jsonl")
+    assert [each["content"] for each in row["messages"]] == ["Please: Hi, add 1 and 2.", "3", "Please: Now \\boxed{4}?", "No."]
+    assert row["rewritten_from"] == [said_before[0], said_before[2]]
+    assert made.num_rewritten == 1
+
+
+def test_a_conversation_of_which_one_turn_fails_is_not_rewritten_in_part(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    good = [{"role": "user", "content": "fine"}, {"role": "assistant", "content": "yes"}]
+    bad = [*good, {"role": "user", "content": "not fine"}]
+    source.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (good, bad)))
+    with serving(lambda asked, _: said("" if "not fine" in asked.body["messages"][0]["content"] else "OK")) as service:
+        made = asyncio.run(rewrite_file(config(service, turns="user"), source, tmp_path / "out.jsonl"))
+    assert [row["messages"][0]["content"] for row in read_lines(tmp_path / "out.jsonl")] == ["OK"]
+    assert (made.num_rewritten, made.failures) == (1, {"empty": 1})
+
+
+def test_turns_and_a_column_exclude_each_other():
+    told = {"service": {"url": "http://a", "model": "m"}, "turns": "user", "column": "text"}
+    with pytest.raises(ValidationError, match="which has no turns"):
+        RewriteConfig.model_validate_json(json.dumps(told))
+
+
 def test_what_cannot_be_rewritten_is_counted_shown_and_written_with_its_reason(tmp_path):
     def answer(asked, _):
         replies = {

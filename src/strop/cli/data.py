@@ -144,7 +144,7 @@ def rewrite(
         Path, typer.Option("--with", help="A TOML file: service, prompt, column.", metavar="FILE", show_default=False)
     ],
 ) -> None:
-    """Let a model rewrite responses. Failures go to OUT.failed.jsonl with the reason. The same command resumes."""
+    """Let a model rewrite responses or requests. Failures go to OUT.failed.jsonl with the reason. The same command resumes."""
     from strop.config import load_toml, validate
     from strop.curation.rewrite import RewriteConfig, rewrite_file
 

@@ -1,21 +1,22 @@
-r"""Lets a language model rewrite responses, row by row, and lists the rows that failed.
+r"""Lets a language model rewrite responses or requests, row by row, and lists the rows that failed.
 
-DeepSeek-R1 (arXiv 2501.12948) has a model rewrite its cold-start data and its non-reasoning data (section 2.3). Those
-prompts are not published; `PROMPT` is ours. Replies are cached on disk, so a second call asks only for what is missing.
+DeepSeek-R1 (arXiv 2501.12948) has a model rewrite its cold-start data and its non-reasoning data (section 2.3), rStar2-Agent
+(arXiv 2508.20722) the users' turns of conversations (section 4.1). Those prompts are not published; the prompts here are ours.
+Replies are cached on disk, so a second call asks only for what is missing.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
-from typing import Any, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from strop.chat_client import ChatClient, ChatServiceConfig
 from strop.config import Config
@@ -38,6 +39,14 @@ $question
 $response
 </response>"""
 
+USER_PROMPT = """\
+Rewrite the request below as another person might put it: the same meaning, the same language, every name, number, limit and
+format that it asks for, and nothing new. Reply with only the rewritten request.
+
+<request>
+$response
+</request>"""
+
 _THOUGHTS = ("<think>", "</think>")
 _IDS = ("trajectory", "tokenizer")  # tokens of the old text, in rows that a stage sampled
 Row: TypeAlias = Mapping[str, Any]
@@ -47,7 +56,12 @@ class RewriteConfig(Config):
     """The model that rewrites, its prompt, and the text that is rewritten."""
 
     service: ChatServiceConfig = Field(description="The model. Without `cache`, replies are cached next to the output.")
-    prompt: str = Field(PROMPT, description="Prompt with $response and, if needed, $question.")
+    turns: Literal["answer", "user"] = Field(
+        "answer", description="What of `messages` is rewritten: the last message of the assistant, or each of the user."
+    )
+    prompt: str | None = Field(
+        None, description="Prompt with $response (the text to rewrite) and, if needed, $question. Unset: the built-in one."
+    )
     column: str | None = Field(None, description="Column of text. Default: the last message of `messages`.")
     question: str = Field("question", description="Column of $question if `column` is set; else it is the last user message.")
     keeps_answer: bool = Field(True, description="Reject a rewrite whose last \\boxed{} differs.")
@@ -56,8 +70,14 @@ class RewriteConfig(Config):
 
     @field_validator("prompt")
     @classmethod
-    def _shows_the_response(cls, prompt: str) -> str:
-        return checked_prompt(prompt, {"question", "response"}, needed={"response"})
+    def _shows_the_response(cls, prompt: str | None) -> str | None:
+        return prompt and checked_prompt(prompt, {"question", "response"}, needed={"response"})
+
+    @model_validator(mode="after")
+    def _has_turns(self) -> Self:
+        if self.turns == "user" and self.column is not None:
+            raise ValueError(f"turns is 'user', but column is {self.column!r}, which has no turns. Leave one of them out.")
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,23 +150,34 @@ async def _rewritten(config: RewriteConfig, client: ChatClient, source: Path) ->
 
 
 async def _rewrite(
-    config: RewriteConfig, client: ChatClient, failures: Failures, row: Row, texts: tuple[str, str]
+    config: RewriteConfig, client: ChatClient, failures: Failures, row: Row, texts: Sequence[_Text]
 ) -> tuple[Row, str]:
-    question, response = texts
-    asked = [{"role": "user", "content": Template(config.prompt).substitute(question=question, response=response)}]
+    written = []
+    for text in texts:
+        after, reason = await _rewrite_text(config, client, failures, text)
+        if reason:
+            return row, reason
+        written.append(after)
+    return _with_texts(config, row, texts, written), ""
+
+
+async def _rewrite_text(config: RewriteConfig, client: ChatClient, failures: Failures, text: _Text) -> tuple[str, str]:
+    """The new text, and why there is none."""
+    prompt = Template(config.prompt or (USER_PROMPT if config.turns == "user" else PROMPT))
+    asked = [{"role": "user", "content": prompt.substitute(question=text.question, response=text.before)}]
     reason = ""
     for draw in range(config.tries):
         try:
             reply = await client.reply(asked, draw=draw)
         except ServiceRefused as refused:
             failures.refused(refused)
-            return row, f"refused: {refused}"
+            return "", f"refused: {refused}"
         failures.success()
-        text = reply.text.strip()
-        reason = _fault(config, response, text, reply.finish_reason)
+        after = reply.text.strip()
+        reason = _fault(config, text.before, after, reply.finish_reason)
         if not reason:
-            return _with_text(config, row, text, response), ""
-    return row, reason
+            return after, ""
+    return "", reason
 
 
 def _fault(config: RewriteConfig, before: str, after: str, finish_reason: str) -> str:
@@ -169,33 +200,51 @@ def _fault(config: RewriteConfig, before: str, after: str, finish_reason: str) -
     return ""
 
 
-def _texts(config: RewriteConfig, row: Row, place: str) -> tuple[str, str]:
-    """Return question and response of a row. Raises `TaskError` if there is no response."""
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text to rewrite, and where it is: a column, or the position of a message."""
+
+    place: str | int
+    question: str
+    before: str
+
+
+def _texts(config: RewriteConfig, row: Row, place: str) -> Sequence[_Text]:
+    """Return what is rewritten of a row. Raises `TaskError` if there is nothing."""
     if config.column is not None:
         text, question = row.get(config.column), row.get(config.question)
         if not isinstance(text, str):
             raise TaskError(
                 f"{place}: its column {config.column!r} is not text. Its columns: {', '.join(map(str, row)) or 'none'}."
             )
-        return str(question or ""), text
+        return [_Text(config.column, str(question or ""), text)]
     messages = row.get("messages")
     known = [each for each in messages if isinstance(each, Mapping)] if isinstance(messages, list) else []
+    if config.turns == "user":
+        said = [(number, each.get("content")) for number, each in enumerate(known) if each.get("role") == "user"]
+        texts = [_Text(number, "", content) for number, content in said if isinstance(content, str)]
+        if not texts or len(texts) < len(said) or len(known) < len(messages or []):
+            raise TaskError(f"{place}: no messages with a user's text. Fix the row.")
+        return texts
     if not known or known[-1].get("role") != "assistant" or not isinstance(known[-1].get("content"), str):
         raise TaskError(
             f"{place}: no messages that end with an assistant's. Name a column of text with `column`, or fix the row."
         )
     asked = [str(each.get("content")) for each in known if each.get("role") == "user"]
-    return (asked[-1] if asked else ""), known[-1]["content"]
+    return [_Text(len(row["messages"]) - 1, asked[-1] if asked else "", known[-1]["content"])]
 
 
-def _with_text(config: RewriteConfig, row: Row, text: str, before: str) -> Row:
-    """Return the row with the new text and the old one, without the token ids of the old one."""
+def _with_texts(config: RewriteConfig, row: Row, texts: Sequence[_Text], written: Sequence[str]) -> Row:
+    """Return the row with the new texts and the old ones, without the token ids of the old ones."""
     new = {key: value for key, value in row.items() if key not in _IDS}
-    if config.column is not None:
-        new[config.column] = text
-    else:
-        new["messages"] = [*row["messages"][:-1], {**row["messages"][-1], "content": text}]
-    return new | {"rewritten_by": config.service.model, "rewritten_from": before}
+    for text, after in zip(texts, written, strict=True):
+        if isinstance(text.place, str):
+            new[text.place] = after
+        else:
+            new["messages"] = [*new["messages"]]
+            new["messages"][text.place] = {**new["messages"][text.place], "content": after}
+    before = [text.before for text in texts]
+    return new | {"rewritten_by": config.service.model, "rewritten_from": before if config.turns == "user" else before[0]}
 
 
 def _tags(counts: list[int]) -> str:
