@@ -4,6 +4,8 @@ import pytest
 
 from strop.algorithms.grpo import (
     batch_normalized_advantages,
+    group_centered_batch_normalized_advantages,
+    group_centered_batch_scaled_advantages,
     group_normalized_advantages,
     leave_one_out_advantages,
     mean_centered_advantages,
@@ -26,7 +28,13 @@ def test_equal_rewards_give_exact_zeros_fractional_ones_too(reward):
     assert group_normalized_advantages([reward] * 16, eps=1e-6) == [0.0] * 16
     assert mean_centered_advantages([reward] * 16) == [0.0] * 16
     assert leave_one_out_advantages([reward] * 16) == [0.0] * 16
-    assert batch_normalized_advantages([[reward] * 9, [reward] * 7], eps=1e-6) == [[0.0] * 9, [0.0] * 7]
+    for advantages in (
+        batch_normalized_advantages,
+        group_centered_batch_normalized_advantages,
+        group_centered_batch_scaled_advantages,
+    ):
+        assert advantages([[reward] * 9, [reward] * 7], eps=1e-6) == [[0.0] * 9, [0.0] * 7]
+        assert advantages([[], []], eps=1e-6) == [[], []]
 
 
 def test_mean_centered_advantages_keep_the_size_of_the_rewards():
@@ -54,7 +62,13 @@ def test_a_batch_of_one_or_of_none_has_nothing_to_learn():
 
 @pytest.mark.parametrize(
     "advantages",
-    [lambda rewards: group_normalized_advantages(rewards, eps=1e-6), mean_centered_advantages, leave_one_out_advantages],
+    [
+        lambda rewards: group_normalized_advantages(rewards, eps=1e-6),
+        mean_centered_advantages,
+        leave_one_out_advantages,
+        lambda rewards: group_centered_batch_normalized_advantages([rewards, [1.0, 0.0]], eps=1e-6),
+        lambda rewards: group_centered_batch_scaled_advantages([rewards, [1.0, 0.0]], eps=1e-6),
+    ],
 )
 def test_a_group_of_one_is_refused(advantages):
     with pytest.raises(ValueError, match="advantage = 'none'"):

@@ -27,6 +27,16 @@ def test_grpo_keeps_every_rollout_and_gives_each_token_of_it_one_advantage(make_
             "batch_normalized",
             [[0.4677072, -0.4677072, -0.4677072, -0.4677072], [-0.4677072, 2.3385359, -0.4677072, -0.4677072]],
         ),
+        # REINFORCE++-baseline: of the centred ones, mean 0; squares 3/4 + 27/4 = 7.5 over 7: std 1.0350983
+        (
+            "group_centered_batch_normalized",
+            [[0.7245688, -0.2415229, -0.2415229, -0.2415229], [-0.7245688, 2.1737065, -0.7245688, -0.7245688]],
+        ),
+        # TRL's scale_rewards = "batch": of the centred ones over 1.0690450, the std of all rewards
+        (
+            "group_centered_batch_scaled",
+            [[0.7015607, -0.2338536, -0.2338536, -0.2338536], [-0.7015607, 2.1046821, -0.7015607, -0.7015607]],
+        ),
     ],
 )
 def test_the_advantage_of_a_trajectory_is_a_setting(make_group, advantage, expected):

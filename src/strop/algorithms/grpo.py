@@ -35,6 +35,8 @@ class Advantage(StrEnum):
     LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the others of the group; RLOO
     NONE = "none"  # r
     BATCH_NORMALIZED = "batch_normalized"  # (r - mean) / std of every trajectory of the step; REINFORCE++
+    GROUP_CENTERED_BATCH_NORMALIZED = "group_centered_batch_normalized"  # that of r - mean of the group; REINFORCE++-baseline
+    GROUP_CENTERED_BATCH_SCALED = "group_centered_batch_scaled"  # (r - mean of the group) / std of every r of the step; TRL
 
     @property
     def needs_group(self) -> bool:
@@ -107,6 +109,31 @@ def batch_normalized_advantages(groups: Sequence[Sequence[float]], *, eps: float
     return [[next(normalized) for _ in group] for group in groups]
 
 
+def group_centered_batch_normalized_advantages(groups: Sequence[Sequence[float]], *, eps: float) -> list[list[float]]:
+    """`batch_normalized_advantages` of r - mean of the group: REINFORCE++-baseline (arXiv:2501.03262, section 3.2).
+
+    Raises:
+        ValueError: a group has one reward.
+    """
+    return batch_normalized_advantages([mean_centered_advantages(group) if group else [] for group in groups], eps=eps)
+
+
+def group_centered_batch_scaled_advantages(groups: Sequence[Sequence[float]], *, eps: float) -> list[list[float]]:
+    """(r - mean of the group) / (std + eps), with the unbiased std of all rewards: `scale_rewards = "batch"` of TRL.
+
+    It is the local mean and global std of Liu et al. (arXiv:2508.08221). Exact zeros in groups of equal rewards.
+
+    Raises:
+        ValueError: a group has one reward.
+    """
+    rewards = [reward for group in groups for reward in group]
+    if not rewards:
+        return [[] for _ in groups]
+    std = float(torch.tensor(rewards, dtype=torch.float64).std(correction=1))
+    centered = [mean_centered_advantages(group) if group else [] for group in groups]
+    return [[value and value / (std + eps) for value in group] for group in centered]  # 0 / 0 where all rewards are equal
+
+
 def outcome_advantages(selections: Sequence[Selection], advantage: Advantage, *, eps: float) -> list[list[Tensor]]:
     """One advantage per kept trajectory, the same on each of its tokens; the group is what was kept (rStar2-Agent Eq. 7).
 
@@ -131,8 +158,13 @@ def outcome_advantages(selections: Sequence[Selection], advantage: Advantage, *,
 def scalar_advantages(selections: Sequence[Selection], advantage: Advantage, *, eps: float) -> list[list[float]]:
     """As `outcome_advantages`, one number for each kept trajectory."""
     rewards = [[scored.reward for scored in selection.kept] for selection in selections]
-    if advantage is Advantage.BATCH_NORMALIZED:
-        return batch_normalized_advantages(rewards, eps=eps)
+    match advantage:
+        case Advantage.BATCH_NORMALIZED:
+            return batch_normalized_advantages(rewards, eps=eps)
+        case Advantage.GROUP_CENTERED_BATCH_NORMALIZED:
+            return group_centered_batch_normalized_advantages(rewards, eps=eps)
+        case Advantage.GROUP_CENTERED_BATCH_SCALED:
+            return group_centered_batch_scaled_advantages(rewards, eps=eps)
     return [_of_group(group, advantage, eps) if group else [] for group in rewards]
 
 
@@ -146,7 +178,7 @@ def _of_group(rewards: Sequence[float], advantage: Advantage, eps: float) -> lis
             return leave_one_out_advantages(rewards)
         case Advantage.NONE:
             return [float(reward) for reward in rewards]
-        case Advantage.BATCH_NORMALIZED:
+        case _:
             raise ValueError(f"{advantage.value} compares more than one group")
 
 
