@@ -11,9 +11,9 @@ def done(answer):
     return rf"{THINK}<answer>\boxed{{{answer}}}</answer>"
 
 
-def tagged(name):
+def tagged(name, outcome=ToolOutcome.STDOUT):
     """A turn that calls a tool in a tag of its name, with its result."""
-    call = ToolCall(name=name, arguments="x", outcome=ToolOutcome.STDOUT, text="r", duration_s=0.0)
+    call = ToolCall(name=name, arguments="x", outcome=outcome, text="r", duration_s=0.0)
     return turn(f"{THINK}<{name}>x</{name}>", call, observation="<result>r</result>")
 
 
@@ -56,6 +56,21 @@ def test_a_right_answer_with_both_tools_earns_the_bonus_and_a_wrong_one_does_not
     assert arpo_reward(observed(*both, done("London")), ["Paris"]) == 0.0
     assert arpo_reward(observed(tagged("search"), done("Paris")), ["Paris"]) == 1.0
     assert arpo_reward(trajectory(done("London")), ["Paris"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reward"),
+    [
+        (ToolOutcome.EMPTY, 1.1),
+        (ToolOutcome.ERROR, 1.1),  # it ran
+        (ToolOutcome.MALFORMED, 1.0),  # nothing between its tags
+        (ToolOutcome.WRONG_ARGUMENTS, 1.0),
+        (ToolOutcome.NOT_RUN, 1.0),
+    ],
+)
+def test_a_tool_is_used_if_a_call_reached_it(outcome, reward):
+    judged = observed(tagged("search"), tagged("python", outcome), done("Paris"))
+    assert arpo_reward(judged, ["Paris"]) == pytest.approx(reward)
 
 
 def test_calls_in_json_count_as_tools_that_were_used():

@@ -25,7 +25,7 @@ from strop.rewards.base import (
 )
 from strop.rollout.prompt import AnswerForm
 from strop.tasks.boxes import boxed
-from strop.types import Task, ToolOutcome, Trajectory
+from strop.types import Task, Trajectory
 
 INVALID = -1.0
 
@@ -39,7 +39,7 @@ def arpo_reward(
 ) -> float:
     """The layered reward; between -1 and 1 + `bonus`.
 
-    A tool counts as used if the policy wrote its closing tag, or if a call of its name was answered.
+    A tool counts as used if a call of its name reached it. The released code counts closing tags, of empty calls too.
     """
     answer = _answer(trajectory)
     if answer is None:
@@ -96,9 +96,8 @@ def _has_block(text: str) -> bool:
 
 
 def _has_used(trajectory: Trajectory, names: Sequence[str]) -> bool:
-    said = written(trajectory)
-    called = {call.name for call in trajectory.calls if call.outcome is not ToolOutcome.NOT_RUN}
-    return bool(names) and all(name in called or f"</{name}>" in said for name in names)
+    called = {call.name for call in trajectory.calls if call.outcome.is_dispatched}
+    return bool(names) and called >= set(names)
 
 
 class F1Part(RolloutPart):
