@@ -275,7 +275,7 @@ PUBLISHED: dict[str, Values] = {
         **_under("stages.aime24.", k=16, num_tasks=30, prompt="rstar2", tools="real", split="test"),
         **_under("stages.aime24.", **{"sampling.temperature": 0.6, "sampling.max_tokens": 30720, "limits.max_turns": 30}),
         **_hub("aime24", "aime24"),
-        "engine.max_length": 2048 + 30720,
+        **{"engine.max_length": 2048 + 12288, "stages.aime24.engine.max_length": 2048 + 30720},
     },
     "rstar2-qwen2.5-32b": {
         **_RSTAR2,
@@ -426,6 +426,7 @@ def _rstar2_eval(stage: str, dataset: str, num: int) -> Values:
         **_hub(stage, dataset),
         **_under(f"stages.{stage}.", k=16, num_tasks=num, prompt="rstar2", tools="real", split="test"),
         **_under(f"stages.{stage}.sampling.", temperature=0.6, max_tokens=30720),
+        f"stages.{stage}.engine.max_length": 2048 + 30720,
         f"stages.{stage}.limits.max_turns": 30,
     }
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from strop.doctor.own_code import call_own_code
+from strop.engine.config import EngineChoice
 from strop.engine.opening import open_engines
 from strop.engine.protocol import InferenceEngine
 from strop.errors import ConfigError, MachineError, UserError
@@ -59,6 +60,7 @@ class Parts:
     model: str  # in words
     chat: ChatFormat
     engine: InferenceEngine
+    engine_config: EngineChoice  # of the examined stage
     trainer: Trainer
     original: transformers.PreTrainedModel  # float32, never trained: what engine and trainer are compared with
     tools: tuple[Tool, ...]
@@ -71,7 +73,7 @@ class Parts:
     @property
     def is_rounded(self) -> bool:
         """Whether engine or trainer computes in bfloat16."""
-        return "bfloat16" in (self.recipe.engine.dtype, self.trainer_config.precision)
+        return "bfloat16" in (self.engine_config.dtype, self.trainer_config.precision)
 
     @property
     def temperature(self) -> float:
@@ -113,10 +115,11 @@ async def open_parts(
         progress(f"loading {words}")
         trainer_config = getattr(stage, "trainer", TrainerConfig())
         longest = max(prompt_lengths(stage, tasks[name], chat, tools))
-        config = recipe.engine.model_copy(
+        engine_config = recipe.for_stage(name).engine
+        config = engine_config.model_copy(
             update={
-                "slots": min(recipe.engine.slots, _MAX_SLOTS),
-                "max_length": max(recipe.engine.max_length, longest + ROOM),  # whether the recipe's is enough is another check
+                "slots": min(engine_config.slots, _MAX_SLOTS),
+                "max_length": max(engine_config.max_length, longest + ROOM),  # whether the recipe's is enough is another check
             }
         )
         trainer = Trainer.from_directory(
@@ -129,6 +132,7 @@ async def open_parts(
         opened.push_async_callback(reward.close)
         yield Parts(
             recipe=recipe,
+            engine_config=engine_config,
             origin=origin,
             stage=stage,
             trainer_config=trainer_config,

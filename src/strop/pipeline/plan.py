@@ -57,7 +57,7 @@ def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = Fals
         stage = recipe.stages[name]
         what = f"{type(stage).__qualname__}.check"
         with user_code.blaming():
-            problems = stage.check(name, recipe, Machine(is_plan=is_plan))
+            problems = stage.check(name, recipe.for_stage(name), Machine(is_plan=is_plan))
             for problem in user_code.expect(problems, Iterable, stage.check, what=what):  # type: ignore[type-abstract]
                 if not isinstance(problem, UserError):
                     raise user_code.returned(stage.check, problem, "Yield strop.ConfigError(...)", what=what)
@@ -81,7 +81,7 @@ def _planned(recipe: Recipe, name: str, sizes: dict[str, Model], rate: float) ->
     size = sizes[origin]
     what = f"{type(stage).__qualname__}.plan"
     with user_code.blaming():
-        estimate = stage.plan(name, recipe, Machine(is_plan=True, model=size))
+        estimate = stage.plan(name, recipe.for_stage(name), Machine(is_plan=True, model=size))
     user_code.expect(estimate, Estimate, stage.plan, what=what)
     time_s = _TOKEN_SHARE * estimate.flops / rate
     gone: dict[Path, str] = {}

@@ -94,7 +94,7 @@ async def train(
             context = StageContext(
                 name=name,
                 stage=stage,
-                recipe=recipe,
+                recipe=recipe.for_stage(name),
                 run=run,
                 runner=runner,
                 tools=tools,

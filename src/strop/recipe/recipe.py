@@ -64,6 +64,11 @@ class Recipe(Config):
         makes = {name: stage.makes for name, stage in stages.items()}
         return {name: stages[name] for name in in_order(makes, {name: _inputs(stage) for name, stage in stages.items()})}
 
+    def for_stage(self, name: str) -> Recipe:
+        """Return the recipe as the stage `name` sees it: with the stage's own engine, if it has one."""
+        own = getattr(self.stages[name].config, "engine", None)
+        return self if own is None else self.model_copy(update={"engine": own})
+
     def origin_of(self, name: str) -> str:
         """The stage whose weights the stage `name` was trained from in the first place: itself where it has no `init`."""
         while init := self.stages[name].init:
@@ -84,18 +89,17 @@ def _inputs(stage: Stage) -> tuple[Input, ...]:
 def resolve(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return `tree` with the shared tables of its root moved into every stage that has these keys.
 
-    A key of a stage overrides the shared one; a table with another `kind` replaces the shared table. A table of `tools` whose
+    A key of a stage overrides the shared one; a table with another `kind` replaces the shared table. A stage's `engine` is put
+    over the root's in the same way, but only where the stage has one. A table of `tools` whose
     name is a kind of tool is of that kind. RL on samples of a server, or of older weights, corrects for their probabilities
     unless the method says otherwise.
     """
     shared = {key: tree[key] for key in SHARED_TABLES if key in tree}
     resolved = {key: value for key, value in tree.items() if key not in shared}
     engine, stages, tools = (resolved.get(key) for key in ("engine", "stages", "tools"))
-    is_server = isinstance(engine, Mapping) and engine.get("kind") in SERVERS
     if isinstance(stages, Mapping):
         resolved["stages"] = {
-            name: _resolved(stage, shared, is_server=is_server) if isinstance(stage, Mapping) else stage
-            for name, stage in stages.items()
+            name: _resolved(stage, shared, engine) if isinstance(stage, Mapping) else stage for name, stage in stages.items()
         }
     if isinstance(tools, Mapping):
         resolved["tools"] = {name: _with_kind(name, table) for name, table in tools.items()}
@@ -128,9 +132,13 @@ def _depth(tree: Any, path: tuple[str, ...]) -> int:
     return len(path)
 
 
-def _resolved(stage: Mapping[str, Any], shared: Mapping[str, Any], *, is_server: bool) -> Mapping[str, Any]:
+def _resolved(stage: Mapping[str, Any], shared: Mapping[str, Any], engine: Any) -> Mapping[str, Any]:
     """Put a stage over the shared tables; let RL on other probabilities truncate its weights if `mismatch` is not set."""
     stage = _merge(_read_by(stage, shared), stage)
+    if isinstance(own := stage.get("engine"), Mapping):
+        engine = _merge(engine if isinstance(engine, Mapping) else {}, own)
+        stage = {**stage, "engine": engine}
+    is_server = isinstance(engine, Mapping) and engine.get("kind") in SERVERS
     if stage.get("kind") != "rl" or "method" not in stage or not (is_server or stage.get("max_staleness")):
         return stage
     method = stage["method"]

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from strop import config as configs
 from strop.config import Config
+from strop.engine.config import EngineChoice
 from strop.recipe.graph import Input, Product
 from strop.registry import Component
 from strop.rewards import MathReward, Reward, SumReward
@@ -189,6 +190,9 @@ class PlayedKeys(PosedKeys):
 
     reward: Reward = Field(default=MathReward(), description="How a trajectory is scored.")
     environment: EnvironmentKind = Field(default=Tools(), description="What answers the policy: tools, or a class of yours.")
+    engine: EngineChoice | None = Field(
+        default=None, description="Keys of `engine` with another value in this stage. Default: the recipe's engine."
+    )
     may_truncate: ClassVar[bool] = False
 
     @model_validator(mode="after")

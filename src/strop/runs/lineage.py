@@ -44,7 +44,7 @@ _MODEL_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".py", ".tiktoke
 def stage_keys(recipe: Recipe, name: str) -> dict[str, Any]:
     """Return the keys of `recipe` that change what the stage `name` makes, as JSON values."""
     stage = recipe.stages[name]
-    root = recipe.model_dump(mode="json", include={"seed", "threads", *stage.root_keys})
+    root = recipe.for_stage(name).model_dump(mode="json", include={"seed", "threads", *stage.root_keys})
     return without_free_keys({**root, "stages": {name: stage.keys()}})
 
 

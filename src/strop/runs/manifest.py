@@ -22,7 +22,7 @@ from strop.run_directory import FORMAT_VERSION, RunDirectory, read_json, write_j
 # a sum in another way (dtypes, threads, tensor_parallel, a server's kernels), and what decides an outcome (limits, isolation).
 _FREE_KEYS = re.compile(
     r"description|trackers|scheduler\.\w+|"
-    r"engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
+    r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
     r"kv_mib)|"
     r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"
     r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints|jobs|"

@@ -184,7 +184,7 @@ def warnings_of_reward_models(recipe: Recipe, names: Collection[str]) -> list[st
         stage = recipe.stages[name]
         for part, config in _scorer_parts(stage).items():
             if isinstance(config.scorer, EmbeddedScorerConfig):
-                for problem in _problems_of_scorer(recipe, f"reward.parts.{part}", config, config.scorer):
+                for problem in _problems_of_scorer(recipe.for_stage(name), f"reward.parts.{part}", config, config.scorer):
                     found[problem].append(name)
     return [f"{problem} Judged stages: {', '.join(stages)}." for problem, stages in found.items()]
 

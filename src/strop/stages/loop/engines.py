@@ -80,14 +80,15 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
         ConfigError: a prompt among the first of a stage, or any of an evaluation, and its longest response do not fit. Or
             memory is over-subscribed where that has no effect.
     """
-    _refuse_idle_oversubscription(recipe)
+    for name in recipe.stages:
+        _refuse_idle_oversubscription(recipe.for_stage(name))
     for name, stage in recipe.stages.items():
         config = stage.config
         if not isinstance(config, PlayedKeys) or not stage.plays or not config.has_own_tasks:
             continue
         if recipe.origin_of(name) == origin:
             for each in config.with_each_tasks():
-                held = recipe.engine.max_length
+                held = recipe.for_stage(name).engine.max_length
                 check_longest(recipe, name, each, chat, tools, held=held, limit=f"engine.max_length = {held}")
 
 

@@ -1,0 +1,63 @@
+"""A stage may have an engine of its own: its keys are put over those of the recipe's engine."""
+
+import json
+
+import pytest
+
+from scripted_runs import RECIPE, recipe_of, run_recipe
+from strop.errors import ConfigError
+from strop.pipeline.plan import plan
+from strop.recipe.recipe import resolve
+from strop.runs.manifest import differences
+
+STAGES = {name: RECIPE["stages"][name] for name in ("base", "sft", "before", "rl")}
+
+
+def stages(**engine):
+    return STAGES | {"before": STAGES["before"] | {"engine": engine}}
+
+
+def test_keys_of_a_stage_are_put_over_the_recipes():
+    recipe = recipe_of(stages(slots=7), engine={"max_length": 300, "slots": 3})
+    own, shared = recipe.for_stage("before").engine, recipe.for_stage("rl").engine
+    assert (own.slots, own.max_length) == (7, 300)
+    assert (shared.slots, shared.max_length) == (3, 300)
+    assert recipe.stages["rl"].config.engine is None
+
+
+def test_another_kind_of_engine_takes_none_of_the_recipes_keys_and_corrects_only_its_stage():
+    server = {"kind": "vllm", "addresses": ["http://127.0.0.1:8000"], "max_length": 300}
+    recipe = recipe_of(STAGES | {"rl": STAGES["rl"] | {"engine": server}}, engine={"max_length": 256, "slots": 3})
+    assert recipe.for_stage("rl").engine.kind == "vllm"
+    assert recipe.stages["rl"].config.method.config.mismatch == "truncate_token"
+    assert recipe.for_stage("before").engine.kind == "torch"
+
+
+def test_a_stage_samples_with_its_own_engine(tmp_path):
+    played = run_recipe(tmp_path / "run", recipe_of(stages(replicas=3)), until="before")
+    assert len(played.engines) == 3
+    manifest = json.loads(played.run.manifest.read_text())
+    assert manifest["recipe"]["stages"]["before"]["engine"]["replicas"] == 3
+
+
+def test_a_response_that_its_own_engine_cannot_hold_is_refused():
+    with pytest.raises(ConfigError, match=r"stages.before.sampling.max_tokens is \d+, but the engine holds .* = 16 tokens"):
+        plan(recipe_of(stages(max_length=16)))
+
+
+def test_memory_and_time_of_a_stage_follow_its_own_engine():
+    small, large = ({each.name: each.memory_mib for each in plan(recipe_of(stages(slots=num)))} for num in (1, 4096))
+    assert large["rl"] == small["rl"]
+    assert large["before"] > small["before"]
+
+
+def test_slots_of_a_stage_change_no_result_and_its_length_does():
+    here, there = (json.loads(recipe_of(stages(slots=num)).model_dump_json()) for num in (2, 3))
+    assert differences(here, there) == []
+    longer = json.loads(recipe_of(stages(slots=2, max_length=999)).model_dump_json())
+    assert [key for key, *_ in differences(here, longer)] == ["stages.before.engine.max_length"]
+
+
+def test_the_table_is_merged_before_it_is_validated():
+    tree = resolve({"engine": {"dtype": "bfloat16"}, "stages": {"a": {"kind": "eval", "engine": {"slots": 2}}}})
+    assert tree["stages"]["a"]["engine"] == {"dtype": "bfloat16", "slots": 2}
