@@ -238,6 +238,24 @@ _ARPO_SIDES = {"": dict[str, Any](), "-released": _ARPO_RELEASED}
 _SFT = {**_hub("sft", "math500"), "stages.sft.trainer.precision": "bfloat16"}
 _SFT_SIZES = {"128": 128, "256": 256, "512": 512, "1024": 1024, "full": 7500}
 
+_DAPO = {  # arXiv 2503.14476
+    **_PLAIN,
+    **_BFLOAT16,
+    **_hub("rl", "dapo-math-17k-processed"),
+    **_hub("aime24", "aime24"),
+    **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16, epochs=1, prompt="question_only"),
+    **_under("stages.rl.", **{"sampling.max_tokens": 16384 + 4096, "sampling.temperature": 1.0, "reward.kind": "sum"}),
+    **_under("stages.rl.reward.parts.accuracy.", kind="question_only", fast=True, weight=2.0),  # 1 and -1
+    **_under("stages.rl.reward.parts.overlong.", kind="soft_overlong", max_tokens=20480, cache_tokens=4096, weight=1.0),
+    **_under(_METHOD, clip_low=0.2, clip_high=0.28, drop_tied=True, aggregation="group_token_mean", refill_rounds=10 - 1),
+    **_under(_METHOD, advantage="group_normalized", tied_by="accuracy"),  # Eq. 11: neither all right nor all wrong
+    **_under(_ADAMW, lr=1e-6, warmup_updates=20 * 16, schedule="constant", betas=[0.9, 0.999]),
+    **_under(_ADAMW, weight_decay=0.1, grad_clip=1.0),
+    **_under("stages.aime24.", k=32, num_tasks=30, prompt="question_only"),
+    "stages.rl.steps": -(-5000 // 16),
+    "engine.max_length": 2048 + 20480,
+}
+
 PUBLISHED: dict[str, Values] = {
     "rstar2-sft": {
         **_SFT,
@@ -275,7 +293,8 @@ PUBLISHED: dict[str, Values] = {
         **_under("stages.aime24.", k=16, num_tasks=30, prompt="rstar2", tools="real", split="test"),
         **_under("stages.aime24.", **{"sampling.temperature": 0.6, "sampling.max_tokens": 30720, "limits.max_turns": 30}),
         **_hub("aime24", "aime24"),
-        **{"engine.max_length": 2048 + 12288, "stages.aime24.engine.max_length": 2048 + 30720},
+        "engine.max_length": 2048 + 12288,
+        "stages.aime24.engine.max_length": 2048 + 30720,
     },
     "rstar2-qwen2.5-32b": {
         **_RSTAR2,
@@ -397,23 +416,11 @@ PUBLISHED: dict[str, Values] = {
         "stages.rl.steps": 20 * 8500 // 128,
         "stages.base.path": "Qwen/Qwen2.5-Math-7B",
     },
-    "dapo": {  # arXiv 2503.14476
-        **_PLAIN,
-        **_BFLOAT16,
-        **_hub("rl", "dapo-math-17k-processed"),
-        **_hub("aime24", "aime24"),
-        **_under("stages.rl.", tasks_per_step=512, group_size=16, updates_per_step=16, epochs=1, prompt="question_only"),
-        **_under("stages.rl.", **{"sampling.max_tokens": 16384 + 4096, "sampling.temperature": 1.0, "reward.kind": "sum"}),
-        **_under("stages.rl.reward.parts.accuracy.", kind="question_only", fast=True, weight=2.0),  # 1 and -1
-        **_under("stages.rl.reward.parts.overlong.", kind="soft_overlong", max_tokens=20480, cache_tokens=4096, weight=1.0),
-        **_under(_METHOD, clip_low=0.2, clip_high=0.28, drop_tied=True, aggregation="group_token_mean", refill_rounds=10 - 1),
-        **_under(_METHOD, advantage="group_normalized", tied_by="accuracy"),  # Eq. 11: neither all right nor all wrong
-        **_under(_ADAMW, lr=1e-6, warmup_updates=20 * 16, schedule="constant", betas=[0.9, 0.999]),
-        **_under(_ADAMW, weight_decay=0.1, grad_clip=1.0),
-        **_under("stages.aime24.", k=32, num_tasks=30, prompt="question_only"),
-        "stages.rl.steps": -(-5000 // 16),
-        "engine.max_length": 2048 + 20480,
-        "stages.base.path": "Qwen/Qwen2.5-32B",
+    "dapo": {**_DAPO, "stages.base.path": "Qwen/Qwen2.5-32B"},
+    "forking-mask": {  # arXiv 2506.01939
+        **_DAPO,
+        **_under(_METHOD, high_entropy_share=0.2, high_entropy_over="update"),
+        "stages.base.path": "Qwen/Qwen3-8B-Base",
     },
 }
 

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
@@ -6,8 +7,20 @@ import pytest
 from strop.config import validate
 from strop.engine.protocol import Entropies
 from strop.errors import ConfigError, UserError
-from strop.rollout.branching import Branching, BranchingConfig, Claim, Claims, Probe, Rule, Scale, forks_at
-from strop.types import Completion, FinishReason, RolloutKey, StopReason, Trajectory, Turn
+from strop.rollout.branching import Branching, BranchingConfig, Claim, Claims, Probe, Rule, Scale, branch_metrics, forks_at
+from strop.types import (
+    Completion,
+    FinishReason,
+    Group,
+    RolloutKey,
+    ScoredTrajectory,
+    StopReason,
+    Task,
+    ToolCall,
+    ToolOutcome,
+    Trajectory,
+    Turn,
+)
 
 VOCAB = 1000
 ROOT = RolloutKey(task_index=3, attempt=1)
@@ -151,6 +164,40 @@ def test_a_claim_that_comes_before_displaces_the_last_and_one_behind_a_full_budg
     claims.drop(early)
     assert claims.add(late) is None
     assert Claims(0).add(early) == early
+
+
+def _played(branch, *turns, forked_at=0):
+    """A trajectory of these turns, each (tokens sampled, tokens observed, calls)."""
+    call = ToolCall(name="python", arguments="{}", outcome=ToolOutcome.STDOUT, text="r", duration_s=0.0)
+    made = [replace(turn(sampled, observed), calls=(call,) * calls) for sampled, observed, calls in turns]
+    return ScoredTrajectory(
+        trajectory=Trajectory(
+            key=replace(ROOT, branch=branch),
+            task_id="t",
+            prompt_ids=(7,),
+            turns=tuple(made),
+            stop_reason=StopReason.ANSWERED,
+            parent=ROOT if branch else None,
+            forked_at=forked_at,
+        ),
+        reward=1.0,
+        reward_parts={},
+    )
+
+
+def test_a_step_says_what_branching_saved_and_which_rollouts_say_the_same():
+    root = _played(0, (3, 2, 2), (4, 1, 1), (5, 0, 0))
+    late = _played(3, (3, 2, 2), (4, 1, 1), (6, 0, 0), forked_at=10)  # shares 2 turns: 3 calls, 7 sampled tokens
+    early = _played(1, (3, 2, 2), (5, 0, 0), forked_at=5)  # shares 1 turn: 2 calls, 3 sampled tokens
+    task = Task(id="t", question="?", answer="!", source="test")
+    group = Group(task=task, task_index=3, trajectories=(root, late, early))
+    found = branch_metrics([group], branching(), seed=0)
+    assert found["branching/tokens_shared"] == 15
+    assert found["branching/calls_saved_fraction"] == pytest.approx(5 / 8)  # of 3 + 3 + 2
+    assert found["branching/sampled_saved_fraction"] == pytest.approx(10 / 33)  # of 12 + 13 + 8
+    assert found["branching/duplicates"] == 0
+    twins = Group(task=task, task_index=3, trajectories=(root, replace(root, reward=0.0), late))
+    assert branch_metrics([twins], branching(), seed=0)["branching/duplicates"] == 1
 
 
 def test_a_rollout_decides_at_each_of_its_own_observations_that_it_went_on_after():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -236,6 +237,8 @@ def branch_metrics(groups: Sequence[Group], branching: Branching, *, seed: int) 
         "branching/fresh_per_task": sum(each.key.attempt >= first for each in trajectories) / max(1, len(groups)),
         "branching/decisions": float(len(verdicts)),
         "branching/tokens_shared": float(sum(trajectory.forked_at for trajectory in trajectories)),
+        "branching/duplicates": float(sum(_num_duplicates(group) for group in groups)),
+        **_savings(trajectories),
     }
     if not verdicts:
         return metrics
@@ -248,6 +251,26 @@ def branch_metrics(groups: Sequence[Group], branching: Branching, *, seed: int) 
         "branching/wanted_rate": sum(len(each.paths) for each in verdicts) / (num * num_paths),
         "branching/branch_rate": num_branches / (num * num_paths),
     }
+
+
+def _num_duplicates(group: Group) -> int:
+    """How many rollouts of a group say nothing that another one does not say."""
+    return len(group.trajectories) - len({tuple(scored.trajectory.ids) for scored in group.trajectories})
+
+
+def _savings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Shares of calls and sampled tokens that branches got from their parents, of what the rollouts would cost one by one."""
+    shared: Counter[str] = Counter()
+    total: Counter[str] = Counter()
+    for trajectory in trajectories:
+        num_tokens = 0
+        for turn in trajectory.turns:
+            of_turn = {"calls": sum(call.outcome.is_dispatched for call in turn.calls), "sampled": len(turn.completion.ids)}
+            total.update(of_turn)
+            num_tokens += len(turn.completion.ids) + len(turn.observation_ids)
+            if num_tokens <= trajectory.forked_at:
+                shared.update(of_turn)
+    return {f"branching/{name}_saved_fraction": shared[name] / num for name, num in total.items() if num}
 
 
 def entropy_warning(metrics: dict[str, float], branching: Branching) -> str:
