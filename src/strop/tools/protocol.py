@@ -48,6 +48,7 @@ class ToolKind(Component):
     kinds = {  # noqa: RUF012  (a constant table)
         "python": "strop.tools.python:Python",
         "search": "strop.tools.search.tool:Search",
+        "browse": "strop.tools.browse:Browse",
         "function": "strop.tools.function:Function",
         "mcp": "strop.tools.mcp:Mcp",
     }
