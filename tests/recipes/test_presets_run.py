@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,18 +23,25 @@ from strop.stages.context import Silent
 from strop.stages.model import TinyModel, make_tiny_model
 from strop.tasks.conversations import call_text
 
+VLLM_PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 _ROLLOUTS = {"rl": {"steps": 1, "tasks_per_step": 2, "group_size": 4}, "expert_iteration": {"steps": 1, "tasks_per_step": 2}}
 
 
 def scaled_down(
-    name: str, *, model: str, able: str, scorer: str, rows: str, said: str, results: str, judged: str
+    name: str, *, vllm: str = "", model: str, able: str, scorer: str, rows: str, said: str, results: str, judged: str
 ) -> dict[str, object]:
-    """Keys and values for `--set`, by the stages that the preset has. What keeps right rollouts alone begins with `able`."""
+    """Keys and values for `--set`, by the stages that the preset has. What keeps right rollouts alone begins with `able`.
+
+    Args:
+        vllm: the interpreter of vLLM, for presets of that engine; "": they sample with the embedded one.
+    """
     tree = parsed(name)
     kinds = {stage["kind"] for stage in tree["stages"].values()}
     data = {"kind": "jsonl", "path": rows, "test_path": rows, "facts": ["response"]}
     sets: dict[str, object] = {"threads": 1, "tasks": data, "engine.slots": 8, "engine.max_length": 2048}
     sets["sampling.max_tokens"] = 32
+    if tree.get("engine", {}).get("kind") == "vllm":
+        sets |= {"engine.python": vllm, "engine.eager": True} if vllm else {"engine": {"kind": "torch"}}
     if "search" in tree.get("tools", {}):
         sets["tools.search.backend"] = {"kind": "kept", "path": results}
     if "overlong" in tree.get("reward", {}).get("parts", {}):
@@ -91,9 +99,9 @@ def sooner(entry, data):
     return changed
 
 
-def run_of(name: str, places: Mapping[str, str]) -> Recipe:
+def run_of(name: str, places: Mapping[str, str], *, vllm: str = "") -> Recipe:
     """Return a preset with other models and data, and fewer of everything."""
-    sets = scaled_down(name, **places)
+    sets = scaled_down(name, vllm=vllm, **places)
     return load_recipe(preset_path(name), [*(f"{key}={as_toml(value)}" for key, value in sets.items())])
 
 
@@ -111,7 +119,7 @@ def small(tmp_path_factory):
     directory = tmp_path_factory.mktemp("small")
     texts = [message.text for prompt in PROMPTS for message in load_prompt(prompt).fill("1+1", [])]
     sizes = TinyModel(
-        vocab_size=1024, hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, max_length=4096, num_texts=10
+        vocab_size=1024, hidden_size=64, intermediate_size=64, num_layers=1, num_heads=2, max_length=4096, num_texts=10
     )
     make_tiny_model(sizes, texts, directory / "model", seed=0)
     rows = [
@@ -183,6 +191,18 @@ def preferences_by_what_is_judged() -> dict[str, list[dict[str, str]]]:
 # whole program, with demonstrations, rejection sampling, a mix, reward models and exports.
 PROMPTS = ("rstar2", "arpo", "r1_zero", "deepseek_r1_zero", "qwen_math")
 QUICK = ("rstar2-stage3", "r1-rl2", "r1-pipeline")
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_the_released_arpo_runs_on_the_engine_that_it_names(small, tmp_path):
+    torch.set_num_threads(1)
+    recipe = run_of("arpo-reasoning-released", small, vllm=str(VLLM_PYTHON))
+    assert recipe.engine.kind == "vllm"
+    result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), command="test"))
+    [step] = [line for line in read_lines(result.run.metrics) if line["stage"] == "rl"]
+    assert step["rollout/void_fraction"] == 0
+    assert (tmp_path / "run" / "stages" / "aime24" / "done.json").exists()
 
 
 @pytest.mark.timeout(600)
