@@ -106,6 +106,11 @@ def test_an_attempt_that_nobody_gave_a_part_to_is_in_no_mean_of_it(tmp_path):
     assert (f1.metric, f1.first, f1.second) == ("f1", 0.5, 0.75)  # of "a" alone; nobody gave "b" one in the first
 
 
+def test_truncated_sampling_is_a_setting_that_differs(tmp_path):
+    first, second = files(tmp_path, {"a": [1]}, temperature=0.6), files(tmp_path, {"a": [1]}, temperature=0.6, top_p=0.95)
+    assert compare(first, second).settings == {"top_p": (None, 0.95)}
+
+
 def test_equal_values_in_another_order_are_no_difference(tmp_path):
     first, second = (files(tmp_path, {name: [1, 1, 1] for name in "abcdefgh"}) for _ in range(2))
     for each, values in ((first, [0.1, 0.2, 0.3]), (second, [0.3, 0.2, 0.1])):

@@ -72,6 +72,12 @@ def test_a_stage_that_is_marked_stale_is_told_and_not_ranked(tmp_path):
     assert "changed/stages/test/eval/result.json: stale, so it is not ranked: rl was made anew" in told
 
 
+def test_truncated_sampling_is_a_setting_that_the_table_shows(tmp_path):
+    put(tmp_path / "run", 0.5, k=4, num_tasks=30, maj_at_k=0.6, temperature=0.6, top_p=0.95, prompt="rstar2")
+    [row] = leaderboard_table(list(gather([tmp_path]).benchmarks["gsm8k"])).rows
+    assert row[-1] == "rstar2, t 0.6, top-p 0.95"
+
+
 def test_where_nothing_lies_it_says_so(tmp_path):
     with pytest.raises(RunError, match=r"no evaluation to show: there is no eval/result.json"):
         gather([tmp_path])

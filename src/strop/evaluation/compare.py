@@ -20,7 +20,10 @@ Pair: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any]]
 
 _SHARES = {"accuracy": "correct", "truncated": "truncated"}
 _AMOUNTS = ("length_tokens", "tool_calls", "tool_errors")
-_SETTINGS = ("model", "k", "temperature", "max_tokens", "max_turns", "prompt", "tools", "engine", "dtype")
+_SETTINGS = (
+    *("model", "k", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
+    *("max_tokens", "max_turns", "prompt", "tools", "engine", "dtype"),
+)
 _NO_EFFECT = frozenset(
     (
         *("weights", "weight", "verify_deadline_s"),

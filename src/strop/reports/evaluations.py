@@ -126,6 +126,7 @@ def _settings(result: Mapping[str, Any]) -> str:
     settings = [
         f"{result['prompt']}" if "prompt" in result else "",
         f"t {result['temperature']:g}" if "temperature" in result else "",
+        f"top-p {result['top_p']:g}" if result.get("top_p", 1.0) < 1 else "",
         f"{result['max_tokens']:,} tokens" if "max_tokens" in result else "",
         f"{result['engine']} {result.get('dtype', '')}".strip() if "engine" in result else "",
         f"tools: {result['tools']}" if result.get("tools", "real") != "real" else "",
