@@ -130,6 +130,8 @@ NOT_MEASURED = {  # settings of graders that no label of GSM8K or MATH-500 can b
     ("countdown", True): "there is no label: whatever has the target's value is right (test_countdown_reward.py)",
     ("function", "strop.evaluation.short_answers:right_letter"): "labels are letters (evaluation/test_judges.py)",
     ("function", "strop.evaluation.short_answers:exact_match"): "labels are names and phrases (evaluation/test_judges.py)",
+    ("function", "strop.evaluation.short_answers:right_names"): "labels are lists of names (evaluation/test_judges.py)",
+    ("code",): "there is no label: a program is run on tests (test_code.py)",
     ("function", "strop.evaluation.short_answers:f1"): "likewise, and it has no weight; arpo's F1 is measured",
 }
 
