@@ -203,9 +203,10 @@ def _json(response: httpx2.Response, place: str) -> Any:
 
 
 def _is_unknown_host(error: BaseException | None) -> bool:
+    """Whether there is no such name; not where the resolver could not tell, as in an outage of the network."""
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__
-    return error is not None
+    return error is not None and error.errno in (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 
 
 def _in_short(text: str) -> str:

@@ -193,6 +193,7 @@ def keys_of(stage):
     [
         ({"sampling": {"temperature": 0.0}}, "all 4 rollouts of a task would be the same"),
         ({"trainer": {"optimizer": {"schedule": "cosine"}}}, "Set schedule = 'constant'"),
+        ({"trainer": {"optimizer": {"warmup_fraction": 0.1}}}, "warmup_updates if there is to be a warm-up"),
         ({"epochs": 0}, "greater than or equal to 1"),
         ({"keep": 2}, "unknown key"),
     ],

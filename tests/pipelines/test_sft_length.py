@@ -37,6 +37,7 @@ def test_a_cosine_that_warm_up_leaves_no_room_for_is_refused_once_the_rows_are_r
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        ({"steps": 2} | optimizer(warmup_fraction=0.8), "warmup_fraction makes 2, but the stage has 2 updates in all"),
         ({"steps": None}, "steps and epochs are both missing"),
         (optimizer(warmup_updates=2, warmup_fraction=0.1), "warmup_updates and warmup_fraction are both set"),
     ],

@@ -8,6 +8,7 @@ from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import ConfigError
 from strop.pipeline.plan import plan
 from strop.recipe.recipe import resolve
+from strop.runs.lineage import stage_keys
 from strop.runs.manifest import differences
 
 STAGES = {name: RECIPE["stages"][name] for name in ("base", "sft", "before", "rl")}
@@ -56,6 +57,22 @@ def test_slots_of_a_stage_change_no_result_and_its_length_does():
     assert differences(here, there) == []
     longer = json.loads(recipe_of(stages(slots=2, max_length=999)).model_dump_json())
     assert [key for key, *_ in differences(here, longer)] == ["stages.before.engine.max_length"]
+
+
+def test_a_stage_does_not_become_stale_by_slots_of_its_own():
+    plain, own, longer = recipe_of(STAGES), recipe_of(stages(slots=9)), recipe_of(stages(max_length=999))
+    assert stage_keys(plain, "before") == stage_keys(own, "before")
+    assert stage_keys(plain, "before") != stage_keys(longer, "before")
+    assert stage_keys(plain, "rl") == stage_keys(longer, "rl")
+
+
+def test_a_penalty_that_sglang_does_not_apply_is_refused():
+    server = {"kind": "sglang", "addresses": ["http://127.0.0.1:8000"], "max_length": 300}
+    table = STAGES["before"] | {"engine": server, "sampling": {"repetition_penalty": 1.1}}
+    with pytest.raises(
+        ConfigError, match=r"stages.before.sampling.repetition_penalty is 1.1, which SGLang accepts and does not"
+    ):
+        plan(recipe_of(STAGES | {"before": table}))
 
 
 def test_the_table_is_merged_before_it_is_validated():

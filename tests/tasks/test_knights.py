@@ -1,6 +1,7 @@
 """Knights and knaves: one solution each, the same at the same index, never in both splits; and mixtures of sources."""
 
 import itertools
+import json
 import re
 from collections import Counter
 
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.config import validate
-from strop.errors import ConfigError
+from strop.errors import ConfigError, TaskError
 from strop.stages.loop.preflight import task_files
 from strop.tasks import make_tasks
 from strop.tasks.arithmetic import ArithmeticTasks
@@ -86,6 +87,18 @@ def test_a_mixture_takes_from_each_source_in_turn_by_its_weight():
 def test_sources_without_a_weight_come_as_often_as_each_other():
     mixed = mixture()
     assert Counter(mixed.task(index).facts["domain"] for index in range(10)) == {"sums": 5, "knights": 5}
+
+
+def test_no_test_task_of_a_finite_source_comes_twice(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"q{n}", "answer": "1"}) + "\n" for n in range(5)))
+    parts = {"rows": {"kind": "jsonl", "path": str(rows), "test_path": str(rows)}, "knights": {"kind": "knights"}}
+    source = make_tasks(MixedTasks(parts=parts, weights={"rows": 2}), seed=0, split="test")
+    assert source.num_tasks == 6  # two rounds of two rows and a puzzle
+    assert len({source.task(index).id for index in range(6)}) == 6
+    assert make_tasks(MixedTasks(parts=parts), seed=0, split="train").num_tasks is None
+    with pytest.raises(TaskError, match="needs more test rows than a source has"):
+        _ = make_tasks(MixedTasks(parts=parts, weights={"rows": 9}), seed=0, split="test").num_tasks
 
 
 def test_a_weight_of_no_part_is_refused():

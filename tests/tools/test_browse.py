@@ -20,6 +20,7 @@ from strop.types import ToolOutcome
 
 _ResultT = TypeVar("_ResultT")
 HTML = {"Content-Type": "text/html; charset=utf-8"}
+HEADLESS = "<html><head><title>T</title><svg><p>x</p><body><p>Hello world</p></html>"  # neither head nor svg is closed
 PAGE = "<html><head><title>T</title></head><h1>Öslo</h1><script>bad()</script><p>A city\n in <b>Norway</b>.</p></html>"
 
 
@@ -46,6 +47,8 @@ def answers(asked: Asked, number: int) -> Answer:
     return {
         "/page": Answer(body=PAGE.encode(), headers=HTML),
         "/paper": Answer(body=pdf("The tower is 330 m high."), headers={"Content-Type": "application/pdf"}),
+        "/headless": Answer(body=HEADLESS.encode(), headers={"Content-Type": "Text/HTML"}),
+        "/away": Answer(body=b"", status=302, headers={"Location": "http://[::1"}),
         "/plain": Answer(body=b"just text", headers={"Content-Type": "text/plain"}),
         "/moved": Answer(body=b"", status=302, headers={"Location": "/page"}),
         "/loop": Answer(body=b"", status=302, headers={"Location": "/loop"}),
@@ -78,6 +81,7 @@ def browse(url: str, query: str = "Norway", **config: Any) -> ToolResult:
         ("/moved", "Öslo\nA city\nin Norway."),
         ("/paper", "The tower is 330 m high."),
         ("/plain", "just text"),
+        ("/headless", "Hello world"),
     ],
 )
 def test_pages_and_pdfs_become_text(path: str, text: str) -> None:
@@ -91,6 +95,7 @@ def test_pages_and_pdfs_become_text(path: str, text: str) -> None:
     [
         ("/gone", "status 404"),
         ("/loop", "more than 5 redirections"),
+        ("/away", "ValueError"),
         ("/damaged", "its PDF is damaged"),
         ("/image", "image/png, which has no text"),
         ("/late", "it took more than 1 s"),
@@ -103,12 +108,22 @@ def test_what_cannot_be_read_is_told_to_the_policy(path: str, said: str) -> None
     assert said in found.text
 
 
-@pytest.mark.parametrize("url", ["ftp://a.b/c", "no address", "http://", "file:///etc/passwd", "http://no-such-host.invalid/"])
+NO_ADDRESSES = (
+    *("ftp://a.b/c", "no address", "http://", "file:///etc/passwd", "http://no-such-host.invalid/"),
+    *("http://8.8.8.8:70000/", "http://127.0.0.1:99999999999999999999/"),
+)
+PRIVATE = (
+    *("127.0.0.1", "localhost", "[::1]", "169.254.169.254", "10.0.0.1", "192.168.1.1", "0.0.0.0", "224.0.0.1"),
+    *("[64:ff9b::a00:5]", "[::ffff:10.0.0.1]", "[2002:7f00:1::]", "[fec0::1]", "[::127.0.0.1]"),
+)
+
+
+@pytest.mark.parametrize("url", NO_ADDRESSES)
 def test_what_is_no_address_is_told_to_the_policy(url: str) -> None:
     assert browse(url).outcome is ToolOutcome.ERROR
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]", "169.254.169.254", "10.0.0.1", "192.168.1.1", "0.0.0.0"])
+@pytest.mark.parametrize("host", PRIVATE)
 def test_addresses_that_are_not_public_are_not_fetched(host: str) -> None:
     found = browse(f"http://{host}:9/", allow_private=False)
     assert found.outcome is ToolOutcome.ERROR
@@ -120,13 +135,17 @@ def test_a_redirection_to_an_address_that_is_not_public_is_not_followed(monkeypa
 
     async def request(self: BrowseTool, url: str) -> Any:
         checked.append(url)
+        if len(checked) == 2:  # the page that it was sent to, as if the first had been public
+            self._config = self._config.model_copy(update={"allow_private": False})
         return await original(self, url)
 
     original = BrowseTool._request
     monkeypatch.setattr(BrowseTool, "_request", request)
     with serving(answers) as server:
-        browse(server.url + "/moved")
-        assert checked == [server.url + "/moved", server.url + "/page"]  # every one is checked
+        found = browse(server.url + "/moved")
+        assert checked == [server.url + "/moved", server.url + "/page"]
+        assert "is not a public address" in found.text
+        assert len(server.asked) == 1
 
 
 def test_an_empty_page_is_no_error() -> None:
@@ -151,6 +170,14 @@ def test_a_page_is_summarised_by_a_model_that_sees_query_and_passage() -> None:
     with serving(answers) as server, chat_service.serving(summary) as service:
         found = browse(server.url + "/page", summary={"url": service.url, "model": "m"})
     assert found.text == "A city."
+
+
+def test_a_page_that_the_summariser_refuses_is_told_to_the_policy() -> None:
+    refused = Answer(body={"error": "too long"}, status=400)
+    with serving(answers) as server, serving(lambda asked, number: refused) as service:
+        found = browse(server.url + "/page", summary={"url": service.url, "model": "m"})
+    assert found.outcome is ToolOutcome.ERROR
+    assert "refused it with status 400" in found.text
 
 
 def test_a_summariser_with_a_wrong_key_ends_the_run() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx2
 import pytest
 from web_server import Answer, Asked, WebServer, serving
 
+from strop import http
 from strop.deadline import deadline
 from strop.errors import ToolBroken, UserError
+from strop.http import ServiceRefused
 from strop.sandbox import ScriptedSandbox
 from strop.tools import ToolResult
 from strop.tools.search import Search, SearchTool
@@ -146,6 +150,16 @@ def test_a_service_that_is_gone_or_refuses_the_key_ends_the_run_with_a_remedy(st
         with pytest.raises(UserError, match=rf"the search service is not usable: \S+ answered {status}: .*gone.*(key|address)"):
             ask({**FAST, "url": server.url}, "oslo")
         assert len(server.asked) == 1
+
+
+def test_a_resolver_that_cannot_tell_is_a_fault_of_the_network() -> None:
+    def failed(number: int) -> ServiceRefused:
+        error = httpx2.ConnectError("no")
+        error.__cause__ = socket.gaierror(number, "said")
+        return ServiceRefused("", is_unknown_host=http._is_unknown_host(error))
+
+    assert failed(socket.EAI_NONAME).is_of_the_service
+    assert not failed(socket.EAI_AGAIN).is_of_the_service
 
 
 def test_a_server_whose_name_has_no_address_ends_the_run() -> None:

@@ -183,16 +183,6 @@ class PosedKeys(Stage.Config):
     prompt: str = Field(default="rstar2", description="The prompt: one of strop's, or the path of a .toml file.")
     sampling: SamplingConfig = Field(default=SamplingConfig(), description="How completions are sampled.")
     limits: RolloutLimits = Field(default=RolloutLimits(), description="Limits of one rollout.")
-
-
-class PlayedKeys(PosedKeys):
-    """Keys of a stage that plays its tasks on engines and scores the rollouts."""
-
-    reward: Reward = Field(default=MathReward(), description="How a trajectory is scored.")
-    environment: EnvironmentKind = Field(default=Tools(), description="What answers the policy: tools, or a class of yours.")
-    engine: EngineChoice | None = Field(
-        default=None, description="Keys of `engine` with another value in this stage. Default: the recipe's engine."
-    )
     may_truncate: ClassVar[bool] = False
 
     @model_validator(mode="after")
@@ -203,6 +193,16 @@ class PlayedKeys(PosedKeys):
                 " distribution. Set them in the sampling of a stage of kind 'eval'."
             )
         return self
+
+
+class PlayedKeys(PosedKeys):
+    """Keys of a stage that plays its tasks on engines and scores the rollouts."""
+
+    reward: Reward = Field(default=MathReward(), description="How a trajectory is scored.")
+    environment: EnvironmentKind = Field(default=Tools(), description="What answers the policy: tools, or a class of yours.")
+    engine: EngineChoice | None = Field(
+        default=None, description="Keys of `engine` with another value in this stage. Default: the recipe's engine."
+    )
 
     @property
     def played_split(self) -> Split:

@@ -163,8 +163,8 @@ class ModelJudge:
 
     def _number(self, text: str) -> float | None:
         if words := self.config.words:
-            said = [value for word, value in words.items() if re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)]
-            return min(said, default=None)
+            patterns = {rf"(?<!\w){re.escape(word)}(?!\w)": value for word, value in words.items()}
+            return min((value for each, value in patterns.items() if re.search(each, text, re.IGNORECASE)), default=None)
         found = _SCORE.findall(text)
         value = float(found[-1]) if found else None
         return value if value is not None and self.config.lowest <= value <= self.config.highest else None

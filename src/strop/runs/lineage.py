@@ -45,7 +45,8 @@ def stage_keys(recipe: Recipe, name: str) -> dict[str, Any]:
     """Return the keys of `recipe` that change what the stage `name` makes, as JSON values."""
     stage = recipe.stages[name]
     root = recipe.for_stage(name).model_dump(mode="json", include={"seed", "threads", *stage.root_keys})
-    return without_free_keys({**root, "stages": {name: stage.keys()}})
+    own = {key: value for key, value in stage.keys().items() if key != "engine"}  # which is that of the root by now
+    return without_free_keys({**root, "stages": {name: own}})
 
 
 def lineages(recipe: Recipe, run: RunDirectory) -> dict[str, Lineage]:

@@ -109,10 +109,10 @@ class ExpertIteration(RolloutStage):
                     f"sampling.temperature is 0: all {self.group_size} rollouts of a task would be the same. Raise it; 1.0 is"
                     " usual. Or set group_size = 1."
                 )
-            if self.trainer.optimizer.schedule is Schedule.COSINE:
+            if self.trainer.optimizer.schedule is Schedule.COSINE or self.trainer.optimizer.warmup_fraction:
                 raise ValueError(
-                    "trainer.optimizer.schedule is 'cosine', but the number of updates depends on how many rollouts are"
-                    " right. Set schedule = 'constant'."
+                    "trainer.optimizer has schedule = 'cosine' or a warmup_fraction, but the number of updates depends on how"
+                    " many rollouts are right. Set schedule = 'constant', and warmup_updates if there is to be a warm-up."
                 )
             return self
 

@@ -90,10 +90,11 @@ class ModelStage(Stage):
     def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
         """The embedded engine does not implement the model's architecture, but a stage samples from it."""
         path = Path(self.config.path or "")
-        is_sampled = any(stage.plays for stage in recipe.stages.values())
-        if is_sampled and isinstance(recipe.engine, EngineConfig) and (path / "config.json").exists():
+        engines = [recipe.for_stage(each).engine for each, stage in recipe.stages.items() if stage.plays]
+        lengths = [engine.max_length for engine in engines if isinstance(engine, EngineConfig)]
+        if lengths and (path / "config.json").exists():
             try:
-                Architecture.of(config_of(path), max_length=recipe.engine.max_length)
+                Architecture.of(config_of(path), max_length=max(lengths))
             except ModelError as error:
                 yield ModelError(f"stages.{name}.path: {path}: {error}")
 

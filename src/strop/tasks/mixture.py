@@ -8,6 +8,7 @@ from typing import Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from strop.errors import TaskError
 from strop.tasks.protocol import Split, TaskSource, make_tasks
 from strop.types import Task
 
@@ -47,6 +48,17 @@ class MixedTasks(TaskSource):
         turns.sort()  # the turns of each source are spread over the round
         self._round = [(name, number) for _, name, number in turns]
         self._weights = weights
+
+    @property
+    def num_tasks(self) -> int | None:
+        """Of test tasks as many rounds as the shortest source has, so that none comes twice."""
+        nums = {name: source.num_tasks for name, source in self._opened.items()}
+        rounds = [num // self._weights[name] for name, num in nums.items() if num is not None]
+        if self.split != "test" or not rounds:
+            return None
+        if not min(rounds):
+            raise TaskError(f"tasks.weights: a round of {self._weights} needs more test rows than a source has. Lower them.")
+        return min(rounds) * len(self._round)
 
     def task(self, index: int) -> Task:
         num_rounds, place = divmod(index, len(self._round))

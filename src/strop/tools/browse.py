@@ -32,7 +32,8 @@ from strop.types import ToolOutcome
 
 _ORIGIN = Origin("page", 0)
 _MAX_REDIRECTS = 5
-_SKIPPED = ("script", "style", "noscript", "template", "svg", "head")  # their text is not read
+_SKIPPED = ("script", "style", "noscript", "template", "svg", "title")  # their text is not read
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
 _BLOCKS = frozenset(("p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "section", "article", "table"))
 _PDF_TEXT = """
 import io, resource, sys
@@ -131,6 +132,8 @@ class BrowseTool(Tool):
         try:
             return (await summariser.reply([{"role": "user", "content": asked}])).text.strip()
         except ServiceRefused as refused:
+            if refused.is_of_what_was_asked:
+                raise NotFetched(f"the model that summarises it refused it with status {refused.status}") from refused
             if refused.is_of_the_service:
                 raise UserError(f"{self.spec.name}.summary: {refused}") from refused
             raise ToolBroken(f"{self.spec.name}.summary: {refused}") from refused
@@ -146,8 +149,8 @@ class BrowseTool(Tool):
                 text = encodable(await _read(body, content_type, encoding))
         except TimeoutError:
             raise NotFetched(f"it took more than {self._config.timeout_s:g} s") from None
-        except httpx2.HTTPError as error:
-            raise NotFetched(f"{type(error).__name__}") from error
+        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, ExceptionGroup) as error:  # of what a page may send
+            raise NotFetched(type(error).__name__) from error
         if self._pages is not None:
             await self._pages.add(url, text, _ORIGIN)
         return text
@@ -171,6 +174,7 @@ class BrowseTool(Tool):
                 return bytes(body), response.headers.get("content-type", ""), response.encoding or "utf-8"
             finally:
                 await response.aclose()
+                self._client.cookies.clear()  # rollouts, and sites of one address, share nothing
         raise NotFetched(f"more than {_MAX_REDIRECTS} redirections")
 
     async def _request(self, url: str) -> httpx2.Request:
@@ -179,22 +183,35 @@ class BrowseTool(Tool):
             target = httpx2.URL(url)
         except httpx2.InvalidURL as error:
             raise NotFetched(f"{url[:200]} is no address") from error
-        if target.scheme not in ("http", "https") or not target.host:
+        if target.scheme not in ("http", "https") or not target.host or not 0 < (target.port or 80) < 65_536:
             raise NotFetched(f"{url[:200]} is no address of a page. Give one as in https://example.org")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port or 0, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise NotFetched(f"{target.host} is not known") from error
         address = str(found[0][4][0])
-        if not self._config.allow_private and not all(ipaddress.ip_address(str(each[4][0])).is_global for each in found):
+        if not self._config.allow_private and not all(_is_public(str(each[4][0])) for each in found):
             raise NotFetched(f"{target.host} is not a public address")
         headers = {"Host": target.netloc.decode(), "User-Agent": "Mozilla/5.0 (compatible)", "Accept": "text/html, */*"}
         extensions = {"sni_hostname": target.host}
         return self._client.build_request("GET", target.copy_with(host=address), headers=headers, extensions=extensions)
 
 
+def _is_public(text: str) -> bool:
+    """Whether an address is one of the internet, and so is the IPv4 address that it may contain."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        low = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        inner += [low] if address in _NAT64 or int(address) >> 32 == 0 else []
+        if address.is_site_local or not all(_is_public(str(each)) for each in inner if each is not None):
+            return False
+    return address.is_global and not address.is_multicast
+
+
 async def _read(body: bytes, content_type: str, encoding: str) -> str:
     """The text of a page. Raises `NotFetched` if it is neither text nor a PDF."""
+    content_type = content_type.lower()
     if body.startswith(b"%PDF") or "pdf" in content_type:
         return await _pdf_text(body)
     if not re.match(r"text/|application/(xhtml|xml|json)|$", content_type):
@@ -203,7 +220,8 @@ async def _read(body: bytes, content_type: str, encoding: str) -> str:
         text = body.decode(encoding, errors="replace")
     except LookupError:
         text = body.decode("utf-8", errors="replace")
-    return _html_text(text) if "html" in content_type or "<html" in text[:1000].lower() else text
+    is_html = "html" in content_type or "<html" in text[:1000].lower()
+    return await asyncio.to_thread(_html_text, text) if is_html else text
 
 
 async def _pdf_text(body: bytes) -> str:
@@ -238,7 +256,7 @@ class _Text(HTMLParser):
         self._depth = 0  # of elements whose text is not read
 
     def handle_starttag(self, tag: str, attrs: object) -> None:
-        self._depth += tag in _SKIPPED
+        self._depth = 0 if tag == "body" else self._depth + (tag in _SKIPPED)
         if tag in _BLOCKS:
             self.parts.append("\n")
 

@@ -151,7 +151,11 @@ class AbsentTool(Tool):
     """Answers every call with the error that no tool is available."""
 
     def __init__(self, tool: Tool) -> None:
-        self._spec = tool.spec
+        self._spec, self._max_calls = tool.spec, tool.max_calls
+
+    @property
+    def max_calls(self) -> int | None:
+        return self._max_calls
 
     @property
     def spec(self) -> ToolSpec:

@@ -80,8 +80,9 @@ def check_room(recipe: Recipe, origin: str, chat: ChatFormat, tools: Sequence[To
         ConfigError: a prompt among the first of a stage, or any of an evaluation, and its longest response do not fit. Or
             memory is over-subscribed where that has no effect.
     """
-    for name in recipe.stages:
-        _refuse_idle_oversubscription(recipe.for_stage(name))
+    for name, stage in recipe.stages.items():
+        if stage.plays:
+            _refuse_idle_oversubscription(recipe.for_stage(name))
     for name, stage in recipe.stages.items():
         config = stage.config
         if not isinstance(config, PlayedKeys) or not stage.plays or not config.has_own_tasks:

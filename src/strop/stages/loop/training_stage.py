@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 
 def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "trainer.optimizer") -> None:
     """Raises `ValueError` when a cosine over `num_updates` would end before its warm-up does."""
-    if optimizer.schedule is Schedule.COSINE and optimizer.warmup_updates >= num_updates:
+    warmup_updates = optimizer.over(num_updates).warmup_updates
+    if optimizer.schedule is Schedule.COSINE and warmup_updates >= num_updates:
         raise ValueError(
-            f"{key}.warmup_updates is {optimizer.warmup_updates}, but the stage has {num_updates} updates in all:"
-            " nothing is left for the cosine. Lower warmup_updates, raise steps, or set schedule = 'constant'."
+            f"{key}.{'warmup_fraction makes' if optimizer.warmup_fraction else 'warmup_updates is'} {warmup_updates}, but the"
+            f" stage has {num_updates} updates in all: nothing is left for the cosine. Shorten the warm-up, raise steps, or set"
+            " schedule = 'constant'."
         )
 
 
