@@ -4,7 +4,6 @@ import asyncio
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from transformers import GPT2Config
@@ -15,8 +14,8 @@ from strop.engine.config import EngineChoice, SglangConfig, VllmConfig
 from strop.engine.opening import open_engines
 from strop.engine.servers.sglang import SglangServer
 from strop.errors import ConfigError, EngineLost, ModelError, UserError
+from strop.recipe.recipe import Recipe, resolve
 from strop.recipe.stage import Machine
-from strop.stages.model import ModelStage
 
 from .servers.fake_sglang import FakeSglang
 from .support import make_model, make_request
@@ -99,12 +98,21 @@ def test_the_keys_of_engines_are_read_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_dry_run_names_an_architecture_that_the_engine_does_not_implement(tmp_path):
+SERVER = {"kind": "vllm", "addresses": ["http://127.0.0.1:8000"]}
+TORCH = {"kind": "torch"}
+
+
+@pytest.mark.parametrize(("engine", "own", "is_refused"), [(TORCH, {}, True), (SERVER, TORCH, True), (TORCH, SERVER, False)])
+def test_a_dry_run_names_an_architecture_that_the_engine_does_not_implement(engine, own, is_refused, tmp_path):
     GPT2Config().save_pretrained(tmp_path)
-    recipe = SimpleNamespace(engine=EngineConfig(), stages={"eval": SimpleNamespace(plays=True)})
-    [problem] = ModelStage(path=str(tmp_path)).check("base", recipe, Machine(is_plan=True))
-    assert f"stages.base.path: {tmp_path}: the torch engine does not implement the architecture 'gpt2'" in str(problem)
-    assert "it implements llama, qwen2, qwen3. Use one of these, or another kind of engine." in str(problem)
+    stages = {"base": {"kind": "model", "path": str(tmp_path)}, "eval": {"kind": "eval", "init": "base", "engine": own}}
+    tree = {"name": "r", "tasks": {"kind": "arithmetic"}, "engine": engine, "stages": stages}
+    recipe = validate(Recipe, resolve(tree), place="test")
+    problems = [str(each) for each in recipe.stages["base"].check("base", recipe, Machine(is_plan=True))]
+    assert len(problems) == is_refused
+    for problem in problems:
+        assert f"stages.base.path: {tmp_path}: the torch engine does not implement the architecture 'gpt2'" in problem
+        assert "it implements llama, qwen2, qwen3. Use one of these, or another kind of engine." in problem
 
 
 def test_each_replica_is_told_its_own_share():

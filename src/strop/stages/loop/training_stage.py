@@ -39,10 +39,10 @@ def check_schedule(optimizer: OptimizerConfig, num_updates: int, *, key: str = "
     """Raises `ValueError` when a cosine over `num_updates` would end before its warm-up does."""
     warmup_updates = optimizer.over(num_updates).warmup_updates
     if optimizer.schedule is Schedule.COSINE and warmup_updates >= num_updates:
+        name, verb = ("warmup_fraction", "makes") if optimizer.warmup_fraction else ("warmup_updates", "is")
         raise ValueError(
-            f"{key}.{'warmup_fraction makes' if optimizer.warmup_fraction else 'warmup_updates is'} {warmup_updates}, but the"
-            f" stage has {num_updates} updates in all: nothing is left for the cosine. Shorten the warm-up, raise steps, or set"
-            " schedule = 'constant'."
+            f"{key}.{name} {verb} {warmup_updates}, but the stage has {num_updates} updates in all: nothing is left for the"
+            f" cosine. Lower {name}, raise steps, or set schedule = 'constant'."
         )
 
 
