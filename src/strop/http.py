@@ -120,11 +120,11 @@ class PatientClient:
         Raises:
             ServiceRefused: no try gave an answer, or another try would not change it.
         """
-        fault, is_unknown_host, num_tries = "", False, 1 + self._limits.retries
+        fault, is_unknown, num_tries = "", False, 1 + self._limits.retries
         async with self._running:
             for number in range(1, num_tries + 1):
                 await self._pace()
-                asked_pause_s, is_unknown_host = 0.0, False
+                asked_pause_s, is_unknown = 0.0, False
                 try:
                     async with asyncio.timeout(self._limits.timeout_s):  # httpx2 limits each wait, not the request
                         response = await send(self._opened())
@@ -138,7 +138,7 @@ class PatientClient:
                     raise ServiceRefused(f"{place} is no address: {error} Write it as in http://127.0.0.1:8000.") from error
                 except httpx2.RequestError as error:
                     fault = f"{place} cannot be reached ({type(error).__name__}: {error})"
-                    is_unknown_host = _is_unknown_host(error)
+                    is_unknown = is_unknown_host(error)
                 except ServiceRefused as refused:
                     if refused.status is not None:
                         raise
@@ -147,9 +147,9 @@ class PatientClient:
                 if number < num_tries:
                     pause_s = self._limits.backoff_s * 2 ** (number - 1) * self._draw.uniform(0.75, 1.25)
                     await asyncio.sleep(min(max(pause_s, asked_pause_s), self._max_pause_s))
-        hint = " Is the address right, and is there a network?" if is_unknown_host else ""
+        hint = " Is the address right, and is there a network?" if is_unknown else ""
         message = f"{fault.rstrip('.')}; that was the last of {num_tries} tries.{hint}"
-        raise ServiceRefused(message, is_unknown_host=is_unknown_host)
+        raise ServiceRefused(message, is_unknown_host=is_unknown)
 
     async def close(self) -> None:
         """Safe to call twice."""
@@ -202,7 +202,7 @@ def _json(response: httpx2.Response, place: str) -> Any:
         raise ServiceRefused(f"{place} answered without JSON: {_in_short(response.text)}") from error
 
 
-def _is_unknown_host(error: BaseException | None) -> bool:
+def is_unknown_host(error: BaseException | None) -> bool:
     """Whether there is no such name; not where the resolver could not tell, as in an outage of the network."""
     while error is not None and not isinstance(error, socket.gaierror):
         error = error.__cause__ or error.__context__

@@ -487,12 +487,12 @@ def _r1_reward_model(stage: str, judged_on: str) -> Values:
 
 
 def _r1_eval(stage: str, dataset: str) -> Values:
-    """D.1: temperature 0.6, 32 768 tokens, 64 samples of AIME and 16 of MATH; top-p 0.95 is left out."""
+    """D.1: temperature 0.6, 32 768 tokens, 64 samples of AIME and 16 of MATH; top-p 0.95."""
     num, k = {"aime24": (30, 64), "math500": (500, 16)}[dataset]
     return {
         **_hub(stage, dataset),
         **_under(f"stages.{stage}.", k=k, num_tasks=num, prompt="deepseek_r1_zero", split="test"),
-        **_under(f"stages.{stage}.sampling.", temperature=0.6, max_tokens=32768),
+        **_under(f"stages.{stage}.sampling.", temperature=0.6, top_p=0.95, max_tokens=32768),
     }
 
 

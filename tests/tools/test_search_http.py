@@ -156,7 +156,7 @@ def test_a_resolver_that_cannot_tell_is_a_fault_of_the_network() -> None:
     def failed(number: int) -> ServiceRefused:
         error = httpx2.ConnectError("no")
         error.__cause__ = socket.gaierror(number, "said")
-        return ServiceRefused("", is_unknown_host=http._is_unknown_host(error))
+        return ServiceRefused("", is_unknown_host=http.is_unknown_host(error))
 
     assert failed(socket.EAI_NONAME).is_of_the_service
     assert not failed(socket.EAI_AGAIN).is_of_the_service

@@ -110,7 +110,7 @@ def batch_normalized_advantages(groups: Sequence[Sequence[float]], *, eps: float
 
 
 def group_centered_batch_normalized_advantages(groups: Sequence[Sequence[float]], *, eps: float) -> list[list[float]]:
-    """`batch_normalized_advantages` of r - mean of the group: REINFORCE++-baseline (arXiv:2501.03262, section 3.2).
+    """`batch_normalized_advantages` of r - mean of the group: REINFORCE++-baseline (arXiv:2501.03262).
 
     Raises:
         ValueError: a group has one reward.

@@ -24,7 +24,10 @@ class Entropies(StrEnum):
 
     ANY = "any"  # the whole distribution's from an engine that has it at no cost, none from others
     FULL = "full"  # of the whole distribution; a server estimates it, see `strop.engine.servers.entropies`
-    TOP10 = "top10"  # the sum of -p log p over the ten likeliest tokens: ARPO's released code
+    TOP10 = "top10"  # the sum of -p log p over the `NUM_LIKELIEST` likeliest tokens: ARPO's released code
+
+
+NUM_LIKELIEST = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

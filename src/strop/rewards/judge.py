@@ -93,7 +93,7 @@ class JudgeConfig(Config):
     @field_validator("score_prompt")
     @classmethod
     def _shows_the_response(cls, prompt: str | None) -> str | None:
-        if prompt == "arpo_judge":
+        if prompt == "arpo_judge":  # of ARPO's released evaluation, src/llm_evaluator_sds.py
             prompt = Path(__file__).with_name("arpo_judge.prompt").read_text(encoding="utf-8")
         known = {"prompt", "response", "reference", "lowest", "highest"}
         return prompt and checked_prompt(prompt, known, needed={"response"})

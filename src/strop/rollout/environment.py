@@ -207,7 +207,7 @@ class ToolEnvironment:
             return ended(text, (), StopReason.ANSWERED)
         if self._num_turns >= self._limits.max_turns:
             return ended(text, tuple(_not_run(call) for call in calls), StopReason.TURN_LIMIT)
-        wanted, is_over_budget = self._within_budget(self._within_rations([self._checked(call) for call in calls]))
+        wanted, is_over_budget = self._within_budget(self._within_tool_limits([self._checked(call) for call in calls]))
         is_any_run = any(isinstance(each, ParsedCall) for each in wanted)
         is_told = is_any_run or not is_over_budget
         if is_told and len(self._observation_ids(completion, [""] * len(calls))) > num_tokens_left:
@@ -255,7 +255,7 @@ class ToolEnvironment:
             return self._failed(call, ToolOutcome.WRONG_ARGUMENTS, text)
         return replace(call, arguments=arguments)
 
-    def _within_rations(self, calls: Sequence[ToolCall | ParsedCall]) -> list[ToolCall | ParsedCall]:
+    def _within_tool_limits(self, calls: Sequence[ToolCall | ParsedCall]) -> list[ToolCall | ParsedCall]:
         """`calls`, those beyond the `max_calls` of their tools as refused, in the words of ARPO's evaluation."""
         num_used, found = self._num_run.copy(), list[ToolCall | ParsedCall]()
         for each in calls:

@@ -37,7 +37,7 @@ class Statement:
     people: tuple[int, ...]
     holds: Callable[[World], bool]
 
-    def told(self, names: Sequence[str]) -> str:
+    def worded(self, names: Sequence[str]) -> str:
         return self.text.format(*(names[person] for person in self.people))
 
 
@@ -78,7 +78,7 @@ class KnightsTasks(TaskSource):
         )
 
     def _task(self, names: Sequence[str], world: World, said: Sequence[Statement]) -> Task:
-        lines = [f'{names[speaker]} says: "{statement.told(names)}"' for speaker, statement in enumerate(said)]
+        lines = [f'{names[speaker]} says: "{statement.worded(names)}"' for speaker, statement in enumerate(said)]
         knights = sorted(name for name, is_knight in zip(names, world, strict=True) if is_knight)
         return Task(
             id=f"knights/{_digest(said):016x}/{'-'.join(names)}",

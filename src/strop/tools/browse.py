@@ -1,7 +1,7 @@
 """A tool that reads a page or a PDF: it fetches the address, finds the passage about the query, and may have it summarised.
 
-As in ARPO's deep-search evaluation (arXiv 2507.19849, section 4.1): a passage of 3000 characters, summarised by a language
-model behind an OpenAI-compatible address. Only public addresses are fetched, since the policy chooses them.
+As in the released evaluation of ARPO (arXiv 2507.19849): a passage of 3000 characters, summarised by a language model behind an
+OpenAI-compatible address. Only public addresses are fetched, since the policy chooses them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import Field
 
 from strop.chat_client import ChatClient, ChatServiceConfig
 from strop.errors import ToolBroken, UserError
-from strop.http import ServiceRefused
+from strop.http import ServiceRefused, is_unknown_host
 from strop.sandbox.protocol import CodeRunner
 from strop.tools.limits import CallLimits
 from strop.tools.protocol import Tool, ToolKind, ToolResult, ToolSpec, encodable
@@ -108,7 +108,12 @@ class BrowseTool(Tool):
         return self._config.timeout_s + (0.0 if summary is None else (1 + summary.retries) * (summary.timeout_s + 60))
 
     async def call(self, arguments: Mapping[str, object], *, seed: int) -> ToolResult:
-        """Read one page. Raises `ToolBroken` if the summariser keeps failing, `UserError` if it never will answer."""
+        """Read one page.
+
+        Raises:
+            ToolBroken: no name can be resolved, or the summariser keeps failing.
+            UserError: the summariser will never answer.
+        """
         started_at = time.perf_counter()
         url, query = str(arguments["url"]).strip(), str(arguments["query"]).strip()
         outcome = ToolOutcome.STDOUT
@@ -149,7 +154,7 @@ class BrowseTool(Tool):
                 text = encodable(await _read(body, content_type, encoding))
         except TimeoutError:
             raise NotFetched(f"it took more than {self._config.timeout_s:g} s") from None
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError, ValueError, ExceptionGroup) as error:  # of what a page may send
+        except httpx2.HTTPError as error:
             raise NotFetched(type(error).__name__) from error
         if self._pages is not None:
             await self._pages.add(url, text, _ORIGIN)
@@ -162,7 +167,7 @@ class BrowseTool(Tool):
             response = await self._client.send(request, stream=True)
             try:
                 if response.is_redirect:
-                    url = urljoin(url, response.headers.get("location", ""))
+                    url = _target(url, response.headers.get("location", ""))
                     continue
                 if response.status_code >= 400:
                     raise NotFetched(f"status {response.status_code}")
@@ -187,7 +192,11 @@ class BrowseTool(Tool):
             raise NotFetched(f"{url[:200]} is no address of a page. Give one as in https://example.org")
         try:
             found = await asyncio.get_running_loop().getaddrinfo(target.host, target.port or 0, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
+        except UnicodeError as error:
+            raise NotFetched(f"{target.host} is not known") from error
+        except OSError as error:
+            if not is_unknown_host(error):  # a fault of the network here, which the policy is not to read
+                raise ToolBroken(f"{self.spec.name}: {target.host} cannot be resolved: {error}") from error
             raise NotFetched(f"{target.host} is not known") from error
         address = str(found[0][4][0])
         if not self._config.allow_private and not all(_is_public(str(each[4][0])) for each in found):
@@ -195,6 +204,13 @@ class BrowseTool(Tool):
         headers = {"Host": target.netloc.decode(), "User-Agent": "Mozilla/5.0 (compatible)", "Accept": "text/html, */*"}
         extensions = {"sni_hostname": target.host}
         return self._client.build_request("GET", target.copy_with(host=address), headers=headers, extensions=extensions)
+
+
+def _target(url: str, location: str) -> str:
+    try:
+        return urljoin(url, location)
+    except ValueError as error:
+        raise NotFetched(f"it redirects to {location[:200]!r}, which is no address") from error
 
 
 def _is_public(text: str) -> bool:

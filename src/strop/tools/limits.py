@@ -96,7 +96,7 @@ class CappedTool(WrappedTool):
             self._places.release()
 
 
-class RationedTool(WrappedTool):
+class LimitedTool(WrappedTool):
     """Another tool, of which a rollout may make only so many calls."""
 
     def __init__(self, tool: Tool, max_calls: int) -> None:
@@ -108,7 +108,7 @@ class RationedTool(WrappedTool):
         return self._max_calls
 
     def around(self, tool: Tool) -> Tool:
-        return RationedTool(tool, self._max_calls)
+        return LimitedTool(tool, self._max_calls)
 
 
 class DescribedTool(WrappedTool):
@@ -191,6 +191,6 @@ async def open_tools(kinds: Mapping[str, ToolKind], runner: CodeRunner) -> Async
             if isinstance(config := kind.config, CallLimits):
                 opened = capped(described(opened, config, key=f"tools.{name}"), config.max_running)
                 if config.max_calls is not None:
-                    opened = [RationedTool(tool, config.max_calls) for tool in opened]
+                    opened = [LimitedTool(tool, config.max_calls) for tool in opened]
             tools += opened
         yield tuple(tools)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from strop.engine.protocol import Entropies
+from strop.engine.protocol import NUM_LIKELIEST, Entropies
 
-_NUM_LIKELIEST = {Entropies.ANY: 0, Entropies.TOP10: 10, Entropies.FULL: 20}
+_NUM_LIKELIEST = {Entropies.ANY: 0, Entropies.TOP10: NUM_LIKELIEST, Entropies.FULL: 20}
 MAX_LOGPROBS = 1 + max(_NUM_LIKELIEST.values())
 
 

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from strop.engine.protocol import Entropies, Truncation
-
-NUM_LIKELIEST = 10  # of `Entropies.TOP10`
+from strop.engine.protocol import NUM_LIKELIEST, Entropies, Truncation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

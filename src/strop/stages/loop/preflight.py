@@ -39,8 +39,8 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
         yield from _check_length(name, config, recipe)
         if config.sampling.repetition_penalty != 1 and isinstance(recipe.engine, SglangConfig):
             yield ConfigError(
-                f"stages.{name}.sampling.repetition_penalty is {config.sampling.repetition_penalty:g}, which SGLang accepts and"
-                " does not apply. Leave it out, or use another engine."
+                f"stages.{name}.sampling.repetition_penalty is {config.sampling.repetition_penalty:g}, which releases of SGLang"
+                " are reported to ignore. Leave it out, or use another engine."
             )
         yield from _check_engine(recipe, is_plan=machine.is_plan)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
