@@ -6,6 +6,7 @@ import random
 import pytest
 
 from strop.engine import EngineConfig, TorchEngine
+from strop.engine.torch.weights import Matrix
 
 from .support import VOCAB_SIZE, make_model, make_request, publish
 
@@ -81,3 +82,24 @@ def test_bits_depend_neither_on_company_nor_on_order_nor_on_slots(name, dtype):
     # Two slots more than conversations: forks wait for each other, in other rows.
     other_layout = EngineConfig(slots=14, max_length=300, device="cpu", dtype=dtype)
     assert _with_engine(model, other_layout, _together(9)) == reference
+
+
+def test_a_product_that_rounds_otherwise_in_a_larger_step_is_noticed(monkeypatch):
+    """As on processors with AMX, where products of 4 and of 92 tokens add up in another order."""
+    onto = Matrix.onto
+
+    def rounding(self, residual, inputs, bias=None):
+        return onto(self, residual, inputs, bias) * (1.0 if len(inputs) <= 4 else 1.0001)
+
+    monkeypatch.setattr(Matrix, "onto", rounding)
+    config = EngineConfig(slots=4, max_length=200, device="cpu")
+    requests = [make_request(f"{number}", range(number, 4 + number), seed=number) for number in range(3)]
+
+    async def together(engine):
+        return await asyncio.gather(*map(engine.complete, requests))
+
+    async def one_by_one(engine):
+        return [await engine.complete(request) for request in requests]
+
+    model = make_model("llama")
+    assert _with_engine(model, config, together) == _with_engine(model, config, one_by_one)

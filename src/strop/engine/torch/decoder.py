@@ -81,7 +81,7 @@ class Decoder:
     def _forward(self, ids: Tensor, plan: Any, num_rows: int, num_layers: int | None) -> Tensor:
         attention = self._attention
         hidden = F.embedding(ids, self.weights.embedding)
-        num_layers = num_layers or self.architecture.num_layers
+        num_layers = min(num_layers or self.architecture.num_layers, self.architecture.num_layers)
         for index, layer in enumerate(self.weights.layers[:num_layers]):
             qkv = layer.qkv.product(attention.norm(hidden, layer.input_norm), layer.qkv_bias)
             is_last = index == num_layers - 1

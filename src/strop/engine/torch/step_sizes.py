@@ -120,8 +120,9 @@ def invariant_sizes(decoder: Decoder) -> StepSizes:
     """Return the sizes of `all_sizes` whose logits equal, bit for bit and in every row, the first row of the largest size.
 
     Every slot is given the same content, so all rows of all sizes should agree. Kernels are chosen by shape, not by value,
-    so weights of any later version behave alike, and all layers have one shape, so that one is enough; the weights held now
-    must be real ones, since zeros agree always. The KV cache is used for it and empty afterwards.
+    so weights of any later version behave alike, and all layers have one shape, so that two are enough: the last one computes
+    its products for rows alone. The weights held now must be real ones, since zeros agree always. The KV cache is used for it
+    and empty afterwards.
     """
     every = all_sizes(decoder)
     most_rows, most_columns = decoder.num_slots, decoder.num_columns
@@ -132,7 +133,7 @@ def invariant_sizes(decoder: Decoder) -> StepSizes:
         rows = [Row(slot=slot, id=0, position=position) for slot in slots]
         num_rows = min(num_tokens, most_rows)
         shape = StepShape(num_tokens=num_tokens, num_rows=num_rows, num_slots=num_slots, num_columns=num_columns)
-        return decoder.step(rows, (), shape, num_layers=1)
+        return decoder.step(rows, (), shape, num_layers=2)
 
     reference = logits(range(most_rows), most_rows, most_rows, most_columns)[:1]
 
