@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from strop.engine import EngineConfig, TorchEngine, weights_checksum
 from strop.engine.processes.engine import ProcessEngine
 from strop.engine.processes.fork_server import EngineForkServer
+from strop.engine.protocol import Probe
 from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
@@ -78,6 +79,18 @@ def test_it_samples_the_same_bits_as_the_embedded_engine(play, home):
     version, completions = play(scenario)
     assert version == 0
     assert completions == asyncio.run(embedded())
+
+
+def test_the_first_entropies_come_while_the_rest_is_sampled(play):
+    async def scenario(engine):
+        told = asyncio.get_running_loop().create_future()
+        probe = Probe(num_tokens=3, tell=told.set_result)
+        running = asyncio.create_task(engine.complete(make_request("a", [1], max_tokens=150), probe=probe))
+        entropies = await told
+        assert not running.done()
+        assert entropies == (await running).entropies[:3]
+
+    play(scenario)
 
 
 def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
@@ -156,6 +169,10 @@ def _instead(said):
         (_instead(lambda message: frame(message | {"kind": "surprise"})), "no message: .*surprise"),
         (_instead(lambda message: frame({"kind": "completed", "number": message["number"]})), "Field required at completed"),
         (_instead(lambda message: frame(message | {"number": 99})), r"an answer \(completed\) to number 99"),
+        (
+            _instead(lambda message: frame({"kind": "probed", "number": message["number"], "entropies": [0.5]})),
+            "entropies .* that it was not asked for",
+        ),
         (_instead(lambda message: frame({"kind": "ready", "number": message["number"]})), "ready where .* Completed"),
         (_instead(lambda _: b""), "ended with exit code 0"),
         (

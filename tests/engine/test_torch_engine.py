@@ -11,6 +11,7 @@ from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
 from strop.engine import EngineConfig, TorchEngine, weights_checksum
 from strop.engine.model_directory import ModelFacts
+from strop.engine.protocol import Probe
 from strop.engine.torch.weights import DecoderWeights
 from strop.errors import EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
@@ -62,7 +63,7 @@ def test_a_prompt_that_older_weights_computed_is_forgotten(play):
     assert (after.ids, after.logprobs) == (fresh.ids, fresh.logprobs)
 
 
-def test_a_fork_that_waited_computes_all_of_it_if_its_parent_was_released(play):
+def test_a_fork_that_waited_takes_over_the_slot_of_its_released_parent(play):
     async def scenario(engine):
         parent = await engine.complete(make_request("parent", range(30)))
         await engine.complete(make_request("other", [1]))
@@ -74,9 +75,49 @@ def test_a_fork_that_waited_computes_all_of_it_if_its_parent_was_released(play):
         fork = await waiting
         await engine.release("other")
         whole = await engine.complete(make_request("whole", ids, seed=5))
-        assert (fork.cached_tokens, fork.ids) == (0, whole.ids)
+        assert (fork.cached_tokens, fork.ids) == (34, whole.ids)
+        later = await engine.complete(make_request("later", ids, extends="parent", at=34, seed=5))
+        assert (later.cached_tokens, later.ids, later.logprobs) == (34, fork.ids, fork.logprobs)  # from the fork, which has it
+        await engine.release("later")
+        await engine.release("fork")
+        await engine.complete(make_request("parent", range(5, 30)))  # another conversation of the same name
+        again = await engine.complete(make_request("again", range(5, 31), extends="parent", at=25))
+        assert again.cached_tokens == 25
 
-    play(scenario, slots=2)
+
+def test_what_a_released_slot_held_is_lost_when_another_conversation_takes_it(play):
+    async def scenario(engine):
+        await engine.complete(make_request("parent", range(30)))
+        await engine.release("parent")
+        await engine.complete(make_request("other", [1]))
+        await engine.release("other")
+        return await engine.complete(make_request("fork", range(31), extends="parent", at=30))
+
+    assert play(scenario, slots=1).cached_tokens == 0
+    assert play(scenario, slots=2).cached_tokens == 30  # the other one had a slot that was never used
+
+
+def test_the_first_entropies_are_told_while_the_rest_is_sampled(play):
+    async def scenario(engine):
+        told, request = asyncio.Event(), make_request("a", range(30), max_tokens=150)
+        entropies = []
+
+        def tell(said):
+            entropies.extend(said)
+            told.set()
+
+        running = asyncio.create_task(engine.complete(request, probe=Probe(num_tokens=3, tell=tell)))
+        await told.wait()
+        assert not running.done()
+        branch = await engine.complete(make_request("branch", range(30), extends="a", at=30, seed=6))
+        completion = await running
+        assert tuple(entropies) == completion.entropies[:3]
+        assert branch.cached_tokens == 29  # from a conversation that went on meanwhile
+        short = await engine.complete(make_request("b", [1], max_tokens=2), probe=Probe(num_tokens=3, tell=tell))
+        assert len(short.ids) == 2
+        assert len(entropies) == 3  # it was not told of fewer
+
+    play(scenario, slots=4)
 
 
 def test_siblings_of_a_request_whose_slot_was_taken_over_still_find_its_prefix(play):

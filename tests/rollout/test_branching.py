@@ -7,7 +7,7 @@ import pytest
 from strop.config import validate
 from strop.engine.protocol import Entropies
 from strop.errors import ConfigError, UserError
-from strop.rollout.branching import Branching, BranchingConfig, Claim, Claims, Probe, Rule, Scale, branch_metrics, forks_at
+from strop.rollout.branching import Branching, BranchingConfig, Claim, Claims, ProbedAt, Rule, Scale, branch_metrics, forks_at
 from strop.types import (
     Completion,
     FinishReason,
@@ -52,7 +52,7 @@ def turn(num_sampled, num_observed):
     )
 
 
-START, AFTER = completion(*[0.5] * 30), completion(*[2.0] * 30)  # entropy rises by 1.5 nats a token
+START, AFTER = [0.5] * 30, [2.0] * 30  # entropies of two completions: they rise by 1.5 nats a token
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_scale_says_which_entropies_an_engine_reports():
 
 
 def test_a_short_completion_is_weighed_by_the_tokens_that_it_has():
-    verdict = branching(entropy_weight=0.1).verdict([START, completion(2.0, 2.0)], seed=0)
+    verdict = branching(entropy_weight=0.1).verdict([START, [2.0, 2.0]], seed=0)
     assert verdict.delta_h == pytest.approx((2 * 2.0 - 20 * 0.5) / math.log(1000))
 
 
@@ -91,7 +91,7 @@ def test_probabilities_end_at_0_and_1():
 
 
 def test_the_released_probe_measures_the_completion_that_called_and_so_finds_nothing_at_the_first_call():
-    released = branching(probe=Probe.SEGMENT_BEFORE_CALL)
+    released = branching(probe=ProbedAt.SEGMENT_BEFORE_CALL)
     assert released.verdict([START, AFTER], seed=0).delta_h == 0.0
     assert released.verdict([START, AFTER, START], seed=0).delta_h > 0
 
@@ -120,9 +120,18 @@ def test_the_threshold_takes_all_paths_where_entropy_rose_and_none_where_it_did_
 
 
 def test_an_engine_without_entropies_is_named():
-    bare = Completion(**{name: getattr(START, name) for name in START.__slots__} | {"entropies": ()})
     with pytest.raises(UserError, match="the engine reports none"):
-        branching().verdict([bare, bare], seed=0)
+        branching().verdict([(), ()], seed=0)
+
+
+def test_no_more_of_a_completion_is_awaited_than_decides():
+    assert branching(probe_tokens=7).num_awaited == 7
+    assert branching(probe_tokens=7, probe=ProbedAt.SEGMENT_BEFORE_CALL).num_awaited == 1  # what decides is known before
+    for probe in ProbedAt:
+        rule = branching(probe=probe)
+        entropies = [START, AFTER, [float(number) for number in range(30)]]
+        enough = [*entropies[:2], entropies[2][: rule.num_awaited]]
+        assert rule.verdict(enough, seed=0) == rule.verdict(entropies, seed=0)
 
 
 def test_a_threshold_for_the_coin_is_refused():
@@ -195,6 +204,7 @@ def test_a_step_says_what_branching_saved_and_which_rollouts_say_the_same():
     assert found["branching/tokens_shared"] == 15
     assert found["branching/calls_saved_fraction"] == pytest.approx(5 / 8)  # of 3 + 3 + 2
     assert found["branching/sampled_saved_fraction"] == pytest.approx(10 / 33)  # of 12 + 13 + 8
+    assert found["branching/prefilled_saved_fraction"] == pytest.approx(5 / 8)  # of 3 + 3 + 2
     assert found["branching/duplicates"] == 0
     twins = Group(task=task, task_index=3, trajectories=(root, replace(root, reward=0.0), late))
     assert branch_metrics([twins], branching(), seed=0)["branching/duplicates"] == 1

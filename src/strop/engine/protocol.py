@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
@@ -67,6 +67,14 @@ class CompletionRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """Asks for the entropies of a completion's first tokens while the rest is sampled."""
+
+    num_tokens: int
+    tell: Callable[[tuple[float, ...]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """Optional abilities of an engine."""
 
@@ -74,6 +82,7 @@ class Capabilities:
     can_fork: bool  # `extends` at any length, from several requests at once, without computing the prefix again
     entropies: Literal["full", "estimated"]  # of a request that needs them
     dtype: torch.dtype  # of its weights; published weights are cast to it first
+    can_probe: bool = False  # whether it is a `ProbedEngine`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +145,13 @@ class InferenceEngine(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+class ProbedEngine(InferenceEngine, Protocol):
+    """An engine that tells of a completion while it samples it."""
+
+    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
+        """Sample one completion. `probe` is told once, in the caller's thread, unless the completion has fewer tokens."""
 
 
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:

@@ -195,12 +195,11 @@ ENGINES = (
     ),
     Panel("Computed twice", {"scheduler/recomputed_tokens": "tokens"}, "After evictions and lost engines."),
     Panel(
-        "Lost and refused",
+        "Lost",
         {
             "scheduler/engines_lost": "engines lost",
             "scheduler/restarts": "turns begun again",
             "scheduler/evictions": "evictions",
-            "scheduler/branches_refused": "branches refused",
         },
         "How often in a step; a healthy one has none.",
     ),
@@ -212,7 +211,14 @@ BRANCHING = (  # ARPO (arXiv 2507.19849)
         "In addition to the rollouts that start at the prompt.",
     ),
     Panel(
-        "Branches given up for earlier ones", {"scheduler/branches_displaced": "branches"}, "In a step; no group contains them."
+        "Shared tokens found in the cache",
+        {"scheduler/branch_cached_token_share": "share"},
+        "Of the tokens that branches have in common with their parents; the others are prefilled again.",
+    ),
+    Panel(
+        "Branches that waited, and those given up for earlier ones",
+        {"scheduler/branches_queued": "waited for room", "scheduler/branches_displaced": "given up"},
+        "In a step; no group contains those given up.",
     ),
     Panel(
         "Tokens of branches given up",

@@ -1,9 +1,9 @@
 """Plays the rollouts of one task that branch, all at once. A completion decides whether the rollout forks before it.
 
-No rollout waits for a decision. A completion is sampled whole, as without branching; then its first tokens decide whether to
-fork before it. The branch begins where the observation ends, on the parent's engine and from its KV memory, with a fork of the
-parent's tools; the completion stays the parent's. The scheduler counts a branch for which the parent's engine has no room.
-That branch then waits in the queue like any other rollout, and its context is computed again.
+No rollout waits for a decision. The first tokens of a completion decide whether to fork before it, while the rest is sampled;
+an engine that cannot tell them earlier tells them at its end. The branch begins where the observation ends, on the parent's
+engine and from its KV memory, with a fork of the parent's tools; the completion stays the parent's. A branch for which the
+parent's engine has no room is the next to start there, in the memory that its parent leaves.
 """
 
 from __future__ import annotations
@@ -157,10 +157,10 @@ class Tree:
         """Put a finished rollout into the tree, with its finished branches. Its other branches begin later."""
         trajectory = scored.trajectory
         self._results[trajectory.key] = scored
-        completions = [turn.completion for turn in trajectory.turns]
+        entropies = [turn.completion.entropies for turn in trajectory.turns]
         for at in forks_at(trajectory):
             past = Past(prompt_ids=trajectory.prompt_ids, turns=trajectory.turns[:at], parent=trajectory.key)
-            verdict = self.branching.verdict(completions[: at + 1], seed=self.batch_player.seed_of(trajectory.key))
+            verdict = self.branching.verdict(entropies[: at + 1], seed=self.batch_player.seed_of(trajectory.key))
             for path in verdict.paths:
                 key = self.claim(Claim(at=at, parent=trajectory.key, path=path))
                 if key is None:
@@ -198,26 +198,37 @@ class _Forking:
 
     def __init__(self, tree: Tree, key: RolloutKey) -> None:
         self._tree, self._key = tree, key
-        self._due: dict[RolloutKey, _ForkedEnvironment] = {}  # whose environment is to be forked now
-        self._on_same_engine: list[_ForkedEnvironment] = []
+        self._forks: asyncio.Task[None] | None = None
+        self._running: list[_ForkedEnvironment] = []
 
-    def sampled(self, lease: Lease, past: Past, completion: Completion) -> None:
-        tree, batch_player = self._tree, self._tree.batch_player
-        completions = [*(turn.completion for turn in past.turns), completion]
-        verdict = tree.branching.verdict(completions, seed=batch_player.seed_of(self._key))
+    def decide(self, lease: Lease, past: Past, entropies: Sequence[float], environment: Environment) -> None:
+        tree, batch_player, due = self._tree, self._tree.batch_player, dict[RolloutKey, _ForkedEnvironment]()
+        of_turns = [*(turn.completion.entropies for turn in past.turns), entropies]
+        verdict = tree.branching.verdict(of_turns, seed=batch_player.seed_of(self._key))
         shared = Past(prompt_ids=past.prompt_ids, turns=past.turns, parent=self._key)
         for path in verdict.paths:
             key = tree.claim(Claim(at=len(past.turns), parent=self._key, path=path))
             if key is None or tree.restore(key, shared):
                 continue
             forked = lease.branch(key, max_tokens=batch_player.player.sampling.max_tokens - past.num_response_tokens)
-            environment = self._due[key] = _ForkedEnvironment(shared, is_cached=forked is not None)
-            if forked is not None:
-                self._on_same_engine.append(environment)
-            tree.begin(key, environment, shared, forked)
+            due[key] = _ForkedEnvironment(shared, is_cached=True)
+            if not forked.is_waiting:
+                self._running.append(due[key])
+            tree.begin(key, due[key], shared, forked)
+        if due:
+            self._forks = asyncio.ensure_future(self._fork(environment, due))
 
-    async def split(self, environment: Environment) -> None:
-        due, self._due = self._due, {}
+    async def settle(self) -> None:
+        forks, self._forks = self._forks, None
+        if forks is not None:
+            await forks
+
+    async def part(self) -> None:
+        """A branch has copied the KV memory that it needs when it gets its first completion."""
+        for each in self._running:
+            await each.needed.wait()
+
+    async def _fork(self, environment: Environment, due: dict[RolloutKey, _ForkedEnvironment]) -> None:
         for key, coming in due.items():
             if coming.is_closed:
                 continue
@@ -227,11 +238,6 @@ class _Forking:
                 coming.fail(error)
             else:
                 await coming.come(forked)
-
-    async def part(self) -> None:
-        """A branch has copied the KV memory that it needs when it gets its first completion."""
-        for each in self._on_same_engine:
-            await each.needed.wait()
 
 
 class _Spending:

@@ -22,7 +22,7 @@ from strop.config import Config
 from strop.engine.protocol import Entropies
 from strop.errors import UserError
 from strop.rollout.player import rollout_seed
-from strop.types import Completion, Group, RolloutKey, Trajectory, derive_seed
+from strop.types import Group, RolloutKey, Trajectory, derive_seed
 
 _SMALL_SHIFT = 0.01  # a |βΔH| below which only the coin decides
 
@@ -43,7 +43,7 @@ class Rule(StrEnum):
     THRESHOLD = "threshold"  # the paper: all Z paths if the probability exceeds τ
 
 
-class Probe(StrEnum):
+class ProbedAt(StrEnum):
     """Which completion's first k tokens measure how uncertain an observation made the policy."""
 
     AFTER_OBSERVATION = "after_observation"  # the completion after the observation: the paper
@@ -70,7 +70,7 @@ class BranchingConfig(Config):
         le=1,
         description='τ of `rule = "threshold"`; not set: α, so that a rollout branches where its entropy rose.',
     )
-    probe: Probe = Field(default=Probe.AFTER_OBSERVATION, description="Which completion's entropy is measured.")
+    probe: ProbedAt = Field(default=ProbedAt.AFTER_OBSERVATION, description="Which completion's entropy is measured.")
 
     @property
     def entropies(self) -> Entropies:
@@ -101,20 +101,26 @@ class Branching:
     config: BranchingConfig
     vocab_size: int
 
-    def verdict(self, completions: Sequence[Completion], *, seed: int) -> Verdict:
-        """Decide whether to fork at the newest observation, which lies between the last two of `completions`.
+    @property
+    def num_awaited(self) -> int:
+        """Tokens after an observation that are sampled before `verdict` can decide whether to fork there."""
+        return self.config.probe_tokens if self.config.probe is ProbedAt.AFTER_OBSERVATION else 1
+
+    def verdict(self, entropies: Sequence[Sequence[float]], *, seed: int) -> Verdict:
+        """Decide whether to fork at the newest observation, which lies between the last two completions.
 
         Args:
-            completions: all of the rollout so far, shared ones included; at least two. The first one measures how certain the
-                rollout was at its start, and its branches too, because they share it.
+            entropies: of the tokens of each completion of the rollout so far, shared ones included; at least two. The first
+                completion measures how certain the rollout was at its start, and its branches too, because they share it. Of
+                the last one, `num_awaited` tokens are enough.
             seed: of the rollout.
 
         Raises:
             UserError: the engine reports no entropies.
         """
-        config, at = self.config, len(completions) - 1
-        probed = completions[at] if config.probe is Probe.AFTER_OBSERVATION else completions[at - 1]
-        delta_h = self._entropy(probed) - self._entropy(completions[0])
+        config, at = self.config, len(entropies) - 1
+        probed = entropies[at] if config.probe is ProbedAt.AFTER_OBSERVATION else entropies[at - 1]
+        delta_h = self._entropy(probed) - self._entropy(entropies[0])
         weighted = config.entropy_weight * delta_h
         probability = min(1.0, max(0.0, config.base_probability + weighted))
         paths = self._wanted(probability, seed=seed, at=at)
@@ -146,14 +152,14 @@ class Branching:
         threshold = config.base_probability if config.threshold is None else config.threshold
         return tuple(paths) if probability > threshold else ()
 
-    def _entropy(self, completion: Completion) -> float:
-        """Of its first k tokens; of all if there are fewer."""
-        if len(completion.entropies) != len(completion.ids):
+    def _entropy(self, entropies: Sequence[float]) -> float:
+        """Of the first k tokens of a completion; of all if there are fewer."""
+        if not entropies:
             raise UserError(
                 "branching needs the entropy of sampled tokens, but the engine reports none. Use an engine that does, or leave"
                 " branching out."
             )
-        first = completion.entropies[: self.config.probe_tokens]
+        first = entropies[: self.config.probe_tokens]
         total = math.fsum(first)
         match self.config.scale:
             case Scale.SUM | Scale.TOP10:
@@ -227,9 +233,9 @@ def branch_metrics(groups: Sequence[Group], branching: Branching, *, seed: int) 
     verdicts = []
     for trajectory in trajectories:
         if trajectory.key.attempt < first:  # those that begin at the prompt to fill a group do not branch
-            completions = [turn.completion for turn in trajectory.turns]
+            entropies = [turn.completion.entropies for turn in trajectory.turns]
             own_seed = rollout_seed(seed, trajectory.key)
-            verdicts += [branching.verdict(completions[: at + 1], seed=own_seed) for at in forks_at(trajectory)]
+            verdicts += [branching.verdict(entropies[: at + 1], seed=own_seed) for at in forks_at(trajectory)]
     num_paths = branching.config.beam_size - 1
     num_branches = sum(trajectory.parent is not None for trajectory in trajectories)
     metrics = {
@@ -259,13 +265,20 @@ def _num_duplicates(group: Group) -> int:
 
 
 def _savings(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Shares of calls and sampled tokens that branches got from their parents, of what the rollouts would cost one by one."""
+    """Shares of calls and tokens that branches got from their parents, of what the rollouts would cost one by one.
+
+    Of prefilled tokens only observations count: rollouts of a task share its prompt, branched or not.
+    """
     shared: Counter[str] = Counter()
     total: Counter[str] = Counter()
     for trajectory in trajectories:
         num_tokens = 0
         for turn in trajectory.turns:
-            of_turn = {"calls": sum(call.outcome.is_dispatched for call in turn.calls), "sampled": len(turn.completion.ids)}
+            of_turn = {
+                "calls": sum(call.outcome.is_dispatched for call in turn.calls),
+                "sampled": len(turn.completion.ids),
+                "prefilled": len(turn.observation_ids),
+            }
             total.update(of_turn)
             num_tokens += len(turn.completion.ids) + len(turn.observation_ids)
             if num_tokens <= trajectory.forked_at:

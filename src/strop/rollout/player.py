@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from strop import user_code
 from strop.config import Config
-from strop.engine.protocol import LOWEST_TEMPERATURE, CompletionRequest, Entropies, InferenceEngine, Truncation
+from strop.engine.protocol import LOWEST_TEMPERATURE, CompletionRequest, Entropies, InferenceEngine, Probe, Truncation
 from strop.errors import EngineLost, MachineError, RequestTooLong
 from strop.rollout.environment import Environment, EnvironmentFactory, Observation
 from strop.rollout.scheduler.batch import Lease, RolloutBatch
@@ -200,14 +200,19 @@ class Opened:
 class Forking(Protocol):
     """Forks one rollout while it is played. The methods are called in this order, turn by turn."""
 
-    def sampled(self, lease: Lease, past: Past, completion: Completion) -> None:
-        """`completion` answers `past`, which ends with an observation. A branch from there is requested with `lease` now."""
+    def decide(self, lease: Lease, past: Past, entropies: Sequence[float], environment: Environment) -> None:
+        """Request branches with `lease` at the end of `past`, and begin to fork `environment` for them.
 
-    async def split(self, environment: Environment) -> None:
-        """Fork the environment for those branches, before it gets the completion."""
+        Args:
+            past: ends with an observation.
+            entropies: of the first tokens that were sampled after it.
+        """
+
+    async def settle(self) -> None:
+        """Return when the environment was forked. It is used again, or closed, afterwards."""
 
     async def part(self) -> None:
-        """Return when no branch needs what the rollout holds on its engine."""
+        """Return when the branches that run have what they need of the rollout's memory. Called once, at its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,10 +260,8 @@ class Player:
             while True:
                 # The turn that a branch begins with was decided by its parent.
                 decides = forking if len(past.turns) > len(opened.past.turns) else None
-                completion = await self._complete(lease, past, num_left, seed=seed, forking=decides)
+                completion = await self._complete(lease, past, num_left, opened.environment, seed=seed, forking=decides)
                 num_left -= len(completion.ids)
-                if forking is not None:
-                    await forking.split(opened.environment)
                 # One token stays free for the answer to the observation: without it the next completion could not start.
                 observation = await opened.environment.step(completion, num_tokens_left=max(0, num_left - 1))
                 checked_observation(observation, opened.environment.step, task)
@@ -283,7 +286,9 @@ class Player:
             lease.close()
             await opened.close()
 
-    async def _complete(self, lease: Lease, past: Past, num_left: int, *, seed: int, forking: Forking | None) -> Completion:
+    async def _complete(
+        self, lease: Lease, past: Past, num_left: int, environment: Environment, *, seed: int, forking: Forking | None
+    ) -> Completion:
         key, turn = lease.key, len(past.turns)
         request = CompletionRequest(
             id=f"{seed:x}/{key.task_index}/{key.attempt}/{key.branch}/{turn}",
@@ -297,9 +302,16 @@ class Player:
             entropies=Entropies.ANY if self.branching is None else self.branching.config.entropies,
             truncation=self.sampling.truncation,
         )
-        if forking is None:
+        if forking is None or self.branching is None:
             return await lease.complete(request)
-        return await lease.complete(request, sampled=lambda completion: forking.sampled(lease, past, completion))
+
+        def tell(entropies: tuple[float, ...]) -> None:
+            forking.decide(lease, past, entropies, environment)
+
+        try:
+            return await lease.complete(request, probe=Probe(num_tokens=self.branching.num_awaited, tell=tell))
+        finally:
+            await forking.settle()
 
     def _check_prompt(self, task: Task, length: int, max_request_tokens: int | None) -> None:
         if max_request_tokens is not None and length + self.sampling.max_tokens > max_request_tokens:

@@ -9,7 +9,7 @@ from pools import assert_exact, play_all, pool_of, undisturbed
 from virtual_time import run
 from worlds import MAX_TOKENS, Conversations, FragileEngine, Watcher, tokens_of
 
-from strop.engine.protocol import CompletionRequest
+from strop.engine.protocol import CompletionRequest, Probe
 from strop.errors import StropError
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.types import RolloutKey
@@ -49,7 +49,7 @@ def test_a_conversation_stays_on_its_engine_and_goes_on_from_what_that_holds():
     run(scenario)
 
 
-def test_a_branch_goes_on_from_what_its_parent_holds_or_is_refused_and_counted():
+def test_a_branch_goes_on_from_what_its_parent_holds_and_waits_where_that_has_no_room():
     async def scenario():
         engine = FragileEngine(max_running=2)
         pool = pool_of(engine)
@@ -63,17 +63,28 @@ def test_a_branch_goes_on_from_what_its_parent_holds_or_is_refused_and_counted()
         async with pool.batch() as batch:
             lease = await batch.offer(parent, (1, 2, 3), max_tokens=MAX_TOKENS)
             said = await lease.complete(turn(parent, (1, 2, 3)))
-            context = (1, 2, 3, *said.ids)
-            forked = lease.branch(first, max_tokens=20)
-            assert forked is not None
-            assert lease.branch(second, max_tokens=20) is None  # a third conversation, where two fit
+            lease.observed(2)
+            context, leases = (1, 2, 3, *said.ids, 4, 5), []
+
+            def branch(entropies):
+                leases.extend(lease.branch(key, max_tokens=12) for key in (first, second))
+
+            await lease.complete(turn(parent, context), probe=Probe(num_tokens=1, tell=branch))
+            forked, later = leases  # the second is a third conversation, where two fit
+            waiting = asyncio.ensure_future(later.complete(turn(second, context)))
             other = await forked.complete(turn(first, context))
-            assert engine.requests[-1].extends == engine.requests[0].id
+            assert (engine.requests[-1].extends, engine.requests[-1].at) == (engine.requests[1].id, len(context))
             assert other.cached_tokens == len(context) - 1
+            assert not waiting.done()
             forked.close()
+            last = await waiting
+            assert last.cached_tokens == len(context) - 1
+            later.close()
             lease.close()
-        ledger = pool.last_batch.ledger
-        assert (ledger.branched, ledger.branches_refused, ledger.offered, ledger.ended) == (1, 1, 1, 2)
+        report = pool.last_batch
+        ledger = report.ledger
+        assert (ledger.branched, ledger.branches_queued, ledger.offered, ledger.ended) == (2, 1, 1, 3)
+        assert report.as_metrics()["scheduler/branch_cached_token_share"] == 1.0
         assert engine.holds_nothing
 
     run(scenario)

@@ -12,7 +12,6 @@ from strop.rollout.scheduler.events import (
     CallTools,
     EngineDied,
     EngineJoined,
-    RefuseBranch,
     Release,
     RolloutEnded,
     RolloutOffered,
@@ -139,7 +138,7 @@ def test_a_rollout_that_fits_only_a_large_engine_does_not_keep_a_small_one_idle(
     assert one.waiting == (key(1, 0),)
 
 
-def test_a_branch_shares_what_it_has_in_common_and_is_refused_when_the_rest_does_not_fit() -> None:
+def test_a_branch_shares_what_it_has_in_common_and_waits_when_the_rest_does_not_fit() -> None:
     one = scheduler(engine("a", kv_blocks=13))
     offer(one, 0)  # 8 blocks
     one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=15), now_s=1.0)
@@ -147,13 +146,44 @@ def test_a_branch_shares_what_it_has_in_common_and_is_refused_when_the_rest_does
     # At 50 tokens 5 blocks are common; 30 more are 3 blocks, for which there is room, and then no more.
     [branch] = one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 1), max_tokens=30), now_s=2.0)
     assert branch == Run(key=key(0, 0, 1), engine="a", run=1, reason=RunReason.BRANCH, max_tokens=30)
-    refused = one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 2), max_tokens=30), now_s=2.0)
-    assert refused == [RefuseBranch(key=key(0, 0, 2))]
+    assert one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 2), max_tokens=30), now_s=2.0) == []
+    assert one.waiting == (key(0, 0, 2),)
+    one.handle(RolloutEnded(key=key(0, 0, 2)), now_s=2.5)  # another one is earlier in the order
     finish(one, key(0, 0), run=2, num_tokens=1, now_s=3.0)
     assert reserved_blocks(one, "a", of=13) == 8  # what the parent had in common with its branch stays
     finish(one, key(0, 0, 1), run=1, num_tokens=1, now_s=4.0)
     assert reserved_blocks(one, "a", of=13) == 0
-    assert (one.ledger.branched, one.ledger.branches_refused, one.ledger.ended) == (1, 1, 2)
+    assert (one.ledger.branched, one.ledger.branches_queued, one.ledger.ended) == (2, 1, 3)
+
+
+def test_branches_that_wait_start_in_the_memory_that_their_parent_leaves_the_longest_first() -> None:
+    one = scheduler(engine("a", kv_blocks=16, max_conversations=2))
+    offer(one, 0)
+    offer(one, 1)
+    offer(one, 2)  # waits, and comes after every branch
+    one.handle(TurnFinished(key=key(0, 0), run=1, num_tokens=5), now_s=1.0)
+    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=1.0)
+    one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, 1), max_tokens=40), now_s=1.0)
+    one.handle(TurnFinished(key=key(0, 0), run=2, num_tokens=5), now_s=2.0)
+    one.handle(ToolFinished(key=key(0, 0), num_tokens=5), now_s=2.0)
+    for number in (2, 3):
+        one.handle(BranchRequested(parent=key(0, 0), key=key(0, 0, number), max_tokens=30), now_s=2.0)
+    one.handle(TurnFinished(key=key(1, 0), run=1, num_tokens=5), now_s=3.0)
+    one.handle(ToolFinished(key=key(1, 0), num_tokens=5), now_s=3.0)
+    one.handle(BranchRequested(parent=key(1, 0), key=key(1, 0, 1), max_tokens=40), now_s=3.0)
+    assert one.waiting == (key(0, 0, 1), key(0, 0, 2), key(0, 0, 3), key(1, 0, 1), key(2, 0))
+    after = [finish(one, ended, run=run, num_tokens=1, now_s=4.0) for ended, run in [(key(0, 0), 3), (key(0, 0, 2), 1)]]
+    after += [finish(one, ended, run=run, num_tokens=1, now_s=5.0) for ended, run in [(key(1, 0), 2), (key(1, 0, 1), 1)]]
+    # Each in the memory of a rollout that it shares with; one whose task has no more such branches leaves it to the others.
+    runs = [[(action.key, action.reason) for action in actions if isinstance(action, Run)] for actions in after]
+    assert runs == [
+        [(key(0, 0, 2), RunReason.BRANCH)],
+        [(key(0, 0, 3), RunReason.BRANCH)],
+        [(key(1, 0, 1), RunReason.BRANCH)],
+        [(key(0, 0, 1), RunReason.BRANCH)],
+    ]
+    [start] = [action for action in finish(one, key(0, 0, 3), run=1, num_tokens=1, now_s=6.0) if isinstance(action, Run)]
+    assert (start.key, start.reason) == (key(2, 0), RunReason.START)
 
 
 def test_a_dead_engines_rollouts_go_on_elsewhere_from_their_last_finished_turn() -> None:

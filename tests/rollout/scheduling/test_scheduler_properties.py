@@ -146,7 +146,7 @@ class Driver:
 
     def branch(self) -> None:
         parent = self.random.choice(list(self.running))
-        number = sum(self.ended.values()) + len(self.scheduler.live) + self.scheduler.ledger.branches_refused
+        number = sum(self.ended.values()) + len(self.scheduler.live)
         key = RolloutKey(task_index=parent.task_index, attempt=parent.attempt, branch=1000 + number)
         self.tell(BranchRequested(parent=parent, key=key, max_tokens=self.running[parent].max_tokens))
 

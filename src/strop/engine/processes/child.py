@@ -52,6 +52,7 @@ from strop.engine.processes.link import (
     Loaded,
     Ping,
     Pong,
+    Probed,
     Ready,
     Release,
     ToChild,
@@ -59,7 +60,7 @@ from strop.engine.processes.link import (
     to_frame,
 )
 from strop.engine.processes.shared_weights import read_weights
-from strop.engine.protocol import NamedTensor
+from strop.engine.protocol import NamedTensor, Probe
 from strop.engine.torch.cpu.resources import keep_little_freed_memory
 from strop.engine.torch.engine import TorchEngine
 from strop.errors import StropError
@@ -254,8 +255,12 @@ class _Service:
                     load_begun.said.set_result(order)
 
     async def _complete(self, order: Complete) -> None:
+        def tell(entropies: tuple[float, ...]) -> None:
+            self._answer(Probed(number=order.number, entropies=entropies))
+
         try:
-            completion = await self._engine.complete(order.request)
+            probe = Probe(num_tokens=order.probe_tokens, tell=tell) if order.probe_tokens else None
+            completion = await self._engine.complete(order.request, probe=probe)
         except asyncio.CancelledError:
             self._answer(Cancelled(number=order.number))
         except Exception as error:  # noqa: BLE001 - for the client to raise

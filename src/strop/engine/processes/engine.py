@@ -33,7 +33,7 @@ from strop.engine.processes.link import (
     Ready,
     Release,
 )
-from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor, check_completion
+from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor, Probe, check_completion
 from strop.errors import EngineLost
 from strop.types import Completion
 
@@ -140,6 +140,7 @@ class ProcessEngine:
             can_fork=hello.can_fork,
             entropies=hello.entropies,
             dtype=torch.float32 if hello.dtype == "float32" else torch.bfloat16,
+            can_probe=True,
         )
 
     @property
@@ -157,11 +158,12 @@ class ProcessEngine:
     def policy_version(self) -> int:
         return self._policy_version
 
-    async def complete(self, request: CompletionRequest) -> Completion:
+    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
         number = self._link.next_number()
         try:
-            completed = await self._link.ask(Complete(number=number, request=request), Completed)
+            order = Complete(number=number, request=request, probe_tokens=probe.num_tokens if probe is not None else 0)
+            completed = await self._link.ask(order, Completed, probe)
         finally:
             if self._link.is_open_question(number):  # the caller was cancelled
                 self._link.tell(Abandon(number=number))

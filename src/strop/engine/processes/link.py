@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import struct
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from strop import errors
 from strop.engine.processes.shared_weights import Stored
-from strop.engine.protocol import CompletionRequest
+from strop.engine.protocol import CompletionRequest, Probe
 from strop.errors import EngineLost, StropError
 from strop.types import Completion
 
@@ -37,6 +38,7 @@ class Garbled(Exception):  # noqa: N818 - named for what happened
 class Complete:
     number: int
     request: CompletionRequest
+    probe_tokens: int = 0  # 0: no `Probed` is asked for
     kind: Literal["complete"] = "complete"
 
 
@@ -110,6 +112,15 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Probed:
+    """What a completion that is being sampled begins with."""
+
+    number: int
+    entropies: tuple[float, ...]
+    kind: Literal["probed"] = "probed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     number: int
     completion: Completion
@@ -160,7 +171,7 @@ class Pong:
 
 
 ToChild: TypeAlias = Complete | Abandon | Abort | Release | BeginLoad | Load | BreakOff | Ping
-FromChild: TypeAlias = Hello | Completed | Cancelled | Failed | Ready | Loaded | Pong
+FromChild: TypeAlias = Hello | Probed | Completed | Cancelled | Failed | Ready | Loaded | Pong
 
 _CONFIG = ConfigDict(ser_json_inf_nan="constants")
 TO_CHILD: TypeAdapter[ToChild] = TypeAdapter(Annotated[ToChild, Field(discriminator="kind")], config=_CONFIG)
@@ -214,6 +225,7 @@ class _Question:
     kind: type[FromChild]  # of the answer
     order: Order | None  # None: how the engine could be opened
     answer: asyncio.Future[Any]
+    probe: Probe | None = None
 
 
 class Link:
@@ -262,12 +274,12 @@ class Link:
         self._num_asked += 1
         return self._num_asked
 
-    async def ask(self, order: Order, kind: type[AnswerT]) -> AnswerT:
+    async def ask(self, order: Order, kind: type[AnswerT], probe: Probe | None = None) -> AnswerT:
         """Send what has an answer, and wait for that. Raises what the process raised, or `EngineLost`."""
         if self._end:
             raise EngineLost(self._end)
         answer: asyncio.Future[AnswerT] = asyncio.get_running_loop().create_future()
-        self._questions[order.number] = _Question(kind=kind, order=order, answer=answer)
+        self._questions[order.number] = _Question(kind=kind, order=order, answer=answer, probe=probe)
         self.tell(order)
         return await answer
 
@@ -333,6 +345,9 @@ class Link:
         question = self._questions.get(number)
         if question is None:
             raise Garbled(f"an answer ({message.kind}) to number {number}, which was not asked")
+        if isinstance(message, Probed):
+            self._tell_probe(question, message)
+            return
         try:
             self._settle(question, message)
         except StropError as error:
@@ -354,6 +369,13 @@ class Link:
             self._check(question.order, message)
         if not question.answer.done():
             question.answer.set_result(message)
+
+    def _tell_probe(self, question: _Question, message: Probed) -> None:
+        entropies = message.entropies
+        if question.probe is None or len(entropies) != question.probe.num_tokens or not all(map(math.isfinite, entropies)):
+            raise Garbled(f"the entropies {entropies} of a completion that it was not asked for")
+        if not question.answer.done():
+            question.probe.tell(entropies)
 
     async def _watch(self) -> None:
         """Pings are counted, not timed: when this process itself was held up, its engines are not to blame."""

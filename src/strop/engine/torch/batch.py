@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from strop.engine.config import EngineConfig
-from strop.engine.protocol import CompletionRequest, Entropies, check_prefix
+from strop.engine.protocol import CompletionRequest, Entropies, Probe, check_prefix
 from strop.engine.torch.cuda_graphs import open_static_steps
 from strop.engine.torch.decoder import Decoder
 from strop.engine.torch.kv_cache import Conversation, ConversationTable
@@ -34,6 +34,7 @@ class Job:
     request: CompletionRequest
     future: Future[Completion]
     uniforms: list[float]
+    probe: Probe | None = None  # `tell` is called in the worker's thread
     awaits: Awaited | None = None  # columns that another conversation is about to compute
     cached_tokens: int = 0
     ids: list[int] = field(default_factory=list)
@@ -76,8 +77,7 @@ class Batch:
             if self._is_in_use(request.id):
                 raise StropError(f"request {request.id}: an earlier request of that id was not released.")
             if parent is not None:
-                is_whole = parent.tail == request.extends
-                check_prefix(request, parent.ids if is_whole else parent.ids[: request.at])
+                check_prefix(request, parent.ids_to_compare(request))
         except StropError as error:
             fail(job.future, error)
             return
@@ -129,6 +129,7 @@ class Batch:
                 job.future.cancel()
                 return
         if conversation := self._table.by_tail(request_id):
+            self._copy_awaited()
             if job_running := self._running.pop(conversation, None):
                 job_running.future.cancel()
             self._table.close(conversation)
@@ -160,7 +161,7 @@ class Batch:
         self._is_loading = False
 
     def _is_in_use(self, request_id: str) -> bool:
-        return self._table.holder(request_id) is not None or any(job.request.id == request_id for job in self._waiting)
+        return self._table.is_held(request_id) or any(job.request.id == request_id for job in self._waiting)
 
     def _may_sample(self, job: Job) -> bool:
         try:
@@ -171,12 +172,19 @@ class Batch:
         return True
 
     def _start(self, job: Job) -> None:
-        """Give a request a slot. Columns that another conversation holds, or is about to compute, are copied from there."""
+        """Give a request a slot. Columns that another conversation holds, or is about to compute, are copied from there.
+
+        The slot of a conversation that was released is taken over, with what is of use in it.
+        """
         request = job.request
         if source := self._table.holder(request.extends):
             num_columns = source.lineage[request.extends].reusable_by(request)
             lineage = source.lineage_of_fork(request.at, num_columns)
-            conversation = self._table.open(request, lineage, opening=())
+            if self._table.is_released(source):
+                conversation = self._table.take_over(source, request, lineage, num_computed=num_columns)
+                job.cached_tokens, source = num_columns, None
+            else:
+                conversation = self._table.open(request, lineage, opening=())
         else:
             source, num_columns = self._table.with_opening(request.ids), len(request.ids) - 1
             conversation = self._table.open(request, {}, opening=request.ids)
@@ -270,6 +278,8 @@ class Batch:
             job.ids.append(token)
             job.logprobs.append(logprob)
             job.entropies.append(entropy)
+            if job.probe is not None and job.probe.num_tokens == len(job.ids):
+                job.probe.tell(tuple(job.entropies))
             conversation.num_computed += 1
             conversation.ids.append(token)
             if finish_reason := self._finish_reason(job, token):

@@ -13,6 +13,7 @@ again, which is as correct but rounds differently.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -31,6 +32,7 @@ from strop.engine.protocol import (
     Capacity,
     CompletionRequest,
     NamedTensor,
+    Probe,
     check_request,
     check_vocabulary,
 )
@@ -102,6 +104,7 @@ class TorchEngine:
             can_fork=True,
             entropies="full",
             dtype=self._dtype,
+            can_probe=True,
         )
 
     @property
@@ -117,15 +120,15 @@ class TorchEngine:
         """Yield the weights under the names of `transformers`. Do not write to them: the engine then refuses to sample."""
         return self._decoder.weights.named_parameters()
 
-    async def complete(self, request: CompletionRequest) -> Completion:
-        """See `InferenceEngine.complete`.
+    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
+        """See `ProbedEngine.complete`.
 
         Raises:
             UserError: a stop string, but the engine has no detokenizer; or ids outside the model's vocabulary.
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
         self._check(request)
-        future = self._worker.submit(request)
+        future = self._worker.submit(request, probe and _from_worker(probe))
         try:
             return await asyncio.wrap_future(future)
         finally:
@@ -195,6 +198,17 @@ class TorchEngine:
             )
 
 
+def _from_worker(probe: Probe) -> Probe:
+    """A probe that tells in the thread of the running event loop, whichever thread calls it."""
+    loop = asyncio.get_running_loop()
+
+    def tell(entropies: tuple[float, ...]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its requests with it
+            loop.call_soon_threadsafe(probe.tell, entropies)
+
+    return Probe(num_tokens=probe.num_tokens, tell=tell)
+
+
 _STOP_S = 60.0  # longest time of the last step after `stop`
 
 
@@ -220,10 +234,10 @@ class Worker:
         """Whether the recipe asks for it and the measurement with the first weights confirmed it."""
         return self._config.deterministic and (self.batch.sizes.is_invariant or not self._is_calibrated)
 
-    def submit(self, request: CompletionRequest) -> Future[Completion]:
+    def submit(self, request: CompletionRequest, probe: Probe | None) -> Future[Completion]:
         """Queue a request. Cancel it by `Batch.abandon`, with the future that this returned."""
         drawn = uniforms(request.seed, request.max_tokens)
-        job = Job(request=request, future=Future(), uniforms=drawn)
+        job = Job(request=request, future=Future(), uniforms=drawn, probe=probe)
         self._track(job.future)
         self.tell(partial(self.batch.arrive, job))
         return job.future

@@ -3,12 +3,12 @@
 A conversation keeps its slot from its first request until it is released, also while a tool runs. A request that continues
 exactly where the last request of a conversation ended takes its slot. Any other request that extends an earlier one is a fork:
 it gets its own slot and starts with a copy of the shared columns. Slots are append-only, so a request that was continued can
-still be forked, and another conversation with the same prompt can copy the prompt.
+still be forked, and another conversation with the same prompt can copy the prompt. The content of a released slot stays until
+the slot is used again, and a fork of it takes the slot over: a conversation gets the slot that was released longest ago.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -135,6 +135,13 @@ class Conversation:
         """Ids whose KV is still to be computed before the last one's, which is fed when a token after it is drawn."""
         return len(self.ids) - 1 - self.num_computed
 
+    def ids_to_compare(self, request: CompletionRequest) -> list[int]:
+        """What the ids of `request`, which extends a request in the lineage, have to begin with."""
+        if self.tail == request.extends:
+            return self.ids
+        num_held = self.lineage[request.extends].num_ids  # a fork may hold less than `request` extends
+        return [*self.ids[:num_held], *request.ids[num_held:]][: request.at]
+
     @property
     def has_opening(self) -> bool:
         """Whether its prompt can be copied, all but the last id."""
@@ -149,19 +156,20 @@ class Conversation:
 
 
 class ConversationTable:
-    """The slots of one engine. Lowest free slot first, so that few conversations sit in few rows."""
+    """The slots of one engine."""
 
     def __init__(self, num_slots: int) -> None:
-        self._free = list(range(num_slots))
+        self._free = set(range(num_slots))
         self._conversations: dict[str, Conversation] = {}  # by tail
+        self._released: dict[int, Conversation] = {}  # whose content is still in its slot, by slot; the first one longest ago
 
     def __iter__(self) -> Iterator[Conversation]:
         return iter(self._conversations.values())
 
     @property
     def next_slot(self) -> int | None:
-        """The slot that the next conversation gets; None while all are held."""
-        return self._free[0] if self._free else None
+        """The lowest free slot; None while all are held."""
+        return min(self._free, default=None)
 
     @property
     def num_open(self) -> int:
@@ -175,9 +183,16 @@ class ConversationTable:
     def by_tail(self, request_id: str) -> Conversation | None:
         return self._conversations.get(request_id)
 
+    def is_held(self, request_id: str) -> bool:
+        """Whether a conversation that is not released holds something of a request."""
+        return any(request_id in conversation.lineage for conversation in self)
+
+    def is_released(self, conversation: Conversation) -> bool:
+        return self._released.get(conversation.slot) is conversation
+
     def holder(self, request_id: str) -> Conversation | None:
         """The conversation that holds the most of a request; None when none does, or `request_id` is empty."""
-        holders = [conversation for conversation in self if request_id in conversation.lineage]
+        holders = [each for each in (*self, *self._released.values()) if request_id in each.lineage]
         return max(holders, key=lambda conversation: conversation.lineage[request_id].num_computed, default=None)
 
     def continued_by(self, request: CompletionRequest) -> Conversation | None:
@@ -192,6 +207,7 @@ class ConversationTable:
 
     def continue_(self, conversation: Conversation, request: CompletionRequest) -> None:
         """Let `request` take over the slot of `conversation`."""
+        self._forget(request.id)
         del self._conversations[conversation.tail]
         self._conversations[request.id] = conversation
         conversation.tail = request.id
@@ -200,22 +216,46 @@ class ConversationTable:
         conversation.is_running = True
 
     def open(self, request: CompletionRequest, lineage: dict[str, Share], *, opening: tuple[int, ...]) -> Conversation:
-        """Give `request` the next free slot; nothing of it is computed yet."""
+        """Give `request` a free slot; nothing of it is computed yet."""
+        empty = self._free - self._released.keys()
+        slot = min(empty) if empty else next(iter(self._released))
+        return self._open(slot, request, lineage, opening=opening, num_computed=0)
+
+    def take_over(
+        self, released: Conversation, request: CompletionRequest, lineage: dict[str, Share], *, num_computed: int
+    ) -> Conversation:
+        """Give `request` the slot of a released conversation, whose first `num_computed` columns it needs."""
+        return self._open(released.slot, request, lineage, opening=(), num_computed=num_computed)
+
+    def _open(
+        self, slot: int, request: CompletionRequest, lineage: dict[str, Share], *, opening: tuple[int, ...], num_computed: int
+    ) -> Conversation:
+        self._take(slot)
+        self._forget(request.id)
         conversation = Conversation(
-            slot=heapq.heappop(self._free),
+            slot=slot,
             ids=list(request.ids),
             opening=opening,
-            num_computed=0,
+            num_computed=num_computed,
             tail=request.id,
             lineage={**lineage, request.id: Share(num_ids=len(request.ids), num_computed=len(request.ids))},
         )
         self._conversations[request.id] = conversation
         return conversation
 
+    def _take(self, slot: int) -> None:
+        self._free.remove(slot)
+        self._released.pop(slot, None)
+
+    def _forget(self, request_id: str) -> None:
+        """A request of that id comes again, and may be another one."""
+        self._released = {slot: each for slot, each in self._released.items() if request_id not in each.lineage}
+
     def move(self, conversation: Conversation) -> None:
-        """Give `conversation` the next free slot for its own."""
-        slot = heapq.heappop(self._free)
-        heapq.heappush(self._free, conversation.slot)
+        """Give `conversation` the lowest free slot for its own."""
+        slot = min(self._free)
+        self._take(slot)
+        self._free.add(conversation.slot)
         conversation.slot = slot
 
     def end(self, conversation: Conversation) -> None:
@@ -226,8 +266,11 @@ class ConversationTable:
 
     def close(self, conversation: Conversation) -> None:
         del self._conversations[conversation.tail]
-        heapq.heappush(self._free, conversation.slot)
+        self._free.add(conversation.slot)
+        if not conversation.is_running:
+            self._released[conversation.slot] = conversation
 
     def close_all(self) -> None:
         for conversation in list(self):
             self.close(conversation)
+        self._released.clear()

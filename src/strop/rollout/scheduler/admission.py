@@ -4,7 +4,8 @@
 blocks of its own. The chain begins with the prompt of the group. A fork adds a segment with everything that parent and
 branch have in common. Only whole blocks are shared: each rollout has its own copy of a block that is only partly prefix.
 
-**Order.** A rollout that lost its engine goes before all rollouts that have not started. With `longest_first`, the first
+**Order.** A rollout that lost its engine, or a branch, goes before all rollouts that have not started: the longest
+first, so that a branch finds what it shares in the memory of one that was forked later. With `longest_first`, the first
 `_NUM_PROBES` rollouts of every group come next, and then the group that is expected to be longest: a long rollout that starts
 last keeps everything else waiting at the end of the step. The expected length is estimated from the tokens sampled so far,
 those of running rollouts included, per ended rollout of the group; the mean over all groups counts as `_PRIOR` ended rollouts.
@@ -177,6 +178,8 @@ class Rollout:
     size: Size
     context_tokens: int  # prompt, whole completions and observations so far
     is_branch: bool = False
+    holder: Rollout | None = None  # of a branch that waits: whose memory begins with what the branch shares
+    branches: list[Rollout] = field(default_factory=list)  # that wait, and whose holder this is
     phase: Phase = Phase.WAITING
     engine: Engine | None = None
     num_runs: int = 0
@@ -192,15 +195,15 @@ class Rollout:
         return self.size.total_tokens - self.context_tokens
 
 
-Rank: TypeAlias = tuple[int, float, int]  # restarts first; then the longest; then the first to come
+Rank: TypeAlias = tuple[int, float, int]  # those that are alone first; then the longest; then the first to come
 
 
 @dataclass(slots=True, eq=False)
 class WaitingGroup:
-    """The rollouts of one task that wait, or a single rollout that lost its engine."""
+    """The rollouts of one task that wait, or a single rollout that lost its engine, or a single branch."""
 
     number: int
-    is_restart: bool = False
+    is_alone: bool = False
     waiting: deque[Rollout] = field(default_factory=deque)
     num_started: int = 0
     num_live: int = 0  # offered and not ended
@@ -221,7 +224,7 @@ class WaitingQueue:
         self._is_longest_first = is_longest_first
         self._heap: list[tuple[Rank, WaitingGroup]] = []
         self._groups: dict[int, WaitingGroup] = {}
-        self._restarts: dict[RolloutKey, WaitingGroup] = {}
+        self._alone: dict[RolloutKey, WaitingGroup] = {}
         self._num_created = 0
         self._num_ended = 0
         self._tokens_seen = 0
@@ -234,9 +237,9 @@ class WaitingQueue:
         group.num_live += 1
         self._add(group, rollout)
 
-    def restart(self, rollout: Rollout) -> None:
-        """Add a rollout that lost its engine."""
-        group = self._restarts[rollout.key] = self._create(is_restart=True)
+    def offer_first(self, rollout: Rollout) -> None:
+        """Add a rollout that lost its engine, or a branch."""
+        group = self._alone[rollout.key] = self._create(is_alone=True)
         self._add(group, rollout)
 
     def first(self, *, skipped: Container[WaitingGroup] = ()) -> WaitingGroup | None:
@@ -254,19 +257,23 @@ class WaitingQueue:
             heapq.heappush(self._heap, entry)
         return found
 
+    def alone(self, rollout: Rollout) -> WaitingGroup:
+        """The group of a rollout that `offer_first` added."""
+        return self._alone[rollout.key]
+
     def take(self, group: WaitingGroup, rollout: Rollout) -> None:
         """Remove one of the equals of a group: it starts."""
         group.waiting.remove(rollout)
         self.num_waiting -= 1
-        if group.is_restart:
-            del self._restarts[rollout.key]
+        if group.is_alone:
+            del self._alone[rollout.key]
         else:
             group.num_started += 1
             self._rerank(group)
 
     def drop(self, rollout: Rollout) -> None:
         """Remove a rollout that ended while it waited."""
-        group = self._restarts.pop(rollout.key, None) or self._groups[rollout.size.group]
+        group = self._alone.pop(rollout.key, None) or self._groups[rollout.size.group]
         group.waiting.remove(rollout)
         self.num_waiting -= 1
 
@@ -289,11 +296,11 @@ class WaitingQueue:
             del self._groups[number]
 
     def waiting(self) -> list[Rollout]:
-        return [each for group in (*self._restarts.values(), *self._groups.values()) for each in group.waiting]
+        return [each for group in (*self._alone.values(), *self._groups.values()) for each in group.waiting]
 
-    def _create(self, *, is_restart: bool = False) -> WaitingGroup:
+    def _create(self, *, is_alone: bool = False) -> WaitingGroup:
         self._num_created += 1
-        return WaitingGroup(number=self._num_created - 1, is_restart=is_restart)
+        return WaitingGroup(number=self._num_created - 1, is_alone=is_alone)
 
     def _add(self, group: WaitingGroup, rollout: Rollout) -> None:
         group.waiting.append(rollout)
@@ -307,8 +314,8 @@ class WaitingQueue:
             heapq.heappush(self._heap, (rank, group))
 
     def _rank(self, group: WaitingGroup) -> Rank:
-        if group.is_restart:
-            return (0, 0.0, group.number)
+        if group.is_alone:
+            return (0, -float(group.waiting[0].context_tokens), group.number)
         return (1, -self._expected(group) if self._is_longest_first else 0.0, group.number)
 
     def _expected(self, group: WaitingGroup) -> float:

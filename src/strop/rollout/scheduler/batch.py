@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from strop.engine.protocol import CompletionRequest
+from strop.engine.protocol import CompletionRequest, Probe
 from strop.errors import EngineLost, MachineError, StropError
 from strop.rollout.scheduler.events import (
     BranchRequested,
@@ -16,7 +15,6 @@ from strop.rollout.scheduler.events import (
     EngineDied,
     EngineJoined,
     Event,
-    RefuseBranch,
     Release,
     RolloutEnded,
     RolloutOffered,
@@ -54,6 +52,7 @@ class RolloutBatch:
         self._leases: dict[RolloutKey, Lease] = {}
         self._releasing: set[asyncio.Task[None]] = set()
         self._cached_tokens = self._request_tokens = 0
+        self._branch_cached_tokens = self._branch_tokens = 0
         self._num_lost_over: Counter[str] = Counter()  # engines that were lost over a request, by its id
 
     @property
@@ -95,8 +94,6 @@ class RolloutBatch:
                     self._leases[action.key].allow_tools()
                 case Release():
                     self._leases[action.key].free_memory()
-                case RefuseBranch():
-                    del self._leases[action.key]
         if isinstance(event, ToolFinished):
             self.check_engines()  # the engine may have been lost while the tools ran
 
@@ -150,6 +147,8 @@ class RolloutBatch:
             evictions=self.num_evictions,
             cached_tokens=self._cached_tokens,
             request_tokens=self._request_tokens,
+            branch_cached_tokens=self._branch_cached_tokens,
+            branch_tokens=self._branch_tokens,
             lost_before=lost_before,
         )
         await asyncio.gather(*(engine.settle() for engine in engines), *self._releasing)
@@ -170,7 +169,7 @@ class RolloutBatch:
 
     # For leases.
 
-    async def complete(self, engine: PooledEngine, request: CompletionRequest) -> Completion:
+    async def complete(self, engine: PooledEngine, request: CompletionRequest, probe: Probe | None) -> Completion:
         """Ask an engine for a completion.
 
         Raises:
@@ -181,7 +180,7 @@ class RolloutBatch:
         if (num_lost := self._num_lost_over[request.id]) >= max(2, self._pool.config.max_replacements):
             raise MachineError(f"{num_lost} engines were lost over request {request.id}; no other engine is asked.")
         try:
-            completion = await engine.complete(request, version=self._pool.policy_version)
+            completion = await engine.complete(request, version=self._pool.policy_version, probe=probe)
         except EngineLost as error:
             if not engine.loss:
                 self._num_lost_over[request.id] += 1
@@ -201,17 +200,36 @@ class RolloutBatch:
         """Whether conversations must free their memory between turns: those at static's barrier must not block the others."""
         return self._scheduler.is_crowded(engine.name)
 
-    def branch(self, parent: Lease, key: RolloutKey, *, max_tokens: int) -> Lease | None:
+    def branch(self, parent: Lease, key: RolloutKey, *, max_tokens: int) -> Lease:
         lease = self._leases[key] = Lease(self, key)
         lease.extend(parent)
         self.handle(BranchRequested(parent=parent.key, key=key, max_tokens=max_tokens))
-        return self._leases.get(key)
+        return lease
+
+    def branched(self, *, num_shared: int, num_cached: int) -> None:
+        """A branch has its first completion."""
+        self._branch_tokens += num_shared
+        self._branch_cached_tokens += min(num_shared, num_cached)
 
     def end(self, lease: Lease) -> None:
         if self._leases.get(lease.key) is lease:
             self.handle(RolloutEnded(key=lease.key))
             lease.free_memory()
             del self._leases[lease.key]
+
+
+class _Once:
+    """Tells a probe of the first entropies that come: another engine may sample the turn again."""
+
+    def __init__(self, probe: Probe) -> None:
+        self._probe = probe
+        self._is_told = False
+        self.probe = Probe(num_tokens=probe.num_tokens, tell=self.tell)
+
+    def tell(self, entropies: tuple[float, ...]) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._probe.tell(entropies[: self._probe.num_tokens])
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,30 +261,36 @@ class Lease:
         """Of the newest request and its completion."""
         return self._num_known
 
-    async def complete(self, request: CompletionRequest, *, sampled: Callable[[Completion], None] | None = None) -> Completion:
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no engine is granted for the next turn."""
+        return self._run is None
+
+    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
         """Sample the next turn of the rollout. Returns when its tools may be called. Sets `extends` and `at` of the request.
 
         If an engine is lost, another one samples the turn again from the same seed.
 
         Args:
-            sampled: called with the completion before the turn counts as finished; `branch` then forks before the completion.
+            probe: told once, of all entropies if there are fewer; `branch` then forks before the completion.
 
         Raises:
             EngineLost: no engine is left.
             MachineError: several engines were lost over this turn.
         """
         batch = self._batch
+        once = None if probe is None else _Once(probe)
         while True:
             while self._run is None:
                 await self._wait()
             run, self._run = self._run, None
             engine = batch.engines[run.engine]
-            extended, before = request, self._prefix
+            extended, before, num_known = request, self._prefix, self._num_known
             if before is not None and before.engine is engine:
-                extended = replace(request, extends=before.request_id, at=self._num_known)
-            self._prefix = _Prefix(engine, request.id, is_own=True)
+                extended = replace(request, extends=before.request_id, at=num_known)
+            self._prefix, self._num_known = _Prefix(engine, request.id, is_own=True), len(request.ids)
             try:
-                completion = await batch.complete(engine, extended)
+                completion = await batch.complete(engine, extended, None if once is None else once.probe)
             except EngineRemovedError:
                 self._prefix = None
             except BaseException:
@@ -275,13 +299,14 @@ class Lease:
             else:
                 break
         recomputed = 0
-        missing = self._num_known - 1 - completion.cached_tokens  # the last id that was sampled is never in the cache yet
+        missing = num_known - 1 - completion.cached_tokens  # the last id that was sampled is never in the cache yet
         if run.reason is RunReason.CONTINUE and missing > engine.tolerated_tokens:
             recomputed = missing
             batch.num_evictions += 1
-        if sampled is not None:
-            self._num_known = len(request.ids)  # what a branch has in common
-            sampled(completion)
+        if run.reason is RunReason.BRANCH:
+            batch.branched(num_shared=num_known - 1, num_cached=completion.cached_tokens)
+        if once is not None:
+            once.tell(completion.entropies)
         num_tokens = len(completion.ids)
         self._num_known = len(request.ids) + num_tokens
         if batch.is_crowded(engine):
@@ -297,8 +322,8 @@ class Lease:
         """The tools have answered with `num_tokens` tokens, and the rollout continues."""
         self._batch.handle(ToolFinished(key=self.key, num_tokens=num_tokens))
 
-    def branch(self, key: RolloutKey, *, max_tokens: int) -> Lease | None:
-        """Fork the rollout after its newest observation or completion. None if the engine has no room for `max_tokens` more."""
+    def branch(self, key: RolloutKey, *, max_tokens: int) -> Lease:
+        """Fork the rollout after its newest observation or completion. The branch waits if its engine has no room for it."""
         return self._batch.branch(self, key, max_tokens=max_tokens)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from strop.engine.protocol import (
     Capabilities,
@@ -15,6 +15,8 @@ from strop.engine.protocol import (
     CompletionRequest,
     InferenceEngine,
     NamedTensor,
+    Probe,
+    ProbedEngine,
     TakesWeights,
     check_completion,
 )
@@ -274,8 +276,8 @@ class PooledEngine:
         has_slots = self.spec.block_tokens == self.spec.max_tokens
         return 1 if has_slots else self.spec.block_tokens
 
-    async def complete(self, request: CompletionRequest, *, version: int) -> Completion:
-        """Return a completion from the weights of `version`.
+    async def complete(self, request: CompletionRequest, *, version: int, probe: Probe | None = None) -> Completion:
+        """Return a completion from the weights of `version`. `probe` is told of it if the engine can.
 
         Raises:
             EngineLost: the engine died, hangs or failed, or its answer is invalid.
@@ -283,7 +285,10 @@ class PooledEngine:
         """
         if self.loss:
             raise EngineRemovedError(self.loss)
-        asked = self.start(self.engine.complete(request))
+        if probe is not None and self.capabilities.can_probe:
+            asked = self.start(cast("ProbedEngine", self.engine).complete(request, probe=probe))
+        else:
+            asked = self.start(self.engine.complete(request))
         try:
             await self._wait_for(asked, request)
             if self.loss:

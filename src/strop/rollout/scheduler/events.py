@@ -7,7 +7,7 @@
 | `complete` returned                              | `TurnFinished`          | `CallTools`, at once or at static's barrier  |
 | the sandbox starts the tool calls                | `ToolStarted`           | none                                         |
 | the observation is complete                      | `ToolFinished`          | `Run(reason=CONTINUE)` on the same engine    |
-| the method wants to fork a rollout               | `BranchRequested`       | `Run(reason=BRANCH)` or `RefuseBranch`       |
+| the method wants to fork a rollout               | `BranchRequested`       | `Run(reason=BRANCH)`, now or when it fits    |
 | the rollout ended, for any reason                | `RolloutEnded`          | `Release`, and `Run` of rollouts that wait   |
 | an engine is lost                                | `EngineDied`            | `Run(reason=RESTART)` on another engine      |
 
@@ -64,7 +64,10 @@ class ToolFinished:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRequested:
-    """Fork a rollout after its newest observation, or after its newest completion if that has no observation yet."""
+    """Fork a rollout after its newest observation, or after its newest completion if that has no observation yet.
+
+    A branch for which the rollout's engine has no room goes before all rollouts that have not started.
+    """
 
     parent: RolloutKey
     key: RolloutKey  # of the branch
@@ -130,11 +133,4 @@ class Release:
     engine: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefuseBranch:
-    """The parent's engine has no room for the branch. The scheduler does not try again."""
-
-    key: RolloutKey  # of the branch
-
-
-Action: TypeAlias = Run | CallTools | Release | RefuseBranch
+Action: TypeAlias = Run | CallTools | Release

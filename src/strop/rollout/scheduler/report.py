@@ -24,7 +24,7 @@ class Ledger:
     tool_turns: int = 0  # turns whose tools have answered
     lost_turns: int = 0  # completions that an engine was sampling when it died
     stale_answers: int = 0  # completions that came back after their engine was lost or their rollout had ended; not counted
-    branches_refused: int = 0
+    branches_queued: int = 0  # for which their parent's engine had no room at once
     recomputed_tokens: int = 0  # that an engine had computed before: after evictions and lost engines
     tool_wait_s: float = 0.0  # between the end of a turn and the start of its tools
     tool_run_s: float = 0.0  # between the start of the tools and their last answer
@@ -132,6 +132,8 @@ class BatchReport:
     evictions: int
     cached_tokens: int
     request_tokens: int
+    branch_cached_tokens: int
+    branch_tokens: int  # that branches share with their parents
     lost_before: tuple[str, ...]  # engines that were lost between the previous batch and this one
 
     def as_metrics(self) -> dict[str, float]:
@@ -143,11 +145,13 @@ class BatchReport:
             "scheduler/restarts": float(ledger.runs["restart"]),
             "scheduler/evictions": float(self.evictions),
             "scheduler/queue_max": self.queue.max,
-            **ledger.as_metrics("lost_turns", "recomputed_tokens", "branches_refused"),
+            **ledger.as_metrics("lost_turns", "recomputed_tokens", "branches_queued"),
             **ledger.as_metrics("longest_rollout_s", "longest_rollout_tokens"),
         }
         if self.request_tokens:
             metrics["scheduler/cached_token_share"] = self.cached_tokens / self.request_tokens
+        if self.branch_tokens:
+            metrics["scheduler/branch_cached_token_share"] = self.branch_cached_tokens / self.branch_tokens
         if ledger.offered:
             metrics["scheduler/queue_wait_mean_s"] = ledger.queue_wait_s / ledger.offered
         if ledger.tool_turns:

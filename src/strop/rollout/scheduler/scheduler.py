@@ -21,7 +21,6 @@ from strop.rollout.scheduler.events import (
     EngineDied,
     EngineJoined,
     Event,
-    RefuseBranch,
     Release,
     RolloutEnded,
     RolloutOffered,
@@ -148,26 +147,53 @@ class Scheduler:
 
     def _branch(self, event: BranchRequested, parent: Rollout) -> None:
         engine, at = parent.engine, parent.context_tokens
-        total = at + event.max_tokens
+        branch = self._add_branch(event, parent)
+        total = branch.size.total_tokens
         if engine is None or not engine.has_free_row or engine.fork_need(at, total) > engine.free:
-            self.ledger.branches_refused += 1
-            self._actions.append(RefuseBranch(key=event.key))
+            self.ledger.branches_queued += 1
+            self._hold(parent, branch)
+            self._queue.offer_first(branch)
             return
         engine.fork(parent.key, event.key, at, total)
         self._update(engine, parent.size)
-        self._run(self._add_branch(event, parent), RunReason.BRANCH)
+        branch.engine = engine
+        self._run(branch, RunReason.BRANCH)
 
     def _end(self, rollout: Rollout) -> None:
         """Free what the rollout holds."""
         if rollout.phase is Phase.WAITING:
             self._queue.drop(rollout)
-        if rollout.engine is not None:
-            rollout.engine.release(rollout.key)
-            self._update(rollout.engine, rollout.size)
-            self._record_usage(rollout.engine)
-            self._actions.append(Release(key=rollout.key, engine=rollout.engine.name))
+            self._let_go(rollout)
+        if (engine := rollout.engine) is not None:
+            engine.release(rollout.key)
+            self._update(engine, rollout.size)
+            self._record_usage(engine)
+            self._actions.append(Release(key=rollout.key, engine=engine.name))
         if not rollout.is_branch:
             self._queue.ended(rollout.size.group)
+        self._pass_on(rollout)
+
+    def _pass_on(self, ended: Rollout) -> None:
+        """Start the longest branch that waits for `ended` in the memory that is free now. It holds what the others share."""
+        waiting, ended.branches = ended.branches, []
+        for branch in waiting:
+            branch.holder = None
+        first = max(waiting, key=lambda branch: branch.context_tokens, default=None)
+        if first is not None and ended.engine is not None and ended.engine.has_room(first.size):
+            for branch in waiting:
+                if branch is not first:
+                    self._hold(first, branch)
+            self._start(self._queue.alone(first), ended.engine)
+
+    def _hold(self, holder: Rollout, branch: Rollout) -> None:
+        """Let `branch` wait for `holder`, whose memory begins with what the branch shares."""
+        branch.holder = holder
+        holder.branches.append(branch)
+
+    def _let_go(self, branch: Rollout) -> None:
+        if branch.holder is not None:
+            branch.holder.branches.remove(branch)
+            branch.holder = None
 
     def _refill(self) -> None:
         """Start waiting rollouts in order. A rollout overtakes another only on an engine that could never hold the other."""
@@ -189,6 +215,8 @@ class Scheduler:
     # Engines.
 
     def _best_engine(self, rollout: Rollout, *, turn: int) -> Engine | None:
+        if rollout.holder is not None and (engine := rollout.holder.engine) is not None and engine.has_room(rollout.size):
+            return engine
         if self._placement is not None:
             return self._placement.best(rollout, turn=turn)
         [engine] = self._engines.values()
@@ -208,13 +236,17 @@ class Scheduler:
         engine.reserve(rollout.key, rollout.size)
         self._update(engine, rollout.size)
         rollout.engine = engine
+        if rollout.is_branch and not rollout.num_runs:
+            self._let_go(rollout)
+            self._run(rollout, RunReason.BRANCH)
+            return
         if rollout.num_runs:
             self.ledger.recomputed_tokens += max(0, rollout.known_tokens - cached)
         self._run(rollout, RunReason.RESTART if rollout.num_runs else RunReason.START)
 
     def _restart(self, rollout: Rollout) -> None:
         rollout.phase = Phase.WAITING
-        self._queue.restart(rollout)
+        self._queue.offer_first(rollout)
 
     def _handle_engine_joined(self, event: EngineJoined) -> None:
         engine = Engine(event.engine, oversubscription=self.config.oversubscription, joined_s=self._now_s)
@@ -277,13 +309,12 @@ class Scheduler:
         return self._rollouts[key]
 
     def _add_branch(self, event: BranchRequested, parent: Rollout) -> Rollout:
-        """Record a fork of the parent's context, on the parent's engine."""
+        """Record a fork of the parent's context."""
         total = parent.context_tokens + event.max_tokens
         branch = self._rollouts[event.key] = Rollout(
             key=event.key,
             size=replace(parent.size, total_tokens=total),
             context_tokens=parent.context_tokens,
-            engine=parent.engine,
             is_branch=True,
             offered_s=self._now_s,
         )

@@ -75,7 +75,7 @@ class StaticScheduler(Scheduler):
 
     def _branch(self, event: BranchRequested, parent: Rollout) -> None:
         branch = self._add_branch(event, parent)
-        self._barrier_of(branch).add(branch)
+        self._barrier_of(parent).add(branch)
         self._run(branch, RunReason.BRANCH)
 
     def _end(self, rollout: Rollout) -> None:
