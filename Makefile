@@ -102,6 +102,11 @@ bench-training-checkpoint: setup
 bench-busy: setup
 	$(BIN)/python benchmarks/busy.py
 
+# How much of what branches share comes from KV memory, with 64 slots and with 16; writes benchmarks/results/branching.json.
+.PHONY: bench-branching
+bench-branching: setup
+	$(BIN)/python benchmarks/branching.py
+
 # Correctness in bfloat16, and speed against the device's limits, on a CUDA device; writes benchmarks/results/gpu-check.json.
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py
