@@ -137,7 +137,7 @@ def test_rollouts_of_an_engine_that_tells_no_entropies_are_an_error_that_says_so
     rewrite(run.stage("rl").rollouts(1), forget)
     assert "24 rollouts without entropies left out" in analyze(run)
     rewrite(run.stage("rl").rollouts(10), forget)
-    with pytest.raises(RunError, match="the engine recorded no entropies"):
+    with pytest.raises(RunError, match="no entropies, which servers"):
         analyze(run)
 
 

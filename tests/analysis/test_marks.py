@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from strop.algorithms.losses import high_entropy_mask
-from strop.analysis.marks import REFLECTION, top_entropy
+from strop.analysis.marks import top_entropy
+from strop.evaluation.metrics import REFLECTION
 
 
 def test_a_fifth_of_ten_tokens_are_the_two_highest():

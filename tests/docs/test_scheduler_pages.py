@@ -28,6 +28,8 @@ def report() -> BatchReport:
         evictions=0,
         cached_tokens=1,
         request_tokens=1,
+        branch_cached_tokens=1,
+        branch_tokens=1,
         lost_before=(),
     )
 

@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from strop.evaluation.metrics import tool_call_metrics
+from strop.evaluation.metrics import rollout_metrics, tool_call_metrics
 from strop.types import (
     Completion,
     FinishReason,
@@ -126,3 +128,19 @@ def test_latency_is_that_of_the_calls_which_reached_a_tool():
 @pytest.mark.parametrize("groups", [[], [group()], [group([[]])], [group([[(ToolOutcome.MALFORMED, 0.0)]])]])
 def test_without_a_call_there_is_a_zero_of_calls_and_no_latency(groups):
     assert tool_call_metrics(groups) == {"rollout/tool_calls_dispatched": 0.0}
+
+
+def test_reflection_words_are_counted_per_thousand_sampled_tokens():
+    one = group([()], [(), ()])
+    texts = iter(["Wait, is that wrong? Let me check.", "The waiter is right.", "However, no."])
+    said = [
+        replace(
+            each,
+            trajectory=replace(
+                each.trajectory, turns=tuple(replace(turn, completion_text=next(texts)) for turn in each.trajectory.turns)
+            ),
+        )
+        for each in one.trajectories
+    ]
+    found = rollout_metrics([replace(one, trajectories=tuple(said))])
+    assert found["rollout/reflection_words_per_1000_tokens"] == pytest.approx(1000 * 4 / 3)  # wait, wrong, check, however

@@ -122,6 +122,7 @@ def _rl_metrics(progress: float, chance: random.Random) -> dict[str, float]:
         "rollout/length_tokens_mean_wrong": 106 - 28 * progress + chance.gauss(0, 2.5),
         "rollout/turns_mean": 2.5 - 0.4 * progress + chance.gauss(0, 0.05),
         "rollout/truncated_fraction": max(0.0, 0.05 * math.exp(-4 * progress) + chance.gauss(0, 0.004)),
+        "rollout/reflection_words_per_1000_tokens": 4.0,
         "rollout/void_fraction": 0.0,
         "rollout/tokens_per_s": chance.gauss(1900, 90),
         "groups/all_right": all_right,

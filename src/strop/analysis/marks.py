@@ -10,9 +10,10 @@ import json
 import re
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from strop.evaluation.metrics import REFLECTION
 from strop.rollout.tool_calls import CLOSING, OPENING
 from strop.types import Trajectory, Turn
 
@@ -112,33 +113,6 @@ def answer_spans(text: str) -> list[Span]:
 TOP_SHARE = 0.2
 """rStar2-Agent (arXiv 2508.20722), section 5.4 and Figures 10 and 11: the top 20 % of each trajectory."""
 
-_STEMS = (  # section 5.4 of the same paper and its two traces, and their kin; inflected forms of each count, too
-    r"(?:double|cross)?-?check(?:s|ed|ing)?",
-    r"(?:re-?|cross-?)?verif(?:y|ies|ied|ying)",
-    r"(?:re-?)?validat(?:e|es|ed|ing)",
-    r"confirm(?:s|ed|ing)?",
-    r"re-?(?:run|runs|running|execute|executes|executing)",
-    r"re-?(?:evaluate|evaluates|evaluating|consider|examine|calculate|compute|think)",
-    r"(?:try|tries|trying) again",
-    r"debug(?:s|ged|ging)?",
-    r"fix(?:es|ed|ing)?",
-    r"correct(?:ed|ing|ly)?",
-    r"errors?",
-    r"mistakes?",
-    r"wrong",
-    r"inconsisten(?:t|cy|cies)",
-    r"but",
-    r"however",
-    r"wait",
-    r"actually",
-    r"alternatively",
-    r"instead",
-    r"perhaps",
-    r"maybe",
-)
-REFLECTION = re.compile(rf"(?<![\w-])(?:{'|'.join(_STEMS)})(?![\w-])", re.IGNORECASE)
-"""English words that signal reflection. The list is ours: the paper gives only examples."""
-
 
 def top_entropy(entropies: Sequence[float], *, share: float = TOP_SHARE) -> set[int]:
     """Return the places of the floor(share * n) highest entropies of a rollout's sampled tokens; of equal ones the first.
@@ -193,6 +167,22 @@ class MarkedTurn:
 def has_entropies(trajectory: Trajectory) -> bool:
     """Return whether `trajectory` has an entropy for every token; those of server engines have none."""
     return all(len(turn.completion.entropies) == len(turn.completion.ids) for turn in trajectory.turns)
+
+
+def with_entropies(trajectory: Trajectory, entropies: Sequence[float]) -> Trajectory | None:
+    """Return `trajectory` with an entropy for every token: its own, or else `entropies`, which has one for each sampled token.
+
+    Forced tokens get 0. None where entropies are missing.
+    """
+    if has_entropies(trajectory):
+        return trajectory
+    if len(entropies) != sum(trajectory.loss_mask):
+        return None
+    rest, turns = iter(entropies), []
+    for turn in trajectory.turns:
+        of_turn = tuple(0.0 if is_forced else next(rest) for is_forced in turn.completion.is_forced)
+        turns.append(replace(turn, completion=replace(turn.completion, entropies=of_turn)))
+    return replace(trajectory, turns=tuple(turns))
 
 
 def mark(trajectory: Trajectory, texts: Sequence[Sequence[str]], *, share: float = TOP_SHARE) -> tuple[MarkedTurn, ...]:

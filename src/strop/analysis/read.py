@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from pydantic import TypeAdapter, ValidationError
 
-from strop.analysis.marks import MarkedTurn, Position, has_entropies, mark
+from strop.analysis.marks import MarkedTurn, Position, mark, with_entropies
 from strop.analysis.statistics import Figures, count
 from strop.errors import RunError, UserError
 from strop.reports.log import RunLog, StageLog, read_run
 from strop.reports.rollouts import find_tokenizer, token_texts
-from strop.run_directory import RunDirectory, names_damage, read_lines
+from strop.run_directory import RunDirectory, names_damage, read_json, read_lines
 from strop.types import RolloutKey, ScoredTrajectory, Trajectory
 
 _SHOWN_OF_A_KIND = 2
@@ -93,7 +93,11 @@ def read_analysis(
     wanted = _steps(run, chosen.name, steps)
     for step in wanted:
         played = list(_played(run, chosen.name, step))
-        complete = [scored for scored in played if has_entropies(scored.trajectory)]
+        trained = _trained_entropies(run, chosen.name, step)
+        complete = []
+        for scored in played:
+            whole = with_entropies(scored.trajectory, trained.get(scored.trajectory.key, ()))
+            complete += [] if whole is None else [replace(scored, trajectory=whole)]
         num_without += len(played) - len(complete)
         rollouts = [Shown(step=step, scored=each, marked=_marked(each.trajectory, texts)) for each in complete]
         figures[step] = count(each.marked for each in rollouts)
@@ -111,8 +115,9 @@ def _nothing_to_count(run: RunDirectory, stage: str, num_without: int) -> str:
     place = f"{run.stage(stage).path / 'rollouts'}"
     if num_without:
         return (
-            f"{place}: the engine recorded no entropies: server engines (vLLM, SGLang) do not report"
-            " entropies. Evaluate the model with `strop eval` and engine.kind = 'torch', and analyse that run."
+            f"{place}: no entropies, which servers (vLLM, SGLang) do not report. Set log_entropies = true in a stage of kind"
+            " rl, and its trainer scores them; or evaluate the model with `strop eval` and engine.kind = 'torch', and analyse"
+            " that run."
         )
     return f"{place}: no rollout has finished yet. Try again when one has."
 
@@ -174,6 +179,14 @@ def _steps(run: RunDirectory, stage: str, wanted: Sequence[range] | None) -> lis
         span = str(recorded[0]) if len(recorded) == 1 else f"{recorded[0]} to {recorded[-1]}"
         raise RunError(f"--steps: stage {stage!r} of {run.path} has rollouts of none of these. It has step {span}.")
     return steps
+
+
+def _trained_entropies(run: RunDirectory, stage: str, step: int) -> dict[RolloutKey, Sequence[float]]:
+    """The trainer's, of the rollouts that the step trained on; see `strop.stages.loop.entropies`."""
+    path = run.stage(stage).selection(step)
+    groups = read_json(path).get("groups", []) if path.exists() else []
+    records = [record for group in groups for record in group["rollouts"] if "entropies" in record]
+    return {RolloutKey(**record["key"]): record["entropies"] for record in records}
 
 
 def _played(run: RunDirectory, stage: str, step: int) -> Iterator[ScoredTrajectory]:

@@ -32,6 +32,7 @@ class Tally:
     high_entropy_sum: float = 0.0
     num_reflection: int = 0
     num_high_reflection: int = 0
+    reflection_entropy_sum: float = 0.0
 
     def __add__(self, other: Self) -> Tally:
         return Tally(**{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)})
@@ -48,6 +49,11 @@ class Tally:
     def high_entropy(self) -> float | None:
         """Mean entropy of the marked tokens."""
         return ratio(self.high_entropy_sum, self.num_high)
+
+    @property
+    def reflection_entropy(self) -> float | None:
+        """Mean entropy of tokens in reflection words."""
+        return ratio(self.reflection_entropy_sum, self.num_reflection)
 
     @property
     def reflection_share(self) -> float | None:
@@ -155,6 +161,7 @@ def tally_turn(turn: MarkedTurn) -> dict[tuple[Position, Part], Tally]:
                 high_entropy_sum=sum(high),
                 num_reflection=sum(token.is_reflection for token in tokens),
                 num_high_reflection=sum(token.is_high and token.is_reflection for token in tokens),
+                reflection_entropy_sum=sum(token.entropy for token in tokens if token.is_reflection),
             )
     return found
 

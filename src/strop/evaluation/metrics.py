@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -51,6 +52,35 @@ BUCKETS = (*(f"{low}-{high}s" for low, high in itertools.pairwise(_BOUNDS_S)), f
 _UPPER_S = tuple(map(float, _BOUNDS_S[1:]))
 
 
+_STEMS = (  # rStar2-Agent (arXiv 2508.20722), section 5.4 and its two traces, and their kin; inflected forms of each count, too
+    r"(?:double|cross)?-?check(?:s|ed|ing)?",
+    r"(?:re-?|cross-?)?verif(?:y|ies|ied|ying)",
+    r"(?:re-?)?validat(?:e|es|ed|ing)",
+    r"confirm(?:s|ed|ing)?",
+    r"re-?(?:run|runs|running|execute|executes|executing)",
+    r"re-?(?:evaluate|evaluates|evaluating|consider|examine|calculate|compute|think)",
+    r"(?:try|tries|trying) again",
+    r"debug(?:s|ged|ging)?",
+    r"fix(?:es|ed|ing)?",
+    r"correct(?:ed|ing|ly)?",
+    r"errors?",
+    r"mistakes?",
+    r"wrong",
+    r"inconsisten(?:t|cy|cies)",
+    r"but",
+    r"however",
+    r"wait",
+    r"actually",
+    r"alternatively",
+    r"instead",
+    r"perhaps",
+    r"maybe",
+)
+REFLECTION = re.compile(rf"(?<![\w-])(?:{'|'.join(_STEMS)})(?![\w-])", re.IGNORECASE)
+"""English words that signal reflection. The list is ours: the paper gives only examples."""
+_NUM_READ = 1024  # rollouts of a step whose texts are searched for such words, at 8 MB a second
+
+
 def tool_error_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
     """Return the share of calls that failed by the policy's fault. There must be at least one call."""
     return sum(scored.trajectory.num_errors for scored in trajectories) / _num_calls(trajectories)
@@ -82,6 +112,7 @@ def rollout_metrics(groups: Sequence[Group], verdict: Verdict = USUAL) -> dict[s
         "rollout/length_tokens_mean": sum(each.trajectory.num_response_tokens for each in scored) / num,
         "rollout/turns_mean": sum(len(each.trajectory.turns) for each in scored) / num,
         "rollout/truncated_fraction": sum(each.trajectory.is_truncated for each in scored) / num,
+        "rollout/reflection_words_per_1000_tokens": 1000 * _reflection_rate(scored[:_NUM_READ]),
     }
     for name, of in (("rollout/length_tokens_mean_correct", correct), ("rollout/length_tokens_mean_wrong", wrong)):
         if of:
@@ -132,6 +163,13 @@ def num_sampled_tokens(groups: Sequence[Group], *, but: Container[RolloutKey] = 
     """Return the number of tokens that the policy sampled, without prompts, observations and the rollouts `but`."""
     trajectories = (scored.trajectory for group in groups for scored in group.trajectories)
     return sum(len(turn.completion.ids) for each in trajectories if each.key not in but for turn in each.turns)
+
+
+def _reflection_rate(trajectories: Sequence[ScoredTrajectory]) -> float:
+    """Words of `REFLECTION` per sampled token."""
+    turns = [turn for scored in trajectories for turn in scored.trajectory.turns]
+    num_words = sum(len(REFLECTION.findall(turn.completion_text)) for turn in turns)
+    return num_words / max(1, sum(len(turn.completion.ids) for turn in turns))
 
 
 def _num_calls(trajectories: Sequence[ScoredTrajectory]) -> int:

@@ -29,9 +29,9 @@ class Panel:
 
 
 _OPTIONAL = """
-    branching/ budget/ machine/ validation/ policy/ratio_max rollout/accuracy rollout/entropy rollout/length_tokens_mean_
-    rollout/staleness scheduler/branches_displaced scheduler/displaced scheduler/kv_share scheduler/tool_ time/checkpoint
-    time/score time/validation update/tokens_per_s
+    branching/ budget/ machine/ tokens/ validation/ policy/ratio_max rollout/accuracy rollout/entropy
+    rollout/length_tokens_mean_ rollout/staleness scheduler/branch_cached scheduler/branches_displaced scheduler/displaced
+    scheduler/kv_share scheduler/tool_ time/checkpoint time/score time/validation update/tokens_per_s
 """
 _OPTIONAL_PREFIXES = tuple(_OPTIONAL.split())
 
@@ -79,11 +79,26 @@ LEARNING = (
         "Truncated: out of tokens. Void: lost by an error of the machine, left out of training.",
     ),
     Panel(
+        "Reflection words",
+        {"rollout/reflection_words_per_1000_tokens": "words"},
+        '"Wait", "check", "wrong" and the like, per thousand sampled tokens.',
+    ),
+    Panel(
         "Turns and tool calls", {"rollout/turns_mean": "turns", "rollout/tool_calls_mean": "tool calls"}, "Mean of a rollout."
     ),
 )
 OPTIMISATION = (
     Panel("Entropy", {"policy/entropy_nats": "entropy"}, "Nats a token. A fall to zero ends exploration."),
+    Panel(
+        "Entropy of marked tokens",
+        {"tokens/forking_entropy_nats": "forking", "tokens/reflection_entropy_nats": "in reflection words"},
+        "Nats a token, of reasoning. Forking: of the rollout's 20% with the highest entropy.",
+    ),
+    Panel(
+        "Marked tokens",
+        {"tokens/forking_fraction": "forking", "tokens/reflection_fraction": "in reflection words"},
+        "Share of the tokens of reasoning.",
+    ),
     Panel(
         "Groups",
         {"groups/used": "used", "groups/all_right": "all right", "groups/all_wrong": "all wrong"},

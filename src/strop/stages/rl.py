@@ -20,6 +20,7 @@ from strop.reports.scales import counted
 from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
 from strop.stages.loop.async_rollouts import AsyncRollouts, staleness_metrics
+from strop.stages.loop.entropies import are_missing, entropy_curves, scored_entropies
 from strop.stages.loop.preflight import TRAIN_SHARE, weights_mib
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
@@ -91,16 +92,17 @@ class RLRun:
             watch.lap("time/ahead_wait_s")
 
         # Publish
-        write_selection(self.context, step, selections, advantages)
+        entropies = scored_entropies(parts, batches) if stage.log_entropies else {}
+        write_selection(self.context, step, selections, advantages, entropies)
         weights = await self.rollouts.publish(self.trainer, version=step)
         watch.lap("time/publish_s")
 
         # Log
         metrics = rollout_metrics(groups, played.verdict) | dict(played.figures)
         metrics |= staleness_metrics(groups, step) if self.ahead is not None else {}
-        metrics |= tool_call_metrics(groups) | selection_metrics(selections)
-        metrics |= self.rollouts.branch_metrics(groups, step)
+        metrics |= tool_call_metrics(groups) | selection_metrics(selections) | self.rollouts.branch_metrics(groups, step)
         metrics |= updates.metrics()
+        metrics |= entropy_curves(selections, entropies, self.rollouts.player.chat) if stage.log_entropies else {}
         if updates.critic:
             metrics |= critic_metrics(batches, updates.critic)
         if not metrics.get("rollout/staleness_max"):
@@ -141,6 +143,7 @@ class RLRun:
         if len(parts) * stage.epochs == 1:
             columns -= {Column.OLD_LOGPROBS}
             columns |= frozenset() if method.critic is None else method.critic.estimates_need
+        columns |= {Column.OLD_ENTROPIES} if stage.log_entropies and are_missing(selections) else frozenset()
         of_group = {id(selection): each for selection, each in zip(selections, advantages, strict=True)}
         batches = []
         for part in parts:
@@ -185,6 +188,7 @@ class RL(RolloutStage):
 
         method: Method = Field(description="How advantages and the loss are computed: a kind, or a class of yours.")
         updates_per_step: int = Field(default=1, ge=1, description="Mini-batches of a step, split by task.")
+        log_entropies: bool = Field(default=False, description="Log entropies of forking and reflection tokens, on any engine.")
         max_staleness: int = Field(
             default=0, ge=0, le=1, description="1: the next step's rollouts are sampled while this step's are trained on."
         )

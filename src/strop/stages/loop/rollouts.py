@@ -10,6 +10,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +36,7 @@ from strop.stages.loop.training_stage import RolloutKeys
 from strop.tasks.protocol import TaskSource
 from strop.tools.protocol import Tool
 from strop.training.trainer import Trainer
-from strop.types import Group, Task
+from strop.types import Group, RolloutKey, Task
 
 _FEW_VOIDS, _MUCH_LONGER = 3, 1.5
 
@@ -257,22 +258,32 @@ def selection_metrics(selections: Sequence[Selection]) -> dict[str, float]:
 
 
 def write_selection(
-    context: StageContext, step: int, selections: Sequence[Selection], advantages: Sequence[Sequence[Tensor]]
+    context: StageContext,
+    step: int,
+    selections: Sequence[Selection],
+    advantages: Sequence[Sequence[Tensor]],
+    entropies: Mapping[RolloutKey, Sequence[float]] = MappingProxyType({}),
 ) -> None:
-    """Write down why each rollout of the step was kept or dropped."""
+    """Write down why each rollout of the step was kept or dropped.
+
+    Args:
+        entropies: the trainer's, of sampled tokens, for the rollouts that have any.
+    """
     groups = [
         {
             "task": asdict(selection.group.task),
             "task_index": selection.group.task_index,
             "num_void": selection.group.num_void,
-            "rollouts": _rollout_records(selection, of_kept),
+            "rollouts": _rollout_records(selection, of_kept, entropies),
         }
         for selection, of_kept in zip(selections, advantages, strict=True)
     ]
     write_json(context.directory.selection(step), {"step": step, "groups": groups})
 
 
-def _rollout_records(selection: Selection, advantages: Sequence[Tensor]) -> list[dict[str, Any]]:
+def _rollout_records(
+    selection: Selection, advantages: Sequence[Tensor], entropies: Mapping[RolloutKey, Sequence[float]]
+) -> list[dict[str, Any]]:
     """Per rollout of the group: kept or not and why, its reward, and its largest advantage by size (0 when dropped)."""
     of_kept = iter(advantages)
     records = []
@@ -289,6 +300,7 @@ def _rollout_records(selection: Selection, advantages: Sequence[Tensor]) -> list
                 "figures": dict(decision.figures),
                 "advantage": advantage,
                 "reward": scored.reward,
+                **({} if (of_tokens := entropies.get(scored.trajectory.key)) is None else {"entropies": of_tokens}),
             }
         )
     return records
