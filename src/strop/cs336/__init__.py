@@ -3,7 +3,7 @@
 Arguments and return values are those of the hand-out, so an adapter is one import; `docs/guides/cs336.md` shows how.
 """
 
-from strop.cs336.evaluation import evaluate_vllm, log_generations
+from strop.cs336.evaluation import evaluate_vllm, init_vllm, load_policy_into_vllm_instance, log_generations
 from strop.cs336.grpo import (
     compute_group_normalized_rewards,
     compute_grpo_clip_loss,
@@ -41,7 +41,9 @@ __all__ = [
     "get_packed_sft_dataset",
     "get_response_log_probs",
     "grpo_microbatch_train_step",
+    "init_vllm",
     "iterate_batches",
+    "load_policy_into_vllm_instance",
     "load_prompt",
     "log_generations",
     "masked_mean",

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
@@ -14,6 +18,8 @@ import transformers
 from strop.cs336.grpo import RewardFunction
 from strop.cs336.masked import masked_mean
 from strop.cs336.sft import get_response_log_probs, tokenize_prompt_and_output
+from strop.engine.servers.vllm import EXTENSION, EXTENSION_CLASS
+from strop.errors import WeightsNotProven
 from strop.run_directory import write_text
 
 
@@ -36,6 +42,68 @@ class Generator(Protocol):
 
     def generate(self, prompts: list[str], sampling_params: Any) -> Sequence[Answered]:
         """One answer for each prompt, in order."""
+
+
+def init_vllm(model_id: str, device: str, seed: int, gpu_memory_utilization: float = 0.85, **options: Any) -> Any:
+    """Open a `vllm.LLM` on a device of its own, for `load_policy_into_vllm_instance`. It needs vLLM in this environment.
+
+    The engine runs in a process of its own, which sees no other device, so nothing of vLLM has to be patched.
+
+    Args:
+        model_id: a model directory, or a name on the hub.
+        device: as in "cuda:1", the second of the devices that this process sees; "cpu" for vLLM's CPU build.
+        seed: of the sampler.
+        gpu_memory_utilization: share of the device's memory that vLLM takes; of the machine's on a CPU.
+        options: of `vllm.LLM`, as in `enforce_eager=True`.
+    """
+    from vllm import LLM  # type: ignore[import-not-found]  # an environment without it can do all but this
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    devices = visible.split(",") if visible else []
+    kind, _, index = device.partition(":")
+    number = int(index or 0)
+    sees = {} if kind == "cpu" else {"CUDA_VISIBLE_DEVICES": devices[number] if devices else str(number)}
+    sys.path.insert(0, str(EXTENSION))  # which the engine's process inherits
+    with _environment(sees):
+        return LLM(
+            model=model_id,
+            dtype="bfloat16",
+            enable_prefix_caching=True,
+            gpu_memory_utilization=gpu_memory_utilization,
+            seed=seed,
+            worker_extension_cls=EXTENSION_CLASS,
+            **options,
+        )
+
+
+def load_policy_into_vllm_instance(policy: transformers.PreTrainedModel, llm: Any) -> None:
+    """Replace the weights of an engine of `init_vllm` by the policy's, and drop what it cached with the older ones.
+
+    Raises:
+        WeightsNotProven: the engine lacks a weight, or computes with another value.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        policy.save_pretrained(directory)
+        for loaded in llm.collective_rpc("strop_load_weights", args=(directory,)):
+            if wrong := [*loaded["missing"], *loaded["stale"]]:
+                raise WeightsNotProven(
+                    f"vLLM does not hold the policy's values of {len(wrong)} weights: {', '.join(wrong[:5])}."
+                )
+    llm.reset_prefix_cache()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def evaluate_vllm(

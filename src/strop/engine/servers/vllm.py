@@ -27,8 +27,8 @@ from strop.engine.servers.server import ASK_S, Answer, Said, Server, ServerClien
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 
 _log = logging.getLogger(__name__)
-_EXTENSION = Path(__file__).with_name("extension")
-_EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
+EXTENSION = Path(__file__).with_name("extension")
+EXTENSION_CLASS = "strop_vllm_worker.StropWorker"
 _GENERATE = "/inference/v1/generate"
 _SOCKET = "socket"
 _SHARED_FILE = re.compile(r"(/dev/shm/psm_\w+)")  # as Python's multiprocessing names them
@@ -127,7 +127,7 @@ class VllmServer(Server[VllmConfig]):
         wrong = {
             f"its logprobs_mode is {mode!r}, not 'processed_logprobs'": mode != "processed_logprobs",
             f"its dtype is {model.dtype}, but engine.dtype is {config.dtype}": config.dtype not in (model.dtype or ""),
-            f"it lacks the worker extension {_EXTENSION_CLASS}": extension != _EXTENSION_CLASS,
+            f"it lacks the worker extension {EXTENSION_CLASS}": extension != EXTENSION_CLASS,
         }
         self._refuse(wrong, length=model.max_model_len)
 
@@ -149,7 +149,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
         "--max-logprobs": MAX_LOGPROBS,
         "--generation-config": folder,  # the model directory's own would change how we sample, and ban its EOS with stop ids
         "--load-format": "dummy",  # weights come only by publication, which proves them
-        "--worker-extension-cls": _EXTENSION_CLASS,
+        "--worker-extension-cls": EXTENSION_CLASS,
     }
     if config.dtype != "float32":
         # Logits of a trained model are around 20, where bfloat16 goes in steps of an eighth: most of the gap to the trainer.
@@ -160,7 +160,7 @@ def command_line(model: ModelFacts, config: VllmConfig, folder: Path) -> list[st
 
 def environment(config: VllmConfig) -> dict[str, str]:
     """Of a server that we start. Its development routes are safe where only we can reach its socket."""
-    variables = {"PYTHONPATH": str(_EXTENSION), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {"PYTHONPATH": str(EXTENSION), "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if config.eager:
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request compiles the sampler for 20 s
     return environment_of(config, variables)

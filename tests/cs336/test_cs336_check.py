@@ -1,0 +1,123 @@
+"""`strop cs336 check`: a student's functions against strop's."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from strop.cli import app
+from strop.cs336 import adapters
+from strop.errors import ConfigError, UserError
+
+SIGNATURES = {  # of the course's tests/adapters.py
+    "run_tokenize_prompt_and_output": "prompt_strs, output_strs, tokenizer",
+    "run_compute_group_normalized_rewards": "reward_fn, rollout_responses, repeated_ground_truths, group_size, advantage_eps,"
+    " normalize_by_std",
+    "run_compute_entropy": "logits",
+    "run_get_response_log_probs": "model, input_ids, labels, return_token_entropy",
+    "run_compute_naive_policy_gradient_loss": "raw_rewards_or_advantages, policy_log_probs",
+    "run_compute_grpo_clip_loss": "advantages, policy_log_probs, old_log_probs, cliprange",
+    "run_compute_policy_gradient_loss": "policy_log_probs, loss_type, raw_rewards, advantages, old_log_probs, cliprange",
+    "run_masked_mean": "tensor, mask, dim",
+    "run_sft_microbatch_train_step": "policy_log_probs, response_mask, gradient_accumulation_steps, normalize_constant",
+    "run_grpo_microbatch_train_step": "policy_log_probs, response_mask, gradient_accumulation_steps, loss_type, raw_rewards,"
+    " advantages, old_log_probs, cliprange",
+    "run_masked_normalize": "tensor, mask, dim, normalize_constant",
+    "get_packed_sft_dataset": "tokenizer, dataset_path, seq_length, shuffle",
+    "run_iterate_batches": "dataset, batch_size, shuffle",
+    "run_parse_mmlu_response": "mmlu_example, model_output",
+    "run_parse_gsm8k_response": "model_output",
+    "run_compute_per_instance_dpo_loss": "lm, lm_ref, tokenizer, beta, prompt, response_chosen, response_rejected",
+}
+
+
+def check(path, *options):
+    result = CliRunner().invoke(app, ["cs336", "check", str(path), *options])
+    if result.exception is not None:
+        raise result.exception
+    return result.stdout
+
+
+def written(directory, source):
+    path = directory / "mine.py"
+    path.write_text("import torch\nfrom strop import cs336\n\n\n" + source, encoding="utf-8")
+    return path
+
+
+def test_the_adapters_are_all_functions_of_the_courses_file_with_its_arguments():
+    assert set(adapters.__all__) == set(SIGNATURES)
+    for name, expected in SIGNATURES.items():
+        names = list(inspect.signature(getattr(adapters, name)).parameters)
+        assert names[: len(expected.split(", "))] == expected.split(", ")
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_strops_own_functions_have_no_difference(seed):
+    printed = check(Path(adapters.__file__), "--seed", str(seed))
+    assert "all 15 functions are equal to strop's" in printed
+
+
+@pytest.mark.parametrize(
+    ("source", "difference"),
+    [
+        (
+            "def compute_entropy(logits):\n    p = logits.softmax(-1)\n    return -(p * p.log()).sum(-1)\n",
+            "compute_entropy, logits of 1000, whose exponential overflows: the result\\[0\\] is nan, expected 0.693147",
+        ),
+        (
+            "def run_masked_mean(tensor, mask, dim=None):\n    return (tensor * mask).sum(dim) / mask.sum(dim)\n",
+            "masked_mean, NaN where the mask is 0: the result\\[0\\] is nan, expected 1",
+        ),
+        (
+            "def masked_normalize(tensor, mask, normalize_constant, dim=None):\n"
+            "    return cs336.masked_normalize(tensor, mask, 2 * normalize_constant, dim)\n",
+            "masked_normalize, dim=None: the result is ",
+        ),
+        (
+            "def compute_group_normalized_rewards(**given):\n"
+            "    return cs336.compute_group_normalized_rewards(**{**given, 'advantage_eps': 0.1})\n",
+            r"compute_group_normalized_rewards, random rewards, normalize_by_std=True: the result\[0\]\[0\] is ",
+        ),
+        (
+            "def sft_microbatch_train_step(policy_log_probs, response_mask, gradient_accumulation_steps, **rest):\n"
+            "    return -cs336.masked_normalize(policy_log_probs, response_mask, 1.0, -1).mean()"
+            " / gradient_accumulation_steps, {}\n",
+            r"sft_microbatch_train_step, normalize_constant=1.0: the result\['gradient'\] is None, expected a tensor of shape",
+        ),
+        (
+            "def tokenize_prompt_and_output(prompt_strs, output_strs, tokenizer):\n"
+            "    joined = [prompt + output for prompt, output in zip(prompt_strs, output_strs)]\n"
+            "    return cs336.tokenize_prompt_and_output([''] * 2, joined, tokenizer)\n",
+            r"tokenize_prompt_and_output, prompts and outputs of several lengths: the result\['response_mask'\]",
+        ),
+        (
+            "def compute_grpo_clip_loss(advantages, policy_log_probs, old_log_probs, cliprange):\n"
+            "    return -(policy_log_probs - old_log_probs).exp() * advantages, {}\n",
+            "compute_grpo_clip_loss, ratios within and beyond the clip range, advantages of both signs: the result",
+        ),
+        ("def compute_entropy(logits):\n    raise NotImplementedError\n", "compute_entropy, is not written yet"),
+        (
+            "def compute_entropy(logits):\n    return logits.sot(-1)\n",
+            "compute_entropy, random logits: it raised AttributeError",
+        ),
+    ],
+)
+def test_the_first_difference_is_named(tmp_path, source, difference):
+    with pytest.raises(UserError, match=f"1 of 1 functions differ. {difference}"):
+        check(written(tmp_path, source))
+
+
+def test_a_module_without_such_functions_and_one_that_cannot_be_imported_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="has none of the functions of the assignment: tokenize_prompt_and_output, "):
+        check(written(tmp_path, "x = 1\n"))
+    with pytest.raises(ConfigError, match="is no Python file"):
+        check(tmp_path / "none.py")
+    with pytest.raises(ConfigError, match=r"mine.py, line 5\) raised ZeroDivisionError: division by zero while"):
+        check(written(tmp_path, "1 / 0\n"))
+
+
+def test_it_may_import_what_stands_next_to_it(tmp_path):
+    (tmp_path / "own_entropy.py").write_text("from strop.cs336 import compute_entropy\n", encoding="utf-8")
+    printed = check(written(tmp_path, "from own_entropy import compute_entropy as run_compute_entropy\n"))
+    assert "all 1 functions are equal" in printed
