@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Self
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from strop.algorithms.method import (
     WHOLE_REWARD,
+    Column,
+    RewardedRows,
     Selection,
     check_group_size,
     describe_voids,
@@ -194,6 +196,12 @@ class GroupMethod(PolicyLoss):
         """Keys that methods share which compare the rollouts of one task."""
 
         advantage: Advantage = Field(Advantage.GROUP_NORMALIZED, description="How rewards of a group become advantages.")
+        # reward: REINFORCE++ (arXiv:2501.03262), RLOO (arXiv:2402.14740)
+        kl_in: Literal["loss", "reward"] = Field(
+            "loss",
+            description="Where the KL penalty stands. loss: at each token; reward: the summed log-ratio of a rollout, times"
+            " kl_coefficient, is taken off its reward before rewards are compared.",
+        )
         eps: float = Field(1e-6, ge=0, description="Added to the standard deviation of rewards.")
         drop_tied: bool = Field(False, description="Leave out tied groups, so that the remaining tokens weigh more.")
         # DAPO (arXiv:2503.14476) section 3.2 leaves out groups whose answers are all right or all wrong.
@@ -206,6 +214,14 @@ class GroupMethod(PolicyLoss):
         )
         # Harmful: rStar2-Agent (arXiv:2508.20722) section 4.3.1
         overlong_filter: bool = Field(False, description="Leave out rollouts that were cut off.")
+
+        @model_validator(mode="after")
+        def _its_kl_stands_somewhere(self) -> Self:
+            if self.kl_coefficient == 0:
+                self._refuse("kl_in", "method.kl_coefficient is 0", "kl_coefficient = 0.001")
+            if self.kl_in == "reward":
+                self._refuse("kl_estimator", "method.kl_in is 'reward', where the log-ratio itself stands", 'kl_in = "loss"')
+            return self
 
         @model_validator(mode="after")
         def _leaves_out_what_it_says(self) -> Self:
@@ -224,6 +240,21 @@ class GroupMethod(PolicyLoss):
             return self
 
     config: Config
+
+    @property
+    def kl_in_loss(self) -> float:
+        return 0.0 if self.config.kl_in == "reward" else super().kl_in_loss
+
+    @property
+    def estimates_need(self) -> frozenset[Column]:
+        return frozenset() if self.config.kl_in == "loss" else frozenset({Column.OLD_LOGPROBS, Column.REFERENCE_LOGPROBS})
+
+    def penalties(self, rows: RewardedRows) -> Tensor | None:
+        """β Σ log(π_old / π_ref) over the sampled tokens of a row, as TRL's RLOO and verl's `use_kl_in_reward` sum it."""
+        if self.config.kl_in == "loss":
+            return None
+        gap = rows.columns[Column.OLD_LOGPROBS] - rows.columns[Column.REFERENCE_LOGPROBS]
+        return self.config.kl_coefficient * torch.where(rows.loss_mask, gap, 0.0).sum(-1)
 
     @property
     def refill_rounds(self) -> int:

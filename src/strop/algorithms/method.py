@@ -158,6 +158,15 @@ class Method(Component):
         return None
 
     @property
+    def estimates_need(self) -> frozenset[Column]:
+        """Columns that advantages depend on, so that they are scored even where the updates could do without."""
+        return frozenset() if self.critic is None else self.critic.estimates_need
+
+    def penalties(self, rows: RewardedRows) -> Tensor | None:
+        """What is taken off the reward of each row, (n,), before `advantages` compares them; None: nothing."""
+        return None
+
+    @property
     def refill_rounds(self) -> int:
         """How often, at most, a step plays further tasks in place of those of which `select` keeps nothing; 0: never."""
         return 0

@@ -28,11 +28,11 @@ from strop.stages.loop.training_stage import RolloutKeys, RolloutStage, check_sc
 from strop.stages.loop.updates import (
     StepUpdates,
     UnusedRewards,
-    add_critic_advantages,
     critic_metrics,
     gap_metrics,
     is_solved,
     keep_skipped,
+    scored_advantages,
     why_none_kept,
     why_nothing_learned,
     why_some_are_void,
@@ -75,8 +75,7 @@ class RLRun:
         advantages = checked_advantages(method, selections)
         parts = split_by_group(selections, stage.updates_per_step)
         batches = await self.pack(stage, parts, selections, advantages)
-        if method.critic is not None:
-            batches, advantages = add_critic_advantages(method.critic, selections, parts, batches)
+        batches, advantages = scored_advantages(method, selections, parts, batches, advantages)
         watch.lap("time/score_s")
 
         # Update
@@ -142,7 +141,7 @@ class RLRun:
         method, columns = stage.method, stage.method.needs
         if len(parts) * stage.epochs == 1:
             columns -= {Column.OLD_LOGPROBS}
-            columns |= frozenset() if method.critic is None else method.critic.estimates_need
+            columns |= method.estimates_need
         columns |= {Column.OLD_ENTROPIES} if stage.log_entropies and are_missing(selections) else frozenset()
         of_group = {id(selection): each for selection, each in zip(selections, advantages, strict=True)}
         batches = []

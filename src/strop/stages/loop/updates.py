@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from strop.algorithms.method import Column, CriticMethod, RewardedRows, Selection
+from strop.algorithms.method import Column, Method, RewardedRows, Selection, checked_advantages
 from strop.algorithms.ppo import explained_variance
 from strop.errors import CannotLearnError
 from strop.rewards import SumReward
@@ -23,7 +23,7 @@ from strop.stages.loop.ledger import void_reasons
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.training.batch import TokenBatch, in_canonical_order
 from strop.training.optimizer import UpdateReport
-from strop.types import Group
+from strop.types import Group, RolloutKey, ScoredTrajectory
 
 _MAX_KEPT = 8  # skipped batches of a stage
 
@@ -169,18 +169,22 @@ def gap_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport]) 
     return {"policy/logprob_gap_mean": gap.mean().item(), "policy/logprob_gap_max": gap.max().item()}
 
 
-def add_critic_advantages(
-    critic: CriticMethod,
+def scored_advantages(
+    method: Method,
     selections: Sequence[Selection],
     parts: Sequence[Sequence[Selection]],
-    batches: Sequence[TokenBatch],
+    batches: list[TokenBatch],
+    advantages: list[list[Tensor]],
 ) -> tuple[list[TokenBatch], list[list[Tensor]]]:
-    """The batches of a step with advantages and returns from the critic's values, and the advantages of each selection.
+    """The batches of a step, and the advantages of each selection, when all columns are scored.
+
+    They are those from a critic's values, or from rewards less the method's penalties; without either they stay.
 
     Args:
         selections: all of the step.
         parts: the selections that each batch was made from.
         batches: with every column that the method needs.
+        advantages: from the rewards alone.
     """
     rows_of = [in_canonical_order(part) for part in parts]
     updates = [
@@ -191,7 +195,9 @@ def add_critic_advantages(
         )
         for rows, batch in zip(rows_of, batches, strict=True)
     ]
-    estimates = critic.token_advantages(updates)
+    if method.critic is None:
+        return _penalized(method, selections, rows_of, updates, batches) or (batches, advantages)
+    estimates = method.critic.token_advantages(updates)
     judged = [
         dataclasses.replace(batch, advantages=estimate.advantages, columns={**batch.columns, Column.RETURNS: estimate.returns})
         for batch, estimate in zip(batches, estimates, strict=True)
@@ -202,6 +208,42 @@ def add_critic_advantages(
         for scored, of_row in zip(rows, batch.advantages, strict=True)
     }
     return judged, [[of_trajectory[scored.trajectory.key] for scored in selection.kept] for selection in selections]
+
+
+def _penalized(
+    method: Method,
+    selections: Sequence[Selection],
+    rows_of: Sequence[Sequence[ScoredTrajectory]],
+    updates: Sequence[RewardedRows],
+    batches: Sequence[TokenBatch],
+) -> tuple[list[TokenBatch], list[list[Tensor]]] | None:
+    """With advantages of what the method's penalties leave of the rewards; None where it has none."""
+    left: dict[RolloutKey, ScoredTrajectory] = {}
+    for rows, update in zip(rows_of, updates, strict=True):
+        if (penalties := method.penalties(update)) is None:
+            return None
+        for scored, penalty in zip(rows, penalties.tolist(), strict=True):
+            left[scored.trajectory.key] = dataclasses.replace(scored, reward=scored.reward - penalty)
+    groups = [
+        dataclasses.replace(
+            each.group, trajectories=tuple(left.get(one.trajectory.key, one) for one in each.group.trajectories)
+        )
+        for each in selections
+    ]
+    penalized = [dataclasses.replace(each, group=group) for each, group in zip(selections, groups, strict=True)]
+    advantages = checked_advantages(method, penalized)
+    of_key = {
+        scored.trajectory.key: of_tokens
+        for each, of_group in zip(penalized, advantages, strict=True)
+        for scored, of_tokens in zip(each.kept, of_group, strict=True)
+    }
+    judged = []
+    for rows, batch in zip(rows_of, batches, strict=True):
+        of_rows = torch.zeros_like(batch.advantages)
+        for row, scored in enumerate(rows):
+            of_rows[row, : len(scored.trajectory.ids)] = of_key[scored.trajectory.key]
+        judged.append(dataclasses.replace(batch, advantages=torch.where(batch.loss_mask, of_rows, 0.0)))
+    return judged, advantages
 
 
 def critic_metrics(batches: Sequence[TokenBatch], reports: Sequence[UpdateReport]) -> dict[str, float]:
