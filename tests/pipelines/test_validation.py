@@ -1,6 +1,7 @@
 """Stages that measure themselves on held-out tasks: the figures, the best policy, and training as it would be without."""
 
 import json
+import re
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -113,3 +114,40 @@ def test_fine_tuning_and_expert_iteration_are_measured_too(tmp_path):
     assert [line["step"] for line in lines_of(done.run, "sft") if "validation/accuracy" in line] == [2, 3]
     assert [line["step"] for line in lines_of(done.run, "ei") if "validation/accuracy" in line] == [2]
     assert (done.run.stage("sft").best / "model.safetensors").is_file()
+
+
+def test_sets_of_its_own_have_their_own_sampling_limits_and_figures(tmp_path):
+    other = RECIPE["tasks"] | {"max_digits": 1}
+    validation = VALIDATION | {
+        "tasks": {"short": other, "long": RECIPE["tasks"]},
+        "num_tasks": 3,
+        "top_p": 0.9,
+        "max_tokens": 150,
+        "max_turns": 2,
+    }
+    done = run_recipe(tmp_path / "run", make_recipe(steps=2, validation=validation))
+    [line] = [line for line in lines_of(done.run) if "validation/accuracy" in line]
+    rollouts = [each["rollout"] for each in read_lines(done.run.stage("rl").validation(2))]
+    assert len(rollouts) == 2 * 3 * 2
+    of_set = {"short": range(3), "long": range(3, 6)}
+    for name, places in of_set.items():
+        right = [each["reward_parts"]["accuracy"] for each in rollouts if each["trajectory"]["key"]["task_index"] in places]
+        assert line[f"validation/{name}/accuracy"] == pytest.approx(sum(right) / 6)
+        assert 0 <= line[f"validation/{name}/maj_at_k"] <= 1
+    both = [line[f"validation/{name}/accuracy"] for name in of_set]
+    assert line["validation/accuracy"] == pytest.approx(sum(both) / 2)
+    short = {each["trajectory"]["task_id"] for each in rollouts if each["trajectory"]["key"]["task_index"] < 3}
+    assert all(int(number) < 10 for each in short for number in re.findall(r"\d+", each.rpartition("/")[2]))
+    requests = [request for request, _ in done.engines[1].answers.values() if request.temperature == 0.5]
+    assert {request.truncation.top_p for request in requests} == {0.9}
+    assert max(request.max_tokens for request in requests) == 150
+    assert all(len(each["trajectory"]["turns"]) <= 2 for each in rollouts)
+    trained = [request for request, _ in done.engines[1].answers.values() if request.temperature == 1.0]
+    assert {request.truncation for request in trained} == {None}
+
+
+def test_a_set_that_cannot_be_read_is_named_before_the_first_stage(tmp_path):
+    mine = {"kind": "jsonl", "path": str(tmp_path / "none.jsonl")}
+    validation = VALIDATION | {"split": "train", "tasks": {"mine": mine}}
+    recipe = make_recipe(steps=2, validation=validation)
+    assert recipe.stages["rl"].files() == {"validation.tasks.mine": tmp_path / "none.jsonl"}

@@ -67,6 +67,10 @@ _RSTAR2 = {
     **_under("tools.python.", name="execute_python_code_with_standard_io", wall_s=4.0),
 }
 _RSTAR2_DATA = _under("stages.rl.tasks.", kind="jsonl", dataset="strop", path="data/rstar2-problems/kept.jsonl")
+_AIME = {
+    **_under("stages.rl.validation.", num_tasks=30, k=16, temperature=0.6, split="test"),
+    **_under("stages.rl.validation.tasks.", **{"aime24.dataset": "aime24", "aime25.dataset": "aime25"}),
+}
 _ROC = {
     **_under(_METHOD, kind="grpo_roc", oversample=2.0, selection="sampled", min_positives=0, min_negatives=0, eps_roc=1e-2),
     **_under(_METHOD, quota_rounding="floor", aggregation="group_token_mean", repetition_weight=0.0),
@@ -272,10 +276,11 @@ PUBLISHED: dict[str, Values] = {
         **_under("tools.python.", kind="python", name="python"),
         "stages.base.path": "Qwen/Qwen2.5-7B-Instruct",
     },
-    "rstar2-stage1": {**_RSTAR2, **_RSTAR2_DATA, **_ROC, **_STAGE_1, "stages.rl.steps": 300, "stages.rl.schedule": []},
+    "rstar2-stage1": {**_RSTAR2, **_RSTAR2_DATA, **_AIME, **_ROC, **_STAGE_1, "stages.rl.steps": 300, "stages.rl.schedule": []},
     "rstar2-paper": {
         **_RSTAR2,
         **_RSTAR2_DATA,
+        **_AIME,
         **_ROC,
         **_STAGES_1_AND_2,
         "stages.rl.steps": 300 + 85,
@@ -286,6 +291,7 @@ PUBLISHED: dict[str, Values] = {
     "rstar2-stage3": {
         **_RSTAR2,
         **_RSTAR2_DATA,
+        **_AIME,
         **_ROC,
         **_under("stages.rl.", steps=125, **{"sampling.max_tokens": 12288, "limits.max_turns": 15}),
         **_under("stages.hard.", k=8, min_right=0, max_right=7, num_tasks=None, prompt="rstar2", **{"limits.max_turns": 10}),
@@ -299,6 +305,7 @@ PUBLISHED: dict[str, Values] = {
     "rstar2-qwen2.5-32b": {
         **_RSTAR2,
         **_RSTAR2_DATA,
+        **_AIME,
         **_ROC,
         **_STAGES_1_AND_2,
         "stages.rl.steps": 700,
@@ -308,12 +315,15 @@ PUBLISHED: dict[str, Values] = {
     "rstar2-grpo-tool": {
         **_RSTAR2,
         **_RSTAR2_DATA,
+        **_AIME,
         **_STAGE_1,
         "stages.rl.steps": 300,
         **_under(_METHOD, kind="grpo", aggregation="group_token_mean"),
     },
     "rstar2-released": {
         **_RSTAR2,
+        **_AIME,
+        **_under("stages.rl.validation.", k=1, temperature=0.0),
         **_ROC,
         **_STAGE_1,
         **_hub("rl", "dapo-math-17k-processed"),
@@ -339,6 +349,8 @@ PUBLISHED: dict[str, Values] = {
     },
     "r1-zero": {
         **_R1,
+        **_under("stages.rl.validation.", num_tasks=30, k=16, temperature=0.6, top_p=0.95),
+        "stages.rl.validation.tasks.aime24.dataset": "aime24",
         **_under(_METHOD, clip_low=0.2, clip_high=0.2),
         "stages.rl.steps": 10_400 // 16,
         "stages.rl.sampling.temperature": 1.0,

@@ -77,7 +77,9 @@ def scaled_down(
         if "branching" in stage:
             sizes["branching.initial_rollouts"] = 2
         if "validation" in stage:
-            sizes |= {"validation.num_tasks": 2, "validation.every_steps": 1}
+            sizes |= {"validation.num_tasks": 2, "validation.every_steps": 1, "validation.k": min(2, stage["validation"]["k"])}
+            if "tasks" in stage["validation"]:
+                sizes["validation.tasks"] = dict.fromkeys(stage["validation"]["tasks"], data)
         if "schedule" in stage:
             sizes |= {"steps": 2, "schedule": [sooner(entry, data) for entry in stage["schedule"]]}
         if "tasks" in stage:

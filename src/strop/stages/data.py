@@ -130,8 +130,8 @@ def conversation_maker(context: StageContext, prompt_name: str, chat: ChatFormat
     return make
 
 
-def open_tasks(recipe: Recipe, name: str, tasks: TaskSource, *, seed: int, split: Split) -> TaskSource:
-    """Return `tasks` of the stage `name`: its own, or others that its schedule brings.
+def open_tasks(recipe: Recipe, name: str, tasks: TaskSource, *, seed: int, split: Split, key: str = "") -> TaskSource:
+    """Return `tasks` of the stage `name`: its own, others that its schedule brings, or those that `key` names.
 
     Raises:
         ConfigError, TaskError: as `make_tasks` does, after the key that says where the rows come from.
@@ -139,5 +139,5 @@ def open_tasks(recipe: Recipe, name: str, tasks: TaskSource, *, seed: int, split
     try:
         return make_tasks(tasks, seed=seed, split=split)
     except (ConfigError, TaskError) as error:
-        key = "tasks" if tasks == getattr(recipe.stages[name].config, "tasks", tasks) else "schedule.tasks"
+        key = key or ("tasks" if tasks == getattr(recipe.stages[name].config, "tasks", tasks) else "schedule.tasks")
         raise type(error)(f"stages.{name}.{key}: {error}") from error

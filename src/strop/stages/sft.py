@@ -110,8 +110,7 @@ class SFT(TrainingStage):
 
     def files(self) -> Mapping[str, Path]:
         splits: list[Split] = ["train"] if self.config.demonstrator is not None else []
-        splits += [self.config.validation.split] if self.config.validation is not None else []
-        return task_files("tasks", self.config.tasks, splits)
+        return {**task_files("tasks", self.config.tasks, splits), **self.config.validation_files()}
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config, model = self.config, machine.model

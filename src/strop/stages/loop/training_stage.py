@@ -28,7 +28,7 @@ from strop.stages.loop.preflight import (
     task_files,
     weights_mib,
 )
-from strop.tasks.protocol import Split
+from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
 
 if TYPE_CHECKING:
@@ -59,10 +59,20 @@ class HeldOutConfig(Config):
 class ValidationConfig(HeldOutConfig):
     """The policy is measured by playing held-out tasks."""
 
-    split: Split = Field(default="test", description="Part of `tasks` that is played.")
-    num_tasks: int = Field(default=100, ge=1, description="Number of tasks, the first of them.")
+    tasks: dict[str, TaskSource] = Field(
+        default={}, description="Sets of tasks by name, each with figures of its own. Default: the stage's `tasks`."
+    )
+    split: Split = Field(default="test", description="Part of the tasks that is played.")
+    num_tasks: int = Field(default=100, ge=1, description="Number of tasks of a set, the first of them.")
     k: int = Field(default=1, ge=1, description="Rollouts of each task.")
     temperature: Temperature | None = Field(default=None, description="Sampling temperature. Default: that of the stage.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Likeliest tokens of this probability together.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Tokens of a response. Default: as in the stage.")
+    max_turns: int | None = Field(default=None, ge=1, description="Turns of a rollout. Default: as in the stage.")
+
+    def sources(self, tasks: TaskSource) -> Mapping[str, TaskSource]:
+        """What is played, by key below the stage; `tasks` are the stage's."""
+        return {f"validation.tasks.{name}": source for name, source in self.tasks.items()} or {"tasks": tasks}
 
 
 class TrainingKeys(PlayedKeys, CheckpointedKeys):
@@ -81,6 +91,14 @@ class TrainingKeys(PlayedKeys, CheckpointedKeys):
                 " validation.k = 1, or raise validation.temperature."
             )
         return self
+
+    def validation_files(self) -> Mapping[str, Path]:
+        """The files that held-out tasks are read from, by key."""
+        found: dict[str, Path] = {}
+        if self.validation is not None:
+            for key, source in self.validation.sources(self.tasks).items():
+                found |= task_files(key, source, [self.validation.split])
+        return found
 
 
 class TrainingStage(Stage):
@@ -209,8 +227,7 @@ class RolloutStage(TrainingStage):
     def files(self) -> Mapping[str, Path]:
         config = self.config
         splits: list[Split] = [] if config.data else ["train"]
-        splits += [config.validation.split] if config.validation is not None else []
-        found = dict(task_files("tasks", config.tasks, splits))
+        found = {**task_files("tasks", config.tasks, splits), **config.validation_files()}
         for entry in config.schedule:
             if entry.tasks is not None:
                 found |= task_files("schedule.tasks", entry.tasks, ["train"])

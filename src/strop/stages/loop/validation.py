@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from strop.evaluation.votes import Voting
 from strop.recipe.stage import PlayedKeys
 from strop.run_directory import read_json, write_directory, write_json
 from strop.stages.context import StageContext
@@ -17,13 +18,14 @@ from strop.stages.loop.checkpoints import CheckpointedKeys, prune_finished
 from strop.stages.loop.rollouts import GroupPlayer
 from strop.stages.loop.training_stage import HeldOutConfig, TrainingKeys, ValidationConfig
 from strop.training.trainer import Trainer
-from strop.types import derive_seed
+from strop.types import Group, Task, derive_seed
 
 _FIGURES = (
     "accuracy",
     "accuracy_low",
     "accuracy_high",
     "pass_at_k",
+    "maj_at_k",
     "length_tokens_mean",
     "truncated_fraction",
     "tool_error_rate",
@@ -51,10 +53,15 @@ class Validator:
         evaluation, recipe = self._as_evaluation(stage), player.context.recipe
         # Other tasks than those of evaluations: on the tasks that chose it the best policy looks too good.
         seed = derive_seed("validation", recipe.seed)
-        source = open_tasks(recipe, self._context.name, evaluation.tasks, seed=seed, split=evaluation.split)
-        player.check(evaluation, source)
-        num = evaluation.num_tasks if source.num_tasks is None else min(evaluation.num_tasks, source.num_tasks)
-        self._tasks = [(index, source.task(index)) for index in range(num)]
+        self._tasks: list[tuple[int, Task]] = []
+        self._sets: dict[str, range] = {}  # where the tasks of each named set are
+        for key, tasks in config.sources(stage.tasks).items():
+            source = open_tasks(recipe, self._context.name, tasks, seed=seed, split=config.split, key=key)
+            player.check(evaluation, source)
+            num = config.num_tasks if source.num_tasks is None else min(config.num_tasks, source.num_tasks)
+            first = len(self._tasks)
+            self._tasks += [(first + index, source.task(index)) for index in range(num)]
+            self._sets[key.removeprefix("validation.tasks.")] = range(first, first + num)
 
     async def validate(
         self, trainer: Trainer, step: int, stage: TrainingKeys, *, last: int, weights: str = ""
@@ -79,16 +86,38 @@ class Validator:
         if not any(group.trajectories for group in groups):
             self._context.warn(f"step {step}: every rollout of the validation is void, so it has no result.")
             return {}
-        found = summarise(evaluation, groups, seed=self._context.recipe.seed)
+        votes = await self._votes(stage, groups)
+        found = self._figures(evaluation, groups, votes)
         if "accuracy" in found:
             await keep_if_best(self._context, trainer, step, found)
         metrics = {f"validation/{name}": float(found[name]) for name in _FIGURES if name in found}
+        for name, places in self._sets.items() if self._config.tasks else ():
+            of_set = [at for at, group in enumerate(groups) if group.task_index in places]
+            if any(groups[at].trajectories for at in of_set):
+                votes_of_set = None if votes is None else [votes[at] for at in of_set]
+                found = self._figures(evaluation, [groups[at] for at in of_set], votes_of_set)
+                metrics |= {f"validation/{name}/{figure}": float(found[figure]) for figure in _FIGURES if figure in found}
         return metrics | {"time/validation_s": time.perf_counter() - started}
+
+    def _figures(self, stage: Eval.Config, groups: Sequence[Group], votes: Sequence[Sequence[str]] | None) -> dict[str, Any]:
+        return summarise(stage, groups, seed=self._context.recipe.seed, votes=votes)
+
+    async def _votes(self, stage: TrainingKeys, groups: Sequence[Group]) -> Sequence[Sequence[str]] | None:
+        """The answers to take the majority of; None where a task has one attempt, or answers cannot be compared."""
+        if self._config.k == 1:
+            return None
+        voting = Voting(stage.reward, self._context.runner)
+        try:
+            return await voting.votes(groups)
+        finally:
+            await voting.close()
 
     def _as_evaluation(self, stage: TrainingKeys) -> Eval.Config:
         config, keys = self._config, {name: getattr(stage, name) for name in PlayedKeys.model_fields}
-        if config.temperature is not None:
-            keys["sampling"] = stage.sampling.model_copy(update={"temperature": config.temperature})
+        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens, "top_p": config.top_p}
+        keys["sampling"] = stage.sampling.model_copy(update={name: it for name, it in sampling.items() if it is not None})
+        if config.max_turns is not None:
+            keys["limits"] = stage.limits.model_copy(update={"max_turns": config.max_turns})
         return Eval.Config(init=stage.init, split=config.split, num_tasks=config.num_tasks, k=config.k, **keys)
 
 
