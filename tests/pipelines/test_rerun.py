@@ -214,3 +214,34 @@ def test_a_run_directory_that_is_in_use_is_refused(tmp_path):
     finally:
         os.close(descriptor)
     run_recipe(tmp_path / "run", make_recipe())
+
+
+ARMS = {
+    "base": RECIPE["stages"]["base"],
+    "sft": RECIPE["stages"]["sft"],
+    "before": RECIPE["stages"]["before"],
+    "other": RECIPE["stages"]["sft"] | {"steps": 1},
+    "after": RECIPE["stages"]["before"] | {"init": "other"},
+}
+
+
+def test_one_arm_runs_alone_and_the_others_later(tmp_path):
+    run = run_recipe(tmp_path / "run", recipe_of(ARMS), only="after", is_fresh=True).run
+    done = [name for name in ARMS if run.stage(name).done.exists()]
+    assert done == ["base", "other", "after"]
+    assert not run.stage("sft").path.exists()
+    run_recipe(tmp_path / "run", recipe_of(ARMS))
+    assert all(run.stage(name).done.exists() for name in ARMS)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ({"only": ["after"], "until": "before"}, "--only after and --until before exclude each other"),
+        ({"only": ["after"], "start": "sft"}, "--from sft is no stage that --only after needs"),
+        ({"only": ["afte"]}, "--only afte: no such stage. Did you mean 'after'?"),
+    ],
+)
+def test_options_that_exclude_each_other_are_named(tmp_path, words, problem):
+    with pytest.raises(ConfigError, match=problem):
+        run_recipe(tmp_path / "run", recipe_of(ARMS), **words)

@@ -77,7 +77,11 @@ def scaled_down(
         if "branching" in stage:
             sizes["branching.initial_rollouts"] = 2
         if "validation" in stage:
-            sizes |= {"validation.num_tasks": 2, "validation.every_steps": 1, "validation.k": min(2, stage["validation"]["k"])}
+            sizes |= {
+                "validation.num_tasks": 2,
+                "validation.every_steps": 1,
+                "validation.k": min(2, stage["validation"].get("k", 1)),
+            }
             if "tasks" in stage["validation"]:
                 sizes["validation.tasks"] = dict.fromkeys(stage["validation"]["tasks"], data)
         if "schedule" in stage:

@@ -107,6 +107,15 @@ def train(
             show_default=False,
         ),
     ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--only",
+            help="Run this stage and what it depends on, nothing else. Repeatable.",
+            metavar="STAGE",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Start a run, or resume it. The same command continues an interrupted run."""
     from strop.recipe.load import load_recipe
@@ -118,7 +127,7 @@ def train(
         from strop.run_directory import RunDirectory
         from strop.runs.lineage import state_of
 
-        stages = plan(loaded, until=until, start=starts or ())
+        stages = plan(loaded, until=until, start=starts or (), only=only or ())
         print_plan(loaded.name, loaded.description, stages, state=state_of(RunDirectory(runs / loaded.name), loaded))
         return
     from strop.pipeline.run import train as run_recipe
@@ -126,8 +135,9 @@ def train(
 
     command = shlex.join(["strop", *sys.argv[1:]])
     progress = ConsoleProgress()
-    place, start = runs / loaded.name, starts or ()
-    run_until_stopped(run_recipe(loaded, place, progress=progress, command=command, until=until, start=start), progress)
+    place = runs / loaded.name
+    running = run_recipe(loaded, place, progress=progress, command=command, until=until, start=starts or (), only=only or ())
+    run_until_stopped(running, progress)
 
 
 @app.command()

@@ -15,21 +15,21 @@ from strop.recipe.recipe import Recipe
 from strop.recipe.stage import Estimate, Machine, Model
 from strop.reports.terminal import PlannedStage
 from strop.run_directory import RunDirectory
-from strop.runs.resume import Starts, named_starts, stages_until
+from strop.runs.resume import Starts, named_starts, stages_to_run
 from strop.tasks.files import missing
 
 _TOKEN_SHARE = 1 / 3  # of the token limits, what the demo's stages were seen to use
 
 
-def plan(recipe: Recipe, *, until: str | None = None, start: Starts = ()) -> list[PlannedStage]:
-    """Every stage of `recipe` from `start` until `until`, with rough estimates for this machine.
+def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: Starts = ()) -> list[PlannedStage]:
+    """Every stage of `recipe` that `stages_to_run` selects, from `start` on, with rough estimates for this machine.
 
     Raises:
         ConfigError: there is no such stage, or a function of the user's cannot be imported.
         UserError: this machine lacks something that such a stage will open.
         TaskError: a file that such a stage will play holds what is no task.
     """
-    wanted = stages_until(recipe, until, start)
+    wanted = stages_to_run(recipe, until, start, only)
     if start:  # what lies before it is there already
         wanted = wanted[min(wanted.index(each) for each in named_starts(start)) :]
     for name in wanted:

@@ -25,7 +25,7 @@ from strop.rewards.base import RunService
 from strop.run_directory import LineWriter, RunDirectory, cut_back, read_json, write_json, writing_to
 from strop.runs.lineage import Lineage, check_inputs, check_parents, mark_stale, why_stale, write_lineage
 from strop.runs.manifest import locked
-from strop.runs.resume import Selected, Starts, finished, select, stages_to_rerun, stages_until
+from strop.runs.resume import Selected, Starts, finished, select, stages_to_rerun, stages_to_run
 from strop.sandbox.local import open_service
 from strop.stages.context import EngineFactory, Progress, StageContext, load_chat, product_of
 from strop.stages.loop.engines import check_room
@@ -50,6 +50,7 @@ async def train(
     command: str = "",
     until: str | None = None,
     start: Starts = (),
+    only: Starts = (),
     runner: RunService | None = None,
     open_engines: EngineFactory = open_engines,
 ) -> TrainResult:
@@ -59,6 +60,7 @@ async def train(
         command: the command that the user typed, for the manifest.
         until: the last stage to run, in the order of the graph. None: all stages.
         start: stages to rerun with everything that depends on them. Their present results are moved to `stale/`.
+        only: stages to run with everything that they depend on, and no others.
         runner: runs programs and compares answers. None: a sandbox on this machine.
         open_engines: opens the engines of a stage.
 
@@ -67,7 +69,7 @@ async def train(
         UserError: a check of a stage that will run has found a problem. Nothing was written.
     """
     run = RunDirectory(directory)
-    wanted = stages_until(recipe, until, start)
+    wanted = stages_to_run(recipe, until, start, only)
     rerun = stages_to_rerun(recipe, start)
     check_stages(recipe, [name for name in wanted if name in rerun or not run.stage(name).done.exists()], run=run)
     with writing_to(directory):
@@ -76,7 +78,7 @@ async def train(
         torch.set_num_threads(recipe.threads)  # starts no thread yet; the manifest records the number
     async with AsyncExitStack() as opened:
         opened.enter_context(locked(run))
-        selected = select(run, recipe, command, until=until, start=start)
+        selected = select(run, recipe, command, until=until, start=start, only=only)
         if runner is None:
             runner = await opened.enter_async_context(open_service(recipe.sandbox))  # before torch has threads (law 7)
         is_done = all(run.stage(name).done.exists() for name in selected.stages)

@@ -1,4 +1,4 @@
-"""Which stages of a run directory a command runs, continues or keeps: `--from`, `--until`, and stages that are stale."""
+"""Which stages of a run directory a command runs, continues or keeps: `--from`, `--until`, `--only`, and stale stages."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Selected:
 
     stages: tuple[str, ...]  # to finish, in order
     lineages: Mapping[str, Lineage]
-    left_stale: Mapping[str, str]  # stages after `--until`, with the reason
+    left_stale: Mapping[str, str]  # stages that are left out, with the reason
     new_layouts: tuple[str, ...]  # begun stages that continue with another number of trainer processes, in words
 
 
@@ -38,22 +38,44 @@ def named_starts(start: Starts) -> tuple[str, ...]:
     return (start,) if isinstance(start, str) else tuple(start)
 
 
-def stages_until(recipe: Recipe, until: str | None, start: Starts) -> tuple[str, ...]:
-    """Return the stages up to `until`, in the order in which they run. Raises `ConfigError` for an unknown stage."""
+def stages_to_run(recipe: Recipe, until: str | None, start: Starts, only: Starts = ()) -> tuple[str, ...]:
+    """Return the stages up to `until`, or those `only` with all that they depend on, in the order in which they run.
+
+    Raises:
+        ConfigError: an unknown stage, or options that exclude each other.
+    """
     names = list(recipe.stages)
-    starts = named_starts(start)
-    for option, name in (*([("--until", until)] if until is not None else []), *(("--from", each) for each in starts)):
+    starts, wanted = named_starts(start), named_starts(only)
+    named = [("--until", until)] if until is not None else []
+    for option, name in (*named, *(("--from", each) for each in starts), *(("--only", each) for each in wanted)):
         if name not in names:
             raise ConfigError(
                 f"{option} {name}: no such stage.{did_you_mean(name, names)} The stages of {recipe.name!r}: {', '.join(names)}."
             )
+    if wanted and until is not None:
+        raise ConfigError(f"--only {wanted[0]} and --until {until} exclude each other. Remove one of them.")
     selected = tuple(names if until is None else names[: names.index(until) + 1])
+    if wanted:
+        needed = _with_what_they_need(recipe, wanted)
+        selected = tuple(name for name in names if name in needed)
     if late := [name for name in starts if name not in selected]:
+        if wanted:
+            raise ConfigError(
+                f"--from {late[0]} is no stage that --only {' --only '.join(wanted)} needs. Remove one of the options."
+            )
         raise ConfigError(
             f"--from {late[0]} comes after --until {until}, so it would not run. Remove one of the options, or name a later"
             " stage in --until."
         )
     return selected
+
+
+def _with_what_they_need(recipe: Recipe, names: Sequence[str]) -> set[str]:
+    needed = set(names)
+    for name in reversed(recipe.stages):
+        if name in needed:
+            needed |= set(parents_of(recipe, name))
+    return needed
 
 
 def stages_to_rerun(recipe: Recipe, start: Starts) -> set[str]:
@@ -62,7 +84,7 @@ def stages_to_rerun(recipe: Recipe, start: Starts) -> set[str]:
 
 
 @names_damage
-def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: Starts) -> Selected:
+def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None, start: Starts, only: Starts = ()) -> Selected:
     """Prepare the run directory for `recipe`: write its manifest, and move the results of stages that rerun to `stale/`.
 
     The same command after a kill continues, and moves nothing a second time. The caller holds the lock of the directory.
@@ -70,7 +92,7 @@ def select(run: RunDirectory, recipe: Recipe, command: str, *, until: str | None
     Raises:
         RunError: the directory holds something else, or a stage is stale and `start` does not rerun it.
     """
-    stages = stages_until(recipe, until, start)
+    stages = stages_to_run(recipe, until, start, only)
     rerun = [name for name in stages if name in stages_to_rerun(recipe, start)]
     check_directory(run, recipe)
     now = lineages(recipe, run)
