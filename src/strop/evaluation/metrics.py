@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from strop.rewards.base import ACCURACY, SINGLE, Reward
 from strop.types import Group, RolloutKey, ScoredTrajectory
@@ -40,6 +41,27 @@ def verdict_of(reward: Reward) -> Verdict:
     code, r1_zero, question_only, arpo) or a user's own function with a weight.
     """
     return Verdict(reward.verifying_parts)
+
+
+FORM = "format"
+"""The name of the part of a reward that says whether a response is well formed, in recipes that have one."""
+
+
+class ResponseKind(StrEnum):
+    """The three kinds of CS336 assignment 5, section 3.2; without a part called `format` a response is right or wrong."""
+
+    RIGHT = "right"
+    WRONG = "wrong"
+    WELL_FORMED = "well formed but wrong"
+    UNFORMED = "not well formed"
+
+
+def kind_of(scored: ScoredTrajectory, *, is_right: bool) -> ResponseKind:
+    if is_right:
+        return ResponseKind.RIGHT
+    if FORM not in scored.reward_parts:
+        return ResponseKind.WRONG
+    return ResponseKind.WELL_FORMED if scored.reward_parts[FORM] > 0 else ResponseKind.UNFORMED
 
 
 DURATIONS = "time/tool_calls/"

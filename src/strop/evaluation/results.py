@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import RunError
-from strop.evaluation.metrics import USUAL, Verdict, rollout_metrics
+from strop.evaluation.metrics import USUAL, Verdict, kind_of, rollout_metrics
 from strop.evaluation.statistics import average_at_k, majority_at_k, pass_at_k
 from strop.run_directory import RunDirectory, StageDirectory, read_json, read_lines, write_json, write_text
 from strop.types import Group
@@ -83,6 +83,7 @@ def figures_of(
         for name, value in rollout_metrics(groups, verdict).items()
         if name.startswith("rollout/") and name != "rollout/accuracy"
     }
+    figures["kinds"] = dict(Counter(kind for group in played for kind in _kinds(group, verdict)))
     figures["is_final"] = figures["void_fraction"] <= MAX_VOID_FRACTION
     figures["tool_outcomes"] = _tool_outcomes(groups)
     figures["parts"] = _parts(played, seed=seed)
@@ -189,6 +190,11 @@ def _verdicts(group: Group, verdict: Verdict) -> list[bool]:
     """Return one verdict for each attempt, or [] if nothing says whether they are right."""
     found = [verdict(scored) for scored in group.trajectories]
     return [bool(each) for each in found] if None not in found else []
+
+
+def _kinds(group: Group, verdict: Verdict) -> list[str]:
+    found = [(scored, verdict(scored)) for scored in group.trajectories]
+    return [kind_of(scored, is_right=is_right).value for scored, is_right in found if is_right is not None]
 
 
 def _powers_of_two(k: int) -> list[int]:

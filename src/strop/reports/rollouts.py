@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -12,8 +14,10 @@ from pydantic import TypeAdapter
 from tokenizers import Tokenizer
 
 from strop.errors import RunError
+from strop.evaluation.metrics import kind_of
+from strop.evaluation.results import EvalFiles, read_eval
 from strop.reports.log import Metrics, RunLog, StageLog, finite
-from strop.run_directory import RunDirectory, read_json, read_lines
+from strop.run_directory import RunDirectory, parse_line, read_json, read_lines
 from strop.types import RolloutKey, ScoredTrajectory, StopReason, Task, ToolCall, ToolOutcome, Trajectory, Turn
 
 
@@ -63,6 +67,7 @@ def _models(run: RunDirectory, stage: str) -> list[Path]:
 STEPS_PER_STAGE = 4
 GROUPS_PER_STEP = 2
 ROLLOUTS_PER_GROUP = 8
+EXAMPLES = 10  # of each kind of response, of an evaluation
 TEXT_BUDGET = 600_000  # characters of the whole page
 TOKEN_BUDGET = 30_000  # tokens of the whole page; about 35 bytes each
 
@@ -140,6 +145,11 @@ class ShownRollout:
         return bool(self.entry["is_kept"])
 
     @property
+    def fate(self) -> str:
+        """What became of it: kept or dropped, or how an evaluation judged it."""
+        return str(self.entry.get("kind") or ("kept" if self.is_kept else "dropped"))
+
+    @property
     def reason(self) -> str:
         return str(self.entry.get("reason", ""))
 
@@ -183,6 +193,7 @@ class ShownStep:
     step: int
     num_groups: int
     groups: tuple[ShownGroup, ...]
+    kinds: Mapping[str, int] = field(default_factory=dict)  # of an evaluation: how many rollouts are of each kind
 
     @property
     def rollouts(self) -> list[ShownRollout]:
@@ -221,6 +232,9 @@ def _choose_steps(run: RunDirectory, log: RunLog) -> list[ShownStep]:
     chosen: list[ShownStep] = []
     shown: set[Kind] = set()
     for stage in log.stages:
+        if (evaluation := run.stage(stage.name).evaluation).exists():
+            examples = _choose_examples(run, stage, read_eval(evaluation))
+            chosen += [examples] if examples.groups else []
         for step in _spread(_closed_steps(run, stage.name), STEPS_PER_STAGE):
             chosen.append(_choose(run, stage, step, shown))
             shown.update(*(rollout.kinds for rollout in chosen[-1].rollouts))
@@ -248,6 +262,37 @@ def _choose(run: RunDirectory, stage: StageLog, step: int, shown: Collection[Kin
             task = _TASK.validate_python(group["task"])
             groups.append(ShownGroup(task=task, entries=group["rollouts"], rollouts=tuple(wanted)))
     return ShownStep(stage=stage, step=step, num_groups=len(selected), groups=tuple(groups))
+
+
+def _choose_examples(run: RunDirectory, stage: StageLog, evaluation: EvalFiles) -> ShownStep:
+    """Choose the first rollouts of each kind of an evaluation. No more are read than it takes to find them."""
+    problems = dict(enumerate(evaluation.problems))  # by place: two tasks may have one id
+    kinds: Mapping[str, int] = evaluation.result.get("kinds", {})
+    missing = Counter({kind: min(EXAMPLES, number) for kind, number in kinds.items()})
+    found: dict[int, list[ShownRollout]] = {}
+    path = run.stage(stage.name).rollouts(0)
+    with path.open("rb") if path.exists() and problems else nullcontext(()) as lines:
+        for number, line in enumerate(lines, start=1):
+            if not missing.total():
+                break
+            entry = parse_line(line, f"{path}:{number}")
+            scored = _SCORED.validate_python(entry["rollout"])
+            key, problem = scored.trajectory.key, problems.get(scored.trajectory.key.task_index)
+            if problem is None or problem["num_void"] or key.attempt >= len(problem["correct"]):
+                continue  # `correct` has an item for each attempt only where none is void
+            is_right = bool(problem["correct"][key.attempt])
+            kind = kind_of(scored, is_right=is_right).value
+            if missing[kind] > 0:
+                missing[kind] -= 1
+                judged = {"is_kept": is_right, "kind": kind}
+                shown = ShownRollout(scored=scored, entry=judged, line=entry, lineage=(key,), step=0)
+                found.setdefault(key.task_index, []).append(shown)
+    groups = []
+    for index, rollouts in sorted(found.items()):
+        problem = problems[index]
+        task = Task(id=str(problem["id"]), question=problem["question"], answer=problem["answer"], source="")
+        groups.append(ShownGroup(task=task, entries=[each.entry for each in rollouts], rollouts=tuple(rollouts)))
+    return ShownStep(stage=stage, step=0, num_groups=len(problems), groups=tuple(groups), kinds=kinds)
 
 
 def _members(entries: Sequence[Mapping[str, Any]], played: _Played, step: int) -> list[ShownRollout]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from strop.evaluation.metrics import num_sampled_tokens, verdict_of
+from strop.evaluation.metrics import ResponseKind, num_sampled_tokens, verdict_of
 from strop.evaluation.results import figures_of, problem_of, write_eval
 from strop.evaluation.votes import Voting
 from strop.recipe.graph import Product
@@ -112,7 +112,15 @@ def _in_words(figures: Mapping[str, Any]) -> str:
     missing = f", {unjudged} of them without a verdict" if unjudged else ""
     missing += f", {below} with fewer attempts than that and in no pass@k" if below else ""
     interval = f"[{figures['accuracy_low']:.3f}, {figures['accuracy_high']:.3f}]"
-    return f"accuracy {figures['accuracy']:.3f} {interval} {of}{missing}{errors}{void}"
+    return f"accuracy {figures['accuracy']:.3f} {interval} {of}{_kinds(figures)}{missing}{errors}{void}"
+
+
+def _kinds(figures: Mapping[str, Any]) -> str:
+    """How many responses are of each kind, where more than right and wrong are told apart."""
+    kinds = figures["kinds"]
+    if not kinds.keys() & {ResponseKind.WELL_FORMED, ResponseKind.UNFORMED}:
+        return ""
+    return ": " + ", ".join(f"{kinds[kind]} {kind}" for kind in ResponseKind if kind in kinds)
 
 
 def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[str, Any]:
