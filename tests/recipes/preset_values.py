@@ -400,6 +400,11 @@ PUBLISHED: dict[str, Values] = {
         **_keys("stages.expert.", {"sampling.min_tokens": 4, "trainer.precision": "bfloat16"}),
         **_keys("stages.expert.trainer.optimizer.", {"grad_clip": 1.0, "lr": 2e-5, "schedule": "constant"}),
     },
+    "cs336-dpo-hh": {
+        **_under("stages.dpo.", prompt="alpaca_sft", beta=0.1, batch_size=64, epochs=1),
+        **_under("stages.dpo.validation.", num_pairs=200, product="best"),
+        **_under("stages.dpo.trainer.optimizer.", lr=1e-6, betas=[0.0, 0.99], schedule="constant", weight_decay=0.0),
+    },
     "cs336-grpo": {**_CS336_RL, **_CS336_GRPO, "stages.rl.updates_per_step": 1, _METHOD + "loss": "policy_gradient"},
     "cs336-grpo-off-policy": {
         **_CS336_RL,

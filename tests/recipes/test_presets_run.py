@@ -64,6 +64,8 @@ def scaled_down(
                 sizes = {f"counts.{each}": 2 for each in stage["counts"]}
             case "reward_model":
                 sizes = {"path": f"{judged}/{stage['judged_on']}.jsonl", "batch_size": 2}
+            case "dpo":
+                sizes = {"path": f"{judged}/dialogues.jsonl", "batch_size": 2, "test_share": 0.5, "validation.every_steps": 1}
             case "eval":
                 sizes = {"num_tasks": 2, "k": min(2, stage["k"])}
             case "conversations":
@@ -76,7 +78,7 @@ def scaled_down(
             sizes["updates_per_step"] = min(2, stage["updates_per_step"])
         if "branching" in stage:
             sizes["branching.initial_rollouts"] = 2
-        if "validation" in stage:
+        if "validation" in stage and stage["kind"] != "dpo":
             sizes |= {
                 "validation.num_tasks": 2,
                 "validation.every_steps": 1,
@@ -149,6 +151,14 @@ def small(tmp_path_factory):
     (directory / "results.json").write_text(json.dumps({"one": "1"}))
     for judged_on, preferences in preferences_by_what_is_judged().items():
         (directory / f"{judged_on}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in preferences))
+    dialogues = [
+        {
+            name: f"\n\nHuman: What is {n}+1?\n\nAssistant: {said}" + "\n\nHuman: Sure?\n\nAssistant: Yes." * (n == 7)
+            for name, said in (("chosen", f"It is {n + 1}."), ("rejected", "I do not know."))
+        }
+        for n in range(8)
+    ]
+    (directory / "dialogues.jsonl").write_text("".join(json.dumps(row) + "\n" for row in dialogues))
     return {
         "model": str(directory / "model"),
         "able": str(able_model(directory)),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from toy_tokenizers import byte_tokenizer
 
+from strop import cs336
 from strop.errors import ConfigError
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.prompt import load_prompt, prompt_names
@@ -141,3 +142,10 @@ def test_a_prompt_with_messages_and_a_raw_text_is_refused_and_so_is_a_file_that_
     path.write_text('source = "me"\nfile = "gone.prompt"\n')
     with pytest.raises(ConfigError, match=r"its file .*gone\.prompt cannot be read"):
         load_prompt(str(path))
+
+
+def test_the_alpaca_prompt_is_the_hand_outs_up_to_the_response():
+    [message] = load_prompt("alpaca_sft").fill("Add 1 and 1.", [])
+    assert message.text + "2" == cs336.load_prompt("alpaca_sft").removesuffix("\n").format(
+        instruction="Add 1 and 1.", response="2"
+    )

@@ -210,3 +210,18 @@ def test_the_helpful_model_reads_summaries_and_the_safety_model_whole_responses(
     assert "apple" in read("summary")
     assert "<think>pear?</think>apple" in read("response")
     assert read("response", max_length=8) is None
+
+
+def test_dialogues_of_one_turn_are_pairs_and_those_of_several_are_left_out_and_counted(tmp_path, caplog):
+    asked = "\n\nHuman: What is 1+1?\n\nAssistant:"
+    rows = [
+        {"chosen": f"{asked} It is 2.", "rejected": f"{asked} I do not know."},
+        {
+            "chosen": f"{asked} It is 2.\n\nHuman: Sure?\n\nAssistant: Yes.",
+            "rejected": f"{asked} It is 2.\n\nHuman: Sure?\n\nAssistant: No.",
+        },
+        {"chosen": f"{asked} 2", "rejected": f"{asked} 3\n\nHuman: No."},
+    ]
+    found = list(read_preferences(write(tmp_path / "hh.jsonl", *rows)))
+    assert found == [Pair(prompt="What is 1+1?", chosen="It is 2.", rejected="I do not know.")]
+    assert "hh.jsonl: 2 dialogues of several turns are left out." in caplog.text

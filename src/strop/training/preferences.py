@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,8 @@ from strop.tasks.files import NoRow, RowFile, find_jsonl
 from strop.tasks.readers import Row
 
 JudgedOn: TypeAlias = Literal["summary", "response"]
+_log = logging.getLogger(__name__)
+_HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"
 _LABELS: dict[object, bool] = {True: True, False: False, "safe": True, "unsafe": False}
 
 
@@ -69,12 +72,25 @@ class PreferenceRows:
 def read_preferences(path: Path) -> RowFile[Preference]:
     """Open a .jsonl: `prompt`, `chosen`, `rejected`; or `prompt`, `response`, `label` (true, false, "safe", "unsafe").
 
-    All rows are read now, so that each mistake is found; they stay on disk.
+    Rows without a prompt are dialogues of Anthropic's HH (arXiv 2204.05862); those of several turns are left out, as CS336
+    assignment 5 does, and counted in a warning. All rows are read now, so that each mistake is found; they stay on disk.
 
     Raises:
         TaskError: the file is missing or empty, a row has neither form, or the file has rows of both.
     """
-    preferences = RowFile(_preference(row, place) for place, row in find_jsonl(path))
+    num_left_out = 0
+
+    def read() -> Iterator[Preference]:
+        nonlocal num_left_out
+        for place, row in find_jsonl(path):
+            preference = _preference(row, place)
+            num_left_out += preference is None
+            if preference is not None:
+                yield preference
+
+    preferences = RowFile(read())
+    if num_left_out:
+        _log.warning("%s: %d dialogues of several turns are left out.", path, num_left_out)
     kinds = {type(preference) for preference in preferences}
     if not kinds:
         raise TaskError(f"{path}: it has no rows. Give a .jsonl with prompt, chosen and rejected on each line.")
@@ -117,9 +133,12 @@ def _rows(
     return PreferenceRows(rows=tuple(rows), num_prompt_ids=len(prompt), is_good=is_good)
 
 
-def _preference(row: Row | NoRow, place: str) -> Preference:
+def _preference(row: Row | NoRow, place: str) -> Preference | None:
+    """None of a dialogue of several turns."""
     if isinstance(row, NoRow):
         raise TaskError(f"{place}: {row.problem}, with prompt, chosen and rejected.")
+    if "prompt" not in row and str(row.get("chosen")).startswith(_HUMAN):
+        return _of_dialogues(_texts(row, ("chosen", "rejected"), place))
     if "chosen" in row or "rejected" in row:
         return Pair(**_texts(row, ("prompt", "chosen", "rejected"), place))
     texts = _texts(row, ("prompt", "response"), place)
@@ -127,6 +146,17 @@ def _preference(row: Row | NoRow, place: str) -> Preference:
     if not isinstance(label, bool | str) or label not in _LABELS:
         raise TaskError(f'{place}: label is {shortened(repr(label))}. Write true or false, or "safe" or "unsafe".')
     return Labelled(**texts, is_good=_LABELS[label])
+
+
+def _of_dialogues(dialogues: Mapping[str, str]) -> Pair | None:
+    said = {}
+    for name, dialogue in dialogues.items():
+        human, mark, response = dialogue.removeprefix(_HUMAN).partition(_ASSISTANT)
+        if not mark or _HUMAN in response or _ASSISTANT in response:
+            return None
+        said[name] = (human.strip(), response.strip())
+    (prompt, chosen), (other, rejected) = said["chosen"], said["rejected"]
+    return Pair(prompt=prompt, chosen=chosen, rejected=rejected) if prompt == other else None
 
 
 def _texts(row: Row, names: Sequence[str], place: str) -> dict[str, str]:
