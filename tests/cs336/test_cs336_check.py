@@ -98,6 +98,10 @@ def test_strops_own_functions_have_no_difference(seed):
         ),
         ("def compute_entropy(logits):\n    raise NotImplementedError\n", "compute_entropy, is not written yet"),
         (
+            "def tokenize_prompt_and_output(prompt_strs, output_strs, tokenizer):\n    pass\n",
+            "tokenize_prompt_and_output, prompts and outputs of several lengths: the result is None, expected a dict",
+        ),
+        (
             "def compute_entropy(logits):\n    return logits.sot(-1)\n",
             "compute_entropy, random logits: it raised AttributeError",
         ),

@@ -103,6 +103,10 @@ def _difference(given: Any, expected: Any, place: str = "the result") -> str:
     """The first place where the two differ, in words; empty where they do not."""
     if isinstance(expected, Tensor):
         return _difference_of_tensors(given, expected, place)
+    if isinstance(expected, Mapping) and not isinstance(given, Mapping):
+        return f"{place} is {given!r}, expected a dict"
+    if isinstance(expected, (tuple, list)) and not isinstance(given, (tuple, list)):
+        return f"{place} is {given!r}, expected a {type(expected).__name__}"
     if isinstance(expected, Mapping):
         missing = [key for key in expected if key not in given]
         if missing:

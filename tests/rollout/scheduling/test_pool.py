@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from pools import assert_exact, play_all, pool_of, undisturbed
@@ -10,7 +11,7 @@ from virtual_time import run
 from worlds import MAX_TOKENS, Conversations, FragileEngine, Watcher, tokens_of
 
 from strop.engine.protocol import CompletionRequest, Probe
-from strop.errors import StropError
+from strop.errors import StropError, UserError
 from strop.rollout.scheduler.scheduler import SchedulerConfig
 from strop.types import RolloutKey
 
@@ -86,6 +87,43 @@ def test_a_branch_goes_on_from_what_its_parent_holds_and_waits_where_that_has_no
         assert (ledger.branched, ledger.branches_queued, ledger.offered, ledger.ended) == (2, 1, 1, 3)
         assert report.as_metrics()["scheduler/branch_cached_token_share"] == 1.0
         assert engine.holds_nothing
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_what_a_probe_raises_ends_the_turn_and_after_the_turn_it_is_told_nothing(is_early):
+    class Telling(FragileEngine):
+        """Tells of the first token before the completion ends, and once more long after it."""
+
+        late = None
+
+        @property
+        def capabilities(self):
+            return replace(super().capabilities, can_probe=True)
+
+        async def complete(self, request, *, probe=None):
+            Telling.late = probe
+            if is_early:
+                asyncio.get_running_loop().call_soon(probe.tell, (0.5,))
+                await asyncio.sleep(0)
+            return await super().complete(request)
+
+    async def scenario():
+        told = []
+
+        def refuse(entropies):
+            told.append(entropies)
+            raise UserError("no branches here")
+
+        async with pool_of(Telling(max_running=2)).batch() as batch:
+            lease = await batch.offer(RolloutKey(task_index=0, attempt=0), (1, 2, 3), max_tokens=MAX_TOKENS)
+            request = CompletionRequest(id="a", ids=(1, 2, 3), max_tokens=12, stop_ids=frozenset({9}), temperature=1.0, seed=5)
+            with pytest.raises(UserError, match="no branches here"):
+                await lease.complete(request, probe=Probe(num_tokens=1, tell=refuse))
+            Telling.late.tell((0.5,))
+            assert len(told) == 1
+            lease.close()
 
     run(scenario)
 

@@ -224,12 +224,26 @@ class _Once:
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
         self._is_told = False
+        self._error: Exception | None = None  # of the probe, which an engine tells where nothing could catch it
         self.probe = Probe(num_tokens=probe.num_tokens, tell=self.tell)
 
     def tell(self, entropies: tuple[float, ...]) -> None:
         if not self._is_told:
             self._is_told = True
-            self._probe.tell(entropies[: self._probe.num_tokens])
+            try:
+                self._probe.tell(entropies[: self._probe.num_tokens])
+            except Exception as error:  # noqa: BLE001 - `finish` raises it
+                self._error = error
+
+    def finish(self, entropies: tuple[float, ...]) -> None:
+        """Tell of a completion that has ended. Raises what the probe raised."""
+        self.tell(entropies)
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Tell nothing from now on."""
+        self._is_told = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,8 +292,15 @@ class Lease:
             EngineLost: no engine is left.
             MachineError: several engines were lost over this turn.
         """
-        batch = self._batch
         once = None if probe is None else _Once(probe)
+        try:
+            return await self._complete(request, once)
+        finally:
+            if once is not None:
+                once.close()
+
+    async def _complete(self, request: CompletionRequest, once: _Once | None) -> Completion:
+        batch = self._batch
         while True:
             while self._run is None:
                 await self._wait()
@@ -306,7 +327,7 @@ class Lease:
         if run.reason is RunReason.BRANCH:
             batch.branched(num_shared=num_known - 1, num_cached=completion.cached_tokens)
         if once is not None:
-            once.tell(completion.entropies)
+            once.finish(completion.entropies)
         num_tokens = len(completion.ids)
         self._num_known = len(request.ids) + num_tokens
         if batch.is_crowded(engine):
