@@ -151,7 +151,7 @@ class ProbedEngine(InferenceEngine, Protocol):
     """An engine that tells of a completion while it samples it."""
 
     async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
-        """Sample one completion. `probe` is told once, in the caller's thread, unless the completion has fewer tokens."""
+        """Sample one completion. `probe.tell` is called once, in the caller's thread, if the completion is long enough."""
 
 
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:

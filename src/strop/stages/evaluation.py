@@ -116,7 +116,7 @@ def _in_words(figures: Mapping[str, Any]) -> str:
 
 
 def _kinds(figures: Mapping[str, Any]) -> str:
-    """How many responses are of each kind, where more than right and wrong are told apart."""
+    """How many responses are of each kind, where there are more than right and wrong."""
     kinds = figures["kinds"]
     if not kinds.keys() & {ResponseKind.WELL_FORMED, ResponseKind.UNFORMED}:
         return ""

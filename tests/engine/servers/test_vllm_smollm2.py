@@ -90,13 +90,14 @@ def test_bfloat16_logprobs_are_close_to_the_model_librarys_in_float32_from_the_s
     mean, p99, ratio = ours.abs().mean().item(), ours.abs().quantile(0.99).item(), (-ours).exp().mean().item()
     figures = (
         f"temperature {temperature}, {len(ours)} tokens: mean {mean:.4f}, p99 {p99:.4f}, mean importance ratio {ratio:.4f};"
-        f" the library in bfloat16: mean {theirs.abs().mean().item():.4f}; to the weights before they were rounded: mean"
+        f" the library in bfloat16: mean {theirs.abs().mean().item():.4f}, p99 {theirs.abs().quantile(0.99).item():.4f}; to the"
+        " weights before they were rounded: mean"
         f" {(ours + rounding).abs().mean().item():.4f}, of which rounding {rounding.abs().mean().item():.4f}"
     )
     logging.getLogger(__name__).info("%s", figures)
     assert mean <= min(bound, 0.8 * theirs.abs().mean().item()), figures  # see docs/decisions.md
     assert rounding.abs().mean() <= 0.015, figures
-    assert p99 <= 0.15, figures
+    assert p99 <= 0.9 * theirs.abs().quantile(0.99), figures  # 0.15 on processors that differ
     assert abs(ratio - 1) <= 0.01, figures
     assert all(cached >= known // 32 * 32 for _, _, cached, known in plays)  # every whole block
 

@@ -223,13 +223,13 @@ class _Once:
 
     def __init__(self, probe: Probe) -> None:
         self._probe = probe
-        self._is_told = False
+        self._is_done = False
         self._error: Exception | None = None  # of the probe, which an engine tells where nothing could catch it
         self.probe = Probe(num_tokens=probe.num_tokens, tell=self.tell)
 
     def tell(self, entropies: tuple[float, ...]) -> None:
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_done:
+            self._is_done = True
             try:
                 self._probe.tell(entropies[: self._probe.num_tokens])
             except Exception as error:  # noqa: BLE001 - `finish` raises it
@@ -243,7 +243,7 @@ class _Once:
 
     def close(self) -> None:
         """Tell nothing from now on."""
-        self._is_told = True
+        self._is_done = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +286,7 @@ class Lease:
         If an engine is lost, another one samples the turn again from the same seed.
 
         Args:
-            probe: told once, of all entropies if there are fewer; `branch` then forks before the completion.
+            probe: called once, with all entropies if there are fewer; `branch` then forks before the completion.
 
         Raises:
             EngineLost: no engine is left.

@@ -277,7 +277,7 @@ class PooledEngine:
         return 1 if has_slots else self.spec.block_tokens
 
     async def complete(self, request: CompletionRequest, *, version: int, probe: Probe | None = None) -> Completion:
-        """Return a completion from the weights of `version`. `probe` is told of it if the engine can.
+        """Return a completion from the weights of `version`. `probe` is called meanwhile if the engine can.
 
         Raises:
             EngineLost: the engine died, hangs or failed, or its answer is invalid.
