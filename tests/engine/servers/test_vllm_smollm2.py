@@ -97,7 +97,7 @@ def test_bfloat16_logprobs_are_close_to_the_model_librarys_in_float32_from_the_s
     logging.getLogger(__name__).info("%s", figures)
     assert mean <= min(bound, 0.8 * theirs.abs().mean().item()), figures  # see docs/decisions.md
     assert rounding.abs().mean() <= 0.015, figures
-    assert p99 <= 0.9 * theirs.abs().quantile(0.99), figures  # 0.15 on processors that differ
+    assert p99 <= 0.15 / temperature, figures  # logits are divided by it, and so are their errors
     assert abs(ratio - 1) <= 0.01, figures
     assert all(cached >= known // 32 * 32 for _, _, cached, known in plays)  # every whole block
 
