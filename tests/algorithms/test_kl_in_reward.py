@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from strop.algorithms.arpo import ARPO
 from strop.algorithms.grpo import GRPO
 from strop.algorithms.method import Column, RewardedRows
 from strop.config import validate
@@ -56,6 +57,12 @@ def test_it_is_not_in_the_loss_as_well_and_the_columns_are_scored_before_the_fir
 def test_a_setting_without_an_effect_is_refused(settings, problem):
     with pytest.raises(ConfigError, match=problem):
         validate(GRPO.Config, settings, place="here")
+
+
+def test_tokens_that_are_scored_once_cannot_be_penalized_in_each_rollout():
+    settings = {"kl_in": "reward", "kl_coefficient": 0.1, "shared_token_weight": "once"}
+    with pytest.raises(ConfigError, match="which scores a shared token in one rollout only"):
+        validate(ARPO.Config, settings, place="here")
 
 
 def test_rewards_are_compared_without_their_penalty(make_group):

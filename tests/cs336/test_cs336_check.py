@@ -121,6 +121,31 @@ def test_a_module_without_such_functions_and_one_that_cannot_be_imported_are_nam
         check(written(tmp_path, "1 / 0\n"))
 
 
+def test_a_module_of_a_package_with_a_dataclass_is_imported_as_python_would(tmp_path):
+    package = tmp_path / "alignment_of_mine"
+    package.mkdir()
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "entropy.py").write_text("from strop.cs336 import compute_entropy\n", encoding="utf-8")
+    source = "from __future__ import annotations\nfrom dataclasses import dataclass\n{}\n\n"
+    source += "@dataclass\nclass Settings:\n    eps: float\n"
+    (package / "grpo.py").write_text(source.format("from .entropy import compute_entropy"), encoding="utf-8")
+    alone = tmp_path / "torch.py"  # hides no module of that name
+    alone.write_text(source.format("from strop.cs336 import compute_entropy"), encoding="utf-8")
+    for path in (package / "grpo.py", alone):
+        assert "all 1 functions are equal" in check(path)
+
+
+def test_what_a_model_of_the_library_takes_is_no_difference(tmp_path):
+    source = (
+        "def get_response_log_probs(model, input_ids, labels, return_token_entropy):\n"
+        "    ids = input_ids.to(model.device)\n"
+        "    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits\n"
+        "    found = {'log_probs': logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]}\n"
+        "    return found | ({'token_entropy': cs336.compute_entropy(logits)} if return_token_entropy else {})\n"
+    )
+    assert "all 1 functions are equal" in check(written(tmp_path, source))
+
+
 def test_it_may_import_what_stands_next_to_it(tmp_path):
     (tmp_path / "own_entropy.py").write_text("from strop.cs336 import compute_entropy\n", encoding="utf-8")
     printed = check(written(tmp_path, "from own_entropy import compute_entropy as run_compute_entropy\n"))

@@ -93,6 +93,20 @@ def test_the_first_entropies_come_while_the_rest_is_sampled(play):
     play(scenario)
 
 
+def test_a_probed_completion_may_be_cancelled_at_any_time(play):
+    async def scenario(engine):
+        for number in range(60):
+            probe = Probe(num_tokens=2, tell=lambda entropies: None)
+            task = asyncio.create_task(engine.complete(make_request(f"{number}", [1], max_tokens=150), probe=probe))
+            await asyncio.sleep(0.0002 * number)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await engine.complete(make_request("last", [1]))  # after all that the process still had to say
+        assert engine.is_alive
+
+    play(scenario)
+
+
 def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
     async def scenario(engine):
         requests = [make_request(name, [1], max_tokens=15_000) for name in "abcdef"]  # none ends before the kill

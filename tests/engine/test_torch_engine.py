@@ -120,6 +120,23 @@ def test_the_first_entropies_are_told_while_the_rest_is_sampled(play):
     play(scenario, slots=4)
 
 
+def test_nothing_is_told_of_a_completion_whose_caller_has_left(play):
+    async def scenario(engine):
+        late = []
+        for number in range(60):
+            left = []
+            probe = Probe(num_tokens=2, tell=lambda entropies, left=left: late.append(entropies) if left else None)
+            task = asyncio.create_task(engine.complete(make_request(f"{number}", [1], max_tokens=150), probe=probe))
+            await asyncio.sleep(0.0002 * number)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            left.append(True)
+        await engine.complete(make_request("last", [1]))
+        assert late == []
+
+    play(scenario)
+
+
 def test_siblings_of_a_request_whose_slot_was_taken_over_still_find_its_prefix(play):
     async def scenario(engine):
         parent = await engine.complete(make_request("parent", range(30)))

@@ -146,6 +146,11 @@ def test_sets_of_its_own_have_their_own_sampling_limits_and_figures(tmp_path):
     assert {request.truncation for request in trained} == {None}
 
 
+def test_sampling_that_could_not_stop_is_refused():
+    with pytest.raises(ValueError, match=r"sampling\.min_tokens is 4 and sampling\.max_tokens is 3"):
+        make_recipe(sampling={"max_tokens": 200, "min_tokens": 4}, validation=VALIDATION | {"max_tokens": 3})
+
+
 def test_a_set_that_cannot_be_read_is_named_before_the_first_stage(tmp_path):
     mine = {"kind": "jsonl", "path": str(tmp_path / "none.jsonl")}
     validation = VALIDATION | {"split": "train", "tasks": {"mine": mine}}

@@ -1,17 +1,18 @@
 import asyncio
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
-from strop.engine.scripted import Reply, ScriptedEngine
+from strop.engine.scripted import Fault, Reply, ScriptedEngine
 from strop.errors import ToolBroken, UserError
-from strop.rollout.branch_tree import _ForkedEnvironment
+from strop.rollout.branch_tree import Tree, _ForkedEnvironment
 from strop.rollout.branching import Branching, BranchingConfig
 from strop.rollout.environment import Observation
 from strop.rollout.player import Judge, Past, Player, SamplingConfig, Spent, collect
 from strop.rollout.scheduler.engine_pool import EnginePool
-from strop.types import StopReason, Task
+from strop.types import RolloutKey, StopReason, Task
 
 PROMPT, OBSERVATION, CALL, STOP = (1, 2, 3), (5, 6), 8, 9
 TASK = (0, Task(id="t", question="?", answer="!", source="test"))
@@ -280,6 +281,43 @@ def test_what_a_displaced_branch_had_spent_is_told(never, spent):
     assert watcher.spent[key] == spent
     assert (key in watcher.ended) is (never is None)
     assert world.num_open == 0
+
+
+def test_a_parent_waits_for_no_branch_that_lost_their_engine():
+    """Both begin again where one conversation fits: the branch has room only when its parent has left."""
+    faults = {1: Fault.LOSE}  # the first request of the branch, while its parent still samples its second turn
+
+    async def open_another(index, name):
+        return ScriptedEngine(calls_three_times, max_running=1)
+
+    class Probed(ScriptedEngine):
+        @property
+        def capabilities(self):
+            return replace(super().capabilities, can_probe=True)
+
+        async def complete(self, request, *, probe=None):
+            if probe is not None:
+                asyncio.get_running_loop().call_soon(probe.tell, (1.0,))
+                await asyncio.sleep(0.01)
+            return await super().complete(request)
+
+    first = Probed(calls_three_times, max_running=2, faults=faults)
+    options = {"num_rollouts": 2, "initial_rollouts": 1, "base_probability": 1.0}
+    group = play_group(fleet=EnginePool([first], open_another=open_another), **options)
+    assert tree_of(group) == tree_of(play_group(engine=ScriptedEngine(calls_three_times), **options))
+    assert [len(request.ids) for request in first.requests[:2]] == [3, 9]  # the prompt; the fork
+
+
+def test_a_branch_that_is_given_up_decides_nothing_more():
+    async def scenario():
+        watcher = Watcher()
+        tree = Tree(TASK[1], SimpleNamespace(observer=watcher), branching=None, budget=1)
+        key = RolloutKey(task_index=0, attempt=0, branch=1)
+        forking = await tree._make_forking(key)
+        tree._end_branch(key)
+        forking.decide(None, None, (), None)  # as a callback of the engine that was under way
+
+    asyncio.run(scenario())
 
 
 def test_an_environment_that_cannot_be_forked_is_named():

@@ -221,7 +221,9 @@ def test_dialogues_of_one_turn_are_pairs_and_those_of_several_are_left_out_and_c
             "rejected": f"{asked} It is 2.\n\nHuman: Sure?\n\nAssistant: No.",
         },
         {"chosen": f"{asked} 2", "rejected": f"{asked} 3\n\nHuman: No."},
+        {"chosen": f"{asked} 2", "rejected": "\n\nHuman: And 1+2?\n\nAssistant: 3"},
+        {"chosen": f"{asked} 2", "rejected": f"{asked} "},
     ]
     found = list(read_preferences(write(tmp_path / "hh.jsonl", *rows)))
     assert found == [Pair(prompt="What is 1+1?", chosen="It is 2.", rejected="I do not know.")]
-    assert "hh.jsonl: 2 dialogues of several turns are left out." in caplog.text
+    assert "hh.jsonl: 4 dialogues that are not one question with two answers are left out." in caplog.text

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from strop.algorithms.grpo import GroupMethod, scalar_advantages
@@ -77,6 +77,16 @@ class ARPO(GroupMethod):
             "per_descendant",
             description="Train a shared token in every rollout that has it, or once, in the rollout with the lowest key.",
         )
+
+        @model_validator(mode="after")
+        def _scores_what_it_penalizes(self) -> Self:
+            if self.kl_in == "reward" and self.shared_token_weight == "once":
+                raise ValueError(
+                    "method.kl_in is 'reward', which sums over all tokens of a rollout, but shared_token_weight is 'once',"
+                    " which scores a shared token in one rollout only. Set shared_token_weight = 'per_descendant', or kl_in ="
+                    " 'loss'."
+                )
+            return self
 
     config: Config
 

@@ -200,7 +200,8 @@ class GroupMethod(PolicyLoss):
         kl_in: Literal["loss", "reward"] = Field(
             "loss",
             description="Where the KL penalty stands. loss: at each token; reward: the summed log-ratio of a rollout, times"
-            " kl_coefficient, is taken off its reward before rewards are compared.",
+            " kl_coefficient, is taken off its reward before rewards are compared, so that tied groups are ranked by it alone"
+            " unless drop_tied leaves them out.",
         )
         eps: float = Field(1e-6, ge=0, description="Added to the standard deviation of rewards.")
         drop_tied: bool = Field(False, description="Leave out tied groups, so that the remaining tokens weigh more.")

@@ -6,6 +6,7 @@ that the hand-out leaves open.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import math
 import sys
@@ -65,12 +66,22 @@ def check_module(path: Path, *, seed: int = 0) -> list[Compared]:
 
 
 def _load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
+    path = path.absolute()
+    if not path.is_file() or path.suffix != ".py":
         raise ConfigError(f"{path} is no Python file. Give the file that defines your functions.")
-    module = importlib.util.module_from_spec(spec)
-    sys.path[:0] = [str(path.parent.absolute()), str(Path.cwd())]  # what it imports may stand next to it, or where we are
+    root, names = path.parent, [path.stem]
+    while (root / "__init__.py").is_file():  # a module of a package may import the others by a dot
+        names.insert(0, root.name)
+        root = root.parent
+    sys.path[:0] = [str(root), str(Path.cwd())]  # what it imports may stand next to it, or where we are
+    name = ".".join(names) if len(names) > 1 else f"strop_checked_{path.stem}"  # which hides no module of that name
     with blaming(f"while {path} was imported"):
+        if len(names) > 1:
+            return importlib.import_module(name)
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up there
         spec.loader.exec_module(module)
     return module
 
@@ -151,7 +162,11 @@ class _Table(nn.Module):
         super().__init__()
         self.logits = nn.Parameter(torch.randn(9, 9, generator=generator))
 
-    def forward(self, input_ids: Tensor) -> SimpleNamespace:
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    def forward(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
         return SimpleNamespace(logits=self.logits[input_ids])
 
 

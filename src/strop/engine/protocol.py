@@ -151,7 +151,10 @@ class ProbedEngine(InferenceEngine, Protocol):
     """An engine that tells of a completion while it samples it."""
 
     async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
-        """Sample one completion. `probe.tell` is called once, in the caller's thread, if the completion is long enough."""
+        """Sample one completion. `probe.tell` is called once, in the caller's thread, if the completion is long enough.
+
+        It is not called any more when `complete` has returned or raised.
+        """
 
 
 def weights_checksum(tensors: Iterable[NamedTensor]) -> str:

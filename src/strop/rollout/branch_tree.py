@@ -39,6 +39,7 @@ class Tree:
         self._to_begin: dict[RolloutKey, Past] = {}  # branches of finished rollouts that have not begun
         self._forked: dict[RolloutKey, tuple[Opened, Lease | None]] = {}  # what each branch was given
         self._spending: dict[RolloutKey, _Spending] = {}  # of branches, in their first try
+        self._forkings: dict[RolloutKey, _Forking] = {}  # of the newest try
         self._ending: set[asyncio.Task[None]] = set()
 
     async def play(self, keys: Sequence[RolloutKey]) -> list[Result]:
@@ -137,13 +138,16 @@ class Tree:
 
     async def _make_forking(self, key: RolloutKey) -> Forking:
         await self.start_over(key)
-        return _Forking(self, key)
+        forking = self._forkings[key] = _Forking(self, key)
+        return forking
 
     def _end_branch(self, key: RolloutKey) -> set[asyncio.Task[None]]:
         """Return what is still ending."""
         logger.debug("branch %s ends: another one is earlier in the order, or its parent begins again", key)
         self._results.pop(key, None)
         self._to_begin.pop(key, None)
+        if (forking := self._forkings.pop(key, None)) is not None:
+            forking.is_displaced = True
         if (spending := self._spending.pop(key, None)) is not None:
             self.batch_player.observer.displaced(key, spending.so_far)
         playing = self._playing.pop(key, None)
@@ -199,9 +203,12 @@ class _Forking:
     def __init__(self, tree: Tree, key: RolloutKey) -> None:
         self._tree, self._key = tree, key
         self._forks: asyncio.Task[None] | None = None
-        self._running: list[_ForkedEnvironment] = []
+        self._running: list[Lease] = []
+        self.is_displaced = False
 
     def decide(self, lease: Lease, past: Past, entropies: Sequence[float], environment: Environment) -> None:
+        if self.is_displaced:  # and about to be cancelled
+            return
         tree, batch_player, due = self._tree, self._tree.batch_player, dict[RolloutKey, _ForkedEnvironment]()
         of_turns = [*(turn.completion.entropies for turn in past.turns), entropies]
         verdict = tree.branching.verdict(of_turns, seed=batch_player.seed_of(self._key))
@@ -213,7 +220,7 @@ class _Forking:
             forked = lease.branch(key, max_tokens=batch_player.player.sampling.max_tokens - past.num_response_tokens)
             due[key] = _ForkedEnvironment(shared, is_cached=True)
             if not forked.is_waiting:
-                self._running.append(due[key])
+                self._running.append(forked)
             tree.begin(key, due[key], shared, forked)
         if due:
             self._forks = asyncio.ensure_future(self._fork(environment, due))
@@ -224,9 +231,8 @@ class _Forking:
             await forks
 
     async def part(self) -> None:
-        """A branch has copied the KV memory that it needs when it gets its first completion."""
-        for each in self._running:
-            await each.needed.wait()
+        for branch in self._running:
+            await branch.is_independent.wait()
 
     async def _fork(self, environment: Environment, due: dict[RolloutKey, _ForkedEnvironment]) -> None:
         for key, coming in due.items():
@@ -280,7 +286,6 @@ class _ForkedEnvironment:
 
     def __init__(self, past: Past, *, is_cached: bool) -> None:
         self.spending = _Spending(past, is_cached=is_cached)
-        self.needed = asyncio.Event()  # set when the branch has its first completion, or is closed
         self.is_closed = False
         self._coming: asyncio.Future[Environment] = asyncio.get_running_loop().create_future()
 
@@ -303,7 +308,6 @@ class _ForkedEnvironment:
         return await (await self._coming).start()
 
     async def step(self, completion: Completion, *, num_tokens_left: int) -> Observation:
-        self.needed.set()
         self.spending.sampled(completion)
         observation = await (await self._coming).step(completion, num_tokens_left=num_tokens_left)
         self.spending.observed(observation)
@@ -313,7 +317,6 @@ class _ForkedEnvironment:
         return await fork(await self._coming, seed=seed)
 
     async def close(self) -> None:
-        self.needed.set()
         self.spending.ended()
         self.is_closed = True
         if self._coming.done() and not self._coming.cancelled() and self._coming.exception() is None:

@@ -8,7 +8,8 @@ that a fault of ours spoils is played again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Protocol, Self, TypeAlias, TypeVar
 
@@ -21,17 +22,12 @@ from strop.errors import EngineLost, MachineError, RequestTooLong
 from strop.rollout.environment import Environment, EnvironmentFactory, Observation
 from strop.rollout.scheduler.batch import Lease, RolloutBatch
 from strop.rollout.scheduler.engine_pool import EnginePool
-from strop.types import Completion, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn, derive_seed
+from strop.types import Completion, Group, RolloutKey, ScoredTrajectory, StopReason, Task, Trajectory, Turn, derive_seed
 
 if TYPE_CHECKING:
     from strop.rollout.branching import Branching
 
-
-import logging
-from collections.abc import AsyncIterator
-
-from strop.types import Group
-from strop.user_code import blaming
+logger = logging.getLogger(__name__)
 
 _ROUNDING = 0.0625  # largest error of a logit from 16 to 32 in bfloat16, which has 8 significant bits
 _ResultT = TypeVar("_ResultT")
@@ -467,9 +463,6 @@ async def end(running: Sequence[asyncio.Future[_ResultT]]) -> None:
     await asyncio.gather(*running, return_exceptions=True)
 
 
-logger = logging.getLogger(__name__)
-
-
 async def collect(
     tasks: Sequence[tuple[int, Task]],
     player: Player,
@@ -525,7 +518,7 @@ async def collect(
 
 
 async def _collect_group(index: int, task: Task, batch_player: BatchPlayer, *, num_rollouts: int) -> Group:
-    with blaming(f"for task {task.id!r}"):
+    with user_code.blaming(f"for task {task.id!r}"):
         return await _play_group(index, task, batch_player, num_rollouts=num_rollouts)
 
 

@@ -90,7 +90,7 @@ def read_preferences(path: Path) -> RowFile[Preference]:
 
     preferences = RowFile(read())
     if num_left_out:
-        _log.warning("%s: %d dialogues of several turns are left out.", path, num_left_out)
+        _log.warning("%s: %d dialogues that are not one question with two answers are left out.", path, num_left_out)
     kinds = {type(preference) for preference in preferences}
     if not kinds:
         raise TaskError(f"{path}: it has no rows. Give a .jsonl with prompt, chosen and rejected on each line.")
@@ -134,7 +134,7 @@ def _rows(
 
 
 def _preference(row: Row | NoRow, place: str) -> Preference | None:
-    """None of a dialogue of several turns."""
+    """None of a dialogue that is not one question with two answers."""
     if isinstance(row, NoRow):
         raise TaskError(f"{place}: {row.problem}, with prompt, chosen and rejected.")
     if "prompt" not in row and str(row.get("chosen")).startswith(_HUMAN):
@@ -156,7 +156,7 @@ def _of_dialogues(dialogues: Mapping[str, str]) -> Pair | None:
             return None
         said[name] = (human.strip(), response.strip())
     (prompt, chosen), (other, rejected) = said["chosen"], said["rejected"]
-    return Pair(prompt=prompt, chosen=chosen, rejected=rejected) if prompt == other else None
+    return Pair(prompt=prompt, chosen=chosen, rejected=rejected) if prompt == other and chosen and rejected else None
 
 
 def _texts(row: Row, names: Sequence[str], place: str) -> dict[str, str]:

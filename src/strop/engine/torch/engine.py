@@ -128,10 +128,13 @@ class TorchEngine:
             StropError: `extends` where the ids differ, an id that is in use, a number out of its range.
         """
         self._check(request)
-        future = self._worker.submit(request, probe and _from_worker(probe))
+        caller = None if probe is None else _Caller(probe)
+        future = self._worker.submit(request, None if caller is None else caller.probe)
         try:
             return await asyncio.wrap_future(future)
         finally:
+            if caller is not None:
+                caller.has_left = True
             # Nothing to do, unless the caller was cancelled.
             self._worker.tell(partial(self._worker.batch.abandon, future))
 
@@ -198,15 +201,21 @@ class TorchEngine:
             )
 
 
-def _from_worker(probe: Probe) -> Probe:
-    """A probe that tells in the thread of the running event loop, whichever thread calls it."""
-    loop = asyncio.get_running_loop()
+class _Caller:
+    """Passes entropies from the worker's thread to the caller's event loop, until `complete` has returned or raised."""
 
-    def tell(entropies: tuple[float, ...]) -> None:
+    def __init__(self, probe: Probe) -> None:
+        self.has_left = False
+        self.probe = Probe(num_tokens=probe.num_tokens, tell=self._send)
+        self._loop, self._tell = asyncio.get_running_loop(), probe.tell
+
+    def _send(self, entropies: tuple[float, ...]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and its requests with it
-            loop.call_soon_threadsafe(probe.tell, entropies)
+            self._loop.call_soon_threadsafe(self._receive, entropies)
 
-    return Probe(num_tokens=probe.num_tokens, tell=tell)
+    def _receive(self, entropies: tuple[float, ...]) -> None:
+        if not self.has_left:
+            self._tell(entropies)
 
 
 _STOP_S = 60.0  # longest time of the last step after `stop`

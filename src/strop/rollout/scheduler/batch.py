@@ -215,6 +215,7 @@ class RolloutBatch:
         if self._leases.get(lease.key) is lease:
             self.handle(RolloutEnded(key=lease.key))
             lease.free_memory()
+            lease.is_independent.set()
             del self._leases[lease.key]
 
 
@@ -267,6 +268,7 @@ class Lease:
         self._run: Run | None = None  # the newest that was granted
         self._may_call_tools = False
         self._woken = asyncio.Event()
+        self.is_independent = asyncio.Event()  # set when a branch needs nothing more of its parent's memory
         self._prefix: _Prefix | None = None
         self._num_known = 0  # tokens of the newest request and its completion, which the engine has computed
 
@@ -314,11 +316,13 @@ class Lease:
                 completion = await batch.complete(engine, extended, None if once is None else once.probe)
             except EngineRemovedError:
                 self._prefix = None
+                self.is_independent.set()
             except BaseException:
                 self._release(before)  # the engine may not have accepted the request
                 raise
             else:
                 break
+        self.is_independent.set()
         recomputed = 0
         missing = num_known - 1 - completion.cached_tokens  # the last id that was sampled is never in the cache yet
         if run.reason is RunReason.CONTINUE and missing > engine.tolerated_tokens:

@@ -16,7 +16,7 @@ from strop.recipe.graph import Product
 from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, first_steps, problem_with, reached, switched
 from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Stage
 from strop.rewards import SumReward
-from strop.rollout.player import Temperature
+from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.preflight import (
     DECODE_SHARE,
@@ -70,6 +70,11 @@ class ValidationConfig(HeldOutConfig):
     max_tokens: int | None = Field(default=None, ge=1, description="Tokens of a response. Default: as in the stage.")
     max_turns: int | None = Field(default=None, ge=1, description="Turns of a rollout. Default: as in the stage.")
 
+    def sampling_of(self, stage: SamplingConfig) -> SamplingConfig:
+        """How held-out tasks are sampled; `stage` is how those of training are. Raises `ValueError`."""
+        own = {"temperature": self.temperature, "max_tokens": self.max_tokens, "top_p": self.top_p}
+        return SamplingConfig(**{**stage.model_dump(), **{name: value for name, value in own.items() if value is not None}})
+
     def sources(self, tasks: TaskSource) -> Mapping[str, TaskSource]:
         """What is played, by key below the stage; `tasks` are the stage's."""
         return {f"validation.tasks.{name}": source for name, source in self.tasks.items()} or {"tasks": tasks}
@@ -81,11 +86,12 @@ class TrainingKeys(PlayedKeys, CheckpointedKeys):
     validation: ValidationConfig | None = Field(default=None, description="Measures the policy on held-out tasks on the way.")
 
     @model_validator(mode="after")
-    def _validated_attempts_can_differ(self) -> Self:
-        if self.validation is None or self.validation.k == 1:
-            return self
-        temperature = self.validation.temperature
-        if (self.sampling.temperature if temperature is None else temperature) == 0:
+    def _can_be_validated(self) -> Self:
+        if (
+            self.validation is not None
+            and self.validation.sampling_of(self.sampling).temperature == 0
+            and self.validation.k > 1
+        ):
             raise ValueError(
                 f"validation plays at temperature 0: all {self.validation.k} rollouts of a task would be the same. Set"
                 " validation.k = 1, or raise validation.temperature."

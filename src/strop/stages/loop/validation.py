@@ -114,8 +114,7 @@ class Validator:
 
     def _as_evaluation(self, stage: TrainingKeys) -> Eval.Config:
         config, keys = self._config, {name: getattr(stage, name) for name in PlayedKeys.model_fields}
-        sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens, "top_p": config.top_p}
-        keys["sampling"] = stage.sampling.model_copy(update={name: it for name, it in sampling.items() if it is not None})
+        keys["sampling"] = config.sampling_of(stage.sampling)
         if config.max_turns is not None:
             keys["limits"] = stage.limits.model_copy(update={"max_turns": config.max_turns})
         return Eval.Config(init=stage.init, split=config.split, num_tasks=config.num_tasks, k=config.k, **keys)
