@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import accumulate
 
 from strop.evaluation.metrics import REFLECTION
 from strop.rollout.tool_calls import CLOSING, OPENING
@@ -64,6 +66,12 @@ def inside(texts: Sequence[str], spans: Sequence[Span]) -> list[bool]:
         found.append(is_inside if text else bool(found) and found[-1])
         start = end
     return found
+
+
+def _touches(span: Span, others: Sequence[Span]) -> bool:
+    """Whether `span` has a character in common with one of `others`, which are in order and do not overlap."""
+    after = bisect_right(others, span[0], key=lambda other: other[1])
+    return after < len(others) and others[after][0] < span[1]
 
 
 def call_spans(text: str, *, called: Collection[str]) -> list[Span]:
@@ -213,13 +221,12 @@ def _turn(turn: Turn, texts: Sequence[str], high: set[int], *, position: Positio
     completion = turn.completion
     parts = token_parts(texts, called={call.name for call in turn.calls} if turn.calls else ())
     text = "".join(texts)
-    in_reasoning = [part is Part.REASONING for part in parts]
     # A word counts where every token of it is reasoning: one that begins in a call is the call's.
-    spans = [
-        span
-        for span in (match.span() for match in REFLECTION.finditer(text))
-        if all(is_reasoning for is_in, is_reasoning in zip(inside(texts, [span]), in_reasoning, strict=True) if is_in)
+    token_ends = accumulate(map(len, texts))
+    others = [
+        (end - len(each), end) for each, end, part in zip(texts, token_ends, parts, strict=True) if part is not Part.REASONING
     ]
+    spans = [span for match in REFLECTION.finditer(text) if not _touches(span := match.span(), others)]
     reflects = inside(texts, spans)
     return MarkedTurn(
         position=position,
