@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from strop.run_directory import read_json, read_lines
+from strop.analysis.read import read_analysis
+from strop.run_directory import RunDirectory, read_json, read_lines
 
 TINY = Path(__file__).with_name("tiny.toml")
 PYTHON = Path(os.environ.get("STROP_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
@@ -30,12 +31,14 @@ def train(folder, *settings):
 @pytest.mark.vllm
 @pytest.mark.timeout(400)
 def test_two_steps_are_trained_on_what_a_server_samples_from_the_weights_of_the_step_before(tmp_path):
-    for line in train(tmp_path):
+    for line in train(tmp_path, "stages.rl.log_entropies=true"):
         assert line["rollout/void_fraction"] == 0
         assert line["update/grad_norm"] > 0
+        assert line["tokens/forking_fraction"] > 0  # by the trainer's entropies: the server reports none
         assert line["policy/logprob_gap_max"] < 1e-3  # the second step's are those of weights that the first one published
     assert (tmp_path / "run" / "stages" / "rl" / "model" / "model.safetensors").exists()
     assert read_json(tmp_path / "run" / "stages" / "rl" / "done.json")
+    assert read_analysis(RunDirectory(tmp_path / "run"), stage="rl").total.num_rollouts > 0
 
 
 @pytest.mark.vllm
