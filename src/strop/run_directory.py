@@ -148,20 +148,25 @@ def read_json(path: Path) -> Any:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file; [] if there is none. A last line that a kill cut short is left out.
+    """Return the objects of a .jsonl file; [] if there is none. See `iter_lines`."""
+    return list(iter_lines(path))
+
+
+def iter_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a .jsonl file; none if there is no file. A last line that a kill cut short is left out.
 
     Raises:
         RunError: the file cannot be read, or another line is not a JSON object.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n") or is_whole_line(line):
+                    yield parse_line(line, f"{path}:{number}")
     except FileNotFoundError:
-        return []
+        return
     except OSError as error:
         raise RunError(f"{shortened(path)}: cannot be read: {error.strerror}. Restore it, or move it away.") from error
-    if not is_whole_line(lines[-1]):
-        del lines[-1]
-    return [parse_line(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
 def parse_line(line: bytes, place: str) -> dict[str, Any]:

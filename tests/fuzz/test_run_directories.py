@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from scripted_runs import make_recipe
 from strop.analysis.read import read_analysis
+from strop.errors import RunError
 from strop.pipeline.sweep_file import toml_value
 from strop.recipe.load import recipe_of
 from strop.reports.page import write_report
@@ -65,3 +67,20 @@ def test_a_damaged_run_is_read_or_the_damage_has_a_place(scripted_run: Any, tmp_
         survives(lambda: select(run, make_recipe(), "strop train scripted.toml", until=None, start=()), places=places)
 
     fuzz(st.tuples(st.sampled_from(files), DAMAGE), check)
+
+
+def test_rollouts_of_an_evaluation_that_cannot_be_read_are_one_error(scripted_run: Any, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(scripted_run.run.path, run.path)
+    path = run.stage("before").rollouts(0)
+    damage(path, "directory", 0)
+    with pytest.raises(RunError, match=re.escape(str(path))):
+        write_report(run)
+
+
+def test_a_last_rollout_that_a_kill_cut_short_is_left_out_of_the_report(scripted_run: Any, tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(scripted_run.run.path, run.path)
+    path = run.stage("before").rollouts(0)
+    path.write_bytes(path.read_bytes().splitlines()[0][:-20])
+    write_report(run)

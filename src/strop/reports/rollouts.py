@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -17,7 +16,7 @@ from strop.errors import RunError
 from strop.evaluation.metrics import kind_of
 from strop.evaluation.results import EvalFiles, read_eval
 from strop.reports.log import Metrics, RunLog, StageLog, finite
-from strop.run_directory import RunDirectory, parse_line, read_json, read_lines
+from strop.run_directory import RunDirectory, iter_lines, read_json, read_lines
 from strop.types import RolloutKey, ScoredTrajectory, StopReason, Task, ToolCall, ToolOutcome, Trajectory, Turn
 
 
@@ -270,23 +269,20 @@ def _choose_examples(run: RunDirectory, stage: StageLog, evaluation: EvalFiles) 
     kinds: Mapping[str, int] = evaluation.result.get("kinds", {})
     missing = Counter({kind: min(EXAMPLES, number) for kind, number in kinds.items()})
     found: dict[int, list[ShownRollout]] = {}
-    path = run.stage(stage.name).rollouts(0)
-    with path.open("rb") if path.exists() and problems else nullcontext(()) as lines:
-        for number, line in enumerate(lines, start=1):
-            if not missing.total():
-                break
-            entry = parse_line(line, f"{path}:{number}")
-            scored = _SCORED.validate_python(entry["rollout"])
-            key, problem = scored.trajectory.key, problems.get(scored.trajectory.key.task_index)
-            if problem is None or problem["num_void"] or key.attempt >= len(problem["correct"]):
-                continue  # `correct` has an item for each attempt only where none is void
-            is_right = bool(problem["correct"][key.attempt])
-            kind = kind_of(scored, is_right=is_right).value
-            if missing[kind] > 0:
-                missing[kind] -= 1
-                judged = {"is_kept": is_right, "kind": kind}
-                shown = ShownRollout(scored=scored, entry=judged, line=entry, lineage=(key,), step=0)
-                found.setdefault(key.task_index, []).append(shown)
+    for entry in iter_lines(run.stage(stage.name).rollouts(0)):
+        if not (missing.total() and problems):
+            break
+        scored = _SCORED.validate_python(entry["rollout"])
+        key, problem = scored.trajectory.key, problems.get(scored.trajectory.key.task_index)
+        if problem is None or problem["num_void"] or key.attempt >= len(problem["correct"]):
+            continue  # `correct` has an item for each attempt only where none is void
+        is_right = bool(problem["correct"][key.attempt])
+        kind = kind_of(scored, is_right=is_right).value
+        if missing[kind] > 0:
+            missing[kind] -= 1
+            judged = {"is_kept": is_right, "kind": kind}
+            shown = ShownRollout(scored=scored, entry=judged, line=entry, lineage=(key,), step=0)
+            found.setdefault(key.task_index, []).append(shown)
     groups = []
     for index, rollouts in sorted(found.items()):
         problem = problems[index]
