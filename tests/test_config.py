@@ -1,3 +1,4 @@
+import re
 from typing import Annotated, ClassVar, Literal
 
 import pytest
@@ -5,6 +6,7 @@ from pydantic import Field
 
 from strop.config import Config, load_toml, validate
 from strop.errors import ConfigError
+from strop.recipe.load import load_recipe
 
 
 class Grpo(Config):
@@ -152,6 +154,14 @@ def test_an_override_through_a_word_shows_the_table_to_write(tmp_path):
 def test_a_recipe_of_a_windows_editor_is_read(tmp_path):
     (tmp_path / "r.toml").write_bytes(b'\xef\xbb\xbfname = "x"\r\ntext = """a\r\nb"""\r\n')
     assert load_toml(tmp_path / "r.toml") == {"name": "x", "text": "a\nb"}
+
+
+def test_a_path_that_no_file_system_can_have_is_named_with_its_key(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'name = "x"\n[stages.base]\nkind = "model"\npath = "{"a" * 300}"\n')
+    with pytest.raises(ConfigError, match=rf"{re.escape(str(recipe))}: path: 'aaa.*too long. Shorten it") as raised:
+        load_recipe(recipe)
+    assert len(str(raised.value)) < 300
 
 
 def test_a_file_that_is_no_recipe_is_explained(tmp_path):

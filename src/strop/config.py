@@ -87,22 +87,29 @@ def load_toml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return tree
 
 
-def with_paths(tree: Any, directory: Path, keys: Collection[str]) -> Any:
-    """Return `tree` with the paths at `keys`, however deep, as `next_to` has them."""
+def with_paths(tree: Any, file: Path, keys: Collection[str]) -> Any:
+    """Return `tree`, which `file` holds, with the paths at `keys`, however deep, as `next_to` has them."""
     if isinstance(tree, list):
-        return [with_paths(each, directory, keys) for each in tree]
+        return [with_paths(each, file, keys) for each in tree]
     if not isinstance(tree, dict):
         return tree
     return {
-        key: next_to(directory, value) if key in keys and isinstance(value, str) else with_paths(value, directory, keys)
+        key: next_to(file, value, key=key) if key in keys and isinstance(value, str) else with_paths(value, file, keys)
         for key, value in tree.items()
     }
 
 
-def next_to(directory: Path, path: str) -> str:
-    """Return `path` below `directory` if it exists there, else as written (a hub id, for example)."""
-    local = directory / os.path.expanduser(path)
-    return str(local) if local.exists() else path
+def next_to(file: Path, path: str, *, key: str) -> str:
+    """Return `path` below the directory of `file` if it exists there, else as written (a hub id, for example).
+
+    Raises:
+        ConfigError: no file system has such a path; names `key`.
+    """
+    local = file.parent / os.path.expanduser(path)
+    try:
+        return str(local) if local.exists() else path
+    except OSError as error:
+        raise ConfigError(f"{file}: {key}: {path[:60]!r}...: {error.strerror}. Shorten it.") from error
 
 
 def validate(

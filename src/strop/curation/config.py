@@ -147,4 +147,4 @@ _PATH_KEYS = ("path", "test_path", "outcomes")
 
 def load_curation(path: Path, overrides: Sequence[str] = ()) -> CurationConfig:
     """Return the curation in `path`. Relative paths are looked up next to it first. Raises `ConfigError` with each mistake."""
-    return validate(CurationConfig, with_paths(load_toml(path, overrides), path.parent, _PATH_KEYS), place=str(path))
+    return validate(CurationConfig, with_paths(load_toml(path, overrides), path, _PATH_KEYS), place=str(path))

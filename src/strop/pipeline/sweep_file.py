@@ -97,7 +97,7 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> Sweep:
     if not path.exists():
         raise ConfigError(f"{path}: no such sweep file. Examples are in `recipes/sweeps/`.")
     file = validate(SweepFile, {"name": path.stem} | load_toml(path), place=str(path))
-    recipe = Path(os.path.normpath(next_to(path.parent, file.recipe)))
+    recipe = Path(os.path.normpath(next_to(path, file.recipe, key="recipe")))
     common = (*as_words(file.set), *overrides)
     stages = load_toml(recipe, common).get("stages", {})
     arms, problems = [], []

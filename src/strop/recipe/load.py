@@ -34,7 +34,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, name: str | 
     if name is not None:
         tree["name"] = name
     recipe = validate(
-        Recipe, with_paths(resolve(tree), path.parent, _PATH_KEYS), place=str(path), written_at=partial(written_at, tree)
+        Recipe, with_paths(resolve(tree), path, _PATH_KEYS), place=str(path), written_at=partial(written_at, tree)
     )
     check_answers(recipe, place=str(path))
     return recipe
