@@ -60,7 +60,7 @@ def test_a_hub_that_cannot_be_reached_is_told_once_and_in_the_plan(monkeypatch):
     zero_shot = Path(__file__).parents[2] / "recipes" / "presets" / "cs336-zero-shot.toml"
     done = CliRunner().invoke(app, ["train", str(zero_shot), "--dry-run"])
     assert (done.exit_code, done.stderr) == (0, "")
-    assert done.stdout.count("Qwen/Qwen2.5-Math-1.5B: NOT FOUND, so memory and time are not estimated.") == 1
+    assert done.stdout.count("Qwen/Qwen2.5-Math-1.5B: NOT FOUND, taken as 1.5 B parameters.") == 1
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,11 @@ def write_run(path: Path, *, num_steps: int = 60, seed: int = 7, question: str =
     events = LineWriter(run.events)
     warning = "step 4: 11 of 16 groups are tied, so most of the batch teaches nothing. Raise tasks.difficulty."
     for event in (
-        *[{"event": "stage_started", "stage": name} for name in STAGES],
+        *[{"event": "stage_started", "stage": name, "cores": 2, "gpus": 1} for name in STAGES],
         *[{"event": "warning", "stage": "rl", "text": warning}] * 3,
         {"event": "warning", "stage": "sft", "text": warning},
     ):
-        events.append(event)
+        events.append({"time": 0.0, **event})
     events.close()
     pen = _Pen(tokenizer=_train_tokenizer(), chance=chance, question=question)
     run.stage("sft").model.mkdir(parents=True)

@@ -1,11 +1,10 @@
 import io
 from pathlib import Path
-from types import SimpleNamespace
 
 from rich.console import Console
 
 from strop.reports.console import ConsoleProgress
-from strop.reports.terminal import print_plan
+from strop.reports.terminal import PlannedStage, print_plan
 from strop.run_directory import RunDirectory, write_json
 
 _METRICS = {
@@ -136,8 +135,16 @@ def test_escape_sequences_do_not_reach_the_terminal():
     progress.warning(hostile, stage=hostile)
     progress.stage_finished(hostile, hostile)
     progress.finished([{"stage": hostile, "accuracy": 0.5}], Path("report.html"))
-    stage = SimpleNamespace(
-        name=hostile, kind="rl", init=hostile, arithmetic=hostile, schedule=(), tokens=1, memory_mib=1.0, time_s=1.0
+    stage = PlannedStage(
+        name=hostile,
+        kind="rl",
+        init=hostile,
+        arithmetic=hostile,
+        schedule=(hostile,),
+        problem=hostile,
+        tokens=1,
+        memory_mib=1.0,
+        time_s=1.0,
     )
     for width in (80, 160):
         print_plan(hostile, hostile, [stage], console=Console(file=shown, width=width, color_system=None))
@@ -147,7 +154,7 @@ def test_escape_sequences_do_not_reach_the_terminal():
 
 def test_a_plan_is_shown_with_its_estimates():
     shown = io.StringIO()
-    stage = SimpleNamespace(
+    stage = PlannedStage(
         name="rl",
         kind="rl",
         init="sft",
@@ -165,7 +172,7 @@ def test_a_plan_is_shown_with_its_estimates():
 
 def test_a_plan_on_80_columns_breaks_no_name_no_figure_and_no_word_and_leaves_nothing_out():
     stages = [
-        SimpleNamespace(
+        PlannedStage(
             name="distilled-student",
             kind="rejection_sampling",
             init="the-small-base-model, rejection-of-reasoning, general-demonstrations",
@@ -175,7 +182,7 @@ def test_a_plan_on_80_columns_breaks_no_name_no_figure_and_no_word_and_leaves_no
             memory_mib=1604.2,
             time_s=9185.0,
         ),
-        SimpleNamespace(name="base", kind="model", init="", arithmetic="m", schedule=(), tokens=0, memory_mib=0.0, time_s=0.0),
+        PlannedStage(name="base", kind="model", init="", arithmetic="m", schedule=(), tokens=0, memory_mib=0.0, time_s=0.0),
     ]
     shown = io.StringIO()
     print_plan("demo", "", stages, console=Console(file=shown, width=80))

@@ -492,7 +492,7 @@ def test_settings_that_switched_are_marked_in_every_plot_over_steps(tmp_path):
         {**switch, "step": 4},  # no step has it yet
         {**switch, "step": 2, "when": "every_steps = 1", "what": "reset_optimizer = true"},
     ]
-    run.events.write_text("".join(json.dumps(line) + "\n" for line in events))
+    run.events.write_text("".join(json.dumps({"time": 0.0, **line}) + "\n" for line in events))
     log = read_run(run)
     assert log.stages[1].switches == {3: "sampling.max_tokens = 90, limits.max_turns = 2", 4: longer}
     marks = {

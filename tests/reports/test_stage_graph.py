@@ -191,7 +191,10 @@ def run(tmp_path):
     write_json(run.stage("mixed").stale, {"because": "good has changed"})
     events = LineWriter(run.events)
     for name in ("base", "cold", "rl1"):
-        events.append({"event": "stage_started", "stage": name})
+        events.append({"event": "stage_started", "stage": name, "time": 0.0, "cores": 4, "gpus": 2})
+    # An attempt of a quarter of an hour that was killed, and one of an hour and a quarter.
+    for time, event in ((900.0, "step_finished"), (9000.0, "stage_started"), (13500.0, "stage_finished")):
+        events.append({"event": event, "stage": "cold", "time": time, "cores": 4, "gpus": 2})
     events.close()
     return run
 
@@ -206,3 +209,5 @@ def test_a_page_shows_the_graph_of_a_run_as_its_directory_has_it(run):
     page = write_report(run).read_text(encoding="utf-8")
     assert 'class="plot graph"' in page
     assert "mixed: stale (good has changed)" in page
+    assert {each.name: each.hours for each in log.stages}["cold"] == ("6 core hours", "3 GPU hours")
+    assert "6 core hours, 3 GPU hours" in page

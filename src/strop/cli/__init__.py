@@ -19,6 +19,7 @@ from strop import __version__
 from strop.cli.cs336 import app as cs336_app
 from strop.cli.data import app as data_app
 from strop.cli.eval import app as eval_app
+from strop.cli.planning import DryRun, OnHardware, print_dry_run
 from strop.cli.sandbox import app as sandbox_app
 from strop.cli.search import app as search_app
 from strop.cli.simulate import simulate
@@ -94,7 +95,8 @@ def train(
     overrides: Set = None,
     name: Name = None,
     runs: Runs = Path("runs"),
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and its estimates; run nothing.")] = False,
+    dry_run: DryRun = False,
+    hardware: OnHardware = None,
     until: Annotated[
         str | None, typer.Option("--until", help="The last stage to run.", metavar="STAGE", show_default=False)
     ] = None,
@@ -122,13 +124,11 @@ def train(
 
     loaded = load_recipe(recipe, overrides or [], name=name)
     if dry_run:
-        from strop.pipeline.plan import plan
-        from strop.reports.terminal import print_plan
         from strop.run_directory import RunDirectory
         from strop.runs.lineage import state_of
 
-        stages = plan(loaded, until=until, start=starts or (), only=only or ())
-        print_plan(loaded.name, loaded.description, stages, state=state_of(RunDirectory(runs / loaded.name), loaded))
+        state = state_of(RunDirectory(runs / loaded.name), loaded)
+        print_dry_run(loaded, hardware, until=until, start=starts or (), only=only or (), state=state)
         return
     from strop.pipeline.run import train as run_recipe
     from strop.reports.console import ConsoleProgress

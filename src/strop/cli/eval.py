@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
+from strop.cli.planning import DryRun, OnHardware, print_dry_run
 from strop.cli.stopping import run_until_stopped
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -54,9 +55,11 @@ def run(
     name: Annotated[
         str | None, typer.Option("--name", help="Name of the result; default: `eval-<stage>-<digest of the model>`.")
     ] = None,
+    dry_run: DryRun = False,
+    hardware: OnHardware = None,
 ) -> None:
     """Evaluate a model directory with one of the recipe's evaluations: pass@1 with its interval, pass@k, maj@k, lengths."""
-    from strop.pipeline.evaluate import choose_evaluation, evaluate_model
+    from strop.pipeline.evaluate import choose_evaluation, evaluate_model, evaluation_of
     from strop.recipe.load import load_recipe
     from strop.reports.console import ConsoleProgress
     from strop.reports.terminal import printable
@@ -65,6 +68,9 @@ def run(
 
     loaded = load_recipe(recipe, overrides or [], name=name)
     chosen = choose_evaluation(loaded, stage, overrides or [])
+    if dry_run:
+        print_dry_run(evaluation_of(loaded, str(model), chosen), hardware)
+        return
     typer.echo(printable(f"evaluating {model} with stage {chosen!r} of {recipe}"))
     if name is None:
         digest = digest_of(find_model(str(model)))[:12]

@@ -48,10 +48,13 @@ async def evaluate_model(
         ConfigError: the recipe has no such evaluation.
         RunError: the evaluation has begun there with other keys or data.
     """
-    name = choose_evaluation(recipe, stage)
+    chosen = evaluation_of(recipe, str(find_model(str(model))), choose_evaluation(recipe, stage))
+    result = await train(chosen, directory, progress=progress)
+    return result.evaluations[0]
+
+
+def evaluation_of(recipe: Recipe, model: str, name: str) -> Recipe:
+    """The recipe with two stages: the model, and the evaluation `name` of it."""
     chosen = recipe.stages[name]
     assert isinstance(chosen, Eval)
-    origin = ModelStage(path=str(find_model(str(model))))
-    stages = {"model": origin, name: chosen.replaced(init="model")}
-    result = await train(recipe.model_copy(update={"stages": stages}), directory, progress=progress)
-    return result.evaluations[0]
+    return recipe.model_copy(update={"stages": {"model": ModelStage(path=model), name: chosen.replaced(init="model")}})

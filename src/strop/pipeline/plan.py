@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -11,21 +11,23 @@ import torch
 from strop import user_code
 from strop.config import import_code
 from strop.errors import TaskError, UserError
+from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
+from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
-from strop.recipe.stage import Estimate, Machine, Model
+from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys
 from strop.reports.terminal import PlannedStage
 from strop.run_directory import RunDirectory
 from strop.runs.resume import Starts, named_starts, stages_to_run
 from strop.tasks.files import missing
 
-_TOKEN_SHARE = 1 / 3  # of the token limits, what the demo's stages were seen to use
-
 
 def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: Starts = ()) -> list[PlannedStage]:
-    """Every stage of `recipe` that `stages_to_run` selects, from `start` on, with rough estimates for this machine.
+    """Every stage of `recipe` that `stages_to_run` selects, from `start` on, with rough estimates.
+
+    The estimates are for the recipe's `hardware`, and for this machine if it names none.
 
     Raises:
-        ConfigError: there is no such stage, or a function of the user's cannot be imported.
+        ConfigError: there is no such stage or hardware, or a function of the user's cannot be imported.
         UserError: this machine lacks something that such a stage will open.
         TaskError: a file that such a stage will play holds what is no task.
     """
@@ -37,10 +39,16 @@ def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: 
         import_code(stage.config, f"stages.{name}")
         if "tools" in stage.root_keys:
             import_code(recipe.tools, "tools")
+    hardware = Hardware.named(recipe.hardware) if recipe.hardware else None
     check_stages(recipe, wanted, is_plan=True)
-    rate = _matmul_flops()
+    rate = _matmul_flops() if hardware is None else 0.0
     sizes: dict[str, Model] = {}
-    return [_planned(recipe, name, sizes, rate) for name in wanted]
+
+    def cost_of(name: str, estimate: Estimate, size: Model) -> Cost:
+        engine = recipe.for_stage(name).engine
+        return cost_here(estimate, engine, size, rate) if hardware is None else cost_on(hardware, name, estimate, engine, size)
+
+    return [_planned(recipe, name, sizes, cost_of) for name in wanted]
 
 
 def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = False, run: RunDirectory | None = None) -> None:
@@ -57,7 +65,8 @@ def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = Fals
         stage = recipe.stages[name]
         what = f"{type(stage).__qualname__}.check"
         with user_code.blaming():
-            problems = stage.check(name, recipe.for_stage(name), Machine(is_plan=is_plan))
+            machine = Machine(is_plan=is_plan, is_elsewhere=is_plan and bool(recipe.hardware))
+            problems = stage.check(name, recipe.for_stage(name), machine)
             for problem in user_code.expect(problems, Iterable, stage.check, what=what):  # type: ignore[type-abstract]
                 if not isinstance(problem, UserError):
                     raise user_code.returned(stage.check, problem, "Yield strop.ConfigError(...)", what=what)
@@ -74,7 +83,9 @@ def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = Fals
         made_before += [run.stage(name).path.resolve()] if run is not None else []
 
 
-def _planned(recipe: Recipe, name: str, sizes: dict[str, Model], rate: float) -> PlannedStage:
+def _planned(
+    recipe: Recipe, name: str, sizes: dict[str, Model], cost_of: Callable[[str, Estimate, Model], Cost]
+) -> PlannedStage:
     stage, origin = recipe.stages[name], recipe.origin_of(name)
     if origin not in sizes:
         sizes[origin] = recipe.stages[origin].size()
@@ -83,7 +94,7 @@ def _planned(recipe: Recipe, name: str, sizes: dict[str, Model], rate: float) ->
     with user_code.blaming():
         estimate = stage.plan(name, recipe.for_stage(name), Machine(is_plan=True, model=size))
     user_code.expect(estimate, Estimate, stage.plan, what=what)
-    time_s = _TOKEN_SHARE * estimate.flops / rate
+    cost = cost_of(name, estimate, size)
     gone: dict[Path, str] = {}
     for key, path in stage.files().items():
         if not path.exists():
@@ -94,13 +105,30 @@ def _planned(recipe: Recipe, name: str, sizes: dict[str, Model], rate: float) ->
         init=", ".join(each.stage for each in stage.inputs()),
         arithmetic=estimate.arithmetic,
         tokens=estimate.tokens,
-        memory_mib=estimate.memory_mib if size.num_parameters else 0.0,
-        time_s=time_s if estimate.time_limit_s is None else min(time_s, estimate.time_limit_s),
+        memory_mib=cost.memory_mib,
+        time_s=cost.time_s if estimate.time_limit_s is None else min(cost.time_s, estimate.time_limit_s),
+        problem=cost.problem,
         schedule=(
             *estimate.lines,
+            *_other_terms(recipe, name),
+            *cost.lines,
             *(f"{key}: {path}: NOT FOUND. Put it there, or name another." for path, key in gone.items()),
         ),
     )
+
+
+def _other_terms(recipe: Recipe, name: str) -> Iterator[str]:
+    """Where an evaluation asks less, or in other words, of a model that a stage of rollouts trained."""
+    stage, before = recipe.stages[name], recipe.stages.get(recipe.stages[name].init)
+    if stage.makes is not Product.EVALUATION or before is None or not before.plays:
+        return
+    config, trained = stage.config, before.config
+    assert isinstance(config, PlayedKeys)
+    assert isinstance(trained, PlayedKeys)
+    if (limit := config.longest_response) < trained.longest_response:
+        yield f"responses end at {limit} tokens, but {stage.init!r} trains on up to {trained.longest_response}"
+    if config.prompt != trained.prompt:
+        yield f"the prompt is {config.prompt!r}, but {stage.init!r} trains on {trained.prompt!r}"
 
 
 def _matmul_flops() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,10 +20,11 @@ from strop.pipeline.plan import check_stages
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import StageResult
+from strop.reports.log import machine_hours
 from strop.reports.page import write_report
 from strop.reports.trackers import make_trackers
 from strop.rewards.base import RunService
-from strop.run_directory import LineWriter, RunDirectory, cut_back, read_json, write_json, writing_to
+from strop.run_directory import LineWriter, RunDirectory, cut_back, read_json, read_lines, write_json, writing_to
 from strop.runs.lineage import Lineage, check_inputs, check_parents, mark_stale, why_stale, write_lineage
 from strop.runs.manifest import locked
 from strop.runs.resume import Selected, Starts, finished, select, stages_to_rerun, stages_to_run
@@ -130,7 +132,7 @@ async def _run_stage(context: StageContext, selected: Selected) -> None:
         return
     await asyncio.to_thread(check_inputs, run, recipe, name)
     started = time.perf_counter()
-    context.event("stage_started")
+    context.event("stage_started", cores=len(os.sched_getaffinity(0)), gpus=torch.cuda.device_count())
     context.progress.stage_entered(name)
     lineage: Lineage = dict(selected.lineages[name])
     commits = lineage.setdefault("hub", {})
@@ -149,7 +151,8 @@ async def _run_stage(context: StageContext, selected: Selected) -> None:
     write_json(done, {"summary": result.summary, "time_s": elapsed, **product})
     mark_stale(run, recipe, why_stale(run, recipe, selected.lineages))
     context.event("stage_finished")
-    context.progress.stage_finished(name, f"{result.summary} ({elapsed:.0f} s)")
+    hours = machine_hours(read_lines(run.events), name)
+    context.progress.stage_finished(name, f"{result.summary} ({', '.join([f'{elapsed:.0f} s', *hours])})")
 
 
 def _remove_if_empty(run: RunDirectory, name: str) -> None:

@@ -40,6 +40,9 @@ class Recipe(Config):
         description="Name of the run and of its directory: letters, digits, `.`, `_`, `-`.",
     )
     description: str = Field("", description="One sentence for the plan and the report.")
+    hardware: str = Field(
+        "", description="What the plan is made for, as in `8xH100`; `--hardware` overrides it. Default: this machine."
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="Seed of every random value.")
     threads: int | None = Field(None, ge=1, le=1024, description="Threads of torch. Default: torch decides.")
     tools: dict[str, ToolKind] = Field(

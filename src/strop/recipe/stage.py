@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from strop.errors import UserError
     from strop.recipe.recipe import Recipe
     from strop.stages.context import StageContext
+    from strop.training.config import TrainerConfig
 
 
 _NUM_FIRST_TASKS = 64
@@ -35,15 +36,42 @@ STAGE_BEFORE = "the stage before"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What a stage samples from engines. Tokens are upper bounds, with every response at its limit."""
+
+    tokens: int = 0
+    steps: int = 1
+    rollouts: int = 0  # of a step, which are played at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a stage trains. Tokens are upper bounds, and include those that a critic or a reference computes too."""
+
+    trainer: TrainerConfig
+    tokens: int = 0
+    flops_per_parameter: int = 6  # of a token: 2 forward and 4 backward, and 2 for each pass that scores
+    copies: float = 4.0  # of the weights in float32: themselves, their gradients and two moments
+    tokens_of_update: int  # that are computed at once if they fit into a micro-batch
+    checkpoints: int = 1  # that are kept
+    in_one_process: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a stage would do and cost. Tokens are upper bounds, with every rollout at its limit."""
+    """What a stage would do, in words and in numbers."""
 
     arithmetic: str = ""  # in words: steps x tasks x rollouts
-    tokens: int = 0
-    memory_mib: float = 0.0
-    flops: float = 0.0
+    sampled: Sampled | None = None
+    trained: Trained | None = None
+    overlaps: bool = False  # a step's rollouts are played while the step before is trained on
     time_limit_s: float | None = None
     lines: tuple[str, ...] = ()  # changes on the way, files that are still missing: a line each
+
+    @property
+    def tokens(self) -> int:
+        """At most, sampled if anything is; otherwise trained."""
+        return next((each.tokens for each in (self.sampled, self.trained) if each is not None), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +84,13 @@ class StageResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What estimates know of the model that a stage starts from; 0 where it is not on this machine."""
+    """What estimates know of the model that a stage starts from; 0 where nothing is known."""
 
     num_parameters: int = 0
-    kv_bytes_per_token: int = 0  # in float32
+    num_active: int = 0  # parameters that compute one token: fewer in a mixture of experts
+    num_layers: int = 0
+    hidden_size: int = 0
+    kv_values: int = 0  # of one token, in all layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +98,7 @@ class Machine:
     """What a check or an estimate may ask of the machine and of the run."""
 
     is_plan: bool = False  # data and reward models may still be made or fetched
+    is_elsewhere: bool = False  # hardware is planned for that need not be here
     made_before: tuple[Path, ...] = ()  # directories of earlier stages, whose files appear during the run
     model: Model = field(default_factory=Model)  # that the stage in question starts from
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeAlias
@@ -39,6 +39,7 @@ class StageLog:
     updates: tuple[tuple[float, Metrics], ...] = ()  # (position on the axis of steps, metrics) of each update
     switches: Mapping[int, str] = field(default_factory=dict)  # permanent changes of its schedule, by their first step
     is_begun: bool = False
+    hours: tuple[str, ...] = ()  # of all cores and GPUs of the machine, in words
     why_stale: str = ""  # why the recipe would now give another result; "" if it would not
 
     @property
@@ -203,6 +204,7 @@ def _stage(
         switches=_switches(events, name),
         inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
         is_begun=directory.path.exists(),
+        hours=machine_hours(events, name),
         why_stale=why_stale(directory),
     )
 
@@ -244,6 +246,21 @@ def _switches(events: list[dict[str, Any]], stage: str) -> dict[int, str]:
             case "scheduled" if not str(event["when"]).startswith("every_"):
                 found.setdefault(int(event["step"]), {})[str(event["what"])] = None
     return {step: ", ".join(whats) for step, whats in sorted(found.items())}
+
+
+def machine_hours(events: Iterable[Mapping[str, Any]], stage: str) -> tuple[str, ...]:
+    """Hours of the cores and the GPUs of the machine over all attempts of `stage`, each up to its last event."""
+    hours: dict[str, float] = dict.fromkeys(["core", "GPU"], 0.0)
+    start: Mapping[str, Any] = {}
+    seconds = 0.0
+    for event in (each for each in events if each.get("stage") == stage):
+        if event.get("event") == "stage_started":
+            start, seconds = event, 0.0
+        elapsed = float(event["time"]) - float(start.get("time", event["time"]))
+        for kind, key in (("core", "cores"), ("GPU", "gpus")):
+            hours[kind] += (elapsed - seconds) * float(start.get(key, 0)) / 3600
+        seconds = elapsed
+    return tuple(f"{value:.2g} {kind} hours" for kind, value in hours.items() if value > 0)
 
 
 def _in_order(named: Mapping[str, Mapping[str, Any]], events: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[str]:

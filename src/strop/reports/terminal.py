@@ -64,13 +64,25 @@ class PlannedStage:
     tokens: int
     memory_mib: float  # 0, like the time, if the size of the model is unknown
     time_s: float
-    schedule: tuple[str, ...] = ()  # changes on the way, and missing files, a line each
+    schedule: tuple[str, ...] = ()  # changes on the way, roles on other hardware, and missing files, a line each
+    problem: str = ""  # why the hardware cannot run it
 
 
 def print_plan(
-    name: str, description: str, stages: Sequence[PlannedStage], *, state: Sequence[str] = (), console: Console | None = None
+    name: str,
+    description: str,
+    stages: Sequence[PlannedStage],
+    *,
+    basis: str = "a rough estimate, measured on this machine",
+    state: Sequence[str] = (),
+    console: Console | None = None,
 ) -> None:
-    """Print what a recipe would do, with its estimates, and the `state` of its run, if it has begun, in lines."""
+    """Print what a recipe would do, with its estimates.
+
+    Args:
+        basis: what the estimates rest on.
+        state: of the run, if it has begun, in lines.
+    """
     console = Console() if console is None else console
     console.print(printable(f"{name}: {description}" if description else name), style="bold", markup=False, highlight=False)
     if console.width >= _PLAN_TABLE_WIDTH:
@@ -80,7 +92,7 @@ def print_plan(
             _print_planned(stage, console)
     total_s = sum(stage.time_s for stage in stages)
     if total_s:
-        console.print(f"about {duration(total_s)} in all: a rough estimate, measured on this machine", highlight=False)
+        console.print(f"about {duration(total_s)} in all: {basis}", highlight=False)
     for line in state:
         console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
     console.print("Nothing was run.", highlight=False)
@@ -92,7 +104,7 @@ def _print_plan_table(stages: Sequence[PlannedStage], console: Console) -> None:
             stage.name,
             stage.kind,
             stage.init or "–",
-            "\n".join((stage.arithmetic, *stage.schedule)),
+            "\n".join(filter(None, (stage.arithmetic, *stage.schedule, stage.problem))),
             *(each or "–" for each in _estimates(stage)),
         )
         for stage in stages
@@ -110,7 +122,7 @@ def _print_planned(stage: PlannedStage, console: Console) -> None:
         f"{stage.name} · {stage.kind}{origin}", console.width, subsequent_indent="    ", break_on_hyphens=False
     )
     console.print(printable("\n".join(heading)), style="bold", markup=False, highlight=False)
-    for text in filter(None, (stage.arithmetic, *stage.schedule, takes)):
+    for text in filter(None, (stage.arithmetic, *stage.schedule, takes, stage.problem)):
         lines = textwrap.wrap(text, console.width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
         console.print(printable("\n".join(lines)), markup=False, highlight=False)
 

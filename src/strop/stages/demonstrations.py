@@ -22,7 +22,7 @@ from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import conversation_maker, kept_path, open_tasks
-from strop.stages.loop.preflight import base_mib, task_files
+from strop.stages.loop.preflight import task_files
 from strop.tasks.demonstrators import DemonstratorConfig, RecordedDemonstrator, with_think_tag
 from strop.tasks.files import IndexedRows, writing_rows
 from strop.tasks.readers import Unreadable
@@ -162,7 +162,7 @@ class DemonstrationsStage(Stage):
         return task_files("tasks", self.config.tasks, ["train"])
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        return Estimate(arithmetic=f"{self.config.num_demonstrations} demonstrations", memory_mib=base_mib(machine.model))
+        return Estimate(arithmetic=f"{self.config.num_demonstrations} demonstrations")
 
     async def run(self, context: StageContext) -> StageResult:
         """Play and write the conversations."""

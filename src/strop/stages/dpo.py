@@ -22,7 +22,6 @@ from strop.rollout.tool_calls import make_call_format
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.demonstrations import batch_at
 from strop.stages.loop.preferences import PreferenceKeys, count_steps, open_sets
-from strop.stages.loop.preflight import base_mib, weights_mib
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import HeldOutConfig, TrainingStage
 from strop.stages.loop.updates import keep_skipped, single_update_metrics
@@ -70,11 +69,13 @@ class DPO(TrainingStage):
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config = self.config
-        copies = 1 if config.trainer.lora is not None else 5  # the reference is one of them
         return Estimate(
             arithmetic=f"{counted(config.epochs, 'epoch')} over the pairs of {config.path} in batches of {config.batch_size};"
             f" up to {config.validation.num_pairs} held out measured every {config.validation.every_steps} steps",
-            memory_mib=base_mib(machine.model) + (copies - 1) * weights_mib(machine.model),
+            trained=config.as_trained(
+                num_references=int(config.trainer.lora is None),
+                tokens_of_update=2 * config.batch_size * config.max_length,
+            ),
         )
 
     async def run(self, context: StageContext) -> StageResult:

@@ -18,7 +18,6 @@ from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.reports.scales import counted
 from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import as_demonstration
-from strop.stages.loop.preflight import TRAIN_SHARE
 from strop.stages.loop.rollouts import StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage
@@ -124,20 +123,18 @@ class ExpertIteration(RolloutStage):
     config: Config
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        config, model = self.config, machine.model
+        config = self.config
         rollouts = config.tasks_per_step * config.group_size
         updates = config.epochs * -(-rollouts // config.batch_size)
         trained = rollouts * config.epochs * self.tokens_of_responses(updates)
         return self.estimate(
             recipe,
-            model,
             arithmetic=f"{counted(config.steps, 'step')} x {config.tasks_per_step} tasks x {config.group_size} rollouts ="
             f" {rollouts} a step; those that are right are imitated for {counted(config.epochs, 'epoch')} in batches of up"
             f" to {config.batch_size}: up to {counted(updates, 'update')} a step",
             rollouts=rollouts,
             updates=updates,
-            rows_of_update=min(config.batch_size, rollouts),
-            training_flops=6 * model.num_parameters * trained / TRAIN_SHARE,
+            trained=config.as_trained(trained, tokens_of_update=min(config.batch_size, rollouts) * recipe.engine.max_length),
             lines=self.lines_of_schedule(),
         )
 

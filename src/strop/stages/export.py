@@ -12,7 +12,6 @@ from strop.recipe.graph import Input, Product
 from strop.recipe.stage import Estimate, Machine, Stage, StageResult
 from strop.run_directory import read_json, write_directory, write_json
 from strop.stages.context import StageContext, product_of
-from strop.stages.loop.preflight import base_mib
 
 if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
@@ -35,7 +34,7 @@ class Export(Stage):
         return (*super().inputs(), *Input.each("results", self.config.results, Product.EVALUATION))
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        return Estimate(arithmetic="a model directory with card and lineage", memory_mib=base_mib(machine.model))
+        return Estimate(arithmetic="a model directory with card and lineage")
 
     async def run(self, context: StageContext) -> StageResult:
         """Copy the model, and write the card and the lineage."""

@@ -23,7 +23,7 @@ from strop.rollout.player import SamplingConfig
 from strop.run_directory import write_directory
 from strop.stages.context import StageContext
 from strop.stages.demonstrations import play_demonstrations
-from strop.stages.loop.preflight import base_mib, task_files
+from strop.stages.loop.preflight import task_files
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.protocol import TaskSource
 
@@ -66,6 +66,9 @@ class ModelStage(Stage):
         prompt: str = Field(default="rstar2", description="The prompt of the demonstrations of a tiny model.")
         limits: RolloutLimits = Field(default=RolloutLimits(), description="Limits of one demonstration.")
         path: str | None = Field(default=None, description="Model directory, or hub id.")
+        size_of: str | None = Field(
+            default=None, description="A model of the same size, for the plan while `path` is not there."
+        )
         tiny: TinyModel | None = Field(default=None, description="Sizes of a new model, instead of `path`.")
         demonstrator: DemonstratorConfig | None = Field(
             default=None, description="What writes the texts that a tiny model's tokenizer is trained on."
@@ -77,6 +80,10 @@ class ModelStage(Stage):
                 raise ValueError("give either path (a model directory or hub id) or tiny (a table of sizes), and not both.")
             if self.tiny is not None and (self.demonstrator is None or self.tasks is None):
                 raise ValueError("a tiny model's tokenizer is trained on demonstrations: give demonstrator and tasks too.")
+            if self.size_of is not None and self.size_of not in SIZES:
+                raise ValueError(
+                    f"size_of is {self.size_of!r}, but the sizes that strop knows are those of {', '.join(SIZES)}."
+                )
             return self
 
     config: Config
@@ -99,10 +106,10 @@ class ModelStage(Stage):
                 yield ModelError(f"stages.{name}.path: {path}: {error}")
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        return Estimate(arithmetic=self._in_words(machine.model), memory_mib=base_mib(machine.model))
+        return Estimate(arithmetic=self._in_words(machine.model))
 
     def size(self) -> Model:
-        """What is known of the model before it is loaded; nothing if it is not on this machine."""
+        """What is known of the model before it is loaded: from its configuration, or from `SIZES`."""
         import huggingface_hub
         import transformers
 
@@ -115,7 +122,7 @@ class ModelStage(Stage):
                 directory = Path(huggingface_hub.snapshot_download(self.config.path, allow_patterns="config.json"))
             return _count(transformers.AutoConfig.from_pretrained(directory, local_files_only=True))
         except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError):
-            return Model()
+            return SIZES.get(self.config.size_of or self.config.path, Model())
 
     async def run(self, context: StageContext) -> StageResult:
         """Raises `ModelError` when there is no such model."""
@@ -148,12 +155,44 @@ class ModelStage(Stage):
         path = self.config.path
         if path is None:
             return f"a new model of {size.num_parameters / 1e6:.2f} M parameters"
-        if size.num_parameters:
+        if size.num_parameters and size is not SIZES.get(self.config.size_of or path):
             has_weights = not Path(path).is_dir() or any(Path(path).glob("*.safetensors"))
             return path if has_weights else f"{path}: NO WEIGHTS there (*.safetensors). Make it first, or name another"
-        return (
-            f"{path}: NOT FOUND, so memory and time are not estimated. Make it first, name another, or, for a hub id, connect"
-        )
+        estimated = f"taken as {size.num_parameters / 1e9:.1f} B parameters" if size.num_parameters else "not estimated"
+        return f"{path}: NOT FOUND, {estimated}. Make it first, name another, or, for a hub id, connect"
+
+
+def _grouped_query(parameters: int, layers: int, hidden: int, kv_heads: int) -> Model:
+    """A dense model with heads of 128 channels."""
+    return Model(
+        num_parameters=parameters,
+        num_active=parameters,
+        num_layers=layers,
+        hidden_size=hidden,
+        kv_values=2 * layers * kv_heads * 128,
+    )
+
+
+SIZES = {  # of the models that presets name, from their configurations
+    "Qwen/Qwen2.5-Math-1.5B": _grouped_query(1_543_714_304, 28, 1536, 2),
+    "Qwen/Qwen2.5-1.5B-Instruct": _grouped_query(1_543_714_304, 28, 1536, 2),
+    "Qwen/Qwen2.5-7B-Instruct": _grouped_query(7_615_616_512, 28, 3584, 4),
+    "Qwen/Qwen2.5-Math-7B": _grouped_query(7_615_616_512, 28, 3584, 4),
+    "Qwen/Qwen2.5-14B": _grouped_query(14_770_033_664, 48, 5120, 8),
+    "Qwen/Qwen2.5-32B": _grouped_query(32_763_876_352, 64, 5120, 8),
+    "Qwen/Qwen2.5-32B-Instruct": _grouped_query(32_763_876_352, 64, 5120, 8),
+    "Qwen/Qwen3-8B-Base": _grouped_query(8_190_735_360, 36, 4096, 8),
+    "Qwen/Qwen3-14B-Base": _grouped_query(14_768_307_200, 40, 5120, 8),
+    "meta-llama/Llama-3.1-8B": _grouped_query(8_030_261_248, 32, 4096, 8),
+    # Of 256 experts 8 and a shared one compute a token; a layer's latent KV has 512 and 64 values.
+    "deepseek-ai/DeepSeek-V3-Base": Model(
+        num_parameters=671_000_000_000,
+        num_active=37_000_000_000,
+        num_layers=61,
+        hidden_size=7168,
+        kv_values=61 * 576,
+    ),
+}
 
 
 def _count(config: transformers.PretrainedConfig) -> Model:
@@ -164,9 +203,13 @@ def _count(config: transformers.PretrainedConfig) -> Model:
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Model(
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        kv_bytes_per_token=2 * text.num_hidden_layers * kv_heads * head * 4,
+        num_parameters=num_parameters,
+        num_active=num_parameters,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        kv_values=2 * text.num_hidden_layers * kv_heads * head,
     )
 
 

@@ -28,7 +28,7 @@ from strop.stages.context import StageContext, product_of
 from strop.stages.demonstrations import batch_at
 from strop.stages.loop.checkpoints import prune_finished
 from strop.stages.loop.preferences import PreferenceKeys, PreferenceSets, count_steps, open_sets
-from strop.stages.loop.preflight import base_mib, scorer_parts_of, weights_mib
+from strop.stages.loop.preflight import scorer_parts_of
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingStage
 from strop.stages.loop.updates import keep_skipped, single_update_metrics
@@ -69,7 +69,7 @@ class RewardModel(TrainingStage):
         config = self.config
         return Estimate(
             arithmetic=f"{counted(config.epochs, 'epoch')} over {config.path} in batches of {config.batch_size}",
-            memory_mib=base_mib(machine.model) + 3 * weights_mib(machine.model),
+            trained=config.as_trained(tokens_of_update=2 * config.batch_size * config.max_length, in_one_process=True),
         )
 
     async def run(self, context: StageContext) -> StageResult:

@@ -21,7 +21,6 @@ from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
 from strop.stages.loop.async_rollouts import AsyncRollouts, staleness_metrics
 from strop.stages.loop.entropies import are_missing, entropy_curves, scored_entropies
-from strop.stages.loop.preflight import TRAIN_SHARE, weights_mib
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
 from strop.stages.loop.training_stage import RolloutKeys, RolloutStage, check_schedule
@@ -302,26 +301,28 @@ class RL(RolloutStage):
         yield from super().check(name, recipe, machine)
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        config, model = self.config, machine.model
+        config = self.config
         rollouts = config.tasks_per_step * config.rollouts_per_task
         kept = config.tasks_per_step * config.group_size
         in_update = kept // config.updates_per_step
         trained = kept * config.epochs * self.tokens_of_responses(config.updates_in_step)
-        has_critic = config.method.critic is not None  # as large as the policy, and trained as much
-        copy = weights_mib(model, 2 if recipe.engine.dtype == "bfloat16" else 4) if config.max_staleness else 0.0
         ahead = "; each step's rollouts are played while the step before is trained on" if config.max_staleness else ""
         return self.estimate(
             recipe,
-            model,
             arithmetic=f"{counted(config.steps, 'step')} x {config.tasks_per_step} tasks x {config.rollouts_per_task} rollouts"
             f" = {rollouts} a step; {config.method.kind} keeps {config.group_size} a task = {kept};"
             f" {counted(config.updates_in_step, 'update')} a step of {in_update} rollouts ="
             f" {counted(config.num_updates, 'update')}{ahead}",
             rollouts=rollouts,
             updates=config.updates_in_step,
-            rows_of_update=in_update,
-            training_flops=(16 if has_critic else 8) * model.num_parameters * trained / TRAIN_SHARE,
-            memory_mib=copy + (4 * weights_mib(model) if has_critic else 0.0),
+            trained=config.as_trained(
+                trained,
+                tokens_of_update=in_update * recipe.engine.max_length,
+                num_critics=int(config.method.critic is not None),
+                num_references=int(Column.REFERENCE_LOGPROBS in config.method.needs),
+                num_scored=1,
+            ),
+            overlaps=config.max_staleness > 0,
             lines=(*self.lines_of_schedule(config.critic_only_steps), *config.method.notes(config.updates_in_step)),
         )
 

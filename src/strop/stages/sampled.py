@@ -10,17 +10,14 @@ from typing import TYPE_CHECKING, Self
 from pydantic import Field, model_validator
 
 from strop.errors import MachineError, TaskError, UserError
-from strop.recipe.stage import Estimate, Machine, PlayedKeys, Stage
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage
 from strop.reports.scales import counted
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play
 from strop.stages.loop.ledger import void_reasons, write_timeline
 from strop.stages.loop.preflight import (
-    DECODE_SHARE,
-    base_mib,
     check_needs,
-    engine_mib,
     missing_parts,
     played_in_words,
     task_files,
@@ -73,17 +70,14 @@ class FixedSetStage(Stage):
         yield from check_needs(name, self, recipe, machine)
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        config, model = self.config, machine.model
+        config = self.config
         limit, num_tasks = played_in_words(name, config, recipe, config.num_tasks)
         num = num_tasks * config.k
         tasks = f"{limit}{counted(num_tasks, 'task')}" if num_tasks else "all tasks"
         total = f" = {limit}{counted(num, 'rollout')}" if num_tasks else ""
-        tokens = num * config.sampling.max_tokens
         return Estimate(
             arithmetic=f"{tasks} x {counted(config.k, 'rollout')}{total}",
-            tokens=tokens,
-            memory_mib=base_mib(model) + engine_mib(recipe, model),
-            flops=2 * model.num_parameters * tokens / DECODE_SHARE,
+            sampled=Sampled(tokens=num * config.sampling.max_tokens, rollouts=num),
             lines=tuple(missing_parts(config.reward, recipe.engine)),
         )
 

@@ -22,7 +22,7 @@ from strop.stages.conversations import as_demonstrations
 from strop.stages.data import Row, rows_in
 from strop.stages.demonstrations import batch_at, write_demonstrations
 from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept
-from strop.stages.loop.preflight import TRAIN_SHARE, activations_mib, base_mib, missing_parts, task_files, weights_mib
+from strop.stages.loop.preflight import missing_parts, task_files
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
 from strop.stages.loop.training_stage import TrainingKeys, TrainingStage, check_schedule
@@ -113,10 +113,9 @@ class SFT(TrainingStage):
         return {**task_files("tasks", self.config.tasks, splits), **self.config.validation_files()}
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
-        config, model = self.config, machine.model
+        config = self.config
         steps = config.steps if config.num_demonstrations is None else config.num_updates(config.num_demonstrations)
         num = (steps or 0) * config.batch_size
-        tokens = num * config.sampling.max_tokens
         if config.num_demonstrations is None:
             source, longest = f"the conversations of {', '.join(config.data)}", config.trainer.max_tokens_per_microbatch
         else:
@@ -124,12 +123,9 @@ class SFT(TrainingStage):
             longest = recipe.engine.max_length
         taken = counted(config.epochs or 0, "epoch") + " in batches of" if steps is None else f"{counted(steps, 'step')} x"
         only_right = "; more epochs if some are wrong, since only right ones are imitated" if config.only_right else ""
-        activations = activations_mib(config.trainer, model, config.batch_size * longest)
         return Estimate(
             arithmetic=f"{taken} {config.batch_size} of {source}{only_right}",
-            tokens=tokens,
-            flops=6 * model.num_parameters * tokens / TRAIN_SHARE,
-            memory_mib=base_mib(model) + 3 * weights_mib(model) + activations,
+            trained=config.as_trained(num * config.sampling.max_tokens, tokens_of_update=config.batch_size * longest),
             lines=tuple(missing_parts(config.reward, recipe.engine)) if self.is_judged else (),
         )
 

@@ -12,7 +12,7 @@ from typing import Self
 from pydantic import Field
 
 from strop.errors import RunError
-from strop.recipe.stage import Stage
+from strop.recipe.stage import Stage, Trained
 from strop.run_directory import StageDirectory, file_digests, read_json, restore_directories, write_directory, write_json
 from strop.stages.context import StageContext
 from strop.training.config import TrainerConfig
@@ -30,6 +30,28 @@ class CheckpointedKeys(Stage.Config):
     init: str = Field(description="Stage whose model is trained.")
     checkpoint_every: int = Field(default=100, ge=1, description="Steps between two checkpoints.")
     keep_checkpoints: int = Field(default=2, ge=1, description="Checkpoints that are kept; of a finished stage the last.")
+
+    def as_trained(
+        self,
+        tokens: int = 0,
+        *,
+        tokens_of_update: int,
+        num_critics: int = 0,
+        num_references: int = 0,
+        num_scored: int = 0,
+        in_one_process: bool = False,
+    ) -> Trained:
+        """What is trained: the policy, critics as large as it, references that are held, and passes that only score."""
+        is_lora = self.trainer.lora is not None
+        return Trained(
+            trainer=self.trainer,
+            tokens=tokens,
+            flops_per_parameter=(6 + 2 * num_scored) * (1 + num_critics) + 2 * num_references,
+            copies=(1 if is_lora else 4) + 4 * num_critics + num_references,
+            tokens_of_update=tokens_of_update,
+            checkpoints=self.keep_checkpoints,
+            in_one_process=in_one_process,
+        )
 
 
 def latest_step(directory: StageDirectory) -> int:

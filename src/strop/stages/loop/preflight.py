@@ -12,7 +12,7 @@ import torch
 from strop.engine.config import AnyEngine, EngineConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, UserError
-from strop.recipe.stage import Machine, Model, PlayedKeys, Stage
+from strop.recipe.stage import Machine, PlayedKeys, Stage
 from strop.rewards import Reward, SumReward
 from strop.rewards.preference import ScorerPart
 from strop.rewards.reward_model import ExchangeFormat, check_reward_model
@@ -25,11 +25,7 @@ if TYPE_CHECKING:
     from strop.recipe.recipe import Recipe
 
 _MIB = 2**20
-_IDLE_MIB = 600  # an interpreter with torch and transformers imported
 _MOST_COUNTED_MIB = 16  # of a file whose rows are counted: some 50 000 problems, in about a second
-# Of the machine's best matrix rate, and of the token limits, what the demo's stages were seen to reach on two cores. Rough.
-DECODE_SHARE = 0.15
-TRAIN_SHARE = 0.35
 
 
 def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
@@ -42,19 +38,19 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
                 f"stages.{name}.sampling.repetition_penalty is {config.sampling.repetition_penalty:g}, which releases of SGLang"
                 " are reported to ignore. Leave it out, or use another engine."
             )
-        yield from _check_engine(recipe, is_plan=machine.is_plan)
+        yield from _check_engine(recipe, machine)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
-        yield from _check_device(trainer.device, f"stages.{name}.trainer", workers=trainer.workers)
+        yield from _check_device(trainer.device, f"stages.{name}.trainer", machine, workers=trainer.workers)
     if isinstance(config, PlayedKeys) and stage.is_judged:
         yield from _check_reward(f"stages.{name}", config.reward, machine)
 
 
-def _check_engine(recipe: Recipe, *, is_plan: bool) -> Iterator[UserError]:
+def _check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
     """The interpreter of a server engine, or a device of the embedded one, is not on this machine."""
     try:
         if isinstance(recipe.engine, EngineConfig):
-            _check_engine_devices(recipe.engine)
-        elif not is_plan:
+            _check_engine_devices(recipe.engine, machine)
+        elif not machine.is_plan:
             check_interpreter(recipe.engine)
     except UserError as error:
         yield error
@@ -82,7 +78,7 @@ def _check_reward(stage: str, reward: Reward, machine: Machine) -> Iterator[User
     for name, part in scorer_parts_of(reward).items():
         key, scorer = f"{stage}.reward.parts.{name}.scorer", part.scorer
         if isinstance(scorer, EmbeddedScorerConfig):
-            yield from _check_device(scorer.device, key)
+            yield from _check_device(scorer.device, key, machine)
         if not isinstance(scorer, EmbeddedScorerConfig | VllmScorerConfig) or scorer.path is None:
             continue
         if machine.is_plan and not Path(scorer.path).exists():
@@ -120,28 +116,6 @@ def task_files(key: str, tasks: TaskSource, splits: Sequence[Split]) -> Mapping[
     return found
 
 
-def engine_mib(recipe: Recipe, model: Model) -> float:
-    """Memory of the engines: weights and KV cache."""
-    width = 2 if recipe.engine.dtype == "bfloat16" else 4
-    kv_mib = recipe.engine.slots * recipe.engine.max_length * model.kv_bytes_per_token * width / 4 / _MIB
-    return recipe.engine.num_engines * (model.num_parameters * width / _MIB + kv_mib)
-
-
-def base_mib(model: Model) -> float:
-    """Memory of a stage that only holds the model's weights; 0 where the model is not known."""
-    return _IDLE_MIB + weights_mib(model)
-
-
-def weights_mib(model: Model, width: int = 4) -> float:
-    """The weights of a model with `width` bytes a number."""
-    return model.num_parameters * width / _MIB
-
-
-def activations_mib(trainer: TrainerConfig, model: Model, num_tokens: int) -> float:
-    """Of one micro-batch of an update of up to `num_tokens`: about 34 values a token, layer and channel; the KV cache is 2."""
-    return min(num_tokens, trainer.max_tokens_per_microbatch) * model.kv_bytes_per_token * 17 / _MIB
-
-
 def tasks_there(name: str, config: PlayedKeys, recipe: Recipe, wanted: int | None) -> int | None:
     """How many tasks there are, or `wanted` of generated ones; None where that is not known before they are read.
 
@@ -169,8 +143,8 @@ def _is_counted(path: Path) -> bool:
     return path.is_file() and path.stat().st_size <= _MOST_COUNTED_MIB * _MIB
 
 
-def _check_engine_devices(config: EngineConfig) -> None:
-    if config.device == "cpu" or ("CUDA_VISIBLE_DEVICES" in os.environ and config.devices):
+def _check_engine_devices(config: EngineConfig, machine: Machine) -> None:
+    if config.device == "cpu" or machine.is_elsewhere or ("CUDA_VISIBLE_DEVICES" in os.environ and config.devices):
         return  # engines with devices of their own see those, whatever this process sees
     num_devices = torch.cuda.device_count()
     if config.devices and (missing := [device for device in config.devices if device >= num_devices]):
@@ -181,8 +155,8 @@ def _check_engine_devices(config: EngineConfig) -> None:
     _ = config.torch_device
 
 
-def _check_device(name: str, key: str, *, workers: int = 0) -> Iterator[UserError]:
-    if name == "auto":
+def _check_device(name: str, key: str, machine: Machine, *, workers: int = 0) -> Iterator[UserError]:
+    if name == "auto" or machine.is_elsewhere:
         return
     try:
         device = torch.device(name)

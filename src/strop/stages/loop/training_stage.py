@@ -14,19 +14,14 @@ from strop.errors import UserError
 from strop.evaluation.metrics import verdict_of
 from strop.recipe.graph import Product
 from strop.recipe.schedule import Done, MetricRule, ScheduleEntry, first_steps, problem_with, reached, switched
-from strop.recipe.stage import Estimate, Machine, Model, PlayedKeys, Stage
+from strop.recipe.stage import Estimate, Machine, PlayedKeys, Sampled, Stage, Trained
 from strop.rewards import SumReward
 from strop.rollout.player import SamplingConfig, Temperature
 from strop.stages.loop.checkpoints import CheckpointedKeys
 from strop.stages.loop.preflight import (
-    DECODE_SHARE,
-    activations_mib,
-    base_mib,
     check_needs,
-    engine_mib,
     missing_parts,
     task_files,
-    weights_mib,
 )
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
@@ -270,32 +265,24 @@ class RolloutStage(TrainingStage):
     def estimate(
         self,
         recipe: Recipe,
-        model: Model,
         *,
         arithmetic: str,
         rollouts: int,
         updates: int,
-        rows_of_update: int,
-        training_flops: float,
-        memory_mib: float = 0.0,
+        trained: Trained,
+        overlaps: bool = False,
         lines: Iterable[str],
     ) -> Estimate:
-        """The cost of a stage with so many rollouts and updates in a step.
-
-        Args:
-            memory_mib: of what it holds besides the trained model, its optimizer, one micro-batch and the engines.
-        """
+        """The cost of a stage with so many rollouts and updates in a step."""
         config = self.config
-        tokens = rollouts * self.tokens_of_responses(updates)
         budget = "" if config.budget_s is None else f"; fewer if {config.budget_s:g} s pass before"
         rules = " or ".join(rule.what for rule in config.end_when)
         ends_early = budget + (f"; fewer if before that {rules}" if rules else "")
-        activations = activations_mib(config.trainer, model, rows_of_update * recipe.engine.max_length)
         return Estimate(
             arithmetic=arithmetic + ends_early,
-            tokens=tokens,
-            flops=2 * model.num_parameters * tokens / DECODE_SHARE + training_flops,
-            memory_mib=base_mib(model) + 3 * weights_mib(model) + engine_mib(recipe, model) + activations + memory_mib,
+            sampled=Sampled(tokens=rollouts * self.tokens_of_responses(updates), steps=config.steps, rollouts=rollouts),
+            trained=trained,
+            overlaps=overlaps,
             time_limit_s=config.budget_s,
             lines=(*lines, *missing_parts(config.reward, recipe.engine)),
         )

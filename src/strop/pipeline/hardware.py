@@ -1,0 +1,365 @@
+"""Memory, time and disk that a stage needs: on this machine, or on hardware that need not be there.
+
+Estimates are rough. `ASSUMPTIONS` is what they take for granted; peaks of devices are those that vendors publish for dense
+products.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from strop.config import Config, load_toml, validate
+from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
+from strop.errors import ConfigError, did_you_mean
+from strop.recipe.stage import Estimate, Model, Trained
+from strop.reports.scales import counted, duration
+
+if TYPE_CHECKING:
+    pass
+
+_MIB, _GIB = 2**20, 2**30
+_IDLE_MIB = 600  # an interpreter with torch and transformers imported
+_CONTEXT_GIB = 1.0  # of CUDA, in each process
+_DEVICES_OF_A_MACHINE = 8
+_SHORTEST = 4096  # tokens of the smallest micro-batch that is proposed where the rows are not known
+# Of the machine's best matrix rate, what the demo's stages were seen to reach on two cores.
+_DECODE_SHARE, _TRAIN_SHARE = 0.15, 0.35
+# Of a device's peaks, what well-kept implementations are reported to reach.
+_PEAK_SHARE, _BANDWIDTH_SHARE = 0.4, 0.6
+_TOKEN_SHARE = 1 / 3  # of the token limits, what the demo's stages were seen to use
+_ACTIVATIONS = 34  # values of a token, layer and channel that the backward pass needs
+_HOST_BYTES, _DISK_BYTES = 134, 55  # of one token of a rollout
+ASSUMPTIONS = (
+    "assumed: responses of a third of their limit, and one at the limit in each step; decoding at 60% of the bandwidth or 40%"
+    " of the peak, training at 40% of the peak. Prompts, tool calls, loading and publication are not counted"
+)
+
+
+class Device(Config):
+    """One accelerator: the keys of a file that `--hardware 8xFILE.toml` names."""
+
+    memory_gb: float = Field(gt=0, description="Memory in GB (10^9 bytes).")
+    bfloat16_tflops: float = Field(gt=0, description="Peak of dense products in bfloat16, in TFLOP/s.")
+    float32_tflops: float = Field(gt=0, description="Peak of dense products in float32, in TFLOP/s.")
+    bandwidth_tb_s: float = Field(gt=0, description="Bandwidth of its memory, in TB/s.")
+
+
+def _device(memory_gb: float, bfloat16: float, float32: float, bandwidth: float) -> Device:
+    return Device(memory_gb=memory_gb, bfloat16_tflops=bfloat16, float32_tflops=float32, bandwidth_tb_s=bandwidth)
+
+
+DEVICES = {  # from the vendors' data sheets
+    "A100": _device(80, 312, 19.5, 2.04),
+    "B200": _device(180, 2250, 75, 7.7),
+    "H100": _device(80, 989, 67, 3.35),
+    "H200": _device(141, 989, 67, 4.8),
+    "H800": _device(80, 989, 67, 3.35),
+    "L40S": _device(48, 362, 91.6, 0.86),
+    "MI300X": _device(192, 1307, 163, 5.3),
+    "RTX4090": _device(24, 165, 82.6, 1.01),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """So many devices of one kind."""
+
+    num: int
+    name: str
+    device: Device
+
+    @classmethod
+    def named(cls, text: str) -> Hardware:
+        """Hardware such as "8xH100". Raises `ConfigError` if there is no such device, or no such file."""
+        match = re.fullmatch(r"(?:(\d{1,6})x)?(.+)", text.strip())
+        num, name = (int(match[1] or 1), match[2]) if match else (0, "")
+        if num and Path(name).is_file():
+            return cls(num, Path(name).stem, validate(Device, load_toml(Path(name)), place=name))
+        if not num or name not in DEVICES:
+            raise ConfigError(
+                f"hardware {text!r}: no such device.{did_you_mean(name, DEVICES)} Write 8xH100, with one of"
+                f" {', '.join(DEVICES)}, or 8xFILE.toml with its {', '.join(Device.model_fields)}."
+            )
+        return cls(num, name, DEVICES[name])
+
+    def __str__(self) -> str:
+        return f"{self.num} x {self.name}"
+
+    @property
+    def is_several_machines(self) -> bool:
+        return self.num > _DEVICES_OF_A_MACHINE
+
+    @property
+    def gib(self) -> float:
+        return self.device.memory_gb * 1e9 / _GIB
+
+    def flops_per_s(self, precision: str) -> float:
+        """What one device computes in a second."""
+        peak = self.device.bfloat16_tflops if precision == "bfloat16" else self.device.float32_tflops
+        return _PEAK_SHARE * peak * 1e12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a stage is spread over devices. Trainer and engines share all of them, unless there are enough for both."""
+
+    ranks: int  # that share the trained model; 0: nothing is trained
+    engines: int  # 0: nothing is sampled
+    width: int  # devices of one engine
+    slots: int
+    tokens: int  # of a micro-batch
+    is_recomputed: bool  # activation_checkpointing
+
+    @property
+    def devices(self) -> str:
+        """What to write for `engine.devices`, which engines of one machine need to be on devices of their own."""
+        num = self.engines * self.width
+        return str([*range(num)]).replace(" ", "") if 1 < num <= _DEVICES_OF_A_MACHINE else ""
+
+    def keys(self, written: Layout, name: str) -> str:
+        """The words of the command line that change `written` into this layout of the stage `name`."""
+        trainer = {
+            "workers": (self.ranks, written.ranks),
+            "max_tokens_per_microbatch": (self.tokens, written.tokens),
+        }
+        engine = {
+            "replicas": (self.engines, written.engines),
+            "devices": (self.devices, written.devices),
+            "tensor_parallel": (self.width, written.width),
+            "slots": (self.slots, written.slots),
+        }
+        words = [f"trainer.{key}={now}" for key, (now, before) in trainer.items() if now != before]
+        words += ["trainer.activation_checkpointing=true"] if self.is_recomputed != written.is_recomputed else []
+        words += [f"engine.{key}={now}" for key, (now, before) in engine.items() if self.engines and now and now != before]
+        return " ".join(f"--set stages.{name}.{word}" for word in words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What a stage needs: memory, time, and the roles of its processes in lines."""
+
+    memory_mib: float = 0.0  # of this machine
+    time_s: float = 0.0
+    lines: tuple[str, ...] = ()
+    problem: str = ""  # why it cannot run on the hardware, and what could
+
+
+def cost_here(estimate: Estimate, engine: AnyEngine, model: Model, rate: float) -> Cost:
+    """The cost on this machine, whose products reach `rate` FLOP/s."""
+    if not model.num_parameters or (estimate.sampled is None and estimate.trained is None):
+        return Cost()
+    memory, flops = 4.0 * model.num_parameters, 0.0
+    if (trained := estimate.trained) is not None:
+        memory = _state_bytes(trained, model, trained.trainer.workers) + _activation_bytes(
+            trained, model, _written(estimate, engine)
+        )
+        flops += trained.flops_per_parameter * model.num_active * trained.tokens / _TRAIN_SHARE
+    if (sampled := estimate.sampled) is not None:
+        memory += engine.num_engines * (_weight_bytes(engine, model) + _kv_bytes(engine, model, engine.slots))
+        memory += _weight_bytes(engine, model) if estimate.overlaps else 0
+        flops += 2 * model.num_active * sampled.tokens / _DECODE_SHARE
+    return Cost(memory_mib=_IDLE_MIB + memory / _MIB, time_s=_TOKEN_SHARE * flops / rate)
+
+
+def cost_on(hardware: Hardware, name: str, estimate: Estimate, engine: AnyEngine, model: Model) -> Cost:
+    """The cost of the stage `name` in its layout. One that names no layout is spread over all devices, if it fits so."""
+    if not model.num_parameters or (estimate.sampled is None and estimate.trained is None):
+        return Cost()
+    written = _written(estimate, engine)
+    costs = _Costs(hardware, estimate, engine, model)
+    fitting = costs.first_that_fits(written)
+    is_spread = max(written.ranks, written.engines * written.width) > 1
+    layout = fitting if fitting is not None and not is_spread else written
+    words = "" if fitting is None else fitting.keys(written, name)
+    lines = list(costs.roles(layout))
+    if costs.fits(layout):
+        lines += [f"for this layout: {words}"] if words and layout is fitting else []
+        return Cost(time_s=sum(costs.times(layout)), lines=tuple(lines))
+    more = (replace(hardware, num=hardware.num << power) for power in range(1, 8))
+    enough = next((each for each in more if replace(costs, hardware=each).first_that_fits(written) is not None), None)
+    instead = "larger devices, or a smaller model" if enough is None else f"{enough}, or larger devices"
+    remedy = f"It fits with {words}" if words else f"No layout fits; name {instead}"
+    return Cost(
+        lines=tuple(lines),
+        problem=f"does not fit: {costs.needed_gib(layout):,.0f} GiB of a device's {hardware.gib:,.0f}. {remedy}.",
+    )
+
+
+def _written(estimate: Estimate, engine: AnyEngine) -> Layout:
+    """The layout that the recipe says."""
+    trained = estimate.trained
+    return Layout(
+        ranks=0 if trained is None else max(1, trained.trainer.workers),
+        engines=0 if estimate.sampled is None else engine.num_engines,
+        width=engine.tensor_parallel if isinstance(engine, ServerConfig) else 1,
+        slots=engine.slots,
+        tokens=0 if trained is None else trained.trainer.max_tokens_per_microbatch,
+        is_recomputed=trained is not None and trained.trainer.activation_checkpointing,
+    )
+
+
+def _layouts(estimate: Estimate, engine: AnyEngine, num: int, written: Layout) -> Iterator[Layout]:
+    """Layouts over all `num` devices, first those that compute no more, cross no machine and change sizes least."""
+    trained, sampled = estimate.trained, estimate.sampled
+    widths = [2**power for power in range(num.bit_length())] if isinstance(engine, ServerConfig) else [1]
+    num_slots = _halves(written.slots, 1) if sampled is not None else [written.slots]
+    # A row of the longest conversation is a micro-batch by itself.
+    num_tokens = _halves(written.tokens, min(written.tokens, _SHORTEST if sampled is None else engine.max_length))
+    options = product({written.is_recomputed, trained is not None}, widths, num_slots, num_tokens)
+    for is_recomputed, width, slots, tokens in sorted(
+        options, key=lambda each: (each[0], each[1] > _DEVICES_OF_A_MACHINE, -each[2], -each[3])
+    ):
+        ranks = 0 if trained is None else 1 if trained.in_one_process else num // 2 if estimate.overlaps else num
+        engines = 0 if sampled is None else (num - ranks if estimate.overlaps else num) // width
+        if bool(ranks) >= (trained is not None) and bool(engines) >= (sampled is not None):
+            yield Layout(ranks=ranks, engines=engines, width=width, slots=slots, tokens=tokens, is_recomputed=is_recomputed)
+
+
+def _halves(first: int, last: int) -> list[int]:
+    """`first`, its half, a quarter, and so on, none below `last`."""
+    return [first >> power for power in range(first.bit_length()) if first >> power >= last] or [first]
+
+
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """The costs of one stage on one kind of hardware, as functions of its layout."""
+
+    hardware: Hardware
+    estimate: Estimate
+    engine: AnyEngine
+    model: Model
+
+    def first_that_fits(self, written: Layout) -> Layout | None:
+        layouts = _layouts(self.estimate, self.engine, self.hardware.num, written)
+        return next((each for each in layouts if self.fits(each)), None)
+
+    def fits(self, layout: Layout) -> bool:
+        devices = max(layout.ranks, layout.engines * layout.width)
+        return devices <= self.hardware.num and self.needed_gib(layout) <= self.hardware.gib
+
+    def needed_gib(self, layout: Layout) -> float:
+        """Of the device that needs most."""
+        rank, engine = sum(self._rank(layout)), sum(self._engine(layout))
+        is_apart = layout.ranks + layout.engines * layout.width <= self.hardware.num
+        return max(rank, engine) if is_apart else rank + engine
+
+    def _rank(self, layout: Layout) -> tuple[float, float]:
+        """GiB of a trainer's rank: its share of the weights and what belongs to them, and a micro-batch."""
+        if (trained := self.estimate.trained) is None:
+            return 0.0, 0.0
+        state = _state_bytes(trained, self.model, layout.ranks) / _GIB
+        return state + _CONTEXT_GIB, _activation_bytes(trained, self.model, layout) / _GIB
+
+    def _engine(self, layout: Layout) -> tuple[float, float]:
+        """GiB of each device of an engine: its share of the weights, and of the KV memory."""
+        if self.estimate.sampled is None:
+            return 0.0, 0.0
+        weights = _weight_bytes(self.engine, self.model) / layout.width / _GIB
+        return weights + _CONTEXT_GIB, _kv_bytes(self.engine, self.model, layout.slots) / layout.width / _GIB
+
+    def times(self, layout: Layout) -> tuple[float, float]:
+        """Seconds of sampling and of training; of the longer of both if they overlap."""
+        sampling, training = self._sampling_s(layout), self._training_s(layout)
+        if self.estimate.overlaps:
+            return (sampling, 0.0) if sampling > training else (0.0, training)
+        return sampling, training
+
+    def _sampling_s(self, layout: Layout) -> float:
+        """All tokens at the rate of full engines, and in each step the end of its longest response by itself."""
+        sampled = self.estimate.sampled
+        if sampled is None or not sampled.rollouts:
+            return 0.0
+        length = sampled.tokens / sampled.rollouts / sampled.steps
+        at_once = min(layout.slots, -(-sampled.rollouts // layout.engines))
+        rate = layout.engines * at_once / self._token_s(layout, at_once, _TOKEN_SHARE * length)
+        tail = (1 - _TOKEN_SHARE) * length * self._token_s(layout, 1, length)
+        return _TOKEN_SHARE * sampled.tokens / rate + sampled.steps * tail
+
+    def _token_s(self, layout: Layout, rows: int, length: float) -> float:
+        """Seconds in which an engine computes one token of each of `rows` conversations of `length` tokens."""
+        read = _weight_bytes(self.engine, self.model) + rows * length * self.model.kv_values * _width(self.engine)
+        bandwidth = _BANDWIDTH_SHARE * self.hardware.device.bandwidth_tb_s * 1e12
+        arithmetic = 2 * self.model.num_active * rows / self.hardware.flops_per_s(self.engine.dtype)
+        return max(read / bandwidth, arithmetic) / layout.width
+
+    def training_rate(self, layout: Layout, trained: Trained) -> float:
+        """Tokens that all ranks train in a second."""
+        flops = (trained.flops_per_parameter + 2 * layout.is_recomputed) * self.model.num_active
+        return layout.ranks * self.hardware.flops_per_s(trained.trainer.precision) / flops
+
+    def _training_s(self, layout: Layout) -> float:
+        trained = self.estimate.trained
+        return 0.0 if trained is None else _TOKEN_SHARE * trained.tokens / self.training_rate(layout, trained)
+
+    def roles(self, layout: Layout) -> Iterator[str]:
+        """A line for the trainer, the engines, the host, the disk and the time."""
+        trained, sampled = self.estimate.trained, self.estimate.sampled
+        disk: list[str] = []
+        if trained is not None:
+            state, activations = self._rank(layout)
+            tokens = min(trained.tokens_of_update, layout.tokens)
+            yield (
+                f"trainer: {counted(layout.ranks, 'rank')}, {state + activations:,.1f} GiB each: {state:,.1f} of weights,"
+                f" gradients and moments, {activations:,.1f} of a micro-batch of {tokens:,} tokens"
+            )
+            kept = 12 * (trained.copies // 4) * self.model.num_parameters / _GIB
+            disk += [f"{counted(trained.checkpoints, 'checkpoint')} of {kept:,.0f} GiB"]
+        if sampled is not None:
+            weights, kv = self._engine(layout)
+            yield (
+                f"engines: {layout.engines} of {counted(layout.width, 'device')}, {weights + kv:,.1f} GiB on each:"
+                f" {weights:,.1f} of weights, {kv:,.1f} of KV for {counted(layout.slots, 'conversation')}"
+            )
+            tokens = round(_TOKEN_SHARE * sampled.tokens)
+            host = tokens * _HOST_BYTES / sampled.steps / _GIB
+            yield f"host: {host:,.1f} GiB for a step's rollouts" + self._loading(layout)
+            disk += [f"{tokens * _DISK_BYTES / _GIB:,.1f} GiB of rollouts"]
+        yield f"device: {self.needed_gib(layout):,.0f} of {self.hardware.gib:,.0f} GiB; disk: {', '.join(disk)}"
+        yield self._time(layout)
+
+    def _loading(self, layout: Layout) -> str:
+        """What ranks need of a machine while each of them loads the whole model."""
+        ranks = min(layout.ranks, _DEVICES_OF_A_MACHINE)
+        return f", {ranks * 4 * self.model.num_parameters / _GIB:,.0f} GiB while {ranks} ranks load" if ranks > 1 else ""
+
+    def _time(self, layout: Layout) -> str:
+        times = dict(zip(("sampling", "training"), self.times(layout), strict=True))
+        parts = [f"{duration(seconds)} of {what}" for what, seconds in times.items() if seconds]
+        if (trained := self.estimate.trained) is not None and not trained.tokens:
+            parts.append(f"{self.training_rate(layout, trained):,.0f} tokens a second in training")
+        hours = self.hardware.num * sum(times.values()) / 3600
+        return f"time: {', '.join(parts)}" + (f"; {hours:,.1f} GPU hours" if hours else "")
+
+
+def _width(engine: AnyEngine) -> int:
+    return 2 if engine.dtype == "bfloat16" else 4
+
+
+def _weight_bytes(engine: AnyEngine, model: Model) -> float:
+    return model.num_parameters * _width(engine)
+
+
+def _kv_bytes(engine: AnyEngine, model: Model, slots: int) -> float:
+    if isinstance(engine, VllmConfig) and engine.kv_mib is not None:
+        return engine.kv_mib * _MIB
+    return slots * engine.max_length * model.kv_values * _width(engine)
+
+
+def _state_bytes(trained: Trained, model: Model, ranks: int) -> float:
+    """Of one rank. A single one casts all weights at once, several gather and cast them layer by layer."""
+    cast = 2 if trained.trainer.precision == "bfloat16" and ranks <= 1 else 0
+    return (4 * trained.copies / max(1, ranks) + cast) * model.num_parameters
+
+
+def _activation_bytes(trained: Trained, model: Model, layout: Layout) -> float:
+    """Of a micro-batch: all activations, or the inputs of the layers and the activations of one."""
+    width = 2 if trained.trainer.precision == "bfloat16" else 4
+    values = 2 * model.num_layers + _ACTIVATIONS if layout.is_recomputed else _ACTIVATIONS * model.num_layers
+    return min(trained.tokens_of_update, layout.tokens) * model.hidden_size * values * width
