@@ -9,6 +9,7 @@ from strop.config import validate
 from strop.cs336 import r1_zero_reward_fn
 from strop.errors import ConfigError, MachineError, TaskError
 from strop.recipe.recipe import Recipe, resolve
+from strop.rollout.prompt import load_prompt
 from strop.run_directory import read_json, read_lines
 from strop.stages import sft as sft_stage
 from strop.stages.loop import only_right as judged
@@ -166,6 +167,28 @@ class WithoutAnswers(TaskSource):
     def task(self, index):
         facts = {"response": "</think> <answer> 2 </answer>"}
         return Task(id=f"t{index % 4}", question="Q", answer="", source="test", facts=facts)
+
+
+def test_answers_of_another_file_are_joined_by_the_problem_within_the_prompt(tmp_path):
+    """The files of CS336 assignment 5, section 4.3: whole prompts with responses, and problems with answers."""
+    whole = load_prompt("r1_zero").raw
+    rows = [{"prompt": whole.replace("{question}", f"Q{n}"), "response": said} for n, (_, said, _) in enumerate(TRACES)]
+    truths = tmp_path / "train.jsonl"
+    truths.write_text("".join(json.dumps({"problem": f"Q{n}", "answer": TRACES[n][0]}) + "\n" for n in (6, 5, 4, 3, 2, 1, 0)))
+    columns = {"kind": "jsonl", "path": str(tmp_path / "traces.jsonl"), "question": "prompt", "answer": "response"}
+    joined = {"kind": "jsonl", "path": str(truths), "question": "problem"}
+    keys = {"tasks": columns | {"facts": ["response"]}, "prompt": "r1_zero", "truths": joined}
+    verdicts = verdicts_of(run_recipe(tmp_path / "run", recipe_of(tmp_path, rows=rows, **keys)).run)
+    numbers = [int(row["id"].rpartition(":")[2]) - 1 for row in verdicts]
+    assert [(row["answer"], row["is_kept"]) for row in verdicts] == [(TRACES[n][0], TRACES[n][2]) for n in numbers]
+
+    truths.write_text(json.dumps({"problem": "another", "answer": "4"}))
+    with pytest.raises(
+        TaskError, match=r"truths: .*train\.jsonl has no row with the question of task .* of .*, 'Q\d'\. Add the row"
+    ):
+        run_recipe(tmp_path / "again", recipe_of(tmp_path, rows=rows, **keys))
+    with pytest.raises(ConfigError, match="truths has answers to judge demonstrations by, but only_right is false"):
+        recipe_of(tmp_path, rows=rows, **keys, only_right=False)
 
 
 def test_a_task_without_a_true_answer_is_refused_by_its_name(tmp_path):

@@ -205,14 +205,15 @@ def _arpo_data(name: str, *, epochs: int, problems: int, tasks: int) -> Values:
 
 
 def _sft_of_size(label: str, num: int, *, only_right: bool = False) -> Values:
-    """Two epochs in batches of 32. What is filtered is judged by a true answer, a column of its own."""
+    """Two epochs in batches of 32. What is filtered is judged by the answers of MATH's training file."""
     stage = f"stages.sft_{label}."
     return {
         **_under(stage, num_demonstrations=num, epochs=2, batch_size=32, prompt="r1_zero"),
         stage + "only_right": only_right,
         **_keys(stage + "demonstrator.", {"kind": "recorded", "response_fact": "response"}),
         **_keys(stage + "tasks.", {"kind": "jsonl", "question": "prompt", "facts": ["response"]}),
-        stage + "tasks.answer": "ground_truth" if only_right else "response",
+        stage + "tasks.answer": "response",
+        **_keys(stage + "truths.", {"question": "problem", "answer": "answer"} if only_right else {}),
         **_keys(stage + "trainer.", {"precision": "bfloat16", "optimizer.lr": 2e-5, "optimizer.schedule": "constant"}),
         stage + "trainer.optimizer.grad_clip": 1.0,
         **_cs336_eval(f"after_{label}"),

@@ -88,6 +88,8 @@ def scaled_down(
                 sizes["validation.tasks"] = dict.fromkeys(stage["validation"]["tasks"], data)
         if "schedule" in stage:
             sizes |= {"steps": 2, "schedule": [sooner(entry, data) for entry in stage["schedule"]]}
+        if "truths" in stage:
+            sizes["truths"] = data
         if "tasks" in stage:
             sizes["tasks"] = data
         if "max_tokens" in stage.get("sampling", {}):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,24 @@ ROWS = [
         "dataset",
     ),
     (
+        "tulu-3-sft-personas-math-filtered",
+        {
+            "id": "a",
+            "prompt": "What is 6*7?",
+            "messages": [
+                {"role": "user", "content": "What is 6*7?"},
+                {
+                    "role": "assistant",
+                    "content": "Final Answer: The final answer is $42x + \\frac{1}{2}$. I hope it is correct.",
+                },
+            ],
+        },
+        "What is 6*7?",
+        "42x + \\frac{1}{2}",
+        "response",
+    ),
+    ("dart-math-uniform", {"query": "q", "response": "First $1$, so $\\boxed{42}$."}, "q", "42", "response"),
+    (
         "arpo-mix",
         {**VERL, "prompt": [], "extra_info": {"index": 0, "question": "What is 6*7?", "split": "train"}, "metadata": None},
         "What is 6*7?",
@@ -167,6 +186,29 @@ def test_the_answer_of_a_solution_of_math_may_stand_in_a_box_without_braces(tmp_
     row = {"problem": "p", "level": "Level 1", "type": "Algebra", "solution": solution}
     (task,) = load_rows(JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="math"), split="train")
     assert task.answer == answer
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("First $x = 3$.\n\nFinal Answer: The final answer is \\(\\sqrt{2}\\). I hope it is correct.", r"\sqrt{2}"),
+        (r"The final answer is $10^{10^{10^{10}}}$.", "10^{10^{10^{10}}}"),  # is not computed
+        ("The answer is: 72", "72"),
+        ("Final Answer: The final answer is **42**. I hope it is correct.", "42"),
+        (r"At first $\boxed{3}$. So $\boxed{\frac{84}{2}}$. I like 7.", r"\frac{84}{2}"),
+    ],
+)
+def test_the_answer_of_a_solution_is_parsed_in_any_thread(tmp_path, solution, answer):
+    rows = JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", {"question": "q", "answer": solution}), truth="parse")
+    with ThreadPoolExecutor(1) as threads:
+        (task,) = threads.submit(load_rows, rows, split="train").result()
+    assert task.answer == answer
+
+
+def test_a_solution_without_an_answer_is_a_bad_row(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", {"question": "q", "answer": "I do not know."})
+    with pytest.raises(TaskError, match=r"rows\.jsonl:1: math-verify finds no answer in the last 500 characters of its 'ans"):
+        load_rows(JsonlRows(path=path, truth="parse"), split="train")
 
 
 @pytest.mark.parametrize("dataset", ["gsm8k", "arpo-mix"])

@@ -109,15 +109,20 @@ class Prompt(Config):
         """What the policy reads of a call that failed. An exception is its own reason."""
         return self.failed_call.replace("{reason}", reason).replace("{message}", message)
 
+    def bare(self, question: str) -> str:
+        """`question` without the words of a raw text around it, as files of whole prompts have them."""
+        before, _, after = self.raw.partition("{question}")
+        if not (self.raw and question.startswith(before) and question.endswith(after) and len(question) >= len(before + after)):
+            return question
+        return question[len(before) : len(question) - len(after)]
+
     def fill(self, question: str, tools: Sequence[ToolSpec]) -> tuple[Message, ...]:
         """The messages about `question`, with one JSON signature a line for `{tools}`. The question counts as not ours.
 
         A raw text is one message. A question that is already in the words of a raw text, as in files of whole prompts, is taken
         out of them, so that the same ids follow from both.
         """
-        before, _, after = self.raw.partition("{question}")
-        if self.raw and question.startswith(before) and question.endswith(after) and len(question) >= len(before + after):
-            question = question[len(before) : len(question) - len(after)]
+        question = self.bare(question)
         messages = self.messages or (PromptMessage(role="user", content=self.raw),)
         signatures = "\n".join(json.dumps(tool.as_function(), ensure_ascii=False) for tool in tools)
         filled = []

@@ -21,7 +21,7 @@ from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.conversations import as_demonstrations
 from strop.stages.data import Row, rows_in
 from strop.stages.demonstrations import batch_at, write_demonstrations
-from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept
+from strop.stages.loop.only_right import attempts_in, judge_demonstrations, only_kept, with_truths
 from strop.stages.loop.preflight import missing_parts, task_files
 from strop.stages.loop.rollouts import open_player
 from strop.stages.loop.steps import take_updates
@@ -32,6 +32,7 @@ from strop.stages.sampled import SampledStage
 from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.files import IndexedRows, RowFile
 from strop.tasks.protocol import Split
+from strop.tasks.rows import RowSource
 from strop.training.sft import Demonstration, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
 
@@ -53,6 +54,9 @@ class SFT(TrainingStage):
         )
         num_demonstrations: int | None = Field(default=None, ge=1, description="Number of demonstrations of `demonstrator`.")
         only_right: bool = Field(default=False, description="Imitate only demonstrations that the reward judges right.")
+        truths: RowSource | None = Field(
+            default=None, description="With only_right: rows with the right answers, joined to the demonstrations by question."
+        )
         steps: int | None = Field(default=None, ge=1, description="Most updates. Default: as many as `epochs` need.")
         epochs: int | None = Field(
             default=None, ge=1, le=10**6, description="Passes over the demonstrations. Default: as many as `steps` need."
@@ -72,6 +76,8 @@ class SFT(TrainingStage):
                     "only_right is true, but no part of reward says what is right. Give it one that does (math, code, r1_zero,"
                     " question_only, arpo), or leave only_right out."
                 )
+            if self.truths is not None and not self.only_right:
+                raise ValueError("truths has answers to judge demonstrations by, but only_right is false. Set it to true.")
             if self.steps is None and self.epochs is None:
                 raise ValueError("steps and epochs are both missing: give the number of updates, or of passes over the data.")
             if self.steps is not None:
@@ -110,7 +116,8 @@ class SFT(TrainingStage):
 
     def files(self) -> Mapping[str, Path]:
         splits: list[Split] = ["train"] if self.config.demonstrator is not None else []
-        return {**task_files("tasks", self.config.tasks, splits), **self.config.validation_files()}
+        truths = {} if self.config.truths is None else task_files("truths", self.config.truths, ["train"])
+        return {**task_files("tasks", self.config.tasks, splits), **truths, **self.config.validation_files()}
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config = self.config
@@ -138,7 +145,9 @@ class SFT(TrainingStage):
         demonstrations = as_demonstrations(_rows(paths), chat, context.tools)
         source = ""
         if config.only_right:
-            source = await judge_demonstrations(context, config, attempts_in(_rows(paths)))
+            attempts = attempts_in(_rows(paths))
+            attempts = attempts if config.truths is None else with_truths(config, config.truths, attempts)
+            source = await judge_demonstrations(context, config, attempts)
             demonstrations = only_kept(context.directory, demonstrations)
         with RowFile(demonstrations, context.directory.path / "data") as on_disk:
             source = source or f"{len(on_disk)} demonstrations"

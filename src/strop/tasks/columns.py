@@ -29,6 +29,9 @@ class Columns(TaskSource.Config):
     answer_after: str = Field(
         default="", description='The answer is what follows the last of these marks in its column; "####" for GSM8K.'
     )
+    truth: Literal["column", "parse"] = Field(
+        default="column", description="parse: the column holds a solution; its box, or what math-verify finds, is the answer."
+    )
     facts: tuple[str, ...] = Field(default=(), description="Further columns that tasks keep, for rewards and reports.")
     where: dict[str, Annotated[tuple[str, ...], Field(min_length=1)]] | None = Field(
         default=None,
@@ -57,7 +60,7 @@ class Columns(TaskSource.Config):
             raise ValueError(f"dataset is {self.dataset!r}, which is not one of {', '.join(PUBLISHED)}.{hint}")
         # A recipe that was written by strop holds every default, so a set key is not enough.
         fields = type(self).model_fields
-        named = [key for key in ("question", "answer", "answer_after") if getattr(self, key) != fields[key].default]
+        named = [key for key in ("question", "answer", "answer_after", "truth") if getattr(self, key) != fields[key].default]
         if self.dataset is not None and named:
             raise ValueError(
                 f"dataset is {self.dataset!r}, whose columns are known, but {named[0]} is set as well. Leave {named[0]} out, or"
@@ -154,7 +157,7 @@ def _shape_of(columns: Columns) -> Published:
     facts: dict[str, Reader] = {}
     if columns.answer_after:
         facts["solution"] = Read(columns.answer, before=columns.answer_after)
-    answer = Read(columns.answer, after=columns.answer_after)
+    answer = Read(columns.answer, after=columns.answer_after, is_parsed=columns.truth == "parse")
     return Published(hub="", question=Read(columns.question), answer=answer, facts=facts, source="the config")
 
 

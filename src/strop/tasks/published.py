@@ -172,6 +172,22 @@ PUBLISHED: Mapping[str, Published] = {
         source="Lambert et al., 2024 (Tulu 3, arXiv:2411.15124), RLVR-MATH and RLVR-GSM; messages, ground_truth, dataset",
         test_split=None,
     ),
+    "tulu-3-sft-personas-math-filtered": Published(
+        hub="allenai/tulu-3-sft-personas-math-filtered",
+        question=Read("messages", role="user"),
+        answer=Read("messages", role="assistant", is_parsed=True),
+        facts={"response": Read("messages", role="assistant")},
+        source="Lambert et al., 2024 (Tulu 3, arXiv:2411.15124); columns id, prompt, messages",
+        test_split=None,
+    ),
+    "dart-math-uniform": Published(
+        hub="hkust-nlp/dart-math-uniform",
+        question=Read("query"),
+        answer=Read("response", is_parsed=True),
+        facts={"response": Read("response")},
+        source="Tong et al., 2024 (DART-Math, arXiv:2407.13690); columns query, response",
+        test_split=None,
+    ),
     "arpo-mix": Published(
         hub="dongguanting/ARPO-RL-Reasoning-10K",
         question=Read("extra_info.question"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -13,10 +14,12 @@ from strop.evaluation.metrics import Verdict, verdict_of
 from strop.recipe.stage import PlayedKeys
 from strop.rewards import judge_group, make_reward
 from strop.rollout.player import Excluded, Judge, all_of
-from strop.run_directory import StageDirectory
+from strop.rollout.prompt import load_prompt
+from strop.run_directory import StageDirectory, shortened
 from strop.stages.context import StageContext
 from strop.stages.data import TASK, TRAJECTORY, Row, rows_in
 from strop.tasks.files import writing_rows
+from strop.tasks.rows import RowSource, iterate_rows
 from strop.types import Group, Task, Trajectory
 
 ItemT = TypeVar("ItemT")
@@ -39,6 +42,22 @@ def attempts_in(rows: Iterable[Row]) -> Iterator[tuple[Task, Trajectory]]:
                 " out, or name stages of demonstrations or rejection_sampling in data."
             )
         yield TASK.validate_python(row["task"]), TRAJECTORY.validate_python(row["trajectory"])
+
+
+def with_truths(
+    stage: PlayedKeys, truths: RowSource, attempts: Iterable[tuple[Task, Trajectory]]
+) -> Iterator[tuple[Task, Trajectory]]:
+    """Yield attempts, each at its task with the answer that `truths` has for its question. Raises `TaskError` without one."""
+    bare = load_prompt(stage.prompt).bare
+    answers = {bare(truth.question).strip(): truth.answer for truth in iterate_rows(truths, split="train")}
+    for task, attempt in attempts:
+        question = bare(task.question).strip()
+        if question not in answers:
+            raise TaskError(
+                f"truths: {truths.source('train')} has no row with the question of task {task.id!r} of {task.source},"
+                f" {shortened(repr(question))}. Add the row, or remove the task."
+            )
+        yield replace(task, answer=answers[question]), attempt
 
 
 async def judge_demonstrations(context: StageContext, stage: PlayedKeys, attempts: Iterable[tuple[Task, Trajectory]]) -> str:
