@@ -1,10 +1,14 @@
 """How many updates an SFT stage makes: as many as its passes over the demonstrations need, or fewer if `steps` says so."""
 
+import math
+
 import pytest
 
 from scripted_runs import RECIPE, recipe_of, run_recipe
 from strop.errors import ConfigError
-from strop.run_directory import read_lines
+from strop.run_directory import read_json, read_lines
+from strop.stages.data import TRAJECTORY
+from strop.stages.demonstrations import as_demonstration
 
 
 def rates(tmp_path, **sft):
@@ -27,6 +31,15 @@ def test_passes_over_the_demonstrations_and_a_share_of_warm_up_become_updates(tm
 
 def test_steps_end_the_passes_early(tmp_path):
     assert len(rates(tmp_path, num_demonstrations=10, batch_size=4, epochs=2, steps=3)) == 3
+
+
+def test_rows_of_one_length_decide_the_updates_of_a_pass(tmp_path):
+    found = rates(tmp_path, num_demonstrations=10, batch_size=4, epochs=1, row_length=16)
+    rows = read_lines(tmp_path / "run" / "stages" / "sft" / "data" / "demonstrations.jsonl")
+    num_ids = sum(len(as_demonstration(TRAJECTORY.validate_python(row["trajectory"])).ids) for row in rows)
+    assert len(found) == math.ceil((num_ids - 1) // 16 / 4)
+    summary = read_json(tmp_path / "run" / "stages" / "sft" / "done.json")["summary"]
+    assert f"on {(num_ids - 1) // 16} rows of 16 tokens" in summary
 
 
 def test_a_cosine_that_warm_up_leaves_no_room_for_is_refused_once_the_rows_are_read(tmp_path):

@@ -401,6 +401,11 @@ PUBLISHED: dict[str, Values] = {
         **_keys("stages.expert.", {"sampling.min_tokens": 4, "trainer.precision": "bfloat16"}),
         **_keys("stages.expert.trainer.optimizer.", {"grad_clip": 1.0, "lr": 2e-5, "schedule": "constant"}),
     },
+    "cs336-sft-llama": {
+        **_under("stages.sft.", prompt="alpaca_sft", row_length=512, batch_size=32, epochs=1),
+        **_under("stages.sft.trainer.optimizer.", lr=2e-5, warmup_fraction=0.03, schedule="cosine"),
+        "stages.base.path": "meta-llama/Llama-3.1-8B",
+    },
     "cs336-dpo-hh": {
         **_under("stages.dpo.", prompt="alpaca_sft", beta=0.1, batch_size=64, epochs=1),
         **_under("stages.dpo.validation.", num_pairs=200, product="best"),

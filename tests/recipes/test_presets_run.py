@@ -74,6 +74,8 @@ def scaled_down(
                 sizes = {"steps": 2, "batch_size": 2} | ({} if "data" in stage else {"num_demonstrations": 4})
                 if "warmup_updates" in stage["trainer"]["optimizer"]:
                     sizes["trainer.optimizer.warmup_updates"] = 1
+        if "row_length" in stage:
+            sizes["row_length"] = 16
         if "updates_per_step" in stage:
             sizes["updates_per_step"] = min(2, stage["updates_per_step"])
         if "branching" in stage:

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from strop.algorithms import LossInputs
+from strop.cs336.supplement import PackedSFTDataset
 from strop.training import Demonstration, Segment, pack_demonstrations, sft_token_loss
+from strop.training.sft import cut_into_rows
 
 
 def test_law_2_only_a_demonstrators_turns_are_imitated():
@@ -29,6 +31,29 @@ def test_the_loss_of_sft_is_minus_the_logprob():
         loss_mask=mask, advantages=torch.ones(3), sampled_logprobs=torch.zeros(3), entropies=torch.zeros(3), columns={}
     )
     assert sft_token_loss(logprobs, inputs).tolist() == [0.5, 3.0, 0.0]
+
+
+def test_rows_of_one_length_are_those_of_cs336s_packed_data():
+    """Its rows, their labels, and the mean over all labels; the ids are cut within demonstrations and the tail is dropped."""
+    documents = [range(1, 6), range(6, 16), range(16, 24)]
+    demonstrations = [
+        Demonstration(
+            segments=(Segment(ids=tuple(ids[:2]), is_demonstrator=False), Segment(ids=tuple(ids[2:]), is_demonstrator=True))
+        )
+        for ids in documents
+    ]
+    rows, expected = list(cut_into_rows(demonstrations, 4)), PackedSFTDataset(torch.arange(1, 24), 4)
+    batch = pack_demonstrations(rows)
+    assert batch.ids.tolist() == [
+        [1, 2, 3, 4, 5],
+        [5, 6, 7, 8, 9],
+        [9, 10, 11, 12, 13],
+        [13, 14, 15, 16, 17],
+        [17, 18, 19, 20, 21],
+    ]
+    assert batch.ids[:, :-1].tolist() == [row["input_ids"].tolist() for row in expected]
+    assert batch.ids[:, 1:].tolist() == [row["labels"].tolist() for row in expected]
+    assert batch.loss_weights.tolist() == [[0.0, *[pytest.approx(1 / 20)] * 4]] * 5
 
 
 def test_a_demonstration_of_nothing_is_refused():

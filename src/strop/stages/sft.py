@@ -33,7 +33,7 @@ from strop.tasks.demonstrators import DemonstratorConfig
 from strop.tasks.files import IndexedRows, RowFile
 from strop.tasks.protocol import Split
 from strop.tasks.rows import RowSource
-from strop.training.sft import Demonstration, pack_demonstrations, sft_token_loss, sft_token_statistics
+from strop.training.sft import Demonstration, cut_into_rows, pack_demonstrations, sft_token_loss, sft_token_statistics
 from strop.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -61,12 +61,18 @@ class SFT(TrainingStage):
         epochs: int | None = Field(
             default=None, ge=1, le=10**6, description="Passes over the demonstrations. Default: as many as `steps` need."
         )
-        batch_size: int = Field(default=32, ge=1, description="Demonstrations of one update.")
+        batch_size: int = Field(default=32, ge=1, description="Demonstrations of one update, or rows of `row_length`.")
+        row_length: int | None = Field(
+            default=None,
+            ge=1,
+            description="Tokens of a row: demonstrations are placed end to end and cut, and all tokens are imitated, prompts"
+            " included. Default: one row each, of which only what the demonstrator says is imitated.",
+        )
 
         @model_validator(mode="after")
         def _is_consistent(self) -> Self:
             self._check_source()
-            if self.num_demonstrations is not None and self.batch_size > self.num_demonstrations:
+            if self.row_length is None and self.num_demonstrations is not None and self.batch_size > self.num_demonstrations:
                 raise ValueError(
                     f"batch_size is {self.batch_size}, but there are only {self.num_demonstrations} demonstrations. Lower"
                     " batch_size, or raise num_demonstrations."
@@ -121,10 +127,14 @@ class SFT(TrainingStage):
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:
         config = self.config
-        steps = config.steps if config.num_demonstrations is None else config.num_updates(config.num_demonstrations)
+        is_one_row_each = config.num_demonstrations is not None and config.row_length is None
+        steps = config.num_updates(config.num_demonstrations or 0) if is_one_row_each else config.steps
         num = (steps or 0) * config.batch_size
         if config.num_demonstrations is None:
             source, longest = f"the conversations of {', '.join(config.data)}", config.trainer.max_tokens_per_microbatch
+        elif config.row_length is not None:
+            source = f"rows of {config.row_length} tokens of {config.num_demonstrations} demonstrations"
+            longest = config.row_length
         else:
             source = f"{config.num_demonstrations} demonstrations = {num / config.num_demonstrations:.1f} epochs"
             longest = recipe.engine.max_length
@@ -132,7 +142,7 @@ class SFT(TrainingStage):
         only_right = "; more epochs if some are wrong, since only right ones are imitated" if config.only_right else ""
         return Estimate(
             arithmetic=f"{taken} {config.batch_size} of {source}{only_right}",
-            trained=config.as_trained(num * config.sampling.max_tokens, tokens_of_update=config.batch_size * longest),
+            trained=config.as_trained(num * (config.row_length or config.sampling.max_tokens), tokens_of_update=config.batch_size * longest),
             lines=tuple(missing_parts(config.reward, recipe.engine)) if self.is_judged else (),
         )
 
@@ -149,8 +159,12 @@ class SFT(TrainingStage):
             attempts = attempts if config.truths is None else with_truths(config, config.truths, attempts)
             source = await judge_demonstrations(context, config, attempts)
             demonstrations = only_kept(context.directory, demonstrations)
+        if config.row_length is not None:
+            demonstrations = cut_into_rows(demonstrations, config.row_length)
         with RowFile(demonstrations, context.directory.path / "data") as on_disk:
             source = source or f"{len(on_disk)} demonstrations"
+            if config.row_length is not None:
+                source = f"{len(on_disk)} rows of {config.row_length} tokens"
             if len(on_disk) < config.batch_size:
                 raise TaskError(
                     f"stages.{context.name}: {source}, fewer than batch_size = {config.batch_size}. Lower batch_size, or let"

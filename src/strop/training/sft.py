@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +35,20 @@ class Demonstration:
     def loss_mask(self) -> list[bool]:
         """True on tokens that lie in a demonstrator's turn."""
         return [segment.is_demonstrator for segment in self.segments for _ in segment.ids]
+
+
+def cut_into_rows(demonstrations: Iterable[Demonstration], length: int) -> Iterator[Demonstration]:
+    """Place demonstrations end to end and cut them into rows of `length` tokens that are imitated, prompts included.
+
+    CS336 assignment 5, supplement, section 3.2: a row begins with the last id of the row before it, which nothing predicts; it
+    may begin within a demonstration, and its tokens see those of others before them. A last row that is not full is dropped.
+    """
+    ids: list[int] = []
+    for each in demonstrations:
+        ids += each.ids
+        while len(ids) > length:
+            yield Demonstration(segments=(Segment(ids=tuple(ids[: length + 1]), is_demonstrator=True),))
+            ids = ids[length:]
 
 
 def pack_demonstrations(demonstrations: Sequence[Demonstration]) -> TokenBatch:
