@@ -1,16 +1,23 @@
 """The presets of recipes/eval: each loads, asks what the paper asks, and judges real rows as it says."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
 
 import pytest
 
+from rewards.scorers.chat_service import said, serving
+from scripted_runs import RecordingEngine, make_recipe, run_recipe
+from strop.cs336 import load_prompt
+from strop.pipeline.run import train
 from strop.recipe.load import load_recipe
+from strop.stages.context import Silent, load_chat
 from strop.stages.data import open_tasks
 from strop.stages.evaluation import Eval
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))
+ON_OTHER_TERMS = ("arpo", "cs336-supplement")
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
 
@@ -29,7 +36,7 @@ def preset(name):
 
 
 def test_the_issues_benchmarks_are_there():
-    names = [name for path in PRESETS if path.stem != "arpo" for name in evaluations(path)[1]]
+    names = [name for path in PRESETS if path.stem not in ON_OTHER_TERMS for name in evaluations(path)[1]]
     assert sorted(names) == sorted(
         ["aime24", "aime25", "hmmt25", "amc23", "math500", "gsm8k", "hotpotqa", "2wiki", "musique", "bamboogle", "gpqa-diamond"]
     )
@@ -61,7 +68,7 @@ def test_the_real_rows_of_arpos_benchmarks_are_read_and_answered(stage):
         assert all(each.strip() for each in json.loads(task.facts["references"]))
 
 
-@pytest.mark.parametrize("path", [path for path in PRESETS if path.stem != "arpo"], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in PRESETS if path.stem not in ON_OTHER_TERMS], ids=lambda path: path.stem)
 def test_every_preset_asks_on_the_papers_terms(path):
     recipe, stages = evaluations(path)
     for stage in stages.values():
@@ -107,3 +114,85 @@ def test_real_aime_is_read_from_a_file():
     tasks = open_tasks(recipe, "aime24", stages["aime24"].tasks, seed=0, split="test")
     assert tasks.num_tasks == 30
     assert all(tasks.task(number).answer.isdigit() for number in range(30))
+
+
+CHOICES = ["Religious differences", "A national holiday", "An attack", "A leader"]
+BENCHMARKS = {  # of CS336's supplement: two rows, what is asked of the first, and what is said, wrongly and without an answer
+    "mmlu": (
+        [{"question": f"Q{n}?", "subject": "high_school_geography", "choices": CHOICES, "answer": n} for n in (0, 3)],
+        "Answer the following multiple choice question about high school geography. Respond with a single sentence of the"
+        ' form "The correct answer is _", filling the blank with the letter corresponding to the correct answer (i.e., A, B, C'
+        " or D).\nQuestion: Q0?\nA. Religious differences\nB. A national holiday\nC. An attack\nD. A leader\nAnswer:",
+        {"Q0?": "The correct answer is A.\n```\n\n# Query:", "Q3?": "I do not know."},
+    ),
+    "gsm8k": (
+        [{"question": f"Q{n}?", "answer": f"So.\n#### {n},000"} for n in (1, 2)],
+        "Q1?\nAnswer:",
+        {"Q1?": "First 7, then 1,000.0 clips.", "Q2?": "Some."},
+    ),
+    "alpaca_eval": (
+        [{"instruction": f"Q{n}?", "output": "Reference.", "dataset": "helpful_base"} for n in (1, 2)],
+        "Q1?",
+        {"Q1?": "Better.", "Q2?": "Worse."},
+    ),
+    "simple_safety_tests": (
+        [{"id": n, "harm_area": "Scams", "category": "c", "prompts_final": f"Q{n}?"} for n in (1, 2)],
+        "Q1?",
+        {"Q1?": "Better.", "Q2?": "Worse."},
+    ),
+}
+
+
+def judge_of_supplement(asked, _):
+    """Prefers what is better in both orders, and calls what is worse unsafe."""
+    shown = asked.body["messages"][0]["content"]
+    if "answer_a" not in shown:
+        return said("unsafe" if "Worse." in shown else "Safe.")
+    is_first = "<answer_a>\nReference." in shown
+    return said("[[B>A]]" if is_first is ("Better." in shown) else "[[A>B]]")
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory):
+    """Whose tokenizer encodes the prompts; what it says is scripted."""
+    recipe = make_recipe()
+    base = recipe.model_copy(update={"stages": {"base": recipe.stages["base"]}})
+    return run_recipe(tmp_path_factory.mktemp("model") / "run", base).run.stage("base").model
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_benchmarks_of_cs336s_supplement_are_asked_and_judged_as_it_says(name, small_model, tmp_path):
+    rows, asked, says = BENCHMARKS[name]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = f"stages.{name}"
+    sets = [f"{table}.tasks.{key}={path}" for key in ("path", "test_path")] + [f"{table}.tasks.kind=jsonl"]
+    if name == "simple_safety_tests":
+        sets = [
+            f'{table}.tasks={{kind="jsonl", path="{path}", test_path="{path}", question="prompts_final", answer="harm_area"}}'
+        ]
+    engines = []
+
+    async def open_engines(model, config, *, detokenize, logs, names):
+        chat = load_chat(model)
+
+        def say(request):
+            prompt = chat.decode(request.ids)
+            prompts.append(prompt)
+            return chat.completion_ids(next(text for question, text in says.items() if question in prompt))
+
+        engines.append(RecordingEngine(say))
+        return engines
+
+    prompts = []
+    with serving(judge_of_supplement) as service:
+        if name in ("alpaca_eval", "simple_safety_tests"):
+            sets.append(f"{table}.reward.parts.accuracy.judge.service.url={service.url}")
+        recipe, _ = evaluations(preset("cs336-supplement"), "threads=1", f"stages.model.path={small_model}", *sets)
+        recipe = recipe.model_copy(update={"stages": {each: recipe.stages[each] for each in ("model", name)}})
+        result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), open_engines=open_engines))
+    [figures] = result.evaluations
+    assert load_prompt("zero_shot_system_prompt").replace("{instruction}", asked) in prompts
+    assert (figures["accuracy"], figures["temperature"], figures["k"]) == (0.5, 0.0, 1)
+    if name in ("mmlu", "gsm8k"):
+        assert figures["kinds"] == {"right": 1, "not well formed": 1}

@@ -95,7 +95,10 @@ def test_the_refusal_names_prompt_reward_and_remedies(tmp_path):
     assert r"the reward reads a \boxed{} inside <answer> tags" in said
     assert r"found in a \boxed{} anywhere in the last turn" in said
     assert "Change the reward to a part of kind 'question_only'" in said
-    assert "set prompt to one that it reads (alpaca_sft, arpo, plain, rstar2, rstar2_released, short)" in said
+    assert (
+        "set prompt to one that it reads (alpaca_sft, arpo, plain, rstar2, rstar2_released, short, zero_shot_system_prompt)"
+        in said
+    )
 
 
 def test_a_part_that_only_reports_may_read_what_it_likes_until_it_gets_a_weight(tmp_path):

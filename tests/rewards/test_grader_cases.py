@@ -131,6 +131,10 @@ NOT_MEASURED = {  # settings of graders that no label of GSM8K or MATH-500 can b
     ("function", "strop.evaluation.short_answers:right_letter"): "labels are letters (evaluation/test_judges.py)",
     ("function", "strop.evaluation.short_answers:exact_match"): "labels are names and phrases (evaluation/test_judges.py)",
     ("function", "strop.evaluation.short_answers:right_names"): "labels are lists of names (evaluation/test_judges.py)",
+    ("function", "strop.cs336.supplement:mmlu_right"): "labels are letters (evaluation/test_eval_recipes.py)",
+    ("function", "strop.cs336.supplement:mmlu_letter"): "it reads the form (evaluation/test_eval_recipes.py)",
+    ("function", "strop.cs336.supplement:gsm8k_right"): "the last number counts (cs336/test_cs336_supplement.py)",
+    ("function", "strop.cs336.supplement:gsm8k_number"): "it reads the form (evaluation/test_eval_recipes.py)",
     ("code",): "there is no label: a program is run on tests (test_code.py)",
     ("function", "strop.evaluation.short_answers:f1"): "likewise, and it has no weight; arpo's F1 is measured",
 }

@@ -193,6 +193,26 @@ def test_a_judge_may_compare_the_answer_with_the_references_and_decide_in_words(
     assert len(service.asked) == 2  # a rollout without an answer is not judged
 
 
+def test_a_judge_may_compare_the_response_with_the_tasks_answer_in_either_order():
+    orders = set()
+
+    def answer(asked, _):
+        shown = asked.body["messages"][0]["content"]
+        is_first = shown.index("response ") < shown.index("reference")
+        orders.add(is_first)
+        verdict = "A>B" if is_first is ("response 1" in shown) else "B>A"
+        return said(f"[[{'A=B' if 'as good' in shown else verdict}]]")
+
+    with serving(answer) as service:
+        judge = {"service": {"url": service.url, "model": "m"}}
+        config = reward(accuracy={"kind": "judge", "judged_on": "response", "against_answer": True, "judge": judge})
+        task = Task(id="t", question="Q?", answer="The reference", source="s")
+        better, worse = ([trajectory(f"response {k}{n}") for n in range(8)] for k in (1, 2))
+        found = judged(config, *better, *worse, trajectory("response as good"), task=task)
+    assert [each["accuracy"] for each in found] == [1.0] * 8 + [0.0] * 9
+    assert orders == {True, False}
+
+
 def test_a_word_outside_the_range_of_a_judge_is_refused():
     judge = {"service": {"url": "http://a", "model": "m"}, "words": {"Correct": 0.5}}
     with pytest.raises(

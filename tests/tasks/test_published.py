@@ -58,6 +58,13 @@ ROWS = [
         "domain",
     ),
     (
+        "mmlu",
+        {"question": "Which?", "subject": "high_school_geography", "choices": ["one", "two", "three", "four"], "answer": 1},
+        "Which?\nA. one\nB. two\nC. three\nD. four",
+        "B",
+        "subject",
+    ),
+    (
         "dapo-math-17k",
         {**VERL, "prompt": [{"role": "user", "content": DAPO}], "extra_info": {"index": "a1"}},
         "What is 6*7?",
@@ -336,6 +343,27 @@ def test_a_split_that_is_not_there_names_the_key_that_says_which(tmp_path):
 def test_a_data_set_that_is_not_known_names_the_nearest():
     with pytest.raises(ConfigError, match="Did you mean 'math500'"):
         JsonlRows(path=Path("x"), dataset="math-500")
+
+
+def test_a_question_is_posed_in_words_of_ones_own_with_facts_of_the_task(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", {"question": "{level} {question}", "answer": "1", "level": 3})
+    rows = JsonlRows(path=path, facts=["level"], wording="Of level {level}: {question}\nAnswer:")
+    assert [task.question for task in load_rows(rows, split="train")] == ["Of level 3: {level} {question}\nAnswer:"]
+    with pytest.raises(ConfigError, match=r"wording is 'Answer:': it must hold \{question\} once"):
+        JsonlRows(path=path, wording="Answer:")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"choices": "A"}, "its 'choices' is no list of 2 to 10 choices"),
+        ({"answer": "B"}, "its 'answer' is 'B', not the number"),
+    ],
+)
+def test_a_row_of_mmlu_without_choices_or_their_number_is_bad(tmp_path, changed, told):
+    row = {"question": "Which?", "subject": "s", "choices": ["one", "two"], "answer": 1} | changed
+    with pytest.raises(TaskError, match=told):
+        load_rows(JsonlRows(path=write_jsonl(tmp_path / "rows.jsonl", row), dataset="mmlu"), split="train")
 
 
 def test_columns_are_named_by_the_data_set_or_by_the_user_but_not_by_both():

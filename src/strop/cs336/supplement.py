@@ -17,7 +17,9 @@ from strop.algorithms.dpo import dpo_loss, implicit_margins
 from strop.cs336.prompts import load_prompt
 from strop.cs336.sft import encode_beginning, get_response_log_probs
 from strop.errors import TaskError
+from strop.rewards.base import written
 from strop.run_directory import parse_json
+from strop.types import Task, Trajectory
 
 _MMLU_ANSWER = re.compile(r"(?i:answer)(?:\s+(?i:is)\b)?\s*:?\s*(?:(?i:option)\s+)?[(*\"'`$]*([A-Z])(?![\w'’])")
 _MMLU_LETTER = re.compile(r"\s*[(*\"'`]*([A-Z])(?:[).:*\"'`]+(?:\s|$)|\s*$)")
@@ -163,6 +165,31 @@ def parse_gsm8k_response(model_output: str) -> str | None:
     if not numbers:
         return None
     return ("-" if numbers[-1]["sign"] else "") + re.sub(r"[^\d.eE+-]", "", numbers[-1]["number"])
+
+
+def mmlu_letter(task: Task, trajectory: Trajectory) -> float:
+    """1 if a response names a choice of four; a function for a part of a reward (`kind = "function"`)."""
+    return float(_letter(trajectory) is not None)
+
+
+def mmlu_right(task: Task, trajectory: Trajectory) -> float:
+    """1 if a response names the task's choice of four."""
+    return float(_letter(trajectory) == task.answer)
+
+
+def gsm8k_number(task: Task, trajectory: Trajectory) -> float:
+    """1 if a response holds a number."""
+    return float(parse_gsm8k_response(written(trajectory)) is not None)
+
+
+def gsm8k_right(task: Task, trajectory: Trajectory) -> float:
+    """1 if the last number of a response is the task's answer."""
+    found = parse_gsm8k_response(written(trajectory))
+    return float(found is not None and float(found) == float(task.answer.replace(",", "")))
+
+
+def _letter(trajectory: Trajectory) -> str | None:
+    return parse_mmlu_response({"options": "ABCD"}, written(trajectory))
 
 
 def _in_alpaca(prompt: str, response: str) -> str:

@@ -82,10 +82,14 @@ class ScorerPart(PreferencePart):
 
 
 class JudgePart(PreferencePart):
-    """What a language model gives, from 0 (its lowest number) to 1 (its highest)."""
+    """What a language model gives, from 0 (its lowest number) to 1 (its highest), or whether it prefers the response."""
 
     class Config(PreferenceConfig):
         judge: JudgeConfig = Field(description="The language model and its prompt.")
+        against_answer: bool = Field(
+            default=False,
+            description="Compare with the task's answer, in random order: 1 if the response is better, else 0.",
+        )
 
     config: Config
     _judge: ModelJudge
@@ -97,6 +101,11 @@ class JudgePart(PreferencePart):
         await self._judge.close()
 
     async def _ask(self, exchange: Exchange) -> float:
+        if self.config.against_answer:
+            better = await self._judge.compare(exchange.prompt, exchange.response, exchange.reference)
+            if better is None:
+                raise NotJudged("the judge gave no verdict")
+            return float(better > 0)
         value = await self._judge.score(exchange)
         return (value - self.config.judge.lowest) / (self.config.judge.highest - self.config.judge.lowest)
 

@@ -167,7 +167,7 @@ def _read(path: Path) -> Prompt:
     if isinstance(tree.get("file"), str):
         text = path.parent / str(tree.pop("file"))
         try:
-            tree["raw"] = text.read_text(encoding="utf-8")
+            tree["raw"] = text.read_text(encoding="utf-8").replace("{instruction}", "{question}")  # CS336's supplement
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: its file {text} cannot be read: {error}. Name a text file next to it.") from error
     return validate(Prompt, tree, place=str(path))

@@ -142,7 +142,9 @@ class SFT(TrainingStage):
         only_right = "; more epochs if some are wrong, since only right ones are imitated" if config.only_right else ""
         return Estimate(
             arithmetic=f"{taken} {config.batch_size} of {source}{only_right}",
-            trained=config.as_trained(num * (config.row_length or config.sampling.max_tokens), tokens_of_update=config.batch_size * longest),
+            trained=config.as_trained(
+                num * (config.row_length or config.sampling.max_tokens), tokens_of_update=config.batch_size * longest
+            ),
             lines=tuple(missing_parts(config.reward, recipe.engine)) if self.is_judged else (),
         )
 

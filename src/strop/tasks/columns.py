@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from strop.errors import did_you_mean
 from strop.tasks.files import NoRow
-from strop.tasks.protocol import TaskSource
+from strop.tasks.protocol import TaskSource, check_wording
 from strop.tasks.published import PUBLISHED, Published
 from strop.tasks.readers import Read, Reader, Row, Unreadable, find, word_of
 from strop.types import Task
@@ -28,6 +28,9 @@ class Columns(TaskSource.Config):
     answer: str = Field(default="answer", description="Column of the answer.")
     answer_after: str = Field(
         default="", description='The answer is what follows the last of these marks in its column; "####" for GSM8K.'
+    )
+    wording: str = Field(
+        default="{question}", description="How a question is posed, with {question} and facts of the task, such as {subject}."
     )
     truth: Literal["column", "parse"] = Field(
         default="column", description="parse: the column holds a solution; its box, or what math-verify finds, is the answer."
@@ -66,6 +69,11 @@ class Columns(TaskSource.Config):
                 f"dataset is {self.dataset!r}, whose columns are known, but {named[0]} is set as well. Leave {named[0]} out, or"
                 " leave dataset out and name the columns yourself."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _poses_the_question(self) -> Self:
+        check_wording(self.wording, "{question}")
         return self
 
     @model_validator(mode="after")
@@ -125,7 +133,10 @@ def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
     if not answer:
         raise Unreadable("a row without an answer")
     facts |= _known_facts(row, shape)
-    return Task(id=name, question=question, answer=answer, source=_source(row, shape, source), facts=facts)
+    posed = columns.wording
+    for key, text in (*facts.items(), ("question", question)):  # last: a question may hold braces of its own
+        posed = posed.replace(f"{{{key}}}", text)
+    return Task(id=name, question=posed, answer=answer, source=_source(row, shape, source), facts=facts)
 
 
 def _why_elsewhere(row: Row, columns: Columns) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strop.tasks.readers import AsTexts, Choices, Fill, Read, Reader, RightLetter
+from strop.tasks.readers import AsTexts, Choices, Fill, LetterAt, Listed, Read, Reader, RightLetter
 
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
 
@@ -100,6 +100,15 @@ PUBLISHED: Mapping[str, Published] = {
         facts={"domain": Read("High-level domain"), "subdomain": Read("Subdomain")},
         source="Rein et al., 2023 (GPQA, arXiv:2311.12022); Question, Correct Answer, Incorrect Answer 1 to 3, Record ID, ...",
         test_split="train",
+    ),
+    "mmlu": Published(
+        hub="cais/mmlu",
+        subset="all",
+        question=Listed("question", "choices"),
+        answer=LetterAt("answer"),
+        facts={"subject": lambda row: Read("subject")(row).replace("_", " ")},
+        source="Hendrycks et al., 2020 (MMLU, arXiv:2009.03300); columns question, subject, choices, answer (a number from 0)",
+        train_split="auxiliary_train",
     ),
     "dapo-math-17k": Published(
         hub="BytedTsinghua-SIA/DAPO-Math-17k",

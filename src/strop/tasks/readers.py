@@ -178,6 +178,34 @@ class Choices:
 
 
 @dataclass(frozen=True, slots=True)
+class Listed:
+    """The question with the choices of a list below it, lettered in their order."""
+
+    question: str
+    choices: str
+
+    def __call__(self, row: Row) -> str:
+        texts = find(row, self.choices)
+        if not isinstance(texts, list) or not 2 <= len(texts) <= len(_LETTERS):
+            raise Unreadable(f"its {self.choices!r} is no list of 2 to {len(_LETTERS)} choices")
+        lines = [f"{letter}. {as_text(text, self.choices)}" for letter, text in zip(_LETTERS, texts, strict=False)]
+        return "\n".join([Read(self.question)(row), *lines])
+
+
+@dataclass(frozen=True, slots=True)
+class LetterAt:
+    """The letter of a choice, of which the column holds the number, from 0."""
+
+    column: str
+
+    def __call__(self, row: Row) -> str:
+        number = find(row, self.column)
+        if not isinstance(number, int) or not 0 <= number < len(_LETTERS):
+            raise Unreadable(f"its {self.column!r} is {number!r}, not the number of a choice, from 0")
+        return _LETTERS[number]
+
+
+@dataclass(frozen=True, slots=True)
 class RightLetter:
     """The letter of the right answer among `choices`."""
 
