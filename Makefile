@@ -107,6 +107,11 @@ bench-busy: setup
 bench-branching: setup
 	$(BIN)/python benchmarks/branching.py
 
+# Bytes of a token of rollouts on disk and in memory; writes benchmarks/results/rollouts.json.
+.PHONY: bench-rollouts
+bench-rollouts: setup
+	$(BIN)/python benchmarks/rollouts.py
+
 # Correctness in bfloat16, and speed against the device's limits, on a CUDA device; writes benchmarks/results/gpu-check.json.
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py

@@ -1,10 +1,15 @@
 import dataclasses
+import json
+import pickle
+import tracemalloc
 
 import pytest
+from pydantic import TypeAdapter
 
 from strop.types import (
     Completion,
     FinishReason,
+    Floats,
     Group,
     RolloutKey,
     ScoredTrajectory,
@@ -90,3 +95,38 @@ def test_the_canonical_order_of_rollouts_is_task_attempt_branch():
 def test_nouns_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         trajectory().task_id = "another"
+
+
+def test_log_probs_and_entropies_are_equal_to_tuples_and_never_change():
+    whole = dataclasses.replace(turn([5, 6, 7]).completion, entropies=[0.1, 0.2, 0.3])
+    assert whole.logprobs == (-5.0, -6.0, -7.0)
+    assert (*whole.logprobs[1:], whole.entropies[0]) == (-6.0, -7.0, 0.1)
+    assert isinstance(whole.logprobs[:2], Floats)
+    assert hash(whole) == hash(dataclasses.replace(whole, entropies=(0.1, 0.2, 0.3)))
+    assert whole.logprobs != whole.entropies
+    assert pickle.loads(pickle.dumps(whole)) == whole
+    adapter = TypeAdapter(Completion)
+    read = adapter.validate_json(adapter.dump_json(whole))
+    assert read == whole
+    assert isinstance(read.entropies, Floats)
+    with pytest.raises(TypeError):
+        whole.logprobs[0] = 0.0
+
+
+def test_a_token_of_a_long_completion_takes_at_most_40_bytes():
+    """As a tuple of new objects each id takes 36, each log-prob and entropy 32, and each flag 8."""
+    num, ids = 10_000, [1000 + place % 500 for place in range(10_000)]
+    tracemalloc.start()
+    completion = Completion(
+        ids=tuple(json.loads(json.dumps(ids))),
+        logprobs=[-float(place) for place in range(num)],
+        entropies=[float(place) for place in range(num)],
+        is_forced=(False,) * num,
+        policy_version=0,
+        finish_reason=FinishReason.STOP,
+        cached_tokens=0,
+    )
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(completion.ids) == num
+    assert taken < 40 * num + 50_000 + 36 * 500  # the ids that no other completion had

@@ -10,12 +10,14 @@ readers drop such a line. docs/run-directory.md describes each file for other pr
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -153,20 +155,42 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def iter_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a .jsonl file; none if there is no file. A last line that a kill cut short is left out.
+    """Yield the objects of a .jsonl file or of what `pack` made of it; none if there is neither.
+
+    A last line that a kill cut short is left out.
 
     Raises:
         RunError: the file cannot be read, or another line is not a JSON object.
     """
     try:
-        with path.open("rb") as file:
+        with path.open("rb") if path.exists() else gzip.open(packed(path)) as file:
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n") or is_whole_line(line):
                     yield parse_line(line, f"{path}:{number}")
     except FileNotFoundError:
         return
-    except OSError as error:
-        raise RunError(f"{shortened(path)}: cannot be read: {error.strerror}. Restore it, or move it away.") from error
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or error
+        raise RunError(f"{shortened(path)}: cannot be read: {why}. Restore it, or move it away.") from error
+
+
+def packed(path: Path) -> Path:
+    """Where `pack` puts the content of `path`."""
+    return path.with_name(f"{path.name}.gz")
+
+
+def pack(path: Path, lines: Iterable[bytes] | None = None) -> None:
+    """Compress a .jsonl file, with `lines` as its content if they are given. Readers of lines notice no difference."""
+    with writing_to(path):
+        temporary = path.with_name(f".{path.name}.tmp")
+        with gzip.open(temporary, "wb", compresslevel=1) as file:
+            if lines is None:
+                with path.open("rb") as plain:
+                    shutil.copyfileobj(plain, file, 2**20)
+            else:
+                file.writelines(lines)
+        temporary.replace(packed(path))
+        path.unlink(missing_ok=True)
 
 
 def parse_line(line: bytes, place: str) -> dict[str, Any]:
@@ -195,12 +219,17 @@ def shortened(value: object) -> str:
 
 
 class LineWriter:
-    """Appends whole lines of JSON to one file. Opening a file removes a last line that a kill cut short."""
+    """Appends whole lines of JSON to one file. Opening a file removes a last line that a kill cut short, and unpacks it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with writing_to(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists() and packed(path).exists():
+                temporary = path.with_name(f".{path.name}.tmp")
+                with gzip.open(packed(path)) as file, temporary.open("wb") as plain:
+                    shutil.copyfileobj(file, plain, 2**20)
+                temporary.replace(path)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             _mend_last_line(self._descriptor)
 

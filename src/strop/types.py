@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated, TypeAlias, overload
+
+from pydantic import PlainSerializer
 
 from strop.errors import TaskError
 
@@ -112,6 +117,48 @@ class RolloutKey:
     branch: int = 0
 
 
+class Floats(Sequence[float]):
+    """An immutable sequence of floats in 8 bytes each, where a tuple takes 32. It equals a tuple of the same numbers."""
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Iterable[float] = ()) -> None:
+        self._values = array("d", values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._values)
+
+    @overload
+    def __getitem__(self, place: int) -> float: ...
+    @overload
+    def __getitem__(self, place: slice) -> Floats: ...
+    def __getitem__(self, place: int | slice) -> float | Floats:
+        found = self._values[place]
+        return found if isinstance(found, float) else Floats(found)
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, Floats | tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+_OfFloats: TypeAlias = Annotated[Sequence[float], PlainSerializer(list)]  # pydantic knows lists and tuples only
+_IDS: dict[int, int] = {}
+
+
+def shared_ids(ids: Iterable[int]) -> tuple[int, ...]:
+    """Return `ids` with one object for each number, in 8 bytes an id where a new object takes 36."""
+    ids = tuple(ids)
+    return tuple(map(_IDS.setdefault, ids, ids))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """What the engine returned in one turn: ids exactly as sampled, and which of them were forced on the policy.
@@ -121,12 +168,18 @@ class Completion:
     """
 
     ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    entropies: tuple[float, ...]
+    logprobs: _OfFloats
+    entropies: _OfFloats
     is_forced: tuple[bool, ...]
     policy_version: int
     finish_reason: FinishReason
     cached_tokens: int  # how many of the request's ids were not computed again
+
+    def __post_init__(self) -> None:
+        """Keep the sequences in little memory: a step of a paper has tens of millions of tokens."""
+        for name, kind in (("ids", shared_ids), ("logprobs", Floats), ("entropies", Floats)):
+            with suppress(TypeError):  # `check_completion` names what is wrong
+                object.__setattr__(self, name, kind(getattr(self, name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +202,9 @@ class Turn:
     observation_ids: tuple[int, ...]
     completion_text: str
     observation_text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "observation_ids", shared_ids(self.observation_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

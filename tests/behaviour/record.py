@@ -22,6 +22,7 @@ Next to a digest, digests.json holds the rounded value. If only the digest diffe
 from __future__ import annotations
 
 import argparse
+import gzip
 import hashlib
 import json
 import os
@@ -339,7 +340,8 @@ def named(
     prefix: str, name: str, folder: Path, file: str, read: Callable[[Path], Mapping[str, Any]]
 ) -> Iterator[tuple[str, tuple[str, Any]]]:
     """Return the values that `read` finds in a file of `folder`, or in one for each step."""
-    for path in sorted(folder.glob(file.replace("{step}", "??????"))):
+    pattern = file.replace("{step}", "??????")
+    for path in sorted([*folder.glob(pattern), *folder.glob(f"{pattern}.gz")]):
         step = re.search(r"step-(\d+)", path.name)
         place = f"{prefix}{name}" + (f" of step {int(step[1])}" if step else "")
         for field, value in read(path).items():
@@ -507,7 +509,8 @@ READERS: dict[str, tuple[str, Callable[[Path], Mapping[str, Any]]]] = {
 
 def lines(path: Path) -> list[Any]:
     """Return the rows of a JSONL file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    return [json.loads(line) for line in content.splitlines()]
 
 
 def field(row: Any, name: str) -> Any:

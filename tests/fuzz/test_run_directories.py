@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from strop.errors import RunError
 from strop.pipeline.sweep_file import toml_value
 from strop.recipe.load import recipe_of
 from strop.reports.page import write_report
-from strop.run_directory import RunDirectory
+from strop.run_directory import RunDirectory, packed
 from strop.runs.resume import select
 
 DAMAGE = st.one_of(
@@ -73,7 +74,7 @@ def test_rollouts_of_an_evaluation_that_cannot_be_read_are_one_error(scripted_ru
     run = RunDirectory(tmp_path / "run")
     shutil.copytree(scripted_run.run.path, run.path)
     path = run.stage("before").rollouts(0)
-    damage(path, "directory", 0)
+    damage(packed(path), "directory", 0)
     with pytest.raises(RunError, match=re.escape(str(path))):
         write_report(run)
 
@@ -82,5 +83,5 @@ def test_a_last_rollout_that_a_kill_cut_short_is_left_out_of_the_report(scripted
     run = RunDirectory(tmp_path / "run")
     shutil.copytree(scripted_run.run.path, run.path)
     path = run.stage("before").rollouts(0)
-    path.write_bytes(path.read_bytes().splitlines()[0][:-20])
+    path.write_bytes(gzip.decompress(packed(path).read_bytes()).splitlines()[0][:-20])
     write_report(run)

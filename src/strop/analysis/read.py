@@ -20,7 +20,7 @@ from strop.types import RolloutKey, ScoredTrajectory, Trajectory
 _SHOWN_OF_A_KIND = 2
 _MAX_KNOWN = 4096  # turns whose texts are remembered
 _SCORED = TypeAdapter(ScoredTrajectory)
-_FILE = re.compile(r"step-(\d+)\.jsonl")
+_FILE = re.compile(r"step-(\d+)\.jsonl(\.gz)?")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -166,8 +166,8 @@ def _stage(run: RunDirectory, log: RunLog, name: str | None) -> StageLog:
 
 def _recorded(run: RunDirectory, stage: str) -> list[int]:
     directory = run.stage(stage).rollouts(0).parent
-    found = (_FILE.fullmatch(path.name) for path in directory.glob("step-*.jsonl"))
-    return sorted(int(match[1]) for match in found if match)
+    found = (_FILE.fullmatch(path.name) for path in directory.glob("step-*.jsonl*"))
+    return sorted({int(match[1]) for match in found if match})
 
 
 def _steps(run: RunDirectory, stage: str, wanted: Sequence[range] | None) -> list[int]:

@@ -119,7 +119,7 @@ async def sample_rows(parts: Parts, name: str, *, num: int) -> list[SampledRow]:
         return SampledRow(
             ids=(*ids, *completion.ids),
             is_sampled=(False,) * len(ids) + (True,) * len(completion.ids),
-            logprobs=(0.0,) * len(ids) + completion.logprobs,
+            logprobs=(*[0.0] * len(ids), *completion.logprobs),
         )
 
     return list(await asyncio.gather(*(one(index) for index in range(num))))
@@ -266,7 +266,7 @@ def _joined(sampled: Completion, *, before: tuple[int, ...] = (), forced: tuple[
     return replace(
         sampled,
         ids=before + sampled.ids + forced,
-        logprobs=(0.0,) * len(before) + sampled.logprobs + (0.0,) * len(forced),
+        logprobs=(*[0.0] * len(before), *sampled.logprobs, *[0.0] * len(forced)),
         entropies=(),
         is_forced=(True,) * len(before) + sampled.is_forced + (True,) * len(forced),
         finish_reason=FinishReason.STOP,

@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
 from strop.errors import EngineLost, ModelError, RequestTooLong, StropError, UserError
-from strop.types import Completion, FinishReason
+from strop.types import Completion, FinishReason, Floats
 
 if TYPE_CHECKING:
     import torch
@@ -259,7 +259,7 @@ def _wrong_types(completion: Completion) -> Iterator[str]:
     """Yield fields of a wrong type, which the other checks could not compare."""
     for name, kind in _TYPES.items():
         figures = getattr(completion, name)
-        if not isinstance(figures, tuple):
+        if not isinstance(figures, tuple | Floats):
             yield f"has {figures!r} as {name}, which is no tuple"
         elif not set(map(type, figures)) <= {kind}:
             place = next(index for index, each in enumerate(figures) if type(each) is not kind)

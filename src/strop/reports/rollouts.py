@@ -245,8 +245,10 @@ def _choose(run: RunDirectory, stage: StageLog, step: int, shown: Collection[Kin
     selected: list[dict[str, Any]] = read_json(run.stage(stage.name).selection(step)).get("groups", [])
     lines = read_lines(run.stage(stage.name).rollouts(step))
     played = {scored.trajectory.key: (scored, line) for line in lines for scored in [_SCORED.validate_python(line["rollout"])]}
-    mixed_first = sorted(selected, key=lambda group: len({entry.get("reward") for entry in group["rollouts"]}) < 2)
-    members = [_members(group["rollouts"], played, step) for group in mixed_first]
+    found = [(group, _members(group["rollouts"], played, step)) for group in selected]
+    # Of an old step a few groups have rollouts.
+    mixed_first = sorted(found, key=lambda each: (not each[1], len({entry.get("reward") for entry in each[0]["rollouts"]}) < 2))
+    members = [rollouts for _, rollouts in mixed_first]
     usual = [rollout for each in members[:GROUPS_PER_STEP] for rollout in _some_of_both(each)]
     keys = {rollout.trajectory.key for rollout in usual}
     seen = frozenset(shown).union(*(rollout.kinds for rollout in usual))
@@ -255,7 +257,7 @@ def _choose(run: RunDirectory, stage: StageLog, step: int, shown: Collection[Kin
             keys.add(rollout.trajectory.key)
             seen |= rollout.kinds
     groups = []
-    for place, (group, rollouts) in enumerate(zip(mixed_first, members, strict=True)):
+    for place, (group, rollouts) in enumerate(mixed_first):
         wanted = sorted((each for each in rollouts if each.trajectory.key in keys), key=lambda each: each.lineage)
         if wanted or place < GROUPS_PER_STEP:
             task = _TASK.validate_python(group["task"])

@@ -25,7 +25,7 @@ _FREE_KEYS = re.compile(
     r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
     r"kv_mib)|"
     r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"
-    r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints|jobs|"
+    r"stages\.[^.]+\.(give_up_after|checkpoint_every|keep_checkpoints|keep_rollouts|jobs|"
     r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates|(critic\.)?optimizer\.moments)|"
     # How a service is reached, not what it is asked.
     r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."

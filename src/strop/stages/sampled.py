@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from strop.reports.scales import counted
 from strop.runs.lineage import weights_digest
 from strop.stages.context import StageContext, product_of
 from strop.stages.data import tasks_to_play
-from strop.stages.loop.ledger import void_reasons, write_timeline
+from strop.stages.loop.ledger import settle_rollouts, void_reasons, write_timeline
 from strop.stages.loop.preflight import (
     check_needs,
     missing_parts,
@@ -154,6 +155,7 @@ async def play_tasks(
                         next_index += 1
                     context.progress.step({}, num_closed)
             write_timeline(context, number, player.pool.last_batch)
+            await asyncio.to_thread(settle_rollouts, context.directory, upto=number, keep=number + 1)
     if num_void:
         _report_void(context, parts, num_void, is_all=not num_valid, num_tasks=num)
 

@@ -331,7 +331,7 @@ class Lease:
         if run.reason is RunReason.BRANCH:
             batch.branched(num_shared=num_known - 1, num_cached=completion.cached_tokens)
         if once is not None:
-            once.finish(completion.entropies)
+            once.finish(tuple(completion.entropies))
         num_tokens = len(completion.ids)
         self._num_known = len(request.ids) + num_tokens
         if batch.is_crowded(engine):

@@ -6,6 +6,7 @@ import asyncio
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -20,6 +21,7 @@ from strop.training.weights import Checkpointed, WriteCheckpoint
 
 _NAME = re.compile(r"^step-(\d+)$")
 _HALF = re.compile(r"^\.(step-\d+)\.tmp$")
+_LONGEST_S = 1800.0  # of training without a checkpoint
 _CHECKSUMS = "checksums.json"  # SHA-256 of every other file, by its path within the checkpoint
 
 
@@ -28,7 +30,9 @@ class CheckpointedKeys(Stage.Config):
 
     trainer: TrainerConfig = Field(default=TrainerConfig(), description="How the weights are trained.")
     init: str = Field(description="Stage whose model is trained.")
-    checkpoint_every: int = Field(default=100, ge=1, description="Steps between two checkpoints.")
+    checkpoint_every: int = Field(
+        default=100, ge=1, description="Steps between checkpoints. There is one after half an hour of training in any case."
+    )
     keep_checkpoints: int = Field(default=2, ge=1, description="Checkpoints that are kept; of a finished stage the last.")
 
     def as_trained(
@@ -115,14 +119,28 @@ class CheckpointWriter:
     call; otherwise it waits until the checkpoint is written. `async with` leaves no checkpoint unfinished.
     """
 
-    def __init__(self, context: StageContext, trainer: Checkpointed, stage: CheckpointedKeys) -> None:
+    def __init__(
+        self,
+        context: StageContext,
+        trainer: Checkpointed,
+        stage: CheckpointedKeys,
+        *,
+        settle: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """`settle` is called, in another thread, with the step of the oldest checkpoint that is kept."""
         self.context = context
+        self._every, self._saved, self._settle = stage.checkpoint_every, time.monotonic(), settle
         self._trainer, self._keep, self._in_background = trainer, stage.keep_checkpoints, stage.trainer.background_checkpoints
         self._writing: asyncio.Task[None] | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether `step` ends with a checkpoint: after `checkpoint_every` steps, and after half an hour without one."""
+        return step % self._every == 0 or time.monotonic() - self._saved > _LONGEST_S
 
     async def save(self, step: int) -> None:
         """Start the checkpoint of `step` when the one before is written. Raises as `settle`."""
         await self.settle()
+        self._saved = time.monotonic()
         started = time.perf_counter()
         self.context.event("checkpoint_started", step=step)
         write = await self._trainer.snapshot() if self._in_background else _writes_at_once(self._trainer)
@@ -175,6 +193,7 @@ class CheckpointWriter:
         waited_s = copied_s if self._in_background else time_s
         self.context.event("checkpoint_finished", step=step, time_s=time_s, waited_s=waited_s)
         await asyncio.to_thread(_prune, directory, self._keep)
+        await asyncio.to_thread(self._settle, min(_steps(directory)))
 
 
 def _writes_at_once(trainer: Checkpointed) -> WriteCheckpoint:

@@ -17,12 +17,22 @@ from pydantic import TypeAdapter
 from strop.rollout.environment import ToolObserver
 from strop.rollout.player import Spent
 from strop.rollout.scheduler.report import BatchReport
-from strop.run_directory import LineWriter, read_lines, write_text
+from strop.run_directory import (
+    LineWriter,
+    StageDirectory,
+    iter_lines,
+    pack,
+    read_json,
+    read_lines,
+    write_json,
+    write_text,
+)
 from strop.stages.context import StageContext
 from strop.tools.protocol import ToolResult
 from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
 
 _SCORED = TypeAdapter(ScoredTrajectory)
+_SAMPLE_TASKS = 8  # of an old step
 _WALL_CLOCK = (ToolOutcome.TIMEOUT, ToolOutcome.KILLED)
 """Outcomes that another machine, or a busier one, might not repeat: they are replayed instead of run again (law 8)."""
 
@@ -32,6 +42,37 @@ def read_rollouts(path: Path, *, weights: str | None = None) -> list[ScoredTraje
     return [
         _SCORED.validate_python(line["rollout"]) for line in read_lines(path) if weights is None or line["weights"] == weights
     ]
+
+
+def settle_rollouts(directory: StageDirectory, *, upto: int, keep: int) -> None:
+    """Compress the files of steps up to `upto`, which no try plays again; of all but the last `keep` steps keep a sample.
+
+    That is the rollouts of the first tasks. What says why each rollout was kept stays, and the ledger goes.
+    """
+    folder = directory.rollouts(0).parent
+    for path in sorted(folder.glob("step-*.jsonl")):
+        if _step_of(path) <= upto:
+            pack(path)
+    for ledger in sorted(folder.glob("step-*.ledger.jsonl*"))[:-keep]:  # those of a sample have none
+        if ledger.suffix == ".gz":
+            _keep_sample(directory, _step_of(ledger))
+            ledger.unlink()
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.partition(".")[0].removeprefix("step-"))
+
+
+def _keep_sample(directory: StageDirectory, step: int) -> None:
+    rollouts = directory.rollouts(step)
+    keys = {line["rollout"]["trajectory"]["key"]["task_index"] for line in iter_lines(rollouts)}
+    kept = sorted(keys)[:_SAMPLE_TASKS]
+    lines = (line for line in iter_lines(rollouts) if line["rollout"]["trajectory"]["key"]["task_index"] in kept)
+    pack(rollouts, ((json.dumps(line, sort_keys=True) + "\n").encode() for line in lines))
+    selection = read_json(directory.selection(step))
+    for record in (record for group in selection["groups"] if group["task_index"] not in kept for record in group["rollouts"]):
+        record.pop("entropies", None)
+    write_json(directory.selection(step), selection)
 
 
 def void_reasons(rollouts: Path) -> list[str]:

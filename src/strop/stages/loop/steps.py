@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from strop.recipe.schedule import Done, RulesWatch, Steps, due, why_over
 from strop.stages.context import StageContext, StageMetrics
 from strop.stages.loop import checkpoints
 from strop.stages.loop.checkpoints import CheckpointedKeys, CheckpointWriter
+from strop.stages.loop.ledger import settle_rollouts
 from strop.stages.loop.rollouts import StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.stages.loop.updates import StepUpdates
@@ -134,7 +136,7 @@ async def take_updates(
                 await writer.save_if_missing(step - 1)
                 raise
             metrics.append(step, figures)
-            if step % stage.checkpoint_every == 0 and step < steps:
+            if writer.is_due(step) and step < steps:
                 await writer.save(step)
         metrics.close()
 
@@ -149,7 +151,11 @@ async def take_steps(
             is saved: of this step if it made any update, else of the one before.
     """
     validator = None if stage.validation is None else Validator(rollouts.player, stage, stage.validation)
-    async with CheckpointWriter(context, trainer, stage) as writer:
+
+    def settle(upto: int) -> None:
+        settle_rollouts(context.directory, upto=upto, keep=stage.keep_rollouts)
+
+    async with CheckpointWriter(context, trainer, stage, settle=settle) as writer:
         done = await checkpoints.resume(context, trainer)
         context.started(stage.steps, done)
         log = StageMetrics(context, done_steps=done)
@@ -192,7 +198,7 @@ async def take_steps(
                 context.warn(f"step {step} cannot learn: {problem}")
             is_hopeless = num_stuck >= stage.give_up_after
             # The last step is always saved: a resumed run must not find time, or a reason, for another.
-            is_saved = step % stage.checkpoint_every == 0 and step < stage.steps
+            is_saved = writer.is_due(step) and step < stage.steps
             if is_saved or gave_up or is_hopeless or clock.is_spent or over:
                 await writer.save(step)
             if gave_up:
@@ -204,7 +210,8 @@ async def take_steps(
                     " tasks, a better starting point (SFT), more rollouts per task, or raise give_up_after to continue."
                 )
         log.close()
-        return Taken(steps=step, why_over=over)
+    await asyncio.to_thread(settle, step)
+    return Taken(steps=step, why_over=over)
 
 
 def _why_over_early(stage: RolloutKeys, steps: Steps) -> str:

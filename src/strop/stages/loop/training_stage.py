@@ -126,7 +126,12 @@ class RolloutKeys(TrainingKeys):
     )
     end_when: tuple[MetricRule, ...] = Field(default=(), description="Rules over metrics; the first that holds ends the stage.")
     schedule: tuple[ScheduleEntry, ...] = Field(default=(), description="Changes of settings on the way.")
-    checkpoint_every: int = Field(default=1, ge=1, description="Steps between checkpoints.")
+    checkpoint_every: int = Field(
+        default=1, ge=1, description="Steps between checkpoints. There is one after half an hour of training in any case."
+    )
+    keep_rollouts: int = Field(
+        default=100, ge=1, description="Last steps whose rollouts are kept. Of earlier steps those of the first 8 tasks are."
+    )
     give_up_after: int = Field(default=3, ge=1, description="Steps in a row that cannot learn, before the run stops.")
 
     def at(self, done: Done) -> Self:
