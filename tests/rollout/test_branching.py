@@ -1,4 +1,6 @@
 import math
+import random
+from collections import Counter
 from dataclasses import replace
 from itertools import permutations
 
@@ -20,6 +22,7 @@ from strop.types import (
     ToolOutcome,
     Trajectory,
     Turn,
+    derive_seed,
 )
 
 VOCAB = 1000
@@ -175,6 +178,118 @@ def test_a_claim_that_comes_before_displaces_the_last_and_one_behind_a_full_budg
     assert Claims(0).add(early) == early
 
 
+def test_the_first_rollout_measures_how_many_begin_at_the_prompt():
+    rule = branching(monitoring_weight=0.5)
+
+    def measured(*entropies):
+        turns = [replace(turn(1, 1), completion=completion(*each)) for each in entropies]
+        key = replace(ROOT, attempt=0)
+        return Trajectory(key=key, task_id="t", prompt_ids=(7,), turns=tuple(turns), stop_reason=StopReason.ANSWERED)
+
+    surer_at_the_start = measured(START, AFTER, AFTER)  # the gap is 20 * (0.5 - 2) / log 1000 = -4.342945
+    assert rule.num_first([surer_at_the_start], 16) == 2  # 16 * 0.102363 = 1.638, rounded up
+    assert rule.num_first([measured(AFTER, START, START)], 16) == 15  # 16 * 0.897637 = 14.362
+    assert rule.num_first([measured(AFTER, AFTER, START)], 16) == 12  # half the gap: 16 * 0.747585... = 11.97
+    assert rule.num_first([measured(START, START)], 16) == rule.num_first([measured(START)], 16) == 9  # 8, and one more
+    assert [branching(monitoring_weight=1e6).num_first([measured(*each)], 16) for each in ([START, AFTER], [AFTER, START])] == [
+        1,
+        16,
+    ]
+    assert branching().num_first([surer_at_the_start], 16) == rule.num_first([], 16) == 8  # `initial_rollouts`
+    assert rule.num_first([surer_at_the_start], 1) == branching().num_first([], 1) == 1
+
+
+def test_each_branch_in_a_row_takes_its_share_off_the_probability_of_the_next():
+    weight = 0.1 * math.log(1000) / 30  # βΔH is 0.1, so P is 0.6 without a penalty
+    damped = branching(entropy_weight=weight, branch_penalty=0.05)
+    probabilities = [damped.verdict([START, AFTER], seed=0, num_in_a_row=number).probability for number in (0, 1, 2, 20, 30)]
+    assert probabilities == pytest.approx([0.6, 0.57, 0.54, 0.0, 0.0], abs=1e-6)
+    rule = branching(entropy_weight=weight, branch_penalty=0.5, rule=Rule.THRESHOLD, threshold=0.25)
+    rows = [[START] + [AFTER] * number for number in range(1, 6)]
+    of_root = [rule.decision(ROOT, row, lambda key: 0).probability for row in rows]
+    assert of_root == pytest.approx([0.6, 0.3, 0.0, 0.6, 0.3], abs=1e-6)  # at the third it does not branch, so the row ends
+
+
+def test_a_branch_goes_on_with_the_row_of_its_parent():
+    rule = branching(entropy_weight=0.0, base_probability=0.5, branch_penalty=0.05)
+    parent_wants, own_wants = (
+        next(seed for seed in range(99) if bool(rule.verdict([START] * 2, seed=seed).paths) is wants) for wants in (True, False)
+    )
+    branch = rule.key_of(Claim(at=1, parent=ROOT, path=1))
+    seeds = {ROOT: parent_wants, branch: own_wants}
+    assert rule.decision(branch, [START] * 3, seeds.__getitem__).probability == pytest.approx(0.475, abs=1e-6)
+    seeds = {ROOT: own_wants, branch: parent_wants}
+    assert rule.decision(branch, [START] * 3, seeds.__getitem__).probability == pytest.approx(0.5, abs=1e-6)
+
+
+def test_without_a_penalty_a_decision_is_arpos():
+    rows = [[START] + [AFTER, START] * number for number in (1, 2)]
+    for seed in range(20):
+        damped = branching(branch_penalty=0.3)
+        assert [branching().decision(ROOT, row, lambda key, seed=seed: seed) for row in rows] == [
+            branching().verdict(row, seed=seed) for row in rows
+        ]
+        assert all(
+            set(damped.decision(ROOT, row, lambda key, seed=seed: seed).paths) <= set(branching().verdict(row, seed=seed).paths)
+            for row in rows
+        )
+
+
+OTHER = RolloutKey(task_index=3, attempt=2)
+
+
+def test_a_spread_budget_goes_round_the_rollouts_and_their_observations():
+    rule = branching(spread_budget=True)
+    wanted = [Claim(at=at, parent=parent, path=1) for parent, at in ((ROOT, 1), (ROOT, 2), (ROOT, 3), (OTHER, 3), (OTHER, 4))]
+    for order in permutations(wanted):
+        claims = Claims(4, rule)
+        for claim in order:
+            claims.add(claim)
+        assert set(claims.accepted) == {wanted[0], wanted[1], wanted[3], wanted[4]}  # two each; without it ROOT has three
+    branch = rule.key_of(Claim(at=1, parent=ROOT, path=1))
+    of_one = [Claim(at=1, parent=ROOT, path=1), Claim(at=2, parent=ROOT, path=1), Claim(at=2, parent=branch, path=1)]
+    claims = Claims(3, rule)
+    for claim in [*of_one, later := Claim(at=3, parent=ROOT, path=1)]:
+        refused = claims.add(claim)
+    assert refused == of_one[2]  # the second one at its observation
+    assert claims.accepted == (of_one[0], of_one[1], later)
+
+
+def _grown(rule, budget, *, tree, timing):
+    """The accepted claims if lines come to their observations in the order that `timing` draws; what they want is `tree`'s."""
+    claims, lines = Claims(budget, rule), {replace(ROOT, attempt=attempt): 1 for attempt in range(3)}
+    while waiting := [key for key, at in lines.items() if at <= 4]:
+        key = timing.choice(waiting)
+        at = lines[key]
+        lines[key] += 1
+        for path in (1, 2):
+            if derive_seed(tree, key.attempt, key.branch, at, path) % 2:
+                claim = Claim(at=at, parent=key, path=path)
+                refused = claims.add(claim)
+                if refused != claim:
+                    lines[rule.key_of(claim)] = at + 1
+                    if refused is not None:
+                        del lines[rule.key_of(refused)]
+        kept = set(claims.accepted)
+        assert len(kept) <= budget
+        assert all(set(rule.descent(claim.parent)) <= kept for claim in kept)  # a branch's parent is kept
+    return claims.accepted
+
+
+@pytest.mark.parametrize("spreads", [False, True])
+def test_the_tree_of_a_budget_does_not_depend_on_timing(spreads):
+    rule = branching(spread_budget=spreads, beam_size=3)
+    largest = []
+    for tree in range(40):
+        budget = 2 + tree % 9
+        expected = _grown(rule, budget, tree=tree, timing=random.Random(0))
+        for number in range(1, 8):
+            assert _grown(rule, budget, tree=tree, timing=random.Random(number)) == expected
+        per_root = Counter(claim.parent.attempt for claim in expected)
+        largest.append(max(per_root.values()) - -(-budget // 3))
+    assert (sum(largest) < 15) is spreads  # how far the best-off rollout is above its share
+
+
 def _played(branch, *turns, forked_at=0):
     """A trajectory of these turns, each (tokens sampled, tokens observed, calls)."""
     call = ToolCall(name="python", arguments="{}", outcome=ToolOutcome.STDOUT, text="r", duration_s=0.0)
@@ -200,14 +315,14 @@ def test_a_step_says_what_branching_saved_and_which_rollouts_say_the_same():
     early = _played(1, (3, 2, 2), (5, 0, 0), forked_at=5)  # shares 1 turn: 2 calls, 3 sampled tokens
     task = Task(id="t", question="?", answer="!", source="test")
     group = Group(task=task, task_index=3, trajectories=(root, late, early))
-    found = branch_metrics([group], branching(), seed=0)
+    found = branch_metrics([group], branching(), seed=0, num_rollouts=3)
     assert found["branching/tokens_shared"] == 15
     assert found["branching/calls_saved_fraction"] == pytest.approx(5 / 8)  # of 3 + 3 + 2
     assert found["branching/sampled_saved_fraction"] == pytest.approx(10 / 33)  # of 12 + 13 + 8
     assert found["branching/prefilled_saved_fraction"] == pytest.approx(5 / 8)  # of 3 + 3 + 2
     assert found["branching/duplicates"] == 0
     twins = Group(task=task, task_index=3, trajectories=(root, replace(root, reward=0.0), late))
-    assert branch_metrics([twins], branching(), seed=0)["branching/duplicates"] == 1
+    assert branch_metrics([twins], branching(), seed=0, num_rollouts=3)["branching/duplicates"] == 1
 
 
 def test_a_rollout_decides_at_each_of_its_own_observations_that_it_went_on_after():

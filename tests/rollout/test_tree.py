@@ -93,7 +93,7 @@ class Jittery(ScriptedEngine):
 
 class Watcher:
     def __init__(self):
-        self.begun, self.ended, self.spent = [], {}, {}
+        self.begun, self.ended, self.spent, self.identical = [], {}, {}, []
 
     def started(self, key, *, seed):
         self.begun.append(key)
@@ -106,6 +106,9 @@ class Watcher:
 
     def displaced(self, key, spent):
         self.spent[key] = spent
+
+    def replaced(self, key):
+        self.identical.append(key)
 
 
 async def judge(task, trajectory):
@@ -184,7 +187,21 @@ def test_without_a_branch_everything_is_as_without_branching(options):
     assert play_group(**options) == play_group(initial_rollouts=0)
 
 
-@pytest.mark.parametrize("options", [{}, {"beam_size": 3}, {"base_probability": 1.0}, {"num_rollouts": 6}])
+AEPO = {"monitoring_weight": 0.5, "branch_penalty": 0.05}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"beam_size": 3},
+        {"base_probability": 1.0},
+        {"num_rollouts": 6},
+        {"base_probability": 1.0, "spread_budget": True},
+        {**AEPO},
+        {**AEPO, "beam_size": 3, "spread_budget": True, "replace_identical": True},
+    ],
+)
 def test_the_tree_is_the_same_whoever_is_faster(options):
     steady = tree_of(play_group(**options))
     for jitter in range(4):
@@ -198,17 +215,80 @@ def test_caps_hold_for_a_decision_and_for_a_task():
     assert len(set(places)) == len(places)  # beam 2: one branch at an observation
 
 
+def test_with_a_spread_budget_every_rollout_has_its_share_of_branches():
+    roots = [branch.key.attempt for branch in branches(play_group(base_probability=1.0, spread_budget=True))]
+    assert sorted(roots) == [0, 1, 2, 3]
+    early = [branch.key.attempt for branch in branches(play_group(base_probability=1.0, num_rollouts=6))]
+    assert sorted(early) == [0, 1]
+
+
+def calls_alike(request):
+    """As `calls_three_times`, but what follows the first turn is the same for all."""
+    reply = calls_three_times(request)
+    return reply if OBSERVATION[0] not in request.ids else replace(reply, ids=(100, *reply.ids[1:]))
+
+
+def test_a_branch_that_says_what_its_parent_says_is_replaced_from_the_prompt_once():
+    options = {"initial_rollouts": 2, "num_rollouts": 4, "base_probability": 1.0}
+    watcher, world = Watcher(), World()
+    group = play_group(engine=ScriptedEngine(calls_alike), watcher=watcher, world=world, replace_identical=True, **options)
+    assert sorted((key.attempt, key.branch) for key in watcher.identical) == [(0, 1), (1, 1)]
+    assert [each.trajectory.key.attempt for each in group.trajectories] == [0, 1, 2, 3]
+    assert not branches(group)
+    assert world.num_open == 0
+    again = play_group(engine=ScriptedEngine(calls_alike), finished=watcher.ended, replace_identical=True, **options)
+    assert tree_of(again) == tree_of(group)
+    kept = play_group(engine=ScriptedEngine(calls_alike), **options)
+    assert len(branches(kept)) == 2
+
+
+def test_a_rollout_that_others_branched_off_is_not_replaced():
+    options = {"initial_rollouts": 1, "num_rollouts": 5, "base_probability": 1.0, "replace_identical": True}
+
+    def all_but_one_alike(request):  # the first branch says what its parent says; its own branch does not
+        reply = calls_alike(request)
+        return replace(reply, ids=(99, *reply.ids[1:])) if request.id.split("/")[3] == "3" else reply
+
+    watcher = Watcher()
+    group = play_group(engine=ScriptedEngine(all_but_one_alike), watcher=watcher, **options)
+    assert sorted((branch.key.branch, branch.parent.branch) for branch in branches(group)) == [(1, 0), (3, 1)]
+    assert len(group.trajectories) == 5
+    assert not branches(play_group(engine=ScriptedEngine(calls_alike), **options))  # with nothing to tell them apart
+
+
+def test_the_first_rollout_is_played_ahead_and_says_how_many_begin_at_the_prompt():
+    engine, world, watcher = ScriptedEngine(calls_three_times), World(), Watcher()
+    group = play_group(engine=engine, world=world, watcher=watcher, base_probability=1.0, **AEPO)
+    # Entropies are 0 in the first turn, then 3 tokens of 1, 2 and 3 nats: 8 σ(-0.5 * 6 / log 200) = 8 * 0.361 = 2.89
+    assert sorted({each.trajectory.key.attempt for each in group.trajectories}) == [0, 1, 2]
+    assert len(group.trajectories) == 8
+    first = [request.id.split("/")[2:4] for request in engine.requests[:4]]
+    assert first == [["0", "0"]] * 4
+    assert len(branches(group)) == 5
+    assert {branch.key.attempt for branch in branches(group)} >= {0}  # it branches as the others do
+    assert world.num_open == 0
+    assert len(watcher.ended) == 8 + len(watcher.spent)
+
+
+def test_a_first_rollout_that_fails_leaves_the_number_to_the_recipe():
+    world = World(breaks=lambda world: world.num_steps <= 3)
+    group = play_group(world=world, base_probability=0.0, entropy_weight=0.0, **AEPO)
+    assert (group.num_void, len(group.trajectories), world.num_open) == (1, 8, 0)
+    assert [each.trajectory.key.attempt for each in group.trajectories] == list(range(1, 9))
+
+
+@pytest.mark.parametrize("options", [{}, {**AEPO, "spread_budget": True}])
 @pytest.mark.parametrize("is_exact", [True, False])
-def test_what_finished_before_an_interruption_stays_and_the_tree_is_the_same(is_exact):
+def test_what_finished_before_an_interruption_stays_and_the_tree_is_the_same(is_exact, options):
     whole = Watcher()
-    expected = tree_of(play_group(watcher=whole))
+    expected = tree_of(play_group(watcher=whole, **options))
     scored = {key: each for key, each in whole.ended.items() if key in expected}
     for number in range(6):
         draw = random.Random(number)
         finished = {key: each for key, each in scored.items() if draw.random() < 0.5}
         watcher, world, engine = Watcher(), World(), Jittery(says, jitter=number)
         engine.is_exact = is_exact
-        group = play_group(finished=finished, watcher=watcher, world=world, engine=engine)
+        group = play_group(finished=finished, watcher=watcher, world=world, engine=engine, **options)
         assert tree_of(group) == expected
         begun = {tuple(request.id.split("/")[2:4]) for request in engine.requests}
         again = {key for key in finished if tuple(place(key)) in begun}
@@ -217,7 +297,7 @@ def test_what_finished_before_an_interruption_stays_and_the_tree_is_the_same(is_
         assert not set(watcher.begun) & set(finished)
         assert world.num_open == 0
     everything = Watcher()
-    assert tree_of(play_group(finished=scored, watcher=everything)) == expected
+    assert tree_of(play_group(finished=scored, watcher=everything, **options)) == expected
     assert not everything.begun
 
 

@@ -33,7 +33,7 @@ class Tree:
             budget: M - N, the branches that the task may have.
         """
         self.task, self.batch_player, self.branching = task, batch_player, branching
-        self._claims = Claims(budget)
+        self._claims = Claims(budget, branching)
         self._playing: dict[RolloutKey, asyncio.Task[Result]] = {}
         self._results: dict[RolloutKey, Result] = {}
         self._to_begin: dict[RolloutKey, Past] = {}  # branches of finished rollouts that have not begun
@@ -64,7 +64,23 @@ class Tree:
             await end(list(self._playing.values()))
             if self._ending:
                 await asyncio.wait(self._ending)
-        return [self._results[key] for key in sorted(self._results)]
+        results = [self._results[key] for key in sorted(self._results)]
+        return self._without_identical(results) if self.branching.config.replace_identical else results
+
+    def _without_identical(self, results: Sequence[Result]) -> list[Result]:
+        """Leave out what an earlier rollout of the tree says too. One that others branched off stays, for their sake."""
+        played = [result.trajectory for result in results if isinstance(result, ScoredTrajectory)]
+        earliest = {tuple(trajectory.ids): trajectory.key for trajectory in reversed(played)}
+        parents, identical = set[RolloutKey | None](), set[RolloutKey]()
+        for trajectory in reversed(played):  # branches before their parents
+            if earliest[tuple(trajectory.ids)] == trajectory.key or trajectory.key in parents:
+                parents.add(trajectory.parent)
+            else:
+                identical.add(trajectory.key)
+                self.batch_player.observer.replaced(trajectory.key)
+        return [
+            result for result in results if not isinstance(result, ScoredTrajectory) or result.trajectory.key not in identical
+        ]
 
     def claim(self, claim: Claim) -> RolloutKey | None:
         """Return the key of the branch to play; None if the budget is spent on claims that are earlier in the order."""
@@ -164,7 +180,7 @@ class Tree:
         entropies = [turn.completion.entropies for turn in trajectory.turns]
         for at in forks_at(trajectory):
             past = Past(prompt_ids=trajectory.prompt_ids, turns=trajectory.turns[:at], parent=trajectory.key)
-            verdict = self.branching.verdict(entropies[: at + 1], seed=self.batch_player.seed_of(trajectory.key))
+            verdict = self.branching.decision(trajectory.key, entropies[: at + 1], self.batch_player.seed_of)
             for path in verdict.paths:
                 key = self.claim(Claim(at=at, parent=trajectory.key, path=path))
                 if key is None:
@@ -211,7 +227,7 @@ class _Forking:
             return
         tree, batch_player, due = self._tree, self._tree.batch_player, dict[RolloutKey, _ForkedEnvironment]()
         of_turns = [*(turn.completion.entropies for turn in past.turns), entropies]
-        verdict = tree.branching.verdict(of_turns, seed=batch_player.seed_of(self._key))
+        verdict = tree.branching.decision(self._key, of_turns, batch_player.seed_of)
         shared = Past(prompt_ids=past.prompt_ids, turns=past.turns, parent=self._key)
         for path in verdict.paths:
             key = tree.claim(Claim(at=len(past.turns), parent=self._key, path=path))

@@ -2,7 +2,8 @@
 
 ARPO (arXiv 2507.19849), section on entropy-based adaptive rollout: of the M rollouts of a task, N begin at the prompt. A
 rollout branches where a tool's result leaves it less certain than it was at its start; M - N rollouts are kept for that, and
-those that remain begin at the prompt. Everything here is a pure function of what was sampled and of the seeds of rollouts, so
+those that remain begin at the prompt. AEPO (arXiv 2510.14545) finds N task by task, and damps branches that follow one another.
+Everything here is a pure function of what was sampled and of the seeds of rollouts, so
 the tree of a task is the same in every run, whichever rollout is faster.
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
+from itertools import groupby
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -51,7 +54,7 @@ class ProbedAt(StrEnum):
 
 
 class BranchingConfig(Config):
-    """ARPO's parameters. The stage sets M, the number of rollouts of a task."""
+    """Parameters of ARPO and AEPO. The stage sets M, the number of rollouts of a task."""
 
     initial_rollouts: int = Field(
         ge=1, le=10**6, description="N: rollouts of a task that begin at the prompt; 8 of 16 in the published runs."
@@ -71,6 +74,29 @@ class BranchingConfig(Config):
         description='τ of `rule = "threshold"`; not set: α, so that a rollout branches where its entropy rose.',
     )
     probe: ProbedAt = Field(default=ProbedAt.AFTER_OBSERVATION, description="Which completion's entropy is measured.")
+    spread_budget: bool = Field(
+        default=False,
+        description="Give each rollout from the prompt the same share of the branches, and each of its observations one before"
+        " any has two. Default: earliest observations first.",
+    )
+    replace_identical: bool = Field(
+        default=False, description="Replace rollouts whose tokens are those of another one of the tree, once, from the prompt."
+    )
+    # AEPO's released code: 0.05 and 0.5
+    branch_penalty: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="AEPO: by how much of itself the probability falls for each observation in a row, just before, at which the"
+        " rollout branched.",
+    )
+    monitoring_weight: float | None = Field(
+        default=None,
+        ge=0,
+        le=10**6,
+        description="AEPO: β of the budget. The first rollout of a task is played ahead, and N is M σ(β (its entropy at the"
+        " start − its mean entropy after observations)), rounded up. Not set: N is `initial_rollouts`.",
+    )
 
     @property
     def entropies(self) -> Entropies:
@@ -90,7 +116,7 @@ class Verdict:
 
     delta_h: float  # ΔH, on the configured scale
     weighted: float  # βΔH
-    probability: float  # α + βΔH, within [0, 1]
+    probability: float  # α + βΔH, within [0, 1], times AEPO's penalty
     paths: tuple[int, ...]  # which of the branches 1 .. Z are wanted; the budget may refuse them
 
 
@@ -106,14 +132,53 @@ class Branching:
         """Tokens after an observation that are sampled before `verdict` can decide whether to fork there."""
         return self.config.probe_tokens if self.config.probe is ProbedAt.AFTER_OBSERVATION else 1
 
-    def verdict(self, entropies: Sequence[Sequence[float]], *, seed: int) -> Verdict:
+    def num_first(self, trajectories: Iterable[Trajectory], num_rollouts: int) -> int:
+        """Return N, how many of `num_rollouts` rollouts of a task begin at the prompt.
+
+        AEPO (arXiv 2510.14545), entropy pre-monitoring: m = k σ(β (H_root - mean H_tool)), each H over the first tokens of a
+        completion; rounding is its released code's. That also counts the first completion as one of a tool's, and throws the
+        rollout away that it measures. Where nothing is observed σ is 1/2.
+
+        Args:
+            trajectories: the task's, the first one from the prompt among them; without it N is `initial_rollouts`.
+        """
+        weight = self.config.monitoring_weight
+        first = next((each for each in trajectories if (each.key.attempt, each.key.branch) == (0, 0)), None)
+        if weight is None or first is None:
+            return min(num_rollouts, self.config.initial_rollouts)
+        root, *after = (self._entropy(turn.completion.entropies) for turn in first.turns)
+        gap = root - math.fsum(after) / len(after) if after else 0.0
+        share = (1 + math.tanh(weight * gap / 2)) / 2  # σ, which exp would overflow in
+        return min(num_rollouts, int(num_rollouts * share) + 1)
+
+    def decision(self, key: RolloutKey, entropies: Sequence[Sequence[float]], seed_of: Callable[[RolloutKey], int]) -> Verdict:
+        """Return the `verdict` of rollout `key` at its newest observation, with what it decided at those before.
+
+        Args:
+            entropies: as of `verdict`.
+            seed_of: the seed of a rollout.
+        """
+        if self.config.branch_penalty == 0:
+            return self.verdict(entropies, seed=seed_of(key))
+        descent, num_in_a_row = self.descent(key), 0
+        for at in range(1, len(entropies)):
+            decides = next((claim.parent for claim in descent if claim.at >= at), key)
+            verdict = self.verdict(entropies[: at + 1], seed=seed_of(decides), num_in_a_row=num_in_a_row)
+            num_in_a_row = num_in_a_row + 1 if verdict.paths else 0
+        return verdict
+
+    def verdict(self, entropies: Sequence[Sequence[float]], *, seed: int, num_in_a_row: int = 0) -> Verdict:
         """Decide whether to fork at the newest observation, which lies between the last two completions.
+
+        AEPO (arXiv 2510.14545), entropy-balanced adaptive rollout: P = (α + βΔH) (1 - penalty(l)), where penalty(l) is l times
+        `branch_penalty`, at most 1, as in its released code, which counts l over all rollouts of a task. With 0 it is ARPO.
 
         Args:
             entropies: of the tokens of each completion of the rollout so far, shared ones included; at least two. The first
                 completion measures how certain the rollout was at its start, and its branches too, because they share it. Of
                 the last one, `num_awaited` tokens are enough.
             seed: of the rollout.
+            num_in_a_row: l, the observations just before this one at which the rollout wanted branches, granted or not.
 
         Raises:
             UserError: the engine reports no entropies.
@@ -122,7 +187,9 @@ class Branching:
         probed = entropies[at] if config.probe is ProbedAt.AFTER_OBSERVATION else entropies[at - 1]
         delta_h = self._entropy(probed) - self._entropy(entropies[0])
         weighted = config.entropy_weight * delta_h
-        probability = min(1.0, max(0.0, config.base_probability + weighted))
+        probability = min(1.0, max(0.0, config.base_probability + weighted)) * max(
+            0.0, 1 - config.branch_penalty * num_in_a_row
+        )
         paths = self._wanted(probability, seed=seed, at=at)
         return Verdict(delta_h=delta_h, weighted=weighted, probability=probability, paths=paths)
 
@@ -185,16 +252,37 @@ class Claims:
     Which rollout reaches an observation first is chance. So a claim that is earlier in the order displaces the last one, whose
     branch ends, and a claim that is too late in the order is refused. In the end the tree is that of rollouts in lock-step,
     observation by observation, although no rollout waits for another.
+
+    With `spread_budget` the rollouts from the prompt take turns. This tree too depends on no timing: what a rollout keeps is
+    always the beginning of its own order, which only grows shorter, and no branch is before its parent in it.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, branching: Branching | None = None) -> None:
         self._budget = budget
+        self._spreads = branching if branching is not None and branching.config.spread_budget else None
         self._accepted: list[Claim] = []
 
     def add(self, claim: Claim) -> Claim | None:
         """Return the claim that is not accepted from now on: another one, this one, or none."""
         insort(self._accepted, claim)
-        return self._accepted.pop() if len(self._accepted) > self._budget else None
+        if len(self._accepted) <= self._budget:
+            return None
+        last = self._accepted[-1] if self._spreads is None else self._last_in_turn(self._spreads)
+        self._accepted.remove(last)
+        return last
+
+    def _last_in_turn(self, branching: Branching) -> Claim:
+        """The last one of the rollout from the prompt with most claims, in the order in which its observations take turns."""
+        of_root: defaultdict[int, list[Claim]] = defaultdict(list)
+        for claim in self._accepted:
+            of_root[claim.parent.attempt].append(claim)
+        claims = of_root[max(of_root, key=lambda root: (len(of_root[root]), root))]
+        turns: dict[RolloutKey, int] = {}  # of each branch; no earlier than its parent's
+        for _, at_once in groupby(claims, key=lambda claim: claim.at):
+            in_order = sorted(at_once, key=lambda claim: turns.get(claim.parent, 0))
+            for place, claim in enumerate(in_order):
+                turns[branching.key_of(claim)] = max(place, turns.get(claim.parent, 0))
+        return max(claims, key=lambda claim: (turns[branching.key_of(claim)], claim))
 
     def drop(self, claim: Claim) -> None:
         """The rollout of the claim begins again, and its branches with it."""
@@ -220,27 +308,30 @@ def forks_at(trajectory: Trajectory) -> range:
     return range(num_shared + 1, len(trajectory.turns))
 
 
-def branch_metrics(groups: Sequence[Group], branching: Branching, *, seed: int) -> dict[str, float]:
+def branch_metrics(groups: Sequence[Group], branching: Branching, *, seed: int, num_rollouts: int) -> dict[str, float]:
     """Return the metrics `branching/*` of a step, computed from what was sampled, so that a resumed step gives the same.
 
     Metrics of decisions are left out if no rollout had an observation.
 
     Args:
         seed: of the batch that the groups were played in.
+        num_rollouts: M.
     """
     trajectories = [scored.trajectory for group in groups for scored in group.trajectories]
-    first = branching.config.initial_rollouts
-    verdicts = []
+    num_first = {group.task_index: branching.num_first(group.tree, num_rollouts) for group in groups}
+    verdicts, num_fresh = [], 0
     for trajectory in trajectories:
-        if trajectory.key.attempt < first:  # those that begin at the prompt to fill a group do not branch
-            entropies = [turn.completion.entropies for turn in trajectory.turns]
-            own_seed = rollout_seed(seed, trajectory.key)
-            verdicts += [branching.verdict(entropies[: at + 1], seed=own_seed) for at in forks_at(trajectory)]
+        if trajectory.key.attempt >= num_first[trajectory.key.task_index]:  # begins at the prompt to fill a group
+            num_fresh += 1
+            continue
+        entropies = [turn.completion.entropies for turn in trajectory.turns]
+        for at in forks_at(trajectory):
+            verdicts.append(branching.decision(trajectory.key, entropies[: at + 1], partial(rollout_seed, seed)))
     num_paths = branching.config.beam_size - 1
     num_branches = sum(trajectory.parent is not None for trajectory in trajectories)
     metrics = {
         "branching/branches_per_task": num_branches / max(1, len(groups)),
-        "branching/fresh_per_task": sum(each.key.attempt >= first for each in trajectories) / max(1, len(groups)),
+        "branching/fresh_per_task": num_fresh / max(1, len(groups)),
         "branching/decisions": float(len(verdicts)),
         "branching/tokens_shared": float(sum(trajectory.forked_at for trajectory in trajectories)),
         "branching/duplicates": float(sum(_num_duplicates(group) for group in groups)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Protocol, Self, TypeAlias, TypeVar
 
 from pydantic import AfterValidator, Field, model_validator
@@ -137,6 +137,9 @@ class PlayObserver(Protocol):
 
     def displaced(self, key: RolloutKey, spent: Spent) -> None:
         """A branch is ended, finished or not: another one is earlier in the order, or its parent begins again."""
+
+    def replaced(self, key: RolloutKey) -> None:
+        """A rollout leaves its group: another one has the same tokens. It may have finished before an interruption."""
 
 
 class NullObserver(PlayObserver):
@@ -476,6 +479,7 @@ async def collect(
 
     With `player.branching`, `initial_rollouts` of them begin at the prompt and may branch. If they and their branches are
     fewer than `num_rollouts` when the last of them has ended, the rest begin at the prompt, all at once, and do not branch.
+    With `monitoring_weight` the first rollout of a task is played before the others and says how many begin there.
 
     A rollout that a fault of ours spoils is played again from turn 0, or from its fork, up to `player.max_attempts` times. Then
     it is void and one more attempt takes its place; a group gets at most `num_rollouts` more attempts ("outcomes are typed").
@@ -526,14 +530,25 @@ async def _play_group(index: int, task: Task, batch_player: BatchPlayer, *, num_
     scored: list[ScoredTrajectory] = []
     num_void, too_long = 0, None
     branching = batch_player.player.branching
-    num_first = num_rollouts if branching is None else min(num_rollouts, branching.config.initial_rollouts)
+    num_first, failed = num_rollouts, list[Result]()
+    if branching is not None:
+        first = RolloutKey(task_index=index, attempt=0)
+        if branching.config.monitoring_weight is not None and first not in batch_player.finished:
+            result = await batch_player.play(task, first)
+            if isinstance(result, ScoredTrajectory):  # as after an interruption it is there already, and its branches follow
+                batch_player = replace(batch_player, finished={**batch_player.finished, first: result})
+            else:
+                failed = [result]
+        known = batch_player.finished.get(first)
+        num_first = branching.num_first([] if known is None else [known.trajectory], num_rollouts)
     attempts = range(num_first)
     while attempts and too_long is None:
         keys = [RolloutKey(task_index=index, attempt=attempt) for attempt in attempts]
         if branching is not None and attempts.start == 0:
             from strop.rollout.branch_tree import Tree  # most stages do not branch
 
-            results = await Tree(task, batch_player, branching, budget=num_rollouts - num_first).play(keys)
+            tree = Tree(task, batch_player, branching, budget=num_rollouts - num_first)
+            results = [*failed, *await tree.play(keys[len(failed) :])]
         else:
             played = all_of([batch_player.play(task, key) for key in keys if key not in batch_player.finished])
             results = [*(batch_player.finished[key] for key in keys if key in batch_player.finished), *await played]

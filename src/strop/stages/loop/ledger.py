@@ -99,6 +99,7 @@ class StepLedger:
         self._weights = weights
         self._policy_version = policy_version
         self._displaced: list[Spent] = []
+        self.num_replaced = 0  # rollouts whose tokens another one has
         self.void_tokens: list[int] = []  # of each void rollout, when it failed
         self._lines.append({"event": "opened", "weights": weights, "reused": len(self.finished_before)})
 
@@ -117,6 +118,10 @@ class StepLedger:
     def displaced(self, key: RolloutKey, spent: Spent) -> None:
         self._displaced.append(spent)
         self._lines.append({"event": "displaced", "key": asdict(key), **asdict(spent)})
+
+    def replaced(self, key: RolloutKey) -> None:
+        self.num_replaced += 1
+        self._lines.append({"event": "replaced", "key": asdict(key)})
 
     @property
     def displaced_figures(self) -> dict[str, float]:

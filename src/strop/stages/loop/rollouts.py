@@ -220,6 +220,8 @@ class StepRollouts:
                 figures["groups/refilled"] = float(len(groups) - stage.tasks_per_step)
             if stage.forks is not None:
                 figures |= ledger.displaced_figures
+                if stage.forks.replace_identical:
+                    figures["branching/replaced"] = float(ledger.num_replaced)
             played = PlayedStep(
                 groups=groups,
                 verdict=self.player.verdict,
@@ -243,7 +245,8 @@ class StepRollouts:
         branching = self.player.branching(self._stage)
         if branching is None:
             return {}
-        metrics = branch_metrics(groups, branching, seed=self._context.seed("rollouts", step))
+        seed, num_rollouts = self._context.seed("rollouts", step), self._stage.rollouts_per_task
+        metrics = branch_metrics(groups, branching, seed=seed, num_rollouts=num_rollouts)
         if problem := entropy_warning(metrics, branching):
             self._context.warn(f"step {step}: {problem}")
         return metrics
