@@ -9,6 +9,7 @@ from strop.algorithms.grpo import (
     group_normalized_advantages,
     leave_one_out_advantages,
     mean_centered_advantages,
+    tree_advantages,
 )
 
 
@@ -44,6 +45,25 @@ def test_mean_centered_advantages_keep_the_size_of_the_rewards():
 def test_leave_one_out_advantages_compare_with_the_mean_of_the_others():
     # 1 - (0 + 0.5) / 2; 0 - (1 + 0.5) / 2; 0.5 - (1 + 0) / 2
     assert leave_one_out_advantages([1.0, 0.0, 0.5]) == pytest.approx([0.75, -0.75, 0.0], abs=1e-12)
+
+
+def test_tree_advantages_add_what_a_rollout_is_worth_in_its_tree_and_in_its_group():
+    # Group: mean 0.4, std 0.5477226, so +1.0954451 and -0.7302967. Trees of 1 and 0: +-0.7071068; of one: 0.
+    found = tree_advantages([[1.0, 0.0, 1.0, 0.0, 0.0], [], [1.0, 0.0]], [[0, 0, 1, 1, 4], [], [0, 1]], eps=0.0)
+    assert found[0] == pytest.approx([1.8025519, -1.4374035, 1.8025519, -1.4374035, -0.7302967], abs=1e-6)
+    assert found[1] == []
+    assert found[2] == pytest.approx([0.7071068, -0.7071068], abs=1e-6)  # without branches it is GRPO's
+    three = tree_advantages([[1.0, 0.0, 0.0, 1.0]], [[2, 2, 2, 3]], eps=0.0)  # mean 1/3 and std 0.5773503 in the tree
+    assert three[0] == pytest.approx(
+        [0.8660254 + 1.1547005, -0.8660254 - 0.5773503, -0.8660254 - 0.5773503, 0.8660254], abs=1e-6
+    )
+
+
+def test_tree_advantages_sum_to_zero_in_a_group_and_leave_a_tied_tree_to_the_group():
+    rewards, trees = [1.0, 1.0, 0.3, 0.0, 0.7], [5, 5, 6, 6, 6]
+    (found,) = tree_advantages([rewards], [trees], eps=1e-6)
+    assert sum(found) == pytest.approx(0.0, abs=1e-9)
+    assert found[:2] == group_normalized_advantages(rewards, eps=1e-6)[:2]
 
 
 def test_batch_normalized_advantages_compare_across_groups():

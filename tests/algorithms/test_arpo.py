@@ -39,6 +39,16 @@ def test_soft_credit_is_each_rollouts_own_on_all_its_tokens():
     assert [set(tokens.tolist()) == {tokens[0].item()} for tokens in of_each] == [True] * 3
 
 
+def test_the_trees_of_an_advantage_are_those_of_rollouts_from_the_prompt():
+    first, second, branch = grow([5, 4, 2], {2: (0, 2)})
+    branch = replace(branch, key=replace(first.key, branch=1))
+    method = ARPO(advantage="tree", eps=0.0)
+    selection = method.select(group_of([first, branch, second], [1.0, 0.0, 0.0]), group_size=3, seed=0)
+    advantages = [tokens[0].item() for tokens in method.advantages([selection])[0]]
+    # Group: mean 1/3, std 0.5773503; the tree of two: +-0.7071068
+    assert advantages == pytest.approx([1.1547005 + 0.7071068, -0.5773503 - 0.7071068, -0.5773503], abs=1e-6)
+
+
 @pytest.mark.parametrize("credit", ["soft", "hard"])
 @pytest.mark.parametrize("weight", ["per_descendant", "once"])
 def test_without_branches_everything_is_that_of_grpo(credit, weight):

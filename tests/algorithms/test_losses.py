@@ -15,7 +15,7 @@ from strop.algorithms.losses import (
 ONE = torch.ones(1, dtype=torch.bool)
 
 
-def clip_loss_and_gradient(ratio, advantage, *, dual_clip=None):
+def clip_loss_and_gradient(ratio, advantage, *, dual_clip=None, keeps_gradient=False):
     """The loss of a token, and its derivative by the log-prob."""
     policy = torch.tensor([math.log(ratio)], requires_grad=True)
     loss = clip_token_loss(
@@ -25,6 +25,7 @@ def clip_loss_and_gradient(ratio, advantage, *, dual_clip=None):
         clip_low=0.2,
         clip_high=0.28,
         dual_clip=dual_clip,
+        kept_log_ratio=policy if keeps_gradient else None,
     )
     loss.sum().backward()
     return loss.item(), policy.grad.item()
@@ -61,6 +62,34 @@ def test_a_clipped_token_has_no_gradient_and_any_other_has_ratio_times_advantage
 )
 def test_the_dual_clip_bounds_the_loss_of_bad_tokens_that_became_likelier(ratio, advantage, loss, gradient):
     assert clip_loss_and_gradient(ratio, advantage, dual_clip=3.0) == pytest.approx((loss, gradient), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "gradient"),
+    [
+        (2.0, +1.5, -1.92),  # F = 1 + clip_high: -1.28 * 1.5, where the plain clip has none
+        (1.2, +1.5, -1.8),  # F = r within the range
+        (0.5, +1.5, -0.75),  # and below it, for a good token
+        (0.5, -1.5, 0.0),  # F = 0: a bad token that became unlikely
+        (2.0, -1.5, 3.0),  # F = r: one that became likelier
+    ],
+)
+def test_the_stop_gradient_clip_scales_gradients_as_aepo_says_and_has_the_loss_of_the_plain_clip(ratio, advantage, gradient):
+    loss, found = clip_loss_and_gradient(ratio, advantage, keeps_gradient=True)
+    assert found == pytest.approx(gradient, abs=1e-6)
+    assert loss == pytest.approx(clip_loss_and_gradient(ratio, advantage)[0], abs=1e-6)
+
+
+def test_the_stop_gradient_clip_keeps_the_dual_clip():
+    assert clip_loss_and_gradient(5.0, -1.0, dual_clip=3.0, keeps_gradient=True) == pytest.approx((3.0, 0.0), abs=1e-6)
+
+
+def test_a_ratio_that_overflows_keeps_its_gradient_under_the_stop_gradient_clip():
+    policy, mask = torch.full((1, 1), FAR, requires_grad=True), torch.ones(1, 1, dtype=torch.bool)
+    ratio = probability_ratio(policy, torch.zeros(1, 1), mask)
+    loss = clip_token_loss(ratio, torch.ones(1, 1), mask, kept_log_ratio=policy)
+    loss.sum().backward()
+    assert (loss.item(), policy.grad.item()) == pytest.approx((-1.28, -1.28), abs=1e-6)
 
 
 def test_a_lower_clip_of_more_than_one_never_binds():

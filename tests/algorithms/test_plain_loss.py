@@ -77,7 +77,9 @@ def plain_loss(logits, loss, ratio, aggregation, mismatch, kl, dual_clip):
             from_reference = now[column] - REFERENCE[row, column].double()
             advantage = ADVANTAGES[row, column].item()
             r = torch.exp(moved)
-            if loss is Loss.CLIP:
+            if loss is Loss.STOP_GRADIENT_CLIP and r.item() > 1 + CLIP_HIGH and advantage > 0:
+                gain = (1 + CLIP_HIGH) / r.item() * r * advantage
+            elif loss in (Loss.CLIP, Loss.STOP_GRADIENT_CLIP):
                 bounded = min(max(r.item(), 1 - CLIP_LOW), 1 + CLIP_HIGH)
                 gain = r * advantage if r.item() * advantage <= bounded * advantage else torch.tensor(bounded * advantage)
                 if dual_clip is not None and advantage < 0 and gain.item() < dual_clip * advantage:
@@ -129,7 +131,7 @@ def update_loss(logits, method, aggregation):
 
 @pytest.mark.parametrize(("loss", "ratio", "aggregation"), SETTINGS)
 def test_loss_and_gradient_are_those_of_the_formulas_off_policy(loss, ratio, aggregation):
-    dual_clips = [None, 1.3] if loss is Loss.CLIP else [None]
+    dual_clips = [None, 1.3] if loss in (Loss.CLIP, Loss.STOP_GRADIENT_CLIP) else [None]
     # Aggregation weighs the losses of tokens, whatever they consist of: it needs no product with every other setting.
     is_mean = aggregation is Aggregation.TOKEN_MEAN
     mismatches, estimators = (list(Mismatch), [None, *KLEstimator]) if is_mean else ([Mismatch.MASK_TOKEN], [KLEstimator.K3])

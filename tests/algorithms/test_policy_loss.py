@@ -100,7 +100,14 @@ def test_clip_fractions_count_the_tokens_whose_gradient_was_taken_away():
     assert figures["old_kl_nats"][0, 0].item() == pytest.approx(1.5 - math.log(1.5) - 1, abs=1e-6)
 
 
-@pytest.mark.parametrize(("loss", "low", "high"), [("cispo", [0, 0, 1, 1], [1, 1, 0, 0]), ("no_clip", [0] * 4, [0] * 4)])
+@pytest.mark.parametrize(
+    ("loss", "low", "high"),
+    [
+        ("cispo", [0, 0, 1, 1], [1, 1, 0, 0]),
+        ("no_clip", [0] * 4, [0] * 4),
+        ("stop_gradient_clip", [0, 0, 0, 1], [1, 0, 0, 0]),
+    ],
+)
 def test_clip_fractions_of_other_losses_say_where_a_weight_was_held(loss, low, high):
     policy = torch.tensor([[1.5, 1.5, 0.5, 0.5]]).log()
     figures = GRPO(loss=Loss(loss)).token_statistics(policy, inputs_of([0.0] * 4, advantages=[1.0, -1.0, 1.0, -1.0]))

@@ -63,7 +63,7 @@ def test_the_settings_of_a_named_method_are_a_method(settings: str) -> None:
 
 
 def test_the_page_names_methods() -> None:
-    assert len(NAMED_METHODS) == 10
+    assert len(NAMED_METHODS) == 12
 
 
 def test_the_example_is_a_recipe(tmp_path: Path) -> None:

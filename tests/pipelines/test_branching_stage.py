@@ -70,6 +70,26 @@ def test_a_branch_that_was_given_up_is_in_the_ledger_and_in_the_metrics(finished
         assert sorted(begun) == sorted([*kept, *(as_tuple(each["key"]) for each in displaced)])
 
 
+def test_aepo_and_tree_grpo_run_as_settings_of_the_same_tree(tmp_path):
+    """Every rollout that began is in a group, or was given up, or had the tokens of another one."""
+    method = {"kind": "arpo", "advantage": "tree", "loss": "stop_gradient_clip", "entropy_advantage": 0.2}
+    branching = {"initial_rollouts": 3, "monitoring_weight": 0.5, "branch_penalty": 0.05}
+    branching |= {"base_probability": 0.9, "spread_budget": True, "replace_identical": True}
+    run = run_recipe(tmp_path / "run", make_recipe(method=method, branching=branching)).run
+    for step, line in enumerate(lines_of(run), start=1):
+        rollouts = run.stage("rl").rollouts(step)
+        ledger = read_lines(rollouts.with_suffix(".ledger.jsonl"))
+        groups = json.loads(run.stage("rl").selection(step).read_text())["groups"]
+        assert [len(group["rollouts"]) for group in groups] == [6, 6, 6]
+        replaced = [each for each in ledger if each["event"] == "replaced"]
+        assert line["branching/replaced"] == len(replaced)
+        left = [as_tuple(each["key"]) for each in ledger if each["event"] in ("displaced", "replaced")]
+        kept = [as_tuple(entry["key"]) for group in groups for entry in group["rollouts"]]
+        begun = {as_tuple(each["key"]) for each in ledger if each["event"] == "started"}
+        assert begun == {*kept, *left}
+        assert line["branching/branches_per_task"] > 0
+
+
 def as_tuple(key):
     return key["task_index"], key["attempt"], key["branch"]
 

@@ -35,6 +35,7 @@ class Advantage(StrEnum):
     GROUP_NORMALIZED = "group_normalized"  # (r - mean) / std of the group; GRPO, CS336's "REINFORCE with baseline"
     MEAN_CENTERED = "mean_centered"  # r - mean of the group; Dr. GRPO
     LEAVE_ONE_OUT = "leave_one_out"  # r - mean of the others of the group; RLOO
+    TREE = "tree"  # group_normalized, once over the rollout's tree and once over the group; Tree-GRPO
     NONE = "none"  # r
     BATCH_NORMALIZED = "batch_normalized"  # (r - mean) / std of every trajectory of the step; REINFORCE++
     GROUP_CENTERED_BATCH_NORMALIZED = "group_centered_batch_normalized"  # that of r - mean of the group; REINFORCE++-baseline
@@ -136,6 +137,29 @@ def group_centered_batch_scaled_advantages(groups: Sequence[Sequence[float]], *,
     return [[value and value / (std + eps) for value in group] for group in centered]  # 0 / 0 where all rewards are equal
 
 
+def tree_advantages(groups: Sequence[Sequence[float]], trees: Sequence[Sequence[int]], *, eps: float) -> list[list[float]]:
+    """The normalized advantage in its tree plus that in its group; one float per reward, in their groups.
+
+    Tree-GRPO (arXiv:2509.21240), A_intra-tree + A_inter-tree, each (r - mean) / (std + eps) as in its released code. In a tree
+    of one rollout the first is 0: there is nothing to compare. That code takes the reward itself there.
+
+    Args:
+        groups: rewards.
+        trees: of each reward, which tree of its group.
+    """
+    found = []
+    for rewards, of_group in zip(groups, trees, strict=True):
+        advantages = group_normalized_advantages(rewards, eps=eps) if rewards else []
+        for tree in set(of_group):
+            rows = [row for row, other in enumerate(of_group) if other == tree]
+            if len(rows) > 1:
+                inside = group_normalized_advantages([rewards[row] for row in rows], eps=eps)
+                for row, advantage in zip(rows, inside, strict=True):
+                    advantages[row] += advantage
+        found.append(advantages)
+    return found
+
+
 def outcome_advantages(selections: Sequence[Selection], advantage: Advantage, *, eps: float) -> list[list[Tensor]]:
     """One advantage per kept trajectory, the same on each of its tokens; the group is what was kept (rStar2-Agent Eq. 7).
 
@@ -167,6 +191,9 @@ def scalar_advantages(selections: Sequence[Selection], advantage: Advantage, *, 
             return group_centered_batch_normalized_advantages(rewards, eps=eps)
         case Advantage.GROUP_CENTERED_BATCH_SCALED:
             return group_centered_batch_scaled_advantages(rewards, eps=eps)
+        case Advantage.TREE:  # branches have the attempt of the rollout that began at the prompt
+            trees = [[scored.trajectory.key.attempt for scored in selection.kept] for selection in selections]
+            return tree_advantages(rewards, trees, eps=eps)
     return [_of_group(group, advantage, eps) if group else [] for group in rewards]
 
 

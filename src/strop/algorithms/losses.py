@@ -108,8 +108,13 @@ def clip_token_loss(
     clip_low: float = 0.2,
     clip_high: float = 0.28,
     dual_clip: float | None = None,
+    kept_log_ratio: Tensor | None = None,
 ) -> Tensor:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token; with `dual_clip` c, at most -c A where A < 0.
+
+    With `kept_log_ratio` the upper bound is AEPO's (arXiv 2510.14545), (1 + clip_high) r / sg(r); `sg` stops the gradient. The
+    loss is the same, but a good token beyond the bound, often one of high entropy, keeps the gradient of
+    (1 + clip_high) A log r.
 
     The clipped term of PPO and of DeepSeekMath's GRPO (arXiv:2402.03300); rStar2-Agent (arXiv 2508.20722) Eq. 6; CS336
     assignment 5 Eq. 33. Clip-higher is DAPO's (arXiv:2503.14476), the dual clip that of Ye et al. (arXiv:1912.09729).
@@ -118,10 +123,14 @@ def clip_token_loss(
         ratio: r = π / π_old, of tokens or of rows; carries the gradient.
         clip_low, clip_high: how far the ratio may fall below or rise above 1 before a gain stops counting.
         dual_clip: where a bad token has become this many times likelier, its loss stops growing; more than 1. None: it grows.
+        kept_log_ratio: log r, 0 where masked; only its gradient is used.
     """
     ratio = _where_it_counts(ratio, advantages, loss_mask)
     advantages = torch.where(loss_mask, advantages, 0.0)
-    gain = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    if kept_log_ratio is not None:  # r / sg(r) as 1 + log r - sg(log r), which an infinite r has too
+        clipped = torch.where(ratio > 1 + clip_high, clipped.detach() * (1 + kept_log_ratio - kept_log_ratio.detach()), clipped)
+    gain = torch.minimum(ratio * advantages, clipped * advantages)
     if dual_clip is not None:
         gain = torch.where(advantages < 0, torch.maximum(gain, dual_clip * advantages), gain)
     return -gain
@@ -214,6 +223,24 @@ def high_entropy_mask(entropies: Tensor, loss_mask: Tensor, *, share: float) -> 
     # A share of 0.3 of ten tokens is 2.9999... in binary.
     num_kept = (loss_mask.sum(-1, keepdim=True).double() * share + 1e-9).floor()
     return loss_mask & (rank < num_kept)
+
+
+def entropy_aware_advantages(advantages: Tensor, entropies: Tensor, loss_mask: Tensor, *, weight: float) -> Tensor:
+    """A (1 + weight (H - mean H) / std H) of each trained token: AEPO (arXiv 2510.14545), entropy-aware advantage estimation.
+
+    Mean and std (unbiased, as in its released code) are those of the update's tokens; the code takes them of a micro-batch,
+    where a gradient would depend on its size. Equal entropies change nothing.
+
+    Args:
+        advantages: (N, T), of the whole update.
+        entropies: nats, (N, T), before the first update of the step; no gradient.
+        loss_mask: bool (N, T).
+    """
+    found = entropies[loss_mask].double()
+    if found.numel() == 0 or bool((found == found[0]).all()):
+        return advantages
+    standardized = (entropies.double() - found.mean()) / found.std(correction=1)
+    return torch.where(loss_mask, advantages * (1 + weight * standardized), advantages).to(advantages.dtype)
 
 
 class KLEstimator(StrEnum):

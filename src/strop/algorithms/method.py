@@ -211,6 +211,15 @@ class Method(Component):
         """
         return loss_mask
 
+    def scaled_advantages(self, advantages: Tensor, loss_mask: Tensor, columns: Mapping[Column, Tensor]) -> Tensor:
+        """The advantages of one update, (N, T), that its tokens are trained with, from those of their rollouts or of a critic.
+
+        Args:
+            loss_mask: bool (N, T).
+            columns: those that the method needs, (N, T).
+        """
+        return advantages
+
     def token_statistics(self, policy_logprobs: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
         """Named per-token figures (clip fractions, ratio) that the trainer averages over unmasked tokens; no gradient."""
         return {}

@@ -17,6 +17,7 @@ from strop.algorithms.losses import (
     RatioLevel,
     cispo_token_loss,
     clip_token_loss,
+    entropy_aware_advantages,
     high_entropy_mask,
     log_ratio,
     mismatch_weights,
@@ -32,13 +33,19 @@ class Loss(StrEnum):
     """The surrogate whose gradient improves the policy; r is π / π_old."""
 
     CLIP = "clip"  # min(r A, clip(r) A); PPO, GRPO
+    STOP_GRADIENT_CLIP = "stop_gradient_clip"  # the same, with the gradient of good tokens above the bound; AEPO
     NO_CLIP = "no_clip"  # r A; CS336 assignment 5 Eq. 34
     CISPO = "cispo"  # sg(clip(r)) A log π; MiniMax-M1 (arXiv:2506.13585)
     POLICY_GRADIENT = "policy_gradient"  # A log π; REINFORCE, right only for the first update after sampling
 
     @property
     def is_clipped(self) -> bool:
-        return self in (Loss.CLIP, Loss.CISPO)
+        return self.is_pessimistic or self is Loss.CISPO
+
+    @property
+    def is_pessimistic(self) -> bool:
+        """Whether only gains are clipped: above the range with A > 0, and below it with A < 0."""
+        return self in (Loss.CLIP, Loss.STOP_GRADIENT_CLIP)
 
 
 class PolicyLoss(Method):
@@ -75,6 +82,13 @@ class PolicyLoss(Method):
         # DeepSeek-R1 (arXiv:2501.12948) Eq. 2
         kl_estimator: KLEstimator = Field(KLEstimator.K3, description="Estimator of the KL divergence.")
         entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus.")
+        # 0.2 in the released code of AEPO (arXiv 2510.14545)
+        entropy_advantage: float = Field(
+            0.0,
+            ge=0,
+            description="How much an advantage grows with its token's entropy before the first update of the step, per standard"
+            " deviation over an update.",
+        )
         high_entropy_share: float = Field(
             1.0, gt=0, le=1, description="Share of the tokens that are trained: those of highest entropy."
         )
@@ -99,7 +113,7 @@ class PolicyLoss(Method):
             if not self.loss.is_clipped:
                 self._refuse("clip_low", f"{loss}, which does not clip", 'loss = "clip"')
                 self._refuse("clip_high", f"{loss}, which does not clip", 'loss = "clip"')
-            if self.loss is not Loss.CLIP:
+            if not self.loss.is_pessimistic:
                 self._refuse("dual_clip", f"{loss}, which has no second clip", 'loss = "clip"')
             if self.loss is Loss.POLICY_GRADIENT:
                 self._refuse("ratio", f"{loss}, which has no ratio", 'loss = "no_clip"')
@@ -145,7 +159,7 @@ class PolicyLoss(Method):
             needed.add(Column.OLD_LOGPROBS)
         if self.config.kl_coefficient > 0:
             needed.add(Column.REFERENCE_LOGPROBS)
-        if self._ranks_the_update:
+        if self._ranks_the_update or self.config.entropy_advantage > 0:
             needed.add(Column.OLD_ENTROPIES)
         return frozenset(needed)
 
@@ -170,6 +184,13 @@ class PolicyLoss(Method):
         flat = (columns[Column.OLD_ENTROPIES].reshape(1, -1), loss_mask.reshape(1, -1))
         return high_entropy_mask(*flat, share=self.config.high_entropy_share).view_as(loss_mask)
 
+    def scaled_advantages(self, advantages: Tensor, loss_mask: Tensor, columns: Mapping[Column, Tensor]) -> Tensor:
+        """As they are, or by entropy."""
+        if self.config.entropy_advantage == 0:
+            return advantages
+        entropies = columns[Column.OLD_ENTROPIES]
+        return entropy_aware_advantages(advantages, entropies, loss_mask, weight=self.config.entropy_advantage)
+
     def token_loss(self, policy_logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """The loss of each token, (n, T), 0 where masked. Only the surrogate is weighted for the mismatch."""
         loss = self._surrogate(policy_logprobs, inputs)
@@ -192,8 +213,8 @@ class PolicyLoss(Method):
         """Per-token figures of an update, (n, T), 0 where masked; no gradient.
 
         `ratio`: π / π_old, at the level of the loss. `clip_fraction_low`, `_high`, `_dual`: 1 where the clip took the gradient
-        away (of CISPO: where it held the weight). `old_kl_nats`: k3 estimate of KL(π_old || π), on tokens of π_old.
-        `sampler_ratio`: π_old / π_sampled, uncapped. `sampler_gap_nats`: |its log|; `sampler_kl_nats`: k3
+        away (of CISPO and the stop-gradient clip: where it held the weight). `old_kl_nats`: k3 estimate of KL(π_old || π), on
+        tokens of π_old. `sampler_ratio`: π_old / π_sampled, uncapped. `sampler_gap_nats`: |its log|; `sampler_kl_nats`: k3
         estimate of KL(π_sampled || π_old). `mismatch_weight`: by which the loss was
         weighted. `mismatch_over_cap_fraction`: 1 where that was capped or masked. `sampler_row_log_ratio`: of a mismatch by
         row, log of the row's uncapped weight, in nats. `reference_kl_nats`: k3, by token.
@@ -229,11 +250,21 @@ class PolicyLoss(Method):
         advantages, mask = inputs.advantages, inputs.loss_mask
         if self.config.loss is Loss.POLICY_GRADIENT:
             return policy_gradient_token_loss(policy_logprobs, advantages, mask)
-        ratio = self._ratio(policy_logprobs, inputs.columns[Column.OLD_LOGPROBS], mask)
+        old_logprobs = inputs.columns[Column.OLD_LOGPROBS]
+        ratio = self._ratio(policy_logprobs, old_logprobs, mask)
         low, high = self.config.clip_low, self.config.clip_high
         match self.config.loss:
-            case Loss.CLIP:
-                return clip_token_loss(ratio, advantages, mask, clip_low=low, clip_high=high, dual_clip=self.config.dual_clip)
+            case Loss.CLIP | Loss.STOP_GRADIENT_CLIP as loss:
+                kept = None if loss is Loss.CLIP else log_ratio(policy_logprobs, old_logprobs, mask, self.config.ratio)
+                return clip_token_loss(
+                    ratio,
+                    advantages,
+                    mask,
+                    clip_low=low,
+                    clip_high=high,
+                    dual_clip=self.config.dual_clip,
+                    kept_log_ratio=kept,
+                )
             case Loss.NO_CLIP:
                 return no_clip_token_loss(ratio, advantages, mask)
             case Loss.CISPO:
@@ -258,7 +289,7 @@ class PolicyLoss(Method):
     def _clip_fractions(self, ratio: Tensor, inputs: LossInputs) -> dict[str, Tensor]:
         is_below = inputs.loss_mask & (ratio < 1 - self.config.clip_low) & self.config.loss.is_clipped
         is_above = inputs.loss_mask & (ratio > 1 + self.config.clip_high) & self.config.loss.is_clipped
-        if self.config.loss is Loss.CLIP:  # the other side of each is never clipped
+        if self.config.loss.is_pessimistic:
             is_below = is_below & (inputs.advantages < 0)
             is_above = is_above & (inputs.advantages > 0)
         fractions = {"clip_fraction_low": is_below, "clip_fraction_high": is_above}

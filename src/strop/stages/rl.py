@@ -75,6 +75,7 @@ class RLRun:
         parts = split_by_group(selections, stage.updates_per_step)
         batches = await self.pack(stage, parts, selections, advantages)
         batches, advantages = scored_advantages(method, selections, parts, batches, advantages)
+        batches = [reweighted(batch, method) for batch in batches]
         watch.lap("time/score_s")
 
         # Update
@@ -155,7 +156,7 @@ class RLRun:
             )
             for column in sorted(columns):
                 batch = await self.trainer.score(batch, column)
-            batches.append(reweighted(batch, method))
+            batches.append(batch)
         return batches
 
     async def update(self, step: int, batches: Sequence[TokenBatch]) -> StepUpdates:

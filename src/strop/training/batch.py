@@ -229,7 +229,10 @@ def pack_rows(
 
 
 def reweighted(batch: TokenBatch, method: Method) -> TokenBatch:
-    """Return `batch`, which has all columns that `method` needs, with weights for the tokens that the method trains."""
+    """Return `batch`, which has all columns that `method` needs, with weights and advantages of the tokens that are trained."""
+    advantages = method.scaled_advantages(batch.advantages, batch.loss_mask, batch.columns)
+    if advantages is not batch.advantages:
+        batch = replace(batch, advantages=advantages)
     trained = method.trained_tokens(batch.loss_mask, batch.columns)
     if trained is batch.loss_mask:
         return batch
