@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scripted_runs import RecordingEngine, make_recipe, run_recipe
+from scripted_runs import RecordingEngine, lines_of, make_recipe, run_recipe
 from strop.analysis.read import read_analysis
 from strop.errors import RunError
 from strop.run_directory import read_json, read_lines
@@ -80,3 +80,11 @@ def test_an_engines_own_entropies_are_not_scored_again(tmp_path):
     run = run_recipe(tmp_path / "run", make_recipe(log_entropies=True)).run
     assert not any("entropies" in each for each in records(run, 1).values())
     assert "tokens/forking_fraction" in of_rl(run)[0]
+
+
+def test_advantages_and_weights_by_entropy_reach_the_trainer(tmp_path):
+    norms = set()
+    for name, settings in {"plain": {}, "advantage": {"entropy_advantage": 0.5}, "mask": {"high_entropy_share": 0.5}}.items():
+        run = run_recipe(tmp_path / name, make_recipe(method={"kind": "grpo", **settings}, steps=1)).run
+        norms.add(lines_of(run)[0]["update/grad_norm"])
+    assert len(norms) == 3
