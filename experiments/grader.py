@@ -8,9 +8,9 @@ right answer stands where it must not count: in the reasoning, in what a tool pr
 was cut off. Every grader of answers judges all of them, as the shipped recipes configure it, each in the form it reads.
 
 The bars: no false reject of an integer label by `math`, and no near miss accepted by any grader, but for the cases that its
-source's rules accept, which are counted by themselves. ARPO's F1 of words has no bar: it knows no mathematics, and is measured
-to be told. It gives shares, so it is counted twice: above 0, which evaluations call right and the bonus is for, and 1, which is
-the whole reward. What is misjudged is told by kind, with examples.
+source's rules accept, which are counted by themselves. ARPO's F1 of words and the course's own grader (`dr_grpo`) have no bar:
+they are measured to show what they accept. F1 gives shares, so it is counted twice: above 0, which evaluations call right and
+the bonus is for, and 1, which is the whole reward. What is misjudged is told by kind, with examples.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 from grader_forms import HELD_OUT, NEW, FormSet
 
-from strop.rewards import MathReward, Reward, SumReward, make_reward, r1_zero
+from strop.rewards import MathReward, Reward, SumReward, dr_grpo, make_reward
 from strop.rewards.f1 import F1Part
 from strop.rewards.math import MathPart
 from strop.rewards.r1_zero import QuestionOnlyPart, R1ZeroPart
@@ -73,9 +73,10 @@ def _r1_zero_grader(part: R1ZeroPart, used_by: str) -> Grader:
     return Grader(
         reward=SumReward(parts={"accuracy": part}),
         form=AnswerForm.R1_ZERO if part.kind == "r1_zero" else AnswerForm.BOX,
-        settings=f'kind = "{part.kind}", fast = {str(part.config.fast).lower()}',
+        settings=f'kind = "{part.kind}", fast = {str(part.config.fast).lower()}, judge = "{part.config.judge}"',
         used_by=used_by,
         accepts=frozenset(accepts),
+        has_bar=part.config.judge == "strop",
     )
 
 
@@ -120,8 +121,10 @@ GRADERS = {
         'kind = "math", judge = "fused"',
         "rstar2-released",
     ),
-    "r1_zero, fast": _r1_zero_grader(R1ZeroPart(fast=True), "CS336, drgrpo-1.5b"),
-    "r1_zero": _r1_zero_grader(R1ZeroPart(fast=False), "CS336, when asked for"),
+    "r1_zero, dr_grpo, fast": _r1_zero_grader(R1ZeroPart(fast=True, judge="dr_grpo"), "CS336"),
+    "r1_zero, dr_grpo": _r1_zero_grader(R1ZeroPart(fast=False, judge="dr_grpo"), "CS336, when asked for"),
+    "r1_zero, fast": _r1_zero_grader(R1ZeroPart(fast=True), "drgrpo-1.5b"),
+    "r1_zero": _r1_zero_grader(R1ZeroPart(fast=False), "when asked for"),
     "question_only, fast": _r1_zero_grader(QuestionOnlyPart(fast=True), "DAPO"),
     "question_only": _r1_zero_grader(QuestionOnlyPart(fast=False), "drgrpo-7b"),
     "arpo, a word in common": _f1_grader("F1 above 0"),
@@ -334,7 +337,7 @@ async def judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
 
 async def _judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
     reward = make_reward(grader.reward)
-    limit_s, r1_zero.LIMIT_S = r1_zero.LIMIT_S, PATIENCE_S
+    limit_s, dr_grpo.LIMIT_S = dr_grpo.LIMIT_S, PATIENCE_S
 
     async def one(case: Case) -> bool:
         task = Task(id="", question="", answer=case.label.text, source="")
@@ -348,7 +351,7 @@ async def _judge(cases: Sequence[Case], grader: Grader) -> list[bool]:
             verdicts += await asyncio.gather(*map(one, cases[start : start + AT_ONCE]))
         return verdicts
     finally:
-        r1_zero.LIMIT_S = limit_s
+        dr_grpo.LIMIT_S = limit_s
         await reward.close()
 
 

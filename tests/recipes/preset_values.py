@@ -152,8 +152,8 @@ def _cs336_stage(stage: str) -> Values:
     return {
         **_hub(stage, "math"),
         **_under(f"stages.{stage}.", prompt="r1_zero", **{"sampling.temperature": 1.0, "sampling.max_tokens": 1024}),
-        **_keys(f"stages.{stage}.reward.", {"kind": "sum", "parts.accuracy.kind": "r1_zero", "parts.accuracy.fast": True}),
-        f"stages.{stage}.reward.parts.accuracy.weight": 1.0,
+        f"stages.{stage}.reward.kind": "sum",
+        **_under(f"stages.{stage}.reward.parts.accuracy.", kind="r1_zero", fast=True, judge="dr_grpo", weight=1.0),
         **_under(f"stages.{stage}.reward.parts.format.", kind="r1_zero_format", weight=0.0),
     }
 

@@ -33,6 +33,7 @@ from strop.rewards.base import (
     has_answer_format,
     has_called,
 )
+from strop.rewards.dr_grpo import is_equal_to_dr_grpo, need_pylatexenc
 from strop.rewards.math_answers import pairs_to_compare
 from strop.rollout.prompt import AnswerForm
 from strop.sandbox.numbers import exact_match, plain_number
@@ -405,10 +406,11 @@ def _left_by_text(gold: str, prediction: str) -> list[tuple[str, str]] | None:
     return [] if is_equal else None
 
 
-Judge: TypeAlias = Literal["form", "math_verify", "exact", "fused"]
+Judge: TypeAlias = Literal["form", "math_verify", "exact", "fused", "dr_grpo"]
 _JUDGES = (
     "form: math_verify, after relations, units, bases and words are compared as such. math_verify: only that. exact: equal"
-    " texts or equal plain numbers. fused: text and sympy as in r1_zero, or else math_verify."
+    " texts or equal plain numbers. fused: text and sympy as in r1_zero, or else math_verify. dr_grpo: the grader that CS336"
+    " assignment 5 hands out."
 )
 
 MAX_DEADLINE_S = 600.0
@@ -431,6 +433,8 @@ class MathPart(AnswerPart):
     _verifier: MathVerifier
 
     def open(self, service: RunService | None) -> None:
+        if self.config.judge == "dr_grpo":
+            need_pylatexenc()
         self._verifier = MathVerifier(service, deadline_s=self.config.verify_deadline_s)
 
     async def close(self) -> None:
@@ -474,6 +478,8 @@ class MathPart(AnswerPart):
     async def _equals(self, gold: str, answer: str, *, judge: Judge) -> bool:
         if judge == "exact":
             return exact_match(gold, answer) or False
+        if judge == "dr_grpo":
+            return await asyncio.to_thread(is_equal_to_dr_grpo, gold, answer, is_fast=True)
         if judge == "form":
             return (await self._verifier.verify_form(gold, answer)).is_correct
         return (await self._verifier.verify(gold, answer, is_fused=judge == "fused")).is_correct

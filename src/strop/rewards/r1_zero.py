@@ -1,7 +1,8 @@
 r"""The two graders of CS336 assignment 5: an answer after `</think> <answer>`, and an answer in `\boxed{}`.
 
-Both follow Dr. GRPO (arXiv 2503.20783). They are plain functions that need no running service and never hang: numbers and equal
-texts are compared here, anything else in another process, under a deadline. A pair that reaches it is not equal.
+Both look for the answer as Dr. GRPO (arXiv 2503.20783) does. With `judge = "dr_grpo"` they also accept what it accepts; the
+default, `strop`, avoids its misreadings. They are plain functions that need no running service and never hang: numbers and
+equal texts are compared here, anything else in another process, under a deadline. A pair that reaches it is not equal.
 
 Measured on one core of a busy machine: 0.04 ms per call that needs no process (all of GSM8K), 1.4 ms on average over wrong
 answers to MATH-500 (2.2 ms with `fast=False`), and half a second more for the first call that needs the process.
@@ -10,32 +11,26 @@ answers to MATH-500 (2.2 ms with `fast=False`), and half a second more for the f
 from __future__ import annotations
 
 import asyncio
-import atexit
-import os
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
-from strop.errors import MachineError
-from strop.rewards.base import CLOSING, OPENING, AnswerPart, PositiveWeight, RolloutPart, final_text
+from strop.rewards.base import CLOSING, OPENING, AnswerPart, PositiveWeight, RolloutPart, RunService, final_text
+from strop.rewards.dr_grpo import ask, is_equal_to_dr_grpo, need_pylatexenc
 from strop.rewards.math import cleaned, equal_by_text, left_to_algebra, same_base_and_power
 from strop.rollout.prompt import AnswerForm
-from strop.sandbox.protocol import PairVerdict
-from strop.sandbox.verify_process import ProcessVerifier
-from strop.tasks.boxes import boxed
+from strop.tasks.boxes import BOX, last_box
 from strop.types import Task, Trajectory
 
-LIMIT_S = 1.0  # of each way to compare
-
 _FORMAT = "</think> <answer>"  # with one space
-_BOX = r"\boxed"
 
 Gold = str | float | Sequence[str]
 """One right answer, or several that are all accepted."""
+_Judge: TypeAlias = Literal["strop", "dr_grpo"]
 
 
-def r1_zero_reward_fn(response: str, ground_truth: Gold, fast: bool = True) -> dict[str, float]:
+def r1_zero_reward_fn(response: str, ground_truth: Gold, fast: bool = True, *, judge: _Judge = "strop") -> dict[str, float]:
     r"""Judges a response to the r1_zero prompt, whose opening `<think>` belongs to the prompt.
 
     The format is right if `</think> <answer>` (one space) and `</answer>` both occur. The answer is the text after the last
@@ -45,23 +40,25 @@ def r1_zero_reward_fn(response: str, ground_truth: Gold, fast: bool = True) -> d
         response: the policy's text with the closing tag (vLLM omits it unless `include_stop_str_in_output` is set).
         ground_truth: a number counts as its text.
         fast: compare only by text and sympy; otherwise pairs that these find unequal are also compared by `math_verify`.
+        judge: which answers are equal: `dr_grpo`, those that the hand-out's own grader accepts.
 
     Returns:
         `format_reward`, `answer_reward` and `reward`, each 0 or 1. A right format with a wrong answer has reward 0.
 
     Raises:
         MachineError: answers cannot be compared on this machine.
+        UserError: a library that `judge` needs is not installed.
     """
     if not has_r1_zero_format(response):
         return _rewards(is_formatted=False, is_correct=False)
     answer = answer_after_thoughts(response)
-    return _rewards(is_formatted=True, is_correct=answer is not None and _is_correct(answer, ground_truth, fast))
+    return _rewards(is_formatted=True, is_correct=answer is not None and _is_correct(answer, ground_truth, fast, judge))
 
 
 def answer_after_thoughts(response: str) -> str | None:
     """The answer that `r1_zero_reward_fn` reads; None if its last box does not close."""
     answer = response.rpartition(OPENING)[2].replace(CLOSING, "")
-    return last_box(answer) if _BOX in answer else answer
+    return last_box(answer) if BOX in answer else answer
 
 
 def has_r1_zero_format(response: str) -> bool:
@@ -74,7 +71,9 @@ def has_question_only_format(response: str) -> bool:
     return last_box(response) is not None
 
 
-def question_only_reward_fn(response: str, ground_truth: Gold, fast: bool = True) -> dict[str, float]:
+def question_only_reward_fn(
+    response: str, ground_truth: Gold, fast: bool = True, *, judge: _Judge = "strop"
+) -> dict[str, float]:
     r"""Judges a response to the bare question: the format is right if it has a `\boxed{}`, and the last one is the answer.
 
     Arguments, return value and exceptions are those of `r1_zero_reward_fn`.
@@ -82,17 +81,13 @@ def question_only_reward_fn(response: str, ground_truth: Gold, fast: bool = True
     answer = last_box(response)
     if answer is None:
         return _rewards(is_formatted=False, is_correct=False)
-    return _rewards(is_formatted=True, is_correct=_is_correct(answer, ground_truth, fast))
+    return _rewards(is_formatted=True, is_correct=_is_correct(answer, ground_truth, fast, judge))
 
 
-def last_box(text: str) -> str | None:
-    """The inside of the last box; None if there is none or it does not close."""
-    boxes = boxed(text[text.rfind(_BOX) :]) if _BOX in text else []
-    return boxes[0] if boxes else None
-
-
-def _is_correct(answer: str, ground_truth: Gold, fast: bool) -> bool:
+def _is_correct(answer: str, ground_truth: Gold, fast: bool, judge: _Judge) -> bool:
     golds = [str(ground_truth)] if isinstance(ground_truth, str | int | float) else ground_truth
+    if judge == "dr_grpo":
+        return any(is_equal_to_dr_grpo(gold, answer, is_fast=fast) for gold in golds)
     return any(_is_equal(last_box(gold) or gold, answer, fast) for gold in golds)
 
 
@@ -104,27 +99,9 @@ def _is_equal(gold: str, answer: str, fast: bool) -> bool:
     if is_equal is not None:
         return is_equal
     differences = left_to_algebra(gold, answer)
-    if differences is not None and (not differences or _verdict(differences=differences) is PairVerdict.EQUAL):
+    if differences is not None and (not differences or ask(lambda at, limit_s: at.are_zero(differences, wall_s=limit_s))):
         return True
-    return not fast and _verdict(gold, answer) is PairVerdict.EQUAL
-
-
-def _verdict(gold: str = "", answer: str = "", *, differences: Sequence[tuple[str, str]] = ()) -> PairVerdict:
-    """What sympy says of `differences`, or else math_verify of the two answers."""
-    verifier = _verifiers.setdefault(os.getpid(), ProcessVerifier(max_processes=1))
-    verdict = verifier.are_zero(differences, wall_s=LIMIT_S) if differences else verifier.compare(gold, answer, wall_s=LIMIT_S)
-    if verdict is PairVerdict.INTERNAL:
-        raise MachineError("the process that compares answers was lost twice on one pair.")
-    return verdict
-
-
-_verifiers: dict[int, ProcessVerifier] = {}  # by process id: a forked process must not use its parent's
-
-
-@atexit.register
-def _close() -> None:
-    if (verifier := _verifiers.pop(os.getpid(), None)) is not None:
-        verifier.close_now()
+    return not fast and ask(lambda at, limit_s: at.compare(gold, answer, wall_s=limit_s))
 
 
 def _rewards(*, is_formatted: bool, is_correct: bool) -> dict[str, float]:
@@ -141,6 +118,9 @@ class R1ZeroPart(AnswerPart):
     class Config(AnswerPart.Config):
         weight: PositiveWeight = 1.0
         fast: bool = Field(default=True, description="Compare only by text and sympy; false: by math_verify as well.")
+        judge: _Judge = Field(
+            default="strop", description="dr_grpo: accept what the hand-out's own grader accepts, its misreadings too."
+        )
 
     config: Config
     answer_form = AnswerForm.R1_ZERO
@@ -150,11 +130,15 @@ class R1ZeroPart(AnswerPart):
     def equality(self) -> Literal["mathematics", "intervals"]:
         return "mathematics" if self.config.fast else "intervals"
 
+    def open(self, service: RunService | None) -> None:
+        if self.config.judge == "dr_grpo":
+            need_pylatexenc()
+
     async def score(self, task: Task, trajectory: Trajectory) -> float:
         text = final_text(trajectory)
         if text is None:
-            return 0.0  # the grader may wait for a process
-        return (await asyncio.to_thread(self.grade, text, task.answer, self.config.fast))["reward"]
+            return 0.0
+        return (await self._judge(self.grade, text, task.answer))["reward"]
 
     def read_answer(self, trajectory: Trajectory) -> str | None:
         text = final_text(trajectory) or ""
@@ -162,7 +146,11 @@ class R1ZeroPart(AnswerPart):
 
     async def is_same(self, gold: str, answer: str) -> bool:
         response = f"</think> {OPENING}{answer}{CLOSING}"
-        return (await asyncio.to_thread(r1_zero_reward_fn, response, gold, self.config.fast))["answer_reward"] > 0
+        return (await self._judge(r1_zero_reward_fn, response, gold))["answer_reward"] > 0
+
+    async def _judge(self, grade: Callable[..., dict[str, float]], response: str, gold: str) -> dict[str, float]:
+        """In a thread: the grader may wait for a process."""
+        return await asyncio.to_thread(grade, response, gold, self.config.fast, judge=self.config.judge)
 
 
 class QuestionOnlyPart(R1ZeroPart):

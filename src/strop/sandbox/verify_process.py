@@ -70,6 +70,10 @@ class ProcessVerifier:
         """EQUAL if sympy finds every difference to be 0. Blocks. Raises as `compare`."""
         return self._submit([None, None, differences], wall_s).result()
 
+    def compare_as_dr_grpo(self, gold: str, answer: str, *, is_fast: bool, wall_s: float) -> PairVerdict:
+        """What the grader of Dr. GRPO says; needs pylatexenc. Blocks. Raises as `compare`."""
+        return self._submit([gold, answer, (), is_fast], wall_s).result()
+
     async def close(self) -> None:
         """End all processes; pairs that are being compared raise `MachineError`. Safe to call twice."""
         await asyncio.to_thread(self.close_now)

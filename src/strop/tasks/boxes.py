@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+BOX = r"\boxed"
 # The start of a box, another escaped character, or a brace. A regex cannot balance braces, but it can skip other text.
 _BOXED, _FRAMED = (
     re.compile(rf"(?P<box>\\(?:{names})\s*\{{)|\\(?!\\(?:{names})\s*\{{)[\s\S]|[{{}}]") for names in ("boxed", "boxed|fbox")
@@ -25,3 +26,19 @@ def boxed(text: str, *, is_fbox_one: bool = False) -> list[str]:
         elif token[0] == "}" and openings and (opening := openings.pop()) is not None:
             closed.append((opening, token.start()))
     return [text[opening:end] for opening, end in sorted(closed)]
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{...}` as Dr. GRPO (arXiv 2503.20783) reads it: escaped braces count.
+
+    None if there is no box, the last one does not close, or a space comes before its brace.
+    """
+    found, rest = text.rpartition(BOX)[1:]
+    if not found or rest[:1] != "{":
+        return None
+    depth = 0
+    for place, sign in enumerate(rest):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        if depth == 0:
+            return rest[1:place]
+    return None

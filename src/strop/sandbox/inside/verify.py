@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from . import latex
+from . import dr_grpo, latex
 
 # Read now: the sandbox hides this folder. The first line is a comment.
 _COMMON_ANSWERS = Path(__file__).with_name("answers.txt").read_text().splitlines()[1:]
@@ -62,12 +62,16 @@ def judge(payload: bytes, emit: Callable[[bytes], object]) -> None:
             emit(b"%d %s" % (index, judge_pair(gold, answer, differences)))
 
 
-def judge_pair(gold: str | None, answer: str | None, differences: Sequence[Sequence[str]]) -> bytes:
+def judge_pair(
+    gold: str | None, answer: str | None, differences: Sequence[Sequence[str]], is_fast: bool | None = None
+) -> bytes:
     """EQUAL if sympy finds all `differences` (at least one) to be 0, else what `compare` says; without `gold`, UNEQUAL.
 
-    A pair that raises an exception is UNREADABLE.
+    With `is_fast`, only what the grader of Dr. GRPO says. A pair that raises an exception is UNREADABLE.
     """
     try:
+        if is_fast is not None and gold is not None and answer is not None:
+            return EQUAL if dr_grpo.is_equal(gold, answer, is_fast=is_fast) else UNEQUAL
         if _are_zero(differences):
             return EQUAL
         return UNEQUAL if gold is None or answer is None else compare(gold, answer)

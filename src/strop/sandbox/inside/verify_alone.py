@@ -1,6 +1,6 @@
 """Runs `verify.judge_pair` on every line of stdin, in a plain process. A script: nothing else of strop is importable here.
 
-[gold, answer, differences]    ->    equal, unequal or unreadable
+[gold, answer, differences, is_fast (optional)]    ->    equal, unequal or unreadable
 """
 
 import ctypes
