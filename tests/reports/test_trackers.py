@@ -32,7 +32,7 @@ def test_tensorboard_gets_stage_and_metric_as_one_tag(monkeypatch, tmp_path):
     assert calls == [("rl/rollout/accuracy", 0.5, 3), "closed"]
 
 
-def test_wandb_counts_the_steps_of_each_stage_on_their_own(monkeypatch, tmp_path):
+def test_wandb_has_an_axis_for_training_and_one_for_validation_of_each_stage(monkeypatch, tmp_path):
     calls = []
     module = ModuleType("wandb")
     module.init = lambda **settings: SimpleNamespace(
@@ -42,12 +42,16 @@ def test_wandb_counts_the_steps_of_each_stage_on_their_own(monkeypatch, tmp_path
     )
     monkeypatch.setitem(sys.modules, "wandb", module)
     (tracker,) = make_trackers(["wandb"], run=RunDirectory(tmp_path), name="demo", recipe={"seed": 1})
-    for step in (1, 2):
-        tracker.log({"rollout/accuracy": 0.5}, step=step, stage="rl")
+    tracker.log({"rollout/accuracy": 0.5}, step=1, stage="rl")
+    tracker.log({"rollout/accuracy": 0.5, "validation/accuracy": 0.25}, step=2, stage="rl")
+    tracker.log({"validation/accuracy": 0.75}, step=1, stage="sft")
     tracker.close()
     assert calls == [
-        ("rl/*", "rl/step"),
-        {"rl/rollout/accuracy": 0.5, "rl/step": 1},
-        {"rl/rollout/accuracy": 0.5, "rl/step": 2},
+        ("rl/rollout/accuracy", "rl/train_step"),
+        {"rl/rollout/accuracy": 0.5, "rl/train_step": 1},
+        ("rl/validation/accuracy", "rl/eval_step"),
+        {"rl/rollout/accuracy": 0.5, "rl/train_step": 2, "rl/validation/accuracy": 0.25, "rl/eval_step": 2},
+        ("sft/validation/accuracy", "sft/eval_step"),
+        {"sft/validation/accuracy": 0.75, "sft/train_step": 1, "sft/eval_step": 1},
         "finished",
     ]

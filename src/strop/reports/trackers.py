@@ -39,7 +39,10 @@ class TensorBoardTracker:
 
 
 class WandbTracker:
-    """A run of the project `strop` at Weights & Biases, resumed under the same name. Keys are stage/metric."""
+    """A run of the project `strop` at Weights & Biases, resumed under the same name. Keys are stage/metric.
+
+    Metrics of validation have stage/eval_step as their x-axis, all others stage/train_step. Both hold the step of the stage.
+    """
 
     def __init__(self, name: str, recipe: Mapping[str, Any], directory: Path) -> None:
         """Raises `UserError` when wandb is not installed."""
@@ -51,13 +54,17 @@ class WandbTracker:
         self._run: Any = wandb.init(
             project="strop", name=name, id=name, resume="allow", config=dict(recipe), dir=str(directory)
         )
-        self._stages: set[str] = set()
+        self._defined: set[str] = set()
 
     def log(self, metrics: Mapping[str, float], *, step: int, stage: str) -> None:
-        if stage not in self._stages:
-            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-            self._stages.add(stage)
-        self._run.log({f"{stage}/{key}": value for key, value in metrics.items()} | {f"{stage}/step": step})
+        row: dict[str, float] = {f"{stage}/train_step": step}
+        for key, value in metrics.items():
+            name, axis = f"{stage}/{key}", f"{stage}/{'eval' if key.startswith('validation/') else 'train'}_step"
+            if name not in self._defined:
+                self._run.define_metric(name, step_metric=axis)
+                self._defined.add(name)
+            row |= {name: value, axis: step}
+        self._run.log(row)
 
     def close(self) -> None:
         self._run.finish()
