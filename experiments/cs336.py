@@ -12,7 +12,6 @@ problems within each, gives the 95 % interval of the difference. A rung whose in
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -108,8 +107,6 @@ _SHOWN = (
     "pass_at_k",
     "num_tasks",
     "k",
-    "tool_calls_mean",
-    "tool_error_rate",
     "length_tokens_mean",
     "void_fraction",
 )
@@ -151,16 +148,13 @@ def _curves(runs: Mapping[int, RunDirectory]) -> dict[str, dict[str, dict[str, l
 
 def table(results: Mapping[str, Any]) -> str:
     """One row a rung and seed, then the differences and the bars."""
-    rows = [
-        f"{'rung':<18} {'seed':>4} {'accuracy':>8}  {'95% interval':<16} {'pass@2':>6} {'calls':>6} {'errors':>7} {'tokens':>7}"
-    ]
+    rows = [f"{'rung':<18} {'seed':>4} {'accuracy':>8}  {'95% interval':<16} {'pass@2':>6} {'tokens':>7}"]
     for name, by_seed in results["figures"].items():
         for seed, each in by_seed.items():
             interval = f"[{each['accuracy_low']:.3f}, {each['accuracy_high']:.3f}]"
             rows.append(
                 f"{name:<18} {seed:>4} {each['accuracy']:>8.3f}  {interval:<16} {each['pass_at_k']:>6.3f}"
-                f" {each['tool_calls_mean']:>6.2f}"
-                f" {each.get('tool_error_rate', math.nan):>7.3f} {each['length_tokens_mean']:>7.1f}"
+                f" {each['length_tokens_mean']:>7.1f}"
             )
     rows += ["", f"{'difference':<34} {'mean':>7}  {'95%, paired':<17} {'95%, Student over seeds':<24}"]
     for name, each in results["differences"].items():

@@ -46,7 +46,7 @@ QUESTIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {  # the first arm is wha
     "off-policy": (ABLATIONS, ("defaults", "off_policy_1x4", "off_policy_4x1", "off_policy_4x4")),
     "off-policy-focused": (FOCUSED, ("on_policy", "off_policy_1x4", "off_policy_4x1")),
     "clip": (ABLATIONS, ("off_policy_4x4", "off_policy_4x4_no_clip")),
-    "prompt": (PROMPT, ("question_only", "short_words", "long_words")),
+    "prompt": (PROMPT, ("r1_zero", "question_only")),
 }
 CURVES = (
     "rollout/accuracy",
@@ -296,17 +296,11 @@ def rollouts_over_time(run: RunDirectory, steps: Sequence[int]) -> str:
             (row["rollout"] for row in read_lines(run.stage("rl").rollouts(step))),
             key=lambda each: (each["trajectory"]["key"]["attempt"], each["trajectory"]["key"]["task_index"]),
         )
-        num_calling = sum(any(turn["calls"] for turn in each["trajectory"]["turns"]) for each in rollouts)
-        parts += [f"step {step}: {num_calling} of {len(rollouts)} rollouts call the tool", ""]
         for reward in sorted({each["reward"] for each in rollouts}):
             with_it = [each["trajectory"] for each in rollouts if each["reward"] == reward]
             parts.append(f"step {step}: {len(with_it)} of {len(rollouts)} rollouts have reward {reward:g}")
             for trajectory in with_it[:2]:
-                for turn in trajectory["turns"]:
-                    parts.append(indent(turn["completion_text"], " " * 4))
-                    if turn["observation_text"]:
-                        parts.append(indent(turn["observation_text"].strip(), " " * 8))
-                parts.append("")
+                parts += [indent(turn["completion_text"], " " * 4) for turn in trajectory["turns"]] + [""]
     return "\n".join(parts).rstrip()
 
 
@@ -317,7 +311,7 @@ def write_results(runs: Path) -> str:
     add_before(found, runs)
     shown = RunDirectory(runs / ABLATIONS / "defaults-seed-0")
     if shown.stage("rl").done.exists():
-        write_text(RESULTS / "cs336" / "rollouts.txt", rollouts_over_time(shown, (1, 5, 10, 20)) + "\n")
+        write_text(RESULTS / "cs336" / "rollouts.txt", rollouts_over_time(shown, (1, 5, 20, 40)) + "\n")
     at = RESULTS / "cs336-sweeps.json"
     results = with_earlier(found, read_json(at) if at.exists() else {})
     write_text(at, json.dumps(results, separators=(",", ":"), allow_nan=False) + "\n")  # curves are long, a number a line

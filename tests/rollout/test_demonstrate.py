@@ -8,10 +8,10 @@ from toy_tokenizers import byte_tokenizer
 
 from strop.rewards.f1 import arpo_reward
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.demonstrate import demonstrate
+from strop.rollout.demonstrate import demonstrate, in_form_of
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.prompt import load_prompt
-from strop.tasks.demonstrators import ArithmeticDemonstrator, LookupDemonstrator, RecordedDemonstrator, with_think_tag
+from strop.tasks.demonstrators import ArithmeticDemonstrator, LookupDemonstrator, RecordedDemonstrator
 from strop.tasks.readers import Unreadable
 from strop.tools import tool
 from strop.types import RolloutKey, Task, ToolOutcome
@@ -110,7 +110,7 @@ def test_a_demonstration_in_the_form_of_arpos_prompt_earns_its_reward():
         demonstrate(
             TASK,
             RolloutKey(task_index=0, attempt=0),
-            [with_think_tag(reply, prompt.think_tag) for reply in demonstrator.script(TASK, tool="python", seed=0)],
+            [in_form_of(prompt, reply) for reply in demonstrator.script(TASK, tool="python", seed=0)],
             environments=environments,
             chat=CHAT,
             calls=environments.format,
@@ -120,3 +120,17 @@ def test_a_demonstration_in_the_form_of_arpos_prompt_earns_its_reward():
     )
     assert arpo_reward(trajectory, ["469"]) == 1.1
     assert arpo_reward(played(demonstrator, "arpo"), ["469"]) == -1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ("plain", r"<reason>2+2: 2+2=4.</reason><answer>\boxed{4}</answer>"),
+        ("arpo", r"<think>2+2: 2+2=4.</think><answer>\boxed{4}</answer>"),
+        ("r1_zero", "2+2: 2+2=4.</think> <answer>4</answer>"),  # the prompt ends with <think>
+        ("question_only", r"2+2: 2+2=4. \boxed{4}"),
+    ],
+)
+def test_thoughts_and_answer_have_the_form_that_the_prompt_asks_for(prompt, said):
+    reply = in_form_of(load_prompt(prompt), lambda _: r"<reason>2+2: 2+2=4.</reason><answer>\boxed{4}</answer>")
+    assert reply("") == said

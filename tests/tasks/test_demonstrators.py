@@ -1,9 +1,11 @@
-"""The demonstrator of arithmetic: in which language it thinks."""
+"""The demonstrator of arithmetic: in which language it thinks, and how it adds without a tool."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
+from strop.errors import TaskError
 from strop.rewards.language import scripts_of
 from strop.stages.rejection_sampling import foreign_share
 from strop.tasks.demonstrators import ArithmeticDemonstrator
@@ -46,3 +48,23 @@ def test_a_language_changes_thoughts_alone():
         english, mixed = said(seed), said(seed, foreign_fraction=0.5)
         assert [without_thoughts(turn) for turn in english] == [without_thoughts(turn) for turn in mixed]
         assert mixed == said(seed, foreign_fraction=0.5)
+
+
+@pytest.mark.parametrize(
+    ("expression", "answer", "columns"),
+    [
+        ("27+45", "72", "7+5=12, 2+4+1=7"),
+        ("86+57", "143", "6+7=13, 8+5+1=14"),
+        ("3+14", "17", "3+4=7, 1=1"),
+        ("99+99+99", "297", "9+9+9=27, 9+9+9+2=29"),
+    ],
+)
+def test_without_a_tool_it_adds_column_by_column(expression, answer, columns):
+    task = replace(TASK, answer=answer, facts={"expression": expression})
+    [reply] = ArithmeticDemonstrator(guess_fraction=0.0).script(task, tool="", seed=0)
+    assert reply("") == rf"<reason>{expression}: {columns}.</reason><answer>\boxed{{{answer}}}</answer>"
+
+
+def test_without_a_tool_it_refuses_what_is_no_sum():
+    with pytest.raises(TaskError, match="can only add"):
+        ArithmeticDemonstrator(guess_fraction=0.0).script(TASK, tool="", seed=0)

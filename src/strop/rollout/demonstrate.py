@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 from strop.rollout.chat_template import ChatFormat
 from strop.rollout.environment import EnvironmentFactory
+from strop.rollout.prompt import AnswerForm, Prompt
 from strop.rollout.tool_calls import CLOSING, OPENING, CallFormat, FailedCall, parse_tool_calls
 from strop.tasks.readers import Unreadable
 from strop.types import Completion, FinishReason, RolloutKey, StopReason, Task, Trajectory, Turn
 
 _GOES_ON = "a turn goes on behind its call, where sampling would stop"
+_TAGS = re.compile(r"(?:</?(?:reason|answer)>)+")
+_BOXED_ANSWER = re.compile(r"</reason><answer>\\boxed\{(.*)\}</answer>")
 _MAX_CALLS = 1000  # of a turn: what a demonstrator wrote is not limited
 
 
@@ -32,6 +36,21 @@ def retold(text: str, calls: CallFormat) -> tuple[str, int]:
         return text[:start] + calls.write(call.name, call.arguments), 1
     except ValueError as error:
         raise Unreadable(str(error)) from error
+
+
+def in_form_of(prompt: Prompt, reply: Callable[[str], str]) -> Callable[[str], str]:
+    r"""`reply`, which thinks in `<reason>` and answers in `<answer>\boxed{}`, in the form that the prompt asks for."""
+
+    def said(observed: str) -> str:
+        text = reply(observed)
+        if prompt.graders == (AnswerForm.BOX,):
+            return _TAGS.sub(" ", text).strip()
+        if AnswerForm.R1_ZERO in prompt.graders:
+            text = _BOXED_ANSWER.sub(r"</reason> <answer>\1</answer>", text)
+        text = text.replace("<reason>", f"<{prompt.think_tag}>").replace("</reason>", f"</{prompt.think_tag}>")
+        return text.removeprefix(f"<{prompt.think_tag}>") if prompt.raw.endswith(f"<{prompt.think_tag}>") else text
+
+    return said
 
 
 def stops_at_call(text: str, calls: CallFormat) -> bool:

@@ -17,13 +17,13 @@ from strop.errors import TaskError
 from strop.recipe.graph import Product
 from strop.recipe.stage import Estimate, Machine, PosedKeys, Stage, StageResult
 from strop.rollout.chat_template import ChatFormat
-from strop.rollout.demonstrate import demonstrate
+from strop.rollout.demonstrate import demonstrate, in_form_of
 from strop.rollout.environment import ToolEnvironments
 from strop.rollout.prompt import load_prompt
 from strop.stages.context import StageContext, load_chat, product_of
 from strop.stages.data import conversation_maker, kept_path, open_tasks
 from strop.stages.loop.preflight import task_files
-from strop.tasks.demonstrators import DemonstratorConfig, RecordedDemonstrator, with_think_tag
+from strop.tasks.demonstrators import DemonstratorConfig, RecordedDemonstrator
 from strop.tasks.files import IndexedRows, writing_rows
 from strop.tasks.readers import Unreadable
 from strop.training.sft import Demonstration, Segment
@@ -49,7 +49,7 @@ async def play_demonstrations(
         TaskError: it can do none of them.
     """
     tasks = open_tasks(context.recipe, context.name, stage.tasks, seed=context.seed("tasks"), split="train")
-    tool = context.tools[0].spec.name
+    tool = next((each.spec.name for each in context.tools), "")
     prompt = load_prompt(stage.prompt)
     environments = ToolEnvironments(chat, prompt, context.tools, stage.limits)
     gate = asyncio.Semaphore(_AT_ONCE)
@@ -62,7 +62,7 @@ async def play_demonstrations(
         except TaskError as error:
             return error
         if not isinstance(demonstrator, RecordedDemonstrator):  # whose tags are those of its rows
-            replies = [with_think_tag(reply, prompt.think_tag) for reply in replies]
+            replies = [in_form_of(prompt, reply) for reply in replies]
         async with gate:
             key = RolloutKey(task_index=index, attempt=0)
             try:

@@ -23,18 +23,15 @@ from strop.types import Task, derive_seed
 _CALCULATION = re.compile(r"<<([^<>=]+)=([^<>]+)>>")  # GSM8K writes each calculation of a solution as <<48/2=24>>
 
 _SEARCH_TOOL = "search"
-_TAG = "reason"  # around thoughts
 Reply: TypeAlias = Callable[[str], str]
 """One turn: the text of the last observation -> what the demonstrator says next."""
 
 
-def with_think_tag(reply: Reply, tag: str) -> Reply:
-    """`reply` with its thoughts in the tag of a prompt."""
-    return lambda observed: reply(observed).replace(f"<{_TAG}>", f"<{tag}>").replace(f"</{_TAG}>", f"</{tag}>")
-
-
 class ArithmeticDemonstrator(Config):
-    """Computes with the tool. Deliberately flawed: it guesses some answers, and some of its first calls raise."""
+    """Computes with the tool. Deliberately flawed: it guesses some answers, and some of its first calls raise.
+
+    Without a tool it adds column by column, and never calls.
+    """
 
     kind: Literal["arithmetic"] = "arithmetic"
     guess_fraction: float = Field(
@@ -46,7 +43,7 @@ class ArithmeticDemonstrator(Config):
     foreign_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of thoughts in Russian, each drawn separately.")
 
     def script(self, task: Task, *, tool: str, seed: int) -> list[Reply]:
-        """Raises `TaskError` for a task without an expression."""
+        """Raises `TaskError` for a task without an expression, and without a tool for one that is no sum."""
         draw = random.Random(derive_seed("demonstration", seed, task.id))
         of_language = random.Random(derive_seed("demonstration-language", seed, task.id))
         expression = _fact(task, "expression", needed_by="arithmetic")
@@ -59,6 +56,9 @@ class ArithmeticDemonstrator(Config):
             guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
             guessed = thought("guess").format(expression=expression, guess=guess)
             return [lambda _: f"{guessed}{_answer(str(guess))}"]
+        if not tool:
+            added = f"<reason>{expression}: {_by_columns(task.id, expression)}.</reason>{_answer(task.answer)}"
+            return [lambda _: added]
         right = f"print({expression})"
         first = thought("compute").format(expression=expression)
         replies: list[Reply] = []
@@ -72,6 +72,21 @@ class ArithmeticDemonstrator(Config):
         last = thought("read")
         replies.append(lambda output: f"{last.format(output=output.strip())}{_answer(output.strip())}")
         return replies
+
+
+def _by_columns(task_id: str, expression: str) -> str:
+    """`27+45` as `7+5=12, 2+4+1=7`."""
+    terms = expression.split("+")
+    if not all(map(str.isdigit, terms)):
+        raise TaskError(
+            f"task {task_id!r}: without a tool, the demonstrator 'arithmetic' can only add. Set tasks.operators = ['+']."
+        )
+    steps, carry = [], 0
+    for place in range(max(map(len, terms))):
+        digits = [term[-1 - place] for term in terms if len(term) > place] + [str(carry)] * (carry > 0)
+        carry, digit = divmod(sum(map(int, digits)), 10)
+        steps.append(f"{'+'.join(digits)}={10 * carry + digit}")
+    return ", ".join(steps)
 
 
 _IN_ENGLISH = {
