@@ -28,6 +28,7 @@ from strop.types import Task
         ("2", r"\sqrt{4}", False),  # an integer is not computed
         (r"2\sqrt{3}", r"\sqrt{12}", True),
         ("x+1", "1 + x", True),
+        ("10x.5", "10.x.5", True),  # 10 times x times 0.5
         ("(1,2)", "(1, 2)", True),
         ("(1,2)", "[1,2]", False),
         (r"\text{Evelyn}", "evelyn", True),
@@ -62,7 +63,7 @@ def test_a_text_repeats_if_over_a_fifth_of_its_substrings_do():
     assert not _repeats("abca")  # 9 of 10: a occurs twice
 
 
-@pytest.mark.parametrize("text", ["'a'", "a.b()", "(1)[0]", "x.__y__", '"x"', "9**9**9**9**9"])
+@pytest.mark.parametrize("text", ["'a'", "a.b()", "1..b", "(1).b", "b1.b", "(1)[0]", "x.__y__", '"x"', "9**9**9**9**9"])
 def test_text_that_sympy_would_run_as_a_program_is_not_equal(text):
     assert not is_equal_to_dr_grpo("1", f"{text}*0+1", is_fast=True)
 

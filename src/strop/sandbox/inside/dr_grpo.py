@@ -149,7 +149,7 @@ _FRACTION = re.compile(r"^-?[0-9]+.?/0*[1-9][0-9]*.?$")
 _BRACKETS = "()[]"
 _MAY_HANG = re.compile(r"\^(?:[{(]|[0-9]+\^|[0-9]{2})")
 _MAX_LETTERS = 2  # more different ones are words
-_IS_CODE = re.compile(r"""['"`\[\]\\]|\.\s*[^\W\d]""")
+_IS_CODE = re.compile(r"""['"`\[\]\\]|(?:[^\W\d]\w*|[^\w\s])\s*\.\s*[^\W\d]""")  # `x.y`; but `10.y` is ten times y
 
 
 def _is_equal_as_in_prm800k(gold: str, answer: str) -> bool:
