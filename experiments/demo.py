@@ -71,7 +71,7 @@ async def _run(tree: Mapping[str, Any], stages: Mapping[str, Any], directory: Pa
         "time_s": time.perf_counter() - started,
         "evaluations": {figures["stage"]: figures for figures in result.evaluations},
         "curves": {name: [(line["step"], line[name]) for line in lines if name in line] for name in CURVES},
-        "rl_tokens": sum(_num_tokens(path) for path in (run.stage("rl").path / "rollouts").glob("step-*[0-9].jsonl")),
+        "rl_tokens": sum(_num_tokens(run.stage("rl").rollouts(line["step"])) for line in lines),
         "sft_tokens": _num_demonstrated(run),
     }
 

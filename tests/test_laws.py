@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -21,7 +22,7 @@ from strop.rewards import make_reward
 from strop.rollout.environment import RolloutLimits, ToolEnvironments
 from strop.rollout.player import Judge, NullObserver, Player, collect
 from strop.rollout.prompt import load_prompt
-from strop.run_directory import StageDirectory, read_lines, write_directory
+from strop.run_directory import StageDirectory, packed, read_lines, write_directory
 from strop.sandbox.scripted import ScriptedSandbox
 from strop.stages.context import load_chat
 from strop.stages.demonstrations import as_demonstration
@@ -213,7 +214,7 @@ def test_law_6_rollouts_of_other_weights_are_not_reused(scripted_run, tmp_path):
     rollouts = scripted_run.run.stage("rl").rollouts(1)
     (weights,) = {line["weights"] for line in read_lines(rollouts)}
     copy = tmp_path / rollouts.name
-    copy.write_bytes(rollouts.read_bytes())
+    shutil.copy(packed(rollouts), packed(copy))
     for checksum, num_reused in ((weights, 18), ("0" * 32, 0)):
         ledger = StepLedger(copy, weights=checksum, policy_version=0)
         ledger.close()

@@ -149,8 +149,8 @@ def assert_the_filter_judges_what_was_trained_on(run, stages):
 
 
 def trained_on(run, stage):
-    paths = run.stage(stage).rollouts(1).parent.glob("step-*.jsonl")
-    return {scored.trajectory.task_id for path in paths if "ledger" not in path.name for scored in read_rollouts(path)}
+    steps = [line["step"] for line in read_lines(run.metrics) if line["stage"] == stage]
+    return {scored.trajectory.task_id for step in steps for scored in read_rollouts(run.stage(stage).rollouts(step))}
 
 
 def assert_languages_are_mixed_and_told(run, stage):

@@ -267,7 +267,7 @@ def test_the_first_rollout_is_played_ahead_and_says_how_many_begin_at_the_prompt
     assert len(branches(group)) == 5
     assert {branch.key.attempt for branch in branches(group)} >= {0}  # it branches as the others do
     assert world.num_open == 0
-    assert len(watcher.ended) == 8 + len(watcher.spent)
+    assert 8 <= len(watcher.ended) <= 8 + len(watcher.spent)  # those that ended before they were displaced
 
 
 def test_a_first_rollout_that_fails_leaves_the_number_to_the_recipe():
