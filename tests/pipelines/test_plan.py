@@ -96,3 +96,10 @@ def rows(directory, num):
 def held_out(directory, *, num_rows):
     path = str(rows(directory, num_rows))
     return [f"stages.after.tasks={{kind='jsonl',path={path!r},test_path={path!r}}}"]
+
+
+def test_rl_on_a_file_is_planned_with_its_passes_over_the_rows_that_are_there(tmp_path):
+    tasks = f"{{kind='jsonl',path={str(rows(tmp_path, 10))!r}}}"
+    stage = planned(f"stages.rl.tasks={tasks}", "stages.rl.steps=5", "stages.rl.tasks_per_step=4")["rl"]
+    assert "; 2.0 passes over 10 tasks" in stage.arithmetic
+    assert "passes" not in planned()["rl"].arithmetic

@@ -128,6 +128,7 @@ class ExpertIteration(RolloutStage):
         updates = config.epochs * -(-rollouts // config.batch_size)
         trained = rollouts * config.epochs * self.tokens_of_responses(updates)
         return self.estimate(
+            name,
             recipe,
             arithmetic=f"{counted(config.steps, 'step')} x {config.tasks_per_step} tasks x {config.group_size} rollouts ="
             f" {rollouts} a step; those that are right are imitated for {counted(config.epochs, 'epoch')} in batches of up"

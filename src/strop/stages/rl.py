@@ -307,13 +307,13 @@ class RL(RolloutStage):
         kept = config.tasks_per_step * config.group_size
         in_update = kept // config.updates_per_step
         trained = kept * config.epochs * self.tokens_of_responses(config.updates_in_step)
-        ahead = "; each step's rollouts are played while the step before is trained on" if config.max_staleness else ""
         return self.estimate(
+            name,
             recipe,
             arithmetic=f"{counted(config.steps, 'step')} x {config.tasks_per_step} tasks x {config.rollouts_per_task} rollouts"
             f" = {rollouts} a step; {config.method.kind} keeps {config.group_size} a task = {kept};"
             f" {counted(config.updates_in_step, 'update')} a step of {in_update} rollouts ="
-            f" {counted(config.num_updates, 'update')}{ahead}",
+            f" {counted(config.num_updates, 'update')}",
             rollouts=rollouts,
             updates=config.updates_in_step,
             trained=config.as_trained(
@@ -323,7 +323,6 @@ class RL(RolloutStage):
                 num_references=int(Column.REFERENCE_LOGPROBS in config.method.needs),
                 num_scored=1,
             ),
-            overlaps=config.max_staleness > 0,
             lines=(*self.lines_of_schedule(config.critic_only_steps), *config.method.notes(config.updates_in_step)),
         )
 

@@ -22,6 +22,7 @@ from strop.stages.loop.preflight import (
     check_needs,
     missing_parts,
     task_files,
+    tasks_there,
 )
 from strop.tasks.protocol import Split, TaskSource
 from strop.training.config import OptimizerConfig, Schedule
@@ -269,22 +270,26 @@ class RolloutStage(TrainingStage):
 
     def estimate(
         self,
+        name: str,
         recipe: Recipe,
         *,
         arithmetic: str,
         rollouts: int,
         updates: int,
         trained: Trained,
-        overlaps: bool = False,
         lines: Iterable[str],
     ) -> Estimate:
         """The cost of a stage with so many rollouts and updates in a step."""
         config = self.config
+        there = tasks_there(name, config, recipe, None)
+        overlaps = getattr(config, "max_staleness", 0) > 0
+        ahead = "; each step's rollouts are played while the step before is trained on" if overlaps else ""
+        passes = f"; {config.steps * config.tasks_per_step / there:.1f} passes over {there} tasks" if there else ""
         budget = "" if config.budget_s is None else f"; fewer if {config.budget_s:g} s pass before"
         rules = " or ".join(rule.what for rule in config.end_when)
         ends_early = budget + (f"; fewer if before that {rules}" if rules else "")
         return Estimate(
-            arithmetic=arithmetic + ends_early,
+            arithmetic=arithmetic + ahead + passes + ends_early,
             sampled=Sampled(tokens=rollouts * self.tokens_of_responses(updates), steps=config.steps, rollouts=rollouts),
             trained=trained,
             overlaps=overlaps,
