@@ -17,7 +17,7 @@ from strop.stages.data import open_tasks
 from strop.stages.evaluation import Eval
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))
-ON_OTHER_TERMS = ("arpo", "cs336-supplement")
+ON_OTHER_TERMS = ("arpo", "cs336-supplement", "r1")
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
 
@@ -160,6 +160,25 @@ def small_model(tmp_path_factory):
     return run_recipe(tmp_path_factory.mktemp("model") / "run", base).run.stage("base").model
 
 
+def play(recipe_name, stage, model, directory, says, *sets):
+    """The figures of one evaluation, and its prompts; `says` has what the model says to a prompt with this text in it."""
+    prompts = []
+
+    async def open_engines(model, config, *, detokenize, logs, names):
+        chat = load_chat(model)
+
+        def say(request):
+            prompts.append(chat.decode(request.ids))
+            return chat.completion_ids(next(text for question, text in says.items() if question in prompts[-1]))
+
+        return [RecordingEngine(say, max_request_tokens=1 << 16)]
+
+    recipe, _ = evaluations(preset(recipe_name), "threads=1", f"stages.model.path={model}", *sets)
+    recipe = recipe.model_copy(update={"stages": {each: recipe.stages[each] for each in ("model", stage)}})
+    [figures] = asyncio.run(train(recipe, directory, progress=Silent(), open_engines=open_engines)).evaluations
+    return figures, prompts
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_benchmarks_of_cs336s_supplement_are_asked_and_judged_as_it_says(name, small_model, tmp_path):
     rows, asked, says = BENCHMARKS[name]
@@ -171,28 +190,75 @@ def test_the_benchmarks_of_cs336s_supplement_are_asked_and_judged_as_it_says(nam
         sets = [
             f'{table}.tasks={{kind="jsonl", path="{path}", test_path="{path}", question="prompts_final", answer="harm_area"}}'
         ]
-    engines = []
-
-    async def open_engines(model, config, *, detokenize, logs, names):
-        chat = load_chat(model)
-
-        def say(request):
-            prompt = chat.decode(request.ids)
-            prompts.append(prompt)
-            return chat.completion_ids(next(text for question, text in says.items() if question in prompt))
-
-        engines.append(RecordingEngine(say))
-        return engines
-
-    prompts = []
     with serving(judge_of_supplement) as service:
         if name in ("alpaca_eval", "simple_safety_tests"):
             sets.append(f"{table}.reward.parts.accuracy.judge.service.url={service.url}")
-        recipe, _ = evaluations(preset("cs336-supplement"), "threads=1", f"stages.model.path={small_model}", *sets)
-        recipe = recipe.model_copy(update={"stages": {each: recipe.stages[each] for each in ("model", name)}})
-        result = asyncio.run(train(recipe, tmp_path / "run", progress=Silent(), open_engines=open_engines))
-    [figures] = result.evaluations
+        figures, prompts = play("cs336-supplement", name, small_model, tmp_path / "run", says, *sets)
     assert load_prompt("zero_shot_system_prompt").replace("{instruction}", asked) in prompts
     assert (figures["accuracy"], figures["temperature"], figures["k"]) == (0.5, 0.0, 1)
     if name in ("mmlu", "gsm8k"):
         assert figures["kinds"] == {"right": 1, "not well formed": 1}
+
+
+def contest(question, tests, starter="", **metadata):
+    public, private = (
+        json.dumps([{"input": given, "output": found} for given, found in some]) for some in (tests[:1], tests[1:])
+    )
+    row = {"question_id": question, "question_content": question, "starter_code": starter, "metadata": json.dumps(metadata)}
+    return row | {"public_test_cases": public, "private_test_cases": private}
+
+
+ADD = "class Solution:\n    def add(self, a, b):\n        "
+OF_R1 = {  # the rows of a stage, and what is said: right to half of them
+    "livecodebench": (
+        [
+            contest("Double it.", [("1\n", "2\n"), ("4\n", "8\n")]),
+            contest("Square it.", [("1\n", "1\n"), ("4\n", "16\n")]),
+            contest("Add them.", [("1\n2", "3"), ("3\n4", "7")], starter=ADD, func_name="add"),
+            contest("Take them.", [("0\n0", "0"), ("3\n4", "-1")], starter=ADD, func_name="add"),
+        ],
+        {
+            "Double it.": "```python\nprint(2 * int(input()))\n```",
+            "Square it.": "```python\nprint(int(input()))\n```",  # right in the public test only
+            "Add them.": f"```python\n{ADD}return a + b\n```",
+            "Take them.": f"```python\n{ADD}return a + b\n```",
+        },
+    ),
+    "ceval": (
+        [{"id": n, "question": f"{n}+1=____", "A": "1", "B": "2", "C": "3", "D": "4", "answer": "ABCD"[n]} for n in (1, 2)],
+        {"1+1": "<answer>答案：B</answer>", "2+1": "<answer>B</answer>"},
+    ),
+    "simpleqa": (
+        [{"metadata": "{}", "problem": f"Who was {n}?", "answer": name} for n, name in ((1, "Ann"), (2, "Ben"))],
+        {"Who was 1?": "<answer>Ann</answer>", "Who was 2?": "<answer>Cleo</answer>"},
+    ),
+}
+
+
+def judge_of_facts(asked, _):
+    *_, reference, answer = (line.partition(": ")[2] for line in asked.body["messages"][0]["content"].strip().splitlines())
+    return said("Correct" if reference == answer else "Incorrect")
+
+
+@pytest.mark.parametrize("name", OF_R1)
+def test_programs_chinese_choices_and_facts_are_sampled_and_judged_on_the_terms_of_r1(name, small_model, tmp_path):
+    rows, says = OF_R1[name]
+    table, path = f"stages.{name}", tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if name == "ceval":
+        path = tmp_path / "ceval"
+        for row in rows:
+            subject = path / f"subject-{row['id']}"  # whose files have one name, as on the hub
+            subject.mkdir(parents=True)
+            pyarrow = pytest.importorskip("pyarrow", reason="needs the extra strop[data]")
+            pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist([row]), subject / "val-0.parquet")
+    sets = [f"{table}.tasks.{key}={path}" for key in ("path", "test_path")]
+    if name == "simpleqa":
+        sets = [f'{table}.tasks={{kind="jsonl", path="{path}", test_path="{path}", question="problem"}}']
+    with serving(judge_of_facts) as service:
+        if name == "simpleqa":
+            sets.append(f"{table}.reward.parts.accuracy.judge.service.url={service.url}")
+        figures, prompts = play("r1", name, small_model, tmp_path / "run", says, *sets)
+    assert (figures["accuracy"], figures["num_tasks"]) == (0.5, len(rows))
+    assert (figures["temperature"], figures["top_p"], figures["k"]) == (0.6, 0.95, 8 if name == "livecodebench" else 4)
+    assert all(prompt.startswith("A conversation between User and Assistant.") for prompt in prompts)

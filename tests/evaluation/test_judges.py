@@ -59,7 +59,7 @@ def test_names_are_right_in_any_order_and_with_nothing_else(said, is_right):
     assert right_names(task("none"), attempt("I do not know", right=False).trajectory) == 0.0
 
 
-@pytest.mark.parametrize("said", ["C", "(C)", "c.", "\\text{C}", "Option C", "The answer is (C)"])
+@pytest.mark.parametrize("said", ["C", "(C)", "c.", "\\text{C}", "Option C", "The answer is (C)", "答案：C。", "选（C）"])
 def test_a_choice_is_right_by_its_letter(said):
     assert right_letter(task("C"), attempt(boxed(said), right=False).trajectory) == 1.0
 

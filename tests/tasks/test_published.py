@@ -1,8 +1,11 @@
 """Each published data set, on rows written here in its schema, and on the real samples where they are at hand."""
 
+import base64
 import json
 import os
+import pickle
 import re
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +18,21 @@ from strop.tasks.rows import HubRows, JsonlRows, ParquetRows
 
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
+PRIVATE = json.dumps([{"input": "[3]\n4", "output": "7", "testtype": "functional"}])
+CONTEST = {
+    "question_id": "3550",
+    "question_content": "Add.",
+    "starter_code": "class Solution:\n    def add(self, a, b):",
+    "difficulty": "easy",
+    "public_test_cases": '[{"input": "[1]\\n2", "output": "3", "testtype": "functional"}]',
+    "private_test_cases": base64.b64encode(zlib.compress(pickle.dumps(PRIVATE))).decode(),  # as code_generation_lite has them
+    "metadata": '{"func_name": "add"}',
+}
+CONTEST_QUESTION = (
+    "### Question:\nAdd.\n\n### Format: You will use the following starter code to write the solution to the problem and"
+    " enclose your code within delimiters.\n```python\nclass Solution:\n    def add(self, a, b):\n```\n\n### Answer: (use the"
+    " provided format with backticks)"
+)
 DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer"
     " (without quotes) where $Answer is the answer to the problem.\n\nWhat is 6*7?\n\nRemember to put your answer"
@@ -65,6 +83,13 @@ ROWS = [
         "subject",
     ),
     (
+        "ceval",
+        {"id": 0, "question": "5+5=____", "A": "5", "B": 10, "C": "20", "D": "25", "answer": "B", "explanation": ""},
+        "5+5=____\nA. 5\nB. 10\nC. 20\nD. 25",
+        "B",
+        None,
+    ),
+    (
         "dapo-math-17k",
         {**VERL, "prompt": [{"role": "user", "content": DAPO}], "extra_info": {"index": "a1"}},
         "What is 6*7?",
@@ -104,6 +129,13 @@ ROWS = [
         {"problem_id": 1, "question": "Add.", "input_output": '{"inputs": ["1 2"], "outputs": ["3"]}', "difficulty": "easy"},
         "Add.",
         '{"inputs": ["1 2"], "outputs": ["3"]}',
+        "difficulty",
+    ),
+    (
+        "livecodebench",
+        CONTEST,
+        CONTEST_QUESTION,
+        '{"fn_name": "add", "inputs": ["[1]\\n2", "[3]\\n4"], "outputs": ["3", "7"]}',
         "difficulty",
     ),
     (
@@ -216,6 +248,20 @@ def test_a_solution_without_an_answer_is_a_bad_row(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", {"question": "q", "answer": "I do not know."})
     with pytest.raises(TaskError, match=r"rows\.jsonl:1: math-verify finds no answer in the last 500 characters of its 'ans"):
         load_rows(JsonlRows(path=path, truth="parse"), split="train")
+
+
+@pytest.mark.parametrize(
+    ("packed", "why"),
+    [
+        (base64.b64encode(zlib.compress(pickle.dumps(print))).decode(), "it holds builtins.print, not a text"),
+        ("cGFja2Vk", "Error -3 while decompressing data"),
+    ],
+    ids=["a function", "not compressed"],
+)
+def test_packed_tests_hold_text_only(tmp_path, packed, why):
+    path = write_jsonl(tmp_path / "rows.jsonl", CONTEST | {"private_test_cases": packed})
+    with pytest.raises(TaskError, match=rf"rows\.jsonl:1: its tests cannot be read: {why}"):
+        load_rows(JsonlRows(path=path, dataset="livecodebench"), split="train")
 
 
 @pytest.mark.parametrize("dataset", ["gsm8k", "arpo-mix"])

@@ -12,7 +12,10 @@ from strop.rewards.f1 import normalized, token_f1
 from strop.types import Task, Trajectory
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}")
-_LETTER = re.compile(r"(?:the\s+)?(?:answer|option|choice)?\s*(?:is)?\s*:?\s*\(?\s*([A-Z])\s*\)?\s*[.:]?", re.IGNORECASE)
+_LETTER = re.compile(
+    r"(?:the\s+)?(?:answer|option|choice|答案|选项)?\s*(?:is|是|为|选)?\s*[:：]?\s*[(（]?\s*([A-Z])\s*[)）]?\s*[.:。]?",
+    re.IGNORECASE,
+)
 
 
 def right_letter(task: Task, trajectory: Trajectory) -> float:

@@ -9,7 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from strop.tasks.readers import AsTexts, Choices, Fill, LetterAt, Listed, Read, Reader, RightLetter
+from strop.tasks.readers import (
+    AsTexts,
+    Choices,
+    Fill,
+    LetterAt,
+    Listed,
+    Read,
+    Reader,
+    RightLetter,
+    contest_question,
+    contest_tests,
+)
 
 COUNTDOWN_WORDING = "Use each of the numbers {numbers} exactly once to write an expression with + - * / that equals {target}."
 
@@ -110,6 +121,14 @@ PUBLISHED: Mapping[str, Published] = {
         source="Hendrycks et al., 2020 (MMLU, arXiv:2009.03300); columns question, subject, choices, answer (a number from 0)",
         train_split="auxiliary_train",
     ),
+    "ceval": Published(
+        hub="ceval/ceval-exam",  # a subset for each of 52 subjects
+        question=Listed("question", ("A", "B", "C", "D")),
+        answer=Read("answer"),
+        source="Huang et al., 2023 (C-Eval, arXiv:2305.08322); columns id, question, A to D, answer (none in the test split)",
+        train_split="dev",
+        test_split="val",
+    ),
     "dapo-math-17k": Published(
         hub="BytedTsinghua-SIA/DAPO-Math-17k",
         question=Read(
@@ -171,6 +190,16 @@ PUBLISHED: Mapping[str, Published] = {
         answer=Read("input_output"),  # tests, as `kind = "code"` reads them
         facts={"difficulty": Read("difficulty"), "url": Read("url")},
         source="Hendrycks et al., 2021 (APPS, arXiv:2105.09938); problem_id, question, input_output, difficulty, url, ...",
+    ),
+    "livecodebench": Published(
+        hub="livecodebench/code_generation_lite",  # JSON lines that a script of its own loads: read the files
+        question=contest_question,
+        answer=contest_tests,
+        facts={"difficulty": Read("difficulty"), "platform": Read("platform"), "contest_date": Read("contest_date")},
+        id=Read("question_id"),
+        source="Jain et al., 2024 (LiveCodeBench, arXiv:2403.07974); columns question_content, starter_code, contest_date,"
+        " public_test_cases, private_test_cases, metadata, ...",
+        train_split="test",
     ),
     "tulu3-math": Published(
         hub="allenai/RLVR-MATH",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import logging
 import math
+import pickle
 import random
 import re
+import zlib
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -179,16 +183,16 @@ class Choices:
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """The question with the choices of a list below it, lettered in their order."""
+    """The question with the choices of a list, or of several columns, below it, lettered in their order."""
 
     question: str
-    choices: str
+    choices: str | tuple[str, ...]
 
     def __call__(self, row: Row) -> str:
-        texts = find(row, self.choices)
+        texts = find(row, self.choices) if isinstance(self.choices, str) else [find(row, name) for name in self.choices]
         if not isinstance(texts, list) or not 2 <= len(texts) <= len(_LETTERS):
             raise Unreadable(f"its {self.choices!r} is no list of 2 to {len(_LETTERS)} choices")
-        lines = [f"{letter}. {as_text(text, self.choices)}" for letter, text in zip(_LETTERS, texts, strict=False)]
+        lines = [f"{letter}. {as_text(text, str(self.choices))}" for letter, text in zip(_LETTERS, texts, strict=False)]
         return "\n".join([Read(self.question)(row), *lines])
 
 
@@ -213,3 +217,43 @@ class RightLetter:
 
     def __call__(self, row: Row) -> str:
         return _LETTERS[self.choices.ordered(row).index(Read(self.choices.right)(row).strip())]
+
+
+def contest_question(row: Row) -> str:
+    """A problem of LiveCodeBench in the words of its `lcb_runner/prompts/code_generation.py`."""
+    starter = row.get("starter_code")
+    form = (
+        "You will use the following starter code to write the solution to the problem and enclose your code within delimiters."
+        if starter
+        else "Read the inputs from stdin solve the problem and write the answer to stdout (do not directly test on the sample"
+        " inputs). Enclose your code within delimiters as follows."
+    )
+    return (
+        f"### Question:\n{Read('question_content')(row)}\n\n### Format: {form}\n```python\n{starter or '# YOUR CODE HERE'}\n```"
+        "\n\n### Answer: (use the provided format with backticks)"
+    )
+
+
+def contest_tests(row: Row) -> str:
+    """All tests of a problem of LiveCodeBench, as `kind = "code"` reads them."""
+    try:
+        tests = [*json.loads(_unpacked(row, "public_test_cases")), *json.loads(_unpacked(row, "private_test_cases"))]
+        names = {"fn_name": json.loads(Read("metadata")(row)).get("func_name")}
+        return json.dumps({**names, **{f"{side}s": [test[side] for test in tests] for side in ("input", "output")}})
+    except (ValueError, LookupError, TypeError, AttributeError, EOFError, zlib.error, pickle.UnpicklingError) as error:
+        raise Unreadable(f"its tests cannot be read: {error}") from error
+
+
+def _unpacked(row: Row, column: str) -> str:
+    """The JSON of a column; `code_generation_lite` has the private tests as base64 of a compressed pickle of it."""
+    text = Read(column)(row)
+    if text.startswith("["):
+        return text
+    return as_text(_PlainUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(text)))).load(), column)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Loads texts and numbers only: a class or function in a pickle could run anything."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, not a text")
