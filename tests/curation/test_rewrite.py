@@ -189,12 +189,28 @@ def test_a_column_of_plain_rows_is_rewritten_with_its_question(tmp_path):
     assert "2+2?" in service.asked[0].body["messages"][0]["content"]
 
 
+def test_a_reply_goes_into_another_column_and_the_request_has_further_keys(tmp_path):
+    source = tmp_path / "rows.jsonl"
+    row = {"question": "2+2?", "answer": "4", "facts": {"solution": "two and two"}}
+    source.write_text(json.dumps(row) + "\n")
+    with serving(politely) as service:
+        keys = config(service, column="facts.solution", into="response").model_dump()
+        keys["service"]["extra"] = {"structured_outputs": {"choice": ["safe", "unsafe"]}}
+        asyncio.run(rewrite_file(RewriteConfig.model_validate(keys), source, tmp_path / "out.jsonl"))
+    assert read_lines(tmp_path / "out.jsonl") == [row | {"response": "I think: two and two", "rewritten_by": "writer"}]
+    [asked] = service.asked
+    assert (asked.body["structured_outputs"], asked.body["model"]) == ({"choice": ["safe", "unsafe"]}, "writer")
+    with pytest.raises(ValidationError, match="into is 'response', but column is not set"):
+        config(service, into="response")
+
+
 @pytest.mark.parametrize(
     ("row", "keys", "message"),
     [
         ({"question": "?"}, {}, r"rows.jsonl:1: no messages that end with an assistant's"),
         ({"messages": [{"role": "user", "content": "?"}]}, {}, "no messages that end with an assistant's"),
-        ({"question": "?"}, {"column": "response"}, "its column 'response' is not text. Its columns: question"),
+        ({"question": "?"}, {"column": "response"}, "rows.jsonl:1: no column 'response'. It has 'question'"),
+        ({"facts": {"solution": None}}, {"column": "facts.solution"}, "rows.jsonl:1: its 'facts.solution' is empty"),
     ],
 )
 def test_a_row_without_a_response_is_named(row, keys, message, tmp_path):

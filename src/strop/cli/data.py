@@ -32,6 +32,9 @@ def _tag_name(value: str) -> str:
     return value
 
 
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="Override a key, as in name=other. Repeatable.", metavar="A.B=C")
+]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Parallel processes.")]
 
 
@@ -39,9 +42,7 @@ Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Parallel processes.")]
 def curate(
     file: Annotated[Path, typer.Argument(help="A TOML file: sources and rules.", metavar="FILE", show_default=False)],
     out: Annotated[Path, typer.Option("--out", help="The directory to write.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key, as in name=other. Repeatable.", metavar="A.B=C")
-    ] = None,
+    overrides: Overrides = None,
     jobs: Jobs = 2,
 ) -> None:
     """Apply rules to problems: writes kept.jsonl, dropped.jsonl with rules and reasons, and a page that shows both."""
@@ -143,12 +144,13 @@ def rewrite(
     file: Annotated[
         Path, typer.Option("--with", help="A TOML file: service, prompt, column.", metavar="FILE", show_default=False)
     ],
+    overrides: Overrides = None,
 ) -> None:
     """Let a model rewrite responses or requests. Failures go to OUT.failed.jsonl with the reason. The same command resumes."""
     from strop.config import load_toml, validate
     from strop.curation.rewrite import RewriteConfig, rewrite_file
 
-    config = validate(RewriteConfig, load_toml(file), place=str(file))
+    config = validate(RewriteConfig, load_toml(file, overrides or []), place=str(file))
     typer.echo(f"{out}: {asyncio.run(rewrite_file(config, source, out)).summary}")
 
 

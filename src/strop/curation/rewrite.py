@@ -25,6 +25,7 @@ from strop.http import Failures, ServiceRefused
 from strop.rewards.judge import checked_prompt
 from strop.tasks.boxes import boxed
 from strop.tasks.files import read_rows, writing_rows
+from strop.tasks.readers import Unreadable, as_text, find
 
 PROMPT = """\
 Rewrite the response below so that it reads well: one language, that of the request; plain and connected sentences in the first
@@ -63,6 +64,9 @@ class RewriteConfig(Config):
         None, description="Prompt with $response (the text to rewrite) and, if needed, $question. Unset: the built-in one."
     )
     column: str | None = Field(None, description="Column of text. Default: the last message of `messages`.")
+    into: str | None = Field(
+        None, description="Column that gets the reply, next to `column`. Default: the reply replaces the text."
+    )
     question: str = Field("question", description="Column of $question if `column` is set; else it is the last user message.")
     keeps_answer: bool = Field(True, description="Reject a rewrite whose last \\boxed{} differs.")
     keeps_thoughts: bool = Field(True, description="Reject a rewrite with more or fewer <think> and </think> tags.")
@@ -77,6 +81,8 @@ class RewriteConfig(Config):
     def _has_turns(self) -> Self:
         if self.turns == "user" and self.column is not None:
             raise ValueError(f"turns is 'user', but column is {self.column!r}, which has no turns. Leave one of them out.")
+        if self.into is not None and self.column is None:
+            raise ValueError(f"into is {self.into!r}, but column is not set. Set column to the text that is shown.")
         return self
 
 
@@ -202,7 +208,7 @@ def _fault(config: RewriteConfig, before: str, after: str, finish_reason: str) -
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A text to rewrite, and where it is: a column, or the position of a message."""
+    """A text to rewrite, and where the new one goes: a column, or the position of a message."""
 
     place: str | int
     question: str
@@ -212,12 +218,11 @@ class _Text:
 def _texts(config: RewriteConfig, row: Row, place: str) -> Sequence[_Text]:
     """Return what is rewritten of a row. Raises `TaskError` if there is nothing."""
     if config.column is not None:
-        text, question = row.get(config.column), row.get(config.question)
-        if not isinstance(text, str):
-            raise TaskError(
-                f"{place}: its column {config.column!r} is not text. Its columns: {', '.join(map(str, row)) or 'none'}."
-            )
-        return [_Text(config.column, str(question or ""), text)]
+        try:
+            text = as_text(find(row, config.column), config.column)
+        except Unreadable as error:
+            raise TaskError(f"{place}: {error}.") from error
+        return [_Text(config.into or config.column, str(row.get(config.question) or ""), text)]
     messages = row.get("messages")
     known = [each for each in messages if isinstance(each, Mapping)] if isinstance(messages, list) else []
     if config.turns == "user":
@@ -243,8 +248,11 @@ def _with_texts(config: RewriteConfig, row: Row, texts: Sequence[_Text], written
         else:
             new["messages"] = [*new["messages"]]
             new["messages"][text.place] = {**new["messages"][text.place], "content": after}
+    new["rewritten_by"] = config.service.model
+    if config.into is not None:
+        return new
     before = [text.before for text in texts]
-    return new | {"rewritten_by": config.service.model, "rewritten_from": before if config.turns == "user" else before[0]}
+    return new | {"rewritten_from": before if config.turns == "user" else before[0]}
 
 
 def _tags(counts: list[int]) -> str:
