@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from strop.errors import RunError, StropError
 
@@ -163,7 +163,7 @@ def iter_lines(path: Path) -> Iterator[dict[str, Any]]:
         RunError: the file cannot be read, or another line is not a JSON object.
     """
     try:
-        with path.open("rb") if path.exists() else gzip.open(packed(path)) as file:
+        with _opened(path) as file:
             for number, line in enumerate(file, start=1):
                 if line.endswith(b"\n") or is_whole_line(line):
                     yield parse_line(line, f"{path}:{number}")
@@ -172,6 +172,13 @@ def iter_lines(path: Path) -> Iterator[dict[str, Any]]:
     except (OSError, EOFError, zlib.error) as error:
         why = getattr(error, "strerror", None) or error
         raise RunError(f"{shortened(path)}: cannot be read: {why}. Restore it, or move it away.") from error
+
+
+def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        return gzip.open(packed(path))
 
 
 def packed(path: Path) -> Path:

@@ -1,6 +1,7 @@
 """`strop cs336 check`: a student's functions against strop's."""
 
 import inspect
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,12 @@ SIGNATURES = {  # of the course's tests/adapters.py
     "run_parse_gsm8k_response": "model_output",
     "run_compute_per_instance_dpo_loss": "lm, lm_ref, tokenizer, beta, prompt, response_chosen, response_rejected",
 }
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch):
+    """The directories of the modules that are checked are found by no later test, nor by its processes."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
 
 
 def check(path, *options):
