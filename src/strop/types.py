@@ -156,7 +156,7 @@ _IDS: dict[int, int] = {}
 def shared_ids(ids: Iterable[int]) -> tuple[int, ...]:
     """Return `ids` with one object for each number, in 8 bytes an id where a new object takes 36."""
     ids = tuple(ids)
-    return tuple(map(_IDS.setdefault, ids, ids))
+    return tuple(map(_IDS.setdefault, ids, ids)) if set(map(type, ids)) == {int} else ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,10 +40,11 @@ def test_steps_before_the_oldest_checkpoint_are_compressed_while_the_stage_goes_
     seen = {}
 
     def settle(directory, *, upto, keep):
-        settle_rollouts(directory, upto=upto, keep=keep)
+        problems = [*settle_rollouts(directory, upto=upto, keep=keep)]
         kept = sorted(int(path.name[5:]) for path in directory.checkpoints.iterdir() if path.name.startswith("step-"))
         plain = [name for name in names_in(directory) if name.endswith(".jsonl")]
         seen[upto] = (kept, sorted({int(name[5:11]) for name in plain}))
+        return problems
 
     monkeypatch.setattr("strop.stages.loop.steps.settle_rollouts", settle)
     run_recipe(tmp_path / "run", make_recipe(steps=4, keep_checkpoints=1))
@@ -79,19 +80,19 @@ def tasks_of(stage, step):
 
 def test_of_old_steps_the_first_tasks_are_kept_and_what_is_said_of_all(old, monkeypatch):
     monkeypatch.setattr("strop.stages.loop.ledger._SAMPLE_TASKS", 1)
-    settle_rollouts(old, upto=3, keep=2)
+    assert not [*settle_rollouts(old, upto=3, keep=2)]
     assert names_in(old, "step-000001*") == ["step-000001.jsonl.gz", "step-000001.selection.json"]
     assert [tasks_of(old, step) for step in (1, 2, 3)] == [[3], [6, 7, 8], [9, 10, 11]]
     groups = read_json(old.selection(1))["groups"]
     assert [["entropies" in each for each in group["rollouts"]] for group in groups] == [[True] * 2, [False] * 2, [False] * 2]
     assert [each["reward"] for group in groups for each in group["rollouts"]] == [1.0] * 6
     before = {path: path.read_bytes() for path in old.path.rglob("*") if path.is_file()}
-    settle_rollouts(old, upto=3, keep=2)
+    assert not [*settle_rollouts(old, upto=3, keep=2)]
     assert before == {path: path.read_bytes() for path in old.path.rglob("*") if path.is_file()}
 
 
 def test_a_step_that_may_be_played_again_is_neither_compressed_nor_sampled(old):
-    settle_rollouts(old, upto=0, keep=1)
+    assert not [*settle_rollouts(old, upto=0, keep=1)]
     assert not names_in(old, "*.gz")
     assert tasks_of(old, 1) == [3, 4, 5]
 
@@ -129,20 +130,42 @@ def test_a_damaged_file_is_one_error(tmp_path, content):
         list(iter_lines(path))
 
 
-def test_report_and_analysis_read_samples_and_a_run_goes_on_after_them(scripted_run, tmp_path):
+@pytest.mark.parametrize("harm", ["cut", "gone", "no selection", "empty"])
+def test_an_old_file_that_is_damaged_is_told_and_left_and_nothing_else_depends_on_it(old, harm):
+    assert not [*settle_rollouts(old, upto=3, keep=3)]
+    path = packed(old.rollouts(1))
+    match harm:
+        case "cut":
+            path.write_bytes(path.read_bytes()[:-12])
+        case "empty":
+            path.write_bytes(b"")
+        case "gone":
+            path.unlink()
+        case "no selection":
+            old.selection(1).unlink()
+    problems = [*settle_rollouts(old, upto=3, keep=2)]
+    assert [each[:44] for each in problems] == ["the rollouts of step 1 are left as they are:"] * (harm in ("cut", "empty"))
+    assert path.exists() is (harm != "gone")
+    assert not [*settle_rollouts(old, upto=3, keep=2)]
+
+
+def test_report_and_analysis_read_samples(scripted_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("strop.stages.loop.ledger._SAMPLE_TASKS", 1)
     run = RunDirectory(tmp_path / "run")
     shutil.copytree(scripted_run.run.path, run.path)
     whole = len(read_rollouts(run.stage("rl").rollouts(1)))
-    settle_rollouts(run.stage("rl"), upto=3, keep=1)
-    assert 0 < len(read_rollouts(run.stage("rl").rollouts(1))) <= whole
+    assert not [*settle_rollouts(run.stage("rl"), upto=3, keep=1)]
+    assert 0 < len(read_rollouts(run.stage("rl").rollouts(1))) < whole
     assert "rollouts" in write_report(run).read_text(encoding="utf-8")
     assert read_analysis(run, stage="rl", steps=None) is not None
-    run_recipe(run.path)
-    assert_same_training(run, scripted_run.run)
 
 
-def test_what_is_kept_changes_no_result(scripted_run, tmp_path):
-    assert_same_training(run_recipe(tmp_path / "run", make_recipe(keep_rollouts=1)).run, scripted_run.run)
+def test_what_is_kept_changes_no_result(scripted_run, tmp_path, monkeypatch):
+    monkeypatch.setattr("strop.stages.loop.ledger._SAMPLE_TASKS", 1)
+    sampled = run_recipe(tmp_path / "run", make_recipe(keep_rollouts=1)).run
+    assert_same_training(sampled, scripted_run.run)
+    first, whole = (read_rollouts(run.stage("rl").rollouts(1)) for run in (sampled, scripted_run.run))
+    assert 0 < len(first) < len(whole)
 
 
 def test_half_an_hour_of_training_ends_with_a_checkpoint(monkeypatch):

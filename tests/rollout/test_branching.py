@@ -280,14 +280,14 @@ def _grown(rule, budget, *, tree, timing):
 def test_the_tree_of_a_budget_does_not_depend_on_timing(spreads):
     rule = branching(spread_budget=spreads, beam_size=3)
     largest = []
-    for tree in range(40):
+    for tree in range(1000 if spreads else 100):
         budget = 2 + tree % 9
         expected = _grown(rule, budget, tree=tree, timing=random.Random(0))
-        for number in range(1, 8):
+        for number in range(1, 4):
             assert _grown(rule, budget, tree=tree, timing=random.Random(number)) == expected
         per_root = Counter(claim.parent.attempt for claim in expected)
         largest.append(max(per_root.values()) - -(-budget // 3))
-    assert (sum(largest) < 15) is spreads  # how far the best-off rollout is above its share
+    assert (sum(largest) < 50) is spreads  # how far the best-off rollout is above its share
 
 
 def _played(branch, *turns, forked_at=0):

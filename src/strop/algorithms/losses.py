@@ -128,7 +128,7 @@ def clip_token_loss(
     ratio = _where_it_counts(ratio, advantages, loss_mask)
     advantages = torch.where(loss_mask, advantages, 0.0)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    if kept_log_ratio is not None:  # r / sg(r) as 1 + log r - sg(log r), which an infinite r has too
+    if kept_log_ratio is not None:  # r / sg(r) as 1 + log r - sg(log r)
         clipped = torch.where(ratio > 1 + clip_high, clipped.detach() * (1 + kept_log_ratio - kept_log_ratio.detach()), clipped)
     gain = torch.minimum(ratio * advantages, clipped * advantages)
     if dual_clip is not None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -20,9 +19,6 @@ from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
 from strop.errors import ConfigError, did_you_mean
 from strop.recipe.stage import Estimate, Model, Trained
 from strop.reports.scales import counted, duration
-
-if TYPE_CHECKING:
-    pass
 
 _MIB, _GIB = 2**20, 2**30
 _IDLE_MIB = 600  # an interpreter with torch and transformers imported
@@ -63,6 +59,7 @@ DEVICES = {  # from the vendors' data sheets
     "H800": _device(80, 989, 67, 3.35),
     "L40S": _device(48, 362, 91.6, 0.86),
     "MI300X": _device(192, 1307, 163, 5.3),
+    "MI355X": _device(288, 2500, 157, 8.0),
     "RTX4090": _device(24, 165, 82.6, 1.01),
 }
 
@@ -116,12 +113,8 @@ class Layout:
     slots: int
     tokens: int  # of a micro-batch
     is_recomputed: bool  # activation_checkpointing
-
-    @property
-    def devices(self) -> str:
-        """What to write for `engine.devices`, which engines of one machine need to be on devices of their own."""
-        num = self.engines * self.width
-        return str([*range(num)]).replace(" ", "") if 1 < num <= _DEVICES_OF_A_MACHINE else ""
+    devices: tuple[int, ...] = ()  # of the engines, if they are on one machine
+    is_apart: bool = False  # the engines' devices are not the trainer's
 
     def keys(self, written: Layout, name: str) -> str:
         """The words of the command line that change `written` into this layout of the stage `name`."""
@@ -131,7 +124,7 @@ class Layout:
         }
         engine = {
             "replicas": (self.engines, written.engines),
-            "devices": (self.devices, written.devices),
+            "devices": tuple(each.devices and f"[{','.join(map(str, each.devices))}]" for each in (self, written)),
             "tensor_parallel": (self.width, written.width),
             "slots": (self.slots, written.slots),
         }
@@ -157,9 +150,8 @@ def cost_here(estimate: Estimate, engine: AnyEngine, model: Model, rate: float) 
         return Cost()
     memory, flops = 4.0 * model.num_parameters, 0.0
     if (trained := estimate.trained) is not None:
-        memory = _state_bytes(trained, model, trained.trainer.workers) + _activation_bytes(
-            trained, model, _written(estimate, engine)
-        )
+        layout = _written(estimate, engine)
+        memory = layout.ranks * (_state_bytes(trained, model, layout.ranks) + _activation_bytes(trained, model, layout))
         flops += trained.flops_per_parameter * model.num_active * trained.tokens / _TRAIN_SHARE
     if (sampled := estimate.sampled) is not None:
         memory += engine.num_engines * (_weight_bytes(engine, model) + _kv_bytes(engine, model, engine.slots))
@@ -188,7 +180,8 @@ def cost_on(hardware: Hardware, name: str, estimate: Estimate, engine: AnyEngine
     remedy = f"It fits with {words}" if words else f"No layout fits; name {instead}"
     return Cost(
         lines=tuple(lines),
-        problem=f"does not fit: {costs.needed_gib(layout):,.0f} GiB of a device's {hardware.gib:,.0f}. {remedy}.",
+        problem=f"does not fit: {costs.needed_devices(layout)} of {counted(hardware.num, 'device')}, each with"
+        f" {costs.needed_gib(layout):,.0f} of {hardware.gib:,.0f} GiB. {remedy}.",
     )
 
 
@@ -202,6 +195,8 @@ def _written(estimate: Estimate, engine: AnyEngine) -> Layout:
         slots=engine.slots,
         tokens=0 if trained is None else trained.trainer.max_tokens_per_microbatch,
         is_recomputed=trained is not None and trained.trainer.activation_checkpointing,
+        devices=engine.devices,
+        is_apart=trained is not None and bool(engine.devices) and min(engine.devices) >= max(1, trained.trainer.workers),
     )
 
 
@@ -210,8 +205,7 @@ def _layouts(estimate: Estimate, engine: AnyEngine, num: int, written: Layout) -
     trained, sampled = estimate.trained, estimate.sampled
     widths = [2**power for power in range(num.bit_length())] if isinstance(engine, ServerConfig) else [1]
     num_slots = _halves(written.slots, 1) if sampled is not None else [written.slots]
-    # A row of the longest conversation is a micro-batch by itself.
-    num_tokens = _halves(written.tokens, min(written.tokens, _SHORTEST if sampled is None else engine.max_length))
+    num_tokens = _halves(written.tokens, max(_SHORTEST, trained.longest if trained is not None else 0))
     options = product({written.is_recomputed, trained is not None}, widths, num_slots, num_tokens)
     for is_recomputed, width, slots, tokens in sorted(
         options, key=lambda each: (each[0], each[1] > _DEVICES_OF_A_MACHINE, -each[2], -each[3])
@@ -219,7 +213,18 @@ def _layouts(estimate: Estimate, engine: AnyEngine, num: int, written: Layout) -
         ranks = 0 if trained is None else 1 if trained.in_one_process else num // 2 if estimate.overlaps else num
         engines = 0 if sampled is None else (num - ranks if estimate.overlaps else num) // width
         if bool(ranks) >= (trained is not None) and bool(engines) >= (sampled is not None):
-            yield Layout(ranks=ranks, engines=engines, width=width, slots=slots, tokens=tokens, is_recomputed=is_recomputed)
+            first = ranks if estimate.overlaps else 0
+            last = first + engines * width
+            yield Layout(
+                ranks=ranks,
+                engines=engines,
+                width=width,
+                slots=slots,
+                tokens=tokens,
+                is_recomputed=is_recomputed,
+                devices=tuple(range(first, last)) if 1 < last <= _DEVICES_OF_A_MACHINE else (),
+                is_apart=estimate.overlaps,
+            )
 
 
 def _halves(first: int, last: int) -> list[int]:
@@ -241,14 +246,16 @@ class _Costs:
         return next((each for each in layouts if self.fits(each)), None)
 
     def fits(self, layout: Layout) -> bool:
-        devices = max(layout.ranks, layout.engines * layout.width)
-        return devices <= self.hardware.num and self.needed_gib(layout) <= self.hardware.gib
+        return self.needed_devices(layout) <= self.hardware.num and self.needed_gib(layout) <= self.hardware.gib
+
+    def needed_devices(self, layout: Layout) -> int:
+        engines = layout.engines * layout.width
+        return layout.ranks + engines if layout.is_apart else max(layout.ranks, engines)
 
     def needed_gib(self, layout: Layout) -> float:
         """Of the device that needs most."""
         rank, engine = sum(self._rank(layout)), sum(self._engine(layout))
-        is_apart = layout.ranks + layout.engines * layout.width <= self.hardware.num
-        return max(rank, engine) if is_apart else rank + engine
+        return max(rank, engine) if layout.is_apart else rank + engine
 
     def _rank(self, layout: Layout) -> tuple[float, float]:
         """GiB of a trainer's rank: its share of the weights and what belongs to them, and a micro-batch."""
@@ -284,7 +291,9 @@ class _Costs:
 
     def _token_s(self, layout: Layout, rows: int, length: float) -> float:
         """Seconds in which an engine computes one token of each of `rows` conversations of `length` tokens."""
-        read = _weight_bytes(self.engine, self.model) + rows * length * self.model.kv_values * _width(self.engine)
+        # A few rows of a mixture of experts read a few of the experts.
+        weights = min(self.model.num_parameters, rows * self.model.num_active) * _width(self.engine)
+        read = weights + rows * length * self.model.kv_values * _width(self.engine)
         bandwidth = _BANDWIDTH_SHARE * self.hardware.device.bandwidth_tb_s * 1e12
         arithmetic = 2 * self.model.num_active * rows / self.hardware.flops_per_s(self.engine.dtype)
         return max(read / bandwidth, arithmetic) / layout.width
@@ -304,13 +313,13 @@ class _Costs:
         disk: list[str] = []
         if trained is not None:
             state, activations = self._rank(layout)
-            tokens = min(trained.tokens_of_update, layout.tokens)
+            tokens = min(trained.tokens_of_update, max(layout.tokens, trained.longest))
             yield (
                 f"trainer: {counted(layout.ranks, 'rank')}, {state + activations:,.1f} GiB each: {state:,.1f} of weights,"
                 f" gradients and moments, {activations:,.1f} of a micro-batch of {tokens:,} tokens"
             )
-            kept = 12 * (trained.copies // 4) * self.model.num_parameters / _GIB
-            disk += [f"{counted(trained.checkpoints, 'checkpoint')} of {kept:,.0f} GiB"]
+            kept = 12 * trained.saved * self.model.num_parameters / _GIB
+            disk += [f"{counted(trained.checkpoints, 'checkpoint')} of {kept:,.0f} GiB" if kept else "checkpoints of adapters"]
         if sampled is not None:
             weights, kv = self._engine(layout)
             yield (
@@ -322,7 +331,8 @@ class _Costs:
             yield f"host: {host:,.1f} GiB for a step's rollouts" + self._loading(layout)
             disk += [f"{tokens * _DISK_BYTES / _GIB:,.1f} GiB of rollouts"]
         yield f"device: {self.needed_gib(layout):,.0f} of {self.hardware.gib:,.0f} GiB; disk: {', '.join(disk)}"
-        yield self._time(layout)
+        if time := self._time(layout):
+            yield time
 
     def _loading(self, layout: Layout) -> str:
         """What ranks need of a machine while each of them loads the whole model."""
@@ -335,7 +345,7 @@ class _Costs:
         if (trained := self.estimate.trained) is not None and not trained.tokens:
             parts.append(f"{self.training_rate(layout, trained):,.0f} tokens a second in training")
         hours = self.hardware.num * sum(times.values()) / 3600
-        return f"time: {', '.join(parts)}" + (f"; {hours:,.1f} GPU hours" if hours else "")
+        return f"time: {', '.join(parts)}" + (f"; {hours:,.1f} GPU hours" if hours else "") if parts else ""
 
 
 def _width(engine: AnyEngine) -> int:
@@ -361,5 +371,6 @@ def _state_bytes(trained: Trained, model: Model, ranks: int) -> float:
 def _activation_bytes(trained: Trained, model: Model, layout: Layout) -> float:
     """Of a micro-batch: all activations, or the inputs of the layers and the activations of one."""
     width = 2 if trained.trainer.precision == "bfloat16" else 4
+    tokens = min(trained.tokens_of_update, max(layout.tokens, trained.longest))
     values = 2 * model.num_layers + _ACTIVATIONS if layout.is_recomputed else _ACTIVATIONS * model.num_layers
-    return min(trained.tokens_of_update, layout.tokens) * model.hidden_size * values * width
+    return tokens * model.hidden_size * values * width

@@ -120,11 +120,9 @@ def _planned(
 def _other_terms(recipe: Recipe, name: str) -> Iterator[str]:
     """Where an evaluation asks less, or in other words, of a model that a stage of rollouts trained."""
     stage, before = recipe.stages[name], recipe.stages.get(recipe.stages[name].init)
-    if stage.makes is not Product.EVALUATION or before is None or not before.plays:
+    config, trained = stage.config, None if before is None or not before.plays else before.config
+    if stage.makes is not Product.EVALUATION or not isinstance(config, PlayedKeys) or not isinstance(trained, PlayedKeys):
         return
-    config, trained = stage.config, before.config
-    assert isinstance(config, PlayedKeys)
-    assert isinstance(trained, PlayedKeys)
     if (limit := config.longest_response) < trained.longest_response:
         yield f"responses end at {limit} tokens, but {stage.init!r} trains on up to {trained.longest_response}"
     if config.prompt != trained.prompt:

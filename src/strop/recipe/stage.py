@@ -53,6 +53,8 @@ class Trained:
     flops_per_parameter: int = 6  # of a token: 2 forward and 4 backward, and 2 for each pass that scores
     copies: float = 4.0  # of the weights in float32: themselves, their gradients and two moments
     tokens_of_update: int  # that are computed at once if they fit into a micro-batch
+    longest: int  # tokens of the longest row, which is a micro-batch by itself if it is longer than one
+    saved: int = 1  # models in a checkpoint, each with two moments
     checkpoints: int = 1  # that are kept
     in_one_process: bool = False
 

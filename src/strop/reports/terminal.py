@@ -91,7 +91,7 @@ def print_plan(
         for stage in stages:
             _print_planned(stage, console)
     total_s = sum(stage.time_s for stage in stages)
-    if total_s:
+    if total_s and not any(stage.problem for stage in stages):
         console.print(f"about {duration(total_s)} in all: {basis}", highlight=False)
     for line in state:
         console.print(printable(line), markup=False, highlight=False, soft_wrap=True)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
-from itertools import groupby
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -95,7 +94,7 @@ class BranchingConfig(Config):
         ge=0,
         le=10**6,
         description="AEPO: β of the budget. The first rollout of a task is played ahead, and N is M σ(β (its entropy at the"
-        " start − its mean entropy after observations)), rounded up. Not set: N is `initial_rollouts`.",
+        " start − its mean entropy after observations)), rounded down, plus 1. Not set: N is `initial_rollouts`.",
     )
 
     @property
@@ -211,6 +210,10 @@ class Branching:
                 parent = self.key_of(claims[-1])
         return claims
 
+    def turn_of(self, claim: Claim) -> int:
+        """The sum of the paths that lead to a branch: 1 for the first at each observation of a rollout from the prompt."""
+        return sum(each.path for each in self.descent(self.key_of(claim)))
+
     def _wanted(self, probability: float, *, seed: int, at: int) -> tuple[int, ...]:
         config = self.config
         paths = range(1, config.beam_size)
@@ -253,8 +256,8 @@ class Claims:
     branch ends, and a claim that is too late in the order is refused. In the end the tree is that of rollouts in lock-step,
     observation by observation, although no rollout waits for another.
 
-    With `spread_budget` the rollouts from the prompt take turns. This tree too depends on no timing: what a rollout keeps is
-    always the beginning of its own order, which only grows shorter, and no branch is before its parent in it.
+    With `spread_budget` the rollouts from the prompt take turns, and so do the observations of each. This tree too depends on
+    no timing: what a rollout keeps is always the beginning of its own order, in which no branch is before its parent.
     """
 
     def __init__(self, budget: int, branching: Branching | None = None) -> None:
@@ -277,12 +280,7 @@ class Claims:
         for claim in self._accepted:
             of_root[claim.parent.attempt].append(claim)
         claims = of_root[max(of_root, key=lambda root: (len(of_root[root]), root))]
-        turns: dict[RolloutKey, int] = {}  # of each branch; no earlier than its parent's
-        for _, at_once in groupby(claims, key=lambda claim: claim.at):
-            in_order = sorted(at_once, key=lambda claim: turns.get(claim.parent, 0))
-            for place, claim in enumerate(in_order):
-                turns[branching.key_of(claim)] = max(place, turns.get(claim.parent, 0))
-        return max(claims, key=lambda claim: (turns[branching.key_of(claim)], claim))
+        return max(claims, key=lambda claim: (branching.turn_of(claim), claim))
 
     def drop(self, claim: Claim) -> None:
         """The rollout of the claim begins again, and its branches with it."""

@@ -72,10 +72,7 @@ class DPO(TrainingStage):
         return Estimate(
             arithmetic=f"{counted(config.epochs, 'epoch')} over the pairs of {config.path} in batches of {config.batch_size};"
             f" up to {config.validation.num_pairs} held out measured every {config.validation.every_steps} steps",
-            trained=config.as_trained(
-                num_references=int(config.trainer.lora is None),
-                tokens_of_update=2 * config.batch_size * config.max_length,
-            ),
+            trained=config.as_trained(rows=2 * config.batch_size, longest=config.max_length, num_references=1),
         )
 
     async def run(self, context: StageContext) -> StageResult:

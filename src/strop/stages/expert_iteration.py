@@ -135,7 +135,7 @@ class ExpertIteration(RolloutStage):
             f" to {config.batch_size}: up to {counted(updates, 'update')} a step",
             rollouts=rollouts,
             updates=updates,
-            trained=config.as_trained(trained, tokens_of_update=min(config.batch_size, rollouts) * recipe.engine.max_length),
+            trained=config.as_trained(trained, rows=min(config.batch_size, rollouts), longest=recipe.engine.max_length),
             lines=self.lines_of_schedule(),
         )
 

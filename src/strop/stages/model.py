@@ -203,13 +203,18 @@ def _count(config: transformers.PretrainedConfig) -> Model:
     text = config.get_text_config()
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    num_parameters = sum(sizes.values())
+    num_routed = sum(size for name, size in sizes.items() if ".experts." in name)
+    num_experts = getattr(text, "n_routed_experts", None) or getattr(text, "num_experts", None) or 1
+    share = (getattr(text, "num_experts_per_tok", None) or 1) / num_experts
+    latent = getattr(text, "kv_lora_rank", None)  # of multi-head latent attention, which keeps no heads
     return Model(
         num_parameters=num_parameters,
-        num_active=num_parameters,
+        num_active=num_parameters - round((1 - share) * num_routed),
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
-        kv_values=2 * text.num_hidden_layers * kv_heads * head,
+        kv_values=text.num_hidden_layers * (2 * kv_heads * head if latent is None else latent + text.qk_rope_head_dim),
     )
 
 

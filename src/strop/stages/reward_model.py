@@ -69,7 +69,7 @@ class RewardModel(TrainingStage):
         config = self.config
         return Estimate(
             arithmetic=f"{counted(config.epochs, 'epoch')} over {config.path} in batches of {config.batch_size}",
-            trained=config.as_trained(tokens_of_update=2 * config.batch_size * config.max_length, in_one_process=True),
+            trained=config.as_trained(rows=2 * config.batch_size, longest=config.max_length, in_one_process=True),
         )
 
     async def run(self, context: StageContext) -> StageResult:

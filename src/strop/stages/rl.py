@@ -305,20 +305,20 @@ class RL(RolloutStage):
         config = self.config
         rollouts = config.tasks_per_step * config.rollouts_per_task
         kept = config.tasks_per_step * config.group_size
-        in_update = kept // config.updates_per_step
         trained = kept * config.epochs * self.tokens_of_responses(config.updates_in_step)
         return self.estimate(
             name,
             recipe,
             arithmetic=f"{counted(config.steps, 'step')} x {config.tasks_per_step} tasks x {config.rollouts_per_task} rollouts"
             f" = {rollouts} a step; {config.method.kind} keeps {config.group_size} a task = {kept};"
-            f" {counted(config.updates_in_step, 'update')} a step of {in_update} rollouts ="
+            f" {counted(config.updates_in_step, 'update')} a step of {kept // config.updates_per_step} rollouts ="
             f" {counted(config.num_updates, 'update')}",
             rollouts=rollouts,
             updates=config.updates_in_step,
             trained=config.as_trained(
                 trained,
-                tokens_of_update=in_update * recipe.engine.max_length,
+                rows=kept // config.updates_per_step,
+                longest=recipe.engine.max_length,
                 num_critics=int(config.method.critic is not None),
                 num_references=int(Column.REFERENCE_LOGPROBS in config.method.needs),
                 num_scored=1,

@@ -155,7 +155,8 @@ async def play_tasks(
                         next_index += 1
                     context.progress.step({}, num_closed)
             write_timeline(context, number, player.pool.last_batch)
-            await asyncio.to_thread(settle_rollouts, context.directory, upto=number, keep=number + 1)
+    for problem in await asyncio.to_thread(lambda: [*settle_rollouts(context.directory, upto=len(parts), keep=len(parts))]):
+        context.warn(problem)
     if num_void:
         _report_void(context, parts, num_void, is_all=not num_valid, num_tasks=num)
 

@@ -143,7 +143,7 @@ class SFT(TrainingStage):
         return Estimate(
             arithmetic=f"{taken} {config.batch_size} of {source}{only_right}",
             trained=config.as_trained(
-                num * (config.row_length or config.sampling.max_tokens), tokens_of_update=config.batch_size * longest
+                num * (config.row_length or config.sampling.max_tokens), rows=config.batch_size, longest=longest
             ),
             lines=tuple(missing_parts(config.reward, recipe.engine)) if self.is_judged else (),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal, Self
@@ -16,6 +17,8 @@ from strop.tasks.protocol import TaskSource, check_wording
 from strop.tasks.published import PUBLISHED, Published
 from strop.tasks.readers import Read, Reader, Row, Unreadable, find, word_of
 from strop.types import Task
+
+_PLACE = re.compile(r"\{(\w+)\}")  # of a wording
 
 
 class Columns(TaskSource.Config):
@@ -133,9 +136,13 @@ def _task_of(row: Row, columns: Columns, *, place: str, source: str) -> Task:
     if not answer:
         raise Unreadable("a row without an answer")
     facts |= _known_facts(row, shape)
-    posed = columns.wording
-    for key, text in (*facts.items(), ("question", question)):  # last: a question may hold braces of its own
-        posed = posed.replace(f"{{{key}}}", text)
+    known = {**facts, "question": question}
+    unknown = [place for place in _PLACE.findall(columns.wording) if place not in known]
+    if unknown:
+        raise Unreadable(
+            f"its wording has {{{unknown[0]}}}, which is no fact of the task; its facts: {', '.join(facts) or 'none'}"
+        )
+    posed = _PLACE.sub(lambda place: known[place[1]], columns.wording)
     return Task(id=name, question=posed, answer=answer, source=_source(row, shape, source), facts=facts)
 
 

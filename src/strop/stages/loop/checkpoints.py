@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,20 +40,29 @@ class CheckpointedKeys(Stage.Config):
         self,
         tokens: int = 0,
         *,
-        tokens_of_update: int,
+        rows: int,
+        longest: int,
         num_critics: int = 0,
         num_references: int = 0,
         num_scored: int = 0,
         in_one_process: bool = False,
     ) -> Trained:
-        """What is trained: the policy, critics as large as it, references that are held, and passes that only score."""
+        """What is trained: the policy, critics as large as it, references that are held, and passes that only score.
+
+        Args:
+            rows, longest: of an update; tokens of the longest row.
+
+        With an adapter the policy without it is the reference, and weights have no gradients or moments.
+        """
         is_lora = self.trainer.lora is not None
         return Trained(
             trainer=self.trainer,
             tokens=tokens,
             flops_per_parameter=(6 + 2 * num_scored) * (1 + num_critics) + 2 * num_references,
-            copies=(1 if is_lora else 4) + 4 * num_critics + num_references,
-            tokens_of_update=tokens_of_update,
+            copies=1 + 4 * num_critics if is_lora else 4 + 4 * num_critics + num_references,
+            saved=num_critics if is_lora else 1 + num_critics,
+            tokens_of_update=rows * longest,
+            longest=longest,
             checkpoints=self.keep_checkpoints,
             in_one_process=in_one_process,
         )
@@ -127,11 +137,12 @@ class CheckpointWriter:
         *,
         settle: Callable[[int], None] = lambda step: None,
     ) -> None:
-        """`settle` is called, in another thread, with the step of the oldest checkpoint that is kept."""
+        """`settle` is called with the step of the oldest checkpoint that is kept, in a thread that nothing waits for."""
         self.context = context
         self._every, self._saved, self._settle = stage.checkpoint_every, time.monotonic(), settle
         self._trainer, self._keep, self._in_background = trainer, stage.keep_checkpoints, stage.trainer.background_checkpoints
         self._writing: asyncio.Task[None] | None = None
+        self.settling: threading.Thread | None = None
 
     def is_due(self, step: int) -> bool:
         """Whether `step` ends with a checkpoint: after `checkpoint_every` steps, and after half an hour without one."""
@@ -193,7 +204,9 @@ class CheckpointWriter:
         waited_s = copied_s if self._in_background else time_s
         self.context.event("checkpoint_finished", step=step, time_s=time_s, waited_s=waited_s)
         await asyncio.to_thread(_prune, directory, self._keep)
-        await asyncio.to_thread(self._settle, min(_steps(directory)))
+        if self.settling is None or not self.settling.is_alive():
+            self.settling = threading.Thread(target=self._settle, args=(min(_steps(directory)),), daemon=True)
+            self.settling.start()
 
 
 def _writes_at_once(trainer: Checkpointed) -> WriteCheckpoint:

@@ -7,21 +7,24 @@ every finished rollout. A rollout is reused only if it was sampled from the very
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from strop.errors import RunError
 from strop.rollout.environment import ToolObserver
 from strop.rollout.player import Spent
 from strop.rollout.scheduler.report import BatchReport
 from strop.run_directory import (
     LineWriter,
     StageDirectory,
-    iter_lines,
     pack,
+    packed,
+    raw_lines,
     read_json,
     read_lines,
     write_json,
@@ -33,6 +36,7 @@ from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
 
 _SCORED = TypeAdapter(ScoredTrajectory)
 _SAMPLE_TASKS = 8  # of an old step
+_TASK_INDEX = re.compile(rb'"task_index": (\d+)')
 _WALL_CLOCK = (ToolOutcome.TIMEOUT, ToolOutcome.KILLED)
 """Outcomes that another machine, or a busier one, might not repeat: they are replayed instead of run again (law 8)."""
 
@@ -44,18 +48,25 @@ def read_rollouts(path: Path, *, weights: str | None = None) -> list[ScoredTraje
     ]
 
 
-def settle_rollouts(directory: StageDirectory, *, upto: int, keep: int) -> None:
+def settle_rollouts(directory: StageDirectory, *, upto: int, keep: int) -> Iterator[str]:
     """Compress the files of steps up to `upto`, which no try plays again; of all but the last `keep` steps keep a sample.
 
-    That is the rollouts of the first tasks. What says why each rollout was kept stays, and the ledger goes.
+    That is the rollouts of the first tasks. What says why each rollout was kept stays, without entropies of the others, and the
+    ledger goes. Yields what could not be done, in a sentence each; nothing depends on it.
     """
     folder = directory.rollouts(0).parent
     for path in sorted(folder.glob("step-*.jsonl")):
         if _step_of(path) <= upto:
-            pack(path)
+            try:
+                pack(path)
+            except RunError as error:
+                yield str(error)
     for ledger in sorted(folder.glob("step-*.ledger.jsonl*"))[:-keep]:  # those of a sample have none
         if ledger.suffix == ".gz":
-            _keep_sample(directory, _step_of(ledger))
+            try:
+                _keep_sample(directory, _step_of(ledger))
+            except RunError as error:
+                yield f"the rollouts of step {_step_of(ledger)} are left as they are: {error}"
             ledger.unlink()
 
 
@@ -64,15 +75,23 @@ def _step_of(path: Path) -> int:
 
 
 def _keep_sample(directory: StageDirectory, step: int) -> None:
+    """Lines are copied as they are: a step of a paper has gigabytes of JSON, and the first `task_index` is the rollout's."""
     rollouts = directory.rollouts(step)
-    keys = {line["rollout"]["trajectory"]["key"]["task_index"] for line in iter_lines(rollouts)}
-    kept = sorted(keys)[:_SAMPLE_TASKS]
-    lines = (line for line in iter_lines(rollouts) if line["rollout"]["trajectory"]["key"]["task_index"] in kept)
-    pack(rollouts, ((json.dumps(line, sort_keys=True) + "\n").encode() for line in lines))
-    selection = read_json(directory.selection(step))
-    for record in (record for group in selection["groups"] if group["task_index"] not in kept for record in group["rollouts"]):
-        record.pop("entropies", None)
-    write_json(directory.selection(step), selection)
+    if not packed(rollouts).exists():
+        return
+    kept = set(sorted({_task_of(line) for line in raw_lines(rollouts)})[:_SAMPLE_TASKS])
+    pack(rollouts, (line for line in raw_lines(rollouts) if _task_of(line) in kept))
+    if directory.selection(step).exists():
+        selection = read_json(directory.selection(step))
+        for group in selection["groups"]:
+            for record in group["rollouts"] if group["task_index"] not in kept else ():
+                record.pop("entropies", None)
+        write_json(directory.selection(step), selection)
+
+
+def _task_of(line: bytes) -> int:
+    found = _TASK_INDEX.search(line)
+    return int(found[1]) if found else -1
 
 
 def void_reasons(rollouts: Path) -> list[str]:

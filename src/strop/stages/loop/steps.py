@@ -153,7 +153,8 @@ async def take_steps(
     validator = None if stage.validation is None else Validator(rollouts.player, stage, stage.validation)
 
     def settle(upto: int) -> None:
-        settle_rollouts(context.directory, upto=upto, keep=stage.keep_rollouts)
+        for problem in settle_rollouts(context.directory, upto=upto, keep=stage.keep_rollouts):
+            context.warn(problem)
 
     async with CheckpointWriter(context, trainer, stage, settle=settle) as writer:
         done = await checkpoints.resume(context, trainer)
@@ -210,6 +211,8 @@ async def take_steps(
                     " tasks, a better starting point (SFT), more rollouts per task, or raise give_up_after to continue."
                 )
         log.close()
+    if writer.settling is not None:
+        await asyncio.to_thread(writer.settling.join)
     await asyncio.to_thread(settle, step)
     return Taken(steps=step, why_over=over)
 
