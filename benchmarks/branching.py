@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import strop
-from strop.run_directory import write_json
+from result_file import write_result
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "branching.json"
 COMMAND = "make bench-branching"
 STEPS = 4
 BARS = {64: 0.95, 16: 0.80}  # least share of the last step, by slots
@@ -70,12 +67,7 @@ def main() -> int:
     for name, steps in figures.items():
         for number, step in enumerate(steps, start=1):
             print(name, number, *(f"{step[each]:.4g}" for each in METRICS), sep="\t")
-    cpu = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next(line.partition(":")[2].strip() for line in cpu if line.startswith("model name"))
-    machine = {"processor": processor, "num_cores": os.cpu_count(), "strop": strop.__version__}
-    write_json(RESULTS, {"command": COMMAND, "machine": machine, "figures": figures, "bars": bars})
-    print(f"written: {RESULTS.relative_to(ROOT)}")
-    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+    return write_result("branching", command=COMMAND, figures=figures, bars=bars)
 
 
 if __name__ == "__main__":

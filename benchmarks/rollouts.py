@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import strop
-from strop.run_directory import RunDirectory, packed, write_json
+from result_file import write_result
+
+from strop.run_directory import RunDirectory, packed
 from strop.stages.loop.ledger import read_rollouts
 from strop.types import ScoredTrajectory
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "results" / "rollouts.json"
 COMMAND = "make bench-rollouts"
 LONG = {
     "stages.before.init": "base",
@@ -88,12 +87,7 @@ def main() -> int:
                 bars[what] = {"value": after / before, "bar": 0.5, "holds": after <= before / 2}
             shown = (f"{before / tokens:.1f}", f"{after / tokens:.1f}", f"{after / before:.2f}")
             print(name, f"{tokens / len(rollouts):.0f}", what, *shown, sep="\t")
-    cpu = Path("/proc/cpuinfo").read_text().splitlines()
-    processor = next(line.partition(":")[2].strip() for line in cpu if line.startswith("model name"))
-    machine = {"processor": processor, "num_cores": os.cpu_count(), "strop": strop.__version__}
-    write_json(RESULTS, {"command": COMMAND, "machine": machine, "bytes_per_token": figures, "bars": bars})
-    print(f"written: {RESULTS.relative_to(ROOT)}")
-    return 0 if all(bar["holds"] for bar in bars.values()) else 1
+    return write_result("rollouts", command=COMMAND, bytes_per_token=figures, bars=bars)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ _DEVICES_OF_A_MACHINE = 8
 _SHORTEST = 4096  # tokens of the smallest micro-batch that is proposed where the rows are not known
 # Of the machine's best matrix rate, what the demo's stages were seen to reach on two cores.
 _DECODE_SHARE, _TRAIN_SHARE = 0.15, 0.35
-# Of a device's peaks, what well-kept implementations are reported to reach.
+# Of a device's peaks; assumed, and not measured on one.
 _PEAK_SHARE, _BANDWIDTH_SHARE = 0.4, 0.6
 _TOKEN_SHARE = 1 / 3  # of the token limits, what the demo's stages were seen to use
 _ACTIVATIONS = 34  # values of a token, layer and channel that the backward pass needs
@@ -105,7 +105,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a stage is spread over devices. Trainer and engines share all of them, unless there are enough for both."""
+    """How a stage is spread over devices. Trainer and engines share them, unless they are apart."""
 
     ranks: int  # that share the trained model; 0: nothing is trained
     engines: int  # 0: nothing is sampled
@@ -313,7 +313,7 @@ class _Costs:
         disk: list[str] = []
         if trained is not None:
             state, activations = self._rank(layout)
-            tokens = min(trained.tokens_of_update, max(layout.tokens, trained.longest))
+            tokens = _tokens_at_once(trained, layout)
             yield (
                 f"trainer: {counted(layout.ranks, 'rank')}, {state + activations:,.1f} GiB each: {state:,.1f} of weights,"
                 f" gradients and moments, {activations:,.1f} of a micro-batch of {tokens:,} tokens"
@@ -371,6 +371,9 @@ def _state_bytes(trained: Trained, model: Model, ranks: int) -> float:
 def _activation_bytes(trained: Trained, model: Model, layout: Layout) -> float:
     """Of a micro-batch: all activations, or the inputs of the layers and the activations of one."""
     width = 2 if trained.trainer.precision == "bfloat16" else 4
-    tokens = min(trained.tokens_of_update, max(layout.tokens, trained.longest))
     values = 2 * model.num_layers + _ACTIVATIONS if layout.is_recomputed else _ACTIVATIONS * model.num_layers
-    return tokens * model.hidden_size * values * width
+    return _tokens_at_once(trained, layout) * model.hidden_size * values * width
+
+
+def _tokens_at_once(trained: Trained, layout: Layout) -> int:
+    return min(trained.tokens_of_update, max(layout.tokens, trained.longest))

@@ -170,18 +170,13 @@ def _as_in_prm800k(text: str) -> str:
     if _is_integer(text):
         text = str(round(float(text)))
     if "\\" in text:
-        with contextlib.suppress(Exception):
-            text = _read_latex(text)
+        from pylatexenc.latex2text import LatexNodes2Text
+
+        with contextlib.suppress(Exception):  # as the original does: what cannot be read is compared as it is
+            text = LatexNodes2Text().latex_to_text(_apply(_LATEX, text)).translate(_NAMES).strip()
     text = _apply(_MIXED, text).lower()
     bare = _without_thousands(text)
     return str(int(float(bare))) if _is_integer(bare) else text
-
-
-def _read_latex(text: str) -> str:
-    from pylatexenc.latex2text import LatexNodes2Text
-
-    read: str = LatexNodes2Text().latex_to_text(_apply(_LATEX, text))
-    return read.translate(_NAMES).strip()
 
 
 def _is_integer(text: str) -> bool:
@@ -221,7 +216,7 @@ def _is_zero(difference: str) -> bool:
     import sympy
     from sympy.parsing import sympy_parser
 
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):  # as the original does: sympy raises anything on what is no formula
         rules = (*sympy_parser.standard_transformations, sympy_parser.implicit_multiplication_application)
         return bool(sympy.simplify(sympy_parser.parse_expr(difference.replace("^", "**"), transformations=rules)) == 0)
     return False

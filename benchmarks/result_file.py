@@ -1,0 +1,24 @@
+"""Writes the figures of a benchmark with the machine that they are of, and says whether its bars hold."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import strop
+from strop.run_directory import write_json
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def write_result(name: str, *, command: str, bars: Mapping[str, Mapping[str, Any]], **figures: Any) -> int:
+    """Write results/`name`.json, and return the exit status: 0 if every bar holds."""
+    cpu = Path("/proc/cpuinfo").read_text().splitlines()
+    processor = next(line.partition(":")[2].strip() for line in cpu if line.startswith("model name"))
+    machine = {"processor": processor, "num_cores": os.cpu_count(), "strop": strop.__version__}
+    path = _RESULTS / f"{name}.json"
+    write_json(path, {"command": command, "machine": machine, **figures, "bars": bars})
+    print(f"written: {path.relative_to(_RESULTS.parents[1])}")
+    return 0 if all(bar["holds"] for bar in bars.values()) else 1
