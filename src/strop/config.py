@@ -36,11 +36,11 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_held(self) -> Self:
-        """Refuse counts and sizes that no loop and no memory can hold."""
+        """Refuse numbers that no loop and no memory can hold, and whose products no float can."""
         for key in type(self).model_fields:
             value = getattr(self, key)
-            for number in value.values() if isinstance(value, Mapping) else (value,):
-                if isinstance(number, int) and abs(number) > _LARGEST and key != "seed":
+            for number in value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,):
+                if isinstance(number, int | float) and abs(number) > _LARGEST and key != "seed":
                     raise ValueError(f"{key} is {str(number)[:20]}. The size of a number is at most {_LARGEST:.0e}.")
         return self
 

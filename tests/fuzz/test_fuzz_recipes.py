@@ -83,6 +83,9 @@ HUGE, LARGEST = 10**40, 1e308
         ("threads", HUGE),
         ("reward.verify_deadline_s", 601),
         ("reward.weights.accuracy", -1.0),
+        ("stages.rl.trainer.optimizer.betas", [LARGEST, 0.9]),
+        ("stages.rl.method", {"kind": "grpo_roc", "oversample": LARGEST}),
+        ("stages.rl.method", {"kind": "grpo", "kl_coefficient": LARGEST}),
         ("stages.sft.steps", HUGE),
         ("stages.sft.batch_size", HUGE),
         ("stages.rl.steps", HUGE),
@@ -100,7 +103,7 @@ HUGE, LARGEST = 10**40, 1e308
         ("sampling.temperature", LARGEST),
     ],
 )
-def test_a_number_that_nothing_can_hold_is_refused(key: str, value: float, directory: Path) -> None:
+def test_a_number_that_nothing_can_hold_is_refused(key: str, value: Any, directory: Path) -> None:
     tree = copy.deepcopy(RECIPES[ROOT / "recipes/demo.toml"])
     node = tree
     *parents, last = key.split(".")
