@@ -144,7 +144,7 @@ def test_more_devices_are_named_where_no_layout_fits(tmp_path):
     assert "No layout fits; name 2 x mine, or larger devices." in problem
 
 
-@pytest.mark.parametrize("text", ["8xH10", "H", "0xH100", "", "x", "8xnowhere.toml"])
+@pytest.mark.parametrize("text", ["8xH10", "H", "0xH100", "", "x", "8xnowhere.toml", "a" * 300])
 def test_hardware_that_is_not_known_is_refused(text):
     with pytest.raises(ConfigError, match="no such device") as raised:
         Hardware.named(text)
