@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from strop.errors import ConfigError, did_you_mean
 
-_LARGEST = 10**12
+_LARGEST, _LARGEST_FLOAT = 10**12, 1e38  # about what float32 holds
 
 
 class Config(BaseModel):
@@ -36,12 +36,13 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_held(self) -> Self:
-        """Refuse numbers that no loop and no memory can hold, and whose products no float can."""
+        """Refuse whole numbers that no loop and no memory can hold, and others whose products no float can."""
         for key in type(self).model_fields:
             value = getattr(self, key)
             for number in value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple) else (value,):
-                if isinstance(number, int | float) and abs(number) > _LARGEST and key != "seed":
-                    raise ValueError(f"{key} is {str(number)[:20]}. The size of a number is at most {_LARGEST:.0e}.")
+                largest = _LARGEST if isinstance(number, int) else _LARGEST_FLOAT
+                if isinstance(number, int | float) and abs(number) > largest and key != "seed":
+                    raise ValueError(f"{key} is {str(number)[:20]}. The size of a number is at most {largest:.0e}.")
         return self
 
     def import_code(self, key: str) -> None:
