@@ -82,6 +82,15 @@ def test_temperature_length_turns_and_weights_are_those_of_the_step(tmp_path):
     assert [rewards[step] for step in (1, 2, 3, 4)] == [{0.0}, {0.0}, {0.25}, {0.25}]
 
 
+def test_updates_are_clipped_by_the_limit_of_their_step(tmp_path):
+    never = {"kind": "grpo", "clip_low": 10.0, "clip_high": 10.0}
+    switch = [{"at_step": 3, "method": {"clip_high": 0.0}}]
+    recipe = make_recipe(steps=4, updates_per_step=3, method=never, schedule=switch)
+    lines = lines_of(run_recipe(tmp_path / "run", recipe).run)
+    assert [line["policy/clip_fraction_high"] > 0 for line in lines] == [False, False, True, True]
+    assert max(line["policy/clip_fraction_low"] for line in lines) == 0
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return run_recipe(tmp_path_factory.mktemp("schedule") / "run", make_recipe(**R1)).run
@@ -155,6 +164,11 @@ REFUSED = {
         {},
         r"entry 1 \(at_step = 5, reset_optimizer = true\): the stage has 4 steps",
     ),
+    "no clip": (
+        {"at_step": 2, "method": {"clip_high": 0.4}},
+        {"method": {"kind": "grpo", "loss": "no_clip"}},
+        "method.clip_high is 0.4 but method.loss is 'no_clip', which does not clip",
+    ),
     "no reference": ({"at_step": 2, "refresh_reference": True}, {}, "there is no reference, since method.kl_coefficient is 0"),
     "an unknown part": ({"at_step": 2, "reward": {"weights": {"formatt": 1.0}}}, {}, "no such part. Did you mean 'format'?"),
     "a cosine that is reset": (
@@ -207,3 +221,6 @@ def test_expert_iteration_has_a_schedule_too(tmp_path):
     requests = [request for request, _ in done.engines[0].answers.values()]
     assert {request.temperature for request in requests} == {1.0, 0.5}
     assert read_json(RunDirectory(tmp_path / "run").stage("ei").done)["summary"].startswith("2 steps")
+    stages["ei"] = stage | {"schedule": [{"at_step": 2, "method": {"clip_high": 0.4}}]}
+    with pytest.raises(ConfigError, match="the stage has no method with clip_high"):
+        recipe_of(stages)

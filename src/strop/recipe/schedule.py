@@ -13,6 +13,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 from pydantic import Field, ValidationError, model_validator
 
 from strop.config import Config
+from strop.registry import Component
 from strop.rewards.base import Reward
 from strop.rollout.player import Temperature
 from strop.tasks.protocol import TaskSource
@@ -100,7 +101,7 @@ class MetricRule(Config):
 
 _WHEN = ("at_step", "at_update", "every_steps", "every_updates", "when")
 _ACTIONS = ("refresh_reference", "reset_optimizer")
-_SWITCHES = ("sampling", "limits", "reward", "tasks")
+_SWITCHES = ("sampling", "limits", "method", "reward", "tasks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,12 @@ class LimitsSwitch(Config):
     max_response_tokens: int | None = Field(default=None, ge=16, description="New limit of the tokens of a tool's answer.")
 
 
+class MethodSwitch(Config):
+    """Keys of `method` that get another value."""
+
+    clip_high: float | None = Field(default=None, ge=0, description="New limit of how far the ratio may rise above 1.")
+
+
 class RewardSwitch(Config):
     """New weights of the reward's parts."""
 
@@ -144,6 +151,7 @@ class ScheduleEntry(Config):
     when: MetricRule | None = Field(None, description="Once, from the step after the first for which the rule holds.")
     sampling: SamplingSwitch = Field(SamplingSwitch(), description="Keys of `sampling` that change.")
     limits: LimitsSwitch = Field(LimitsSwitch(), description="Keys of `limits` that change.")
+    method: MethodSwitch = Field(MethodSwitch(), description="Keys of `method` that change.")
     reward: RewardSwitch | None = Field(None, description="New weights of the reward.")
     tasks: TaskSource | None = Field(None, description="Other tasks from then on.")
     refresh_reference: bool = Field(False, description="Measure KL against the present policy.")
@@ -181,9 +189,10 @@ class ScheduleEntry(Config):
 
     @property
     def changed(self) -> frozenset[str]:
-        """What it changes, by name: keys of `sampling` and `limits`, the other tables whole, actions."""
-        keys = {f"{table}.{key}" for table in ("sampling", "limits") for key in self.switches.get(table, {})}
-        return frozenset({*keys, *(self.switches.keys() - {"sampling", "limits"}), *self.actions})
+        """What it changes, by name: keys of `sampling`, `limits` and `method`, the other tables whole, actions."""
+        by_key = {"sampling", "limits", "method"}
+        keys = {f"{table}.{key}" for table in by_key for key in self.switches.get(table, {})}
+        return frozenset({*keys, *(self.switches.keys() - by_key), *self.actions})
 
     def is_reached(self, done: Done) -> bool:
         """Whether it holds for a step that begins with so much done; of one that is not repeated and has no rule."""
@@ -291,8 +300,10 @@ def switched(stage: ConfigT, entries: Sequence[ScheduleEntry]) -> ConfigT:
     return stage
 
 
-def _changed(table: Config | Reward, values: Mapping[str, Any]) -> Config | Reward:
-    return table.with_weights(**values) if isinstance(table, Reward) else table.model_copy(update=dict(values))
+def _changed(table: Config | Component, values: Mapping[str, Any]) -> Config | Component:
+    if isinstance(table, Reward):
+        return table.with_weights(**values)
+    return table.replaced(**values) if isinstance(table, Component) else table.model_copy(update=dict(values))
 
 
 def problem_with(stage: Config, entries: Sequence[ScheduleEntry]) -> str:

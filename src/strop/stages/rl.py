@@ -79,7 +79,7 @@ class RLRun:
         watch.lap("time/score_s")
 
         # Update
-        updates = await self.update(step, batches)
+        updates = await self.update(step, method, batches)
         tie = why_tied(groups, advantages, has_critic=method.critic is not None)
         problems = why_nothing_learned(selections, updates, tie, why_none_kept(selections))
         if not batches:
@@ -159,13 +159,13 @@ class RLRun:
             batches.append(batch)
         return batches
 
-    async def update(self, step: int, batches: Sequence[TokenBatch]) -> StepUpdates:
+    async def update(self, step: int, method: Method, batches: Sequence[TokenBatch]) -> StepUpdates:
         """Update the critic, if the method has one, and the policy with each batch, in each epoch.
 
         Raises:
             CannotLearnError: too many updates were skipped, before any was made.
         """
-        method, context, trainer, updates = self.stage.method, self.context, self.trainer, StepUpdates()
+        context, trainer, updates = self.context, self.trainer, StepUpdates()
         try:
             for batch in [*batches] * self.stage.epochs:
                 if method.critic is not None:

@@ -195,6 +195,8 @@ class RolloutKeys(TrainingKeys):
             )
         if entry.tasks is not None and self.data:
             return "data names stages whose tasks are played, so these never are. Leave data out, or make two stages."
+        if "method" in entry.switches and not hasattr(getattr(getattr(self, "method", None), "config", None), "clip_high"):
+            return "the stage has no method with clip_high. Leave method out of the entry."
         if entry.reward is not None and not self.reward.weights_can_change:
             return f"reward.kind = {self.reward.kind!r} has no weights that could change. Leave reward out of the entry."
         if entry.reward is not None and isinstance(self.reward, SumReward):
