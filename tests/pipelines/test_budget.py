@@ -96,7 +96,7 @@ def test_law_9_a_run_that_falls_after_its_budget_is_spent_trains_no_further(tick
     assert len([line for line in read_lines(again.run.events) if line["event"] == "budget_spent"]) == 1
 
 
-async def _fall(*_):
+async def _fall(*_, **__):
     raise KeyboardInterrupt
 
 

@@ -21,15 +21,26 @@ from strop.tasks.protocol import TaskSource
 Steps: TypeAlias = Sequence[Mapping[str, Any]]
 """The lines of metrics.jsonl of one stage, in order."""
 
-TRUNCATED, ACCURACY = "rollout/truncated_fraction", "validation/accuracy"
-_KINDS = ("truncated_above", "plateau_of")
+TRUNCATED, REWARD, ACCURACY = "rollout/truncated_fraction", "rollout/reward_mean", "validation/accuracy"
+_KINDS = ("truncated_above", "plateau_of", "reward_below", "accuracy_below")
 
 
 class MetricRule(Config):
-    """One thing to wait for: more rollouts that run out of tokens, or held-out accuracy that does not rise any more."""
+    """One thing to wait for: truncated rollouts, a plateau of held-out accuracy, or a collapse of reward or accuracy."""
 
     truncated_above: float | None = Field(None, ge=0, lt=1, description="More than this share of the rollouts is truncated.")
-    over_steps: int = Field(1, ge=1, description="Number of last steps over which the share is averaged.")
+    reward_below: float | None = Field(
+        None, gt=0, lt=1, description="The mean reward is below this share of its best in each of the last `over_steps` steps."
+    )
+    accuracy_below: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="Held-out accuracy is below this share of its best in each validation of the last `over_steps` steps.",
+    )
+    over_steps: int = Field(
+        1, ge=1, description="Number of last steps over which the share is averaged, or in all of which the value is below."
+    )
     plateau_of: int | None = Field(
         None, ge=1, description="This many validations in a row do not exceed the best accuracy before them."
     )
@@ -37,7 +48,7 @@ class MetricRule(Config):
 
     @model_validator(mode="after")
     def _is_one_rule(self) -> Self:
-        if (self.truncated_above is None) == (self.plateau_of is None):
+        if sum(getattr(self, kind) is not None for kind in _KINDS) != 1:
             raise ValueError(f"a rule has one of {', '.join(_KINDS)}. Keep one; make a rule of each other.")
         return self
 
@@ -47,26 +58,38 @@ class MetricRule(Config):
         given = self.model_dump(exclude_defaults=True)
         return ", ".join(f"{key} = {value}" for key, value in given.items())
 
+    @property
+    def is_collapse(self) -> bool:
+        """Whether it waits for a policy that is worse than an earlier one."""
+        return self.reward_below is not None or self.accuracy_below is not None
+
+    @property
+    def _reads_accuracy(self) -> bool:
+        return self.plateau_of is not None or self.accuracy_below is not None
+
     def first_step(self, every_steps: int | None, *, after: int = 0) -> int:
         """Return the first step after which it could hold. It reads steps after `after`; validations come every so many."""
-        if self.plateau_of is None:
-            return after + self.over_steps
+        if not self._reads_accuracy:
+            return after + self.over_steps + self.is_collapse
         every = every_steps or 1
-        return (after // every + self.plateau_of + 1) * every
+        first = (after // every + 1) * every
+        return first + (max(every, self.over_steps) if self.plateau_of is None else self.plateau_of * every)
 
-    def problem(self, first: int, *, steps: int, every_steps: int | None, has_verdict: bool) -> str:
+    def problem(self, first: int, *, steps: int, every_steps: int | None, has_verdict: bool, returns_best: bool = False) -> str:
         """Why the rule, which could hold after step `first` at the earliest, never does; empty if it may.
 
         Args:
             steps: number of steps of the stage.
             every_steps: steps between two validations; None without validation.
             has_verdict: whether the reward says what is right.
+            returns_best: whether the policy of best held-out accuracy is returned when the rule holds.
         """
-        if self.plateau_of is not None and not (every_steps and has_verdict):
+        if (self._reads_accuracy or returns_best) and not (every_steps and has_verdict):
             why = "no part of its reward says what is right. Give it one that compares answers"
             if every_steps is None:
                 why = "the stage has no validation. Give it one (validation.every_steps)"
-            return f"it waits for held-out accuracy, but {why}, or leave the rule out."
+            what = "waits for" if self._reads_accuracy else "ends with the policy of the best"
+            return f"it {what} held-out accuracy, but {why}, or leave the rule out."
         if first >= steps:
             return (
                 f"it could hold after step {first} at the earliest, but the stage has {steps} steps, so it has no effect. Make"
@@ -76,7 +99,19 @@ class MetricRule(Config):
 
     def why_holds(self, steps: Steps) -> str:
         """What holds after `steps`, in words; empty where it does not."""
+        if self.is_collapse:
+            return self._why_collapse(steps)
         return self._why_truncated(steps) if self.plateau_of is None else self._why_plateau(steps)
+
+    def _why_collapse(self, steps: Steps) -> str:
+        key, share = (ACCURACY, self.accuracy_below) if self._reads_accuracy else (REWARD, self.reward_below)
+        last = [float(line[key]) for line in steps[-self.over_steps :] if key in line]
+        best = max((line for line in steps if key in line), key=lambda line: float(line[key]), default={key: 0.0})
+        if share is None or not last or best[key] <= 0 or max(last) >= share * best[key]:
+            return ""
+        of = "held-out accuracy" if self._reads_accuracy else "the mean reward"
+        over = f"in the last {self.over_steps} steps" if self.over_steps > 1 else "in the last step"
+        return f"{of} was {best[key]:.3g} at its best (step {best['step']}), and at most {max(last):.3g} {over} ({self.what})"
 
     def _why_truncated(self, steps: Steps) -> str:
         shares = [float(line[TRUNCATED]) for line in steps if TRUNCATED in line][-self.over_steps :]

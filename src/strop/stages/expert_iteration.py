@@ -148,7 +148,7 @@ class ExpertIteration(RolloutStage):
             rollouts = StepRollouts(await opened.enter_async_context(open_player(context, stage, init)), stage)
             run = ExpertIterationRun(context, stage, trainer, rollouts)
             taken = await take_steps(context, stage, trainer, rollouts, run.step)
-            product = await write_product(context, trainer, stage, stage.validation)
+            product = await write_product(context, trainer, stage, stage.validation, returns_best=taken.returns_best)
             updates = counted(trainer.num_updates, "update")
             summary = f"{counted(taken.steps, 'step')} of expert iteration, {updates}{taken.note}"
             return StageResult(summary=summary, product=product)

@@ -345,6 +345,6 @@ class RL(RolloutStage):
             if rl.ahead is not None:
                 opened.push_async_callback(rl.ahead.close)
             taken = await take_steps(context, stage, trainer, rollouts, rl.step)
-            product = await write_product(context, trainer, stage, stage.validation)
+            product = await write_product(context, trainer, stage, stage.validation, returns_best=taken.returns_best)
             made = f"{counted(taken.steps, 'step')} of {stage.method.kind}, {counted(trainer.num_updates, 'update')}"
             return StageResult(summary=made + taken.note, product=product)

@@ -10,6 +10,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from strop.errors import CannotLearnError
 from strop.recipe.schedule import Done, RulesWatch, Steps, due, why_over
+from strop.run_directory import read_json
 from strop.stages.context import StageContext, StageMetrics
 from strop.stages.loop import checkpoints
 from strop.stages.loop.checkpoints import CheckpointedKeys, CheckpointWriter
@@ -17,7 +18,7 @@ from strop.stages.loop.ledger import settle_rollouts
 from strop.stages.loop.rollouts import StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.stages.loop.updates import StepUpdates
-from strop.stages.loop.validation import Validator
+from strop.stages.loop.validation import RECORD, Validator
 from strop.training.trainer import Trainer
 from strop.training.weights import Checkpointed
 
@@ -97,6 +98,7 @@ class Taken:
 
     steps: int
     why_over: str  # the rule that held, in words; empty if none ended it
+    returns_best: bool  # whether that rule found a collapse, so that the best policy is passed on and not the last
 
     @property
     def note(self) -> str:
@@ -192,7 +194,10 @@ async def take_steps(
                 _report_budget(context, stage, clock, step)
             over = _why_over_early(stage, log.steps)
             if over:
-                context.event("ended_early", step=step, because=over)
+                ended = _taken(context, stage, log.steps)
+                context.event("ended_early", step=step, because=ended.why_over)
+                if ended.returns_best:
+                    context.warn(f"ended after step {step}: {ended.why_over}")
             if stage.schedule and step < stage.steps and not over and not clock.is_spent:
                 await schedule.follow(log.steps)
             for problem in result.problems:
@@ -214,7 +219,17 @@ async def take_steps(
     if writer.settling is not None:
         await asyncio.to_thread(writer.settling.join)
     await asyncio.to_thread(settle, step)
-    return Taken(steps=step, why_over=over)
+    return _taken(context, stage, log.steps)
+
+
+def _taken(context: StageContext, stage: RolloutKeys, steps: Steps) -> Taken:
+    """How the stage ends after `steps`, the same in a run that resumes there."""
+    over, record = _why_over_early(stage, steps), context.directory.best / RECORD
+    has_collapsed = bool(over) and any(rule.is_collapse and rule.why_holds(steps) for rule in stage.end_when)
+    returns_best = has_collapsed and record.exists()
+    if returns_best:
+        over += f"; the policy is that of step {read_json(record)['step']}, the best that a validation found"
+    return Taken(steps=len(steps), why_over=over, returns_best=returns_best)
 
 
 def _why_over_early(stage: RolloutKeys, steps: Steps) -> str:

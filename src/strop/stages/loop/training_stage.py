@@ -166,7 +166,8 @@ class RolloutKeys(TrainingKeys):
                 f" schedule = 'constant', or leave {what.split()[0]} out."
             )
         for number, rule in enumerate(self.end_when, start=1):
-            if problem := self._rule_problem(rule, rule.first_step(self.validated_every)):
+            first = rule.first_step(self.validated_every)
+            if problem := self._rule_problem(rule, first, returns_best=rule.is_collapse):
                 raise ValueError(f"end_when rule {number} ({rule.what}): {problem}")
         return self
 
@@ -179,9 +180,11 @@ class RolloutKeys(TrainingKeys):
                 raise ValueError(f"schedule entry {place + 1} ({entry.moment}, {entry.what}): {problem}")
         return self
 
-    def _rule_problem(self, rule: MetricRule, first: int) -> str:
-        has_verdict = bool(verdict_of(self.reward).parts)
-        return rule.problem(first, steps=self.steps, every_steps=self.validated_every, has_verdict=has_verdict)
+    def _rule_problem(self, rule: MetricRule, first: int, *, returns_best: bool = False) -> str:
+        has_verdict, every_steps = bool(verdict_of(self.reward).parts), self.validated_every
+        return rule.problem(
+            first, steps=self.steps, every_steps=every_steps, has_verdict=has_verdict, returns_best=returns_best
+        )
 
     def _schedule_problem(self, entry: ScheduleEntry) -> str:
         """Why an entry cannot be what is meant; empty where it can."""

@@ -143,12 +143,20 @@ async def write_saved(
 
 
 async def write_product(
-    context: StageContext, trainer: Trainer, stage: CheckpointedKeys, validation: HeldOutConfig | None
+    context: StageContext,
+    trainer: Trainer,
+    stage: CheckpointedKeys,
+    validation: HeldOutConfig | None,
+    *,
+    returns_best: bool = False,
 ) -> Path:
-    """Write the last policy and its adapter, and prune checkpoints. Returns the directory of the stage's product."""
+    """Write the last policy and its adapter, and prune checkpoints. Returns the directory of the stage's product.
+
+    The product is the best policy if `validation` or `returns_best` says so and there is one, else the last.
+    """
     await write_saved(context.directory.model, trainer.save_model)
     if stage.trainer.lora is not None:
         await write_saved(context.directory.adapter, trainer.save_adapter)
     await asyncio.to_thread(prune_finished, context, stage)
-    hands_on_best = validation is not None and validation.product == "best"
-    return context.directory.best if hands_on_best and context.directory.best.exists() else context.directory.model
+    returns_best = returns_best or (validation is not None and validation.product == "best")
+    return context.directory.best if returns_best and context.directory.best.exists() else context.directory.model
