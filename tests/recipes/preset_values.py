@@ -485,6 +485,16 @@ PUBLISHED["rstar2-pipeline"] = {
     "stages.gpqa_diamond.reward.parts.accuracy.function": "strop.evaluation.short_answers:right_letter",
 }
 
+_REMEDIES = ({"sampling.temperature": 1.2}, {}, {"limits.max_turns": 20}, {}, {"reset_optimizer": True})  # {}: without a number
+PUBLISHED["rstar2-remedies"] = {
+    **{key: value for key, value in PUBLISHED["rstar2-stage3"].items() if key not in ("stages.rl.steps", "engine.max_length")},
+    **{
+        key: value
+        for place, remedy in enumerate(_REMEDIES)
+        for key, value in _keys(f"stages.rl.schedule[{place}].", {"at_step": 510 - 385 + 1, **remedy}).items()
+    },
+}
+
 
 def _r1_sft(stage: str, *, batch: int, lr: float) -> Values:
     """B.4.2 and B.4.3: a cosine to a tenth, with no warm-up named."""

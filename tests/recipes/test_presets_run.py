@@ -90,6 +90,8 @@ def scaled_down(
                 sizes["validation.tasks"] = dict.fromkeys(stage["validation"]["tasks"], data)
         if "schedule" in stage:
             sizes |= {"steps": 2, "schedule": [sooner(entry, data) for entry in stage["schedule"]]}
+        if "end_when" in stage:
+            sizes |= {"steps": 3, "give_up_after": 9, "end_when": [rule | {"over_steps": 1} for rule in stage["end_when"]]}
         if "truths" in stage:
             sizes["truths"] = data
         if "tasks" in stage:
