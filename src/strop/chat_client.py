@@ -101,7 +101,9 @@ class ChatClient:
         reply = await self._service.post("/chat/completions", body, _parsed)
         self.num_asked += 1
         if path is not None and self._is_kept(reply.text):
-            await asyncio.to_thread(_keep, path, {"request": dict(body), "reply": asdict(reply)})
+            content = {"request": dict(body), "reply": asdict(reply)}
+            writing = asyncio.get_running_loop().run_in_executor(None, _keep, path, content)
+            await asyncio.shield(writing)  # `close` cancels this task, and a reply that has come is stored all the same
         return reply
 
 

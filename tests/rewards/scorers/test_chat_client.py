@@ -1,5 +1,7 @@
 import asyncio
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -77,6 +79,28 @@ def test_a_program_that_ends_in_the_middle_asks_only_for_the_rest(tmp_path):
     with serving(lambda asked, _: said("kept")) as service:
         _, num_asked = ask(config(service, cache=cache), *[(HELLO, draw) for draw in range(5)])
     assert num_asked == 2
+
+
+def test_a_reply_that_has_come_is_stored_although_the_client_is_closed_before_it_is_written(tmp_path):
+    """The threads that write are busy when the reply comes, as on a machine with other work."""
+    is_closed = threading.Event()
+
+    async def run(settings):
+        has_come = asyncio.Event()
+        client = ChatClient(settings, is_kept=lambda text: has_come.set() is None)
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
+        loop.run_in_executor(None, is_closed.wait)
+        asking = asyncio.create_task(client.reply(HELLO))
+        await has_come.wait()
+        await client.close()
+        is_closed.set()
+        await asyncio.gather(asking, return_exceptions=True)
+
+    with serving(lambda *_: said("kept")) as service:
+        asyncio.run(run(config(service, cache=str(tmp_path))))
+        [reply], num_asked = ask(config(service, cache=str(tmp_path)), (HELLO, 0))
+    assert (reply.text, num_asked) == ("kept", 0)
 
 
 def test_a_damaged_file_of_the_cache_is_asked_for_again(tmp_path):
