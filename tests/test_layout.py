@@ -100,28 +100,28 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "cs336": 1257,
     "curation": 1690,  # 1600
     "doctor": 1451,
-    "engine": 7315,  # 6000
+    "engine": 7167,  # 6000
     "evaluation": 1776,  # 1400
     "pipeline": 1538,
     "recipe": 1062,
     "reports": 3428,  # 3500
     "rewards": 3783,  # 2600
-    "rollout": 5223,
+    "rollout": 5075,
     "runs": 682,
     "sandbox": 12342,  # 10500
     "simulation": 918,  # 900
-    "stages": 5853,  # 3800
+    "stages": 5844,  # 3800
     "tasks": 3106,  # 2200
     "tools": 2518,  # 2000
-    "training": 4853,  # 4500
+    "training": 5066,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
-    assert len(FILES) <= 359  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 46_755  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 65_565  # goal: 52 000
+    assert len(FILES) <= 357  # goal: 280
+    assert sum(map(code_lines, FILES)) <= 46_680  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 65_473  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -191,9 +191,8 @@ def test_a_service_that_refuses_a_call_is_the_tools_problem_and_not_the_models(e
 
 def test_stale_weights_are_found(examine_with):
     class Stale(_Wrapped):
-        async def load_weights(self, tensors, *, version, checksum):
-            async for _ in tensors:
-                pass
+        async def load_weights(self, publication):
+            await publication.checksum()
 
     problem = only_problem(examine_with(lambda parts: replace(parts, engine=Stale(parts.engine))))
     assert problem.check == "publication"
@@ -203,7 +202,7 @@ def test_stale_weights_are_found(examine_with):
 
 def test_weights_that_the_engine_cannot_prove_are_found(examine_with):
     class Suspicious(_Wrapped):
-        async def load_weights(self, tensors, *, version, checksum):
+        async def load_weights(self, publication):
             raise WeightsNotProven("version 1 was published with another checksum.")
 
     problem = only_problem(examine_with(lambda parts: replace(parts, engine=Suspicious(parts.engine))))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from strop.engine import CompletionRequest, InferenceEngine, NamedTensor, weights_checksum
+from strop.engine import CompletionRequest, InferenceEngine, NamedTensor, Publication, weights_checksum
+from strop.engine.publication import WeightSource, write_files
 
 VOCAB_SIZE = 67
 _SIZES = {
@@ -59,15 +61,41 @@ def make_model(name: str, seed: int = 0, scale: float = 1.0) -> torch.nn.Module:
     return model.eval()
 
 
-async def stream(tensors: Iterable[NamedTensor]) -> AsyncIterator[NamedTensor]:
-    for named in tensors:
-        yield named
+def named(model: torch.nn.Module) -> list[NamedTensor]:
+    return [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+
+
+class Tensors:
+    """Weights in the memory of a test, as `strop.engine.publication.WeightSource`. `checksum` may be a wrong one."""
+
+    def __init__(self, tensors: Iterable[NamedTensor], checksum: str = "") -> None:
+        self.named = list(tensors)
+        self.num_bytes = sum(tensor.nbytes for _, tensor in self.named)
+        self._checksum = checksum or weights_checksum(self.named)
+
+    async def tensors(self) -> AsyncIterator[NamedTensor]:
+        for named in self.named:
+            yield named
+
+    async def checksum(self) -> str:
+        return self._checksum
+
+    async def write(self, directory: Path) -> str:
+        write_files(self.named, directory, part="test")
+        return self._checksum
+
+
+async def load(engine: InferenceEngine, source: WeightSource, *, version: int = 1) -> str:
+    """Give weights to an engine as a trainer does."""
+    async with Publication(source, version=version) as publication:
+        await engine.load_weights(publication)
+        return await publication.checksum()
 
 
 async def publish(engine: InferenceEngine, model: torch.nn.Module, version: int = 1) -> None:
-    """As a trainer does it: cast to the engine's dtype, then checksum and stream what was cast."""
+    """Give the weights of `model`, cast to the engine's dtype, to the engine."""
     cast = [(name, parameter.detach().to(engine.capabilities.dtype)) for name, parameter in model.named_parameters()]
-    await engine.load_weights(stream(cast), version=version, checksum=weights_checksum(cast))
+    await load(engine, Tensors(cast), version=version)
 
 
 def make_request(id: str, ids: Iterable[int], **changes: object) -> CompletionRequest:

@@ -31,7 +31,6 @@ class TamperingForkServer:
     """
 
     def __init__(self, fork_server: EngineForkServer, tamper: Tamper) -> None:
-        self.weights = fork_server.weights
         self._fork_server, self._tamper = fork_server, tamper
         self._tasks: list[asyncio.Task[None]] = []
 

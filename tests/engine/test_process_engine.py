@@ -14,14 +14,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from strop.engine import EngineConfig, TorchEngine, weights_checksum
+from strop.engine import EngineConfig, Publication, TorchEngine
 from strop.engine.processes.engine import ProcessEngine
-from strop.engine.processes.fork_server import EngineForkServer
 from strop.engine.protocol import Probe
 from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
-from .support import VOCAB_SIZE, make_model, make_request, publish, stream
+from .support import VOCAB_SIZE, Tensors, load, make_model, make_request, named, publish
 from .tampering import TamperingForkServer, frame, raw_frame
 
 _CONFIG = EngineConfig(slots=4, max_length=200, device="cpu", threads=1)
@@ -187,7 +186,12 @@ def _instead(said):
             _instead(lambda message: frame({"kind": "probed", "number": message["number"], "entropies": [0.5]})),
             "entropies .* that it was not asked for",
         ),
-        (_instead(lambda message: frame({"kind": "ready", "number": message["number"]})), "ready where .* Completed"),
+        (
+            _instead(
+                lambda said: frame({"kind": "loaded", "number": said["number"], "policy_version": 0, "is_deterministic": True})
+            ),
+            "loaded where .* Completed",
+        ),
         (_instead(lambda _: b""), "ended with exit code 0"),
         (
             _instead(lambda said: frame({"kind": "failed", "number": said["number"], "error": "SystemExit", "message": "x"})),
@@ -228,54 +232,51 @@ def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, h
     play(scenario, fork_server=TamperingForkServer(home.fork_server, tamper))
 
 
-def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play, home, monkeypatch):
-    weights = home.fork_server.weights
-    take = weights.take
-
-    async def take_and_damage(tensors, *, checksum):
-        stored = await take(tensors, checksum=checksum)
-        os.pwrite(weights.descriptor, b"\x00\x01", stored[3].offset)
-        return stored
+def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play):
+    class Damaged(Tensors):
+        async def write(self, directory):
+            checksum = await super().write(directory)
+            [path] = directory.iterdir()
+            content = bytearray(path.read_bytes())
+            content[-5] ^= 1
+            path.write_bytes(content)
+            return checksum
 
     async def scenario(engine):
-        monkeypatch.setattr(weights, "take", take_and_damage)
         with pytest.raises(WeightsNotProven, match="version 1 was published with checksum"):
-            await publish(engine, make_model("llama"), version=1)
+            await load(engine, Damaged(named(make_model("llama"))), version=1)
         with pytest.raises(WeightsNotProven, match="damaged"):
             await engine.complete(make_request("a", [1]))
-        monkeypatch.undo()
         await publish(engine, make_model("llama"), version=2)
         assert (await engine.complete(make_request("a", [1]))).policy_version == 2
 
     play(scenario)
 
 
-def test_weights_that_are_cut_short_on_their_way_are_not_sampled_from(play, home, monkeypatch):
-    weights = home.fork_server.weights
-    take = weights.take
-
-    async def take_and_cut(tensors, *, checksum):
-        stored = await take(tensors, checksum=checksum)
-        os.ftruncate(weights.descriptor, 1000)
-        return stored
+def test_weights_that_are_cut_short_on_their_way_are_not_sampled_from(play):
+    class Cut(Tensors):
+        async def write(self, directory):
+            checksum = await super().write(directory)
+            [path] = directory.iterdir()
+            os.truncate(path, 1000)
+            return checksum
 
     async def scenario(engine):
-        monkeypatch.setattr(weights, "take", take_and_cut)
-        with pytest.raises(WeightsNotProven, match="the shared memory holds 1000"):
-            await publish(engine, make_model("llama"), version=1)
+        with pytest.raises(ModelError, match="missing or damaged"):
+            await load(engine, Cut(named(make_model("llama"))), version=1)
+        with pytest.raises(WeightsNotProven):
+            await engine.complete(make_request("a", [1]))
 
     play(scenario)
 
 
 def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
-    tensors = [(name, parameter.detach()) for name, parameter in make_model("llama", seed=3).named_parameters()]
-    checksum = weights_checksum(tensors)
-    num_streamed = []
+    written = []
 
-    async def counted():
-        for named in tensors:
-            num_streamed.append(named)
-            yield named
+    class Counted(Tensors):
+        async def write(self, directory):
+            written.append(directory)
+            return await super().write(directory)
 
     async def scenario():
         opened = (
@@ -285,23 +286,21 @@ def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
             for n in range(3)
         )
         engines = await asyncio.gather(*opened)
-        await asyncio.gather(*(engine.load_weights(counted(), version=4, checksum=checksum) for engine in engines))
+        async with Publication(Counted(named(make_model("llama", seed=3))), version=4) as publication:
+            await asyncio.gather(*(engine.load_weights(publication) for engine in engines))
         completions = [await engine.complete(make_request("a", [1])) for engine in engines]
         assert completions[0] == completions[1] == completions[2]
-        assert os.fstat(home.fork_server.weights.descriptor).st_size == 0  # given back
         await asyncio.gather(*(engine.close() for engine in engines))
 
     home.run(scenario())
-    assert len(num_streamed) == len(tensors)
+    [directory] = written
+    assert not directory.exists()
 
 
 def test_a_caller_who_leaves_a_publication_leaves_the_engine_usable(play):
     async def scenario(engine):
-        tensors = [(name, parameter.detach()) for name, parameter in make_model("llama").named_parameters()]
-        for num_turns in range(40):  # from before the first tensor to after the last
-            leaving = asyncio.create_task(
-                engine.load_weights(stream(tensors), version=num_turns + 1, checksum=weights_checksum(tensors))
-            )
+        for num_turns in range(40):  # from before the files are written to after the load
+            leaving = asyncio.create_task(load(engine, Tensors(named(make_model("llama"))), version=num_turns + 1))
             for _ in range(num_turns):
                 await asyncio.sleep(0.0003)
             leaving.cancel()
@@ -373,29 +372,6 @@ def test_what_the_process_prints_goes_to_its_log(play, tmp_path):
 
     play(scenario)
     assert (tmp_path / "e0.log").exists()
-
-
-def _num_kept_publications():
-    """Files without a name, for weights, that this process holds open."""
-    return sum("strop-weights" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
-
-
-@pytest.mark.slow  # two imports of torch
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_fork_server_leaves_no_publication_in_memory_however_it_ends(home, tmp_path, is_killed):
-    async def scenario():
-        before = _num_kept_publications()
-        fork_server = await EngineForkServer.start(log=tmp_path / "log")
-        assert _num_kept_publications() == before + 1
-        if is_killed:
-            os.kill(fork_server.pid, signal.SIGKILL)
-            while not fork_server.is_over:  # noqa: ASYNC110 - another process ends, which sets no event here
-                await asyncio.sleep(0.01)
-        await fork_server.close()
-        await fork_server.close()
-        assert _num_kept_publications() == before
-
-    home.run(scenario())
 
 
 @pytest.mark.slow  # two imports of torch

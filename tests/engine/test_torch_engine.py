@@ -9,14 +9,14 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config
 
-from strop.engine import EngineConfig, TorchEngine, weights_checksum
+from strop.engine import EngineConfig, TorchEngine
 from strop.engine.model_directory import ModelFacts
 from strop.engine.protocol import Probe
 from strop.engine.torch.weights import DecoderWeights
 from strop.errors import EngineLost, ModelError, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
-from .support import VOCAB_SIZE, make_model, make_request, publish, stream
+from .support import VOCAB_SIZE, Tensors, load, make_model, make_request, publish
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_weights_that_are_missing_unknown_or_misshaped_are_named(play):
             (whole | {"model.norm.weight": torch.zeros(31)}, r"model\.norm\.weight.*\(31,\).*\(32,\)"),
         ]:
             with pytest.raises(WeightsNotProven, match=message):
-                await engine.load_weights(stream(tensors.items()), version=2, checksum=weights_checksum(tensors.items()))
+                await load(engine, Tensors(tensors.items()), version=2)
             with pytest.raises(WeightsNotProven):
                 await engine.complete(make_request("a", [1]))
 
@@ -323,7 +323,7 @@ def test_a_tied_head_may_be_published_or_left_out(play):
         assert "lm_head.weight" not in names
         listed = [(name, tensor.detach()) for name, tensor in model.state_dict().items()]
         assert "lm_head.weight" in dict(listed)
-        await engine.load_weights(stream(listed), version=2, checksum=weights_checksum(listed))
+        await load(engine, Tensors(listed), version=2)
         await engine.complete(make_request("a", [1]))
 
     play(scenario, model=model)
@@ -429,7 +429,7 @@ def test_an_error_in_the_worker_fails_everybody_and_every_later_request(play):
 def test_weights_that_make_no_sense_lose_the_engine_instead_of_being_sampled(play):
     async def scenario(engine):
         broken = [(name, tensor.detach() * math.nan) for name, tensor in make_model("llama").named_parameters()]
-        await engine.load_weights(stream(broken), version=2, checksum=weights_checksum(broken))
+        await load(engine, Tensors(broken), version=2)
         with pytest.raises(EngineLost, match="not finite"):
             await engine.complete(make_request("a", [1]))
 
@@ -441,20 +441,21 @@ def test_requests_that_arrive_during_a_publication_wait_for_its_end(play):
         tensors = [(name, tensor.detach()) for name, tensor in make_model("llama", seed=1).named_parameters()]
         go_on = asyncio.Event()
 
-        async def slowly():
-            yield tensors[0]
-            await go_on.wait()
-            for named in tensors[1:]:
-                yield named
+        class Slow(Tensors):
+            async def tensors(self):
+                yield self.named[0]
+                await go_on.wait()
+                for named in self.named[1:]:
+                    yield named
 
-        load = asyncio.create_task(engine.load_weights(slowly(), version=2, checksum=weights_checksum(tensors)))
+        loading = asyncio.create_task(load(engine, Slow(tensors), version=2))
         await asyncio.sleep(0.02)
         waiting = asyncio.create_task(engine.complete(make_request("a", [1])))
         with pytest.raises(StropError, match="one at a time"):
             await publish(engine, make_model("llama"), version=3)
         assert not waiting.done()
         go_on.set()
-        await load
+        await loading
         assert (await waiting).policy_version == 2
 
     play(scenario)

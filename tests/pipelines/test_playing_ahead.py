@@ -140,9 +140,9 @@ def test_an_engine_in_the_place_of_a_lost_one_gets_what_was_published_and_not_wh
                 await self.kill("it was unplugged.")
             return await super().complete(request)
 
-        async def load_weights(self, tensors, *, version, checksum):
-            await super().load_weights(tensors, version=version, checksum=checksum)
-            loads.append((engines.index(self), version, checksum, num_updates))
+        async def load_weights(self, publication):
+            await super().load_weights(publication)
+            loads.append((engines.index(self), publication.version, await publication.checksum(), num_updates))
 
     engines = []
     update = learner.Learner.update

@@ -18,7 +18,7 @@ from strop.errors import ModelError
 from strop.training import microbatches
 from strop.training.batch import lay_out, shared_lengths
 from strop.training.cpu.attention import ATTENTION, _attend_rows, _Reads, keep_attention, row_attention, use_row_attention
-from strop.training.logprobs import token_logprobs
+from strop.training.logprobs import LogprobModule, token_logprobs
 from strop.training.models import check_logprobs, load_model
 
 A, B = list(range(1, 21)), list(range(31, 51))  # twenty tokens each
@@ -134,7 +134,7 @@ def test_a_sliding_window_holds_within_packed_rows():
         attn_implementation="sdpa",
     )
     model = Qwen2ForCausalLM(config).eval()
-    check_logprobs(model, is_packed=True)  # rows of 24 tokens, which share 17
+    check_logprobs(LogprobModule(model, max_logits=2**20, is_packed=True), is_packed=True)  # rows of 24 tokens, which share 17
     assert model.config._attn_implementation == ATTENTION
 
 

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column, LossInputs
 from strop.engine import EngineConfig, TorchEngine
-from strop.engine.protocol import Capabilities, weights_checksum
+from strop.engine.protocol import Capabilities
+from strop.engine.publication import weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import (
     OptimizerConfig,
@@ -356,11 +357,11 @@ class RecordingEngine:
         self.capabilities = Capabilities(is_deterministic=True, can_fork=False, entropies="estimated", dtype=dtype)
         self.received = {}
 
-    async def load_weights(self, tensors, *, version, checksum):
-        received = [named async for named in tensors]
+    async def load_weights(self, publication):
+        received = [named async for named in publication.tensors()]
         self.received = dict(received)
         assert len(self.received) == len(received)  # none of them twice
-        self.version, self.checksum = version, checksum
+        self.version, self.checksum = publication.version, await publication.checksum()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -483,7 +484,7 @@ def test_a_step_whose_weights_are_not_finite_is_told_and_nothing_of_them_gets_ou
 class RefusingEngine:
     capabilities = Capabilities(is_deterministic=True, can_fork=False, entropies="estimated", dtype=torch.float32)
 
-    async def load_weights(self, tensors, *, version, checksum):
+    async def load_weights(self, publication):
         raise AssertionError("something was published")
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
-from strop.engine.protocol import Capabilities, weights_checksum
+from strop.engine.protocol import Capabilities
+from strop.engine.publication import weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError, TrainerLost
 from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig, WeightsLost
 
@@ -31,9 +32,9 @@ class RecordingEngine:
         self.capabilities = Capabilities(is_deterministic=True, can_fork=False, entropies="estimated", dtype=dtype)
         self.received = {}
 
-    async def load_weights(self, tensors, *, version, checksum):
-        self.received = {name: tensor.clone() async for name, tensor in tensors}
-        assert weights_checksum(self.received.items()) == checksum
+    async def load_weights(self, publication):
+        self.received = {name: tensor.clone() async for name, tensor in publication.tensors()}
+        assert weights_checksum(self.received.items()) == await publication.checksum()
 
 
 async def weights_of(trainer):

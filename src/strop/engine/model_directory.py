@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
-from strop.engine.protocol import NamedTensor, weights_checksum
-from strop.errors import ModelError
+from strop.engine.protocol import NamedTensor
+from strop.engine.publication import read_tensors, weights_checksum
+from strop.errors import ModelError, WeightsNotProven
 
 _IMPLEMENTED = ("llama", "qwen2", "qwen3")
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their angles change once a text passes the original context length
@@ -126,9 +124,17 @@ class ModelFacts:
     has_tokenizer: bool
     kv_elements_per_token: int
 
-    @property
-    def num_elements(self) -> int:
-        return sum(math.prod(shape) for shape in self.shapes.values())
+    def check_weights(self, directory: Path, version: int) -> None:
+        """Raises `WeightsNotProven` unless the files of a publication hold each weight of this model once, in its shape."""
+        sent = shapes_in(sorted(directory.glob("*.safetensors")))
+        for name, shape in sent.items():
+            if name not in self.shapes and name not in self.optional:
+                raise WeightsNotProven(f"weight {name!r} was sent, but the model in {self.directory} has no such weight.")
+            if shape != self.shapes.get(name, shape):
+                raise WeightsNotProven(f"weight {name!r} was sent with shape {shape}; it is {self.shapes[name]} here.")
+        if missing := sorted(self.shapes.keys() - self.optional - sent.keys()):
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise WeightsNotProven(f"publication of version {version} lacks {len(missing)} weights: {shown}.")
 
     @classmethod
     def of(cls, directory: Path) -> ModelFacts:
@@ -143,7 +149,7 @@ class ModelFacts:
         return cls(
             directory=directory.resolve(),
             vocab_size=text.vocab_size,
-            shapes=_shapes(directory),
+            shapes=shapes_in(weight_files(directory)),
             optional=frozenset({_HEAD} if text.tie_word_embeddings else ()),
             has_tokenizer=has_tokenizer(directory),
             kv_elements_per_token=2 * text.num_hidden_layers * text.num_key_value_heads * head_dim,
@@ -162,15 +168,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_weights(directory: Path) -> Iterator[NamedTensor]:
     """Yield the weights of a model directory, a file at a time. Raises `ModelError` if a file is missing or damaged."""
-    for path in weight_files(directory):
-        try:
-            file = safe_open(path, framework="pt")
-        except (SafetensorError, FileNotFoundError) as error:
-            raise ModelError(f"{path}: missing or damaged: {error}. Save or download the model again.") from error
-        with file:
-            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
-                if not name.endswith(_COMPUTED):
-                    yield name, file.get_tensor(name)  # type: ignore[no-untyped-call]
+    return ((name, tensor) for name, tensor in read_tensors(weight_files(directory)) if not name.endswith(_COMPUTED))
 
 
 def directory_checksum(directory: Path) -> str:
@@ -178,10 +176,10 @@ def directory_checksum(directory: Path) -> str:
     return weights_checksum(read_weights(directory))
 
 
-def _shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight, read from the headers: 8 bytes of length, then JSON."""
+def shapes_in(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight in safetensors files, read from the headers: 8 bytes of length, then JSON."""
     shapes = {}
-    for path in weight_files(directory):
+    for path in files:
         try:
             with path.open("rb") as file:
                 (length,) = struct.unpack("<Q", file.read(8))

@@ -17,6 +17,7 @@ from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import ModelFacts, directory_checksum
 from strop.engine.processes.engine import ProcessEngine
 from strop.engine.protocol import InferenceEngine
+from strop.engine.publication import Publication
 from strop.engine.servers.engine import ServerEngine
 from strop.engine.servers.server import Server
 from strop.engine.servers.sglang import SglangServer
@@ -87,7 +88,7 @@ async def _open_server_engine(
     server = await _open_server(model, config, name=name, log=_log_of(name, logs))
     engine = ServerEngine(server, model, config)
     try:
-        await engine.read_weights(model.directory, version=0, checksum=checksum)
+        await engine.load_weights(Publication.in_files(model.directory, version=0, checksum=checksum))
         await engine.warm_up()
     except BaseException:
         await engine.close()

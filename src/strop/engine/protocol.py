@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
@@ -17,6 +17,8 @@ from strop.types import Completion, FinishReason, Floats
 
 if TYPE_CHECKING:
     import torch
+
+    from strop.engine.publication import Publication
 
 
 class Entropies(StrEnum):
@@ -101,7 +103,7 @@ class TakesWeights(Protocol):
     @property
     def capabilities(self) -> Capabilities: ...
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None: ...
+    async def load_weights(self, publication: Publication) -> None: ...
 
 
 class InferenceEngine(Protocol):
@@ -138,10 +140,11 @@ class InferenceEngine(Protocol):
     async def release(self, request_id: str) -> None:
         """Free the request's KV memory. Call it once per conversation, also after an error. Unknown ids are ignored."""
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
-        """Replace the weights, drop all KV caches, and compare the result with `checksum`.
+    async def load_weights(self, publication: Publication) -> None:
+        """Replace the weights by those of `publication`, which are in the engine's dtype, and drop all KV caches.
 
-        `checksum` is `weights_checksum` of the sent weights, in the engine's dtype. Raises `WeightsNotProven` if it differs.
+        An engine in this process reads `publication.tensors`, one in another process `publication.files`. Raises
+        `WeightsNotProven` if the checksum of what it holds then is not that of the publication.
         """
 
     async def close(self) -> None: ...
@@ -155,24 +158,6 @@ class ProbedEngine(InferenceEngine, Protocol):
 
         It is not called any more when `complete` has returned or raised.
         """
-
-
-def weights_checksum(tensors: Iterable[NamedTensor]) -> str:
-    """Return a digest of names, shapes, dtypes and bytes. The order of `tensors` does not matter."""
-    import hashlib
-
-    import torch
-
-    total = hashlib.blake2b(digest_size=16)
-    digests = []
-    for name, tensor in tensors:
-        flat = tensor.detach().contiguous().cpu()
-        digest = hashlib.blake2b(f"{name} {tuple(flat.shape)} {flat.dtype}".encode(), digest_size=16)
-        digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
-        digests.append(digest.digest())
-    for each in sorted(digests):
-        total.update(each)
-    return total.hexdigest()
 
 
 LOWEST_TEMPERATURE = 0.01  # servers raise a lower one to it, or to their own; at 1e-38 a logit over it is no float32 any more

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -13,11 +13,10 @@ from strop.engine.protocol import (
     Capabilities,
     Capacity,
     CompletionRequest,
-    NamedTensor,
     check_prefix,
     check_request,
-    weights_checksum,
 )
+from strop.engine.publication import Publication, weights_checksum
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason
 
@@ -195,7 +194,7 @@ class ScriptedEngine:
         self.released.append(request_id)
         await self._give_back(request_id)
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
+    async def load_weights(self, publication: Publication) -> None:
         running = [request_id for request_id, hold in self._holds.items() if hold.running is not None]
         if running or self._queue:
             raise StropError(f"weights cannot be loaded while completions run or wait: {[*running, *self._queue]}.")
@@ -204,10 +203,10 @@ class ScriptedEngine:
             raise EngineLost(self._last_words)
         self._is_proven = False
         self._holds.clear()
-        self.weights = {name: tensor.detach().to(self._dtype, copy=True) async for name, tensor in tensors}
+        self.weights = {name: tensor.detach().to(self._dtype, copy=True) async for name, tensor in publication.tensors()}
         if self._has_wrong_weights:
             self.weights = {name: tensor + 1 for name, tensor in self.weights.items()}
-        held = weights_checksum(self.weights.items())
+        version, checksum, held = publication.version, await publication.checksum(), weights_checksum(self.weights.items())
         if held != checksum:
             raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but the engine holds {held}.")
         self._is_proven, self._policy_version = True, version

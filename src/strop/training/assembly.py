@@ -19,12 +19,22 @@ from strop.training.cpu.lean_layers import use_lean_layers
 from strop.training.learner import Learner
 from strop.training.logprobs import LogprobModule
 from strop.training.lora import Adapter
-from strop.training.models import check_logprobs, checkpoint_activations, load_model, read_tokenizer_files
+from strop.training.models import (
+    PROBE_TOLERANCE,
+    check_logprobs,
+    checkpoint_activations,
+    load_model,
+    model_without_weights,
+    read_tokenizer_files,
+)
 from strop.training.roles import AdapterReference, Critic, FrozenReference, Reference, ValueModule
 from strop.training.weights import MasterWeights, Weights, round_weights
 
 if TYPE_CHECKING:
     import transformers
+
+
+_ROUNDED_TOLERANCE = 0.5  # nats, between two orders of the same bfloat16 sums; a cap of the logits moves them by several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,28 +62,42 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
         )
     dtype, device = getattr(torch, config.precision), config.torch_device
     keep_freed_memory(config.torch_device.type == "cpu" and not config.gives_back_memory)
-    model = load_model(directory).eval().requires_grad_(True)
+    is_read_in_parts = world.size > 1 and config.lora is None
+    model = (model_without_weights(directory) if is_read_in_parts else load_model(directory)).eval().requires_grad_(True)
     if world.size == 1:
         model = model.to(device)
-    check_logprobs(model, is_packed=config.packing)
+    policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
+    if not is_read_in_parts:
+        check_logprobs(policy, is_packed=config.packing)
     adapter = None if config.lora is None else Adapter(model, config.lora)
     if config.activation_checkpointing:
         checkpoint_activations(model, dtype if world.size == 1 else None)
-    policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
-    weights = _weights_of(policy, model, config, world, rounds_layers=not config.activation_checkpointing)
+    weights = _weights_of(
+        policy,
+        model,
+        config,
+        world,
+        rounds_layers=not config.activation_checkpointing,
+        directory=directory if is_read_in_parts else None,
+    )
+    if is_read_in_parts:
+        tolerance = PROBE_TOLERANCE if dtype is torch.float32 else _ROUNDED_TOLERANCE
+        check_logprobs(policy, is_packed=config.packing, tolerance=tolerance)
+        weights.rest()
     measured: Reference | None = None
     if adapter is not None and reference is not None:
         measured = AdapterReference(policy, adapter, weights)
     elif reference is not None:
-        frozen = load_model(reference).eval().requires_grad_(False)
+        frozen = (model_without_weights if world.size > 1 else load_model)(reference).eval().requires_grad_(False)
         _compute_as_the_policy(frozen, config)
         scorer = LogprobModule(round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing)
         if world.size == 1:
             scorer.to(device)
         else:
-            from strop.training.sharded import divide
+            from strop.training.sharded import divide, read_parts
 
             divide(scorer, device, world.size)
+            read_parts(scorer, frozen, reference, device)
         measured = FrozenReference(scorer, weights, reference)
     return Learner(
         policy,
@@ -89,14 +113,20 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
 
 
 def _weights_of(
-    root: nn.Module, model: nn.Module, config: TrainerConfig, world: World, *, rounds_layers: bool = True
+    root: nn.Module,
+    model: nn.Module,
+    config: TrainerConfig,
+    world: World,
+    *,
+    rounds_layers: bool = True,
+    directory: Path | None = None,
 ) -> Weights:
     dtype, device = getattr(torch, config.precision), config.torch_device
     if world.size == 1:
         return MasterWeights(model, dtype, rounds_layers=rounds_layers)
     from strop.training.sharded import ShardedWeights  # FSDP takes a second to import
 
-    return ShardedWeights(root, model, dtype, device, num_ranks=world.size)
+    return ShardedWeights(root, model, dtype, device, num_ranks=world.size, directory=directory)
 
 
 def _compute_as_the_policy(model: transformers.PreTrainedModel, config: TrainerConfig) -> None:

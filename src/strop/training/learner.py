@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 import timeit
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from strop.algorithms.method import Column, LossInputs, checked_token_loss
-from strop.engine.protocol import weights_checksum
+from strop.engine.model_directory import read_weights
+from strop.engine.publication import checksum_of, weights_checksum, write_files
 from strop.errors import ModelError
 from strop.run_directory import read_json
 from strop.training.batch import TokenBatch, World, microbatches, score_rows, shared_lengths
 from strop.training.config import TrainerConfig
 from strop.training.logprobs import LogprobModule
-from strop.training.lora import Adapter
-from strop.training.models import load_model
+from strop.training.lora import Adapter, published_name
+from strop.training.models import check_shapes
 from strop.training.optimizer import (
     Optimization,
     TokenLoss,
@@ -161,8 +162,44 @@ class Learner:
         """Return a copy of a published tensor in another precision."""
         return self.tensor(name).to(dtype, copy=True)
 
+    def num_elements(self) -> int:
+        """Return how many numbers are published, at most."""
+        self._check()
+        return sum(self.weights.num_elements(name) for name in self.weights.names())
+
     def checksum(self, dtype: torch.dtype) -> str:
         return weights_checksum((name, self.tensor(name).to(dtype)) for name in self.names())
+
+    def write_published(self, directory: Path, dtype: torch.dtype) -> str:
+        """Write the published tensors as safetensors files; return their checksum. Each is gathered to, hashed and written by
+        one rank. All ranks call this."""
+        owners = self._owners()
+
+        def owned() -> Iterator[tuple[str, Tensor]]:
+            for name, owner in owners.items():
+                tensor = self._on_rank(name, owner, dtype)
+                if tensor is not None:
+                    yield name, tensor
+
+        digests = write_files(owned(), directory, part=f"rank-{self.world.rank:04d}")
+        return checksum_of(digest for of_rank in self.world.gather(digests) for digest in of_rank)
+
+    def _owners(self) -> dict[str, int]:
+        """Return the rank that publishes each tensor, so that all have about as much."""
+        sizes = {published_name(name): self.weights.num_elements(name) for name in self.weights.names()}
+        names, load = self.names(), [0] * self.world.size
+        owners = {}
+        for name in sorted(names, key=lambda name: -sizes[name]):
+            owners[name] = load.index(min(load))
+            load[owners[name]] += sizes[name]
+        return {name: owners[name] for name in names}
+
+    def _on_rank(self, name: str, rank: int, dtype: torch.dtype) -> Tensor | None:
+        """Return a published tensor on one rank and None on the others."""
+        if self.adapter is None:
+            return self.weights.on_rank(name, rank, dtype)
+        tensor = self.tensor(name).to(dtype)
+        return tensor if rank == self.world.rank else None
 
     def save(self, directory: Path) -> None:
         """Write model or adapter, state and counters. The first rank writes what is not divided."""
@@ -198,7 +235,7 @@ class Learner:
     def _weights_to_write(self, *, is_copy: bool) -> Callable[[Path], None] | None:
         """Return a function that writes the policy's weights or its adapter; None on all ranks but the first."""
         if self.adapter is None:
-            tensors = self._gathered(self.names(), self.tensor, is_copy=is_copy)
+            tensors = self._gathered(self.names(), self._on_rank, is_copy=is_copy)
             shell, files = self._shell, self._tokenizer_files
 
             def write(directory: Path) -> None:
@@ -206,25 +243,23 @@ class Learner:
 
         else:
             adapter = self.adapter
-            tensors = self._gathered(self.weights.named(), self.weights.whole, is_copy=is_copy)
+            tensors = self._gathered(self.weights.named(), self.weights.on_rank, is_copy=is_copy)
 
             def write(directory: Path) -> None:
                 adapter.write(directory / "adapter", tensors)
 
         return write if self.world.rank == 0 else None
 
-    def _gathered(self, names: Iterable[str], whole: Callable[[str], Tensor], *, is_copy: bool) -> dict[str, Tensor]:
-        """Return whole tensors on the host. All ranks take part; only the first keeps them."""
-        tensors = {}
-        for name in names:
-            tensor = whole(name)
-            if self.world.rank == 0:
-                tensors[name] = tensor.to("cpu", copy=is_copy)
-        return tensors
+    def _gathered(
+        self, names: Iterable[str], on_rank: Callable[[str, int, torch.dtype], Tensor | None], *, is_copy: bool
+    ) -> dict[str, Tensor]:
+        """Return whole tensors on the host of the first rank, and {} on the others, which take part."""
+        gathered = ((name, on_rank(name, 0, torch.float32)) for name in names)
+        return {name: tensor.to("cpu", copy=is_copy) for name, tensor in gathered if tensor is not None}
 
     def save_model(self, directory: Path) -> None:
         """Write the model and its tokenizer into `directory` in the format of `transformers`."""
-        tensors = self._gathered(self.names(), self.tensor, is_copy=False)
+        tensors = self._gathered(self.names(), self._on_rank, is_copy=False)
         if self.world.rank == 0:
             write_model(directory, self._shell, tensors, self._tokenizer_files)
         self.world.wait()
@@ -233,19 +268,19 @@ class Learner:
         """Write the adapter into `directory` in the format of `peft`."""
         if self.adapter is None:
             raise ValueError("this trainer has no adapter: trainer.lora is not set")
-        tensors = self._gathered(self.weights.named(), self.weights.whole, is_copy=False)
+        tensors = self._gathered(self.weights.named(), self.weights.on_rank, is_copy=False)
         if self.world.rank == 0:
             self.adapter.write(directory, tensors)
         self.world.wait()
 
     def load(self, directory: Path) -> None:
         counters = read_json(directory / "trainer.json")
-        named = self.weights.named()
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.weights.named().items()}
         if self.adapter is None:
-            shapes = {name: tuple(parameter.shape) for name, parameter in named.items()}
-            weights = read_model(directory / "model", shapes)
+            check_shapes(directory / "model", shapes)
+            weights = read_weights(directory / "model")
         else:
-            weights = self.adapter.read(directory / "adapter", {name: parameter.shape for name, parameter in named.items()})
+            weights = iter(self.adapter.read(directory / "adapter", shapes).items())
         if self.critic is not None and "critic" not in counters:
             raise ModelError(f"{directory}: holds no critic, but the method needs one: it was written for another method.")
         self.optimization.restore(counters)
@@ -258,7 +293,7 @@ class Learner:
         if self.critic is not None:
             state |= self.critic.prepare_state(counters["critic"])
         read_tensors(directory / "state", state, is_alone=self.world.size == 1)
-        self.weights.assign(weights.items())
+        self.weights.assign(weights)
         if self.critic is not None:
             self.critic.weights.refresh()
         self._rest()
@@ -361,15 +396,3 @@ def _product_s(width: int, device: torch.device, dtype: torch.dtype, tries: int)
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def read_model(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Return the float32 weights of the model in `directory`.
-
-    Raises:
-        ModelError: the directory has no model, or one with other names or shapes.
-    """
-    found = {name: parameter.data for name, parameter in load_model(directory).named_parameters()}
-    if {name: tuple(tensor.shape) for name, tensor in found.items()} != dict(shapes):
-        raise ModelError(f"{directory}: not the model that is being trained: its tensors have other names or shapes.")
-    return found

@@ -45,6 +45,12 @@ class LogprobModule(nn.Module):
             banned_ids=banned_ids,
         )
 
+    def full_logprobs(self, ids: Tensor) -> Tensor:
+        """Return log π(ids[:, t] | ids[:, :t]) of t > 0, (n, T - 1), by the model's own forward pass."""
+        logits = self.model(input_ids=ids, use_cache=False).logits.float()
+        of_ids: Tensor = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+        return of_ids
+
 
 def token_logprobs(
     model: transformers.PreTrainedModel,

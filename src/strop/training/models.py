@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,11 +13,12 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from strop.engine.model_directory import config_of, shapes_in, weight_files
 from strop.errors import ModelError
 from strop.training.batch import MIN_SHARED
 from strop.training.cpu.attention import keep_attention, use_row_attention
 from strop.training.cpu.lean_layers import use_lean_layers
-from strop.training.logprobs import token_logprobs
+from strop.training.logprobs import LogprobModule
 
 if TYPE_CHECKING:
     import transformers
@@ -45,8 +46,7 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
     """
     import transformers
 
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
+    _require_config(directory)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
@@ -55,6 +55,56 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
         raise ModelError(f"{directory}: transformers cannot load this model: {error}") from error
     assert isinstance(model, transformers.PreTrainedModel)
     return model
+
+
+def model_without_weights(directory: Path) -> transformers.PreTrainedModel:
+    """Return the causal language model in `directory`, in float32, with its parameters on the meta device.
+
+    Raises:
+        ModelError: `directory` holds no model that transformers knows.
+    """
+    import transformers
+
+    _require_config(directory)
+    with _parameters_on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(directory), dtype=torch.float32, attn_implementation="sdpa"
+        )
+    assert isinstance(model, transformers.PreTrainedModel)
+    model.tie_weights()
+    return model
+
+
+def _require_config(directory: Path) -> None:
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Create modules without memory for their parameters. Buffers, which follow from a config, are as always."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def check_shapes(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `ModelError` unless the weights in `directory` have these names and shapes, and there are no others."""
+    found = shapes_in(weight_files(directory))
+    if wrong := sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)):
+        raise ModelError(
+            f"{directory}: not the model that is being trained: {len(wrong)} weights have other names or shapes, such as"
+            f" {wrong[0]}."
+        )
 
 
 def read_tokenizer_files(directory: Path) -> dict[str, bytes]:
@@ -113,33 +163,32 @@ def _rounded(layer: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 @torch.no_grad()
-def check_logprobs(model: transformers.PreTrainedModel, *, is_packed: bool) -> None:
-    """Compare the trainer's log-probs with those of the model's own full forward pass, before training.
+def check_logprobs(policy: LogprobModule, *, is_packed: bool, tolerance: float = PROBE_TOLERANCE) -> None:
+    """Compare the trainer's log-probs with those of the model's own full forward pass, before training. All ranks call this.
 
-    Call it first. Afterwards the model has `use_lean_layers` and, with `is_packed`,
-    `use_row_attention`.
+    Call it first. Afterwards the model has `use_lean_layers` and, with `is_packed`, `use_row_attention`.
 
     Raises:
         ModelError: they differ, as in models that scale or cap their logits, or attend in another way.
     """
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    ids = (torch.arange(2 * _PROBE_LENGTH, device=model.device) * 7919 % vocabulary).view(2, -1)
+    model = policy.model
+    head = model.get_output_embeddings().weight
+    ids = (torch.arange(2 * _PROBE_LENGTH, device=head.device) * 7919 % head.shape[0]).view(2, -1)
     ids[1, : MIN_SHARED + 1] = ids[0, : MIN_SHARED + 1]  # so that the second row shares something with the first
-    logits = model(input_ids=ids, use_cache=False).logits.float()
-    full = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+    full = policy.full_logprobs(ids)
     where = torch.ones_like(ids, dtype=torch.bool)
     where[:, 0] = False
     use_lean_layers(model)
     if is_packed:
         use_row_attention(model)
     try:
-        ours, _ = token_logprobs(model, ids, where, temperature=1.0, is_packed=is_packed)
+        ours, _ = policy(ids, where, 1.0, ~where, ())
     except TypeError as error:
         raise ModelError(
             f"{type(model).__name__}: its rows cannot be packed ({error}). Set trainer.packing = false."
         ) from error
     gap = (ours[:, 1:] - full).abs().max().item()
-    if not gap < PROBE_TOLERANCE:
+    if not gap < tolerance:
         remedy = " Try trainer.packing = false." if is_packed else " It cannot be trained here."
         raise ModelError(
             f"{type(model).__name__}: the trainer's log-probs differ by {gap:.2g} nats from those of the model's full forward:"

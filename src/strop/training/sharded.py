@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
+from strop.engine.model_directory import weight_files
+from strop.training.logprobs import LogprobModule
+from strop.training.models import check_shapes
 from strop.training.weights import overwrite
 
 
@@ -23,12 +29,24 @@ class ShardedWeights:
     Args:
         root: the module that is called.
         model: `root` or a part of it, which names the weights.
+        directory: with the weights of a model that has none.
     """
 
-    def __init__(self, root: nn.Module, model: nn.Module, dtype: torch.dtype, device: torch.device, num_ranks: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        model: nn.Module,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_ranks: int,
+        *,
+        directory: Path | None = None,
+    ) -> None:
         precision = MixedPrecisionPolicy(param_dtype=None if dtype is torch.float32 else dtype, reduce_dtype=torch.float32)
         divide(root, device, num_ranks, precision, keeps_ends=True)
         self._root = root
+        if directory is not None:
+            read_parts(root, model, directory, device)
         # Those that the optimizer sees; while the model computes, its modules show others.
         self._parameters = dict(model.named_parameters())
 
@@ -37,6 +55,20 @@ class ShardedWeights:
 
     def names(self) -> list[str]:
         return list(self._parameters)
+
+    def num_elements(self, name: str) -> int:
+        return self._parameters[name].numel()
+
+    def on_rank(self, name: str, rank: int, dtype: torch.dtype) -> Tensor | None:
+        parameter = self._parameters[name].detach()
+        assert isinstance(parameter, DTensor)
+        part = parameter.to_local().to(dtype)
+        padded = part.new_zeros(_rows_of_a_rank(parameter), *part.shape[1:])
+        padded[: len(part)] = part
+        is_here = rank == dist.get_rank()
+        parts = list(padded.new_empty(dist.get_world_size(), *padded.shape)) if is_here else None
+        dist.gather(padded, parts, dst=rank)
+        return None if parts is None else torch.cat(parts)[: parameter.shape[0]]
 
     def whole(self, name: str) -> Tensor:
         parameter = self._parameters[name].detach()
@@ -57,6 +89,37 @@ class ShardedWeights:
         self._root.reshard()
 
 
+@torch.no_grad()
+def read_parts(root: nn.Module, model: nn.Module, directory: Path, device: torch.device) -> None:
+    """Give the divided `root`, whose parameters are on the meta device, this rank's part of the weights in `directory`.
+
+    The most that is in memory is that part and the largest weight.
+
+    Args:
+        model: `root` or a part of it, which names the weights.
+
+    Raises:
+        ModelError: a weight is missing there, or has another shape.
+    """
+    check_shapes(directory, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
+    parameters = dict(model.named_parameters())
+    for path in weight_files(directory):
+        with safe_open(path, framework="pt") as file:
+            for name in parameters.keys() & set(file.keys()):
+                parameter = parameters[name]
+                assert isinstance(parameter, DTensor)
+                local = parameter.to_local()
+                if len(local):
+                    start = _rows_of_a_rank(parameter) * dist.get_rank()
+                    local.copy_(file.get_slice(name)[start : start + len(local)])
+
+
+def _rows_of_a_rank(parameter: DTensor) -> int:
+    """Return the rows of each rank but the last ones."""
+    return -(-parameter.shape[0] // dist.get_world_size())
+
+
 def divide(
     scorer: nn.Module,
     device: torch.device,
@@ -75,3 +138,5 @@ def divide(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other sum
+    if isinstance(scorer, LogprobModule):
+        register_fsdp_forward_method(scorer, "full_logprobs")

@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from strop.algorithms.method import Column
 from strop.engine.protocol import COPIED_AT_ONCE, NamedTensor, TakesWeights
+from strop.engine.publication import Publication
 from strop.engine.torch.cpu.resources import end_team
 from strop.training.assembly import LearnerOptions, open_learner
 from strop.training.batch import TokenBatch
@@ -19,6 +20,9 @@ from strop.training.learner import Learner
 from strop.training.optimizer import TokenLoss, TokenStatistics, UpdateReport, ValueLoss, ValueStatistics
 from strop.training.weights import WriteCheckpoint
 from strop.training.workers import LearnerGroup
+
+if TYPE_CHECKING:
+    import torch
 
 Result = TypeVar("Result")
 
@@ -41,6 +45,37 @@ class ComputeThread:
     async def close(self) -> None:
         """Wait for the running call, then end the thread."""
         await asyncio.to_thread(self._executor.shutdown)
+
+
+class _Source:
+    """The weights of a learner, as `strop.engine.publication.WeightSource`."""
+
+    def __init__(self, learner: Learner | LearnerGroup, thread: ComputeThread, dtype: torch.dtype, num_bytes: int) -> None:
+        self._learner, self._thread, self._dtype = learner, thread, dtype
+        self.num_bytes = num_bytes
+
+    async def tensors(self) -> AsyncIterator[NamedTensor]:
+        names = iter(await self._thread.run(self._learner.names))
+
+        def copy_some() -> list[NamedTensor]:
+            copies: list[NamedTensor] = []
+            num_bytes = 0
+            for name in names:
+                copies.append((name, self._learner.published(name, self._dtype)))
+                num_bytes += copies[-1][1].nbytes
+                if num_bytes >= COPIED_AT_ONCE:
+                    break
+            return copies
+
+        while copies := await self._thread.run(copy_some):
+            for copy in copies:
+                yield copy
+
+    async def checksum(self) -> str:
+        return await self._thread.run(lambda: self._learner.checksum(self._dtype))
+
+    async def write(self, directory: Path) -> str:
+        return await self._thread.run(lambda: self._learner.write_published(directory, self._dtype))
 
 
 class Trainer:
@@ -122,28 +157,21 @@ class Trainer:
         return await self._thread.run(lambda: self.learner.update_critic(batch, loss, statistics))
 
     async def publish(self, engine: TakesWeights, *, version: int) -> str:
-        """Send a copy of each tensor to the engine in its dtype. Return their checksum when the engine has confirmed it."""
-        dtype = engine.capabilities.dtype
-        checksum = await self._thread.run(lambda: self.learner.checksum(dtype))
-        names = iter(await self._thread.run(self.learner.names))
+        """Give the engine the weights in its dtype. Return their checksum when the engine has confirmed it."""
+        async with await self.publication(engine.capabilities.dtype, version=version) as publication:
+            await engine.load_weights(publication)
+            return await publication.checksum()
 
-        def copy_some() -> list[NamedTensor]:
-            copies: list[NamedTensor] = []
-            num_bytes = 0
-            for name in names:
-                copies.append((name, self.learner.published(name, dtype)))
-                num_bytes += copies[-1][1].nbytes
-                if num_bytes >= COPIED_AT_ONCE:
-                    break
-            return copies
+    async def publication(self, dtype: torch.dtype, *, version: int) -> Publication:
+        """Return the weights in `dtype`. Engines may read them until the trainer computes again, and its files until `close`.
 
-        async def stream() -> AsyncIterator[NamedTensor]:
-            while copies := await self._thread.run(copy_some):
-                for copy in copies:
-                    yield copy
-
-        await engine.load_weights(stream(), version=version, checksum=checksum)
-        return checksum
+        Of a model over several processes there are only files.
+        """
+        num_bytes = dtype.itemsize * await self._thread.run(self.learner.num_elements)
+        publication = Publication(_Source(self.learner, self._thread, dtype, num_bytes), version=version)
+        if isinstance(self.learner, LearnerGroup):
+            await publication.files()
+        return publication
 
     async def save(self, directory: Path) -> None:
         """Write a checkpoint into the empty `directory`: the model or adapter, the state of optimizer and critic, counters."""

@@ -37,8 +37,14 @@ class Weights(Protocol):
     def names(self) -> list[str]:
         """Return the names of all weights, also frozen ones; a tied weight once."""
 
+    def num_elements(self, name: str) -> int:
+        """Return the size of one whole weight."""
+
     def whole(self, name: str) -> Tensor:
         """Return one whole weight. All ranks call this. Do not write into it."""
+
+    def on_rank(self, name: str, rank: int, dtype: torch.dtype) -> Tensor | None:
+        """Return one whole weight, rounded to `dtype`, on one rank and None on the others. All ranks call this."""
 
     def assign(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite weights that the optimizer updates by whole tensors."""
@@ -93,6 +99,12 @@ class MasterWeights:
 
     def names(self) -> list[str]:
         return [*self._masters, *self._frozen]
+
+    def num_elements(self, name: str) -> int:
+        return self.whole(name).numel()
+
+    def on_rank(self, name: str, rank: int, dtype: torch.dtype) -> Tensor | None:
+        return self.whole(name).to(dtype)
 
     def whole(self, name: str) -> Tensor:
         if name in self._masters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,8 +68,9 @@ class FakeVllm:
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.calls.append(body["method"])
-        digests: list[bytes] = []
-        list(read_weights(Path(body["args"][0]), digests))
+        digests: list[Future[bytes]] = []
+        with ThreadPoolExecutor(1) as threads:
+            list(read_weights(Path(body["args"][0]), digests, threads))
         told = {"checksum": checksum_of(digests), "missing": [], "stale": [], "unproven": 0} | self.told
         return web.json_response({"results": [told]})
 

@@ -58,7 +58,7 @@ def test_a_completion_is_what_the_server_sampled_from_the_weights_that_were_publ
         assert stopped.finish_reason is FinishReason.STOP
 
     run(model, fake, scenario)
-    assert fake.files == ["model-00000.safetensors"]
+    assert fake.files == ["test-00000.safetensors"]
     weights = ["/pause_generation", "/update_weights_from_disk", "/flush_cache", "/continue_generation"]
     assert fake.calls == weights * 2  # the directory's, then version 5
 

@@ -11,11 +11,10 @@ import psutil
 import pytest
 import torch
 
-from strop.engine import weights_checksum
 from strop.engine.opening import open_engines
 from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
 
-from ..support import make_model, make_request, publish, stream
+from ..support import Tensors, load, make_model, make_request, publish
 from . import vllm_servers
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -206,10 +205,10 @@ def test_weights_that_are_missing_or_of_another_shape_are_named(tiny_vllm):
         tensors = [(name, parameter.detach()) for name, parameter in make_model("llama").named_parameters()]
         some = [named for named in tensors if named[0] != "model.norm.weight"]
         with pytest.raises(WeightsNotProven, match=r"lacks 1 weights: model\.norm\.weight"):
-            await engine.load_weights(stream(some), version=1, checksum=weights_checksum(some))
+            await load(engine, Tensors(some), version=1)
         wrong = [("lm_head.weight", torch.zeros(3))]
         with pytest.raises(WeightsNotProven, match=r"'lm_head.weight' was sent with shape \(3,\)"):
-            await engine.load_weights(stream(wrong), version=1, checksum=weights_checksum(wrong))
+            await load(engine, Tensors(wrong), version=1)
 
     tiny_vllm.run(scenario())
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from strop.engine import Publication
 from strop.engine.model_directory import ModelFacts, directory_checksum
 from strop.types import FinishReason
 
@@ -107,7 +108,7 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it(home, 
 
     async def scenario():
         engine = home.engine()
-        await engine.read_weights(home.model.directory, version=0, checksum=directory_checksum(MODEL))
+        await engine.load_weights(Publication.in_files(home.model.directory, version=0, checksum=directory_checksum(MODEL)))
         ids = tokenizer.encode(QUESTIONS[0])
         return await engine.complete(make_request("a", ids, max_tokens=200, stop_strings=(".\n", " the"), seed=3))
 

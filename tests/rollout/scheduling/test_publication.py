@@ -11,7 +11,7 @@ from pools import play_all
 from virtual_time import run
 from worlds import Conversations, FragileEngine, Watcher
 
-from strop.engine.protocol import weights_checksum
+from strop.engine.publication import Publication, weights_checksum
 from strop.engine.scripted import ScriptedEngine
 from strop.errors import EngineLost, ModelError, WeightsNotProven
 from strop.rollout.scheduler.engine_pool import EnginePool
@@ -20,21 +20,23 @@ WEIGHTS = {f"layer.{index}": torch.full((2, 2), float(index)) for index in range
 
 
 class Publisher:
-    """Publishes as a trainer does, and counts how often each tensor was asked of it."""
+    """Publishes as a trainer does. Implements `strop.engine.publication.WeightSource`."""
 
     def __init__(self, weights=WEIGHTS):
         self.weights = weights
-        self.num_sent = 0
+        self.num_bytes = sum(tensor.nbytes for tensor in weights.values())
+
+    async def tensors(self):
+        for named in self.weights.items():
+            yield named
+
+    async def checksum(self):
+        return weights_checksum(self.weights.items())
 
     async def publish(self, taker, *, version):
-        async def stream():
-            for named in self.weights.items():
-                self.num_sent += 1
-                yield named
-
-        checksum = weights_checksum(self.weights.items())
-        await taker.load_weights(stream(), version=version, checksum=checksum)
-        return checksum
+        async with Publication(self, version=version) as publication:
+            await taker.load_weights(publication)
+            return await publication.checksum()
 
 
 def pool_of(*engines, watcher=None, **options):
@@ -44,93 +46,22 @@ def pool_of(*engines, watcher=None, **options):
 class Hanging(ScriptedEngine):
     """Takes one tensor, and then none."""
 
-    async def load_weights(self, tensors, *, version, checksum):
-        async for _ in tensors:
+    async def load_weights(self, publication):
+        async for _ in publication.tensors():
             await asyncio.Event().wait()
 
 
 class Dying(ScriptedEngine):
-    async def load_weights(self, tensors, *, version, checksum):
+    async def load_weights(self, publication):
         raise ConnectionResetError("the peer hung up")
 
 
-class Reading(FragileEngine):
-    def __init__(self):
-        super().__init__()
-        self.has_proved = asyncio.Event()
-
-    async def load_weights(self, tensors, *, version, checksum):
-        await super().load_weights(tensors, version=version, checksum=checksum)
-        self.has_proved.set()
-
-
-class Sharing(ScriptedEngine):
-    """Reads nothing itself: it waits for what another engine of its machine has read."""
-
-    def __init__(self, other):
-        super().__init__([])
-        self.other = other
-
-    async def load_weights(self, tensors, *, version, checksum):
-        await self.other.has_proved.wait()
-        self.weights = self.other.weights
-        self._policy_version = version
-
-
-class Slow(FragileEngine):
-    async def load_weights(self, tensors, *, version, checksum):
-        async def slowly():
-            async for named in tensors:
-                await asyncio.sleep(10.0)
-                yield named
-
-        await super().load_weights(slowly(), version=version, checksum=checksum)
-
-
-def test_an_engine_that_shares_what_another_reads_keeps_nobody_waiting():
-    async def scenario():
-        reading, watcher, publisher = Reading(), Watcher(), Publisher()
-        pool = pool_of(Sharing(reading), reading, watcher=watcher)
-        await pool.publish(partial(publisher.publish, version=3), version=3)
-        assert not watcher.engine_events
-        assert publisher.num_sent == len(WEIGHTS)
-
-    run(scenario)
-
-
-def test_a_slow_engine_is_waited_for_and_little_is_kept_for_it():
-    async def scenario():
-        publisher, most_ahead = Publisher(), 0
-        slow, fast, watcher = Slow(), FragileEngine(), Watcher()
-
-        class Counting(Slow):
-            async def load_weights(self, tensors, *, version, checksum):
-                async def counted():
-                    nonlocal most_ahead
-                    num = 0
-                    async for named in tensors:
-                        most_ahead = max(most_ahead, publisher.num_sent - num)
-                        num += 1
-                        yield named
-
-                await super().load_weights(counted(), version=version, checksum=checksum)
-
-        pool = pool_of(Counting(), slow, fast, watcher=watcher)
-        await pool.publish(partial(publisher.publish, version=3), version=3)
-        assert not watcher.engine_events
-        assert most_ahead <= 4
-        assert fast.weights.keys() == slow.weights.keys() == WEIGHTS.keys()
-
-    run(scenario)
-
-
-def test_each_tensor_is_read_once_and_reaches_every_engine():
+def test_the_weights_reach_every_engine():
     async def scenario():
         engines, publisher = [FragileEngine(), FragileEngine(), FragileEngine()], Publisher()
         pool = pool_of(*engines)
         checksum = await pool.publish(partial(publisher.publish, version=3), version=3)
         assert checksum == weights_checksum(WEIGHTS.items())
-        assert publisher.num_sent == len(WEIGHTS)
         assert pool.policy_version == 3
         for engine in engines:
             assert engine.policy_version == 3
@@ -229,20 +160,17 @@ def test_engines_of_different_types_cannot_be_proven_by_one_checksum():
     run(scenario)
 
 
-def test_a_stream_that_breaks_is_nobodys_loss():
+def test_an_error_of_the_trainer_is_no_loss_of_an_engine():
+    class Falling(Publisher):
+        async def tensors(self):
+            yield "layer.0", WEIGHTS["layer.0"]
+            raise EngineLost("the trainer fell over")
+
     async def scenario():
         engines, watcher = [FragileEngine(), FragileEngine()], Watcher()
         pool = pool_of(*engines, watcher=watcher)
-
-        async def publish(taker):
-            async def stream():
-                yield "layer.0", WEIGHTS["layer.0"]
-                raise EngineLost("the trainer fell over")
-
-            await taker.load_weights(stream(), version=1, checksum="")
-
         with pytest.raises(EngineLost, match="the trainer fell over"):
-            await pool.publish(publish, version=1)
+            await pool.publish(partial(Falling().publish, version=1), version=1)
         assert not watcher.engine_events
 
     run(scenario)

@@ -24,10 +24,10 @@ def test_an_engine_lost_between_two_batches_is_counted_in_the_next():
         publisher, watcher = Publisher(), Watcher()
 
         class TakesOne(FragileEngine):
-            async def load_weights(self, tensors, *, version, checksum):
-                if version > 1:
+            async def load_weights(self, publication):
+                if publication.version > 1:
                     raise EngineLost("it fell over")
-                await super().load_weights(tensors, version=version, checksum=checksum)
+                await super().load_weights(publication)
 
         pool = pool_of(FragileEngine(policy_version=-1), TakesOne(policy_version=-1), watcher=watcher)
         lost = []
@@ -97,7 +97,7 @@ def test_a_newcomer_that_takes_no_weights_is_given_up_and_the_batch_goes_on():
         publisher, watcher, opened = Publisher(), Watcher(), []
 
         class Hanging(FragileEngine):
-            async def load_weights(self, tensors, *, version, checksum):
+            async def load_weights(self, publication):
                 await asyncio.Event().wait()
 
         async def open_another(place, name):
@@ -225,8 +225,8 @@ def test_closing_ends_a_newcomer_that_waits_for_weights():
 class SlowLoad(FragileEngine):
     """Takes 100 s to load weights, after it has read them."""
 
-    async def load_weights(self, tensors, *, version, checksum):
-        await super().load_weights(tensors, version=version, checksum=checksum)
+    async def load_weights(self, publication):
+        await super().load_weights(publication)
         await asyncio.sleep(100.0)
 
 

@@ -2,8 +2,7 @@
 
 The program imports everything once, then forks for each order that comes. An import of torch and transformers takes seconds of
 processor time; a fork takes milliseconds and shares what was imported. The program never computes: it has one thread, and no
-CUDA context, or a fork of it would not work. Its arguments are two inherited descriptors: the link to its client and the shared
-weights.
+CUDA context, or a fork of it would not work. Its argument is an inherited descriptor: the link to its client.
 
 A child opens a `TorchEngine`, then does what its client says until that hangs up. Its event loop computes nothing, so it
 answers a ping while the engine's own thread is busy with a model step.
@@ -23,8 +22,7 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +38,6 @@ from strop.engine.processes.link import (
     TO_CHILD,
     Abandon,
     Abort,
-    BeginLoad,
-    BreakOff,
     Cancelled,
     Complete,
     Completed,
@@ -53,14 +49,13 @@ from strop.engine.processes.link import (
     Ping,
     Pong,
     Probed,
-    Ready,
     Release,
     ToChild,
     read_message,
     to_frame,
 )
-from strop.engine.processes.shared_weights import read_weights
-from strop.engine.protocol import NamedTensor, Probe
+from strop.engine.protocol import Probe
+from strop.engine.publication import Publication
 from strop.engine.torch.cpu.resources import keep_little_freed_memory
 from strop.engine.torch.engine import TorchEngine
 from strop.errors import StropError
@@ -78,7 +73,7 @@ class EngineOrder(Config):
 
 
 def main() -> int:
-    link, shared_weights = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    link = socket.socket(fileno=int(sys.argv[1]))
     woken, wakes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -96,13 +91,13 @@ def main() -> int:
             said, descriptors, _, _ = socket.recv_fds(link, MAX_ORDER_BYTES, 2)
             if not said:
                 return 0  # the children get a death signal, and the reaper kills the rest
-            _obey(link, shared_weights, json.loads(said), descriptors)
+            _obey(link, json.loads(said), descriptors)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 _tell(link, {"died": ended[0], "status": os.waitstatus_to_exitcode(ended[1])})
 
 
-def _obey(link: socket.socket, shared_weights: int, said: dict[str, object], descriptors: list[int]) -> None:
+def _obey(link: socket.socket, said: dict[str, object], descriptors: list[int]) -> None:
     if "kill" in said:
         with contextlib.suppress(ProcessLookupError):  # only this process reaps it, so the pid is not reused
             os.kill(int(str(said["kill"])), signal.SIGKILL)
@@ -112,7 +107,7 @@ def _obey(link: socket.socket, shared_weights: int, said: dict[str, object], des
         status = 1
         try:
             link.close()
-            status = _begin(fork_server, shared_weights, said, descriptors)
+            status = _begin(fork_server, said, descriptors)
         except BaseException:  # noqa: BLE001 - the last words of this process
             traceback.print_exc()
         finally:
@@ -124,7 +119,7 @@ def _obey(link: socket.socket, shared_weights: int, said: dict[str, object], des
     _tell(link, {"born": said["fork"], "pid": pid})
 
 
-def _begin(fork_server: int, shared_weights: int, said: dict[str, object], descriptors: list[int]) -> int:
+def _begin(fork_server: int, said: dict[str, object], descriptors: list[int]) -> int:
     """The life of a child. Returns its exit code."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != fork_server:
@@ -138,7 +133,7 @@ def _begin(fork_server: int, shared_weights: int, said: dict[str, object], descr
     os.close(log)
     order = EngineOrder.model_validate_json(json.dumps(said["order"]))
     os.environ.update(order.environment)
-    return live(order, socket.socket(fileno=theirs), shared_weights)
+    return live(order, socket.socket(fileno=theirs))
 
 
 def _tell(link: socket.socket, message: dict[str, object]) -> None:
@@ -146,27 +141,13 @@ def _tell(link: socket.socket, message: dict[str, object]) -> None:
         link.send(json.dumps(message).encode())
 
 
-class _BrokenOff(Exception):  # noqa: N818 - named for what happened
-    """A publication ended before its weights were there."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _LoadUnderWay:
-    said: asyncio.Future[Load | BreakOff]  # what becomes of it
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def is_broken_off(self) -> bool:
-        return self.said.done() and isinstance(self.said.result(), BreakOff)
-
-
-def live(order: EngineOrder, link: socket.socket, shared_weights: int) -> int:
+def live(order: EngineOrder, link: socket.socket) -> int:
     """Until the client hangs up. Returns the exit code."""
     keep_little_freed_memory()
-    return asyncio.run(_serve(order, link, shared_weights))
+    return asyncio.run(_serve(order, link))
 
 
-async def _serve(order: EngineOrder, link: socket.socket, shared_weights: int) -> int:
+async def _serve(order: EngineOrder, link: socket.socket) -> int:
     reader, writer = await asyncio.open_connection(sock=link)
     try:
         engine, hello = await asyncio.to_thread(_open, order)
@@ -175,7 +156,7 @@ async def _serve(order: EngineOrder, link: socket.socket, shared_weights: int) -
         await writer.drain()
         return 1
     writer.write(to_frame(FROM_CHILD, hello))
-    await _Service(engine, reader, writer, shared_weights).run()
+    await _Service(engine, reader, writer).run()
     return 0
 
 
@@ -216,13 +197,11 @@ def _detokenizer(path: Path) -> Callable[[Sequence[int]], str] | None:
 class _Service:
     """What one client asks of one engine, in the order in which it asks."""
 
-    def __init__(
-        self, engine: TorchEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, shared_weights: int
-    ) -> None:
+    def __init__(self, engine: TorchEngine, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._engine, self._reader, self._writer = engine, reader, writer
-        self._shared_weights = shared_weights
         self._completions: dict[int, asyncio.Task[None]] = {}
-        self._loads: dict[int, _LoadUnderWay] = {}
+        self._loading = asyncio.Lock()
+        self._loads: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         with contextlib.suppress(EOFError):
@@ -245,14 +224,10 @@ class _Service:
                 await self._engine.abort(order.request_id)  # neither waits for anything
             case Release():
                 await self._engine.release(order.request_id)
-            case BeginLoad():
-                load = _LoadUnderWay(said=asyncio.get_running_loop().create_future())
-                self._loads[order.number] = load
-                load.task = asyncio.create_task(self._load_weights(order, load))
-                load.task.add_done_callback(lambda _: self._loads.pop(order.number))
-            case Load() | BreakOff():
-                if load_begun := self._loads.get(order.begun):
-                    load_begun.said.set_result(order)
+            case Load():
+                load = asyncio.create_task(self._load_weights(order))
+                self._loads.add(load)
+                load.add_done_callback(self._loads.discard)
 
     async def _complete(self, order: Complete) -> None:
         def tell(entropies: tuple[float, ...]) -> None:
@@ -268,41 +243,19 @@ class _Service:
         else:
             self._answer(Completed(number=order.number, completion=completion))
 
-    async def _load_weights(self, order: BeginLoad, load: _LoadUnderWay) -> None:
-        ending = [other.task for other in self._loads.values() if other.is_broken_off and other.task is not None]
-        if ending:
-            await asyncio.wait(ending)  # its client has left it, so the engine is free in a moment
+    async def _load_weights(self, order: Load) -> None:
+        publication = Publication.in_files(Path(order.directory), version=order.version, checksum=order.checksum)
         try:
-            await self._engine.load_weights(self._tensors(order, load), version=order.version, checksum=order.checksum)
-        except _BrokenOff:
-            return  # the client knows
+            async with self._loading:  # a client that went away has left a load that still runs
+                await self._engine.load_weights(publication)
         except Exception as error:  # noqa: BLE001 - for the client to raise
-            self._answer(_failed(_number(order, load), error))
+            self._answer(_failed(order.number, error))
         else:
-            self._answer(
-                Loaded(
-                    number=_number(order, load),
-                    policy_version=self._engine.policy_version,
-                    is_deterministic=self._engine.capabilities.is_deterministic,
-                )
-            )
-
-    async def _tensors(self, order: BeginLoad, load: _LoadUnderWay) -> AsyncIterator[NamedTensor]:
-        self._answer(Ready(number=order.number))
-        said = await load.said
-        if isinstance(said, BreakOff):
-            raise _BrokenOff
-        for named in read_weights(self._shared_weights, said.weights):
-            yield named
+            is_deterministic = self._engine.capabilities.is_deterministic
+            self._answer(Loaded(number=order.number, policy_version=order.version, is_deterministic=is_deterministic))
 
     def _answer(self, message: FromChild) -> None:
         self._writer.write(to_frame(FROM_CHILD, message))
-
-
-def _number(begun: BeginLoad, load: _LoadUnderWay) -> int:
-    """Of the order that waits for an answer."""
-    said = load.said.result() if load.said.done() else None
-    return said.number if isinstance(said, Load) else begun.number
 
 
 def _failed(number: int, error: Exception) -> Failed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -20,8 +20,6 @@ from strop.engine.processes.fork_server import EngineForkServer, ForkedProcess, 
 from strop.engine.processes.link import (
     Abandon,
     Abort,
-    BeginLoad,
-    BreakOff,
     Complete,
     Completed,
     FromChild,
@@ -30,10 +28,10 @@ from strop.engine.processes.link import (
     Load,
     Loaded,
     Order,
-    Ready,
     Release,
 )
-from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, NamedTensor, Probe, check_completion
+from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, Probe, check_completion
+from strop.engine.publication import Publication
 from strop.errors import EngineLost
 from strop.types import Completion
 
@@ -66,8 +64,6 @@ class ProcessEngine:
         self._has_left = False  # the fork_server
         self._hello: Hello | None = None
         self._policy_version, self._is_deterministic = -1, False
-        self._left_load: asyncio.Task[None] | None = None  # whose caller has gone
-        self._published: dict[int, int] = {}  # versions whose loads are under way, by the number of their orders
 
     @classmethod
     async def start(
@@ -88,7 +84,7 @@ class ProcessEngine:
             name: for messages.
             log: what the process prints is appended here.
             version: of the directory's weights; None: they are not read, and the engine waits for `load_weights`.
-            fork_server: forks the process in milliseconds and shares publications among its engines. By default all engines
+            fork_server: forks the process in milliseconds. By default all engines
                 of this event loop share one; the first of them waits until it has imported torch.
             environment: variables added to the process's environment, such as CUDA_VISIBLE_DEVICES.
             silent_pings: how many pings, one a second, may stay without an answer before the engine counts as lost.
@@ -178,30 +174,21 @@ class ProcessEngine:
     async def release(self, request_id: str) -> None:
         self._link.tell(Release(request_id=request_id))
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
-        """See `TorchEngine.load_weights`. The process proves what it holds against `checksum`.
+    async def load_weights(self, publication: Publication) -> None:
+        """See `TorchEngine.load_weights`. The process reads files, and proves what it holds.
 
-        A load that does not end within `EngineConfig.stall_timeout_s` is the end of the engine. A caller who goes away after
-        all weights were sent leaves a load that goes on, and which the next one waits for.
+        A load that does not end within `EngineConfig.stall_timeout_s` is the end of the engine.
         """
-        if self._left_load is not None:
-            await asyncio.wait({self._left_load})
-        begun = self._link.next_number()
-        is_given_up = True
+        directory, checksum = await publication.files(), await publication.checksum()
+        order = Load(number=self._link.next_number(), directory=str(directory), version=publication.version, checksum=checksum)
         try:
-            await self._link.ask(BeginLoad(number=begun, version=version, checksum=checksum), Ready)
-            weights = await self._fork_server.weights.take(tensors, checksum=checksum)
-            is_given_up = False
-        finally:
-            if is_given_up:
-                self._link.tell(BreakOff(begun=begun))
-        # The process reads shared memory now. Removing the memory would kill it, so wait even if this call is cancelled.
-        order = Load(number=self._link.next_number(), begun=begun, weights=weights)
-        loading = self._link.start_task(self._load(order, version))
-        try:
-            await asyncio.shield(loading)
-        finally:
-            self._left_load = None if loading.done() else loading
+            async with asyncio.timeout(self._config.stall_timeout_s):
+                await self._link.ask(order, Loaded)
+        except TimeoutError as error:
+            raise self._link.lose(
+                f"{self._link.title} hangs: it did not load weights within {self._config.stall_timeout_s} s"
+                " (engine.stall_timeout_s)."
+            ) from error
 
     async def close(self) -> None:
         """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
@@ -224,27 +211,12 @@ class ProcessEngine:
         assert self._hello is not None  # `start` waits for it
         return self._hello
 
-    async def _load(self, order: Load, version: int) -> None:
-        self._published[order.number] = version
-        try:
-            async with asyncio.timeout(self._config.stall_timeout_s):
-                await self._link.ask(order, Loaded)
-        except TimeoutError as error:
-            raise self._link.lose(
-                f"{self._link.title} hangs: it did not load weights within {self._config.stall_timeout_s} s"
-                " (engine.stall_timeout_s)."
-            ) from error
-        finally:
-            del self._published[order.number]
-            self._fork_server.weights.leave()
-
     def _check(self, order: Order, answer: FromChild) -> None:
         """Looks at an answer as it arrives, because the next one may belong to other weights. Raises `EngineLost`."""
         if isinstance(order, Complete) and isinstance(answer, Completed):
             vocab_size, version = self._said.vocab_size, self._policy_version
             check_completion(order.request, answer.completion, vocab_size=vocab_size, policy_version=version)
         if isinstance(order, Load) and isinstance(answer, Loaded):
-            if answer.policy_version != self._published[order.number]:
-                published = self._published[order.number]
-                raise EngineLost(f"it says that it holds version {answer.policy_version} after {published} was published.")
+            if answer.policy_version != order.version:
+                raise EngineLost(f"it says that it holds version {answer.policy_version} after {order.version} was published.")
             self._policy_version, self._is_deterministic = answer.policy_version, answer.is_deterministic

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 from weakref import WeakKeyDictionary
 
-from strop.engine.processes.shared_weights import SharedWeights
 from strop.engine.servers.process import ServerProcess, end_of_log, how_it_ended, num_oom_kills
 from strop.errors import EngineLost
 
@@ -72,11 +71,10 @@ class ForkedProcess:
 class EngineForkServer:
     """Forks the processes of engines. All of them end with it, and it ends with this process, however that ends.
 
-    Its children share what it imported and `weights`, one copy of a publication for all of them.
+    Its children share what it imported.
     """
 
     def __init__(self, log: Path, *, ends_with_last_tenant: bool) -> None:
-        self.weights = SharedWeights()
         self._log = log
         self._ends_with_last_tenant, self._num_tenants = ends_with_last_tenant, 0
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -99,13 +97,13 @@ class EngineForkServer:
         asyncio.get_running_loop().add_reader(fork_server._link, fork_server._read)
         try:
             fork_server._process = await ServerProcess.start(
-                [sys.executable, "-P", "-m", _MODULE, str(fork_server._theirs.fileno()), str(fork_server.weights.descriptor)],
+                [sys.executable, "-P", "-m", _MODULE, str(fork_server._theirs.fileno())],
                 # numpy's OpenBLAS would start threads as it is imported, and what has threads cannot be forked safely.
                 env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
                 log=log,
                 is_ready=fork_server._has_imported,
                 deadline_s=_START_S,
-                pass_fds=(fork_server._theirs.fileno(), fork_server.weights.descriptor),
+                pass_fds=(fork_server._theirs.fileno(),),
             )
         except BaseException:
             await fork_server.close()
@@ -170,7 +168,6 @@ class EngineForkServer:
             await self._process.stop(grace_s=0.0)
         if self._link.fileno() >= 0:
             self._lose("was closed")
-        self.weights.close()  # also where its process went first, and took the link along
 
     async def _has_imported(self) -> bool:
         await self._is_ready.wait()

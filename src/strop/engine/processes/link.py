@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from strop import errors
-from strop.engine.processes.shared_weights import Stored
 from strop.engine.protocol import CompletionRequest, Probe
 from strop.errors import EngineLost, StropError
 from strop.types import Completion
@@ -63,31 +62,14 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BeginLoad:
-    """Drop every KV cache and refuse to sample; answered by `Ready`."""
+class Load:
+    """Drop every KV cache and take the weights that lie in files of `directory`; answered by `Loaded`."""
 
     number: int
+    directory: str
     version: int
     checksum: str
-    kind: Literal["begin_load"] = "begin_load"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The weights lie in the shared memory; answered by `Loaded`, the end of the load."""
-
-    number: int
-    begun: int  # the number of its `BeginLoad`
-    weights: tuple[Stored, ...]
     kind: Literal["load"] = "load"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BreakOff:
-    """There will be no weights for the load that began with that number."""
-
-    begun: int
-    kind: Literal["break_off"] = "break_off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +133,6 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ready:
-    number: int
-    kind: Literal["ready"] = "ready"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     number: int
     policy_version: int
@@ -170,8 +146,8 @@ class Pong:
     kind: Literal["pong"] = "pong"
 
 
-ToChild: TypeAlias = Complete | Abandon | Abort | Release | BeginLoad | Load | BreakOff | Ping
-FromChild: TypeAlias = Hello | Probed | Completed | Cancelled | Failed | Ready | Loaded | Pong
+ToChild: TypeAlias = Complete | Abandon | Abort | Release | Load | Ping
+FromChild: TypeAlias = Hello | Probed | Completed | Cancelled | Failed | Loaded | Pong
 
 _CONFIG = ConfigDict(ser_json_inf_nan="constants")
 TO_CHILD: TypeAdapter[ToChild] = TypeAdapter(Annotated[ToChild, Field(discriminator="kind")], config=_CONFIG)
@@ -211,8 +187,8 @@ def _shown(content: bytes) -> str:
     return repr(content[:_SHOWN].decode("utf-8", "replace")) + ("..." if len(content) > _SHOWN else "")
 
 
-AnswerT = TypeVar("AnswerT", Hello, Completed, Ready, Loaded)
-Order = Complete | BeginLoad | Load
+AnswerT = TypeVar("AnswerT", Hello, Completed, Loaded)
+Order = Complete | Load
 
 _PING_S = 1.0
 _END_S = 2.0  # from the end of the link to the news of the process's end

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from strop.engine.config import ServerConfig
@@ -16,13 +14,12 @@ from strop.engine.protocol import (
     Capabilities,
     Capacity,
     CompletionRequest,
-    NamedTensor,
     check_prefix,
     check_request,
     check_vocabulary,
 )
+from strop.engine.publication import Publication
 from strop.engine.servers.server import Answer, Server, completion_of
-from strop.engine.servers.weight_transfer import transferred
 from strop.errors import EngineLost, StropError, UserError, WeightsNotProven
 from strop.types import Completion
 
@@ -243,7 +240,7 @@ class ServerEngine:
     async def release(self, request_id: str) -> None:
         self._conversations.leave(request_id)
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
+    async def load_weights(self, publication: Publication) -> None:
         """See `InferenceEngine.load_weights`.
 
         Raises:
@@ -252,18 +249,17 @@ class ServerEngine:
             StropError: completions are running or waiting; nothing was changed.
         """
         self._require_idle()
+        version = publication.version
         self._doubt = f"the last publication (version {version}) was not completed"
         self._conversations.clear()
-        size = self._config.torch_dtype.itemsize
-        async with transferred(tensors, self._model, itemsize=size, version=version, checksum=checksum) as directory:
-            await self._read_weights(directory, version=version, checksum=checksum)
-
-    async def read_weights(self, directory: Path, *, version: int, checksum: str) -> None:
-        """Like `load_weights`, from the safetensors files of a directory that the server can read, too."""
-        self._require_idle()
-        self._doubt = f"reading {directory} (version {version}) was not completed"
-        self._conversations.clear()
-        await self._read_weights(directory, version=version, checksum=checksum)
+        directory, checksum = await publication.files(), await publication.checksum()
+        await asyncio.to_thread(self._model.check_weights, directory, version)
+        label = f"strop {self._nonce} {version} {checksum}"
+        held = await self._server.read_weights(directory, label=label)
+        if self._server.can_prove_weights and held != checksum:
+            self._doubt = f"the last publication (version {version}) arrived damaged"
+            raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but {self.name} holds {held}.")
+        self._label, self._policy_version, self._doubt = label, version, ""
 
     async def warm_up(self) -> None:
         """Have a first completion sampled: it may compile for a while, and shows whether the server can be used at all."""
@@ -281,14 +277,6 @@ class ServerEngine:
         for task in self._refreshing:
             task.cancel()
         await self._server.close()
-
-    async def _read_weights(self, directory: Path, *, version: int, checksum: str) -> None:
-        label = f"strop {self._nonce} {version} {checksum}"
-        held = await self._server.read_weights(directory, label=label)
-        if self._server.can_prove_weights and held != checksum:
-            self._doubt = f"the last publication (version {version}) arrived damaged"
-            raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but {self.name} holds {held}.")
-        self._label, self._policy_version, self._doubt = label, version, ""
 
     async def _sample(self, request: CompletionRequest) -> Completion:
         call = asyncio.create_task(self._ask(request))

@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from strop.engine.protocol import (
     check_request,
     check_vocabulary,
 )
+from strop.engine.publication import Publication
 from strop.engine.torch.batch import Batch, Detokenizer, Job, ResultT, fail, resolve
 from strop.engine.torch.cpu.resources import end_team, give_back_freed_memory
 from strop.engine.torch.decoder import Decoder
@@ -152,7 +153,7 @@ class TorchEngine:
     async def release(self, request_id: str) -> None:
         self._worker.tell(partial(self._worker.batch.discard, request_id))
 
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
+    async def load_weights(self, publication: Publication) -> None:
         """See `InferenceEngine.load_weights`. Conversations lose their slots; requests that arrive meanwhile wait for the end.
 
         Raises:
@@ -167,14 +168,15 @@ class TorchEngine:
             await asyncio.wrap_future(self._worker.call(self._worker.batch.begin_load))
             some: list[NamedTensor] = []
             num_bytes = 0
-            async for named in tensors:
+            async for named in publication.tensors():
                 some.append(named)
                 num_bytes += named[1].nbytes
                 if num_bytes >= COPIED_AT_ONCE:
                     await self._copy(some)
                     some, num_bytes = [], 0
             await self._copy(some)
-            await asyncio.wrap_future(self._worker.prove(partial(self._weights.prove, version, checksum)))
+            prove = partial(self._weights.prove, publication.version, await publication.checksum())
+            await asyncio.wrap_future(self._worker.prove(prove))
         finally:
             self._is_loading = False
             self._worker.tell(self._worker.batch.end_load)

@@ -14,16 +14,15 @@ from strop.engine.protocol import (
     Capacity,
     CompletionRequest,
     InferenceEngine,
-    NamedTensor,
     Probe,
     ProbedEngine,
     TakesWeights,
     check_completion,
 )
-from strop.errors import EngineLost, MachineError, StropError, WeightsNotProven
+from strop.engine.publication import Publication
+from strop.errors import EngineLost, MachineError, ModelError, StropError, WeightsNotProven
 from strop.rollout.scheduler.admission import EngineSpec
 from strop.rollout.scheduler.batch import RESUME, EngineRemovedError, RolloutBatch
-from strop.rollout.scheduler.publication import Broadcast
 from strop.rollout.scheduler.replacements import EngineObserver, OpenEngine, Replacements
 from strop.rollout.scheduler.report import BatchReport
 from strop.rollout.scheduler.scheduler import SchedulerConfig
@@ -64,7 +63,7 @@ class EnginePool:
         """
         Args:
             stall_timeout_s: an engine that computes nothing for this long while a request waits is lost.
-            publish_deadline_s: how long a publication may make no progress; None: `stall_timeout_s`.
+            publish_deadline_s: how long a publication may take; None: `stall_timeout_s`.
         """
         self.config = SchedulerConfig() if config is None else config
         self.observer = EngineObserver() if observer is None else observer
@@ -235,7 +234,7 @@ class EnginePool:
         Raises:
             WeightsNotProven: the weights differ from those that were published as this version before.
         """
-        checksum = await publish(engines[0] if len(engines) == 1 else Broadcast(engines, deadline_s=self._publish_deadline_s))
+        checksum = await publish(engines[0] if len(engines) == 1 else _Several(engines))
         if self._checksum not in ("", checksum):
             raise WeightsNotProven(
                 f"the trainer's weights were changed since version {self._version} was published: their checksum is {checksum},"
@@ -340,36 +339,19 @@ class PooledEngine:
     def capabilities(self) -> Capabilities:
         return self.engine.capabilities
 
-    async def load_weights(
-        self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str, is_only: bool = True
-    ) -> None:
-        """Take weights. A failure of the engine is kept in `weights_error`; an error of `tensors` is raised.
-
-        Args:
-            is_only: False if the stream also waits for other engines; then it has its own deadline.
-        """
-        within_s, stream_errors, self.weights_error = self._publish_deadline_s, list[Exception](), None
-        loop, timeout = asyncio.get_running_loop(), asyncio.timeout(within_s if is_only else None)
-
-        async def watched() -> AsyncIterator[NamedTensor]:
-            try:
-                async for named in tensors:
-                    if is_only:
-                        timeout.reschedule(loop.time() + within_s)
-                    yield named
-            except Exception as error:
-                stream_errors.append(error)
-                raise
-
+    async def load_weights(self, publication: Publication) -> None:
+        """Take weights. A failure of the engine is kept in `weights_error`; an error of the trainer is raised."""
+        within_s, self.weights_error = self._publish_deadline_s, None
+        timeout = asyncio.timeout(within_s)
         try:
             async with timeout:
-                await self.engine.load_weights(watched(), version=version, checksum=checksum)
+                await self.engine.load_weights(publication)
         except Exception as error:
-            if stream_errors:
-                raise stream_errors[0] from None
+            if publication.error is not None:
+                raise publication.error from None
             if timeout.expired():
                 self.weights_error = EngineLost(
-                    f"it hangs: the weights of version {version} were not taken within {within_s:g} s."
+                    f"it hangs: the weights of version {publication.version} were not taken within {within_s:g} s."
                 )
             elif isinstance(error, EngineLost):
                 self.weights_error = error
@@ -410,6 +392,31 @@ class PooledEngine:
     def _cancel(self) -> None:
         for task in self._running:
             task.cancel()
+
+
+class _Several:
+    """Takes weights as one engine does, for several at once. `weights_error` says of each why it did not prove them."""
+
+    def __init__(self, engines: Sequence[PooledEngine]) -> None:
+        """Raises `ModelError` if the engines' weights have different types, so that one checksum cannot prove them."""
+        self._engines = engines
+        dtypes = {engine.name: engine.capabilities.dtype for engine in engines}
+        if len(set(dtypes.values())) > 1:
+            raise ModelError(f"the engines hold weights of different types: {dtypes}. Give all of them the same dtype.")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._engines[0].capabilities
+
+    async def load_weights(self, publication: Publication) -> None:
+        """Return when every engine has proved the weights or failed. Raises errors of the trainer."""
+        loads = [asyncio.ensure_future(engine.load_weights(publication)) for engine in self._engines]
+        try:
+            await asyncio.gather(*loads)
+        finally:
+            for load in loads:
+                load.cancel()
+            await asyncio.wait(loads)
 
 
 def make_spec(name: str, capacity: Capacity) -> EngineSpec:

@@ -8,11 +8,10 @@ rollouts are all on disk, so a resumed run needs no older weights.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from strop.engine.protocol import Capabilities, NamedTensor, TakesWeights
 from strop.errors import RunError
 from strop.evaluation.metrics import num_sampled_tokens
 from strop.recipe.schedule import Done
@@ -21,7 +20,6 @@ from strop.stages.context import StageContext
 from strop.stages.loop.ledger import ledger_of, read_rollouts
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
-from strop.training.trainer import Trainer
 from strop.types import Group, RolloutKey, Task
 
 StageT = TypeVar("StageT", bound=RolloutKeys)
@@ -127,40 +125,3 @@ def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
         for _ in turn.completion.ids
     ]
     return {"rollout/staleness_mean": sum(found) / len(found), "rollout/staleness_max": float(max(found))} if found else {}
-
-
-class CachedPublication:
-    """Publishes the weights that the trainer had at the first call, at every call. Keeps one copy in the engines' dtype.
-
-    Called as `strop.rollout.scheduler.engine_pool.Publish` is.
-    """
-
-    def __init__(self, trainer: Trainer, *, version: int) -> None:
-        self._trainer, self._version = trainer, version
-        self._copy: _Copy | None = None
-
-    async def __call__(self, engines: TakesWeights) -> str:
-        """The checksum, once the engines have proved it. The first call must be made while the trainer is idle."""
-        if self._copy is None:
-            copy = _Copy(engines.capabilities)
-            await self._trainer.publish(copy, version=self._version)
-            self._copy = copy
-        await engines.load_weights(self._copy.stream(), version=self._version, checksum=self._copy.checksum)
-        return self._copy.checksum
-
-
-class _Copy:
-    """Takes weights and keeps them. Implements `TakesWeights`."""
-
-    def __init__(self, capabilities: Capabilities) -> None:
-        self.capabilities = capabilities  # of the engines that it is for
-        self.checksum = ""
-        self._tensors: list[NamedTensor] = []
-
-    async def load_weights(self, tensors: AsyncIterator[NamedTensor], *, version: int, checksum: str) -> None:
-        """Nothing is proved here: the engines prove what they get against `checksum`."""
-        self._tensors, self.checksum = [named async for named in tensors], checksum
-
-    async def stream(self) -> AsyncIterator[NamedTensor]:
-        for named in self._tensors:
-            yield named

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -17,6 +16,8 @@ from torch import Tensor
 
 from strop.algorithms.method import Selection
 from strop.engine.model_directory import config_of
+from strop.engine.protocol import TakesWeights
+from strop.engine.publication import Publication
 from strop.evaluation.metrics import Verdict, num_sampled_tokens, verdict_of
 from strop.recipe.stage import PlayedKeys
 from strop.rewards import Reward, judge_group, make_reward
@@ -50,6 +51,7 @@ class GroupPlayer:
         self._prompt = load_prompt(stage.prompt)
         self._judged_by, self._reward = stage.reward, make_reward(stage.reward, context.runner)
         self.verdict = verdict_of(stage.reward)
+        self._publish: _Publish | None = None
 
     def check(self, stage: PlayedKeys, tasks: TaskSource) -> None:
         """Raises `ConfigError` if no engine can hold a rollout of the first tasks, or of any of an evaluation."""
@@ -109,12 +111,44 @@ class GroupPlayer:
         """Where the rollouts of `stage` fork; None where they do not."""
         return None if stage.forks is None else Branching(config=stage.forks, vocab_size=self._vocab_size)
 
-    async def publish(self, trainer: Trainer, *, version: int) -> str:
-        """Give the trainer's weights to every engine; returns their checksum."""
-        return await self.pool.publish(partial(trainer.publish, version=version), version=version)
+    async def publish(self, trainer: Trainer, *, version: int, lasts: bool = False) -> str:
+        """Give the trainer's weights to every engine; returns their checksum.
+
+        Args:
+            lasts: an engine that joins before the next publication gets these weights, though the trainer has changed them.
+        """
+        before, self._publish = self._publish, _Publish(trainer, version=version, lasts=lasts)
+        checksum = await self.pool.publish(self._publish, version=version)
+        if before is not None:
+            await before.close()
+        return checksum
 
     async def close(self) -> None:
         await self._reward.close()
+        if self._publish is not None:
+            await self._publish.close()
+
+
+class _Publish:
+    """Publishes a trainer's weights as one version: `strop.rollout.scheduler.engine_pool.Publish`."""
+
+    def __init__(self, trainer: Trainer, *, version: int, lasts: bool) -> None:
+        self._trainer, self._version, self._lasts = trainer, version, lasts
+        self._publication: Publication | None = None  # whose files last
+
+    async def __call__(self, engines: TakesWeights) -> str:
+        """Return the checksum, once the engines have proved it."""
+        if not self._lasts:
+            return await self._trainer.publish(engines, version=self._version)
+        if self._publication is None:
+            self._publication = await self._trainer.publication(engines.capabilities.dtype, version=self._version)
+            await self._publication.files()
+        await engines.load_weights(self._publication)
+        return await self._publication.checksum()
+
+    async def close(self) -> None:
+        if self._publication is not None:
+            await self._publication.close()
 
 
 @asynccontextmanager
@@ -162,11 +196,7 @@ class StepRollouts:
 
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
-        if self._stage.staleness:
-            from strop.stages.loop.async_rollouts import CachedPublication
-
-            return await self.player.pool.publish(CachedPublication(trainer, version=version), version=version)
-        return await self.player.publish(trainer, version=version)
+        return await self.player.publish(trainer, version=version, lasts=self._stage.staleness > 0)
 
     def tasks_of(self, stage: RolloutKeys) -> TaskSource:
         """The tasks of `stage`, as its schedule has it now."""

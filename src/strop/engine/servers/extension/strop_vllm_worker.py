@@ -7,13 +7,16 @@ worker (`--worker-extension-cls strop_vllm_worker.StropWorker`), and `/collectiv
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
+_NUM_THREADS = min(4, os.cpu_count() or 1)  # of hashing
 _ROUNDING = 0.01  # of a product in bfloat16, relative; another matrix is off by more than 1
 
 
@@ -34,7 +37,7 @@ class StropWorker:
         """
         model = self.model_runner.get_model()
         held = {name for name, _ in model.named_parameters()}
-        digests: list[bytes] = []
+        digests: list[Future[bytes]] = []
         loaded: set[str] = set()
         load_weights = model.load_weights
 
@@ -45,7 +48,8 @@ class StropWorker:
 
         model.load_weights = load_and_note  # `reload_weights` only logs what it missed
         try:
-            self.reload_weights(weights_iterator=read_weights(Path(directory), digests))
+            with ThreadPoolExecutor(_NUM_THREADS) as threads:
+                self.reload_weights(weights_iterator=read_weights(Path(directory), digests, threads))
         finally:
             del model.load_weights
         _pack_again(model)
@@ -53,26 +57,33 @@ class StropWorker:
         return {"checksum": checksum_of(digests), "missing": sorted(held - loaded), "stale": stale, "unproven": num_unproven}
 
 
-def checksum_of(digests: list[bytes]) -> str:
-    """strop's `weights_checksum`, from the digests that `read_weights` made."""
+def checksum_of(digests: list[Future[bytes]]) -> str:
+    """strop's `weights_checksum`, from the digests that `read_weights` began."""
     total = hashlib.blake2b(digest_size=16)
-    for digest in sorted(digests):
+    for digest in sorted(each.result() for each in digests):
         total.update(digest)
     return total.hexdigest()
 
 
-def read_weights(directory: Path, digests: list[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a directory; `digests` gets one digest for each."""
+def read_weights(
+    directory: Path, digests: list[Future[bytes]], threads: ThreadPoolExecutor | None = None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of a directory; with `threads`, `digests` gets one digest for each, computed there."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 if name.endswith("rotary_emb.inv_freq"):  # old files hold it; it is computed from the config
                     continue
                 tensor = file.get_tensor(name)
-                digest = hashlib.blake2b(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
-                digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                digests.append(digest.digest())
+                if threads is not None:
+                    digests.append(threads.submit(_digest, name, tensor))
                 yield name, tensor
+
+
+def _digest(name: str, tensor: torch.Tensor) -> bytes:
+    digest = hashlib.blake2b(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode(), digest_size=16)
+    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 def _pack_again(model: Any) -> None:
