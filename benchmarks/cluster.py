@@ -26,13 +26,15 @@ import torch
 import torch.distributed as dist
 from result_file import write_result
 
-from strop.engine.publication import Publication, digests_of, weights_checksum, write_files
+from strop.engine.protocol import digests_of, weights_checksum
+from strop.engine.publication import Publication
+from strop.engine.published_files import write_files
 from strop.training import TrainerConfig
 from strop.training.assembly import LearnerOptions, open_learner
 from strop.training.batch import World
 from strop.training.logprobs import LogprobModule
-from strop.training.models import load_model, model_without_weights
-from strop.training.sharded import ShardedWeights
+from strop.training.models import load_model
+from strop.training.sharded import ShardedWeights, model_without_weights
 from strop.training.trainer import Trainer
 from strop.training.workers import LearnerGroup
 

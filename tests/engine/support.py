@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from strop.engine import CompletionRequest, InferenceEngine, NamedTensor, Publication, weights_checksum
-from strop.engine.publication import WeightSource, write_files
+from strop.engine.publication import WeightSource
+from strop.engine.published_files import write_files
 
 VOCAB_SIZE = 67
 _SIZES = {

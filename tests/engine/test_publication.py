@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from strop.engine import Publication, publication, weights_checksum
+from strop.engine import Publication, published_files, weights_checksum
 from strop.engine.model_directory import ModelFacts, directory_checksum
-from strop.engine.publication import checksum_of, digests_of, read_tensors, write_files
+from strop.engine.protocol import checksum_of, digests_of
+from strop.engine.published_files import read_tensors, write_files
 from strop.engine.servers.extension import strop_vllm_worker
 from strop.errors import MachineError, ModelError, WeightsNotProven
 
@@ -31,7 +32,7 @@ def model(tmp_path):
 def shared_memory(tmp_path, monkeypatch):
     path = tmp_path / "shm"
     path.mkdir()
-    monkeypatch.setattr(publication, "_SHARED_MEMORY", path)
+    monkeypatch.setattr(published_files, "_SHARED_MEMORY", path)
     return path
 
 
@@ -41,7 +42,7 @@ def read(directory):
 
 @pytest.mark.parametrize("file_bytes", [1, 1 << 30])
 def test_what_a_servers_worker_reads_has_the_checksum_of_what_was_written(tmp_path, monkeypatch, file_bytes):
-    monkeypatch.setattr(publication, "_FILE_BYTES", file_bytes)
+    monkeypatch.setattr(published_files, "_FILE_BYTES", file_bytes)
     tensors = [(name, tensor.bfloat16()) for name, tensor in named(make_model("llama"))]
     assert checksum_of(write_files(tensors, tmp_path, part="test")) == weights_checksum(tensors)
     assert len(list(tmp_path.iterdir())) == (len(tensors) if file_bytes == 1 else 1)
@@ -135,7 +136,7 @@ def test_files_that_could_not_be_written_leave_nothing_and_are_written_for_the_n
 
 def test_where_shared_memory_has_no_room_the_files_are_elsewhere(shared_memory, monkeypatch):
     source = Tensors(named(make_model("llama")))
-    monkeypatch.setattr(publication.shutil, "disk_usage", lambda path: SimpleNamespace(free=source.num_bytes))
+    monkeypatch.setattr(published_files.shutil, "disk_usage", lambda path: SimpleNamespace(free=source.num_bytes))
 
     async def scenario():
         async with Publication(source, version=1) as one:
@@ -164,14 +165,14 @@ _KILLED = """
 import asyncio, os, signal, sys
 from pathlib import Path
 import torch
-from strop.engine import publication
+from strop.engine import publication, published_files
 
-publication._SHARED_MEMORY = Path(sys.argv[1])
+published_files._SHARED_MEMORY = Path(sys.argv[1])
 
 class Source:
     num_bytes = 4
     async def write(self, directory):
-        publication.write_files([("a", torch.zeros(1))], directory, part="test")
+        published_files.write_files([("a", torch.zeros(1))], directory, part="test")
         os.kill(os.getpid(), signal.SIGKILL)
 
 asyncio.run(publication.Publication(Source(), version=1).files())

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column, LossInputs
 from strop.engine import EngineConfig, TorchEngine
-from strop.engine.protocol import Capabilities
-from strop.engine.publication import weights_checksum
+from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError
 from strop.training import (
     OptimizerConfig,

@@ -17,8 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
-from strop.engine.protocol import Capabilities
-from strop.engine.publication import weights_checksum
+from strop.engine.protocol import Capabilities, weights_checksum
 from strop.errors import CannotLearnError, ModelError, RunError, TrainerLost
 from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig, WeightsLost
 

@@ -17,15 +17,18 @@ if TYPE_CHECKING:
         CompletionRequest,
         InferenceEngine,
         NamedTensor,
+        weights_checksum,
     )
-    from strop.engine.publication import Publication, weights_checksum
+    from strop.engine.publication import Publication
     from strop.engine.scripted import Fault, Reply, ScriptedEngine
     from strop.engine.torch.engine import TorchEngine
 
 _MODULES = {"EngineConfig": "config", "ProcessEngine": "processes.engine", "TorchEngine": "torch.engine"} | {
     **dict.fromkeys(("Fault", "Reply", "ScriptedEngine"), "scripted"),
-    **dict.fromkeys(("Capabilities", "Capacity", "CompletionRequest", "InferenceEngine", "NamedTensor"), "protocol"),
-    **dict.fromkeys(("Publication", "weights_checksum"), "publication"),
+    **dict.fromkeys(
+        ("Capabilities", "Capacity", "CompletionRequest", "InferenceEngine", "NamedTensor", "weights_checksum"), "protocol"
+    ),
+    "Publication": "publication",
 }
 
 __all__ = [

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.engine.protocol import NamedTensor
-from strop.engine.publication import read_tensors, weights_checksum
+from strop.engine.protocol import NamedTensor, weights_checksum
+from strop.engine.published_files import read_tensors
 from strop.errors import ModelError, WeightsNotProven
 
 _IMPLEMENTED = ("llama", "qwen2", "qwen3")

@@ -5,9 +5,13 @@ Requests are checked before anything is computed, and completions before they ar
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
@@ -43,6 +47,7 @@ class Truncation:
 
 
 NamedTensor: TypeAlias = "tuple[str, torch.Tensor]"
+_NUM_THREADS = min(4, os.cpu_count() or 1)  # of hashing
 COPIED_AT_ONCE = 2**24  # bytes of a publication that are copied in one turn; each turn releases OpenMP threads
 
 
@@ -158,6 +163,40 @@ class ProbedEngine(InferenceEngine, Protocol):
 
         It is not called any more when `complete` has returned or raised.
         """
+
+
+def weights_checksum(tensors: Iterable[NamedTensor]) -> str:
+    """Return a digest of names, shapes, dtypes and bytes. The order of `tensors` does not matter."""
+    return checksum_of(digests_of(tensors))
+
+
+def checksum_of(digests: Iterable[bytes]) -> str:
+    """Return `weights_checksum` of the tensors that have these digests, in any order."""
+    total = hashlib.blake2b(digest_size=16)
+    for each in sorted(digests):
+        total.update(each)
+    return total.hexdigest()
+
+
+def digests_of(tensors: Iterable[NamedTensor]) -> Iterator[bytes]:
+    """Yield the digest of each tensor, a few computed at once. Few tensors are held at the same time."""
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        pending: deque[Future[bytes]] = deque()
+        for name, tensor in tensors:
+            pending.append(threads.submit(_digest, name, tensor))
+            if len(pending) > _NUM_THREADS:
+                yield pending.popleft().result()
+        for each in pending:
+            yield each.result()
+
+
+def _digest(name: str, tensor: torch.Tensor) -> bytes:
+    import torch
+
+    flat = tensor.detach().contiguous().cpu()
+    digest = hashlib.blake2b(f"{name} {tuple(flat.shape)} {flat.dtype}".encode(), digest_size=16)
+    digest.update(flat.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 LOWEST_TEMPERATURE = 0.01  # servers raise a lower one to it, or to their own; at 1e-38 a logit over it is no float32 any more

@@ -15,8 +15,9 @@ from strop.engine.protocol import (
     CompletionRequest,
     check_prefix,
     check_request,
+    weights_checksum,
 )
-from strop.engine.publication import Publication, weights_checksum
+from strop.engine.publication import Publication
 from strop.errors import EngineLost, StropError, WeightsNotProven
 from strop.types import Completion, FinishReason
 

@@ -24,7 +24,6 @@ from strop.training.models import (
     check_logprobs,
     checkpoint_activations,
     load_model,
-    model_without_weights,
     read_tokenizer_files,
 )
 from strop.training.roles import AdapterReference, Critic, FrozenReference, Reference, ValueModule
@@ -63,7 +62,8 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
     dtype, device = getattr(torch, config.precision), config.torch_device
     keep_freed_memory(config.torch_device.type == "cpu" and not config.gives_back_memory)
     is_read_in_parts = world.size > 1 and config.lora is None
-    model = (model_without_weights(directory) if is_read_in_parts else load_model(directory)).eval().requires_grad_(True)
+    model = _model_without_weights(directory) if is_read_in_parts else load_model(directory)
+    model = model.eval().requires_grad_(True)
     if world.size == 1:
         model = model.to(device)
     policy = LogprobModule(model, max_logits=config.max_logits, is_packed=config.packing)
@@ -88,7 +88,7 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
     if adapter is not None and reference is not None:
         measured = AdapterReference(policy, adapter, weights)
     elif reference is not None:
-        frozen = (model_without_weights if world.size > 1 else load_model)(reference).eval().requires_grad_(False)
+        frozen = (_model_without_weights if world.size > 1 else load_model)(reference).eval().requires_grad_(False)
         _compute_as_the_policy(frozen, config)
         scorer = LogprobModule(round_weights(frozen, dtype), max_logits=config.max_logits, is_packed=config.packing)
         if world.size == 1:
@@ -110,6 +110,12 @@ def open_learner(options: LearnerOptions, world: World = World()) -> Learner:  #
         tokenizer_files=read_tokenizer_files(directory),
         total_updates=options.total_updates,
     )
+
+
+def _model_without_weights(directory: Path) -> transformers.PreTrainedModel:
+    from strop.training.sharded import model_without_weights  # FSDP takes a second to import
+
+    return model_without_weights(directory)
 
 
 def _weights_of(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from strop.algorithms.method import Column, LossInputs, checked_token_loss
 from strop.engine.model_directory import read_weights
-from strop.engine.publication import checksum_of, weights_checksum, write_files
+from strop.engine.protocol import checksum_of, weights_checksum
+from strop.engine.published_files import write_files
 from strop.errors import ModelError
 from strop.run_directory import read_json
 from strop.training.batch import TokenBatch, World, microbatches, score_rows, shared_lengths

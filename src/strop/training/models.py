@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from strop.engine.model_directory import config_of, shapes_in, weight_files
+from strop.engine.model_directory import shapes_in, weight_files
 from strop.errors import ModelError
 from strop.training.batch import MIN_SHARED
 from strop.training.cpu.attention import keep_attention, use_row_attention
@@ -46,7 +46,7 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
     """
     import transformers
 
-    _require_config(directory)
+    require_config(directory)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
@@ -57,44 +57,10 @@ def load_model(directory: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def model_without_weights(directory: Path) -> transformers.PreTrainedModel:
-    """Return the causal language model in `directory`, in float32, with its parameters on the meta device.
-
-    Raises:
-        ModelError: `directory` holds no model that transformers knows.
-    """
-    import transformers
-
-    _require_config(directory)
-    with _parameters_on_meta():
-        model = transformers.AutoModelForCausalLM.from_config(
-            config_of(directory), dtype=torch.float32, attn_implementation="sdpa"
-        )
-    assert isinstance(model, transformers.PreTrainedModel)
-    model.tie_weights()
-    return model
-
-
-def _require_config(directory: Path) -> None:
+def require_config(directory: Path) -> None:
+    """Raises `ModelError` if there is no model in `directory`."""
     if not (directory / "config.json").is_file():
         raise ModelError(f"{directory}: no model here: config.json is missing. Name a directory that transformers can load.")
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Create modules without memory for their parameters. Buffers, which follow from a config, are as always."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def check_shapes(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from strop.engine.model_directory import weight_files
+from strop.engine.model_directory import config_of, weight_files
 from strop.training.logprobs import LogprobModule
-from strop.training.models import check_shapes
+from strop.training.models import check_shapes, require_config
 from strop.training.weights import overwrite
 
 
@@ -87,6 +88,39 @@ class ShardedWeights:
     def rest(self) -> None:
         assert isinstance(self._root, FSDPModule)
         self._root.reshard()
+
+
+def model_without_weights(directory: Path) -> transformers.PreTrainedModel:
+    """Return the causal language model in `directory`, in float32, with its parameters on the meta device.
+
+    Raises:
+        ModelError: `directory` holds no model that transformers knows.
+    """
+    require_config(directory)
+    with _parameters_on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config_of(directory), dtype=torch.float32, attn_implementation="sdpa"
+        )
+    assert isinstance(model, transformers.PreTrainedModel)
+    model.tie_weights()
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Create modules without memory for their parameters. Buffers, which follow from a config, are as always."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ from pools import play_all
 from virtual_time import run
 from worlds import Conversations, FragileEngine, Watcher
 
-from strop.engine.publication import Publication, weights_checksum
+from strop.engine.protocol import weights_checksum
+from strop.engine.publication import Publication
 from strop.engine.scripted import ScriptedEngine
 from strop.errors import EngineLost, ModelError, WeightsNotProven
 from strop.rollout.scheduler.engine_pool import EnginePool

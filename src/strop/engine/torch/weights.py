@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from strop.engine.model_directory import Architecture, read_weights
-from strop.engine.protocol import NamedTensor
-from strop.engine.publication import weights_checksum
+from strop.engine.protocol import NamedTensor, weights_checksum
 from strop.engine.torch.cpu.resources import give_back_freed_memory
 from strop.errors import WeightsNotProven
 

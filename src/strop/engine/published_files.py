@@ -1,0 +1,112 @@
+"""Weights in safetensors files: those of a publication, in a directory that lasts as long as its process holds a lock.
+
+A publication removes directories without a lock, which killed processes left. This also works in containers that share /dev/shm
+but not process ids.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from strop.engine.protocol import NamedTensor, digests_of
+from strop.errors import MachineError, ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_SHARED_MEMORY = Path("/dev/shm")
+_NEW, _LOCKED = "strop-new-", "strop-publication-"
+_FILE_BYTES = 128 << 20  # a rank of the trainer holds as much at the same time
+_SPARE = 1.1
+
+
+def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -> list[bytes]:
+    """Write `tensors` as safetensors files whose names begin with `part`. Return the digest of each tensor.
+
+    Raises:
+        MachineError: the disk or the shared memory is full.
+    """
+
+    def written() -> Iterator[NamedTensor]:
+        batch: dict[str, Tensor] = {}
+        num_files = 0
+        for name, tensor in tensors:
+            batch[name] = tensor.detach()
+            yield name, tensor
+            if sum(each.nbytes for each in batch.values()) >= _FILE_BYTES:
+                _save(batch, directory / f"{part}-{num_files:05d}.safetensors")
+                num_files, batch = num_files + 1, {}
+        if batch:
+            _save(batch, directory / f"{part}-{num_files:05d}.safetensors")
+
+    return list(digests_of(written()))
+
+
+def read_tensors(files: Iterable[Path]) -> Iterator[NamedTensor]:
+    """Yield the tensors of safetensors files, a file at a time. Raises `ModelError` if one is missing or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in files:
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, FileNotFoundError) as error:
+            raise ModelError(f"{path}: missing or damaged: {error}. Save or download the model again.") from error
+        with file:
+            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)  # type: ignore[no-untyped-call]
+
+
+def _save(batch: dict[str, Tensor], path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in batch.items():
+        flat = tensor.cpu().contiguous()
+        # The format refuses tensors that share memory, as views of one buffer do.
+        address = flat.untyped_storage().data_ptr()
+        separate[name] = flat.clone(memory_format=torch.contiguous_format) if address in seen else flat
+        seen.add(address)
+    try:
+        save_file(separate, path)
+    except Exception as error:  # a SafetensorError for what the file system says
+        raise MachineError(f"{path}: the weights for engines cannot be written: {error}.") from error
+
+
+def make_directory(num_bytes: int) -> tuple[Path, int]:
+    """Return an empty directory and its descriptor, which holds the lock. What killed processes left is removed.
+
+    It is in shared memory if there is room for so much, else in the temporary directory, which may be a disk.
+    """
+    _remove_what_killed_processes_left()
+    has_room = _SHARED_MEMORY.is_dir() and shutil.disk_usage(_SHARED_MEMORY).free >= _SPARE * num_bytes
+    parent = _SHARED_MEMORY if has_room else Path(tempfile.gettempdir())
+    directory = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
+    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return directory.rename(parent / directory.name.replace(_NEW, _LOCKED)), lock  # its name only now that it is locked
+
+
+def remove_directory(directory: Path, lock: int) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(lock)
+
+
+def _remove_what_killed_processes_left() -> None:
+    for parent in (_SHARED_MEMORY, Path(tempfile.gettempdir())):
+        for directory in parent.glob(f"{_LOCKED}*"):
+            with contextlib.suppress(OSError):  # another user's, or just being removed
+                lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an OSError while its maker lives
+                    shutil.rmtree(directory, ignore_errors=True)
+                finally:
+                    os.close(lock)
