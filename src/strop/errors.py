@@ -72,6 +72,10 @@ class EngineLost(MachineError):  # noqa: N818 - named for what happened
     """The engine died, hung or answered garbage."""
 
 
+class ActorsLost(MachineError):  # noqa: N818 - named for what happened
+    """One of several processes that make each call together died, hung or broke."""
+
+
 class TrainerLost(MachineError):  # noqa: N818 - named for what happened
     """A process of the trainer died, hung or broke, and the weights in memory with it."""
 

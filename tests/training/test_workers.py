@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
 from strop.engine.protocol import Capabilities, weights_checksum
-from strop.errors import CannotLearnError, ModelError, RunError, TrainerLost
+from strop.errors import CannotLearnError, ModelError, RunError, TrainerLost, UserError
 from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig, WeightsLost
 
 METHOD = GRPO(kl_coefficient=0.1)
@@ -371,11 +371,11 @@ def test_a_directory_without_a_model_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory, make_batch):
     trainer = Trainer.from_directory(model_directory, config_of(2))
-    processes = [psutil.Process(process.pid) for process in trainer.learner._processes]
+    processes = [psutil.Process(process.pid) for process in trainer.learner._actors.processes]
     processes[1].kill()
 
     async def scenario():
-        with pytest.raises(TrainerLost, match=r"rank 1 of 2 of the trainer .* was killed by SIGKILL during update"):
+        with pytest.raises(TrainerLost, match=r"rank 1 of 2 of the trainer .* ended during update"):
             await trainer.update(make_batch(), GRPO().token_loss, GRPO().token_statistics)
         with pytest.raises(TrainerLost, match="what is left is the last checkpoint"):
             await trainer.score(make_batch(), Column.OLD_LOGPROBS)
@@ -387,7 +387,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory,
 @pytest.mark.slow
 def test_law_7_a_rank_that_hangs_is_named_when_its_time_is_over(model_directory, make_batch):
     trainer = Trainer.from_directory(model_directory, config_of(2, worker_timeout_s=20.0))
-    os.kill(trainer.learner._processes[1].pid, signal.SIGSTOP)
+    os.kill(trainer.learner._actors.processes[1].pid, signal.SIGSTOP)
 
     async def scenario():
         with pytest.raises(TrainerLost, match=r"^rank 1 of 2 .* gave no answer to update"):
@@ -403,15 +403,20 @@ import time
 from pathlib import Path
 from strop.training import TrainerConfig, Trainer
 trainer = Trainer.from_directory(Path({str(model_directory)!r}), TrainerConfig(workers=2))
-print(trainer.learner._directory, *(process.pid for process in trainer.learner._processes), flush=True)
+print(*(process.pid for process in trainer.learner._actors.processes), flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        directory, *pids = parent.stdout.readline().split()
+        pids = parent.stdout.readline().split()
         assert len(pids) == 2
         parent.kill()
     deadline = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert not Path(directory).exists()
+
+
+def test_workers_without_ray_are_refused_with_what_to_install(model_directory, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"trainer\.workers needs Ray.*pip install 'strop\[cluster\]'"):
+        Trainer.from_directory(model_directory, config_of(2))

@@ -95,7 +95,9 @@ class TrainerConfig(Config):
     )
     lora: LoraConfig | None = Field(default=None, description="Train a LoRA adapter. Unset: train all weights.")
     critic: CriticConfig = Field(default=CriticConfig(), description="The critic, if the method has one.")
-    workers: int = Field(default=0, ge=0, le=1024, description="Processes that share the model. 0: train in this process.")
+    workers: int = Field(
+        default=0, ge=0, le=1024, description="Processes that share the model, started by Ray. 0: train in this process."
+    )
     worker_timeout_s: float = Field(
         default=1800.0, gt=0, le=86_400.0 * 365, description="Longest time of one call of the workers."
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from strop.cluster.actors import check_installed
 from strop.engine.config import AnyEngine, EngineConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, UserError
@@ -40,6 +41,11 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
             )
         yield from _check_engine(recipe, machine)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
+        if trainer.workers and not machine.is_elsewhere:
+            try:
+                check_installed(f"stages.{name}.trainer.workers")
+            except UserError as error:
+                yield error
         yield from _check_device(trainer.device, f"stages.{name}.trainer", machine, workers=trainer.workers)
     if isinstance(config, PlayedKeys) and stage.is_judged:
         yield from _check_reward(f"stages.{name}", config.reward, machine)

@@ -1,0 +1,1 @@
+"""Processes that Ray starts. Nothing else imports Ray."""
