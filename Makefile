@@ -205,13 +205,10 @@ experiments-two-tools: setup
 experiments-reward-model: setup
 	$(BIN)/python experiments/reward_model.py
 
-# Five trends of the papers, eight paired seeds each; ONLY=a (to e) runs one of them. Writes experiments/results/trends/<name>.{json,txt}, *.svg.
-.PHONY: experiments experiments-trends
-experiments: setup
-	$(BIN)/python experiments/trends.py
-
-experiments-trends: setup
-	$(BIN)/python experiments/trends.py $(if $(ONLY),--only $(ONLY))
+# Claims of the papers at small scale, by paired seeds; ONLY=roc runs one of them: r1-zero, roc, roc-updates, roc-eps, roc-floors, arpo, arpo-beta, arpo-beam, arpo-initial, arpo-probe, credit, drgrpo, overlong, cs336, grader (which needs DATA, as above). Writes experiments/results/faithful-<name>.{json,txt,svg}.
+.PHONY: experiments-faithful
+experiments-faithful: setup
+	$(BIN)/python experiments/faithful.py --data $(DATA) $(if $(ONLY),--only $(ONLY))
 
 # Seven experiments on whole pipelines, three seeds or more each; ONLY=stages (hacking, hacking-again, hacking-noisy, language, ppo, distil) runs one of them. Writes experiments/results/pipelines.json and pipelines/<part>.{json,txt,svg}.
 .PHONY: experiments-pipelines

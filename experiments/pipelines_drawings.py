@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from faithful_measures import Curve, curve_of
 from pipelines_measures import Runs
-from trends_measures import Curve, curve_of
 
 from strop.evaluation.results import read_eval
 from strop.reports.compare import compare_plots

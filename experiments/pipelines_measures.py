@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trends_measures import curve_of
+from faithful_measures import curve_of
 
 from cs336 import Scores, paired_difference
 from strop.evaluation.results import read_eval

@@ -1,7 +1,9 @@
-"""What the results of an experiment were made of: seconds of its runs, the commit of the code, versions of libraries."""
+"""What the results of an experiment were made of: seconds of its runs, the commit of the code, libraries, the processor."""
 
 from __future__ import annotations
 
+import platform
+import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +19,13 @@ LIBRARIES = ("strop", "torch")
 def provenance(runs: Iterable[RunDirectory], root: Path) -> dict[str, Any]:
     """Of finished runs, and of the code in `root` as it is when their results are written, which may be after they ran."""
     runs = list(runs)
-    return {"seconds": seconds_of(runs), "code": code_of(root), "versions": versions_of(runs)}
+    return {"seconds": seconds_of(runs), "code": code_of(root), "versions": versions_of(runs), "processor": processor()}
+
+
+def processor() -> str:
+    path = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", path.read_text(encoding="utf-8")) if path.exists() else []
+    return names[0] if names else platform.processor()
 
 
 def seconds_of(runs: Iterable[RunDirectory]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from provenance import code_of
+from provenance import code_of, processor
 
 from strop.recipe.load import load_recipe
 from strop.run_directory import read_lines, write_json, write_text
@@ -51,9 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gsm8k.symlink_to((options.data / "gsm8k").resolve())
     commands = [made for kind, text in FENCE.findall(PAGE.read_text(encoding="utf-8")) for made in _do(kind, text, options.run)]
     files = counts(options.run)
-    processor = {"machine": platform.machine(), "cores": os.cpu_count(), "name": _processor()}
+    machine = {"machine": platform.machine(), "cores": os.cpu_count(), "name": processor()}
     made_of = {"command": "make experiments-r1-data DATA=path/with/gsm8k", "model": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-    found = {**made_of, "files": files, "commands": commands, "processor": processor, "code": code_of(ROOT)}
+    found = {**made_of, "files": files, "commands": commands, "processor": machine, "code": code_of(ROOT)}
     write_json(options.results / "r1-data.json", found)
     for name, count in files.items():
         print(f"{name:<16} {count}")
@@ -104,12 +104,6 @@ def counts(run: Path) -> dict[str, dict[str, Any]]:
         found[name] = {"rows": len(read_preferences(path))}
     found["r1-safety"]["labels"] = dict(Counter(row["label"] for row in read_lines(run / "data" / "r1-safety.jsonl")))
     return found
-
-
-def _processor() -> str:
-    path = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.*)", path.read_text(encoding="utf-8")) if path.exists() else []
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ def test_no_row_that_a_recipe_uses_could_say_that_none_does() -> None:
         ("Dual clip (`dual_clip`)", "-", "used by recipes/presets/arpo-deepsearch-14b-released.toml"),
         ("Dual clip (`dual_clip`)", "`recipes/demo.toml`", "recipes/demo.toml has none of"),
         ("Dual clip", "-", "it names no setting"),
-        ("Overlong filtering (`overlong_filter = true`)", "-", "used by experiments/trends/e-overlong.toml"),
+        ("Overlong filtering (`overlong_filter = true`)", "-", "used by experiments/faithful/overlong.toml"),
         ("Hard credit", "`recipes/none.toml`", "there is no recipes/none.toml"),
         ("Hard credit", "", "'' is no list of recipes"),
     ],
@@ -170,11 +170,13 @@ def test_every_test_that_is_named_exists() -> None:
         assert f"def {name}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), f"{path}::{name}"
 
 
-def test_every_trend_leads_to_its_experiment_its_results_and_a_test() -> None:
+def test_every_claim_that_was_run_leads_to_its_experiment_its_results_and_a_test() -> None:
     found = rows("experiment")
-    trends = {path.relative_to(ROOT).as_posix() for path in (ROOT / "experiments" / "trends").glob("*.toml")}
-    assert trends <= {row["experiment"].strip("`") for row in found}
+    results = (ROOT / "experiments" / "results").glob("faithful-*.json")
+    run = {f"experiments/faithful/{path.stem.removeprefix('faithful-')}.toml" for path in results}
+    assert run <= {row["experiment"].strip("`") for row in found}
     for row in found:
         assert ROOT / row["experiment"].strip("`") in SHIPPED, row
-        assert re.search(r"`experiments/results/[\w/-]+\.txt`", row["results"]), row
+        assert (ROOT / row["results"].strip("`")).suffix == ".txt", row
+        assert (ROOT / row["results"].strip("`")).exists(), row
         assert ".py::" in row["test"], row

@@ -14,7 +14,7 @@ from strop.run_directory import RunDirectory, read_json, write_json, write_text
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
 
-import trends
+import faithful
 from provenance import code_of, provenance, seconds_of, versions_of
 
 
@@ -81,22 +81,17 @@ def test_without_git_the_commit_is_unknown(tmp_path, monkeypatch):
     assert code_of(tmp_path) == {"commit": "unknown"}
 
 
-def test_the_results_of_a_trend_say_what_they_were_made_of(tmp_path, monkeypatch):
-    trend = trends.Trend(
-        name="a-roc",
-        comparisons=(trends.Comparison(figure="accuracy", first="grpo", second="grpo_roc", is_more_expected=True),),
-        figures=("accuracy",),
-        curves=(),
-    )
+def test_the_results_of_a_claim_say_what_they_were_made_of(tmp_path, monkeypatch):
     made = {}
-    for arm, begin in (("grpo", 0.0), ("grpo_roc", 5.0)):
-        made[arm] = run_of(tmp_path / trend.name / f"{arm}-seed-0", ("rl", begin, begin + 10.0))
+    for arm, begin in (("grpo", 0.0), ("dr_grpo", 5.0)):
+        made[arm] = run_of(tmp_path / "drgrpo" / f"{arm}-seed-0", ("rl", begin, begin + 10.0))
         write_json(made[arm].stage("after").evaluation, {"accuracy": 0.5})
     arms = [SimpleNamespace(name=arm, runs=[SimpleNamespace(seed=0, name=run.path.name)]) for arm, run in made.items()]
-    monkeypatch.setattr(trends, "run_sweep", lambda *words, **options: SimpleNamespace(failures=(), arms=arms))
-    monkeypatch.setattr(trends, "RESULTS", tmp_path / "results")
-    assert trends.run_trend(trend, Namespace(pilot=False, runs=tmp_path, set=[], jobs=1))
-    results = read_json(tmp_path / "results" / "a-roc.json")
-    assert results["provenance"] == provenance(made.values(), trends.ROOT)
+    monkeypatch.setattr(faithful, "run_sweep", lambda *words, **options: SimpleNamespace(failures=(), arms=arms))
+    monkeypatch.setattr(faithful, "RESULTS", tmp_path / "results")
+    assert faithful.run_claim("drgrpo", Namespace(pilot=False, runs=tmp_path, set=[], jobs=1))
+    results = read_json(tmp_path / "results" / "faithful-drgrpo.json")
+    assert results["provenance"] == provenance(made.values(), faithful.ROOT)
     assert results["provenance"]["seconds"] == {"of_runs": 20.0, "wall": 15.0}
     assert results["provenance"]["versions"] == {"strop": "0.1.0", "torch": "2.8.0"}
+    assert results["provenance"]["processor"]

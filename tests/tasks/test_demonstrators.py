@@ -68,3 +68,29 @@ def test_without_a_tool_it_adds_column_by_column(expression, answer, columns):
 def test_without_a_tool_it_refuses_what_is_no_sum():
     with pytest.raises(TaskError, match="can only add"):
         ArithmeticDemonstrator(guess_fraction=0.0).script(TASK, tool="", seed=0)
+
+
+def stepwise(expression, answer, *, tool, error_fraction=0.0):
+    task = replace(TASK, answer=answer, facts={"expression": expression})
+    demonstrator = ArithmeticDemonstrator(guess_fraction=0.0, error_fraction=error_fraction, stepwise=True)
+    return [reply(f"{answer}\n") for reply in demonstrator.script(task, tool=tool, seed=0)]
+
+
+def test_stepwise_each_operation_is_a_line_of_its_own_or_a_call_of_its_own():
+    (thought,) = stepwise("27-45+8", "-10", tool="")
+    assert thought == r"<reason>27-45+8: 27-45=-18, -18+8=-10.</reason><answer>\boxed{-10}</answer>"
+    first, second, last = stepwise("27-45+8", "-10", tool="python")
+    assert "print(27-45)" in first
+    assert "<reason>The tool says -18.</reason>" in second
+    assert "print(-18+8)" in second
+    assert last == r"<reason>The tool says -10.</reason><answer>\boxed{-10}</answer>"
+
+
+def test_stepwise_each_operation_can_be_called_wrongly_first():
+    turns = stepwise("27-45+8", "-10", tool="python", error_fraction=1.0)
+    assert ["That call was wrong." in turn for turn in turns] == [False, True, False, True, False]
+
+
+def test_stepwise_it_refuses_what_is_neither_added_nor_subtracted():
+    with pytest.raises(TaskError, match=r"adds and subtracts stepwise"):
+        stepwise("27*45", "1215", tool="python")

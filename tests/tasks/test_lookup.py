@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,27 @@ def test_an_answer_is_what_the_corpus_tells_computed_with(corpus):
         assert str(value) not in task.question.replace(task.facts["operation"], "")
 
 
+def test_a_question_that_follows_links_is_answered_where_they_lead(tmp_path):
+    lines = list(corpus_lines(num_subjects=60, seed=1, num_links=2))
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    told = {(fact.subject, fact.attribute): fact.value for fact in read_facts(path)}
+    index = Bm25Index(Bm25Config(kind="bm25", path=str(path), index=str(tmp_path / "index"), language="none"))
+    split = {}
+    for split_name in ("train", "test"):
+        tasks = make_tasks(LookupTasks(path=path, hops=2, operators=()), seed=0, split=split_name)
+        for task in map(tasks.task, range(100)):
+            at = task.facts["subject"]
+            split.setdefault(split_name, set()).add(at)
+            for attribute in reversed(task.facts["attribute"].split(" of ")):
+                asked, at = at, told[at, attribute]
+                (found,) = index.search(f"{attribute} of ({asked})", top_k=1)
+                assert f"({asked}) is {at}." in found.text.replace(f"({at})", str(at))
+            assert task.facts["value"] == str(at)
+            assert task.answer == str(at)
+    assert split["train"].isdisjoint(split["test"])
+
+
 def test_no_subject_of_a_test_is_asked_about_in_training(corpus):
     asked = [
         {make_tasks(LookupTasks(path=corpus), seed=seed, split=split).task(index).facts["subject"] for index in range(500)}
@@ -82,6 +104,7 @@ def test_lines_without_a_number_are_passages_and_no_problems(tmp_path):
     ("row", "message"),
     [
         (fact(value="412"), "corpus.jsonl:2: a line with a `value` needs a whole number"),
+        ({"text": "...", "subject": "bamiro", "attribute": "maker", "link": 7}, "corpus.jsonl:2: a line with a `value` needs"),
         (fact(subject=None), "corpus.jsonl:2: a line with a `value` needs a whole number there, and texts as"),
         (fact(value=7), "corpus.jsonl:2: the price of bamiro is in .*corpus.jsonl:1 already"),
         ([1], "corpus.jsonl:2: a JSON list, not an object"),
@@ -114,9 +137,13 @@ def test_a_config_that_makes_no_sense_is_refused(tree, message):
         validate(LookupTasks.Config, {"path": "corpus.jsonl"} | tree, place="recipe")
 
 
-def test_the_corpus_of_the_recipe_is_what_the_command_writes(tmp_path):
-    assert main([str(tmp_path / "again.jsonl")]) == 0
-    assert (tmp_path / "again.jsonl").read_bytes() == (RECIPES / "two-tools.jsonl").read_bytes()
+LINKED = ["--links", "2", "--num-subjects", "900", "--syllables", "2"]
+
+
+@pytest.mark.parametrize(("name", "options"), [("two-tools", []), ("deep-search", LINKED)])
+def test_the_corpus_of_the_recipe_is_what_the_command_writes(tmp_path, name, options):
+    assert main([str(tmp_path / "again.jsonl"), *options]) == 0
+    assert (tmp_path / "again.jsonl").read_bytes() == (RECIPES / f"{name}.jsonl").read_bytes()
 
 
 TASK = Task(
@@ -129,8 +156,8 @@ TASK = Task(
 FLAWLESS = {"guess_fraction": 0.0, "head_fraction": 0.0, "error_fraction": 0.0}
 
 
-def said(demonstrator, observations, seed=0):
-    replies = demonstrator.script(TASK, tool="python", seed=seed)
+def said(demonstrator, observations, seed=0, task=TASK):
+    replies = demonstrator.script(task, tool="python", seed=seed)
     return [reply(text) for reply, text in zip(replies, ["", *observations], strict=False)]
 
 
@@ -139,6 +166,20 @@ def test_the_demonstrator_looks_up_then_computes_then_answers_with_what_came_bac
     assert '{"name": "search", "arguments": {"query": "price of (bamiro)"}}' in turns[0]
     assert '"code": "print(412+57)"' in turns[1]
     assert turns[2].endswith("<answer>\\boxed{469}</answer>")
+
+
+def test_the_demonstrator_searches_for_what_a_link_leads_to():
+    linked = replace(TASK, facts={**TASK.facts, "subject": "tolune", "attribute": "price of maker"})
+    seen = ["The maker of (tolune) is (bamiro).", "The price of (bamiro) is 412.", "469\n"]
+    turns = said(LookupDemonstrator(**FLAWLESS), seen, task=linked)
+    assert '"query": "maker of (tolune)"' in turns[0]
+    assert '"query": "price of (bamiro)"' in turns[1]
+    assert '"code": "print(412+57)"' in turns[2]
+    assert len(turns) == 4
+    unchanged = replace(linked, facts={**linked.facts, "operation": ""})
+    assert said(LookupDemonstrator(**FLAWLESS), seen, task=unchanged)[2].endswith("<answer>\\boxed{412}</answer>")
+    guessed = said(LookupDemonstrator(**{**FLAWLESS, "head_fraction": 1.0}), seen, task=linked)
+    assert ["<tool_call>" in turn for turn in guessed] == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ Reply: TypeAlias = Callable[[str], str]
 class ArithmeticDemonstrator(Config):
     """Computes with the tool. Deliberately flawed: it guesses some answers, and some of its first calls raise.
 
-    Without a tool it adds column by column, and never calls.
+    Without a tool it adds column by column, and never calls. `stepwise` it computes one operation at a time.
     """
 
     kind: Literal["arithmetic"] = "arithmetic"
@@ -38,7 +38,14 @@ class ArithmeticDemonstrator(Config):
         default=0.5, ge=0, le=1, description="Share of demonstrations that answer without a call, mostly wrongly."
     )
     error_fraction: float = Field(
-        default=0.4, ge=0, le=1, description="Share of the others whose first call raises and whose second call corrects it."
+        default=0.4,
+        ge=0,
+        le=1,
+        description="Share of the others whose first call raises and whose second corrects it; stepwise, of the operations.",
+    )
+    stepwise: bool = Field(
+        default=False,
+        description="Compute one operation at a time, from left to right: each in its own call, or in thoughts without a tool.",
     )
     foreign_fraction: float = Field(default=0.0, ge=0, le=1, description="Share of thoughts in Russian, each drawn separately.")
 
@@ -56,22 +63,44 @@ class ArithmeticDemonstrator(Config):
             guess = draw.randint(10 ** (len(task.answer) - 1), 10 ** len(task.answer) - 1)
             guessed = thought("guess").format(expression=expression, guess=guess)
             return [lambda _: f"{guessed}{_answer(str(guess))}"]
+        steps = _operations(task.id, expression) if self.stepwise else [expression]
         if not tool:
-            added = f"<reason>{expression}: {_by_columns(task.id, expression)}.</reason>{_answer(task.answer)}"
+            worked = ", ".join(steps) if self.stepwise else _by_columns(task.id, expression)
+            added = f"<reason>{expression}: {worked}.</reason>{_answer(task.answer)}"
             return [lambda _: added]
-        right = f"print({expression})"
-        first = thought("compute").format(expression=expression)
         replies: list[Reply] = []
-        if draw.random() < self.error_fraction:
-            wrong = draw.choice([f"prnt({expression})", f"print({expression}", f"print(int({expression}, 0))"])
-            mended = thought("mend")
-            replies.append(lambda _: f"{first}{_call(tool, wrong)}")
-            replies.append(lambda _: f"{mended}{_call(tool, right)}")
-        else:
-            replies.append(lambda _: f"{first}{_call(tool, right)}")
+        value = ""
+        for step in steps:
+            before = thought("read").format(output=value) if value else thought("compute").format(expression=expression)
+            code, _, value = step.partition("=")
+            right = f"{before}{_call(tool, f'print({code})')}"
+            if draw.random() < self.error_fraction:
+                wrong = draw.choice([f"prnt({code})", f"print({code}", f"print(int({code}, 0))"])
+                replies.append(_says(f"{before}{_call(tool, wrong)}"))
+                right = f"{thought('mend')}{_call(tool, f'print({code})')}"
+            replies.append(_says(right))
         last = thought("read")
         replies.append(lambda output: f"{last.format(output=output.strip())}{_answer(output.strip())}")
         return replies
+
+
+def _says(text: str) -> Reply:
+    return lambda _: text
+
+
+def _operations(task_id: str, expression: str) -> list[str]:
+    """`27+45-8` as `27+45=72` and `72-8=64`."""
+    first, *others = re.findall(r"(?:^|[+-])\d+", expression)
+    if "".join([first, *others]) != expression:
+        raise TaskError(
+            f"task {task_id!r}: the demonstrator 'arithmetic' adds and subtracts stepwise, nothing else. Set"
+            " tasks.operators = ['+', '-']."
+        )
+    steps, value = [], int(first)
+    for each in others:
+        steps.append(f"{value}{each}={value + int(each)}")
+        value += int(each)
+    return steps
 
 
 def _by_columns(task_id: str, expression: str) -> str:
@@ -185,9 +214,18 @@ class LookupDemonstrator(Config):
         guess = str(draw.randint(10 ** (num_digits - 1), 10**num_digits - 1))
         if draw.random() < self.guess_fraction:
             return [lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
-        query = _json_call(_SEARCH_TOOL, {"query": f"{attribute} of ({subject})"})
+        number, *links = attribute.split(" of ")
+        replies: list[Reply] = []
+        searched = _looks_up(subject)
+        for link in reversed(links):
+            replies.append(searched(link))
+            searched = _looks_up("")
+            if draw.random() < self.head_fraction:
+                return [*replies, lambda _: f"<reason>I guess it.</reason>{_answer(guess)}"]
+        replies.append(searched(number))
         found = _Found(operation)
-        replies: list[Reply] = [lambda _: f"<reason>I look it up.</reason>{query}"]
+        if not operation:
+            return [*replies, lambda text: f"<reason>I found it.</reason>{_answer(found.expression(text))}"]
         if draw.random() < self.head_fraction:
             return [*replies, lambda text: f"<reason>{found.expression(text)} is {guess}.</reason>{_answer(guess)}"]
         if draw.random() < self.error_fraction:
@@ -196,6 +234,19 @@ class LookupDemonstrator(Config):
         else:
             replies.append(lambda text: f"<reason>I compute.</reason>{_call(tool, f'print({found.expression(text)})')}")
         return [*replies, lambda output: f"<reason>The tool says {output.strip()}.</reason>{_answer(output.strip())}"]
+
+
+def _looks_up(subject: str) -> Callable[[str], Reply]:
+    """Searches for an attribute of the subject; without one, of the last name in brackets that the search before showed."""
+
+    def reply_of(attribute: str) -> Reply:
+        def reply(text: str) -> str:
+            name = subject or next(iter(re.findall(r"\((\w+)\)", text)[-1:]), "")
+            return f"<reason>I look it up.</reason>{_json_call(_SEARCH_TOOL, {'query': f'{attribute} of ({name})'})}"
+
+        return reply
+
+    return reply_of
 
 
 class _Found:

@@ -4,7 +4,8 @@ The corpus is a .jsonl that the search tool reads too. A line whose passage hold
 
     {"text": "The price of (bamiro) is 412.", "subject": "bamiro", "attribute": "price", "value": 412}
 
-Lines without a `value` are passages like any other, and nothing is asked about them.
+A line with a `link` in place of the `value` names another subject, which questions of several hops go to. Lines without either
+are passages like any other, and nothing is asked about them.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ _TEST_SHARE = 5  # one in so many subjects belongs to the test split
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
-    """A number in a passage."""
+    """A number in a passage, or a link to another subject."""
 
     subject: str
     attribute: str
-    value: int
+    value: int | str
 
 
 class LookupTasks(TaskSource):
@@ -50,8 +51,10 @@ class LookupTasks(TaskSource):
         """Where the numbers are, and what is computed with them."""
 
         path: Path = Field(description="The corpus: a .jsonl file, which the search tool reads too.")
+        hops: int = Field(default=0, ge=0, le=10, description="Links to follow from the subject of the question to the number.")
         operators: tuple[Literal["+", "-", "*"], ...] = Field(
-            default=("+", "-", "*"), min_length=1, description="Operators of the computation with the number that was found."
+            default=("+", "-", "*"),
+            description="Operators of the computation with the number that was found. Empty: none.",
         )
         wording: str = Field(
             default="What is the {attribute} of {subject}, then {operation}?",
@@ -71,29 +74,44 @@ class LookupTasks(TaskSource):
 
     def open(self, *, seed: int, split: str) -> None:
         super().open(seed=seed, split=split)
-        self._facts = [fact for fact in read_facts(self.config.path) if split_of(fact.subject) == split]
-        if not self._facts:
+        self._chains = [each for each in self._all_chains() if split_of(each[0].subject) == split]
+        if not self._chains:
             raise TaskError(
-                f"{self.config.path}: no line of it tells a number of the {split} split. A line needs `subject`, `attribute`"
-                " and `value`, and about one subject in five is for tests: give it more subjects."
+                f"{self.config.path}: no line of it tells a number of the {split} split, {self.config.hops} links away. A line"
+                " needs `subject`, `attribute` and `value`, and about one subject in five is for tests: give it more subjects."
             )
+
+    def _all_chains(self) -> list[tuple[Fact, ...]]:
+        """A number each, after the links that lead to it."""
+        facts = read_facts(self.config.path)
+        chains: list[tuple[Fact, ...]] = [(fact,) for fact in facts if isinstance(fact.value, int)]
+        for _ in range(self.config.hops):
+            of_subject: dict[int | str, list[tuple[Fact, ...]]] = {}
+            for chain in chains:
+                of_subject.setdefault(chain[0].subject, []).append(chain)
+            chains = [(fact, *chain) for fact in facts for chain in of_subject.get(fact.value, ())]
+        return chains
 
     def task(self, index: int) -> Task:
         draw = random.Random(derive_seed("lookup", self.seed, self.split, index))
-        fact = draw.choice(self._facts)
-        sign = draw.choice(self.config.operators)
-        operand = draw.randint(_MIN_OPERAND, _MAX_OPERAND)
-        operation = f"{sign}{operand}"
-        places = {"{attribute}": fact.attribute, "{subject}": fact.subject, "{operation}": operation}
+        chain = draw.choice(self._chains)
+        subject, attribute = chain[0].subject, " of ".join(fact.attribute for fact in reversed(chain))
+        value = int(chain[-1].value)
+        operation, answer = "", value
+        if self.config.operators:
+            sign = draw.choice(self.config.operators)
+            operand = draw.randint(_MIN_OPERAND, _MAX_OPERAND)
+            operation, answer = f"{sign}{operand}", _OPERATIONS[sign](value, operand)
+        places = {"{attribute}": attribute, "{subject}": subject, "{operation}": operation}
         question = self.config.wording
         for place, text in places.items():
             question = question.replace(place, text)
         return Task(
-            id=f"lookup/{fact.attribute}/{fact.subject}/{operation}",
+            id=f"lookup/{attribute}/{subject}/{operation}",
             question=question,
-            answer=str(_OPERATIONS[sign](fact.value, operand)),
+            answer=str(answer),
             source=f"lookup/{self.split}",
-            facts={"subject": fact.subject, "attribute": fact.attribute, "value": str(fact.value), "operation": operation},
+            facts={"subject": subject, "attribute": attribute, "value": str(value), "operation": operation},
         )
 
 
@@ -103,7 +121,7 @@ def split_of(subject: str) -> Split:
 
 
 def read_facts(path: Path) -> list[Fact]:
-    """Return the numbers of the corpus, in its order.
+    """Return the numbers and links of the corpus, in its order.
 
     Raises:
         TaskError: there is no such file, or a line of it is wrong; the message names the line.
@@ -120,14 +138,15 @@ def read_facts(path: Path) -> list[Fact]:
 def _facts_of(rows: Rows) -> Iterator[Fact]:
     seen: dict[tuple[str, str], str] = {}
     for place, row in rows:
-        if "value" not in row:
+        if "value" not in row and "link" not in row:
             continue
-        subject, attribute, value = row.get("subject"), row.get("attribute"), row["value"]
-        if not (isinstance(subject, str) and isinstance(attribute, str) and type(value) is int):
+        subject, attribute = row.get("subject"), row.get("attribute")
+        value, kind = (row["value"], int) if "value" in row else (row["link"], str)
+        if not (isinstance(subject, str) and isinstance(attribute, str) and type(value) is kind):
             values = shortened(f"{subject!r}, {attribute!r} and {value!r}")
             raise TaskError(
-                f"{place}: a line with a `value` needs a whole number there, and texts as `subject` and `attribute`; it has"
-                f" {values}."
+                f"{place}: a line with a `value` needs a whole number there, and texts as `subject`, `attribute` and `link`;"
+                f" it has {values}."
             )
         if first := seen.get((subject, attribute)):
             raise TaskError(

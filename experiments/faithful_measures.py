@@ -1,4 +1,4 @@
-"""What the runs of experiments/trends.py amount to: figures and costs of a run, and paired differences between arms."""
+"""What the runs of experiments/faithful.py amount to: figures and costs of a run, and paired differences between arms."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from strop.evaluation.statistics import Estimate, mean_of_seeds
 from strop.run_directory import RunDirectory, read_json, read_lines
 from strop.types import ToolOutcome
 
-NUM_PAIRS = 8  # without which nothing counts as shown
+NUM_PAIRS = 3  # without which nothing counts as shown
 Curve = list[tuple[float, float]]
 
 
@@ -140,45 +141,6 @@ def mean_up_to(curve: Curve, end: float) -> float:
     return area / (end - curve[0][0])
 
 
-def smooth(curve: Curve, *, num_between: int = 200) -> Curve:
-    """The curve with points between its own, on cubics that are monotone wherever it is (Fritsch and Carlson, 1980).
-
-    Slopes are weighted harmonic means of those of the two neighbouring chords, at the ends of three points, as in PCHIP. Points
-    farther apart cost a rising and flattening curve less area than straight lines do.
-    """
-    places, values = (np.array(column) for column in zip(*curve, strict=True))
-    widths, chords = np.diff(places), np.diff(values) / np.diff(places)
-    slopes = np.array(
-        [
-            _end_slope(widths, chords),
-            *(
-                0.0 if low * high <= 0 else 3 * (left + right) / ((2 * right + left) / low + (right + 2 * left) / high)
-                for (left, right), (low, high) in zip(pairwise(widths), pairwise(chords), strict=True)
-            ),
-            _end_slope(widths[::-1], chords[::-1]),
-        ]
-    )
-    share = np.linspace(0.0, 1.0, num_between, endpoint=False)[:, None]
-    rest = 1 - share
-    between = (
-        values[:-1] * rest**2 * (1 + 2 * share)
-        + values[1:] * share**2 * (3 - 2 * share)
-        + widths * share * rest * (slopes[:-1] * rest - slopes[1:] * share)
-    )
-    x = (places[:-1] + widths * share).T.ravel().tolist()
-    return [*zip(x, between.T.ravel().tolist(), strict=True), curve[-1]]
-
-
-def _end_slope(widths: Any, chords: Any) -> float:
-    if len(chords) == 1:
-        return float(chords[0])
-    slope = ((2 * widths[0] + widths[1]) * chords[0] - widths[0] * chords[1]) / (widths[0] + widths[1])
-    if slope * chords[0] <= 0:
-        return 0.0
-    is_too_steep = chords[0] * chords[1] <= 0 and abs(slope) > 3 * abs(chords[0])
-    return float(3 * chords[0] if is_too_steep else slope)
-
-
 def at(curve: Curve, x: float) -> float:
     """The value of a curve at `x`, straight between its points."""
     return float(np.interp(x, [point[0] for point in curve], [point[1] for point in curve]))
@@ -191,32 +153,24 @@ def on_common_grid(curves: Sequence[Curve], *, num_points: int = 41) -> list[Cur
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float], *, is_more_expected: bool) -> dict[str, Any]:
-    """second - first by seed, with its intervals and what they say; a seed where either has no figure is left out.
+    """second - first by seed, with Student's 95 % interval and what it says; a seed where either has no figure is left out.
+
+    `detectable` is the true difference that as many pairs with this spread would have shown with a power of 80 %.
 
     Args:
         is_more_expected: the hypothesis says that `second` is more than `first`; else that it is less.
     """
     by_seed = {seed: second[seed] - first[seed] for seed in sorted(first.keys() & second.keys())}
     values = list(by_seed.values())
-    too_few = f"not shown: {len(values)} of {NUM_PAIRS} pairs"
     answer: dict[str, Any] = {"by_seed": by_seed, "num_pairs": len(values), "expected": "more" if is_more_expected else "less"}
-    if not values:
-        return answer | {"verdict": too_few}
-    answer["mean"] = sum(values) / len(values)
-    if len(values) < 2:
-        return answer | {"verdict": too_few}
-    drawn, student = bootstrap(values), mean_of_seeds(values)
-    answer |= {"low": drawn.low, "high": drawn.high, "student_low": student.low, "student_high": student.high}
-    answer["spread"] = float(np.std(values, ddof=1))
-    verdict = too_few if len(values) < NUM_PAIRS else _verdict(drawn, is_more_expected=is_more_expected)
-    return answer | {"verdict": verdict}
-
-
-def bootstrap(values: Sequence[float], *, num_resamples: int = 10_000) -> Estimate:
-    """The mean of seeds, and the 95 % interval of the means of as many seeds drawn with replacement."""
-    drawn = np.random.default_rng(0).choice(np.array(values), size=(num_resamples, len(values))).mean(axis=1)
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return Estimate(mean=float(np.mean(values)), low=float(low), high=float(high))
+    if values:
+        answer["mean"] = sum(values) / len(values)
+    if len(values) < NUM_PAIRS:
+        return answer | {"verdict": f"not shown: {len(values)} of {NUM_PAIRS} pairs"}
+    interval, spread = mean_of_seeds(values), float(np.std(values, ddof=1))
+    reach = sum(float(stdtrit(len(values) - 1, share)) for share in (0.975, 0.8))
+    answer |= {"low": interval.low, "high": interval.high, "spread": spread, "detectable": reach * spread / len(values) ** 0.5}
+    return answer | {"verdict": _verdict(interval, is_more_expected=is_more_expected)}
 
 
 def _verdict(difference: Estimate, *, is_more_expected: bool) -> str:

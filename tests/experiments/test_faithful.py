@@ -1,21 +1,22 @@
-"""The trends' experiments: what they measure, and that every sweep compares what its hypothesis names."""
+"""Claims at small scale: what they measure, and that every sweep compares what its hypothesis names."""
 
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scripted_runs import make_recipe, run_recipe
 from strop.pipeline.sweep_file import load_sweep
-from strop.run_directory import RunDirectory, read_lines, write_json, write_text
+from strop.run_directory import RunDirectory, read_json, read_lines, write_json, write_text
 from strop.runs.lineage import num_common
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "experiments"))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "experiments"))
 
-import trends
-import trends_measures as measures
+import faithful  # noqa: E402  (an experiment, found on the path)
+import faithful_measures as measures  # noqa: E402  (likewise)
 
 
 def turn(num_sampled, num_observed, *, cached, calls=("stdout",)):
@@ -84,20 +85,6 @@ def test_seeds_are_drawn_over_the_calls_that_all_of_them_made():
     assert second == [(0.0, pytest.approx(0.4)), (40.0, pytest.approx(0.48)), (80.0, pytest.approx(0.8))]
 
 
-def test_a_smooth_curve_goes_through_its_points_rises_where_they_do_and_is_that_of_pchip():
-    curve = [(0.0, 0.3), (500.0, 0.7), (1300.0, 0.8), (2000.0, 0.8), (2500.0, 0.9)]
-    found = measures.smooth(curve)
-    assert [measures.at(found, x) for x, _ in curve] == pytest.approx([y for _, y in curve], abs=1e-12)
-    assert all(high >= low - 1e-12 for (_, low), (_, high) in pairwise(found))
-    # scipy.interpolate.PchipInterpolator of the same points: its values, and its mean over [0, 2500].
-    assert measures.at(found, 250.0) == pytest.approx(0.5519087809, abs=1e-6)
-    assert measures.at(found, 900.0) == pytest.approx(0.7729074890, abs=1e-6)
-    assert measures.mean_up_to(found, 2500.0) == pytest.approx(0.7434469907, abs=1e-5)
-    line = [(0.0, 0.0), (10.0, 1.0), (30.0, 3.0)]
-    assert all(y == pytest.approx(x / 10) for x, y in measures.smooth(line))
-    assert measures.smooth([(0.0, 1.0), (4.0, 3.0)])[-1] == (4.0, 3.0)
-
-
 def test_the_mean_up_to_a_budget_is_the_area_under_straight_lines():
     curve = [(0.0, 0.0), (10.0, 1.0), (30.0, 0.5)]
     assert measures.mean_up_to(curve, 10.0) == pytest.approx(0.5)
@@ -108,15 +95,14 @@ def test_the_mean_up_to_a_budget_is_the_area_under_straight_lines():
 @pytest.mark.parametrize(
     ("differences", "verdict"),
     [
-        ((0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1, 0.2), "as expected"),
-        ((-0.1, -0.2, -0.3, -0.1, -0.2, -0.3, -0.1, -0.2), "opposite"),
-        ((-0.1, 0.2, -0.1, 0.2, -0.1, 0.2, -0.1, -0.1), "not shown"),
-        ((0.1, 0.2, 0.3, 0.1, 0.2, 0.3, 0.1), "not shown: 7 of 8 pairs"),
-        ((0.4,), "not shown: 1 of 8 pairs"),
-        ((), "not shown: 0 of 8 pairs"),
+        ((0.1, 0.2, 0.3), "not shown"),  # 0.2 ± 4.303 x 0.1 / sqrt(3), which holds 0
+        ((0.1, 0.2, 0.1, 0.2), "as expected"),
+        ((-0.1, -0.2, -0.1, -0.2), "opposite"),
+        ((0.4, 0.4), "not shown: 2 of 3 pairs"),
+        ((), "not shown: 0 of 3 pairs"),
     ],
 )
-def test_a_difference_is_shown_only_by_eight_pairs_whose_whole_interval_is_on_one_side(differences, verdict):
+def test_a_difference_is_shown_only_by_three_pairs_whose_interval_is_on_one_side(differences, verdict):
     first = dict.fromkeys(range(len(differences)), 0.5)
     second = {seed: 0.5 + difference for seed, difference in enumerate(differences)}
     assert measures.paired(first, second, is_more_expected=True)["verdict"] == verdict
@@ -126,20 +112,36 @@ def test_a_difference_is_shown_only_by_eight_pairs_whose_whole_interval_is_on_on
         assert answer["mean"] == pytest.approx(sum(differences) / len(differences))
 
 
-@pytest.mark.parametrize("letter", sorted(trends.TRENDS))
-def test_the_arms_that_are_compared_are_those_of_the_sweep(letter):
-    trend = trends.TRENDS[letter]
-    sweep = load_sweep(trends.SWEEPS / f"{trend.name}.toml")
-    assert {name for each in trend.comparisons for name in (each.first, each.second)} == {arm.name for arm in sweep.arms}
-    assert len(sweep.file.seeds) >= 8
-    assert trends.PILOT_SEED not in sweep.file.seeds
+def test_the_difference_that_pairs_would_have_shown_is_found_by_four_in_five_experiments():
+    values = [0.02, 0.04, 0.06, 0.08, 0.1, 0.04, 0.06, 0.08]
+    answer = measures.paired(dict.fromkeys(range(8), 0.0), dict(enumerate(values)), is_more_expected=True)
+    draw = np.random.default_rng(0)
+    samples = answer["detectable"] + answer["spread"] * draw.standard_normal((4000, 8))
+    low = samples.mean(axis=1) - 2.365 * samples.std(axis=1, ddof=1) / 8**0.5
+    assert (low > 0).mean() == pytest.approx(0.8, abs=0.03)
 
 
-@pytest.mark.parametrize("letter", [letter for letter, trend in sorted(trends.TRENDS.items()) if trend.begins_as])
-def test_trends_that_begin_alike_share_their_cold_start(letter):
-    trend = trends.TRENDS[letter]
-    sweep, other = (load_sweep(trends.SWEEPS / f"{name}.toml") for name in (trend.name, trend.begins_as))
-    assert trend.begins_as < trend.name  # which is run first
+@pytest.mark.parametrize("name", sorted(faithful.CLAIMS))
+def test_the_arms_that_are_compared_are_those_of_the_sweep(name):
+    claim = faithful.CLAIMS[name]
+    sweep = load_sweep(faithful.SWEEPS / f"{name}.toml")
+    arms = {arm.name for arm in sweep.arms}
+    compared = {arm for each in claim.comparisons for arm in (each.first, each.second)}
+    assert compared == ({"before", "after"} if name == "r1-zero" else arms)
+    assert len(sweep.file.seeds) >= 3
+    assert faithful.PILOT_SEED not in sweep.file.seeds
+
+
+def test_every_sweep_of_a_claim_is_run_and_has_its_hypothesis():
+    assert {path.stem for path in faithful.SWEEPS.glob("*.toml")} == set(faithful.CLAIMS)
+    written = (ROOT / "experiments" / "hypotheses" / "faithful.md").read_text(encoding="utf-8")
+    assert [name for name in faithful.CLAIMS if f"## {name}:" not in written] == []
+
+
+@pytest.mark.parametrize("name", [name for name, claim in faithful.CLAIMS.items() if claim.begins_as])
+def test_claims_that_begin_alike_share_their_cold_start(name):
+    claim = faithful.CLAIMS[name]
+    sweep, other = (load_sweep(faithful.SWEEPS / f"{each}.toml") for each in (name, claim.begins_as))
     (one, *_), (before, *_) = sweep.arms, other.arms
     for seed in sweep.file.seeds:
         recipe, made = (arm.recipes[seed] for arm in (one, before))
@@ -147,28 +149,28 @@ def test_trends_that_begin_alike_share_their_cold_start(letter):
 
 
 def test_a_cold_start_that_is_there_is_taken_over(tmp_path):
-    sweep = load_sweep(trends.SWEEPS / "e-overlong.toml")
-    source = RunDirectory(tmp_path / "d-drgrpo" / "grpo-seed-3")
-    made = load_sweep(trends.SWEEPS / "d-drgrpo.toml").arms[0].recipes[3].model_dump(mode="json")
+    sweep = load_sweep(faithful.SWEEPS / "overlong.toml")
+    source = RunDirectory(tmp_path / "drgrpo" / "grpo-seed-3")
+    made = load_sweep(faithful.SWEEPS / "drgrpo.toml").arms[0].recipes[3].model_dump(mode="json")
     write_json(source.manifest, {"recipe": made})
     for path in (source.metrics, source.events):
         write_text(path, '{"stage": "sft", "step": 1}\n{"stage": "rl", "step": 1}\n')
     for stage in ("base", "sft", "before", "rl"):
         write_json(source.stage(stage).done, {"summary": f"{stage} of grpo", "time_s": 1.0})
-    trends.take_over_starts(sweep, tmp_path / "e-overlong", tmp_path / "d-drgrpo", command="")
+    faithful.take_over_starts(sweep, tmp_path / "overlong", tmp_path / "drgrpo", command="")
     for arm in ("filter_off", "filter_on"):
-        run = RunDirectory(tmp_path / "e-overlong" / f"{arm}-seed-3")
+        run = RunDirectory(tmp_path / "overlong" / f"{arm}-seed-3")
         assert [stage for stage in ("base", "sft", "before", "rl") if run.stage(stage).done.exists()] == [
             "base",
             "sft",
             "before",
         ]
         assert [line["stage"] for line in read_lines(run.metrics)] == ["sft"]
-        assert not (tmp_path / "e-overlong" / f"{arm}-seed-4").exists()
+        assert not (tmp_path / "overlong" / f"{arm}-seed-4").exists()
 
 
 def test_hard_and_soft_credit_are_compared_with_at_least_four_updates_a_step():
-    for arm in load_sweep(trends.SWEEPS / "c-credit.toml").arms:
+    for arm in load_sweep(faithful.SWEEPS / "credit.toml").arms:
         stage = arm.recipes[0].stages["rl"].config
         assert stage.updates_per_step * stage.epochs >= 4
 
@@ -193,9 +195,20 @@ def test_arms_are_compared_up_to_the_calls_of_the_one_that_made_fewest(tmp_path)
         "grpo": {0: run_with(tmp_path / "grpo", accuracy=0.6, num_calls=4)},
         "arpo": {0: run_with(tmp_path / "arpo", accuracy=0.8, num_calls=2)},
     }
-    results = trends.summarise(trends.TRENDS["b"], runs, command="")
-    assert results["figures"]["accuracy at the budget"] == {"grpo": {0: pytest.approx(0.4)}, "arpo": {0: 0.8}}
-    assert results["figures"]["generated_tokens at the budget"] == {"grpo": {0: 6}, "arpo": {0: 6}}
-    assert results["is_pilot"]
-    assert "decides nothing" in trends.table(trends.TRENDS["b"], results | {"changes": []})
-    assert results["figures"]["flat_prefilled_tokens at the budget"] == {"grpo": {0: 3.5}, "arpo": {0: 3}}  # half of 1 + 3 x 2
+    figures, _ = faithful.by_tool_calls(runs)
+    assert figures[faithful.BUDGET] == {"grpo": {0: pytest.approx(0.4)}, "arpo": {0: 0.8}}
+    assert figures[faithful.ON_THE_WAY] == {"grpo": {0: pytest.approx(0.3)}, "arpo": {0: pytest.approx(0.5)}}
+    assert figures["generated_tokens at the budget"] == {"grpo": {0: 6}, "arpo": {0: 6}}
+    assert figures["flat_prefilled_tokens at the budget"] == {"grpo": {0: 3.5}, "arpo": {0: 3}}  # half of 1 + 2 x 3
+
+
+def test_the_start_and_the_end_of_a_run_are_compared_by_seed(tmp_path):
+    run = run_with(tmp_path / "base", accuracy=0.6, num_calls=1)
+    for stage, length in (("before", 40.0), ("after", 50.0)):
+        path = run.stage(stage).evaluation
+        write_json(path, read_json(path) | {"length_tokens_mean": length})
+    claim = faithful.CLAIMS["r1-zero"]
+    results = faithful.summarise(claim, {"base": {0: run}}, command="")
+    assert [each["by_seed"] for each in results["comparisons"]] == [{0: pytest.approx(0.4)}, {0: 10.0}]
+    assert [bar["holds"] for bar in results["bars"].values()] == [False, False]  # of one seed
+    assert "not shown: 1 of 3 pairs" in faithful.table("r1-zero", results)
