@@ -176,7 +176,7 @@ CLAIMS: Mapping[str, Claim] = {
             for figure in (ON_THE_WAY, BUDGET)
             for first, second in (*((each, "arpo") for each in _ARPO_ARMS), ("grpo", "aepo"), ("grpo", "tree_grpo"))
         ),
-        num_bars=5,
+        num_bars=10,
         figures=("accuracy", "tool_calls_mean"),
         curves=("branching/branches_per_task",),
         further=by_tool_calls,
