@@ -175,7 +175,9 @@ CLAIMS: Mapping[str, Claim] = {
             Comparison(figure=figure, first=first, second=second)
             for figure in (ON_THE_WAY, BUDGET)
             for first, second in (*((each, "arpo") for each in _ARPO_ARMS), ("grpo", "aepo"), ("grpo", "tree_grpo"))
-        ),
+        )
+        + tuple(Comparison(figure=figure, first="grpo_6", second="arpo") for figure in (ON_THE_WAY, BUDGET))
+        + tuple(Comparison(figure="accuracy", first="grpo", second=each) for each in ("arpo", "aepo", "tree_grpo")),
         num_bars=10,
         figures=("accuracy", "tool_calls_mean"),
         curves=("branching/branches_per_task",),
