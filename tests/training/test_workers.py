@@ -1,8 +1,10 @@
 """Two processes that divide a model do what one process does: the same gradient, the same update, the same checkpoints."""
 
 import asyncio
+import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from strop.algorithms import GRPO, Column
 from strop.engine.protocol import Capabilities, weights_checksum
-from strop.errors import CannotLearnError, ModelError, RunError, TrainerLost, UserError
+from strop.errors import CannotLearnError, MachineError, ModelError, RunError, TrainerLost, UserError
 from strop.training import LoraConfig, OptimizerConfig, Trainer, TrainerConfig, WeightsLost
 
 METHOD = GRPO(kl_coefficient=0.1)
@@ -420,3 +422,40 @@ def test_workers_without_ray_are_refused_with_what_to_install(model_directory, m
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"trainer\.workers needs Ray.*pip install 'strop\[cluster\]'"):
         Trainer.from_directory(model_directory, config_of(2))
+
+
+@pytest.fixture
+def tied_with_head(model_directory, tmp_path):
+    """The model with what other programs write beside it: a tied head once more, and settings of generation."""
+    path = tmp_path / "model"
+    shutil.copytree(model_directory, path)
+    tensors = load_file(path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, path / "model.safetensors")
+    (path / "generation_config.json").write_text('{"eos_token_id": [7, 9], "top_k": 20}')
+    return path
+
+
+def test_ranks_save_what_one_process_saves_of_a_model_of_others(tied_with_head, tmp_path):
+    trainers = [Trainer.from_directory(tied_with_head, config_of(workers)) for workers in (0, 2)]
+
+    async def scenario():
+        for number, trainer in enumerate(trainers):
+            await trainer.save_model(tmp_path / str(number))
+
+    closing(scenario, *trainers)
+    alone, divided = (json.loads((tmp_path / name / "generation_config.json").read_text()) for name in "01")
+    assert alone == divided
+    assert alone["eos_token_id"] == [7, 9]
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in "01"]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_a_publication_that_one_rank_cannot_write_leaves_the_ranks_as_they_are(pair, tmp_path):
+    trainer = pair
+    (tmp_path / "rank-0001-00000.safetensors").mkdir()  # where rank 1 is to write
+    with pytest.raises(MachineError, match=r"rank-0001.*cannot be written.*Free space in"):
+        trainer.learner.write_published(tmp_path, torch.float32)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert trainer.learner.write_published(empty, torch.float32) == trainer.learner.checksum(torch.float32)

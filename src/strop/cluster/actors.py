@@ -22,7 +22,9 @@ from strop.errors import ActorsLost, StropError, UserError
 from strop.user_code import blame
 
 _GRACE_S = 10.0  # for the other processes, when one has reported a fault or shall end
+_KILL_S = 2.0  # until a process that Ray is to end is killed
 _TAIL_CHARS = 2_000  # of a log, in a message
+_LOGS = "Its logs are in /tmp/ray/session_latest/logs. Start again with the same command."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,10 +116,12 @@ class Actors:
 
     Raises:
         UserError: Ray is not installed.
+        ActorsLost: Ray could not start the processes.
     """
 
     def __init__(self, num: int, *, what: str, key: str, timeout_s: float) -> None:
-        self._ray = _connected(key)
+        self._ray = _enter_ray(key)
+        self._is_open = True
         self._what, self._timeout_s = what, timeout_s
         self._lost = ""
         self._lock = threading.Lock()
@@ -128,6 +132,9 @@ class Actors:
         self.processes: list[Process] = []
         try:
             self.processes = self._ray.get([actor.process.remote() for actor in self._actors], timeout=timeout_s)
+        except self._ray.exceptions.RayError as error:
+            self.close()
+            raise ActorsLost(f"{key}: Ray did not start {num} processes: {_first_line(error)}. {_LOGS}") from error
         except BaseException:
             self.close()
             raise
@@ -164,20 +171,22 @@ class Actors:
             return self._collect(name, [actor.call.remote(shared) for actor in self._actors])
 
     def close(self) -> None:
-        """End all processes, and return when those on this machine have ended. May be called twice."""
+        """End all processes, and Ray with the last of them; wait for those on this machine. Safe to call twice."""
         for actor in self._actors:
             with contextlib.suppress(Exception):  # Ray may have ended
                 self._ray.kill(actor)
         here = [process.pid for process in self.processes if process.host == socket.gethostname()] if self._actors else []
-        for pid in here:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # what is stopped does not hear Ray
-        deadline = time.monotonic() + _GRACE_S
-        while any(Path(f"/proc/{pid}").exists() for pid in here) and time.monotonic() < deadline:
-            time.sleep(0.01)
+        if not _have_ended(here, within_s=_KILL_S):
+            for pid in here:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)  # what is stopped does not hear Ray
+            _have_ended(here, within_s=_GRACE_S)
         self._actors = []
         self._directory.cleanup()
         self._lost = self._lost or f"{self._what} is closed"
+        if self._is_open:
+            self._is_open = False
+            _leave_ray()
 
     def _collect(self, call: str, refs: list[Any]) -> Any:
         answers: dict[int, Any] = {}
@@ -191,7 +200,7 @@ class Actors:
             try:
                 answers[number] = pickle.loads(self._ray.get(ready[0]))
             except self._ray.exceptions.RayError as error:
-                raise self._lose(f"{self._name(number)} ended during {call}", number) from error
+                raise self._lose(f"{self._name(number)} ended during {call}: {_first_line(error)}", number) from error
             if isinstance(answers[number], Fault):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         faults = {number: answer for number, answer in sorted(answers.items()) if isinstance(answer, Fault)}
@@ -199,9 +208,9 @@ class Actors:
         if len(faults) == len(refs) and (mistake := faults[0].error) is not None:
             raise mistake  # what all report is the caller's
         if silent or faults:
-            what = [f"{self._name(each)} gave no answer to {call}" for each in silent]
-            what += [f"{self._name(each)} broke during {call}: {fault.text}" for each, fault in faults.items()]
-            raise self._lose("; ".join(what), silent[0] if silent else next(iter(faults)))
+            what = [f"{self._name(each)} broke during {call}: {fault.text}" for each, fault in faults.items()]
+            what += [f"{self._name(each)} gave no answer to {call}" for each in silent]
+            raise self._lose("; ".join(what), next(iter([*faults, *silent])))
         return answers[0]
 
     def _name(self, number: int) -> str:
@@ -216,16 +225,48 @@ class Actors:
         return ActorsLost(self._lost)
 
 
-def _connected(key: str) -> Any:
-    """Return the module `ray`, connected to a cluster of this machine only, which it starts if there is none yet."""
+def _have_ended(pids: Sequence[int], *, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while left := any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(0.01)
+    return not left
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+_num_users = 0  # of Ray, in this process
+
+
+def _enter_ray(key: str) -> Any:
+    """Return the module `ray`, connected to a cluster of this machine only, which the first user starts."""
+    global _num_users
     check_installed(key)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # it listens on all interfaces
+    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # else it kills processes where memory is nearly full
     import ray
 
     if not ray.is_initialized():
         on_termination = signal.getsignal(signal.SIGTERM)
-        ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+        try:
+            ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False, logging_level="ERROR")
+        except Exception as error:
+            raise ActorsLost(f"{key}: Ray did not start: {_first_line(error)}. {_LOGS}") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it
+    _num_users += 1
     return ray
+
+
+def _leave_ray() -> None:
+    """End what the first user started, when the last one leaves."""
+    global _num_users
+    import ray
+
+    _num_users -= 1
+    if not _num_users:
+        ray.shutdown()

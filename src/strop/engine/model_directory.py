@@ -126,7 +126,10 @@ class ModelFacts:
 
     def check_weights(self, directory: Path, version: int) -> None:
         """Raises `WeightsNotProven` unless the files of a publication hold each weight of this model once, in its shape."""
-        sent = shapes_in(sorted(directory.glob("*.safetensors")))
+        try:
+            sent = shapes_in(sorted(directory.glob("*.safetensors")))
+        except ModelError as error:
+            raise WeightsNotProven(f"the files of version {version} cannot be read: {error}") from error
         for name, shape in sent.items():
             if name not in self.shapes and name not in self.optional:
                 raise WeightsNotProven(f"weight {name!r} was sent, but the model in {self.directory} has no such weight.")

@@ -14,6 +14,7 @@ from typing import Protocol, Self
 
 from strop.engine import published_files
 from strop.engine.protocol import NamedTensor
+from strop.errors import ModelError, WeightsNotProven
 
 
 class WeightSource(Protocol):
@@ -40,7 +41,8 @@ class Publication:
         self.error: Exception | None = None  # of the trainer, not of an engine
         self._source = source
         self._checksum = ""
-        self._writing = asyncio.Lock()
+        self._hashing = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None
         self._directory: Path | None = None
         self._lock = -1  # descriptor of the directory, if it is ours
 
@@ -58,22 +60,30 @@ class Publication:
         await self.close()
 
     async def tensors(self) -> AsyncIterator[NamedTensor]:
-        """Yield each weight once: from the files if there are any, else from the trainer's memory. Do not write into them."""
-        with self._noting_errors():
-            if self._directory is None:
-                assert self._source is not None
+        """Yield each weight once: from the files if there are any, else from the trainer's memory. Do not write into them.
+
+        Raises:
+            WeightsNotProven: a file is missing or damaged.
+        """
+        if self._directory is None:
+            assert self._source is not None
+            with self._noting_errors():
                 async for named in self._source.tensors():
                     yield named
-                return
-        for named in published_files.read_tensors(sorted(self._directory.glob("*.safetensors"))):
-            yield named
+            return
+        try:
+            for named in published_files.read_tensors(sorted(self._directory.glob("*.safetensors"))):
+                yield named
+        except ModelError as error:
+            raise WeightsNotProven(f"the files of version {self.version} cannot be read: {error}") from error
 
     async def checksum(self) -> str:
         """Return `weights_checksum` of the weights."""
-        with self._noting_errors():
+        async with self._hashing:
             if not self._checksum:
                 assert self._source is not None
-                self._checksum = await self._source.checksum()
+                with self._noting_errors():
+                    self._checksum = await self._source.checksum()
         return self._checksum
 
     async def files(self) -> Path:
@@ -82,24 +92,36 @@ class Publication:
         Raises:
             MachineError: there is no room for them.
         """
-        async with self._writing:
-            if self._directory is None:
-                assert self._source is not None
-                with self._noting_errors():
-                    directory, lock = await asyncio.to_thread(published_files.make_directory, self._source.num_bytes)
-                    try:
-                        self._checksum = await self._source.write(directory)
-                    except BaseException:
-                        published_files.remove_directory(directory, lock)
-                        raise
-                    self._directory, self._lock = directory, lock
-            return self._directory
+        if self._directory is None:
+            if self._writing is None:
+                self._writing = asyncio.create_task(self._write())
+            writing = self._writing
+            with self._noting_errors():
+                try:
+                    await asyncio.shield(writing)  # for all who ask, though one of them goes away
+                finally:
+                    if writing.done() and self._writing is writing:
+                        self._writing = None
+        assert self._directory is not None
+        return self._directory
 
     async def close(self) -> None:
         """Remove the files. Safe to call twice."""
+        if self._writing is not None:
+            await asyncio.gather(self._writing, return_exceptions=True)
         if self._directory is not None and self._lock >= 0:
             directory, self._directory = self._directory, None
             await asyncio.to_thread(published_files.remove_directory, directory, self._lock)
+
+    async def _write(self) -> None:
+        assert self._source is not None
+        directory, lock = await asyncio.to_thread(published_files.make_directory, self._source.num_bytes)
+        try:
+            self._checksum = await self._source.write(directory)
+        except BaseException:
+            published_files.remove_directory(directory, lock)
+            raise
+        self._directory, self._lock = directory, lock
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Iterator[None]:

@@ -78,7 +78,10 @@ def _save(batch: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(separate, path)
     except Exception as error:  # a SafetensorError for what the file system says
-        raise MachineError(f"{path}: the weights for engines cannot be written: {error}.") from error
+        what = str(error).rstrip(".")
+        raise MachineError(
+            f"{path}: the weights for engines cannot be written: {what}. Free space in {path.parent.parent}."
+        ) from error
 
 
 def make_directory(num_bytes: int) -> tuple[Path, int]:

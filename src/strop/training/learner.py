@@ -18,7 +18,7 @@ from strop.algorithms.method import Column, LossInputs, checked_token_loss
 from strop.engine.model_directory import read_weights
 from strop.engine.protocol import checksum_of, weights_checksum
 from strop.engine.published_files import write_files
-from strop.errors import ModelError
+from strop.errors import MachineError, ModelError
 from strop.run_directory import read_json
 from strop.training.batch import TokenBatch, World, microbatches, score_rows, shared_lengths
 from strop.training.config import TrainerConfig
@@ -174,8 +174,17 @@ class Learner:
     def write_published(self, directory: Path, dtype: torch.dtype) -> str:
         """Write the published tensors as safetensors files; return their checksum. Each is gathered to, hashed and written by
         one rank. All ranks call this."""
-        digests = write_files(self.owned(dtype), directory, part=f"rank-{self.world.rank:04d}")
-        return checksum_of(digest for of_rank in self.world.gather(digests) for digest in of_rank)
+        owned, digests, failure = self.owned(dtype), list[bytes](), ""
+        try:
+            digests = write_files(owned, directory, part=f"rank-{self.world.rank:04d}")
+        except MachineError as error:
+            failure = str(error)
+            for _ in owned:  # the other ranks wait for this one's rows
+                pass
+        of_ranks = self.world.gather((digests, failure))
+        if failures := [each for _, each in of_ranks if each]:
+            raise MachineError(failures[0])
+        return checksum_of(digest for found, _ in of_ranks for digest in found)
 
     def owned(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         """Yield the published tensors that this rank has to publish, gathered and in `dtype`. All ranks call this."""

@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from strop.engine.model_directory import config_of, weight_files
+from strop.engine.model_directory import config_of, shapes_in, weight_files
+from strop.errors import ModelError
 from strop.training.logprobs import LogprobModule
-from strop.training.models import check_shapes, require_config
+from strop.training.models import require_config
 from strop.training.weights import overwrite
 
 
@@ -103,6 +104,8 @@ def model_without_weights(directory: Path) -> transformers.PreTrainedModel:
         )
     assert isinstance(model, transformers.PreTrainedModel)
     model.tie_weights()
+    if (directory / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
 
 
@@ -135,7 +138,13 @@ def read_parts(root: nn.Module, model: nn.Module, directory: Path, device: torch
     Raises:
         ModelError: a weight is missing there, or has another shape.
     """
-    check_shapes(directory, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+    stored = shapes_in(weight_files(directory))
+    for name, parameter in model.named_parameters():
+        if stored.get(name) != tuple(parameter.shape):
+            raise ModelError(
+                f"{directory}: its safetensors files have no {name} of the shape {tuple(parameter.shape)}, which"
+                " trainer.workers reads in parts. Save the model with transformers' save_pretrained, or set workers = 0."
+            )
     root._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
     parameters = dict(model.named_parameters())
     for path in weight_files(directory):

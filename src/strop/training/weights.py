@@ -101,7 +101,7 @@ class MasterWeights:
         return [*self._masters, *self._frozen]
 
     def num_elements(self, name: str) -> int:
-        return self.whole(name).numel()
+        return (self._masters if name in self._masters else self._frozen)[name].numel()
 
     def on_rank(self, name: str, rank: int, dtype: torch.dtype) -> Tensor | None:
         return self.whole(name).to(dtype)

@@ -30,7 +30,10 @@ class LearnerGroup:
         Raises as `open_learner`, and `TrainerLost`, and `UserError` where Ray is not installed.
         """
         num_ranks = options.config.workers
-        self._actors = Actors(num_ranks, what="the trainer", key="trainer.workers", timeout_s=options.config.worker_timeout_s)
+        with _as_trainer():
+            self._actors = Actors(
+                num_ranks, what="the trainer", key="trainer.workers", timeout_s=options.config.worker_timeout_s
+            )
         num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
         arguments = (free_address("127.0.0.1"), num_threads, True)
         try:

@@ -118,10 +118,11 @@ class GroupPlayer:
             lasts: an engine that joins before the next publication gets these weights, though the trainer has changed them.
         """
         before, self._publish = self._publish, _Publish(trainer, version=version, lasts=lasts)
-        checksum = await self.pool.publish(self._publish, version=version)
-        if before is not None:
-            await before.close()
-        return checksum
+        try:
+            return await self.pool.publish(self._publish, version=version)
+        finally:
+            if before is not None:
+                await before.close()
 
     async def close(self) -> None:
         await self._reward.close()
@@ -141,8 +142,9 @@ class _Publish:
         if not self._lasts:
             return await self._trainer.publish(engines, version=self._version)
         if self._publication is None:
-            self._publication = await self._trainer.publication(engines.capabilities.dtype, version=self._version)
-            await self._publication.files()
+            publication = await self._trainer.publication(engines.capabilities.dtype, version=self._version)
+            await publication.files()
+            self._publication = publication
         await engines.load_weights(self._publication)
         return await self._publication.checksum()
 
@@ -265,7 +267,7 @@ class StepRollouts:
         return played
 
     def _refills(self, step: int, rounds: int) -> Iterator[int]:
-        """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step alone."""
+        """Where the tasks are that a step may play in place of others: behind the stage's own, in places of this step only."""
         num = rounds * self._stage.tasks_per_step
         start = self._stage.steps * self._stage.tasks_per_step + (step - 1) * num
         return iter(range(start, start + num))

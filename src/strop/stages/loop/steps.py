@@ -224,9 +224,9 @@ async def take_steps(
 
 def _taken(context: StageContext, stage: RolloutKeys, steps: Steps) -> Taken:
     """How the stage ends after `steps`, the same in a run that resumes there."""
-    over, record = _why_over_early(stage, steps), context.directory.best / RECORD
-    has_collapsed = bool(over) and any(rule.is_collapse and rule.why_holds(steps) for rule in stage.end_when)
-    returns_best = has_collapsed and record.exists()
+    collapse = why_over([rule for rule in stage.end_when if rule.is_collapse], steps)  # also after the last step
+    over, record = _why_over_early(stage, steps) or collapse, context.directory.best / RECORD
+    returns_best = bool(collapse) and record.exists()
     if returns_best:
         over += f"; the policy is that of step {read_json(record)['step']}, the best that a validation found"
     return Taken(steps=len(steps), why_over=over, returns_best=returns_best)

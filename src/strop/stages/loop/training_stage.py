@@ -167,7 +167,10 @@ class RolloutKeys(TrainingKeys):
             )
         for number, rule in enumerate(self.end_when, start=1):
             first = rule.first_step(self.validated_every)
-            if problem := self._rule_problem(rule, first, returns_best=rule.is_collapse):
+            problem = self._rule_problem(rule, first, returns_best=rule.is_collapse)
+            if rule.reward_below is not None and any(entry.switches.keys() & {"reward", "tasks"} for entry in self.schedule):
+                problem = "the schedule changes the reward or the tasks, so rewards cannot be compared. Use accuracy_below."
+            if problem:
                 raise ValueError(f"end_when rule {number} ({rule.what}): {problem}")
         return self
 
