@@ -32,11 +32,7 @@ class FakeVllm:
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
         app = web.Application()
-        app.router.add_get("/server_info", self._server_info)
-        app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/inference/v1/generate", self._generate)
-        for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
-            app.router.add_post(f"/{path}", getattr(self, f"_{path}"))
+        self.add_routes(app.router)
         runner = web.AppRunner(app, shutdown_timeout=0.1)  # of answers that hang on purpose
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -44,6 +40,13 @@ class FakeVllm:
             yield f"http://127.0.0.1:{runner.addresses[0][1]}"
         finally:
             await runner.cleanup()
+
+    def add_routes(self, router: web.UrlDispatcher) -> None:
+        router.add_get("/server_info", self._server_info)
+        router.add_get("/metrics", self._metrics)
+        router.add_post("/inference/v1/generate", self._generate)
+        for path in ("pause", "resume", "collective_rpc", "reset_prefix_cache", "update_weight_version"):
+            router.add_post(f"/{path}", getattr(self, f"_{path}"))
 
     async def _server_info(self, request: web.Request) -> web.Response:
         if request.query.get("config_format") != "json":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -225,6 +226,15 @@ class ServerEngine:
             raise
         self._conversations.end(request, completion.ids)
         return completion
+
+    async def forward(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Return what the server's own endpoint answers to a request in OpenAI's form.
+
+        Raises:
+            EngineLost: the server died, cannot be reached or answered garbage.
+            StropError: it refused the request.
+        """
+        return await self._server.forward(path, body)
 
     async def progress(self) -> int:
         if end := self._server.has_ended():

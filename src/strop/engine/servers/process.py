@@ -1,4 +1,4 @@
-"""Starts and watches the program of a server engine. The program ends when its starter ends."""
+"""Starts and watches a program, such as that of a server engine. The program ends when its starter ends."""
 
 from __future__ import annotations
 
@@ -85,6 +85,19 @@ class ServerProcess:
             raise
         return process
 
+    @classmethod
+    async def run(cls, argv: Sequence[str], *, env: Mapping[str, str], log: Path, cwd: Path | None = None) -> str:
+        """Run a program to its end. Returns what `describe` says if it failed, otherwise "".
+
+        A call that is cancelled ends the program and everything that it started.
+        """
+        process = await cls._spawn(argv, env, log, (), cwd)
+        try:
+            await process.wait()
+        finally:
+            await process.stop()
+        return "" if process._status == 0 else process.describe(process.end)
+
     @property
     def pid(self) -> int:
         """Of the program itself, which leads a process group of its own."""
@@ -139,7 +152,9 @@ class ServerProcess:
         await self._listening
 
     @classmethod
-    async def _spawn(cls, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int]) -> Self:
+    async def _spawn(
+        cls, argv: Sequence[str], env: Mapping[str, str], log: Path, pass_fds: Sequence[int], cwd: Path | None = None
+    ) -> Self:
         log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         try:
@@ -151,6 +166,7 @@ class ServerProcess:
                     stdout=output,
                     stderr=output,
                     env=env,
+                    cwd=cwd,
                     pass_fds=(theirs.fileno(), *pass_fds),
                     start_new_session=True,
                 )

@@ -212,6 +212,12 @@ class Server(ABC, Generic[ConfigT]):
         """Let the server replace its weights by those of `directory` and forget every KV cache; from then on its answers bear
         `label`. Returns the checksum of what it read, "" if it cannot tell."""
 
+    async def forward(self, path: str, body: Mapping[str, Any] | None) -> Any:
+        """Send a request in OpenAI's form: a GET without `body`, else a POST."""
+        if body is None:
+            return await self._client.get(path, timeout_s=ASK_S)
+        return await self._client.post(path, body, timeout_s=None)
+
     @property
     def name(self) -> str:
         return self._client.name

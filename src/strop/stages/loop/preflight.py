@@ -39,7 +39,7 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
                 f"stages.{name}.sampling.repetition_penalty is {config.sampling.repetition_penalty:g}, which releases of SGLang"
                 " are reported to ignore. Leave it out, or use another engine."
             )
-        yield from _check_engine(recipe, machine)
+        yield from check_engine(recipe, machine)
     if isinstance(trainer := getattr(config, "trainer", None), TrainerConfig):
         if trainer.workers and not machine.is_elsewhere:
             try:
@@ -51,7 +51,7 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
         yield from _check_reward(f"stages.{name}", config.reward, machine)
 
 
-def _check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
+def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
     """The interpreter of a server engine, or a device of the embedded one, is not on this machine."""
     try:
         if isinstance(recipe.engine, EngineConfig):
