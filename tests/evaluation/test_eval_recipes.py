@@ -17,7 +17,7 @@ from strop.stages.data import open_tasks
 from strop.stages.evaluation import Eval
 
 PRESETS = sorted((Path(__file__).parents[2] / "recipes" / "eval").glob("*.toml"))
-ON_OTHER_TERMS = ("arpo", "cs336-supplement", "r1")
+ON_OTHER_TERMS = ("arpo", "cs336-supplement", "r1", "rstar2-harness")
 DATA = Path(os.environ.get("STROP_DATA", Path(__file__).parents[2].parent / "shared" / "data"))
 
 
@@ -75,6 +75,18 @@ def test_every_preset_asks_on_the_papers_terms(path):
         assert (stage.sampling.max_tokens, stage.sampling.temperature) == (30 * 1024, 0.6)
         assert (stage.limits.max_turns, stage.k) == (30, 16)
         assert recipe.engine.max_length > stage.sampling.max_tokens
+
+
+def test_tables_1_and_5_have_the_benchmarks_of_each_row():
+    recipe, _ = evaluations(preset("rstar2-harness"))
+    rows = {"base": set(), "sft": set(), "rl": set()}
+    for stage in recipe.stages.values():
+        if stage.init:
+            rows[stage.init].add(getattr(stage.config, "benchmark", None) or _benchmark_of(stage.config))
+    general = {"BFCL v3", "IFEval", "Arena-Hard"}
+    assert rows["base"] == {"math500"} | general
+    assert rows["sft"] == {"math500", "aime24", "aime25", "gpqa-diamond"} | general
+    assert rows["rl"] == {"gpqa-diamond"} | general
 
 
 def test_benchmarks_are_called_by_their_data_set_or_where_many_share_one_by_the_subset():

@@ -21,6 +21,7 @@ MAX_LINES = {
     "short_reward.py": 15,
     "dice_tool.py": 15,
     "square_tasks.py": 15,
+    "sums_harness.py": 25,
     "train_script.py": 40,
 }
 

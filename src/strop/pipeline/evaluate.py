@@ -11,6 +11,7 @@ from strop.pipeline.run import train
 from strop.recipe.recipe import Recipe
 from strop.stages.context import Progress
 from strop.stages.evaluation import Eval
+from strop.stages.harness import Harness
 from strop.stages.model import ModelStage, find_model
 
 
@@ -20,7 +21,7 @@ def choose_evaluation(recipe: Recipe, stage: str | None, overrides: Sequence[str
     Raises:
         ConfigError: there is no such evaluation, or one of `overrides` (as of `--set`) has no effect on it.
     """
-    evaluations = [name for name, each in recipe.stages.items() if isinstance(each, Eval)]
+    evaluations = [name for name, each in recipe.stages.items() if isinstance(each, Eval | Harness)]
     if not evaluations or (stage is not None and stage not in evaluations):
         known = ", ".join(evaluations) or "none"
         raise ConfigError(f"recipe {recipe.name!r} has no evaluation {stage or ''!r}. Its evaluations: {known}.")
@@ -56,5 +57,5 @@ async def evaluate_model(
 def evaluation_of(recipe: Recipe, model: str, name: str) -> Recipe:
     """The recipe with two stages: the model, and the evaluation `name` of it."""
     chosen = recipe.stages[name]
-    assert isinstance(chosen, Eval)
+    assert isinstance(chosen, Eval | Harness)
     return recipe.model_copy(update={"stages": {"model": ModelStage(path=model), name: chosen.replaced(init="model")}})

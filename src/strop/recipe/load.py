@@ -16,7 +16,7 @@ from strop.rewards import SETTINGS, Reader, SumReward, readers_of
 from strop.rollout.prompt import Prompt, load_prompt, prompt_names
 from strop.run_directory import RunDirectory, names_damage, read_json
 
-_PATH_KEYS = ("path", "test_path", "recipe")
+_PATH_KEYS = ("path", "test_path", "recipe", "cwd")
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, name: str | None = None) -> Recipe:

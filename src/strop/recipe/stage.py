@@ -115,6 +115,7 @@ class Stage(Component):
         "sft": "strop.stages.sft:SFT",
         "distil": "strop.stages.sft:Distillation",
         "eval": "strop.stages.evaluation:Eval",
+        "harness": "strop.stages.harness:Harness",
         "rl": "strop.stages.rl:RL",
         "expert_iteration": "strop.stages.expert_iteration:ExpertIteration",
         "curation": "strop.stages.curation:Curation",

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from strop.reports.evaluations import benchmark_table
 from strop.reports.log import STEPPED, why_stale
 from strop.reports.scales import Table, Unit, duration, figure
 from strop.reports.terminal import print_table, printable
@@ -166,6 +167,13 @@ class ConsoleProgress:
             names = [str(result.get("stage", "")) for result in results]
             stale = {name for name in names if name and why_stale(RunDirectory(report.parent).stage(name))}
             print_table(_result_table(results, stale, width=self._console.width), console=self._console, wrapped=("stage",))
+            shown = [
+                each for each in results if {"init", "benchmark", "accuracy"} <= each.keys() and each["stage"] not in stale
+            ]
+            real = [each for each in shown if each.get("tools", "real") == "real"]
+            if table := benchmark_table((each["init"], each["benchmark"], each["accuracy"]) for each in real):
+                self._console.print()
+                print_table(table, console=self._console)
         self._say(f"report: {report}", style="bold")
 
     def _say(self, text: str, style: str | None = None) -> None:

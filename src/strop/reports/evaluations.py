@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from strop.evaluation.compare import Comparison, MetricComparison
@@ -19,6 +19,21 @@ def comparison_table(comparison: Comparison) -> Table:
         columns=("metric", "first", "second", "difference", "95% interval", "p", "up/down"),
         rows=tuple(_comparison_row(each) for each in comparison.metrics),
     )
+
+
+def benchmark_table(accuracies: Iterable[tuple[str, str, float]]) -> Table | None:
+    """Return a row for each model and a column for each benchmark; None unless there are several benchmarks.
+
+    Args:
+        accuracies: the stage that made the model, the benchmark, the accuracy. Of several of one cell the last is shown.
+    """
+    cells = {(model, benchmark): figure(accuracy, Unit.PERCENT) for model, benchmark, accuracy in accuracies}
+    benchmarks = tuple(dict.fromkeys(benchmark for _, benchmark in cells))
+    rows = tuple(
+        (model, *(cells.get((model, each), _NONE) for each in benchmarks))
+        for model in dict.fromkeys(model for model, _ in cells)
+    )
+    return Table(columns=("model", *benchmarks), rows=rows) if len(benchmarks) > 1 else None
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:

@@ -74,6 +74,8 @@ class Evaluation:
     condition: str  # change of its tools: "none", "noise"; "" for real tools
     terms: str  # tasks and settings: only evaluations with equal terms are compared
     figures: Metrics
+    init: str = ""  # the stage whose model it is of
+    benchmark: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,12 +288,14 @@ def _needs(stage: Mapping[str, Any]) -> set[str]:
 def _evaluation(stage: str, result: Mapping[str, Any], recipe: Mapping[str, Any]) -> Evaluation:
     tools = str(result.get("tools", "real"))
     terms = [recipe.get(key) for key in ("tasks", "split", "sampling", "limits")]
-    terms += [recipe.get("num_tasks", result.get("num_tasks")), tools]
+    terms += [recipe.get("num_tasks", result.get("num_tasks")), tools, recipe.get("benchmark")]
     return Evaluation(
         stage=stage,
         condition="" if tools == "real" else f"tools: {tools}",
         terms=json.dumps(terms, sort_keys=True),
         figures=finite(result),
+        init=str(result.get("init", "")),
+        benchmark=str(result.get("benchmark", "")),
     )
 
 

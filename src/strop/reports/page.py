@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from strop.reports.evaluations import benchmark_table
 from strop.reports.html import render
 from strop.reports.log import Evaluation, RunLog, read_run
 from strop.reports.panels import across, sections
@@ -61,6 +62,11 @@ def report_page(log: RunLog, rollouts: RolloutTable, timelines: Sequence[Timelin
         verdict=verdict(log),
         pair=pair,
         cards=cards(*pair) if pair else (),
+        benchmarks=benchmark_table(
+            (each.init, each.benchmark, each.figures["accuracy"])
+            for each in log.current_evaluations
+            if each.init and each.benchmark and not each.condition and "accuracy" in each.figures
+        ),
         graph=draw_graph(log.stages),
         sections=[*filter(None, [across(log)]), *sections(log)],
         timelines=draw_timelines(timelines) if timelines else "",

@@ -127,6 +127,7 @@ def _identity(context: StageContext, stage: Eval.Config, weights: str) -> dict[s
     """What was evaluated on what, for comparisons and tables."""
     engine = context.recipe.engine
     return {
+        "init": stage.init,
         "benchmark": stage.tasks.benchmark(stage.split),
         "model": weights,
         "run": context.recipe.name,

@@ -87,7 +87,9 @@ def model_card(context: StageContext, stage: Export.Config, chain: list[str]) ->
             accuracy, interval = "–", "–"
             if "accuracy" in figures:
                 accuracy = f"{figures['accuracy']:.3f}"
+            if "accuracy_low" in figures:
                 interval = f"{figures['accuracy_low']:.3f} to {figures['accuracy_high']:.3f}"
-            lines.append(f"| {name} | {of} | {accuracy} | {interval} | {figures['num_tasks']} | {figures['k']} |")
+            size = f"{figures.get('num_tasks', '–')} | {figures.get('k', '–')}"
+            lines.append(f"| {name} | {of} | {accuracy} | {interval} | {size} |")
         lines.append("")
     return "\n".join(lines)

@@ -97,7 +97,7 @@ class ModelStage(Stage):
     def check(self, name: str, recipe: Recipe, machine: Machine) -> Iterator[UserError]:
         """The embedded engine does not implement the model's architecture, but a stage samples from it."""
         path = Path(self.config.path or "")
-        engines = [recipe.for_stage(each).engine for each, stage in recipe.stages.items() if stage.plays]
+        engines = [recipe.for_stage(each).engine for each, stage in recipe.stages.items() if stage.opens_engines]
         lengths = [engine.max_length for engine in engines if isinstance(engine, EngineConfig)]
         if lengths and (path / "config.json").exists():
             try:
