@@ -208,9 +208,9 @@ class Actors:
         if len(faults) == len(refs) and (mistake := faults[0].error) is not None:
             raise mistake  # what all report is the caller's
         if silent or faults:
-            what = [f"{self._name(each)} broke during {call}: {fault.text}" for each, fault in faults.items()]
-            what += [f"{self._name(each)} gave no answer to {call}" for each in silent]
-            raise self._lose("; ".join(what), next(iter([*faults, *silent])))
+            what = [f"{self._name(each)} gave no answer to {call}" for each in silent]
+            what += [f"{self._name(each)} broke during {call}: {fault.text}" for each, fault in faults.items()]
+            raise self._lose("; ".join(what), next(iter([*faults, *silent])))  # a silent one has nothing in its log
         return answers[0]
 
     def _name(self, number: int) -> str:
