@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from strop.engine import Publication, published_files, weights_checksum
-from strop.engine.model_directory import ModelFacts, directory_checksum
+from strop.engine.model_directory import ModelFacts, directory_checksum, tensors_in
 from strop.engine.protocol import checksum_of, digests_of
-from strop.engine.published_files import read_tensors, write_files
+from strop.engine.published_files import write_files
 from strop.engine.servers.extension import strop_vllm_worker
 from strop.errors import MachineError, ModelError, WeightsNotProven
 
@@ -37,7 +37,7 @@ def shared_memory(tmp_path, monkeypatch):
 
 
 def read(directory):
-    return dict(read_tensors(sorted(directory.iterdir())))
+    return dict(tensors_in(sorted(directory.iterdir())))
 
 
 @pytest.mark.parametrize("file_bytes", [1, 1 << 30])

@@ -5,6 +5,7 @@ With `hold`, the first checkpoint of the second RL step stops half written and n
 
 import asyncio
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,6 +52,7 @@ async def main(recipe, run, overrides):
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has jobs in the background ignore it
     words = sys.argv[3:]
     if words[:1] == ["hold"]:
         Snapshot.write = write_half

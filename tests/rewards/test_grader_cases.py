@@ -136,7 +136,12 @@ NOT_MEASURED = {  # settings of graders that no label of GSM8K or MATH-500 can b
     ("function", "strop.cs336.supplement:mmlu_letter"): "it reads the form (evaluation/test_eval_recipes.py)",
     ("function", "strop.cs336.supplement:gsm8k_right"): "the last number counts (cs336/test_cs336_supplement.py)",
     ("function", "strop.cs336.supplement:gsm8k_number"): "it reads the form (evaluation/test_eval_recipes.py)",
-    ("math", "answer_tag", False, "exact"): "labels are whole numbers of a generator, compared as text (test_sum.py)",
+    (
+        "math",
+        "answer_tag",
+        False,
+        "exact",
+    ): "labels are whole numbers of a generator (test_sum.py)",
     ("code",): "there is no label: a program is run on tests (test_code.py)",
     ("function", "strop.evaluation.short_answers:f1"): "likewise, and it has no weight; arpo's F1 is measured",
 }

@@ -115,6 +115,8 @@ def test_an_empty_text_among_the_values_stands_for_tasks_without_that_fact():
         ({"kind": "math", "judge": "fused"}, WRONG, 0),
         ({"kind": "math", "judge": "fused"}, r"\boxed{72}", 0),
         ({"kind": "math", "needs_box": False}, "<answer>72</answer>", 1),
+        ({"kind": "math", "needs_box": False, "judge": "exact"}, "<answer>72</answer>", 1),
+        ({"kind": "math", "needs_box": False, "judge": "exact"}, "<answer>73</answer>", 0),
         ({"kind": "r1_zero"}, "so</think> <answer>72</answer>", 1),
         ({"kind": "r1_zero"}, "so</think><answer>72</answer>", 0),  # without the space
         ({"kind": "r1_zero"}, "so</think>  <answer>72</answer>", 0),  # with two

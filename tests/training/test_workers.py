@@ -373,7 +373,7 @@ def test_a_directory_without_a_model_is_named(tmp_path):
 @pytest.mark.slow
 def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory, make_batch):
     trainer = Trainer.from_directory(model_directory, config_of(2))
-    processes = [psutil.Process(process.pid) for process in trainer.learner._actors.processes]
+    processes = [psutil.Process(pid) for pid in trainer.learner._actors.pids]
     processes[1].kill()
 
     async def scenario():
@@ -389,7 +389,7 @@ def test_a_rank_that_dies_is_named_and_takes_the_others_with_it(model_directory,
 @pytest.mark.slow
 def test_law_7_a_rank_that_hangs_is_named_when_its_time_is_over(model_directory, make_batch):
     trainer = Trainer.from_directory(model_directory, config_of(2, worker_timeout_s=20.0))
-    os.kill(trainer.learner._actors.processes[1].pid, signal.SIGSTOP)
+    os.kill(trainer.learner._actors.pids[1], signal.SIGSTOP)
 
     async def scenario():
         with pytest.raises(TrainerLost, match=r"^rank 1 of 2 .* gave no answer to update"):
@@ -405,7 +405,7 @@ import time
 from pathlib import Path
 from strop.training import TrainerConfig, Trainer
 trainer = Trainer.from_directory(Path({str(model_directory)!r}), TrainerConfig(workers=2))
-print(*(process.pid for process in trainer.learner._actors.processes), flush=True)
+print(*trainer.learner._actors.pids, flush=True)
 time.sleep(60)
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:

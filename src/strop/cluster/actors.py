@@ -7,7 +7,6 @@ import importlib.util
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -35,32 +34,19 @@ class Fault:
     text: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """Where an actor lives."""
-
-    pid: int
-    host: str
-    log: Path  # on that host
-
-
 class _Host:
     """One object in a process of its own."""
 
-    def __init__(self, path: Sequence[str], directory: str) -> None:
-        """Look for modules in `path`, and log into a file in `directory`, or in a temporary one on another machine."""
+    def __init__(self, path: Sequence[str], log: Path) -> None:
+        """Look for modules in `path`, and print into the file `log`."""
         sys.path[:] = path
-        folder = Path(directory)
-        with tempfile.NamedTemporaryFile(
-            prefix="actor-", suffix=".log", dir=folder if folder.is_dir() else None, delete=False
-        ) as log:
+        with log.open("wb") as output:
             for stream in (1, 2):
-                os.dup2(log.fileno(), stream)
-        self._log = Path(log.name)
+                os.dup2(output.fileno(), stream)
         self._held: Any = None
 
-    def process(self) -> Process:
-        return Process(pid=os.getpid(), host=socket.gethostname(), log=self._log)
+    def pid(self) -> int:
+        return os.getpid()
 
     def make(self, message: bytes) -> bytes:
         """Make the object: `message` is what makes it, and its arguments."""
@@ -124,14 +110,15 @@ class Actors:
         self._is_open = True
         self._what, self._timeout_s = what, timeout_s
         self._lost = ""
-        self._lock = threading.Lock()
-        self._directory = tempfile.TemporaryDirectory(prefix="strop-actors-")
+        self._lock = threading.RLock()  # `close` is also called within a call
+        self._temporary = tempfile.TemporaryDirectory(prefix="strop-actors-")
+        self.directory = Path(self._temporary.name)  # that all can see; gone after `close`
         host = self._ray.remote(_Host).options(num_cpus=0, max_restarts=0)
         path = [entry or os.getcwd() for entry in sys.path]  # what is called may be of any module
-        self._actors: list[Any] = [host.remote(path, self._directory.name) for _ in range(num)]
-        self.processes: list[Process] = []
+        self._actors: list[Any] = [host.remote(path, self._log(number)) for number in range(num)]
+        self.pids: list[int] = []
         try:
-            self.processes = self._ray.get([actor.process.remote() for actor in self._actors], timeout=timeout_s)
+            self.pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout_s)
         except self._ray.exceptions.RayError as error:
             self.close()
             raise ActorsLost(f"{key}: Ray did not start {num} processes: {_first_line(error)}. {_LOGS}") from error
@@ -171,22 +158,26 @@ class Actors:
             return self._collect(name, [actor.call.remote(shared) for actor in self._actors])
 
     def close(self) -> None:
-        """End all processes, and Ray with the last of them; wait for those on this machine. Safe to call twice."""
-        for actor in self._actors:
-            with contextlib.suppress(Exception):  # Ray may have ended
-                self._ray.kill(actor)
-        here = [process.pid for process in self.processes if process.host == socket.gethostname()] if self._actors else []
-        if not _have_ended(here, within_s=_KILL_S):
-            for pid in here:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)  # what is stopped does not hear Ray
-            _have_ended(here, within_s=_GRACE_S)
-        self._actors = []
-        self._directory.cleanup()
-        self._lost = self._lost or f"{self._what} is closed"
-        if self._is_open:
-            self._is_open = False
-            _leave_ray()
+        """End all processes, after the running call or a short time, and Ray with the last of them. Safe to call twice."""
+        is_idle = self._lock.acquire(timeout=_GRACE_S)
+        try:
+            for actor in self._actors:
+                with contextlib.suppress(Exception):  # Ray may have ended
+                    self._ray.kill(actor)
+            if not _have_ended(self.pids, within_s=_KILL_S):
+                for pid in self.pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)  # what is stopped does not hear Ray
+                _have_ended(self.pids, within_s=_GRACE_S)
+            self._actors, self.pids = [], []
+            self._temporary.cleanup()
+            self._lost = self._lost or f"{self._what} is closed"
+            if self._is_open:
+                self._is_open = False
+                _leave_ray()
+        finally:
+            if is_idle:
+                self._lock.release()
 
     def _collect(self, call: str, refs: list[Any]) -> Any:
         answers: dict[int, Any] = {}
@@ -214,12 +205,13 @@ class Actors:
         return answers[0]
 
     def _name(self, number: int) -> str:
-        process = self.processes[number]
-        return f"rank {number} of {len(self.processes)} of {self._what} (process {process.pid} on {process.host})"
+        return f"rank {number} of {len(self.pids)} of {self._what} (process {self.pids[number]})"
+
+    def _log(self, number: int) -> Path:
+        return self.directory / f"rank-{number}.log"
 
     def _lose(self, what: str, number: int) -> ActorsLost:
-        log = self.processes[number].log
-        end = log.read_text(errors="replace")[-_TAIL_CHARS:].strip() if log.is_file() else f"(in {log} there)"
+        end = self._log(number).read_text(errors="replace")[-_TAIL_CHARS:].strip()
         self._lost = f"{what}. Its log ends:\n{end or '(it is empty)'}"
         self.close()
         return ActorsLost(self._lost)
@@ -238,11 +230,11 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0].rstrip(".")
 
 
-_num_users = 0  # of Ray, in this process
+_num_users = 0  # of the Ray that was started here
 
 
 def _enter_ray(key: str) -> Any:
-    """Return the module `ray`, connected to a cluster of this machine only, which the first user starts."""
+    """Return the module `ray`, connected. Without a connection a cluster of this machine is started."""
     global _num_users
     check_installed(key)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -250,11 +242,13 @@ def _enter_ray(key: str) -> Any:
     os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # else it kills processes where memory is nearly full
     import ray
 
-    if not ray.is_initialized():
+    if not _num_users and ray.is_initialized():
+        raise UserError(f"{key}: this program has called ray.init. Leave that to strop.")
+    if not _num_users:
         on_termination = signal.getsignal(signal.SIGTERM)
         try:
             ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False, logging_level="ERROR")
-        except Exception as error:
+        except Exception as error:  # of many classes: whatever keeps it from starting
             raise ActorsLost(f"{key}: Ray did not start: {_first_line(error)}. {_LOGS}") from error
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it
@@ -263,7 +257,7 @@ def _enter_ray(key: str) -> Any:
 
 
 def _leave_ray() -> None:
-    """End what the first user started, when the last one leaves."""
+    """End Ray when its last user leaves."""
     global _num_users
     import ray
 

@@ -224,8 +224,8 @@ async def check_publication(examination: Examination) -> str:
         raise Problem(
             f"after publication the engine samples from other weights than the trainer's: {gap:.2g} nats from the new ones,"
             f" {gap_to_old:.2g} from those of before. They are {whose}.",
-            "Make load_weights copy every tensor of the stream and drop the KV caches of older weights, then prove the checksum"
-            " of what it holds.",
+            "Make load_weights copy every tensor of the publication and drop the KV caches of older weights, then prove the"
+            " checksum of what it holds.",
         )
     if parts.engine.policy_version != _VERSION:
         raise Problem(

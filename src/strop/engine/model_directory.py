@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from strop.engine.protocol import NamedTensor, weights_checksum
-from strop.engine.published_files import read_tensors
 from strop.errors import ModelError, WeightsNotProven
 
 _IMPLEMENTED = ("llama", "qwen2", "qwen3")
@@ -128,7 +130,7 @@ class ModelFacts:
         """Raises `WeightsNotProven` unless the files of a publication hold each weight of this model once, in its shape."""
         try:
             sent = shapes_in(sorted(directory.glob("*.safetensors")))
-        except ModelError as error:
+        except UNREADABLE as error:
             raise WeightsNotProven(f"the files of version {version} cannot be read: {error}") from error
         for name, shape in sent.items():
             if name not in self.shapes and name not in self.optional:
@@ -152,7 +154,7 @@ class ModelFacts:
         return cls(
             directory=directory.resolve(),
             vocab_size=text.vocab_size,
-            shapes=shapes_in(weight_files(directory)),
+            shapes=shapes_of(directory),
             optional=frozenset({_HEAD} if text.tie_word_embeddings else ()),
             has_tokenizer=has_tokenizer(directory),
             kv_elements_per_token=2 * text.num_hidden_layers * text.num_key_value_heads * head_dim,
@@ -171,7 +173,24 @@ def weight_files(directory: Path) -> list[Path]:
 
 def read_weights(directory: Path) -> Iterator[NamedTensor]:
     """Yield the weights of a model directory, a file at a time. Raises `ModelError` if a file is missing or damaged."""
-    return ((name, tensor) for name, tensor in read_tensors(weight_files(directory)) if not name.endswith(_COMPUTED))
+    with _whole(directory):
+        for name, tensor in tensors_in(weight_files(directory)):
+            if not name.endswith(_COMPUTED):
+                yield name, tensor
+
+
+def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each weight in a model directory. Raises `ModelError` if a file is missing or damaged."""
+    with _whole(directory):
+        return shapes_in(weight_files(directory))
+
+
+@contextmanager
+def _whole(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except UNREADABLE as error:
+        raise ModelError(f"{directory}: missing or damaged: {error}. Save or download the model again.") from error
 
 
 def directory_checksum(directory: Path) -> str:
@@ -179,16 +198,25 @@ def directory_checksum(directory: Path) -> str:
     return weights_checksum(read_weights(directory))
 
 
+UNREADABLE = (OSError, struct.error, ValueError, SafetensorError)
+"""What `tensors_in` and `shapes_in` raise for a file that is missing or damaged."""
+
+
+def tensors_in(files: Iterable[Path]) -> Iterator[NamedTensor]:
+    """Yield the tensors of safetensors files, a file at a time. Raises one of `UNREADABLE`."""
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                yield name, file.get_tensor(name)
+
+
 def shapes_in(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight in safetensors files, read from the headers: 8 bytes of length, then JSON."""
+    """Return the shape of each weight, read from the headers: 8 bytes of length, then JSON. Raises one of `UNREADABLE`."""
     shapes = {}
     for path in files:
-        try:
-            with path.open("rb") as file:
-                (length,) = struct.unpack("<Q", file.read(8))
-                header = json.loads(file.read(length))
-        except (OSError, struct.error, ValueError) as error:
-            raise ModelError(f"{path}: missing or damaged: {error}. Save or download the model again.") from error
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
         for name, entry in header.items():
             if name != "__metadata__" and not name.endswith(_COMPUTED):
                 shapes[name] = tuple(entry["shape"])

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from strop.engine import published_files
+from strop.engine.model_directory import UNREADABLE, tensors_in
 from strop.engine.protocol import NamedTensor
-from strop.errors import ModelError, WeightsNotProven
+from strop.errors import WeightsNotProven
 
 
 class WeightSource(Protocol):
@@ -72,9 +73,9 @@ class Publication:
                     yield named
             return
         try:
-            for named in published_files.read_tensors(sorted(self._directory.glob("*.safetensors"))):
+            for named in tensors_in(sorted(self._directory.glob("*.safetensors"))):
                 yield named
-        except ModelError as error:
+        except UNREADABLE as error:
             raise WeightsNotProven(f"the files of version {self.version} cannot be read: {error}") from error
 
     async def checksum(self) -> str:

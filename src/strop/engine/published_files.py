@@ -1,4 +1,4 @@
-"""Weights in safetensors files: those of a publication, in a directory that lasts as long as its process holds a lock.
+"""The files of a publication, in a directory that lasts as long as its process holds a lock.
 
 A publication removes directories without a lock, which killed processes left. This also works in containers that share /dev/shm
 but not process ids.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from strop.engine.protocol import NamedTensor, digests_of
-from strop.errors import MachineError, ModelError
+from strop.errors import MachineError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,20 +47,6 @@ def write_files(tensors: Iterable[NamedTensor], directory: Path, *, part: str) -
             _save(batch, directory / f"{part}-{num_files:05d}.safetensors")
 
     return list(digests_of(written()))
-
-
-def read_tensors(files: Iterable[Path]) -> Iterator[NamedTensor]:
-    """Yield the tensors of safetensors files, a file at a time. Raises `ModelError` if one is missing or damaged."""
-    from safetensors import SafetensorError, safe_open
-
-    for path in files:
-        try:
-            file = safe_open(path, framework="pt")
-        except (SafetensorError, FileNotFoundError) as error:
-            raise ModelError(f"{path}: missing or damaged: {error}. Save or download the model again.") from error
-        with file:
-            for name in file.keys():  # type: ignore[no-untyped-call]  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)  # type: ignore[no-untyped-call]
 
 
 def _save(batch: dict[str, Tensor], path: Path) -> None:

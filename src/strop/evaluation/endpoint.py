@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socketserver
 import threading
 import time
@@ -24,6 +25,8 @@ from strop.engine.servers.engine import ServerEngine
 from strop.errors import MachineError, StropError, UserError
 from strop.rollout.chat_template import ChatFormat, Span, message
 from strop.types import Completion, FinishReason, derive_seed
+
+_log = logging.getLogger(__name__)
 
 CHAT, TEXT, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 _DEFAULT_MAX_TOKENS = 16  # of a text completion, as OpenAI's
@@ -326,4 +329,5 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = 1024
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Do nothing: the client hung up, or the stage ended and cancelled the request."""
+        """Log it: the client hung up, or the stage ended and cancelled the request."""
+        _log.debug("a connection from %s ended", client_address, exc_info=True)

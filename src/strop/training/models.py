@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from strop.engine.model_directory import shapes_in, weight_files
+from strop.engine.model_directory import shapes_of
 from strop.errors import ModelError
 from strop.training.batch import MIN_SHARED
 from strop.training.cpu.attention import keep_attention, use_row_attention
@@ -65,11 +65,11 @@ def require_config(directory: Path) -> None:
 
 def check_shapes(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raises `ModelError` unless the weights in `directory` have these names and shapes, and there are no others."""
-    found = shapes_in(weight_files(directory))
+    found = shapes_of(directory)
     if wrong := sorted(name for name in found.keys() | shapes.keys() if found.get(name) != shapes.get(name)):
         raise ModelError(
             f"{directory}: not the model that is being trained: {len(wrong)} weights have other names or shapes, such as"
-            f" {wrong[0]}."
+            f" {wrong[0]}. Resume from a checkpoint of this model."
         )
 
 

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from strop.engine.model_directory import config_of, shapes_in, weight_files
+from strop.engine.model_directory import config_of, shapes_of, weight_files
 from strop.errors import ModelError
 from strop.training.logprobs import LogprobModule
 from strop.training.models import require_config
@@ -138,7 +138,7 @@ def read_parts(root: nn.Module, model: nn.Module, directory: Path, device: torch
     Raises:
         ModelError: a weight is missing there, or has another shape.
     """
-    stored = shapes_in(weight_files(directory))
+    stored = shapes_of(directory)
     for name, parameter in model.named_parameters():
         if stored.get(name) != tuple(parameter.shape):
             raise ModelError(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,32 +16,23 @@ from strop.training.batch import World
 from strop.training.weights import Snapshot
 
 
-def free_address(host: str) -> str:
-    """Return an address on this machine for ranks to meet at; `host` is its name for the other machines."""
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return f"tcp://{host}:{found.getsockname()[1]}"
-
-
 class Rank:
     """A `Learner` that makes the calls that it is asked for. Only the first rank returns results."""
 
-    def __init__(self, options: LearnerOptions, rank: int, meeting: str, num_threads: int, is_one_machine: bool) -> None:
+    def __init__(self, options: LearnerOptions, rank: int, meeting: Path, num_threads: int) -> None:
         """
         Args:
-            meeting: the address where all ranks meet.
-            is_one_machine: whether all of them are on this machine.
+            meeting: a file, not there yet, by which the ranks find each other.
         """
         torch.set_num_threads(num_threads)
         config = options.config.model_copy(update={"device": str(options.config.torch_device)})
         if config.device == "cuda":
             torch.cuda.set_device(rank)
             config = config.model_copy(update={"device": f"cuda:{rank}"})
-        if is_one_machine:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are here; a host name need not resolve
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and config.device != "cpu" else "gloo",
-            init_method=meeting,
+            init_method=f"file://{meeting}",
             rank=rank,
             world_size=config.workers,
             timeout=timedelta(seconds=config.worker_timeout_s),
@@ -50,8 +41,6 @@ class Rank:
         self._snapshots: list[Snapshot] = []
 
     def __call__(self, name: str, *arguments: Any) -> Any:
-        if name == "close":
-            return dist.destroy_process_group()
         if name == "write_snapshot":
             return self._snapshots.pop().write(*arguments)
         found = getattr(self._learner, name)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from strop.cluster.actors import Actors
-from strop.errors import ActorsLost, MachineError, TrainerLost
+from strop.errors import ActorsLost, TrainerLost
 from strop.training.assembly import LearnerOptions
 from strop.training.batch import TokenBatch
 from strop.training.optimizer import UpdateReport
 from strop.training.weights import WriteCheckpoint
-from strop.training.worker import Rank, free_address
+from strop.training.worker import Rank
 
 
 class LearnerGroup:
@@ -35,7 +35,7 @@ class LearnerGroup:
                 num_ranks, what="the trainer", key="trainer.workers", timeout_s=options.config.worker_timeout_s
             )
         num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-        arguments = (free_address("127.0.0.1"), num_threads, True)
+        arguments = (self._actors.directory / "meeting", num_threads)
         try:
             with _as_trainer():
                 self._actors.make(Rank, [(options, rank, *arguments) for rank in range(num_ranks)])
@@ -64,8 +64,6 @@ class LearnerGroup:
 
     def close(self) -> None:
         """End all processes. May be called twice."""
-        with contextlib.suppress(MachineError):
-            self._actors.call("close")
         self._actors.close()
 
     def _ask(self, call: str, *arguments: Any) -> Any:

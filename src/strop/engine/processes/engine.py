@@ -32,7 +32,7 @@ from strop.engine.processes.link import (
 )
 from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, Probe, check_completion
 from strop.engine.publication import Publication
-from strop.errors import EngineLost
+from strop.errors import EngineLost, WeightsNotProven
 from strop.types import Completion
 
 _OPEN_S = 600.0  # to read a model's weights from a slow disk, and measure what determinism needs
@@ -64,6 +64,7 @@ class ProcessEngine:
         self._has_left = False  # the fork_server
         self._hello: Hello | None = None
         self._policy_version, self._is_deterministic = -1, False
+        self._doubt = ""  # empty: what the process itself says of its weights counts
 
     @classmethod
     async def start(
@@ -156,6 +157,8 @@ class ProcessEngine:
 
     async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
+        if self._doubt:
+            raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
         number = self._link.next_number()
         try:
             order = Complete(number=number, request=request, probe_tokens=probe.num_tokens if probe is not None else 0)
@@ -179,7 +182,9 @@ class ProcessEngine:
 
         A load that does not end within `EngineConfig.stall_timeout_s` is the end of the engine.
         """
+        self._doubt = f"the last publication (version {publication.version}) was not completed"
         directory, checksum = await publication.files(), await publication.checksum()
+        self._doubt = ""
         order = Load(number=self._link.next_number(), directory=str(directory), version=publication.version, checksum=checksum)
         try:
             async with asyncio.timeout(self._config.stall_timeout_s):

@@ -76,6 +76,8 @@ def read_weights(
                     continue
                 tensor = file.get_tensor(name)
                 if threads is not None:
+                    if len(digests) >= _NUM_THREADS:
+                        digests[-_NUM_THREADS].result()  # so that few tensors are held at once
                     digests.append(threads.submit(_digest, name, tensor))
                 yield name, tensor
 
