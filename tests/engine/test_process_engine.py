@@ -234,9 +234,9 @@ def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, h
 
 def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play):
     class Damaged(Tensors):
-        async def write(self, directory):
-            checksum = await super().write(directory)
-            [path] = directory.iterdir()
+        async def write(self, directories):
+            checksum = await super().write(directories)
+            [path] = directories[0].iterdir()
             content = bytearray(path.read_bytes())
             content[-5] ^= 1
             path.write_bytes(content)
@@ -255,9 +255,9 @@ def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play):
 
 def test_weights_that_are_cut_short_on_their_way_are_not_sampled_from(play):
     class Cut(Tensors):
-        async def write(self, directory):
-            checksum = await super().write(directory)
-            [path] = directory.iterdir()
+        async def write(self, directories):
+            checksum = await super().write(directories)
+            [path] = directories[0].iterdir()
             os.truncate(path, 1000)
             return checksum
 
@@ -274,9 +274,9 @@ def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
     written = []
 
     class Counted(Tensors):
-        async def write(self, directory):
-            written.append(directory)
-            return await super().write(directory)
+        async def write(self, directories):
+            written.append(directories[0])
+            return await super().write(directories)
 
     async def scenario():
         opened = (

@@ -455,7 +455,7 @@ def test_a_publication_that_one_rank_cannot_write_leaves_the_ranks_as_they_are(p
     trainer = pair
     (tmp_path / "rank-0001-00000.safetensors").mkdir()  # where rank 1 is to write
     with pytest.raises(MachineError, match=r"rank-0001.*cannot be written.*Free space in"):
-        trainer.learner.write_published(tmp_path, torch.float32)
+        trainer.learner.write_published([tmp_path, tmp_path], torch.float32)
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert trainer.learner.write_published(empty, torch.float32) == trainer.learner.checksum(torch.float32)
+    assert trainer.learner.write_published([empty, empty], torch.float32) == trainer.learner.checksum(torch.float32)

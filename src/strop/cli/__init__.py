@@ -16,10 +16,11 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from strop import __version__
+from strop.cli.cluster import app as cluster_app
 from strop.cli.cs336 import app as cs336_app
 from strop.cli.data import app as data_app
 from strop.cli.eval import app as eval_app
-from strop.cli.planning import DryRun, OnHardware, print_dry_run
+from strop.cli.planning import DryRun, OnCluster, OnHardware, on_cluster, print_dry_run
 from strop.cli.sandbox import app as sandbox_app
 from strop.cli.search import app as search_app
 from strop.cli.simulate import simulate
@@ -56,6 +57,7 @@ recipe_app = typer.Typer(no_args_is_help=True, help="Facts about recipe files.")
 app.add_typer(model_app, name="model")
 app.add_typer(recipe_app, name="recipe")
 
+app.add_typer(cluster_app, name="cluster")
 app.add_typer(sandbox_app, name="sandbox")
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
@@ -97,6 +99,7 @@ def train(
     runs: Runs = Path("runs"),
     dry_run: DryRun = False,
     hardware: OnHardware = None,
+    cluster: OnCluster = None,
     until: Annotated[
         str | None, typer.Option("--until", help="The last stage to run.", metavar="STAGE", show_default=False)
     ] = None,
@@ -122,7 +125,7 @@ def train(
     """Start a run, or resume it. The same command continues an interrupted run."""
     from strop.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe, overrides or [], name=name)
+    loaded = load_recipe(recipe, [*(overrides or []), *on_cluster(cluster)], name=name)
     if dry_run:
         from strop.run_directory import RunDirectory
         from strop.runs.lineage import state_of
@@ -217,14 +220,21 @@ def doctor(
     model: Annotated[
         Path | None, typer.Option("--model", help="The model directory; where the recipe's first stage points by default.")
     ] = None,
+    cluster: OnCluster = None,
+    runs: Runs = Path("runs"),
 ) -> None:
     """Check model and recipe against each other: your code, template, mask, log-probs, tools, reward, batches, publication."""
     from rich.console import Console
 
-    from strop.doctor import examine_file, print_diagnosis
+    from strop.doctor import examine_cluster, examine_file, print_diagnosis
+    from strop.recipe.load import load_recipe
 
     with Console(stderr=True).status("starting") as status:
-        diagnosis = asyncio.run(examine_file(recipe, overrides or [], model=model, progress=status.update))
+        if cluster is not None:
+            loaded = load_recipe(recipe, [*(overrides or []), *on_cluster(cluster)])
+            diagnosis = examine_cluster(loaded, runs, status.update)
+        else:
+            diagnosis = asyncio.run(examine_file(recipe, overrides or [], model=model, progress=status.update))
     print_diagnosis(diagnosis)
     if diagnosis.problems:
         raise typer.Exit(2)

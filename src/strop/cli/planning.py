@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,6 +21,21 @@ OnHardware = Annotated[
         show_default=False,
     ),
 ]
+
+OnCluster = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        help="Run on the Ray cluster at host:port, or on the one that this machine is in (auto).",
+        metavar="ADDRESS",
+        show_default=False,
+    ),
+]
+
+
+def on_cluster(address: str | None) -> list[str]:
+    """The override of a recipe's key."""
+    return [] if address is None else [f"cluster.address={json.dumps(address)}"]
 
 
 def print_dry_run(
@@ -42,7 +58,8 @@ def print_dry_run(
     basis = "measured on this machine"
     if recipe.hardware:
         on = Hardware.named(recipe.hardware)
-        several = ", which is several machines, and strop uses one" if on.is_several_machines else ""
+        is_short = on.is_several_machines and recipe.cluster is None
+        several = ", which is several machines: the recipe needs a table [cluster] to use them" if is_short else ""
         basis = f"on {on}{several}. {ASSUMPTIONS}"
     print_plan(recipe.name, recipe.description, stages, basis=f"a rough estimate, {basis}", state=state)
     if any(stage.problem for stage in stages):

@@ -1,11 +1,11 @@
-"""Several processes that make each call together, started by Ray."""
+"""Several processes that make each call together, started by Ray on the nodes of a cluster."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ActorsLost, StropError, UserError
+from strop.cluster.connection import LOGS, enter, first_line, leave
+from strop.cluster.placement import Node
+from strop.errors import ActorsLost, StropError
 from strop.user_code import blame
 
 _GRACE_S = 10.0  # for the other processes, when one has reported a fault or shall end
+_LOOK_S = 1.0  # between two looks whether all are running
 _KILL_S = 2.0  # until a process that Ray is to end is killed
 _TAIL_CHARS = 2_000  # of a log, in a message
-_LOGS = "Its logs are in /tmp/ray/session_latest/logs. Start again with the same command."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +41,7 @@ class _Host:
 
     def __init__(self, path: Sequence[str], log: Path) -> None:
         """Look for modules in `path`, and print into the file `log`."""
-        sys.path[:] = path
+        sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]  # nodes may have theirs elsewhere
         with log.open("wb") as output:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
@@ -83,12 +85,6 @@ def _can_be_sent(error: Exception) -> bool:
     return True
 
 
-def check_installed(key: str) -> None:
-    """Raises `UserError` if Ray, which `key` of the recipe needs, is not installed. Does not import it."""
-    if importlib.util.find_spec("ray") is None:
-        raise UserError(f"{key} needs Ray, which is not installed. Install it with: pip install 'strop[cluster]'.")
-
-
 class Actors:
     """`num` processes that hold an object each. A call is made on all of them; its result is that of the first.
 
@@ -99,29 +95,37 @@ class Actors:
         what: the processes in words, for messages.
         key: of the recipe, that asks for them.
         timeout_s: of one call.
+        nodes: of each process; this machine when not given.
+        gpus: that Ray gives each process, which sees no others. 0: it sees those of the machine.
 
     Raises:
         UserError: Ray is not installed.
         ActorsLost: Ray could not start the processes.
     """
 
-    def __init__(self, num: int, *, what: str, key: str, timeout_s: float) -> None:
-        self._ray = _enter_ray(key)
+    def __init__(
+        self, num: int, *, what: str, key: str, timeout_s: float, nodes: Sequence[Node] = (), gpus: float = 0.0
+    ) -> None:
+        self._connection = enter(key)
+        self._ray = self._connection.ray
         self._is_open = True
         self._what, self._timeout_s = what, timeout_s
+        self.nodes = list(nodes) or [self._connection.here()] * num
         self._lost = ""
+        self._silent: Node | None = None
         self._lock = threading.RLock()  # `close` is also called within a call
-        self._temporary = tempfile.TemporaryDirectory(prefix="strop-actors-")
-        self.directory = Path(self._temporary.name)  # that all can see; gone after `close`
-        host = self._ray.remote(_Host).options(num_cpus=0, max_restarts=0)
+        self._logs = Path(tempfile.mkdtemp(prefix="strop-actors-", dir=self._connection.directory))
+        host = self._ray.remote(_Host)
         path = [entry or os.getcwd() for entry in sys.path]  # what is called may be of any module
-        self._actors: list[Any] = [host.remote(path, self._log(number)) for number in range(num)]
         self.pids: list[int] = []
+        self._actors: list[Any] = []
         try:
+            for number, node in enumerate(self.nodes):
+                self._actors.append(host.options(**self._connection.options(node, gpus)).remote(path, self._log(number)))
             self.pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout_s)
         except self._ray.exceptions.RayError as error:
             self.close()
-            raise ActorsLost(f"{key}: Ray did not start {num} processes: {_first_line(error)}. {_LOGS}") from error
+            raise ActorsLost(f"{key}: Ray did not start {num} processes: {first_line(error)}. {LOGS}") from error
         except BaseException:
             self.close()
             raise
@@ -157,6 +161,10 @@ class Actors:
             shared = self._ray.put(message)  # one copy for all processes of a machine
             return self._collect(name, [actor.call.remote(shared) for actor in self._actors])
 
+    def nodes_elsewhere(self) -> list[Node | None]:
+        """Return the node of each process; None is this machine."""
+        return [None if self._connection.is_here(node) else node for node in self.nodes]
+
     def close(self) -> None:
         """End all processes, after the running call or a short time, and Ray with the last of them. Safe to call twice."""
         is_idle = self._lock.acquire(timeout=_GRACE_S)
@@ -164,17 +172,16 @@ class Actors:
             for actor in self._actors:
                 with contextlib.suppress(Exception):  # Ray may have ended
                     self._ray.kill(actor)
-            if not _have_ended(self.pids, within_s=_KILL_S):
-                for pid in self.pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)  # what is stopped does not hear Ray
-                _have_ended(self.pids, within_s=_GRACE_S)
+            for node, pids in self._pids_by_node().items():
+                if node != self._silent:
+                    with contextlib.suppress(ActorsLost):  # the node is gone
+                        self._connection.run(node, _end, pids)
             self._actors, self.pids = [], []
-            self._temporary.cleanup()
+            shutil.rmtree(self._logs, ignore_errors=True)
             self._lost = self._lost or f"{self._what} is closed"
             if self._is_open:
                 self._is_open = False
-                _leave_ray()
+                leave()
         finally:
             if is_idle:
                 self._lock.release()
@@ -184,14 +191,18 @@ class Actors:
         # Processes that wait for another one say so after the timeout; the grace is for what they say.
         deadline = time.monotonic() + self._timeout_s + _GRACE_S
         while missing := [ref for number, ref in enumerate(refs) if number not in answers]:
-            ready, _ = self._ray.wait(missing, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            left_s = deadline - time.monotonic()
+            ready, _ = self._ray.wait(missing, num_returns=1, timeout=max(0.0, min(_LOOK_S, left_s)))
             if not ready:
-                break
+                if left_s <= 0:
+                    break
+                self._check_running(call)
+                continue
             number = refs.index(ready[0])
             try:
                 answers[number] = pickle.loads(self._ray.get(ready[0]))
             except self._ray.exceptions.RayError as error:
-                raise self._lose(f"{self._name(number)} ended during {call}: {_first_line(error)}", number) from error
+                raise self._lose(f"{self._name(number)} ended during {call}: {first_line(error)}", number) from error
             if isinstance(answers[number], Fault):
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
         faults = {number: answer for number, answer in sorted(answers.items()) if isinstance(answer, Fault)}
@@ -204,17 +215,58 @@ class Actors:
             raise self._lose("; ".join(what), next(iter([*faults, *silent])))  # a silent one has nothing in its log
         return answers[0]
 
+    def _check_running(self, call: str) -> None:
+        """Raises `ActorsLost` for a stopped process or a silent node, which Ray does not report, or late."""
+        by_node = self._pids_by_node()
+        if (silent := self._connection.find_silent(list(by_node))) is not None:
+            self._silent, number = silent, self.nodes.index(silent)
+            raise self._lose(f"{self._name(number)}: its node was silent during {call}", number)
+        for node, pids in by_node.items():
+            for pid in self._connection.run(node, _stopped, pids):
+                number = self.pids.index(pid)
+                raise self._lose(f"{self._name(number)} was stopped during {call}", number)
+
+    def _pids_by_node(self) -> dict[Node, list[int]]:
+        """Return the processes that have started, by node."""
+        found: dict[Node, list[int]] = {}
+        for node, pid in zip(self.nodes, self.pids, strict=False):
+            found.setdefault(node, []).append(pid)
+        return found
+
     def _name(self, number: int) -> str:
-        return f"rank {number} of {len(self.pids)} of {self._what} (process {self.pids[number]})"
+        node = self.nodes[number]
+        place = f"process {self.pids[number]}" + ("" if self._connection.is_here(node) else f" on {node}")
+        return f"rank {number} of {len(self.pids)} of {self._what} ({place})"
 
     def _log(self, number: int) -> Path:
-        return self.directory / f"rank-{number}.log"
+        return self._logs / f"rank-{number}.log"
 
     def _lose(self, what: str, number: int) -> ActorsLost:
         end = self._log(number).read_text(errors="replace")[-_TAIL_CHARS:].strip()
         self._lost = f"{what}. Its log ends:\n{end or '(it is empty)'}"
         self.close()
         return ActorsLost(self._lost)
+
+
+def _stopped(pids: Sequence[int]) -> list[int]:
+    """Return those of `pids` on this machine that a signal or a debugger has stopped."""
+    return [pid for pid in pids if is_stopped(pid)]
+
+
+def is_stopped(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
+
+
+def _end(pids: Sequence[int]) -> None:
+    """Wait until processes of this machine that Ray ends have ended, and kill the others."""
+    if not _have_ended(pids, within_s=_KILL_S):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)  # what is stopped does not hear Ray
+        _have_ended(pids, within_s=_GRACE_S)
 
 
 def _have_ended(pids: Sequence[int], *, within_s: float) -> bool:
@@ -224,43 +276,3 @@ def _have_ended(pids: Sequence[int], *, within_s: float) -> bool:
             break
         time.sleep(0.01)
     return not left
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0].rstrip(".")
-
-
-_num_users = 0  # of the Ray that was started here
-
-
-def _enter_ray(key: str) -> Any:
-    """Return the module `ray`, connected. Without a connection a cluster of this machine is started."""
-    global _num_users
-    check_installed(key)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # it listens on all interfaces
-    os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # else it kills processes where memory is nearly full
-    import ray
-
-    if not _num_users and ray.is_initialized():
-        raise UserError(f"{key}: this program has called ray.init. Leave that to strop.")
-    if not _num_users:
-        on_termination = signal.getsignal(signal.SIGTERM)
-        try:
-            ray.init("local", include_dashboard=False, log_to_driver=False, configure_logging=False, logging_level="ERROR")
-        except Exception as error:  # of many classes: whatever keeps it from starting
-            raise ActorsLost(f"{key}: Ray did not start: {_first_line(error)}. {_LOGS}") from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it
-    _num_users += 1
-    return ray
-
-
-def _leave_ray() -> None:
-    """End Ray when its last user leaves."""
-    global _num_users
-    import ray
-
-    _num_users -= 1
-    if not _num_users:
-        ray.shutdown()

@@ -11,10 +11,13 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from strop.cluster.connection import copy_file, run_on
+from strop.cluster.placement import Node
 from strop.engine.protocol import NamedTensor, digests_of
 from strop.errors import MachineError
 
@@ -70,8 +73,16 @@ def _save(batch: dict[str, Tensor], path: Path) -> None:
         ) from error
 
 
-def make_directory(num_bytes: int) -> tuple[Path, int]:
-    """Return an empty directory and its descriptor, which holds the lock. What killed processes left is removed.
+@dataclass(frozen=True, slots=True)
+class PublishedFiles:
+    """A directory of one machine, and its descriptor in the process that made it, which holds the lock."""
+
+    directory: Path
+    lock: int
+
+
+def make_directory(num_bytes: int) -> PublishedFiles:
+    """Make an empty directory. What killed processes left is removed.
 
     It is in shared memory if there is room for so much, else in the temporary directory, which may be a disk.
     """
@@ -81,12 +92,41 @@ def make_directory(num_bytes: int) -> tuple[Path, int]:
     directory = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return directory.rename(parent / directory.name.replace(_NEW, _LOCKED)), lock  # its name only now that it is locked
+    # Its name only now that it is locked.
+    return PublishedFiles(directory.rename(parent / directory.name.replace(_NEW, _LOCKED)), lock)
 
 
-def remove_directory(directory: Path, lock: int) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    os.close(lock)
+def remove_directory(files: PublishedFiles) -> None:
+    """Remove the directory in the process that made it."""
+    shutil.rmtree(files.directory, ignore_errors=True)
+    os.close(files.lock)
+
+
+def collect(written: Mapping[Node | None, PublishedFiles], node: Node | None, num_bytes: int) -> PublishedFiles:
+    """Return a directory on `node` with what was written on all nodes. Files go from node to node.
+
+    Raises:
+        MachineError: a disk or shared memory is full.
+    """
+    if list(written) == [node]:
+        return written[node]
+    whole = run_on(node, make_directory, num_bytes)
+    try:
+        for source, files in written.items():
+            if source == node:
+                run_on(node, _link, files.directory, whole.directory)
+            else:
+                for name in run_on(source, os.listdir, files.directory):
+                    copy_file(source, files.directory / name, node, whole.directory / name)
+    except BaseException:
+        run_on(node, remove_directory, whole)
+        raise
+    return whole
+
+
+def _link(files: Path, directory: Path) -> None:
+    for path in files.iterdir():
+        (directory / path.name).symlink_to(path)
 
 
 def _remove_what_killed_processes_left() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from strop.cluster.placement import Node
 from strop.config import Config, load_toml, validate
 from strop.engine.config import AnyEngine, ServerConfig, VllmConfig
 from strop.errors import ConfigError, did_you_mean
@@ -89,6 +90,14 @@ class Hardware:
 
     def __str__(self) -> str:
         return f"{self.num} x {self.name}"
+
+    def nodes(self) -> list[Node]:
+        """Return machines of eight devices that hold them all."""
+        sizes = [min(_DEVICES_OF_A_MACHINE, self.num - first) for first in range(0, self.num, _DEVICES_OF_A_MACHINE)]
+        return [
+            Node(id=str(number), address="", name=str(number), cpus=0.0, gpus=size, all_gpus=size)
+            for number, size in enumerate(sizes, 1)
+        ]
 
     @property
     def is_several_machines(self) -> bool:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from strop import user_code
+from strop.cluster.connection import connected
+from strop.cluster.placement import Node, Roles, place
 from strop.config import import_code
+from strop.engine.config import ServerConfig
 from strop.errors import TaskError, UserError
 from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
 from strop.recipe.graph import Product
@@ -19,6 +23,7 @@ from strop.reports.terminal import PlannedStage
 from strop.run_directory import RunDirectory
 from strop.runs.resume import Starts, named_starts, stages_to_run
 from strop.tasks.files import missing
+from strop.training.config import TrainerConfig
 
 
 def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: Starts = ()) -> list[PlannedStage]:
@@ -48,7 +53,8 @@ def plan(recipe: Recipe, *, until: str | None = None, start: Starts = (), only: 
         engine = recipe.for_stage(name).engine
         return cost_here(estimate, engine, size, rate) if hardware is None else cost_on(hardware, name, estimate, engine, size)
 
-    return [_planned(recipe, name, sizes, cost_of) for name in wanted]
+    placements = _placements(recipe, wanted, hardware)
+    return [_planned(recipe, name, sizes, cost_of, placements.get(name, ())) for name in wanted]
 
 
 def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = False, run: RunDirectory | None = None) -> None:
@@ -65,7 +71,7 @@ def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = Fals
         stage = recipe.stages[name]
         what = f"{type(stage).__qualname__}.check"
         with user_code.blaming():
-            machine = Machine(is_plan=is_plan, is_elsewhere=is_plan and bool(recipe.hardware))
+            machine = Machine(is_plan=is_plan, is_elsewhere=recipe.cluster is not None or (is_plan and bool(recipe.hardware)))
             problems = stage.check(name, recipe.for_stage(name), machine)
             for problem in user_code.expect(problems, Iterable, stage.check, what=what):  # type: ignore[type-abstract]
                 if not isinstance(problem, UserError):
@@ -83,8 +89,46 @@ def check_stages(recipe: Recipe, names: Collection[str], *, is_plan: bool = Fals
         made_before += [run.stage(name).path.resolve()] if run is not None else []
 
 
+def _placements(recipe: Recipe, names: Collection[str], hardware: Hardware | None) -> dict[str, list[str]]:
+    """Return lines for each stage that needs nodes: of the recipe's cluster, or of machines with the hardware."""
+    if recipe.cluster is None:
+        return {}
+    if hardware is not None:
+        nodes = hardware.nodes()
+    else:
+        with connected(recipe.cluster, None) as connection:
+            assert connection is not None
+            nodes = connection.nodes()
+    return {name: list(place(nodes, roles_of(recipe, name, nodes)).lines()) for name in names}
+
+
+def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:
+    """Return what a stage needs of a cluster of `nodes`. "auto" devices are GPUs if the cluster has any."""
+    assert recipe.cluster is not None
+    stage, engine = recipe.stages[name], recipe.for_stage(name).engine
+    trainer: Any = getattr(stage.config, "trainer", None)
+    has_gpus = any(node.gpus for node in nodes)
+    is_on_gpu = {"cpu": False, "auto": has_gpus}
+    is_divided = isinstance(trainer, TrainerConfig) and trainer.workers > 0
+    is_started = stage.opens_engines and not (isinstance(engine, ServerConfig) and engine.addresses)
+    on_gpu = has_gpus if isinstance(engine, ServerConfig) else is_on_gpu.get(engine.device, True)
+    width = engine.tensor_parallel if isinstance(engine, ServerConfig) else 1
+    return Roles(
+        ranks=trainer.workers if is_divided else 0,
+        trainer_nodes=recipe.cluster.trainer_nodes if is_divided else 1,
+        engines=engine.num_engines if is_started else 0,
+        gpus_of_rank=int(is_divided and is_on_gpu.get(trainer.device, True)),
+        gpus_of_engine=width if on_gpu else 0,
+        sandboxes=recipe.cluster.sandbox_nodes,
+    )
+
+
 def _planned(
-    recipe: Recipe, name: str, sizes: dict[str, Model], cost_of: Callable[[str, Estimate, Model], Cost]
+    recipe: Recipe,
+    name: str,
+    sizes: dict[str, Model],
+    cost_of: Callable[[str, Estimate, Model], Cost],
+    placement: Sequence[str],
 ) -> PlannedStage:
     stage, origin = recipe.stages[name], recipe.origin_of(name)
     if origin not in sizes:
@@ -112,6 +156,7 @@ def _planned(
             *estimate.lines,
             *_other_terms(recipe, name),
             *cost.lines,
+            *(f"node {line}" for line in placement),
             *(f"{key}: {path}: NOT FOUND. Put it there, or name another." for path, key in gone.items()),
         ),
     )

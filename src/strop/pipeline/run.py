@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from strop import user_code
+from strop.cluster.connection import Connection, connected
 from strop.engine.opening import open_engines
-from strop.pipeline.plan import check_stages
+from strop.errors import TrainerLost
+from strop.pipeline.plan import check_stages, roles_of
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
 from strop.recipe.stage import StageResult
@@ -30,10 +32,13 @@ from strop.runs.manifest import locked
 from strop.runs.resume import Selected, Starts, finished, select, stages_to_rerun, stages_to_run
 from strop.sandbox.local import open_service
 from strop.stages.context import EngineFactory, Progress, StageContext, load_chat, product_of
+from strop.stages.loop.checkpoints import latest_step
 from strop.stages.loop.engines import check_room
 from strop.stages.reward_model import warnings_of_reward_models, with_reward_models
 from strop.tasks.files import keeping_commits
 from strop.tools import open_tools
+
+_MAX_IN_VAIN = 3  # starts of a trainer without a new checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +85,7 @@ async def train(
         torch.set_num_threads(recipe.threads)  # starts no thread yet; the manifest records the number
     async with AsyncExitStack() as opened:
         opened.enter_context(locked(run))
+        connection = opened.enter_context(connected(recipe.cluster, directory))
         selected = select(run, recipe, command, until=until, start=start, only=only)
         if runner is None:
             runner = await opened.enter_async_context(open_service(recipe.sandbox))  # before torch has threads (law 7)
@@ -107,7 +113,7 @@ async def train(
                 trackers=trackers,
                 events=events,
             )
-            await _run_stage(context, selected)
+            await _run_placed(connection, context, selected)
             if stage.makes is Product.MODEL and not stage.init:
                 check_room(recipe, name, load_chat(product_of(run, name)), context.tools)
         finished(run)
@@ -121,6 +127,27 @@ def evaluations_of(run: RunDirectory, recipe: Recipe) -> tuple[Mapping[str, Any]
     stages = recipe.stages.items()
     names = [name for name, stage in stages if stage.makes is Product.EVALUATION and run.stage(name).done.exists()]
     return tuple(read_json(run.stage(name).evaluation) for name in names)
+
+
+async def _run_placed(connection: Connection | None, context: StageContext, selected: Selected) -> None:
+    """Run a stage on the nodes of a cluster, if there is one. A lost trainer starts again from the last checkpoint."""
+    if connection is None:
+        await _run_stage(context, selected)
+        return
+    num_in_vain = 0
+    while True:
+        connection.place(roles_of(context.recipe, context.name, connection.nodes()))
+        first = latest_step(context.directory)
+        try:
+            await _run_stage(context, selected)
+            return
+        except TrainerLost as error:
+            now = latest_step(context.directory)
+            num_in_vain = 1 if now > first else num_in_vain + 1
+            if num_in_vain > _MAX_IN_VAIN:
+                raise
+            context.event("trainer_restarted", reason=str(error), from_step=now)
+            context.warn(f"{error} The trainer starts again from step {now}.")
 
 
 async def _run_stage(context: StageContext, selected: Selected) -> None:

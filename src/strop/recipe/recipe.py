@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from strop import user_code
 from strop.algorithms.losses import Mismatch
+from strop.cluster.config import ClusterConfig
 from strop.config import Config
 from strop.engine.config import EngineChoice, EngineConfig
 from strop.errors import ConfigError
@@ -51,6 +52,9 @@ class Recipe(Config):
     sandbox: SandboxConfig = Field(SandboxConfig(), description="How programs run.")
     engine: EngineChoice = Field(EngineConfig(), description="The engines that sample.")
     scheduler: SchedulerConfig = Field(SchedulerConfig(), description="Which rollout goes to which engine.")
+    cluster: ClusterConfig | None = Field(
+        None, description="The machines that a run uses. Default: this one; `--cluster` overrides the address."
+    )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field((), description="Where metrics are copied to.")
     stages: dict[str, Stage] = Field(min_length=1, description="The stages by name: letters, digits, `-`, `_`.")
 

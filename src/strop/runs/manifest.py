@@ -21,7 +21,7 @@ from strop.run_directory import FORMAT_VERSION, RunDirectory, read_json, write_j
 # Keys that change no result: they cost time or memory, say where something runs, or end a run early. Not here: what rounds
 # a sum in another way (dtypes, threads, tensor_parallel, a server's kernels), and what decides an outcome (limits, isolation).
 _FREE_KEYS = re.compile(
-    r"description|hardware|trackers|scheduler\.\w+|"
+    r"description|hardware|trackers|cluster|cluster\.\w+|scheduler\.\w+|"
     r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
     r"kv_mib)|"
     r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 import timeit
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -171,12 +171,12 @@ class Learner:
     def checksum(self, dtype: torch.dtype) -> str:
         return weights_checksum((name, self.tensor(name).to(dtype)) for name in self.names())
 
-    def write_published(self, directory: Path, dtype: torch.dtype) -> str:
-        """Write the published tensors as safetensors files; return their checksum. Each is gathered to, hashed and written by
-        one rank. All ranks call this."""
+    def write_published(self, directories: Sequence[Path], dtype: torch.dtype) -> str:
+        """Write the published tensors as safetensors files into each rank's directory; return their checksum. Each is gathered
+        to, hashed and written by one rank. All ranks call this."""
         owned, digests, failure = self.owned(dtype), list[bytes](), ""
         try:
-            digests = write_files(owned, directory, part=f"rank-{self.world.rank:04d}")
+            digests = write_files(owned, directories[self.world.rank], part=f"rank-{self.world.rank:04d}")
         except MachineError as error:
             failure = str(error)
             for _ in owned:  # the other ranks wait for this one's rows

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from strop.algorithms.method import Column
+from strop.cluster.placement import Node
 from strop.engine.protocol import COPIED_AT_ONCE, NamedTensor, TakesWeights
 from strop.engine.publication import Publication
 from strop.engine.torch.cpu.resources import end_team
@@ -74,8 +75,12 @@ class _Source:
     async def checksum(self) -> str:
         return await self._thread.run(lambda: self._learner.checksum(self._dtype))
 
-    async def write(self, directory: Path) -> str:
-        return await self._thread.run(lambda: self._learner.write_published(directory, self._dtype))
+    @property
+    def nodes(self) -> Sequence[Node | None]:
+        return self._learner.nodes if isinstance(self._learner, LearnerGroup) else (None,)
+
+    async def write(self, directories: Sequence[Path]) -> str:
+        return await self._thread.run(lambda: self._learner.write_published(directories, self._dtype))
 
 
 class Trainer:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from strop.cluster.actors import Actors
+from strop.cluster.connection import placed
+from strop.cluster.placement import Node
 from strop.errors import ActorsLost, TrainerLost
 from strop.training.assembly import LearnerOptions
 from strop.training.batch import TokenBatch
@@ -29,20 +30,39 @@ class LearnerGroup:
 
         Raises as `open_learner`, and `TrainerLost`, and `UserError` where Ray is not installed.
         """
-        num_ranks = options.config.workers
+        config = options.config
+        placement = placed()
+        nodes = placement.ranks if placement is not None else ()
+        gpus = placement.gpus_of_rank if placement is not None else 0
+        if gpus:
+            config = config.model_copy(update={"device": "cuda"})  # this process need not have one
         with _as_trainer():
             self._actors = Actors(
-                num_ranks, what="the trainer", key="trainer.workers", timeout_s=options.config.worker_timeout_s
+                config.workers,
+                what="the trainer",
+                key="trainer.workers",
+                timeout_s=config.worker_timeout_s,
+                nodes=nodes,
+                gpus=gpus,
             )
-        num_threads = max(1, len(os.sched_getaffinity(0)) // num_ranks)
-        arguments = (self._actors.directory / "meeting", num_threads)
+        places = self._actors.nodes
+        addresses = [node.address if len(set(places)) > 1 else "localhost" for node in places]
         try:
             with _as_trainer():
-                self._actors.make(Rank, [(options, rank, *arguments) for rank in range(num_ranks)])
+                self._actors.make(
+                    Rank, [(config, rank, addresses[rank], places.count(places[rank])) for rank in range(config.workers)]
+                )
+                port = self._actors.call("listen")
+                self._actors.call("open", options, addresses[0], port)
             self.num_updates: int = self._ask("num_updates")
         except BaseException:
             self._actors.close()
             raise
+
+    @property
+    def nodes(self) -> list[Node | None]:
+        """Return the node of each rank; None is this machine."""
+        return self._actors.nodes_elsewhere()
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from strop.cluster.actors import check_installed
+from strop.cluster.connection import check_installed
 from strop.engine.config import AnyEngine, EngineConfig, SglangConfig, VllmConfig
 from strop.engine.opening import check_interpreter
 from strop.errors import ConfigError, UserError

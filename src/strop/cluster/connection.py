@@ -1,0 +1,309 @@
+"""The connection of this program to Ray: a cluster that runs already, or one of this machine for as long as it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import secrets
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from strop.cluster.config import ClusterConfig
+from strop.cluster.placement import Node, Placement, Roles, place
+from strop.errors import ActorsLost, MachineError, StropError, UserError
+
+_ResultT = TypeVar("_ResultT")
+
+LOGS = "Its logs are in /tmp/ray/session_latest/logs. Start again with the same command."
+RAY_ENVIRONMENT: Mapping[str, str] = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AUTH_MODE": "token",  # else whoever reaches a port runs programs
+    "RAY_memory_monitor_refresh_ms": "0",  # else it kills processes where memory is nearly full
+    # A node that is cut off is lost after 10 s, not after a minute.
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "3000",
+    "RAY_health_check_failure_threshold": "3",
+}
+"""Variables of `ray start` on every node, and of the program that uses the cluster."""
+
+_ANSWER_S = 30.0  # of an agent that has something to do
+_SILENT_S = 3.5  # of an agent that is only asked how it is
+_START_S = 60.0
+
+
+def check_installed(key: str) -> None:
+    """Raises `UserError` if Ray, which `key` of the recipe needs, is not installed. Does not import it."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError(f"{key} needs Ray, which is not installed. Install it with: pip install 'strop[cluster]'.")
+
+
+class NodeLost(ActorsLost):
+    """A machine of the cluster does not answer."""
+
+
+class _Agent:
+    """Runs functions on its node."""
+
+    def run(self, message: bytes, *values: Any) -> Any:
+        function, arguments = pickle.loads(message)
+        return function(*arguments, *values)
+
+
+class Connection:
+    """Ray, the nodes that can be used, and what is placed on them.
+
+    Attributes:
+        ray: the module.
+        directory: that all nodes see, or None if only this machine is used.
+        placement: of the stage that runs.
+    """
+
+    def __init__(self, ray: Any, directory: Path | None = None) -> None:
+        self.ray, self.directory = ray, directory
+        self.num_users = 0
+        self.placement: Placement | None = None
+        self._here: str = ray.get_runtime_context().get_node_id()
+        self._agents: dict[str, Any] = {}
+        self._lost: set[str] = set()  # nodes that Ray may still take for alive
+        self._lock = threading.Lock()
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes that are alive, this one first, with the processors and GPUs that are not taken."""
+        free = self.ray._private.state.available_resources_per_node()  # what another run took is not there for this one
+        alive = [each for each in self.ray.nodes() if each["Alive"] and each["NodeID"] not in self._lost]
+        num_at = Counter(each["NodeManagerAddress"] for each in alive)
+        found = [
+            Node(
+                id=each["NodeID"],
+                address=each["NodeManagerAddress"],
+                name=_name(each, is_unique=num_at[each["NodeManagerAddress"]] == 1),
+                cpus=each["Resources"].get("CPU", 0.0),
+                gpus=free.get(each["NodeID"], {}).get("GPU", 0.0),
+                all_gpus=each["Resources"].get("GPU", 0.0),
+            )
+            for each in alive
+        ]
+        return sorted(found, key=lambda node: (node.id != self._here, node.address, node.id))
+
+    def here(self) -> Node:
+        return self.nodes()[0]
+
+    def is_here(self, node: Node) -> bool:
+        return node.id == self._here
+
+    def options(self, node: Node, gpus: float = 0.0) -> dict[str, Any]:
+        """Return Ray's options of an actor on `node`."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        return {
+            "num_cpus": 0,
+            "num_gpus": gpus,
+            "max_restarts": 0,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False),
+        }
+
+    def start(self, node: Node, function: Callable[..., _ResultT], *arguments: Any, values: Sequence[Any] = ()) -> Any:
+        """Begin `function(*arguments, *values)` on `node`; return Ray's reference to its result.
+
+        Args:
+            values: references to results, which go from node to node and not through this one.
+        """
+        with self._lock:
+            if node.id not in self._agents:
+                agent = self.ray.remote(_Agent).options(max_concurrency=16, **self.options(node))
+                self._agents[node.id] = agent.remote()
+        return self._agents[node.id].run.remote(pickle.dumps((function, arguments)), *values)
+
+    def run(self, node: Node, function: Callable[..., _ResultT], *arguments: Any, timeout_s: float = _ANSWER_S) -> _ResultT:
+        """Return `function(*arguments)`, computed on `node`.
+
+        Raises:
+            NodeLost: the node does not answer. What the function raises.
+        """
+        if self.is_here(node):
+            return function(*arguments)
+        result: _ResultT = self.wait(node, self.start(node, function, *arguments), timeout_s)
+        return result
+
+    def wait(self, node: Node, ref: Any, timeout_s: float = _ANSWER_S) -> Any:
+        """Return what `start` on `node` has begun. Raises as `run`."""
+        try:
+            return self.ray.get(ref, timeout=timeout_s)
+        except self.ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, StropError) else error from error
+        except self.ray.exceptions.RayError as error:
+            raise NodeLost(f"node {node} does not answer: {first_line(error)}") from error
+
+    def place(self, roles: Roles) -> Placement:
+        """Set and return the placement. Raises `UserError` if the cluster is too small."""
+        self.placement = place(self.nodes(), roles)
+        return self.placement
+
+    def find_silent(self, nodes: Sequence[Node]) -> Node | None:
+        """Return the first of `nodes` that does not say within some seconds how it is. It is not used again."""
+        asked = {node: self.start(node, time.monotonic) for node in set(nodes) if not self.is_here(node)}
+        if not asked:
+            return None
+        ready, _ = self.ray.wait(list(asked.values()), num_returns=len(asked), timeout=_SILENT_S)
+        for node, ref in asked.items():
+            try:
+                if ref in ready:
+                    self.ray.get(ref)
+                    continue
+            except self.ray.exceptions.RayError:
+                pass
+            self._lost.add(node.id)
+            return node
+        return None
+
+
+def _name(node: Mapping[str, Any], *, is_unique: bool) -> str:
+    address: str = node["NodeManagerAddress"]
+    return address if is_unique else f"{address} ({node['NodeID'][:6]})"
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0].rstrip(".")
+
+
+_connection: Connection | None = None
+
+
+@contextlib.contextmanager
+def connected(config: ClusterConfig | None, directory: Path | None) -> Iterator[Connection | None]:
+    """Use the cluster of a recipe meanwhile for all processes that this program starts. Without a config: nothing.
+
+    Args:
+        directory: that all nodes must see; None: the caller checks the nodes.
+
+    Raises:
+        UserError: Ray is not installed, no cluster is at the address, a node has other versions than this one, or does not see
+            the directory.
+    """
+    if config is None:
+        yield None
+        return
+    connection = enter("cluster", config, directory)
+    try:
+        if directory is not None:
+            _check_nodes(connection, directory.absolute())
+        yield connection
+    finally:
+        leave()
+
+
+def enter(key: str, config: ClusterConfig | None = None, directory: Path | None = None) -> Connection:
+    """Return the connection, which is opened for its first user. Without a config it is to a cluster of this machine."""
+    global _connection
+    check_installed(key)
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import ray
+
+    if _connection is None:
+        if ray.is_initialized():
+            raise UserError(f"{key}: this program has called ray.init. Leave that to strop.")
+        on_termination = signal.getsignal(signal.SIGTERM)
+        quietly = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
+        if config is None:
+            try:
+                ray.init("local", include_dashboard=False, **quietly)
+            except Exception as error:  # of many classes: whatever keeps it from starting
+                raise ActorsLost(f"{key}: Ray did not start: {first_line(error)}. {LOGS}") from error
+        else:
+            try:
+                ray.init(config.address, **quietly)
+            except Exception as error:
+                raise UserError(
+                    f"cluster.address: no Ray cluster at {config.address!r}: {first_line(error)}. Start one with `ray start` on"
+                    " each node, or with `strop cluster up --local 2` on this machine."
+                ) from error
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it
+        _connection = Connection(ray, directory)
+    _connection.num_users += 1
+    return _connection
+
+
+def run_on(node: Node | None, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
+    """Return `function(*arguments)`, computed on `node`; None is this machine. Raises as `Connection.run`."""
+    if node is None:
+        return function(*arguments)
+    assert _connection is not None
+    return _connection.run(node, function, *arguments)
+
+
+def copy_file(source: Node | None, path: Path, node: Node | None, to: Path) -> None:
+    """Copy a file from one node to another, not through this process. None is this machine.
+
+    Raises:
+        MachineError: the other node has no room for it.
+        NodeLost: a node does not answer.
+    """
+    assert _connection is not None
+    here = _connection.here()
+    content = _connection.start(source or here, path.read_bytes)
+    _connection.wait(node or here, _connection.start(node or here, _write, to, values=[content]))
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise MachineError(f"{path}: cannot be written: {error.strerror}. Free space in {path.parent.parent}.") from error
+
+
+def placed() -> Placement | None:
+    """Return where the processes of the running stage go, or None if only this machine is used."""
+    return None if _connection is None else _connection.placement
+
+
+def leave() -> None:
+    """End the connection with its last user."""
+    global _connection
+    assert _connection is not None
+    _connection.num_users -= 1
+    if not _connection.num_users:
+        _connection.ray.shutdown()
+        _connection = None
+
+
+def versions() -> dict[str, str]:
+    """Return what must be the same on all nodes."""
+    import platform
+    from importlib.metadata import version
+
+    return {"Python": platform.python_version(), **{name: version(name) for name in ("strop", "torch", "transformers", "ray")}}
+
+
+def _check_nodes(connection: Connection, directory: Path) -> None:
+    token = secrets.token_hex(8)
+    mark = directory / f".seen-{token}"
+    mark.write_text(token)
+    try:
+        here = versions()
+        for node in connection.nodes():
+            there = connection.run(node, versions, timeout_s=_START_S)
+            if other := [f"{name} {there[name]} and not {here[name]}" for name in here if there[name] != here[name]]:
+                raise UserError(f"node {node} has {', '.join(other)}. Install the same versions on all nodes.")
+            if connection.run(node, read_or_none, mark) != token:
+                raise UserError(
+                    f"node {node} does not see {directory.absolute()}. Put runs (--runs) and models into a directory that all"
+                    " nodes share, at the same path."
+                )
+    finally:
+        mark.unlink()
+
+
+def read_or_none(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

@@ -1,0 +1,114 @@
+"""A Ray cluster whose nodes are all on this machine, to try out what runs on several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from strop.cluster.connection import RAY_ENVIRONMENT, check_installed
+from strop.errors import MachineError
+
+_RAY = (sys.executable, "-m", "ray.scripts.scripts")
+_UP_S = 60.0
+_END_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalNode:
+    """One node that is to be started."""
+
+    address: str = "127.0.0.1"
+    prefix: tuple[str, ...] = ()  # of its command, such as `ip netns exec NAME`
+    environment: Mapping[str, str] | None = None
+
+
+class LocalCluster:
+    """Ray nodes as processes of this machine; the first is the head. Use as `with`.
+
+    Raises:
+        UserError: Ray is not installed.
+        MachineError: a node did not start; with the end of what it printed.
+    """
+
+    def __init__(self, nodes: Sequence[LocalNode], *, cpus: int) -> None:
+        check_installed("strop cluster up")
+        self._nodes, self._cpus = nodes, cpus
+        self.address = f"{nodes[0].address}:{_free_port()}"
+        self.processes: list[subprocess.Popen[bytes]] = []
+        # Short: Ray's sockets are in it, and their paths have at most 107 characters.
+        self._directory = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+
+    def __enter__(self) -> Self:
+        # Without one `ray start` refuses to start.
+        subprocess.run([*_RAY, "get-auth-token", "--generate"], check=True, capture_output=True)
+        try:
+            for number, node in enumerate(self._nodes):
+                self._start(number, node)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def wait(self) -> None:
+        """Return when a node has ended."""
+        while all(process.poll() is None for process in self.processes):
+            time.sleep(1.0)
+
+    def close(self) -> None:
+        """End all nodes, the head last, and whatever they started."""
+        for process in reversed(self.processes):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGCONT)
+                process.terminate()
+        for process in reversed(self.processes):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _start(self, number: int, node: LocalNode) -> None:
+        place = self._directory / str(number)
+        log = self._directory / f"{number}.log"
+        port = self.address.rpartition(":")[2]
+        role = ["--head", "--port", port, "--include-dashboard=false"] if number == 0 else ["--address", self.address]
+        options = ["--node-ip-address", node.address, "--num-cpus", str(self._cpus), "--temp-dir", str(place), "--block"]
+        command = [*node.prefix, *_RAY, "start", *role, *options]
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **RAY_ENVIRONMENT, **(node.environment or {})},
+                start_new_session=True,  # with all that it starts
+            )
+        self.processes.append(process)
+        deadline = time.monotonic() + _UP_S
+        while "Ray runtime started" not in (said := log.read_text(errors="replace")):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise MachineError(f"node {number} of the cluster at {self.address} did not start:\n{said[-2000:]}")
+            time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        port: int = taken.getsockname()[1]
+        return port

@@ -1,0 +1,117 @@
+"""Which node of a cluster runs what: a plan in numbers, before anything is started."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from strop.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine of the cluster."""
+
+    id: str  # Ray's
+    address: str
+    name: str  # for people: the address, and more where several nodes of a machine have the same
+    cpus: float
+    gpus: float  # that are free
+    all_gpus: float
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Roles:
+    """What a stage needs of a cluster."""
+
+    ranks: int = 0  # of the trainer; 0: it is in the process of strop train
+    trainer_nodes: int = 1
+    engines: int = 0
+    gpus_of_rank: int = 0
+    gpus_of_engine: int = 0
+    sandboxes: int = 0
+
+    @property
+    def gpus(self) -> int:
+        return self.ranks * self.gpus_of_rank + self.engines * self.gpus_of_engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The node of each rank, engine and code service."""
+
+    ranks: tuple[Node, ...]
+    engines: tuple[Node, ...]
+    sandboxes: tuple[Node, ...]
+    gpus_of_rank: int = 0
+    gpus_of_engine: int = 0
+
+    def lines(self) -> Iterator[str]:
+        """Yield a line for each node that gets something."""
+        parts = {"trainer rank": self.ranks, "engine": self.engines, "code service": self.sandboxes}
+        nodes = {node.id: node for nodes in parts.values() for node in nodes}
+        for node in sorted(nodes.values(), key=lambda node: node.name):
+            counts = {what: Counter(each.id for each in of)[node.id] for what, of in parts.items()}
+            yield f"{node}: " + ", ".join(f"{num} {what}{'s' * (num > 1)}" for what, num in counts.items() if num)
+
+
+def place(nodes: Sequence[Node], roles: Roles) -> Placement:
+    """Return where everything goes: ranks on as few nodes as the recipe says, engines and services where the least is.
+
+    An engine's GPUs are of one node. Processes without GPUs may share a node's processors.
+
+    Raises:
+        UserError: the cluster is too small; says by how much.
+    """
+    free = {node.id: int(node.gpus) for node in nodes}
+    load = dict.fromkeys(free, 0)
+
+    def take(what: str, num_gpus: int, *, other_than: Sequence[Node] = ()) -> Node:
+        fitting = [node for node in nodes if free[node.id] >= num_gpus and node not in other_than]
+        if not fitting:
+            raise UserError(_too_small(what, nodes, roles))
+        # Where GPUs count, the smallest gap, so that whole nodes stay free; else the fewest processes.
+        node = min(fitting, key=lambda node: (free[node.id] if num_gpus else 0, load[node.id]))
+        free[node.id] -= num_gpus
+        load[node.id] += 1
+        return node
+
+    # The last nodes, so that they are the same ones in every stage.
+    sandboxes = tuple(reversed(nodes[-roles.sandboxes :] if roles.sandboxes else ()))
+    if len(sandboxes) < roles.sandboxes:
+        raise UserError(_too_small("a code service", nodes, roles))
+    for node in sandboxes:
+        load[node.id] += 1
+    ranks: list[Node] = []
+    if roles.ranks:
+        if roles.ranks % roles.trainer_nodes:
+            raise UserError(
+                f"cluster.trainer_nodes is {roles.trainer_nodes}, which does not divide trainer.workers = {roles.ranks}."
+                " Choose a divisor."
+            )
+        each = roles.ranks // roles.trainer_nodes
+        for _ in range(roles.trainer_nodes):
+            node = take(f"{each} ranks of the trainer", each * roles.gpus_of_rank, other_than=ranks)
+            ranks += [node] * each
+    engines = tuple(take("an engine", roles.gpus_of_engine) for _ in range(roles.engines))
+    return Placement(
+        ranks=tuple(ranks),
+        engines=engines,
+        sandboxes=sandboxes,
+        gpus_of_rank=roles.gpus_of_rank,
+        gpus_of_engine=roles.gpus_of_engine,
+    )
+
+
+def _too_small(what: str, nodes: Sequence[Node], roles: Roles) -> str:
+    there = ", ".join(f"{node} with {int(node.all_gpus)} GPUs, {int(node.gpus)} of them free" for node in nodes)
+    return (
+        f"The cluster has no node for {what}. The recipe asks for {roles.ranks} ranks on {roles.trainer_nodes} nodes with"
+        f" {roles.gpus_of_rank} GPUs each, {roles.engines} engines with {roles.gpus_of_engine} GPUs each on one node and"
+        f" {roles.sandboxes} nodes with a code service: {roles.gpus} GPUs. There are {len(nodes)} nodes: {there}. Add nodes, or"
+        " lower trainer.workers, cluster.trainer_nodes, engine.replicas, engine.tensor_parallel or cluster.sandbox_nodes."
+    )

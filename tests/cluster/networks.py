@@ -1,0 +1,75 @@
+"""Machines in network namespaces of their own, joined by a switch whose cables can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from strop.cluster.local import LocalNode
+
+
+class Machines:
+    """Use as `with`. Machine k has the address 198.18.0.(k + 1), from the block for tests of networks.
+
+    Skips the test where there is no `ip`, or the user is not root.
+    """
+
+    def __init__(self, num: int) -> None:
+        mark = secrets.token_hex(2)
+        self._switch = f"strop{mark}"
+        self.names = [f"strop-{mark}-{k}" for k in range(num)]
+        self._ends = [f"st{mark}{k}" for k in range(num)]
+        self.nodes = [
+            LocalNode(address=f"198.18.0.{k + 1}", prefix=("ip", "netns", "exec", name)) for k, name in enumerate(self.names)
+        ]
+
+    def __enter__(self) -> Self:
+        if shutil.which("ip") is None or os.geteuid() != 0:
+            pytest.skip("machines in network namespaces need root and iproute2")
+        try:
+            _ip("link", "add", self._switch, "type", "bridge")
+            _ip("link", "set", self._switch, "up")
+            for name, end, node in zip(self.names, self._ends, self.nodes, strict=True):
+                _ip("netns", "add", name)
+                _ip("link", "add", end, "type", "veth", "peer", "name", "eth0", "netns", name)
+                _ip("link", "set", end, "master", self._switch, "up")
+                _ip("-n", name, "address", "add", f"{node.address}/24", "dev", "eth0")
+                _ip("-n", name, "link", "set", "eth0", "up")
+                _ip("-n", name, "link", "set", "lo", "up")
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._remove()
+
+    def cut(self, number: int) -> None:
+        """Whatever is sent to or from this machine from now on is lost without a message."""
+        _ip("link", "set", self._ends[number], "down")
+
+    def mend(self, number: int) -> None:
+        _ip("link", "set", self._ends[number], "up")
+
+    def pids(self, number: int) -> set[int]:
+        """The processes of a machine."""
+        found = subprocess.run(["ip", "netns", "pids", self.names[number]], check=True, capture_output=True, text=True)
+        return set(map(int, found.stdout.split()))
+
+    def _remove(self) -> None:
+        for name in self.names:
+            with contextlib.suppress(subprocess.CalledProcessError):  # it was not made
+                _ip("netns", "delete", name)  # with its end of the cable, and so the other end
+        with contextlib.suppress(subprocess.CalledProcessError):
+            _ip("link", "delete", self._switch)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)

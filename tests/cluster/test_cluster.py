@@ -1,0 +1,109 @@
+"""The demo's stages on machines in network namespaces: trained over two of them, cut off, stopped, killed, and resumed."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+SMALL = [
+    "stages.base.tiny.num_layers=1",
+    "stages.sft.steps=40",
+    "stages.sft.checkpoint_every=10",
+    "stages.sft.batch_size=16",
+    "sandbox.level=confined",
+]
+ON_TWO = ["trainer.workers=2", "cluster.trainer_nodes=2"]
+
+
+def sets(*overrides):
+    return [word for override in overrides for word in ("--set", override)]
+
+
+def weights(run, stage):
+    return load_file(run / "stages" / stage / "model" / "model.safetensors")
+
+
+def events(run):
+    return [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+
+
+def train(cluster, runs, name, *overrides, **how):
+    words = ["train", "recipes/demo.toml", "--runs", runs, "--name", name, "--until", "sft", "--cluster", cluster.address]
+    return cluster.run(*words, *sets(*SMALL, *overrides), **how)
+
+
+@pytest.fixture(scope="module")
+def divided(cluster, tmp_path_factory):
+    """SFT over two machines."""
+    runs = tmp_path_factory.mktemp("divided")
+    train(cluster, runs, "divided", *ON_TWO)
+    return runs / "divided"
+
+
+def test_training_over_two_machines_is_training_in_one_process(cluster, divided, tmp_path):
+    cluster.run("train", "recipes/demo.toml", "--runs", tmp_path, "--name", "whole", "--until", "sft", *sets(*SMALL))
+    whole = weights(tmp_path / "whole", "sft")
+    for name, tensor in weights(divided, "sft").items():
+        assert torch.allclose(tensor, whole[name], atol=2e-3), name
+    losses = [
+        [json.loads(line)["sft/loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for run in (divided, tmp_path / "whole")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+
+
+def _pid_of_a_rank(cluster, machine):
+    """The process of the trainer on a machine, when it trains."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        for pid in cluster.machines.pids(machine):
+            try:
+                if (
+                    "_Host" in Path(f"/proc/{pid}/cmdline").read_text()
+                    and "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+                ):
+                    return pid
+            except OSError:
+                continue
+        time.sleep(0.2)
+    raise AssertionError("no rank has started")
+
+
+def _losses(run):
+    return [event for event in events(run) if event["event"] == "trainer_restarted"]
+
+
+@pytest.mark.parametrize("act", ["killed", "stopped", "cut off"])
+def test_a_lost_rank_is_named_and_training_goes_on_from_the_checkpoint(cluster, divided, tmp_path, act):
+    words = ["--runs", tmp_path, "--name", "lost", "--until", "sft", "--cluster", cluster.address]
+    process = cluster.strop("train", "recipes/demo.toml", *words, *sets(*SMALL, *ON_TWO))
+    try:
+        checkpoint = tmp_path / "lost" / "stages" / "sft" / "checkpoints" / "step-000010"
+        deadline = time.monotonic() + 150
+        while not checkpoint.exists():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline, "no checkpoint was written"
+            time.sleep(0.05)
+        happened = time.time()
+        if act == "cut off":
+            cluster.machines.cut(1)
+        else:
+            os.kill(_pid_of_a_rank(cluster, 1), signal.SIGKILL if act == "killed" else signal.SIGSTOP)
+        said, _ = process.communicate(timeout=250)
+    finally:
+        process.kill()
+        cluster.machines.mend(1)
+    assert process.returncode == 0, said
+    [loss] = _losses(tmp_path / "lost")
+    assert "rank 1 of 2 of the trainer (process" in loss["reason"]
+    assert f"on {cluster.machines.nodes[1].address})" in loss["reason"]
+    assert loss["from_step"] >= 10
+    assert loss["time"] - happened < 15  # it names it in 5 s; the rest is the end of the other ranks
+    for name, tensor in weights(tmp_path / "lost", "sft").items():
+        assert torch.allclose(tensor, weights(divided, "sft")[name], atol=1e-6), name

@@ -1,0 +1,68 @@
+"""Where ranks, engines and code services go, and what is said when they cannot be placed."""
+
+import pytest
+
+from strop.cluster.placement import Node, Placement, Roles, place
+from strop.errors import UserError
+
+
+def nodes(*gpus):
+    return [
+        Node(id=str(k), address=f"10.0.0.{k}", name=f"10.0.0.{k}", cpus=64.0, gpus=n, all_gpus=8) for k, n in enumerate(gpus)
+    ]
+
+
+def ids(places):
+    return [node.id for node in places]
+
+
+def test_ranks_fill_nodes_evenly_and_engines_take_the_gpus_that_are_left():
+    roles = Roles(ranks=16, trainer_nodes=2, engines=3, gpus_of_rank=1, gpus_of_engine=4)
+    found = place(nodes(8, 8, 8, 4), roles)
+    assert ids(found.ranks) == ["0"] * 8 + ["1"] * 8
+    assert ids(found.engines) == ["3", "2", "2"]
+    assert list(found.lines()) == [
+        "10.0.0.0: 8 trainer ranks",
+        "10.0.0.1: 8 trainer ranks",
+        "10.0.0.2: 2 engines",
+        "10.0.0.3: 1 engine",
+    ]
+
+
+def test_a_node_whose_gpus_are_taken_gets_no_ranks():
+    assert ids(place(nodes(2, 8), Roles(ranks=4, gpus_of_rank=1)).ranks) == ["1"] * 4
+
+
+def test_without_gpus_the_load_is_spread():
+    found = place(nodes(0, 0, 0), Roles(ranks=2, trainer_nodes=2, engines=2, sandboxes=2))
+    assert ids(found.sandboxes) == ["2", "1"]
+    assert ids(found.ranks) == ["0", "1"]
+    assert ids(found.engines) == ["0", "2"]
+
+
+def test_code_services_are_on_the_same_nodes_in_every_stage():
+    cluster = nodes(8, 8, 8)
+    with_trainer = place(cluster, Roles(ranks=16, trainer_nodes=2, gpus_of_rank=1, sandboxes=2))
+    with_engines = place(cluster, Roles(engines=12, gpus_of_engine=2, sandboxes=2))
+    assert with_trainer.sandboxes == with_engines.sandboxes
+
+
+@pytest.mark.parametrize(
+    ("roles", "says"),
+    [
+        (Roles(engines=1, gpus_of_engine=16), "no node for an engine. .* 1 engines with 16 GPUs each on one node .* 16 GPUs"),
+        (
+            Roles(ranks=16, trainer_nodes=2, gpus_of_rank=1),
+            "no node for 8 ranks of the trainer.*2 nodes: 10.0.0.0 with 8 GPUs, 8",
+        ),
+        (Roles(ranks=3, trainer_nodes=2), "cluster.trainer_nodes is 2, which does not divide trainer.workers = 3"),
+        (Roles(sandboxes=3), "no node for a code service"),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_the_numbers(roles, says):
+    with pytest.raises(UserError, match=says):
+        place(nodes(8, 4), roles)
+
+
+def test_nothing_is_placed_for_a_stage_that_needs_nothing():
+    assert place(nodes(8), Roles()) == Placement(ranks=(), engines=(), sandboxes=())
