@@ -66,6 +66,11 @@ test-sandbox: setup
 	$(call pytest,-m sandbox $(CATALOGUE),--numprocesses=2 --dist=loadgroup)
 	$(call pytest,-m sandbox --ignore=$(CATALOGUE))
 
+# Runs on several machines: network namespaces of this one, joined by a switch. Needs root and iproute2, and skips without.
+.PHONY: test-cluster
+test-cluster: setup
+	$(call pytest,-m cluster tests/cluster)
+
 # The code service against the limit of a bare fork; writes benchmarks/results/sandbox.{json,txt}.
 bench-sandbox: setup
 	$(BIN)/python benchmarks/sandbox.py

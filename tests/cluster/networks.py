@@ -7,6 +7,8 @@ import os
 import secrets
 import shutil
 import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -21,7 +23,12 @@ class Machines:
     Skips the test where there is no `ip`, or the user is not root.
     """
 
-    def __init__(self, num: int) -> None:
+    def __init__(self, num: int, *, last: tuple[str, ...] = (), environment: Mapping[str, str] | None = None) -> None:
+        """
+        Args:
+            last: what the command of the last machine begins with.
+            environment: more variables of the last machine.
+        """
         mark = secrets.token_hex(2)
         self._switch = f"strop{mark}"
         self.names = [f"strop-{mark}-{k}" for k in range(num)]
@@ -29,6 +36,7 @@ class Machines:
         self.nodes = [
             LocalNode(address=f"198.18.0.{k + 1}", prefix=("ip", "netns", "exec", name)) for k, name in enumerate(self.names)
         ]
+        self.nodes[-1] = replace(self.nodes[-1], prefix=(*self.nodes[-1].prefix, *last), environment=environment)
 
     def __enter__(self) -> Self:
         if shutil.which("ip") is None or os.geteuid() != 0:

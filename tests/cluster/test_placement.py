@@ -29,6 +29,12 @@ def test_ranks_fill_nodes_evenly_and_engines_take_the_gpus_that_are_left():
     ]
 
 
+def test_ranks_go_to_as_few_nodes_as_have_the_gpus():
+    assert ids(place(nodes(8, 8, 8, 8), Roles(ranks=16, gpus_of_rank=1)).ranks) == ["0"] * 8 + ["1"] * 8
+    assert ids(place(nodes(4, 4, 8, 4), Roles(ranks=12, gpus_of_rank=1)).ranks) == ["0"] * 4 + ["1"] * 4 + ["3"] * 4
+    assert ids(place(nodes(0, 0), Roles(ranks=2)).ranks) == ["0", "0"]
+
+
 def test_a_node_whose_gpus_are_taken_gets_no_ranks():
     assert ids(place(nodes(2, 8), Roles(ranks=4, gpus_of_rank=1)).ranks) == ["1"] * 4
 

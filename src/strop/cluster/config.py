@@ -17,7 +17,7 @@ class ClusterConfig(Config):
         default="auto", min_length=1, description="host:port of the cluster's head. auto: the cluster that this machine is in."
     )
     trainer_nodes: int = Field(
-        default=1, ge=1, le=1024, description="Nodes over which trainer.workers are divided evenly. Each holds a share."
+        default=0, ge=0, le=1024, description="Nodes over which trainer.workers are divided evenly. 0: as few as have the GPUs."
     )
     sandbox_nodes: int = Field(
         default=0, ge=0, le=1024, description="Nodes that run a code service each. 0: programs run where strop train runs."

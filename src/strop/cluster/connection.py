@@ -8,6 +8,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections import Counter
@@ -219,6 +220,7 @@ def enter(key: str, config: ClusterConfig | None = None, directory: Path | None 
                 raise ActorsLost(f"{key}: Ray did not start: {first_line(error)}. {LOGS}") from error
         else:
             try:
+                _check_listens(config.address)  # else Ray tries for minutes
                 ray.init(config.address, **quietly)
             except Exception as error:
                 raise UserError(
@@ -258,6 +260,13 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
     except OSError as error:
         raise MachineError(f"{path}: cannot be written: {error.strerror}. Free space in {path.parent.parent}.") from error
+
+
+def _check_listens(address: str) -> None:
+    """Raises `OSError` or `ValueError` if nothing listens at host:port."""
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=_SILENT_S).close()
 
 
 def placed() -> Placement | None:

@@ -29,7 +29,7 @@ class Roles:
     """What a stage needs of a cluster."""
 
     ranks: int = 0  # of the trainer; 0: it is in the process of strop train
-    trainer_nodes: int = 1
+    trainer_nodes: int = 0  # 0: as few as have the GPUs
     engines: int = 0
     gpus_of_rank: int = 0
     gpus_of_engine: int = 0
@@ -88,13 +88,14 @@ def place(nodes: Sequence[Node], roles: Roles) -> Placement:
         load[node.id] += 1
     ranks: list[Node] = []
     if roles.ranks:
-        if roles.ranks % roles.trainer_nodes:
+        num_nodes = roles.trainer_nodes or _fewest_nodes(roles, free)
+        if roles.ranks % num_nodes:
             raise UserError(
-                f"cluster.trainer_nodes is {roles.trainer_nodes}, which does not divide trainer.workers = {roles.ranks}."
+                f"cluster.trainer_nodes is {num_nodes}, which does not divide trainer.workers = {roles.ranks}."
                 " Choose a divisor."
             )
-        each = roles.ranks // roles.trainer_nodes
-        for _ in range(roles.trainer_nodes):
+        each = roles.ranks // num_nodes
+        for _ in range(num_nodes):
             node = take(f"{each} ranks of the trainer", each * roles.gpus_of_rank, other_than=ranks)
             ranks += [node] * each
     engines = tuple(take("an engine", roles.gpus_of_engine) for _ in range(roles.engines))
@@ -107,11 +108,20 @@ def place(nodes: Sequence[Node], roles: Roles) -> Placement:
     )
 
 
+def _fewest_nodes(roles: Roles, free: dict[str, int]) -> int:
+    """Return the fewest nodes that have the GPUs of their share of the ranks; 1 if there are not enough."""
+    for num in range(1, len(free) + 1):
+        share = roles.ranks // num * roles.gpus_of_rank
+        if roles.ranks % num == 0 and sum(gpus >= share for gpus in free.values()) >= num:
+            return num
+    return 1
+
+
 def _too_small(what: str, nodes: Sequence[Node], roles: Roles) -> str:
     there = ", ".join(f"{node} with {int(node.all_gpus)} GPUs, {int(node.gpus)} of them free" for node in nodes)
     return (
-        f"The cluster has no node for {what}. The recipe asks for {roles.ranks} ranks on {roles.trainer_nodes} nodes with"
-        f" {roles.gpus_of_rank} GPUs each, {roles.engines} engines with {roles.gpus_of_engine} GPUs each on one node and"
+        f"The cluster has no node for {what}. The recipe asks for {roles.ranks} ranks with {roles.gpus_of_rank} GPUs"
+        f" each, {roles.engines} engines with {roles.gpus_of_engine} GPUs each on one node and"
         f" {roles.sandboxes} nodes with a code service: {roles.gpus} GPUs. There are {len(nodes)} nodes: {there}. Add nodes, or"
         " lower trainer.workers, cluster.trainer_nodes, engine.replicas, engine.tensor_parallel or cluster.sandbox_nodes."
     )

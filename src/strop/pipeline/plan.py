@@ -115,7 +115,7 @@ def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:
     width = engine.tensor_parallel if isinstance(engine, ServerConfig) else 1
     return Roles(
         ranks=trainer.workers if is_divided else 0,
-        trainer_nodes=recipe.cluster.trainer_nodes if is_divided else 1,
+        trainer_nodes=recipe.cluster.trainer_nodes,
         engines=engine.num_engines if is_started else 0,
         gpus_of_rank=int(is_divided and is_on_gpu.get(trainer.device, True)),
         gpus_of_engine=width if on_gpu else 0,
