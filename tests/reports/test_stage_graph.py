@@ -195,6 +195,9 @@ def run(tmp_path):
     # An attempt of a quarter of an hour that was killed, and one of an hour and a quarter.
     for time, event in ((900.0, "step_finished"), (9000.0, "stage_started"), (13500.0, "stage_finished")):
         events.append({"event": event, "stage": "cold", "time": time, "cores": 4, "gpus": 2})
+    nodes = ["10.0.0.1: 8 trainer ranks", "10.0.0.2: 2 engines"]
+    events.append({"event": "placed", "stage": "cold", "time": 13500.0, "nodes": ["10.0.0.3: 8 trainer ranks"]})
+    events.append({"event": "placed", "stage": "cold", "time": 13500.0, "nodes": nodes})
     events.close()
     return run
 
@@ -210,4 +213,5 @@ def test_a_page_shows_the_graph_of_a_run_as_its_directory_has_it(run):
     assert 'class="plot graph"' in page
     assert "mixed: stale (good has changed)" in page
     assert {each.name: each.hours for each in log.stages}["cold"] == ("6 core hours", "3 GPU hours")
-    assert "6 core hours, 3 GPU hours" in page
+    assert "6 core hours, 3 GPU hours, 2 nodes" in page
+    assert "; on 10.0.0.1: 8 trainer ranks; on 10.0.0.2: 2 engines" in page

@@ -136,7 +136,10 @@ async def _run_placed(connection: Connection | None, context: StageContext, sele
         return
     num_in_vain = 0
     while True:
-        connection.place(roles_of(context.recipe, context.name, connection.nodes()))
+        nodes = list(connection.place(roles_of(context.recipe, context.name, connection.nodes())).lines())
+        if nodes:
+            context.event("placed", nodes=nodes)
+            context.progress.note(f"{context.name} on {'; '.join(nodes)}")
         first = latest_step(context.directory)
         try:
             await _run_stage(context, selected)

@@ -40,6 +40,7 @@ class StageLog:
     switches: Mapping[int, str] = field(default_factory=dict)  # permanent changes of its schedule, by their first step
     is_begun: bool = False
     hours: tuple[str, ...] = ()  # of all cores and GPUs of the machine, in words
+    nodes: tuple[str, ...] = ()  # of a cluster, each with what ran there last
     why_stale: str = ""  # why the recipe would now give another result; "" if it would not
 
     @property
@@ -207,6 +208,14 @@ def _stage(
         inputs={str(key): tuple(map(str, stages)) for key, stages in (said.get("inputs") or {}).items()},
         is_begun=directory.path.exists(),
         hours=machine_hours(events, name),
+        nodes=next(
+            (
+                tuple(event["nodes"])
+                for event in reversed(events)
+                if (event.get("event"), event.get("stage")) == ("placed", name)
+            ),
+            (),
+        ),
         why_stale=why_stale(directory),
     )
 

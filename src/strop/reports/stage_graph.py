@@ -101,6 +101,7 @@ def _facts(stage: StageLog) -> str:
     facts = [stage.kind.replace("_", " ")] if stage.kind and stage.kind != stage.name else []
     facts += [counted(len(stage.steps), "step")] if stage.steps else []
     facts += stage.hours
+    facts += [counted(len(stage.nodes), "node")] if stage.nodes else []
     facts += [stage.state] if stage.state is not StageState.DONE else []
     return ", ".join(facts)
 
@@ -108,4 +109,5 @@ def _facts(stage: StageLog) -> str:
 def _spoken(stage: StageLog) -> str:
     inputs = [name for names in stage.inputs.values() for name in names]
     because = f" ({stage.why_stale})" if stage.why_stale else ""
-    return f"{stage.name}: {stage.state}{because}" + (f", depends on {', '.join(inputs)}" if inputs else "")
+    depends = f", depends on {', '.join(inputs)}" if inputs else ""
+    return f"{stage.name}: {stage.state}{because}{depends}" + "".join(f"; on {node}" for node in stage.nodes)
