@@ -1,12 +1,13 @@
 import asyncio
 from collections.abc import Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.engine.processes.fork_server import EngineForkServer
+from strop.cluster import connection
+from strop.engine import ActorEngine, EngineConfig
 
 from .servers import vllm_servers
 from .servers.vllm_servers import VllmHome
@@ -15,25 +16,38 @@ from .support import make_model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
-    """Starts engines in separate processes. Its fork server imports torch once for all tests, in one event loop."""
+    """An event loop, and processes of engines that several tests use one after the other."""
 
     runner: asyncio.Runner
-    fork_server: EngineForkServer
     folder: Path
     model: Path  # a directory with the tiny llama
+    lent: dict[str, ActorEngine] = field(default_factory=dict)
 
     def run(self, scenario: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(scenario)
 
+    async def lend(self, name: str, config: EngineConfig) -> ActorEngine:
+        """An engine that has published no weights, in a process that an earlier test may have used. Do not close it."""
+        before = self.lent.get(name)
+        if before is None or not before.is_alive:
+            log = self.folder / f"{name}.log"
+            before = self.lent[name] = await ActorEngine.start(self.model, config, name=name, log=log, version=None)
+        described = (before.capabilities, before.capacity, before.vocab_size, -1)
+        lent = self.lent[name] = ActorEngine(name, config, before._actor, before._oom_kills, described)
+        return lent
 
-@pytest.fixture(scope="session")
+
+@pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
     folder = tmp_path_factory.mktemp("engines")
     make_model("llama").save_pretrained(folder / "model")
+    connection.enter("the tests")  # one Ray for all tests of a file
     with asyncio.Runner() as runner:
-        fork_server = runner.run(EngineForkServer.start(log=folder / "fork_server.log"))
-        yield Home(runner=runner, fork_server=fork_server, folder=folder, model=folder / "model")
-        runner.run(fork_server.close())
+        home = Home(runner=runner, folder=folder, model=folder / "model")
+        yield home
+        for engine in home.lent.values():
+            runner.run(engine.close())
+    connection.leave()
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from strop.engine import CompletionRequest, EngineConfig, InferenceEngine, ScriptedEngine, TorchEngine, weights_checksum
-from strop.engine.processes.engine import ProcessEngine
 from strop.engine.protocol import Entropies, Truncation
 from strop.errors import EngineLost, RequestTooLong, StropError, UserError, WeightsNotProven
 from strop.types import FinishReason
@@ -34,24 +33,22 @@ async def _torch(_: Callable) -> InferenceEngine:
     return TorchEngine(make_model("llama").config, _CONFIG)
 
 
-async def _process(fixture: Callable) -> InferenceEngine:
-    home = fixture("home")
-    log = home.folder / "contract.log"
-    return await ProcessEngine.start(home.model, _CONFIG, name="contract", log=log, version=None, fork_server=home.fork_server)
+async def _actor(fixture: Callable) -> InferenceEngine:
+    return await fixture("home").lend("contract", _CONFIG)
 
 
 async def _vllm(fixture: Callable) -> InferenceEngine:
     return fixture("tiny_vllm").engine()
 
 
-_LOOPS = {_process: "home", _vllm: "tiny_vllm"}  # of engines that live longer than a test
+_LOOPS = {_actor: "home", _vllm: "tiny_vllm"}  # of engines that live longer than a test
 
 
 @pytest.fixture(
     params=[
         pytest.param(_scripted, id="scripted"),
         pytest.param(_torch, id="torch"),
-        pytest.param(_process, id="process"),
+        pytest.param(_actor, id="actor"),
         pytest.param(_vllm, id="vllm", marks=pytest.mark.vllm),
     ]
 )
@@ -69,7 +66,8 @@ def run(request) -> Callable:
                 async with asyncio.timeout(20):
                     await scenario(engine)
             finally:
-                await engine.close()
+                if request.param is not _actor:  # else its process is the next test's
+                    await engine.close()
 
         run_in_loop(with_engine())
 

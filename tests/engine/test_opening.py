@@ -134,6 +134,19 @@ def test_one_embedded_engine_lives_in_this_process_and_samples_from_the_director
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("key", [{"replicas": 2}, {"own_process": True}, {"devices": [0]}])
+def test_engines_in_processes_need_ray_or_a_server(key, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    stages = {"base": {"kind": "model", "path": str(tmp_path)}, "eval": {"kind": "eval", "init": "base"}}
+    tree = {"name": "r", "tasks": {"kind": "arithmetic"}, "engine": key, "stages": stages}
+    recipe = validate(Recipe, resolve(tree), place="test")
+    [problem] = [each for each in recipe.stages["eval"].check("eval", recipe, Machine(is_plan=True)) if "Ray" in str(each)]
+    assert str(problem).startswith(f"engine.{next(iter(key))} needs Ray, which is not installed. Install it with: pip install ")
+    assert str(problem).endswith('A server engine, such as engine.kind = "vllm", needs no Ray.')
+    with pytest.raises(UserError, match="needs Ray"):
+        asyncio.run(open_engines(tmp_path, recipe.engine, detokenize=None, logs=tmp_path))
+
+
 @pytest.mark.slow
 def test_several_embedded_engines_live_in_processes_of_their_own(model, tmp_path):
     async def scenario():

@@ -36,13 +36,13 @@ class Fault:
     text: str
 
 
-class _Host:
+class Host:
     """One object in a process of its own."""
 
     def __init__(self, path: Sequence[str], log: Path) -> None:
         """Look for modules in `path`, and print into the file `log`."""
         sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]  # nodes may have theirs elsewhere
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             for stream in (1, 2):
                 os.dup2(output.fileno(), stream)
         self._held: Any = None
@@ -57,24 +57,28 @@ class _Host:
             kind, arguments = pickle.loads(message)
             self._held = kind(*arguments)
 
-        return _attempt(make)
+        return attempt(make)
 
     def call(self, message: bytes) -> bytes:
         def call() -> Any:
             name, arguments = pickle.loads(message)
             return self._held(name, *arguments)
 
-        return _attempt(call)
+        return attempt(call)
 
 
-def _attempt(call: Callable[[], Any]) -> bytes:
+def attempt(call: Callable[[], Any]) -> bytes:
     try:
         return pickle.dumps(call())
     except Exception as raised:  # noqa: BLE001 - the caller raises it
-        traceback.print_exc()
-        error = blame(raised) or raised
-        is_plain = isinstance(error, StropError | ValueError) and _can_be_sent(error)
-        return pickle.dumps(Fault(error=error if is_plain else None, text=f"{type(error).__name__}: {error}"))
+        return fault_of(raised)
+
+
+def fault_of(raised: Exception) -> bytes:
+    traceback.print_exception(raised)
+    error = blame(raised) or raised
+    is_plain = isinstance(error, StropError | ValueError) and _can_be_sent(error)
+    return pickle.dumps(Fault(error=error if is_plain else None, text=f"{type(error).__name__}: {error}"))
 
 
 def _can_be_sent(error: Exception) -> bool:
@@ -115,13 +119,14 @@ class Actors:
         self._silent: Node | None = None
         self._lock = threading.RLock()  # `close` is also called within a call
         self._logs = Path(tempfile.mkdtemp(prefix="strop-actors-", dir=self._connection.directory))
-        host = self._ray.remote(_Host)
-        path = [entry or os.getcwd() for entry in sys.path]  # what is called may be of any module
+        host = self._ray.remote(Host)
         self.pids: list[int] = []
         self._actors: list[Any] = []
         try:
             for number, node in enumerate(self.nodes):
-                self._actors.append(host.options(**self._connection.options(node, gpus)).remote(path, self._log(number)))
+                self._actors.append(
+                    host.options(**self._connection.options(node, gpus)).remote(import_path(), self._log(number))
+                )
             self.pids = self._ray.get([actor.pid.remote() for actor in self._actors], timeout=timeout_s)
         except self._ray.exceptions.RayError as error:
             self.close()
@@ -175,7 +180,7 @@ class Actors:
             for node, pids in self._pids_by_node().items():
                 if node != self._silent:
                     with contextlib.suppress(ActorsLost):  # the node is gone
-                        self._connection.run(node, _end, pids)
+                        self._connection.run(node, end_processes, pids)
             self._actors, self.pids = [], []
             shutil.rmtree(self._logs, ignore_errors=True)
             self._lost = self._lost or f"{self._what} is closed"
@@ -242,25 +247,35 @@ class Actors:
         return self._logs / f"rank-{number}.log"
 
     def _lose(self, what: str, number: int) -> ActorsLost:
-        end = self._log(number).read_text(errors="replace")[-_TAIL_CHARS:].strip()
-        self._lost = f"{what}. Its log ends:\n{end or '(it is empty)'}"
+        self._lost = f"{what}. {end_of_log(self._log(number))}"
         self.close()
         return ActorsLost(self._lost)
 
 
 def _stopped(pids: Sequence[int]) -> list[int]:
     """Return those of `pids` on this machine that a signal or a debugger has stopped."""
-    return [pid for pid in pids if is_stopped(pid)]
+    return [pid for pid in pids if state_of(pid) in ("T", "t")]
 
 
-def is_stopped(pid: int) -> bool:
+def state_of(pid: int) -> str:
+    """Return the letter of a process's state, as in /proc; empty if there is none."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
-def _end(pids: Sequence[int]) -> None:
+def import_path() -> list[str]:
+    """Return that of this process; what is called may be of any module."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def end_of_log(log: Path) -> str:
+    end = log.read_text(errors="replace")[-_TAIL_CHARS:].strip()
+    return f"Its log ends:\n{end or '(it is empty)'}"
+
+
+def end_processes(pids: Sequence[int]) -> None:
     """Wait until processes of this machine that Ray ends have ended, and kill the others."""
     if not _have_ended(pids, within_s=_KILL_S):
         for pid in pids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import pickle
 import secrets
@@ -18,7 +19,7 @@ from typing import Any, TypeVar
 
 from strop.cluster.config import ClusterConfig
 from strop.cluster.placement import Node, Placement, Roles, place
-from strop.errors import ActorsLost, MachineError, StropError, UserError
+from strop.errors import ActorsLost, EngineLost, MachineError, StropError, UserError
 
 _ResultT = TypeVar("_ResultT")
 
@@ -39,10 +40,10 @@ _SILENT_S = 3.5  # of an agent that is only asked how it is
 _START_S = 60.0
 
 
-def check_installed(key: str) -> None:
+def check_installed(key: str, *, instead: str = "") -> None:
     """Raises `UserError` if Ray, which `key` of the recipe needs, is not installed. Does not import it."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError(f"{key} needs Ray, which is not installed. Install it with: pip install 'strop[cluster]'.")
+        raise UserError(f"{key} needs Ray, which is not installed. Install it with: pip install 'strop[cluster]'.{instead}")
 
 
 class NodeLost(ActorsLost):
@@ -72,6 +73,7 @@ class Connection:
         self.placement: Placement | None = None
         self._here: str = ray.get_runtime_context().get_node_id()
         self._agents: dict[str, Any] = {}
+        self._engines_left: list[Node] = []
         self._lost: set[str] = set()  # nodes that Ray may still take for alive
         self._lock = threading.Lock()
 
@@ -145,7 +147,22 @@ class Connection:
     def place(self, roles: Roles) -> Placement:
         """Set and return the placement. Raises `UserError` if the cluster is too small."""
         self.placement = place(self.nodes(), roles)
+        self._engines_left = list(self.placement.engines)
         return self.placement
+
+    def take_engine_node(self) -> Node:
+        """Return the node of the next engine of the placement; when all are there, one that can hold another engine.
+
+        Raises:
+            EngineLost: no node can.
+        """
+        assert self.placement is not None
+        if self._engines_left:
+            return self._engines_left.pop(0)
+        try:
+            return place(self.nodes(), Roles(engines=1, gpus_of_engine=self.placement.gpus_of_engine)).engines[0]
+        except UserError as error:
+            raise EngineLost(str(error)) from error
 
     def find_silent(self, nodes: Sequence[Node]) -> Node | None:
         """Return the first of `nodes` that does not say within some seconds how it is. It is not used again."""
@@ -175,11 +192,15 @@ def first_line(error: Exception) -> str:
 
 
 _connection: Connection | None = None
+_is_kept = False  # though nothing uses it
+_entering = threading.RLock()  # over these, and the start and end of Ray
 
 
 @contextlib.contextmanager
 def connected(config: ClusterConfig | None, directory: Path | None) -> Iterator[Connection | None]:
-    """Use the cluster of a recipe meanwhile for all processes that this program starts. Without a config: nothing.
+    """Use the cluster of a recipe meanwhile for all processes that this program starts.
+
+    Without a config a Ray of this machine that is started in this block lasts until its end, so that stages share one.
 
     Args:
         directory: that all nodes must see; None: the caller checks the nodes.
@@ -188,8 +209,14 @@ def connected(config: ClusterConfig | None, directory: Path | None) -> Iterator[
         UserError: Ray is not installed, no cluster is at the address, a node has other versions than this one, or does not see
             the directory.
     """
+    global _is_kept
     if config is None:
-        yield None
+        before, _is_kept = _is_kept, True
+        try:
+            yield None
+        finally:
+            _is_kept = before
+            _end_if_unused()
         return
     connection = enter("cluster", config, directory)
     try:
@@ -208,30 +235,36 @@ def enter(key: str, config: ClusterConfig | None = None, directory: Path | None 
         os.environ.setdefault(name, value)
     import ray
 
-    if _connection is None:
-        if ray.is_initialized():
-            raise UserError(f"{key}: this program has called ray.init. Leave that to strop.")
-        on_termination = signal.getsignal(signal.SIGTERM)
-        quietly = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
-        if config is None:
-            try:
-                ray.init("local", include_dashboard=False, **quietly)
-            except Exception as error:  # of many classes: whatever keeps it from starting
-                raise ActorsLost(f"{key}: Ray did not start: {first_line(error)}. {LOGS}") from error
-        else:
-            try:
-                _check_listens(config.address)  # else Ray tries for minutes
-                ray.init(config.address, **quietly)
-            except Exception as error:
-                raise UserError(
-                    f"cluster.address: no Ray cluster at {config.address!r}: {first_line(error)}. Start one with `ray start` on"
-                    " each node, or with `strop cluster up --local 2` on this machine."
-                ) from error
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it
-        _connection = Connection(ray, directory)
-    _connection.num_users += 1
-    return _connection
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    with _entering:
+        if _connection is None:
+            _start(ray, key, config)
+            _connection = Connection(ray, directory)
+        _connection.num_users += 1
+        return _connection
+
+
+def _start(ray: Any, key: str, config: ClusterConfig | None) -> None:
+    if ray.is_initialized():
+        raise UserError(f"{key}: this program has called ray.init. Leave that to strop.")
+    on_termination = signal.getsignal(signal.SIGTERM)
+    quietly = {"log_to_driver": False, "configure_logging": False, "logging_level": "ERROR"}
+    if config is None:
+        try:
+            ray.init("local", include_dashboard=False, **quietly)
+        except Exception as error:  # of many classes: whatever keeps it from starting
+            raise ActorsLost(f"{key}: Ray did not start: {first_line(error)}. {LOGS}") from error
+    else:
+        try:
+            _check_listens(config.address)  # else Ray tries for minutes
+            ray.init(config.address, **quietly)
+        except Exception as error:
+            raise UserError(
+                f"cluster.address: no Ray cluster at {config.address!r}: {first_line(error)}. Start one with `ray start` on"
+                " each node, or with `strop cluster up --local 2` on this machine."
+            ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_termination)  # Ray replaces it
 
 
 def run_on(node: Node | None, function: Callable[..., _ResultT], *arguments: Any) -> _ResultT:
@@ -262,6 +295,13 @@ def _write(path: Path, content: bytes) -> None:
         raise MachineError(f"{path}: cannot be written: {error.strerror}. Free space in {path.parent.parent}.") from error
 
 
+def take_engine_nodes(num: int) -> list[tuple[Node, int]] | None:
+    """Return the node of each of `num` engines and its GPUs, or None if only this machine is used."""
+    if _connection is None or _connection.placement is None:
+        return None
+    return [(_connection.take_engine_node(), _connection.placement.gpus_of_engine) for _ in range(num)]
+
+
 def _check_listens(address: str) -> None:
     """Raises `OSError` or `ValueError` if nothing listens at host:port."""
     if address != "auto":
@@ -275,13 +315,19 @@ def placed() -> Placement | None:
 
 
 def leave() -> None:
-    """End the connection with its last user."""
+    """End the connection with its last user, unless it is kept."""
+    with _entering:
+        assert _connection is not None
+        _connection.num_users -= 1
+        _end_if_unused()
+
+
+def _end_if_unused() -> None:
     global _connection
-    assert _connection is not None
-    _connection.num_users -= 1
-    if not _connection.num_users:
-        _connection.ray.shutdown()
-        _connection = None
+    with _entering:
+        if _connection is not None and not _connection.num_users and not _is_kept:
+            _connection.ray.shutdown()
+            _connection = None
 
 
 def versions() -> dict[str, str]:

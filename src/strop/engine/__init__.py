@@ -1,4 +1,4 @@
-"""Token ids in, token ids and log-probs out: the embedded engine, in this process or in its own, and a scripted double.
+"""Token ids in, token ids and log-probs out: the embedded engine, in this process or in an actor, and a scripted double.
 
 Nothing is imported before it is used, because `strop.engine.config` must load without torch.
 """
@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from strop.engine.actor import ActorEngine
     from strop.engine.config import EngineConfig
-    from strop.engine.processes.engine import ProcessEngine
     from strop.engine.protocol import (
         Capabilities,
         Capacity,
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from strop.engine.scripted import Fault, Reply, ScriptedEngine
     from strop.engine.torch.engine import TorchEngine
 
-_MODULES = {"EngineConfig": "config", "ProcessEngine": "processes.engine", "TorchEngine": "torch.engine"} | {
+_MODULES = {"EngineConfig": "config", "ActorEngine": "actor", "TorchEngine": "torch.engine"} | {
     **dict.fromkeys(("Fault", "Reply", "ScriptedEngine"), "scripted"),
     **dict.fromkeys(
         ("Capabilities", "Capacity", "CompletionRequest", "InferenceEngine", "NamedTensor", "weights_checksum"), "protocol"
@@ -32,6 +32,7 @@ _MODULES = {"EngineConfig": "config", "ProcessEngine": "processes.engine", "Torc
 }
 
 __all__ = [
+    "ActorEngine",
     "Capabilities",
     "Capacity",
     "CompletionRequest",
@@ -39,7 +40,6 @@ __all__ = [
     "Fault",
     "InferenceEngine",
     "NamedTensor",
-    "ProcessEngine",
     "Publication",
     "Reply",
     "ScriptedEngine",

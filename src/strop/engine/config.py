@@ -97,7 +97,8 @@ class EngineConfig(AnyEngine):
     )
     own_process: bool = Field(
         default=False,
-        description="Run the engine in a separate process, whose failure does not end the run. Several replicas always do.",
+        description="Run the engine in a separate process, whose failure does not end the run. Several replicas always do."
+        " Ray starts the processes.",
     )
 
     @property

@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx2
 
+from strop.cluster.connection import check_installed, take_engine_nodes
 from strop.engine.config import EngineConfig, SglangConfig, VllmConfig
 from strop.engine.model_directory import ModelFacts, directory_checksum
-from strop.engine.processes.engine import ProcessEngine
 from strop.engine.protocol import InferenceEngine
 from strop.engine.publication import Publication
 from strop.engine.servers.engine import ServerEngine
@@ -47,7 +47,7 @@ async def open_engines(
 
     Raises:
         UserError: the model, or a server that was given by address, cannot be used as the recipe says; nothing listens at the
-            address; `config.python` cannot be run, or its environment lacks the server.
+            address; `config.python` cannot be run, or its environment lacks the server; several processes need Ray.
         EngineLost: a server did not start, or did not answer; names it and the end of its log.
     """
     starts_processes = config.is_apart if isinstance(config, EngineConfig) else config.python is not None
@@ -56,7 +56,19 @@ async def open_engines(
     folder = logs or Path()
     kind = "torch" if isinstance(config, EngineConfig) else config.kind
     called = names or [f"{kind} {place}" for place in range(config.num_engines)]
-    if isinstance(config, EngineConfig):
+    opening: list[Coroutine[Any, Any, InferenceEngine]]
+    is_started = isinstance(config, EngineConfig) or config.python is not None
+    if is_started and (nodes := take_engine_nodes(config.num_engines)) is not None:
+        from strop.engine.actor import ActorEngine  # imports transformers, which takes seconds
+
+        opening = [
+            ActorEngine.start(
+                model_directory, config.only(k), name=called[k], log=_log_of(called[k], folder), node=node, gpus=gpus
+            )
+            for k, (node, gpus) in enumerate(nodes)
+        ]
+    elif isinstance(config, EngineConfig):
+        check_processes(config)
         opening = [
             _open_torch_engine(model_directory, config.only(place), detokenize, name=called[place], logs=folder)
             for place in range(config.num_engines)
@@ -74,10 +86,13 @@ async def open_engines(
 async def _open_torch_engine(
     path: Path, config: EngineConfig, detokenize: Detokenizer | None, *, name: str, logs: Path
 ) -> InferenceEngine:
+    # The engines import transformers, which takes seconds.
     if config.is_apart:
+        from strop.engine.actor import ActorEngine
+
         seen = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, config.devices))} if config.devices else {}
-        return await ProcessEngine.start(path, config, name=name, log=_log_of(name, logs), environment=seen)
-    from strop.engine.torch.engine import TorchEngine  # imports transformers, which takes seconds
+        return await ActorEngine.start(path, config, name=name, log=_log_of(name, logs), environment=seen)
+    from strop.engine.torch.engine import TorchEngine
 
     return await asyncio.to_thread(TorchEngine.from_directory, path, config, detokenize=detokenize)
 
@@ -129,6 +144,13 @@ async def _all_or_none(opening: Sequence[Coroutine[Any, Any, InferenceEngine]]) 
 
 
 _NO_MODULE = re.compile(r"No module named '((?:vllm|sglang)[\w.]*)'")
+
+
+def check_processes(config: EngineConfig) -> None:
+    """Raises `UserError` if the engine needs separate processes and Ray, which starts them, is not installed."""
+    if config.is_apart:
+        key = "replicas" if config.replicas > 1 else "own_process" if config.own_process else "devices"
+        check_installed(f"engine.{key}", instead=' A server engine, such as engine.kind = "vllm", needs no Ray.')
 
 
 def check_interpreter(config: VllmConfig | SglangConfig) -> None:

@@ -14,7 +14,7 @@ from strop.cluster.connection import connected
 from strop.cluster.placement import Node, Roles, place
 from strop.config import import_code
 from strop.engine.config import ServerConfig
-from strop.errors import TaskError, UserError
+from strop.errors import ConfigError, TaskError, UserError
 from strop.pipeline.hardware import Cost, Hardware, cost_here, cost_on
 from strop.recipe.graph import Product
 from strop.recipe.recipe import Recipe
@@ -109,6 +109,8 @@ def roles_of(recipe: Recipe, name: str, nodes: Sequence[Node]) -> Roles:
     trainer: Any = getattr(stage.config, "trainer", None)
     has_gpus = any(node.gpus for node in nodes)
     is_on_gpu = {"cpu": False, "auto": has_gpus}
+    if engine.devices:
+        raise ConfigError(f"stages.{name}: a cluster gives engines their devices. Remove engine.devices.")
     is_divided = isinstance(trainer, TrainerConfig) and trainer.workers > 0
     is_started = stage.opens_engines and not (isinstance(engine, ServerConfig) and engine.addresses)
     on_gpu = has_gpus if isinstance(engine, ServerConfig) else is_on_gpu.get(engine.device, True)

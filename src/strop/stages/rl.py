@@ -298,7 +298,7 @@ class RL(RolloutStage):
             yield ConfigError(f"{stage}.branching {why}. Set scheduler.policy = 'scheduler'.")
         if config.max_staleness and not recipe.engine.is_apart:
             why = "is 1, but engine and trainer compute in one process, where they would take turns"
-            yield ConfigError(f"{stage}.max_staleness {why}. Set engine.own_process = true, or max_staleness = 0.")
+            yield ConfigError(f"{stage}.max_staleness {why}. Use a server engine, or Ray with engine.own_process = true.")
         yield from super().check(name, recipe, machine)
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:

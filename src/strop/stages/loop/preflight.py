@@ -11,7 +11,7 @@ import torch
 
 from strop.cluster.connection import check_installed
 from strop.engine.config import AnyEngine, EngineConfig, SglangConfig, VllmConfig
-from strop.engine.opening import check_interpreter
+from strop.engine.opening import check_interpreter, check_processes
 from strop.errors import ConfigError, UserError
 from strop.recipe.stage import Machine, PlayedKeys, Stage
 from strop.rewards import Reward, SumReward
@@ -52,9 +52,11 @@ def check_needs(name: str, stage: Stage, recipe: Recipe, machine: Machine) -> It
 
 
 def check_engine(recipe: Recipe, machine: Machine) -> Iterator[UserError]:
-    """The interpreter of a server engine, or a device of the embedded one, is not on this machine."""
+    """The interpreter of a server engine, or a device of the embedded one, or Ray for its processes, is not on this machine."""
     try:
         if isinstance(recipe.engine, EngineConfig):
+            if not machine.is_elsewhere:
+                check_processes(recipe.engine)
             _check_engine_devices(recipe.engine, machine)
         elif not machine.is_plan:
             check_interpreter(recipe.engine)

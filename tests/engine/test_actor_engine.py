@@ -1,4 +1,4 @@
-"""What the engine in a process of its own adds to the protocol: that it dies, hangs and lies without taking anybody along."""
+"""What the engine in a process of its own adds to the protocol: it dies, hangs and lies, and only its requests are lost."""
 
 import asyncio
 import contextlib
@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,14 +16,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from strop.engine import EngineConfig, Publication, TorchEngine
-from strop.engine.processes.engine import ProcessEngine
+from strop.engine import ActorEngine, EngineConfig, Publication, TorchEngine, actor
 from strop.engine.protocol import Probe
 from strop.errors import EngineLost, ModelError, UserError, WeightsNotProven
 from strop.types import FinishReason
 
 from .support import VOCAB_SIZE, Tensors, load, make_model, make_request, named, publish
-from .tampering import TamperingForkServer, frame, raw_frame
 
 _CONFIG = EngineConfig(slots=4, max_length=200, device="cpu", threads=1)
 _ENDLESS = {"max_tokens": 190}
@@ -29,19 +29,25 @@ _ENDLESS = {"max_tokens": 190}
 
 @pytest.fixture
 def play(home, tmp_path):
-    """Runs an async scenario with engine e0, which holds the tiny llama as version 0."""
+    """Runs an async scenario with engine e0, which holds the tiny llama as version 0, in a process that tests share."""
 
-    def run(scenario, *, model=home.model, fork_server=home.fork_server, config=None, **settings):
+    def run(scenario, *, model=None, engine=None, is_own=False, **settings):
+        config = EngineConfig(**_CONFIG.model_dump() | (engine or {}))
+        is_own = is_own or bool(model or engine or settings)
+
         async def with_engine():
-            config = EngineConfig(**{**_CONFIG.model_dump(), **(settings.pop("engine", {}))})
-            engine = await ProcessEngine.start(
-                model, config, name="e0", log=tmp_path / "e0.log", fork_server=fork_server, **settings
-            )
+            if is_own:
+                log = tmp_path / "e0.log"
+                opened = await ActorEngine.start(model or home.model, config, name="e0", log=log, **settings)
+            else:
+                opened = await home.lend("e0", config)
+                await publish(opened, make_model("llama"), version=0)
             try:
                 async with asyncio.timeout(30):
-                    return await scenario(engine)
+                    return await scenario(opened)
             finally:
-                await engine.close()
+                if is_own:
+                    await opened.close()
 
         return home.run(with_engine())
 
@@ -53,10 +59,6 @@ def _is_there(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def _parent_of(pid):
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def _in_flight(engine, *names):
@@ -115,12 +117,12 @@ def test_what_is_outstanding_fails_at_once_when_the_process_is_killed(play):
         os.kill(engine.pid, signal.SIGKILL)
         for lost in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(lost, EngineLost)
-            assert f"engine e0 (pid {engine.pid}) was killed by SIGKILL" in str(lost)
+            assert f"engine e0 (process {engine.pid}) ended during complete: The actor died" in str(lost)
         assert time.monotonic() - began < 1
         assert not engine.is_alive
-        with pytest.raises(EngineLost, match="was killed by SIGKILL"):
+        with pytest.raises(EngineLost, match="ended during complete"):
             await engine.complete(make_request("g", [1]))
-        with pytest.raises(EngineLost, match="was killed by SIGKILL"):
+        with pytest.raises(EngineLost, match="ended during complete"):
             await publish(engine, make_model("llama"), version=1)
         await engine.release("a")
         await engine.abort("b")
@@ -133,103 +135,74 @@ def test_a_process_that_is_stopped_is_told_from_a_slow_request_and_killed(play):
         [task] = _in_flight(engine, "a")
         await asyncio.sleep(0.02)
         os.kill(engine.pid, signal.SIGSTOP)
-        with pytest.raises(EngineLost, match=r"e0 \(pid \d+\) hangs: it answered none of 1 pings.*stopped by a signal"):
+        with pytest.raises(EngineLost, match=r"e0 \(process \d+\) hangs: it answered none of 4 pings.*stopped by a signal"):
             await task
         await engine.close()
         assert not _is_there(engine.pid)
 
-    play(scenario, silent_pings=1)
+    play(scenario)
 
 
-def test_progress_comes_with_the_answers_to_pings(play):
+def test_progress_is_that_of_the_engine(play):
     async def scenario(engine):
         before = await engine.progress()
         await engine.complete(make_request("a", [1], max_tokens=7))
-        for _ in range(100):
-            if await engine.progress() == before + 7:
-                return
-            await asyncio.sleep(0.1)
-        pytest.fail("no ping was answered with what the engine had computed")
+        assert await engine.progress() == before + 7
 
     play(scenario)
 
 
-def _change(**changes):
-    """Tampers with completions."""
+class LyingEngine(actor._HostedEngine):
+    """Answers with what cannot be."""
 
-    def tamper(message):
-        if message["kind"] == "completed":
-            completion = message["completion"]
-            completion.update({name: change(completion[name]) for name, change in changes.items()})
-        return frame(message)
+    def __init__(self, *arguments, lies):
+        super().__init__(*arguments)
+        self.lies = lies
 
-    return tamper
+    async def complete(self, *arguments):
+        return replace(await super().complete(*arguments), **self.lies)
+
+    async def load_weights(self, *arguments):
+        version, capabilities = await super().load_weights(*arguments)
+        return version + self.lies.get("policy_version", 0), capabilities
 
 
-def _instead(said):
-    return lambda message: said(message) if message["kind"] == "completed" else frame(message)
-
-
+@pytest.mark.slow  # a process each
 @pytest.mark.parametrize(
-    ("tamper", "fault"),
+    ("lies", "fault"),
     [
-        (_instead(lambda _: raw_frame(b"\x80\x04pickle")), "answered garbage: no message: Invalid JSON"),
-        (_instead(lambda _: b"\xff\xff\xff\xff"), "a frame of 4294967295 bytes"),
-        (
-            _instead(lambda _: b"\x00\x00\x00\x09half"),
-            "a frame that breaks off|ended with exit code 0",
-        ),  # either may be seen first
-        (_instead(lambda message: frame(message | {"kind": "surprise"})), "no message: .*surprise"),
-        (_instead(lambda message: frame({"kind": "completed", "number": message["number"]})), "Field required at completed"),
-        (_instead(lambda message: frame(message | {"number": 99})), r"an answer \(completed\) to number 99"),
-        (
-            _instead(lambda message: frame({"kind": "probed", "number": message["number"], "entropies": [0.5]})),
-            "entropies .* that it was not asked for",
-        ),
-        (
-            _instead(
-                lambda said: frame({"kind": "loaded", "number": said["number"], "policy_version": 0, "is_deterministic": True})
-            ),
-            "loaded where .* Completed",
-        ),
-        (_instead(lambda _: b""), "ended with exit code 0"),
-        (
-            _instead(lambda said: frame({"kind": "failed", "number": said["number"], "error": "SystemExit", "message": "x"})),
-            "unknown class 'SystemExit'",
-        ),
-        (_change(ids=lambda ids: [VOCAB_SIZE, *ids[1:]]), f"outside the vocabulary 0..{VOCAB_SIZE - 1}: {VOCAB_SIZE}"),
-        (_change(logprobs=lambda logprobs: logprobs[1:]), "has 8 ids and 7 logprobs"),
-        (_change(logprobs=lambda logprobs: [float("nan"), *logprobs[1:]]), "log-prob nan at position 0"),
-        (_change(logprobs=lambda logprobs: [0.5, *logprobs[1:]]), "log-prob 0.5 at position 0"),
-        (_change(policy_version=lambda _: 6), "policy version 6, but 0 was published"),
+        ({"ids": (VOCAB_SIZE,) * 8}, f"outside the vocabulary 0..{VOCAB_SIZE - 1}: {VOCAB_SIZE}"),
+        ({"logprobs": (-0.5,) * 7}, "has 8 ids and 7 logprobs"),
+        ({"policy_version": 6}, "policy version 6, but 0 was published"),
     ],
 )
-def test_garbage_is_the_end_of_the_engine_and_is_named(play, home, tamper, fault):
+def test_a_completion_that_cannot_be_is_the_end_of_the_engine_and_is_named(play, monkeypatch, lies, fault):
+    monkeypatch.setattr(actor, "_HostedEngine", partial(LyingEngine, lies=lies))
+
     async def scenario(engine):
-        other = make_request("other", [1], **_ENDLESS)
-        waiting = asyncio.create_task(engine.complete(other))
+        waiting = asyncio.create_task(engine.complete(make_request("other", [1], **_ENDLESS)))
         await asyncio.sleep(0.01)
         with pytest.raises(EngineLost, match=fault) as lost:
             await engine.complete(make_request("a", [1]))
-        assert f"engine e0 (pid {engine.pid})" in str(lost.value)
+        assert f"engine e0 (process {engine.pid})" in str(lost.value)
         with pytest.raises(EngineLost, match=fault):
             await waiting
         await engine.close()
         assert not _is_there(engine.pid)
 
-    play(scenario, fork_server=TamperingForkServer(home.fork_server, tamper))
+    play(scenario, is_own=True)
 
 
-def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, home):
-    def tamper(message):
-        return frame(message | {"policy_version": 1} if message["kind"] == "loaded" else message)
+@pytest.mark.slow
+def test_an_engine_that_holds_another_version_than_was_published_is_lost(play, monkeypatch):
+    monkeypatch.setattr(actor, "_HostedEngine", partial(LyingEngine, lies={"policy_version": 1}))
 
     async def scenario(engine):
-        with pytest.raises(EngineLost, match="holds version 1 after 5 was published"):
+        with pytest.raises(EngineLost, match="holds version 6 after 5 was published"):
             await publish(engine, make_model("llama"), version=5)
         assert not engine.is_alive
 
-    play(scenario, fork_server=TamperingForkServer(home.fork_server, tamper))
+    play(scenario, is_own=True)
 
 
 def test_weights_that_are_damaged_on_their_way_are_not_sampled_from(play):
@@ -270,6 +243,7 @@ def test_weights_that_are_cut_short_on_their_way_are_not_sampled_from(play):
     play(scenario)
 
 
+@pytest.mark.slow  # three processes
 def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
     written = []
 
@@ -280,10 +254,7 @@ def test_engines_that_load_the_same_weights_share_one_copy(home, tmp_path):
 
     async def scenario():
         opened = (
-            ProcessEngine.start(
-                home.model, _CONFIG, name=f"e{n}", log=tmp_path / "log", version=None, fork_server=home.fork_server
-            )
-            for n in range(3)
+            ActorEngine.start(home.model, _CONFIG, name=f"e{n}", log=tmp_path / f"{n}.log", version=None) for n in range(3)
         )
         engines = await asyncio.gather(*opened)
         async with Publication(Counted(named(make_model("llama", seed=3))), version=4) as publication:
@@ -330,11 +301,12 @@ def test_an_engine_that_does_not_fit_in_memory_says_so(play):
         play(None, engine={"slots": 10**9, "max_length": 500})
 
 
+@pytest.mark.slow
 def test_a_process_that_the_kernel_killed_for_memory_says_so(play, monkeypatch):
     async def scenario(engine):
-        monkeypatch.setattr("strop.engine.servers.process.num_oom_kills", lambda: 10**9)  # more than when it started
+        monkeypatch.setattr(actor, "num_oom_kills", lambda: 10**9)  # more than when it started
         os.kill(engine.pid, signal.SIGKILL)
-        with pytest.raises(EngineLost, match=r"was killed by SIGKILL: the machine ran out of memory"):
+        with pytest.raises(EngineLost, match=r"ended during complete: .*[\s\S]*The machine ran out of memory"):
             await engine.complete(make_request("a", [1]))
 
     play(scenario)
@@ -345,6 +317,7 @@ def test_a_directory_that_is_no_model_is_the_users_to_mend(play, tmp_path):
         play(None, model=tmp_path)
 
 
+@pytest.mark.slow  # two processes
 def test_stop_strings_need_a_tokenizer_in_the_models_directory(play, tmp_path):
     make_model("llama").save_pretrained(tmp_path)
 
@@ -364,55 +337,13 @@ def test_stop_strings_need_a_tokenizer_in_the_models_directory(play, tmp_path):
     assert completion.ids == ids[: ids.index(ids[2]) + 1]
 
 
-def test_what_the_process_prints_goes_to_its_log(play, tmp_path):
-    async def scenario(engine):
-        os.kill(engine.pid, signal.SIGABRT)
-        with pytest.raises(EngineLost, match="was killed by SIGABRT"):
-            await engine.complete(make_request("a", [1]))
-
-    play(scenario)
-    assert (tmp_path / "e0.log").exists()
-
-
-@pytest.mark.slow  # two imports of torch
-def test_engines_of_one_program_share_a_fork_server_which_ends_with_the_last_and_is_replaced_when_it_is_lost(home, tmp_path):
-    def start(name):
-        return ProcessEngine.start(home.model, _CONFIG, name=name, log=tmp_path / name)
-
-    async def scenario():
-        first, second = await asyncio.gather(start("e0"), start("e1"))
-        fork_server = _parent_of(first.pid)
-        assert _parent_of(second.pid) == fork_server
-        assert await first.complete(make_request("a", [1])) == await second.complete(make_request("a", [1]))
-        await first.close()
-        await first.close()  # counts once
-        third = await start("e2")
-        assert _parent_of(third.pid) == fork_server
-        [task] = _in_flight(second, "b")
-        os.kill(fork_server, signal.SIGKILL)
-        with pytest.raises(EngineLost, match=r"e1 .* was lost: the process that it was forked from is gone"):
-            await task
-        fourth = await start("e3")
-        replaced = _parent_of(fourth.pid)
-        assert replaced != fork_server
-        for engine in (second, third):
-            await engine.close()
-        await fourth.complete(make_request("a", [1]))
-        await fourth.close()
-        assert not _is_there(replaced)
-
-    home.run(scenario())
-
-
 _STARTER = """
 import asyncio, os, sys
 from pathlib import Path
-from strop.engine import EngineConfig
-from strop.engine.processes.engine import ProcessEngine
-from strop.engine.processes.fork_server import EngineForkServer
+from strop.engine import ActorEngine, EngineConfig
 
 async def start(model, folder):
-    engine = await ProcessEngine.start(model, EngineConfig(slots=2, max_length=50, device="cpu"), name="e0", log=folder / "log")
+    engine = await ActorEngine.start(model, EngineConfig(slots=2, max_length=50, device="cpu"), name="e0", log=folder / "log")
     (folder / "new").write_text(str(engine.pid))
     (folder / "new").rename(folder / "pid")
     await asyncio.sleep(600)
@@ -421,8 +352,8 @@ asyncio.run(start(Path(sys.argv[1]), Path(sys.argv[2])))
 """
 
 
-@pytest.mark.slow  # two imports of torch
-def test_an_engine_and_its_own_fork_server_end_with_a_starter_that_is_killed(home, tmp_path):
+@pytest.mark.slow
+def test_an_engine_ends_with_a_starter_that_is_killed(home, tmp_path):
     starter = subprocess.Popen([sys.executable, "-c", _STARTER, str(home.model), str(tmp_path)])
     try:
         deadline = time.monotonic() + 120
@@ -431,10 +362,9 @@ def test_an_engine_and_its_own_fork_server_end_with_a_starter_that_is_killed(hom
             assert starter.poll() is None
             time.sleep(0.05)
         pid = int((tmp_path / "pid").read_text())
-        fork_server = _parent_of(pid)
         starter.kill()
         deadline = time.monotonic() + 10
-        while _is_there(pid) or _is_there(fork_server):
+        while _is_there(pid):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:

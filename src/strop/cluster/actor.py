@@ -1,0 +1,239 @@
+"""One process that Ray starts, whose calls run at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from strop.cluster.actors import Fault, Host, attempt, end_of_log, end_processes, fault_of, import_path, state_of
+from strop.cluster.connection import Connection, enter, first_line, leave
+from strop.cluster.placement import Node
+from strop.errors import ActorsLost
+
+_PING_S = 1.0
+_SILENT_PINGS = 4  # in a row: then a process is lost
+_OPEN_S = 600.0  # to start a process and make its object
+_MAX_CALLS = 100_000  # of an actor at the same time; pings are among them
+_THREADS = "OMP_NUM_THREADS"
+_STATES = {"T": " (it was stopped by a signal)", "t": " (a debugger holds it)", "D": " (it waits for a disk or a device)"}
+
+
+class _AsyncHost(Host):
+    """One object in a process of its own, whose methods are coroutines. Calls begin in the order of their numbers."""
+
+    def __init__(self, path: Sequence[str], log: Path, environment: Mapping[str, str]) -> None:
+        super().__init__(path, log)
+        os.environ.pop(_THREADS, None)  # Ray sets it to 1
+        os.environ.update(environment)
+        self._turn = 0
+        self._early: dict[int, asyncio.Event] = {}  # calls that arrived before an earlier one
+        self._running: dict[int, asyncio.Future[Any]] = {}
+
+    async def open(self, message: bytes) -> bytes:
+        """Make the object: `message` is the coroutine function that makes it, and its arguments."""
+        try:
+            kind, arguments = pickle.loads(message)
+            self._held = await kind(*arguments)
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            return fault_of(error)
+        return pickle.dumps(None)
+
+    async def begin(self, number: int, message: bytes) -> bytes | None:
+        """Return the result of a method; None if the call was cancelled."""
+        await self._wait_for_turn(number)
+        name, arguments = pickle.loads(message)
+        running = self._running[number] = asyncio.ensure_future(getattr(self._held, name)(*arguments))
+        self._end_turn()
+        try:
+            result = await running
+        except asyncio.CancelledError:
+            return None
+        except Exception as error:  # noqa: BLE001 - the caller raises it
+            return fault_of(error)
+        finally:
+            del self._running[number]
+        return attempt(lambda: result)
+
+    async def cancel(self, number: int, call: int) -> None:
+        await self._wait_for_turn(number)
+        if (running := self._running.get(call)) is not None:
+            running.cancel()
+        self._end_turn()
+
+    async def _wait_for_turn(self, number: int) -> None:
+        if number != self._turn:  # Ray keeps no order
+            turn = self._early[number] = asyncio.Event()
+            await turn.wait()
+
+    def _end_turn(self) -> None:
+        self._turn += 1
+        if (turn := self._early.pop(self._turn, None)) is not None:
+            turn.set()
+
+
+class Actor:
+    """One object in a process of its own, whose methods are coroutines. Many calls run at the same time.
+
+    Ray starts the process and ends it with this one, however it ends. When it dies or is silent, it is ended, and every call
+    raises `ActorsLost`, which names it.
+    """
+
+    def __init__(self, connection: Connection, host: Any, node: Node, what: str, log: Path) -> None:
+        """Of a process that Ray is starting; `start` is what others call."""
+        self.pid = 0
+        self._connection, self._host, self._node, self._what, self._log = connection, host, node, what, log
+        self._has_answered = True  # since the last ping
+        self._num_sent = 0
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why
+        self._tasks: list[asyncio.Task[None]] = []  # the pings, and the end
+
+    @classmethod
+    async def start(
+        cls,
+        kind: Callable[..., Awaitable[Any]],
+        *arguments: Any,
+        what: str,
+        key: str,
+        log: Path,
+        environment: Mapping[str, str],
+        node: Node | None = None,
+        gpus: float = 0.0,
+    ) -> Self:
+        """The object that `await kind(*arguments)` returns, in a process of its own.
+
+        Args:
+            what: the process in words, for messages.
+            key: of the recipe, that asks for it.
+            log: what the process prints is appended here.
+            environment: variables that are added to the process's environment.
+            node: None is this machine.
+            gpus: that Ray gives the process, which sees no others. 0: it sees those of the machine.
+
+        Raises what `kind` raises, and:
+            UserError: Ray is not installed.
+            ActorsLost: the process did not start.
+        """
+        connection = await asyncio.to_thread(enter, key)
+        node = node or connection.here()
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.touch()
+        threads = {name: os.environ[name] for name in (_THREADS,) if name in os.environ}
+        options = {**connection.options(node, gpus), "max_concurrency": _MAX_CALLS}
+        host = connection.ray.remote(_AsyncHost).options(**options).remote(import_path(), log, {**threads, **environment})
+        actor = cls(connection, host, node, what, log)
+        try:
+            async with asyncio.timeout(_OPEN_S):
+                actor.pid = await actor._answer("start", actor._host.pid.remote())
+                await actor._answer("start", actor._host.open.remote(pickle.dumps((kind, arguments))))
+        except TimeoutError as error:
+            raise actor.lose(f"did not start within {_OPEN_S:g} s") from error
+        except BaseException:
+            await actor.close()
+            raise
+        actor._tasks.append(asyncio.create_task(actor._watch()))
+        return actor
+
+    @property
+    def title(self) -> str:
+        place = "" if self._connection.is_here(self._node) else f" on {self._node}"
+        return f"{self._what} (process {self.pid}{place})"
+
+    @property
+    def elsewhere(self) -> Node | None:
+        """The node; None is this machine."""
+        return None if self._connection.is_here(self._node) else self._node
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was neither lost nor closed."""
+        return not self._lost.done()
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """Return the result of the object's method. It is cancelled with this call.
+
+        Raises what the method raises, and:
+            ActorsLost: the process is gone, or failed in another way than by an error of strop.
+        """
+        if self._lost.done():
+            raise ActorsLost(self._lost.result())
+        number, ref = self._begin(name, arguments)
+        try:
+            return await self._answer(name, ref)
+        except asyncio.CancelledError:
+            if not self._lost.done():
+                self._num_sent += 1
+                self._host.cancel.remote(self._num_sent - 1, number)
+            raise
+
+    def tell(self, name: str, *arguments: Any) -> None:
+        """Begin a call whose result does not matter, unless the process is lost."""
+        if not self._lost.done():
+            self._begin(name, arguments)
+
+    def lose(self, why: str) -> ActorsLost:
+        """End the process and every call. Return the error for the caller."""
+        if not self._lost.done():
+            self._lost.set_result(f"{self.title} {why}. {end_of_log(self._log)}")
+            for task in self._tasks:
+                task.cancel()
+            self._tasks.append(asyncio.create_task(asyncio.to_thread(self._end)))
+        return ActorsLost(self._lost.result())
+
+    async def close(self) -> None:
+        """Return when the process has ended. May be called twice."""
+        self.lose("was closed")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _begin(self, name: str, arguments: tuple[Any, ...]) -> tuple[int, Any]:
+        message = pickle.dumps((name, arguments))
+        number = self._num_sent
+        self._num_sent += 1
+        return number, self._host.begin.remote(number, message)
+
+    async def _answer(self, call: str, ref: Any) -> Any:
+        answer = asyncio.wrap_future(ref.future())
+        try:
+            await asyncio.wait({answer, self._lost}, return_when=asyncio.FIRST_COMPLETED)
+            if self._lost.done():
+                raise ActorsLost(self._lost.result())
+            result = answer.result()
+        except self._connection.ray.exceptions.RayError as error:
+            raise self.lose(f"ended during {call}: {first_line(error)}") from error
+        finally:
+            if not answer.cancel() and not answer.cancelled():
+                answer.exception()  # read, so that asyncio does not log it
+        self._has_answered = True
+        if result is None:
+            raise asyncio.CancelledError  # by another call
+        if not isinstance(result, bytes):
+            return result
+        if isinstance(result := pickle.loads(result), Fault):
+            raise result.error or self.lose(f"broke during {call}: {result.text}")
+        return result
+
+    async def _watch(self) -> None:
+        """Pings are counted, not timed: when this process itself was held up, the other is not to blame."""
+        num_silent = 0
+        while num_silent < _SILENT_PINGS:
+            self._has_answered = False
+            ping = asyncio.ensure_future(self._answer("a ping", self._host.pid.remote()))
+            ping.add_done_callback(lambda done: done.cancelled() or done.exception())
+            await asyncio.sleep(_PING_S)
+            num_silent = 0 if self._has_answered else num_silent + 1
+        state = ""
+        with contextlib.suppress(ActorsLost):  # its node is silent as well
+            letter = await asyncio.to_thread(self._connection.run, self._node, state_of, self.pid, timeout_s=_PING_S)
+            state = _STATES.get(letter, "")
+        self.lose(f"hangs: it answered none of {num_silent} pings, one every {_PING_S:g} s{state}")
+
+    def _end(self) -> None:
+        with contextlib.suppress(Exception):  # Ray may have ended
+            self._connection.ray.kill(self._host)
+        with contextlib.suppress(ActorsLost):  # its node is gone
+            self._connection.run(self._node, end_processes, [self.pid] if self.pid else [])
+        leave()

@@ -1,0 +1,313 @@
+"""An engine in a separate process, here or on another node: the failure of one does not end the others.
+
+Ray starts the process. Whatever shows that it cannot be trusted any more (it died, fell silent, gave an impossible answer, ran
+out of memory) ends it, and with it every request, by `EngineLost`. A slow request is another matter: the process answers pings
+from a thread that computes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+
+from strop.cluster.actor import Actor
+from strop.cluster.placement import Node
+from strop.engine.config import AnyEngine, EngineConfig, ServerConfig, SglangConfig, VllmConfig
+from strop.engine.model_directory import config_of, has_tokenizer
+from strop.engine.protocol import Capabilities, Capacity, CompletionRequest, InferenceEngine, Probe, check_completion
+from strop.engine.publication import Publication
+from strop.engine.servers.process import num_oom_kills
+from strop.engine.torch.cpu.resources import keep_little_freed_memory
+from strop.engine.torch.engine import TorchEngine
+from strop.errors import ActorsLost, EngineLost, StropError, WeightsNotProven
+from strop.types import Completion
+
+_CLOSE_S = 15.0  # for a server to end
+
+
+class ActorEngine:
+    """An `InferenceEngine` that lives in a process of its own, next to its server if it has one; its semantics are the same.
+
+    Anything that the process does wrong is its end: it is killed, and every request, outstanding or later, raises `EngineLost`
+    with the engine's name, its process id and the reason.
+    """
+
+    def __init__(
+        self, name: str, config: AnyEngine, actor: Actor, oom_kills: int, described: tuple[Capabilities, Capacity, int, int]
+    ) -> None:
+        """Of a process that has opened its engine; `start` is what others call."""
+        self.name = name
+        self._config, self._actor, self._oom_kills = config, actor, oom_kills
+        self._capabilities, self._capacity, self._vocab_size, self._policy_version = described
+        self._load_s = config.stall_timeout_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0)
+        self._probes = itertools.count()
+        self._doubt = ""  # empty: what the process itself says of its weights counts
+
+    @classmethod
+    async def start(
+        cls,
+        model_directory: Path,
+        config: EngineConfig | VllmConfig | SglangConfig,
+        *,
+        name: str,
+        log: Path,
+        version: int | None = 0,
+        environment: Mapping[str, str] | None = None,
+        node: Node | None = None,
+        gpus: float = 0.0,
+    ) -> Self:
+        """An engine with the weights of a `transformers` model directory, whose tokenizer it uses for stop strings.
+
+        Args:
+            name: for messages.
+            log: what the process prints is appended here.
+            version: of the directory's weights; None: they are not read, and the engine waits for `load_weights`.
+            environment: variables added to the process's environment, such as CUDA_VISIBLE_DEVICES.
+            node: None is this machine.
+            gpus: that the process sees. 0: those of the machine.
+
+        Raises:
+            UserError: Ray is not installed.
+            ModelError: no such model, its weights are not safetensors or not those of its config, or it is not implemented.
+            EngineLost: the process did not start.
+        """
+        arguments, oom_kills = (model_directory.absolute(), config, version, name, log.absolute().parent), num_oom_kills()
+        with _as_engine(oom_kills):
+            actor = await Actor.start(
+                _HostedEngine.open,
+                *arguments,
+                what=f"engine {name}",
+                key="engine.own_process",
+                log=log.absolute(),
+                environment=environment or {},
+                node=node,
+                gpus=gpus,
+            )
+            try:
+                return cls(name, config, actor, oom_kills, await actor.call("describe"))
+            except BaseException:
+                await actor.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        return self._actor.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it was neither lost nor closed."""
+        return self._actor.is_alive
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    async def complete(self, request: CompletionRequest, *, probe: Probe | None = None) -> Completion:
+        """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
+        if self._doubt:
+            raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
+        asking = self._call("complete", request) if probe is None else self._complete_probed(request, probe)
+        completion: Completion = await asking
+        try:
+            check_completion(request, completion, vocab_size=self._vocab_size, policy_version=self._policy_version)
+        except EngineLost as error:
+            raise EngineLost(str(self._actor.lose(f"is lost: {error}"))) from error
+        return completion
+
+    async def progress(self) -> int:
+        num_steps: int = await self._call("progress")
+        return num_steps
+
+    async def abort(self, request_id: str) -> None:
+        self._actor.tell("abort", request_id)
+
+    async def release(self, request_id: str) -> None:
+        self._actor.tell("release", request_id)
+
+    async def load_weights(self, publication: Publication) -> None:
+        """See `TorchEngine.load_weights`. The process reads files, and proves what it holds.
+
+        A load that does not end within `stall_timeout_s`, and a server's `publish_timeout_s`, is the end of the engine.
+        """
+        self._doubt = f"the last publication (version {publication.version}) was not completed"
+        try:
+            directory, checksum = await publication.files(self._actor.elsewhere), await publication.checksum()
+        except ActorsLost as error:
+            raise EngineLost(str(self._actor.lose(f"did not get the weights: {error}"))) from error
+        try:
+            async with asyncio.timeout(self._load_s):
+                version, self._capabilities = await self._call("load_weights", directory, publication.version, checksum)
+        except TimeoutError as error:
+            within = f"within {self._load_s:g} s (engine.stall_timeout_s)"
+            raise EngineLost(str(self._actor.lose(f"hangs: it did not load weights {within}"))) from error
+        except WeightsNotProven:
+            self._doubt = ""  # the process itself refuses to sample
+            raise
+        if version != publication.version:
+            why = f"is lost: it says that it holds version {version} after {publication.version} was published"
+            raise EngineLost(str(self._actor.lose(why)))
+        self._policy_version, self._doubt = version, ""
+
+    async def close(self) -> None:
+        """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
+        with contextlib.suppress(StropError, TimeoutError):  # what does not close is ended
+            async with asyncio.timeout(_CLOSE_S):
+                await self._actor.call("close")
+        await self._actor.close()
+
+    async def _complete_probed(self, request: CompletionRequest, probe: Probe) -> Completion:
+        number, told = next(self._probes), False
+
+        async def tell_first() -> None:
+            nonlocal told
+            with contextlib.suppress(EngineLost):
+                if entropies := await self._call("first_entropies", number):
+                    told = True
+                    probe.tell(entropies)
+
+        first = asyncio.create_task(tell_first())  # it is sent after the request
+        try:
+            completion: Completion = await self._call("complete", request, number, probe.num_tokens)
+        finally:
+            first.cancel()
+        if not told and len(completion.entropies) >= probe.num_tokens:
+            probe.tell(tuple(completion.entropies[: probe.num_tokens]))
+        return completion
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        with _as_engine(self._oom_kills):
+            try:
+                return await self._actor.call(name, *arguments)
+            except WeightsNotProven:
+                raise
+            except EngineLost as error:  # the engine itself has ended
+                raise self._actor.lose(f"is lost: {error}") from error
+
+
+@contextlib.contextmanager
+def _as_engine(oom_kills: int) -> Iterator[None]:
+    try:
+        yield
+    except ActorsLost as error:
+        memory = " The machine ran out of memory (the kernel's OOM killer was at work)." if num_oom_kills() > oom_kills else ""
+        raise EngineLost(f"{error}{memory}") from error
+
+
+class _HostedEngine:
+    """What runs in the process."""
+
+    def __init__(self, engine: InferenceEngine, vocab_size: int) -> None:
+        self._engine: Any = engine  # a probe is asked for only where it takes one
+        self._vocab_size = vocab_size
+        self._loading = asyncio.Lock()
+        self._told: dict[int, asyncio.Future[tuple[float, ...]]] = {}
+
+    @classmethod
+    async def open(
+        cls, path: Path, config: EngineConfig | VllmConfig | SglangConfig, version: int | None, name: str, logs: Path
+    ) -> Self:
+        with _naming_failures():
+            model_config = config_of(path)
+            if not isinstance(config, EngineConfig):
+                from strop.engine.opening import open_engines  # which opens these processes
+
+                [server] = await open_engines(path, config, detokenize=None, logs=logs, names=[f"{name}-server"])
+                return cls(server, model_config.vocab_size)
+            keep_little_freed_memory()
+            if version is None:
+                return cls(TorchEngine(model_config, config, detokenize=_detokenizer(path)), model_config.vocab_size)
+            opened = TorchEngine.from_directory(path, config, version=version, detokenize=_detokenizer(path))
+            return cls(opened, model_config.vocab_size)
+
+    async def describe(self) -> tuple[Capabilities, Capacity, int, int]:
+        return self._engine.capabilities, self._engine.capacity, self._vocab_size, self._engine.policy_version
+
+    async def complete(self, request: CompletionRequest, number: int = -1, num_probed: int = 0) -> Completion:
+        with _naming_failures():
+            if not num_probed:
+                return cast("Completion", await self._engine.complete(request))
+            told = self._told[number] = asyncio.get_running_loop().create_future()
+            try:
+                probe = Probe(num_tokens=num_probed, tell=told.set_result)
+                return cast("Completion", await self._engine.complete(request, probe=probe))
+            finally:
+                del self._told[number]
+                if not told.done():
+                    told.set_result(())
+
+    async def first_entropies(self, number: int) -> tuple[float, ...]:
+        """Return the first entropies of a running completion, as soon as they are there; empty if it has ended."""
+        return await told if (told := self._told.get(number)) is not None else ()
+
+    async def progress(self) -> int:
+        return cast("int", await self._engine.progress())
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    async def abort(self, request_id: str) -> None:
+        await self._engine.abort(request_id)
+
+    async def release(self, request_id: str) -> None:
+        await self._engine.release(request_id)
+
+    async def load_weights(self, directory: Path, version: int, checksum: str) -> tuple[int, Capabilities]:
+        publication = Publication.in_files(directory, version=version, checksum=checksum)
+        with _naming_failures():
+            async with self._loading:  # a load whose caller was cancelled may not have ended
+                await self._engine.load_weights(publication)
+        return self._engine.policy_version, self._engine.capabilities
+
+
+def _detokenizer(path: Path) -> Callable[[Sequence[int]], str] | None:
+    """That of the model's tokenizer, which is loaded when a stop string needs it; None when the directory has none."""
+    if not has_tokenizer(path):
+        return None
+
+    @functools.cache
+    def tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(path)
+
+    return lambda ids: str(tokenizer().decode(list(ids)))
+
+
+@contextlib.contextmanager
+def _naming_failures() -> Iterator[None]:
+    """Raise what is not strop's as `EngineLost`, and say which failure was one of memory."""
+    try:
+        yield
+    except Exception as error:
+        is_ours = isinstance(error, StropError)
+        if is_ours and not _is_out_of_memory(error.__cause__):
+            raise
+        message = str(error) if is_ours else f"its process failed with {type(error).__name__}: {error}"
+        if _is_out_of_memory(error) or _is_out_of_memory(error.__cause__):
+            message += " (out of memory). Lower engine.slots or engine.max_length, or use fewer engines."
+        raise EngineLost(message) from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "can't allocate memory" in str(error)  # torch's allocator for the CPU
+    )

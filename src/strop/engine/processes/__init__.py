@@ -1,1 +1,0 @@
-"""Engines in separate processes: fork server, messages, shared weights."""
