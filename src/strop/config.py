@@ -223,7 +223,7 @@ def _hint_at_keys(model: type[BaseModel], tree: Any, location: Sequence[str]) ->
     nearest = ours or difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
     if not nearest:
         return " Remove it, or see the recipe reference for the keys that exist."
-    if any(nearest[0] in each.model_fields for each in own):
+    if any(nearest[0].partition(".")[0] in each.model_fields for each in own):
         return f" Did you mean {nearest[0]!r}?"
     meant = "It" if nearest[0] == key else f"Did you mean {nearest[0]!r}? That"
     kinds = " or ".join(f'"{kind}"' for kind, each in place.kinds.items() if nearest[0] in each.model_fields)

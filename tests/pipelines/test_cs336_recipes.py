@@ -30,7 +30,7 @@ def test_the_leaderboard_trains_against_the_clock_and_is_judged_on_its_last_poli
     assert (after.init, after.split, after.sampling.temperature) == ("rl", "test", 1.0)
     assert stage.sampling.temperature == 1.0
     assert stage.validation.temperature is None  # as the stage samples
-    assert (stage.max_staleness, recipe.engine.own_process) == (1, True)  # sampling and training overlap
+    assert (stage.staleness, recipe.engine.own_process) == (1, True)  # sampling and training overlap
 
 
 HANDOUT = ("cs336-ladder", "cs336-leaderboard", "cs336-grpo-tiny", "cs336-prompt-tiny", "cs336-sft-tiny", "expert-iteration")

@@ -43,6 +43,12 @@ def test_what_only_waits_or_gives_up_may_differ_in_a_trainer(key):
     assert between(f"stages.rl.trainer.{key}") == []
 
 
+def test_how_old_rollouts_may_be_may_differ_but_not_whether_they_are_played_ahead():
+    assert between("stages.rl.async_rollouts.max_staleness") == []
+    assert between("stages.rl.async_rollouts.too_old", "drop", "wait") == []
+    assert len(between("stages.rl.async_rollouts", None, {"max_staleness": 1})) == 1
+
+
 @pytest.mark.parametrize("of", ["optimizer", "critic.optimizer"])
 def test_where_moments_lie_may_differ(of):
     assert between(f"stages.rl.trainer.{of}.moments", "memory", "disk") == []

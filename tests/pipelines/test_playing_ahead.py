@@ -1,4 +1,4 @@
-"""Step k + 1 is played while step k is trained on (`max_staleness = 1`): bounded, recorded, refused where it cannot hold.
+"""Steps are played while earlier ones are trained on (`async_rollouts`): bounded, recorded, refused where it cannot hold.
 
 Scripted engines here; `test_resume_ahead.py` has real ones, and kills them.
 """
@@ -28,16 +28,22 @@ from strop.run_directory import read_json, read_lines
 from strop.stages.loop import checkpoints
 from strop.stages.loop.async_rollouts import read_closed
 from strop.stages.loop.ledger import StepLedger, read_rollouts
+from strop.stages.loop.rollouts import StepRollouts
 from strop.training import learner
 
 APART = {"own_process": True}
 STEPS = 4
 
 
-def make_ahead_recipe(*, engine=APART, **rl):
+def make_ahead_recipe(*, engine=APART, k=1, too_old="drop", **rl):
     stages = {name: RECIPE["stages"][name] for name in ("base", "sft")}
-    stages["rl"] = RECIPE["stages"]["rl"] | {"steps": STEPS, "max_staleness": 1} | rl
+    ahead = {"max_staleness": k, "too_old": too_old}
+    stages["rl"] = RECIPE["stages"]["rl"] | {"steps": STEPS, "async_rollouts": ahead} | rl
     return recipe_of(stages, engine={"max_length": 256} | engine)
+
+
+def events(run, name):
+    return [line for line in read_lines(run.events) if line["event"] == name]
 
 
 def versions(run, step):
@@ -85,6 +91,70 @@ def test_the_report_says_how_far_behind_a_rollout_is(ahead):
     assert said[1] == {"0"}
     assert said[2] == {"0 (1 behind)"}
     assert said[4] == {"2 (1 behind)"}
+
+
+@pytest.mark.parametrize("k", [0, 2, 9])
+def test_a_rollout_is_k_publications_old_where_so_many_were_made(tmp_path, k):
+    run = run_recipe(tmp_path / "run", make_ahead_recipe(k=k)).run
+    assert [versions(run, step) for step in range(1, STEPS + 1)] == [{max(0, step - 1 - k)} for step in range(1, STEPS + 1)]
+    assert [line["rollout/staleness_max"] for line in lines_of(run)] == [min(step, k) for step in range(STEPS)]
+
+
+def test_a_staleness_of_0_trains_as_a_run_without_it(tmp_path):
+    ahead, at_once = (
+        run_recipe(tmp_path / name, make_ahead_recipe(**rl)).run
+        for name, rl in {"ahead": {"k": 0}, "at once": {"async_rollouts": None}}.items()
+    )
+    policies = [(run.stage("rl").model / "model.safetensors").read_bytes() for run in (ahead, at_once)]
+    assert policies[0] == policies[1]
+
+
+def test_no_more_than_k_and_one_batches_are_in_flight_or_wait(tmp_path, monkeypatch):
+    started, published, most = set(), [], 0
+
+    def starting(ledger, key, *, seed):
+        nonlocal most
+        started.add(key.task_index // 3 + 1)
+        most = max(most, len(started) - published[-1])
+        start(ledger, key, seed=seed)
+
+    async def publishing(rollouts, trainer, *, version):
+        published.append(version)
+        return await publish(rollouts, trainer, version=version)
+
+    start, publish = StepLedger.started, StepRollouts.publish
+    monkeypatch.setattr(StepLedger, "started", starting)
+    monkeypatch.setattr(StepRollouts, "publish", publishing)
+    run_recipe(tmp_path / "run", make_ahead_recipe(k=2))
+    assert most == 3
+    assert sorted(started) == [1, 2, 3, 4]
+
+
+def dropped(run):
+    return [(line["step"], line["rollouts"], line["policy_version"]) for line in events(run, "rollouts_dropped")]
+
+
+@pytest.mark.parametrize("too_old", ["drop", "wait"])
+def test_rollouts_that_a_lower_k_makes_too_old_are_dropped_and_counted_or_waited_for(tmp_path, too_old):
+    with falling("rl", after=2):
+        run_recipe(tmp_path / "run", make_ahead_recipe(k=2))  # the rollouts of steps 3 and 4 are of versions 0 and 1
+    run = run_recipe(tmp_path / "run", make_ahead_recipe(k=1, too_old=too_old)).run
+    drops = too_old == "drop"
+    assert [line["rollout/dropped_too_old"] for line in lines_of(run)] == [0, 0, *([18, 18] if drops else [0, 0])]
+    assert dropped(run) == ([(3, 18, 0), (4, 18, 1)] if drops else [])
+    assert [line["rollout/staleness_max"] for line in lines_of(run)] == [0, 1, *([0, 1] if drops else [2, 2])]
+    assert [versions(run, step) for step in (3, 4)] == ([{2}, {2}] if drops else [{0}, {1}])
+    for step in range(1, STEPS + 1):
+        keys = [scored.trajectory.key for scored in read_rollouts(run.stage("rl").rollouts(step))]
+        assert len(set(keys)) == len(keys) == 18
+
+
+def test_a_higher_k_begins_further_steps_from_the_weights_of_the_checkpoint(tmp_path):
+    with falling("rl", after=1):
+        run_recipe(tmp_path / "run", make_ahead_recipe(k=1))
+    run = run_recipe(tmp_path / "run", make_ahead_recipe(k=3)).run
+    assert [versions(run, step) for step in range(1, STEPS + 1)] == [{0}, {0}, {1}, {1}]
+    assert [line["rollout/dropped_too_old"] for line in lines_of(run)] == [0, 0, 0, 0]
 
 
 def test_nothing_is_played_ahead_unless_asked(scripted_run):
@@ -234,7 +304,7 @@ def test_rollouts_that_are_gone_are_not_made_up_for_by_others(tmp_path):
         run_recipe(tmp_path / "run", make_ahead_recipe())
     path = tmp_path / "run" / "stages" / "rl" / "rollouts" / "step-000003.jsonl"
     path.write_text("".join(line + "\n" for line in path.read_text().splitlines()[:-1]))
-    with pytest.raises(RunError, match=r"step 3, which were played before the checkpoint of step 2, are missing"):
+    with pytest.raises(RunError, match=r"step-000003.jsonl: 1 rollouts that step-000003.ledger.jsonl has are missing"):
         run_recipe(tmp_path / "run", make_ahead_recipe())
 
 
@@ -257,8 +327,9 @@ def test_a_schedule_holds_for_the_step_that_it_names_however_early_it_is_played(
 @pytest.mark.parametrize(
     ("rl", "engine", "message"),
     [
-        ({}, {}, "stages.rl.max_staleness is 1, but engine and trainer compute in one process"),
-        ({"max_staleness": 2}, APART, "max_staleness.*less than or equal to 1"),
+        ({}, {}, "stages.rl.async_rollouts is set, but engine and trainer compute in one process"),
+        ({"max_staleness": 1}, APART, r"stages.rl.max_staleness.*Did you mean 'async_rollouts.max_staleness'\?"),
+        ({"k": -1}, APART, "async_rollouts.max_staleness.*greater than or equal to 0"),
         (
             {"method": {"kind": "grpo", "mismatch": "off"}},
             APART,
@@ -280,7 +351,7 @@ def test_what_cannot_hold_is_refused_before_anything_runs(rl, engine, message):
 def test_whatever_computes_elsewhere_may_play_ahead(engine):
     recipe = make_ahead_recipe(engine=engine)
     assert recipe.engine.is_apart
-    assert recipe.stages["rl"].config.max_staleness == 1
+    assert recipe.stages["rl"].config.staleness == 1
 
 
 def test_the_plan_tells_it():

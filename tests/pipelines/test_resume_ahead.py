@@ -17,7 +17,7 @@ from strop.stages.loop.ledger import read_rollouts
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # whole runs, one after the other
 
 LIMIT_S = 240
-AHEAD = ("engine.own_process=true", "engine.threads=1", "stages.rl.max_staleness=1")
+AHEAD = ("engine.own_process=true", "engine.threads=1", "stages.rl.async_rollouts.max_staleness=1")
 MOMENTS = {
     "the second step is played ahead of the first": (1, 2, []),
     "in the middle of a checkpoint": (0, 0, ["hold"]),

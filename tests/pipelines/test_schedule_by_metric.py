@@ -230,7 +230,7 @@ REFUSED = {
     ),
     "playing ahead": (
         LONGER,
-        {"max_staleness": 1},
+        {"async_rollouts": {"max_staleness": 1}},
         r"schedule entry 1 \(when = .*\) depends on updates or metrics that are not known yet when a step is played ahead",
     ),
 }

@@ -423,7 +423,7 @@ PUBLISHED: dict[str, Values] = {
         "stages.rl.steps": 2000,
         "stages.rl.budget_s": 4 * 3600,
         "engine.own_process": True,
-        "stages.rl.max_staleness": 1,
+        "stages.rl.async_rollouts.max_staleness": 1,
         "stages.rl.updates_per_step": 4,
         **_under(_METHOD, advantage="mean_centered", aggregation="constant", constant=1024, clip_low=0.2, clip_high=0.28),
         _METHOD + "mismatch": "truncate_token",  # the default for rollouts of older weights

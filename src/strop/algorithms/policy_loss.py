@@ -101,7 +101,7 @@ class PolicyLoss(Method):
         mismatch: Mismatch = Field(
             Mismatch.OFF,
             description="Correction for the difference between sampler and trainer. Default with a server engine or"
-            " with max_staleness: truncate_token.",
+            " with async_rollouts: truncate_token.",
         )
         mismatch_cap: float = Field(2.0, gt=0, description="Upper bound of the correction weight.")
         aggregation: Aggregation = Field(Aggregation.TOKEN_MEAN, description="How token losses are averaged.")

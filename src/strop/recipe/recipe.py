@@ -146,7 +146,9 @@ def _resolved(stage: Mapping[str, Any], shared: Mapping[str, Any], engine: Any) 
         engine = _merge(engine if isinstance(engine, Mapping) else {}, own)
         stage = {**stage, "engine": engine}
     is_server = isinstance(engine, Mapping) and engine.get("kind") in SERVERS
-    if stage.get("kind") != "rl" or "method" not in stage or not (is_server or stage.get("max_staleness")):
+    ahead = stage.get("async_rollouts")
+    is_stale = isinstance(ahead, Mapping) and ahead.get("max_staleness")
+    if stage.get("kind") != "rl" or "method" not in stage or not (is_server or is_stale):
         return stage
     method = stage["method"]
     method = {"kind": method} if isinstance(method, str) else method

@@ -29,7 +29,7 @@ class Panel:
 
 
 _OPTIONAL = """
-    branching/ budget/ machine/ tokens/ validation/ policy/ratio_max rollout/accuracy rollout/entropy
+    branching/ budget/ machine/ tokens/ validation/ policy/ratio_max rollout/accuracy rollout/dropped rollout/entropy
     rollout/length_tokens_mean_ rollout/staleness scheduler/branch_cached scheduler/branches_displaced scheduler/displaced
     scheduler/kv_share scheduler/tool_ time/checkpoint time/score time/validation update/tokens_per_s
 """
@@ -128,7 +128,7 @@ RATIOS = (  # of policies that are reinforced: imitation has none
     Panel(
         "Staleness",
         {"rollout/staleness_mean": "mean", "rollout/staleness_max": "largest"},
-        "Number of publications between sampling and update. max_staleness bounds it.",
+        "Number of publications between sampling and update. async_rollouts.max_staleness bounds it.",
     ),
 )
 IMITATION = (
@@ -156,7 +156,7 @@ TIME = (
             "time/publish_s": "publish",
             "time/checkpoint_s": "checkpoint",
         },
-        "Of each step, one phase on top of the other. With max_staleness, rollouts overlap with the step before.",
+        "Of each step, one phase on top of the other. With async_rollouts, rollouts overlap with the steps before.",
         look=Look.AREA,
     ),
     Panel(

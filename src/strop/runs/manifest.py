@@ -20,12 +20,13 @@ from strop.run_directory import FORMAT_VERSION, RunDirectory, read_json, write_j
 
 # Keys that change no result: they cost time or memory, say where something runs, or end a run early. Not here: what rounds
 # a sum in another way (dtypes, threads, tensor_parallel, a server's kernels), and what decides an outcome (limits, isolation).
+# `async_rollouts` is an exception: how old rollouts may be decides results, and may change at any step.
 _FREE_KEYS = re.compile(
     r"description|hardware|trackers|cluster|cluster\.\w+|scheduler\.\w+|"
     r"(stages\.[^.]+\.)?engine\.(replicas|slots|stall_timeout_s|devices|own_process|python|addresses|start_timeout_s|publish_timeout_s|"
     r"kv_mib)|"
     r"sandbox\.(max_running|max_alive|fork_servers|warm|url|token_env)|"
-    r"stages\.[^.]+\.(size_of|give_up_after|checkpoint_every|keep_checkpoints|keep_rollouts|jobs|"
+    r"stages\.[^.]+\.(async_rollouts\.(max_staleness|too_old)|size_of|give_up_after|checkpoint_every|keep_checkpoints|keep_rollouts|jobs|"
     r"trainer\.(background_checkpoints|worker_timeout_s|max_skipped_updates|(critic\.)?optimizer\.moments)|"
     # How a service is reached, not what it is asked.
     r"reward\.parts\.[^.]+\.(scorer|judge\.service)\."

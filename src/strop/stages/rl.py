@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 from pydantic import Field, model_validator
 from torch import Tensor
@@ -19,7 +19,7 @@ from strop.recipe.stage import Estimate, Machine, StageResult
 from strop.reports.scales import counted
 from strop.rollout.branching import BranchingConfig
 from strop.stages.context import StageContext, product_of
-from strop.stages.loop.async_rollouts import AsyncRollouts, staleness_metrics
+from strop.stages.loop.async_rollouts import AsyncRollouts, AsyncRolloutsConfig, staleness_metrics
 from strop.stages.loop.entropies import are_missing, entropy_curves, scored_entropies
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts, open_player, selection_metrics, write_selection
 from strop.stages.loop.steps import StepResult, Stopwatch, take_steps
@@ -52,18 +52,14 @@ class RLRun:
     def __init__(self, context: StageContext, stage: RL.Config, trainer: Trainer, rollouts: StepRollouts) -> None:
         self.context, self.stage, self.trainer, self.rollouts = context, stage, trainer, rollouts
         self.unused_rewards = UnusedRewards(context)
-        self.ahead = AsyncRollouts(context, stage, rollouts, self.play) if stage.max_staleness else None
+        self.ahead = AsyncRollouts(context, stage, ahead, rollouts, self.play) if (ahead := stage.async_rollouts) else None
 
     async def step(self, step: int, stage: RL.Config, weights: str) -> StepResult:
         """One step of `stage`, as its schedule has it now, from the policy with checksum `weights`."""
         method, watch = stage.method, Stopwatch()
 
         # Rollout
-        if self.ahead is None:
-            played = await self.play(step, stage, weights)
-        else:
-            played = await self.ahead.take(step, stage, weights)
-            self.ahead.begin(step + 1, weights)
+        played = await (self.play(step, stage, weights) if self.ahead is None else self.ahead.take(step, weights))
         groups = played.groups
         watch.lap()
 
@@ -185,11 +181,13 @@ class RL(RolloutStage):
     class Config(RolloutKeys):
         """Keys of `kind = "rl"`."""
 
+        also_called: ClassVar[Mapping[str, str]] = {"max_staleness": "async_rollouts.max_staleness"}
+
         method: Method = Field(description="How advantages and the loss are computed: a kind, or a class of yours.")
         updates_per_step: int = Field(default=1, ge=1, description="Mini-batches of a step, split by task.")
         log_entropies: bool = Field(default=False, description="Log entropies of forking and reflection tokens, on any engine.")
-        max_staleness: int = Field(
-            default=0, ge=0, le=1, description="1: the next step's rollouts are sampled while this step's are trained on."
+        async_rollouts: AsyncRolloutsConfig | None = Field(
+            default=None, description="Rollouts of later steps are sampled while this step's are trained on."
         )
         branching: BranchingConfig | None = Field(
             default=None, description="ARPO: some rollouts of a task begin at the prompt, the others branch off them."
@@ -228,16 +226,16 @@ class RL(RolloutStage):
                 )
             if self.sampling.temperature == 0:
                 yield "sampling.temperature is 0: every rollout of a task would be the same. Raise it; 1.0 is usual."
-            if self.max_staleness and getattr(keys, "mismatch", None) is Mismatch.OFF:
+            if self.staleness and getattr(keys, "mismatch", None) is Mismatch.OFF:
                 yield (
-                    "max_staleness is 1, so rollouts are sampled from older weights than they train, but method.mismatch is"
-                    " 'off'. Leave method.mismatch out (it is then 'truncate_token'), or set max_staleness = 0."
+                    "rollouts are sampled from older weights than they train (async_rollouts), but method.mismatch is 'off'."
+                    " Leave method.mismatch out (it is then 'truncate_token'), or async_rollouts."
                 )
-            for number, entry in enumerate(self.schedule if self.max_staleness else (), start=1):
+            for number, entry in enumerate(self.schedule if self.staleness else (), start=1):
                 if entry.switches and (entry.at_update is not None or entry.when is not None):
                     yield (
                         f"schedule entry {number} ({entry.moment}, {entry.what}) depends on updates or metrics that are not"
-                        " known yet when a step is played ahead (max_staleness is 1). Use at_step, or set max_staleness = 0."
+                        " known yet when a step is played ahead (async_rollouts). Use at_step, or leave async_rollouts out."
                     )
             if self.branching is not None and (initial := self.branching.initial_rollouts) > rollouts:
                 yield (
@@ -279,7 +277,7 @@ class RL(RolloutStage):
 
         @property
         def staleness(self) -> int:
-            return self.max_staleness
+            return 0 if self.async_rollouts is None else self.async_rollouts.max_staleness
 
         @property
         def updates_in_step(self) -> int:
@@ -296,9 +294,9 @@ class RL(RolloutStage):
         if config.branching is not None and recipe.scheduler.policy == "static":
             why = "would wait for memory of rollouts that wait for its branches, with scheduler.policy = 'static'"
             yield ConfigError(f"{stage}.branching {why}. Set scheduler.policy = 'scheduler'.")
-        if config.max_staleness and not recipe.engine.is_apart:
-            why = "is 1, but engine and trainer compute in one process, where they would take turns"
-            yield ConfigError(f"{stage}.max_staleness {why}. Use a server engine, or Ray with engine.own_process = true.")
+        if config.staleness and not recipe.engine.is_apart:
+            why = "is set, but engine and trainer compute in one process, where they would take turns"
+            yield ConfigError(f"{stage}.async_rollouts {why}. Use a server engine, or Ray with engine.own_process = true.")
         yield from super().check(name, recipe, machine)
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:

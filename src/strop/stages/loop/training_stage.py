@@ -290,7 +290,7 @@ class RolloutStage(TrainingStage):
         """The cost of a stage with so many rollouts and updates in a step."""
         config = self.config
         there = tasks_there(name, config, recipe, None)
-        overlaps = getattr(config, "max_staleness", 0) > 0
+        overlaps = config.staleness > 0
         ahead = "; each step's rollouts are played while the step before is trained on" if overlaps else ""
         passes = f"; {config.steps * config.tasks_per_step / there:.1f} passes over {there} tasks" if there else ""
         budget = "" if config.budget_s is None else f"; fewer if {config.budget_s:g} s pass before"
