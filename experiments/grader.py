@@ -322,7 +322,7 @@ def _ending(case: Case, form: AnswerForm) -> str:
 
 def _turn(text: str, observation: str) -> Turn:
     nothing = Completion(
-        ids=(), logprobs=(), entropies=(), is_forced=(), policy_version=0, finish_reason=FinishReason.STOP, cached_tokens=0
+        ids=(), logprobs=(), entropies=(), is_forced=(), spans=(), finish_reason=FinishReason.STOP, cached_tokens=0
     )
     return Turn(completion=nothing, calls=(), observation_ids=(), completion_text=text, observation_text=observation)
 

@@ -212,11 +212,11 @@ def test_law_6_an_engine_that_holds_other_weights_than_were_published_stops_the_
 
 def test_law_6_rollouts_of_other_weights_are_not_reused(scripted_run, tmp_path):
     rollouts = scripted_run.run.stage("rl").rollouts(1)
-    (weights,) = {line["weights"] for line in read_lines(rollouts)}
+    (weights,) = {each for line in read_lines(rollouts) for each in line["weights"].values()}
     copy = tmp_path / rollouts.name
     shutil.copy(packed(rollouts), packed(copy))
     for checksum, num_reused in ((weights, 18), ("0" * 32, 0)):
-        ledger = StepLedger(copy, weights=checksum, policy_version=0)
+        ledger = StepLedger(copy, weights=checksum, published={0: checksum})
         ledger.close()
         assert len(ledger.finished_before) == num_reused
 

@@ -29,7 +29,7 @@ def turn(ids, observation_ids=(), *, is_forced=None, calls=()):
         logprobs=tuple(-float(token) for token in ids),
         entropies=(),
         is_forced=tuple(is_forced or [False] * len(ids)),
-        policy_version=0,
+        spans=((0, len(ids)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )
@@ -129,7 +129,7 @@ def test_a_token_of_a_long_completion_takes_at_most_40_bytes():
         logprobs=[-float(place) for place in range(num)],
         entropies=[float(place) for place in range(num)],
         is_forced=(False,) * num,
-        policy_version=0,
+        spans=((0, len(ids)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

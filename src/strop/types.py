@@ -164,14 +164,15 @@ class Completion:
     """What the engine returned in one turn: ids exactly as sampled, and which of them were forced on the policy.
 
     `logprobs` and `entropies` are in nats, of the distribution sampled from: after temperature, over the full vocabulary
-    (design law 5). `entropies` is empty when the engine cannot tell.
+    (design law 5). `entropies` is empty when the engine cannot tell. `spans` says which weights sampled which tokens: more than
+    one span if weights were published while it was sampled.
     """
 
     ids: tuple[int, ...]
     logprobs: _OfFloats
     entropies: _OfFloats
     is_forced: tuple[bool, ...]
-    policy_version: int
+    spans: tuple[tuple[int, int], ...]  # (policy version, number of tokens), in order
     finish_reason: FinishReason
     cached_tokens: int  # how many of the request's ids were not computed again
 
@@ -180,6 +181,11 @@ class Completion:
         for name, kind in (("ids", shared_ids), ("logprobs", Floats), ("entropies", Floats)):
             with suppress(TypeError):  # `check_completion` names what is wrong
                 object.__setattr__(self, name, kind(getattr(self, name)))
+
+    @property
+    def policy_version(self) -> int:
+        """Of the oldest weights that sampled a token of it; -1 without tokens."""
+        return self.spans[0][0] if self.spans else -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ def make_trajectory() -> MakeTrajectory:
                         logprobs=(-1.0, -2.0),
                         entropies=(),
                         is_forced=(False, False),
-                        policy_version=0,
+                        spans=((0, 2),),
                         finish_reason=FinishReason.STOP,
                         cached_tokens=0,
                     ),

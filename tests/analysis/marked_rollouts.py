@@ -11,7 +11,7 @@ def turn(tokens, *outcomes, observed=1):
         logprobs=(0.0,) * len(tokens),
         entropies=tuple(token[1] for token in tokens),
         is_forced=tuple("forced" in token for token in tokens),
-        policy_version=0,
+        spans=((0, len(tokens)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

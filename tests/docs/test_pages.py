@@ -171,7 +171,7 @@ def test_the_run_directory_page_names_every_metric_of_rollouts() -> None:
         logprobs=(0.0,),
         entropies=(),
         is_forced=(False,),
-        policy_version=0,
+        spans=((0, 1),),
         finish_reason=types.FinishReason.STOP,
         cached_tokens=0,
     )

@@ -88,17 +88,17 @@ class Tensors:
         return self._checksum
 
 
-async def load(engine: InferenceEngine, source: WeightSource, *, version: int = 1) -> str:
+async def load(engine: InferenceEngine, source: WeightSource, *, version: int = 1, keeps_requests: bool = False) -> str:
     """Give weights to an engine as a trainer does."""
-    async with Publication(source, version=version) as publication:
+    async with Publication(source, version=version, keeps_requests=keeps_requests) as publication:
         await engine.load_weights(publication)
         return await publication.checksum()
 
 
-async def publish(engine: InferenceEngine, model: torch.nn.Module, version: int = 1) -> None:
+async def publish(engine: InferenceEngine, model: torch.nn.Module, version: int = 1, *, keeps_requests: bool = False) -> None:
     """Give the weights of `model`, cast to the engine's dtype, to the engine."""
     cast = [(name, parameter.detach().to(engine.capabilities.dtype)) for name, parameter in model.named_parameters()]
-    await load(engine, Tensors(cast), version=version)
+    await load(engine, Tensors(cast), version=version, keeps_requests=keeps_requests)
 
 
 def make_request(id: str, ids: Iterable[int], **changes: object) -> CompletionRequest:

@@ -173,7 +173,7 @@ class LyingEngine(actor._HostedEngine):
     [
         ({"ids": (VOCAB_SIZE,) * 8}, f"outside the vocabulary 0..{VOCAB_SIZE - 1}: {VOCAB_SIZE}"),
         ({"logprobs": (-0.5,) * 7}, "has 8 ids and 7 logprobs"),
-        ({"policy_version": 6}, "policy version 6, but 0 was published"),
+        ({"spans": ((6, 8),)}, "policy version 6, but 0 was published"),
     ],
 )
 def test_a_completion_that_cannot_be_is_the_end_of_the_engine_and_is_named(play, monkeypatch, lies, fault):

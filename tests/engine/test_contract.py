@@ -327,6 +327,44 @@ def test_weights_cannot_be_published_under_a_running_completion(run):
     run(scenario)
 
 
+def test_requests_that_are_kept_go_on_with_the_new_weights_and_say_which_tokens_are_whose(run):
+    async def scenario(engine):
+        alone = await engine.complete(make_request("alone", [1], max_tokens=90))
+        await engine.release("alone")
+        [running] = await _under_way(engine, "a")
+        await publish(engine, make_model("llama", seed=1), version=8, keeps_requests=True)
+        spliced = await running
+        [(before, num_before), (after, num_after)] = spliced.spans
+        assert (before, after, num_before + num_after) == (7, 8, 90)
+        assert len(spliced.ids) == len(spliced.logprobs) == 90
+        if engine.capabilities.is_deterministic:
+            assert spliced.ids[:num_before] == alone.ids[:num_before]
+            assert spliced.logprobs[:num_before] == alone.logprobs[:num_before]
+        so_far = [1, *spliced.ids]
+        turn = await engine.complete(make_request("a2", [*so_far, 4], extends="a", at=len(so_far)))
+        assert turn.spans == ((8, 8),)
+        assert turn.cached_tokens >= 64  # what it has is kept
+
+    run(scenario)
+
+
+def test_a_new_conversation_reads_no_cache_of_older_weights_though_requests_were_kept(run):
+    async def scenario(engine):
+        model = make_model("llama", seed=1)
+        await engine.complete(make_request("a", LONG))
+        await publish(engine, model, version=8, keeps_requests=True)
+        kept = await engine.complete(make_request("b", LONG, seed=3))
+        assert kept.cached_tokens == 0
+        for name in "ab":
+            await engine.release(name)
+        await publish(engine, model, version=9)
+        fresh = await engine.complete(make_request("c", LONG, seed=3))
+        assert kept.ids == fresh.ids
+        assert kept.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+
+    run(scenario)
+
+
 def test_a_closed_engine_fails_what_runs_and_refuses_the_rest(run):
     async def scenario(engine):
         [running] = await _under_way(engine, "a")

@@ -17,12 +17,18 @@ _STOPPED = Completion(
     logprobs=(-1.0, -0.5, 1e-7),
     entropies=(1.0, 0.0, 2.0),
     is_forced=(False, False, False),
-    policy_version=3,
+    spans=((3, 3),),
     finish_reason=FinishReason.STOP,
     cached_tokens=3,
 )
 _FULL = dataclasses.replace(
-    _STOPPED, ids=(5, 6, 7, 8), logprobs=(-1.0,) * 4, entropies=(), is_forced=(False,) * 4, finish_reason=FinishReason.LENGTH
+    _STOPPED,
+    ids=(5, 6, 7, 8),
+    logprobs=(-1.0,) * 4,
+    entropies=(),
+    is_forced=(False,) * 4,
+    spans=((3, 4),),
+    finish_reason=FinishReason.LENGTH,
 )
 
 
@@ -35,7 +41,7 @@ def test_what_a_sound_engine_answers_is_accepted():
     _check(_FULL)
     _check(dataclasses.replace(_STOPPED, ids=(5, 6, 7)), make_request("a", [1, 2, 3], stop_strings=("x",)))
     _check(dataclasses.replace(_STOPPED, ids=(5, 11, 9)), vocab_size=None)
-    check_completion(_REQUEST, dataclasses.replace(_STOPPED, policy_version=-1), vocab_size=10, policy_version=None)
+    check_completion(_REQUEST, dataclasses.replace(_STOPPED, spans=((-1, 3),)), vocab_size=10, policy_version=None)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +65,15 @@ def test_what_a_sound_engine_answers_is_accepted():
         (_STOPPED, {"finish_reason": FinishReason.LENGTH}, "cut at max_tokens, but ends with stop id 9"),
         (_STOPPED, {"ids": (5, 6, 7), "finish_reason": FinishReason.LENGTH}, "but ends with 3 of 4 tokens"),
         (_STOPPED, {"cached_tokens": 4}, "says that 4 of 3 ids were cached"),
-        (_STOPPED, {"policy_version": 2}, "sampled from policy version 2, but 3 was published"),
+        (_STOPPED, {"spans": ((2, 3),)}, "sampled from policy version 2, but 3 was published"),
+        (_STOPPED, {"spans": ((3, 1), (4, 2))}, "sampled from policy version 4, but 3 was published"),
+        (_STOPPED, {"spans": ()}, "has 3 ids, and spans of 0 tokens"),
+        (_STOPPED, {"spans": ((3, 1), (4, 1))}, "has 3 ids, and spans of 2 tokens"),
+        (_STOPPED, {"spans": ((3, 3), (4, 0))}, "has 3 ids, and spans of 3 tokens"),
+        (_STOPPED, {"spans": ((3, 1), (2, 2))}, "has spans whose policy versions do not rise"),
+        (_STOPPED, {"spans": ((3, 1), (3, 2))}, "has spans whose policy versions do not rise"),
+        (_STOPPED, {"spans": ((3, "3"),)}, "as spans, which are no pairs"),
+        (_STOPPED, {"spans": 3}, "has 3 as spans"),
         (_STOPPED, {"ids": (5, 1.5, 9)}, "has ids 1.5 at position 1, which is no int"),
         (_STOPPED, {"ids": ("5", 6, 9)}, "has ids '5' at position 0, which is no int"),
         (_STOPPED, {"ids": None}, "has None as ids"),
@@ -73,6 +87,14 @@ def test_what_no_engine_can_have_sampled_is_garbage_and_named(completion, change
         _check(dataclasses.replace(completion, **changes))
     assert "invalid completion: the completion of request a" in str(lost.value)
     assert fault in str(lost.value)
+
+
+def test_weights_that_were_published_meanwhile_may_have_sampled_the_rest():
+    spliced = dataclasses.replace(_STOPPED, spans=((3, 1), (4, 2)))
+    check_completion(_REQUEST, spliced, vocab_size=10, policy_version=3, newest=4)
+    check_completion(_REQUEST, spliced, vocab_size=10, policy_version=2, newest=6)
+    with pytest.raises(EngineLost, match="policy version 3, but 4 to 6 was published"):
+        check_completion(_REQUEST, spliced, vocab_size=10, policy_version=4, newest=6)
 
 
 def test_a_stop_before_min_tokens_is_garbage():

@@ -461,6 +461,87 @@ def test_requests_that_arrive_during_a_publication_wait_for_its_end(play):
     play(scenario)
 
 
+def test_the_tokens_after_an_update_in_flight_are_of_the_new_weights_on_the_cache_of_the_old(play):
+    """The log-probs are those of `transformers`, whose cache the first model filled and the second one went on with."""
+    older, newer = make_model("llama"), make_model("llama", seed=1)
+
+    async def scenario(engine):
+        for number in range(50):
+            running = asyncio.create_task(engine.complete(make_request(f"a{number}", [1, 2, 3], max_tokens=90)))
+            await asyncio.sleep(0.005)
+            await publish(engine, newer, version=2 * number + 2, keeps_requests=True)
+            completion = await running
+            await engine.release(f"a{number}")
+            if len(completion.spans) == 2:
+                break
+            await publish(engine, older, version=2 * number + 3)
+        [(_, num_older), (_, num_newer)] = completion.spans
+        assert num_older + num_newer == 90
+        ids = torch.tensor([[1, 2, 3, *completion.ids]])
+        fed = 3 + num_older - 1  # the newest token of the older weights has no cache yet
+        with torch.no_grad():
+            first = older(ids[:, :fed], use_cache=True)
+            second = newer(ids[:, fed:-1], past_key_values=first.past_key_values)
+            alone = newer(ids[:, :-1])
+        of_both = torch.cat([first.logits, second.logits], 1)
+        logprobs, of_newer = (
+            logits[0].log_softmax(-1).gather(1, ids[0, 1:, None])[2:, 0] for logits in (of_both, alone.logits)
+        )
+        assert tuple(completion.logprobs) == pytest.approx(logprobs.tolist(), abs=1e-4)
+        assert (logprobs - of_newer)[num_older:].abs().max() > 1e-2, "the cache made no difference: the test proves nothing"
+
+    play(scenario, model=older)
+
+
+def test_what_arrives_in_an_update_in_flight_waits_for_it_and_what_runs_fails_with_it(play):
+    tensors = [(name, tensor.detach()) for name, tensor in make_model("llama", seed=1).named_parameters()]
+
+    async def scenario(engine):
+        go_on = asyncio.Event()
+
+        class Slow(Tensors):
+            async def tensors(self):
+                yield self.named[0]
+                await go_on.wait()
+                for named in self.named[1:]:
+                    yield named
+
+        held = await engine.complete(make_request("held", [5], max_tokens=3))
+        so_far, tail = [5, *held.ids], "held"
+        for checksum, version in (("", 2), ("wrong", 3)):
+            go_on.clear()
+            running = asyncio.create_task(engine.complete(make_request("running", [1], max_tokens=900)))
+            await asyncio.sleep(0.02)
+            loading = asyncio.create_task(load(engine, Slow(tensors, checksum), version=version, keeps_requests=True))
+            await asyncio.sleep(0.02)
+            num_steps = engine.num_steps
+            goes_on = make_request(f"turn {version}", [*so_far, 6], extends=tail, at=len(so_far), max_tokens=2)
+            waiting = [asyncio.create_task(engine.complete(each)) for each in (goes_on, make_request("new", [1]))]
+            leaving = asyncio.create_task(engine.complete(make_request("leaving", [1])))
+            await asyncio.sleep(0.02)
+            leaving.cancel()
+            await asyncio.sleep(0.02)
+            assert engine.num_steps == num_steps, "it computes while weights change"
+            assert not any(task.done() for task in waiting)
+            go_on.set()
+            if checksum:
+                with pytest.raises(WeightsNotProven, match="checksum"):
+                    await loading
+                for task in (running, *waiting):
+                    with pytest.raises(WeightsNotProven, match="arrived damaged"):
+                        await task
+                continue
+            await loading
+            assert [version for version, _ in (await running).spans] == [1, 2]
+            turn, new = await asyncio.gather(*waiting)
+            assert (turn.spans, turn.cached_tokens, new.spans) == (((2, 2),), 3, ((2, 8),))
+            so_far, tail = [*so_far, 6, *turn.ids], goes_on.id
+            for name in ("running", "new"):
+                await engine.release(name)
+
+    play(scenario, slots=4, max_length=1000)
+
+
 def test_no_thread_outlives_the_engine(play):
     async def scenario(engine):
         assert "strop-engine" in {thread.name for thread in threading.enumerate()}

@@ -21,7 +21,7 @@ def attempt(said, *, right, number=0, length=5, calls=(), parts=None, stop_reaso
         logprobs=(-0.5,) * length,
         entropies=(),
         is_forced=(False,) * length,
-        policy_version=0,
+        spans=((0, length),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

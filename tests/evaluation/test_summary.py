@@ -46,7 +46,7 @@ def turn(calls, tool):
             logprobs=(-0.5,),
             entropies=(0.1,),
             is_forced=(False,),
-            policy_version=0,
+            spans=((0, 1),),
             finish_reason=FinishReason.STOP,
             cached_tokens=0,
         ),

@@ -18,7 +18,7 @@ def said(text, stop_reason=StopReason.ANSWERED):
         logprobs=(0.0,),
         entropies=(),
         is_forced=(False,),
-        policy_version=0,
+        spans=((0, 1),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

@@ -31,7 +31,7 @@ def turn_of(text):
         logprobs=(0.0,) * len(ids),
         entropies=(),
         is_forced=(False,) * len(ids),
-        policy_version=0,
+        spans=((0, len(ids)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

@@ -228,7 +228,9 @@ def test_a_policy_that_collapses_ends_its_stage_and_the_best_that_was_measured_i
     assert read_json(stage.done)["model"] == "stages/rl/best"
     assert weights_digest(stage.best) == weights_digest(stage.checkpoint(best) / "model") != weights_digest(stage.model)
     # The stage after it evaluates that policy.
-    assert {line["weights"] for line in read_lines(run.stage("after").rollouts(0))} == {weights_digest(stage.best)}
+    assert {each for line in read_lines(run.stage("after").rollouts(0)) for each in line["weights"].values()} == {
+        weights_digest(stage.best)
+    }
     # And it is said everywhere.
     [told] = [line for line in read_lines(run.events) if line["event"] == "ended_early"]
     assert told["because"].endswith(f"; the policy is that of step {best}, the best that a validation found")

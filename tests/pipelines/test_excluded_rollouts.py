@@ -38,7 +38,7 @@ def test_a_step_that_is_read_again_has_the_tree_that_it_had(played, tmp_path: Pa
     assert [scored.trajectory.key.branch for scored in judged.trajectories] == [0, 2]
     assert (judged.num_void, [each.key.branch for each in judged.tree]) == (3, [0, 2, 1])
     path = tmp_path / "step-000001.jsonl"
-    ledger = StepLedger(path, weights="w", policy_version=0)
+    ledger = StepLedger(path, weights="w", published={0: "w"})
     for scored in chain:
         ledger.finished(scored)
     ledger.closed([judged], figures={}, time_s=1.0)

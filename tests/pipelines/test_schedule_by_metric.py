@@ -124,7 +124,7 @@ def test_lengths_rise_while_too_many_rollouts_are_truncated_and_the_moments_stay
     assert min(shares[:3]) > 0.1
     longest = {}
     for step in range(1, 7):
-        [version] = {line["policy_version"] for line in read_lines(whole.run.stage("rl").rollouts(step))}
+        [version] = {int(each) for line in read_lines(whole.run.stage("rl").rollouts(step)) for each in line["weights"]}
         of_step = [request for request, made in whole.engines[1].answers.values() if made.policy_version == version]
         longest[step] = max(request.max_tokens for request in of_step)
     assert longest == {1: 40, 2: 40, 3: 90, 4: 150, 5: 150, 6: 150}

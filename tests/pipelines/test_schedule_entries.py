@@ -72,7 +72,7 @@ def test_temperature_length_turns_and_weights_are_those_of_the_step(tmp_path):
             if each["reward_parts"] == {"accuracy": 0, "format": 1, "called": 0}
             for reward in [each["reward"]]
         }
-        [version] = {line["policy_version"] for line in lines}
+        [version] = {int(each) for line in lines for each in line["weights"]}
         of_step = [each for each, made in done.engines[1].answers.values() if made.policy_version == version]
         temperatures[step] = {request.temperature for request in of_step}
         responses[step] = max(request.max_tokens for request in of_step)

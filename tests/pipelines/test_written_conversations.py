@@ -104,7 +104,7 @@ def test_a_conversation_has_the_ids_of_the_rollout_in_which_the_same_is_said(cha
                 logprobs=(0.0,) * len(segment.ids),
                 entropies=(),
                 is_forced=(False,) * len(segment.ids),
-                policy_version=0,
+                spans=((0, len(segment.ids)),),
                 finish_reason=FinishReason.STOP,
                 cached_tokens=0,
             )

@@ -46,7 +46,7 @@ def earned(part, text):
     """What a right answer, 42, gets of a reward of this part alone."""
     config = Reward.of({"kind": "sum", "parts": {"accuracy": part}})
     completion = Completion(
-        ids=(), logprobs=(), entropies=(), is_forced=(), policy_version=0, finish_reason=FinishReason.STOP, cached_tokens=0
+        ids=(), logprobs=(), entropies=(), is_forced=(), spans=(), finish_reason=FinishReason.STOP, cached_tokens=0
     )
     said = Turn(completion=completion, calls=(), observation_ids=(), completion_text=text, observation_text="")
     key = RolloutKey(task_index=0, attempt=0)

@@ -249,9 +249,7 @@ class _Pen:
             )
             rollouts = [self._rollout(task, (a, b, c), RolloutKey(task_index=task_index, attempt=n), skill) for n in range(6)]
             for scored in rollouts:
-                writer.append(
-                    {"rollout": _SCORED.dump_python(scored, mode="json"), "policy_version": step, "weights": "c0ffee"}
-                )
+                writer.append({"rollout": _SCORED.dump_python(scored, mode="json"), "weights": {str(step): "c0ffee"}})
             groups.append(
                 {"task": _TASK.dump_python(task, mode="json"), "task_index": task_index, "rollouts": _judge(rollouts)}
             )
@@ -301,7 +299,7 @@ class _Pen:
                 logprobs=tuple(round(-abs(self.chance.gauss(0, 1)) * entropy, 4) for entropy in entropies),
                 entropies=entropies,
                 is_forced=tuple(place < 3 for place in range(len(ids))),
-                policy_version=0,
+                spans=((0, len(ids)),),
                 finish_reason=FinishReason.STOP,
                 cached_tokens=0,
             ),

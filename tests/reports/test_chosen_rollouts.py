@@ -42,7 +42,7 @@ def rollout(*kinds, task_index=0, attempt=0):
         logprobs=(-0.1, -0.2),
         entropies=(0.3, 0.4),
         is_forced=(False, False),
-        policy_version=0,
+        spans=((0, 2),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )
@@ -67,7 +67,9 @@ def write_step(run, step, groups):
         task = Task(id=f"t{task_index}", question=question, answer="1", source="by hand")
         played = [rollout(*kinds, task_index=task_index, attempt=attempt) for attempt, kinds in enumerate(members)]
         for scored in played:
-            writer.append({"rollout": TypeAdapter(ScoredTrajectory).dump_python(scored, mode="json"), "policy_version": 0})
+            writer.append(
+                {"rollout": TypeAdapter(ScoredTrajectory).dump_python(scored, mode="json"), "weights": {"0": "c0ffee"}}
+            )
         entries = [
             {
                 "key": TypeAdapter(RolloutKey).dump_python(scored.trajectory.key, mode="json"),

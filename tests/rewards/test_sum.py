@@ -44,7 +44,7 @@ def of_length(num_tokens, text=RIGHT):
         logprobs=(0.0,) * num_tokens,
         entropies=(),
         is_forced=(False,) * num_tokens,
-        policy_version=0,
+        spans=((0, num_tokens),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

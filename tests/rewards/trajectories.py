@@ -7,7 +7,7 @@ TASK = Task(id="t", question="What is 8*9?", answer="72", source="test")
 
 def turn(text, *calls, observation=""):
     completion = Completion(
-        ids=(), logprobs=(), entropies=(), is_forced=(), policy_version=0, finish_reason=FinishReason.STOP, cached_tokens=0
+        ids=(), logprobs=(), entropies=(), is_forced=(), spans=(), finish_reason=FinishReason.STOP, cached_tokens=0
     )
     return Turn(completion=completion, calls=calls, observation_ids=(), completion_text=text, observation_text=observation)
 

@@ -35,7 +35,7 @@ def completion(*entropies):
         logprobs=(0.0,) * len(entropies),
         entropies=entropies,
         is_forced=(False,) * len(entropies),
-        policy_version=0,
+        spans=((0, len(entropies)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

@@ -63,7 +63,7 @@ def completion(text, *, ending=("<|im_end|>",), finish_reason=FinishReason.STOP)
         logprobs=(0.0,) * len(ids),
         entropies=(),
         is_forced=(False,) * len(ids),
-        policy_version=0,
+        spans=((0, len(ids)),),
         finish_reason=finish_reason,
         cached_tokens=0,
     )

@@ -98,7 +98,7 @@ async def played():
             logprobs=(0.0,) * len(ids),
             entropies=(),
             is_forced=(False,) * len(ids),
-            policy_version=0,
+            spans=((0, len(ids)),),
             finish_reason=FinishReason.STOP,
             cached_tokens=0,
         )

@@ -23,7 +23,7 @@ def completion(ids, logprobs, is_forced=None):
         logprobs=logprobs,
         entropies=(),
         is_forced=is_forced or (False,) * len(ids),
-        policy_version=0,
+        spans=((0, len(ids)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

@@ -185,7 +185,7 @@ def completion_of(ids: tuple[int, ...]) -> Completion:
         logprobs=(-1.0,) * len(ids),
         entropies=(1.0,) * len(ids),
         is_forced=(False,) * len(ids),
-        policy_version=0,
+        spans=((0, len(ids)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

@@ -46,6 +46,7 @@ class ActorEngine:
         self.name = name
         self._config, self._actor, self._oom_kills = config, actor, oom_kills
         self._capabilities, self._capacity, self._vocab_size, self._policy_version = described
+        self._newest = self._policy_version  # or on its way
         self._load_s = config.stall_timeout_s + (config.publish_timeout_s if isinstance(config, ServerConfig) else 0.0)
         self._probes = itertools.count()
         self._doubt = ""  # empty: what the process itself says of its weights counts
@@ -125,10 +126,13 @@ class ActorEngine:
         """See `TorchEngine.complete`, which this equals in all that it returns and raises."""
         if self._doubt:
             raise WeightsNotProven(f"{self._doubt}. Publish weights to the engine again before sampling from it.")
+        asked_at = self._policy_version
         asking = self._call("complete", request) if probe is None else self._complete_probed(request, probe)
         completion: Completion = await asking
         try:
-            check_completion(request, completion, vocab_size=self._vocab_size, policy_version=self._policy_version)
+            check_completion(
+                request, completion, vocab_size=self._vocab_size, policy_version=asked_at, newest=max(asked_at, self._newest)
+            )
         except EngineLost as error:
             raise EngineLost(str(self._actor.lose(f"is lost: {error}"))) from error
         return completion
@@ -153,9 +157,11 @@ class ActorEngine:
             directory, checksum = await publication.files(self._actor.elsewhere), await publication.checksum()
         except ActorsLost as error:
             raise EngineLost(str(self._actor.lose(f"did not get the weights: {error}"))) from error
+        files = (directory, publication.version, checksum, publication.keeps_requests)
+        self._doubt, self._newest = "", publication.version  # requests that come now wait in the engine
         try:
             async with asyncio.timeout(self._load_s):
-                version, self._capabilities = await self._call("load_weights", directory, publication.version, checksum)
+                version, self._capabilities = await self._call("load_weights", *files)
         except TimeoutError as error:
             within = f"within {self._load_s:g} s (engine.stall_timeout_s)"
             raise EngineLost(str(self._actor.lose(f"hangs: it did not load weights {within}"))) from error
@@ -165,7 +171,7 @@ class ActorEngine:
         if version != publication.version:
             why = f"is lost: it says that it holds version {version} after {publication.version} was published"
             raise EngineLost(str(self._actor.lose(why)))
-        self._policy_version, self._doubt = version, ""
+        self._policy_version = version
 
     async def close(self) -> None:
         """End the process; whatever is outstanding fails with `EngineLost`. Safe to call twice."""
@@ -270,8 +276,10 @@ class _HostedEngine:
     async def release(self, request_id: str) -> None:
         await self._engine.release(request_id)
 
-    async def load_weights(self, directory: Path, version: int, checksum: str) -> tuple[int, Capabilities]:
-        publication = Publication.in_files(directory, version=version, checksum=checksum)
+    async def load_weights(
+        self, directory: Path, version: int, checksum: str, keeps_requests: bool
+    ) -> tuple[int, Capabilities]:
+        publication = Publication.in_files(directory, version=version, checksum=checksum, keeps_requests=keeps_requests)
         with _naming_failures():
             async with self._loading:  # a load whose caller was cancelled may not have ended
                 await self._engine.load_weights(publication)

@@ -148,6 +148,9 @@ class InferenceEngine(Protocol):
     async def load_weights(self, publication: Publication) -> None:
         """Replace the weights by those of `publication`, which are in the engine's dtype, and drop all KV caches.
 
+        With `publication.keeps_requests`, requests may run: they pause meanwhile, keep their KV cache as it is, and sample
+        their further tokens from the new weights. A new conversation reads no cache of older weights.
+
         An engine in this process reads `publication.tensors`, one in another process `publication.files`. Raises
         `WeightsNotProven` if the checksum of what it holds then is not that of the publication.
         """
@@ -266,15 +269,22 @@ def check_prefix(request: CompletionRequest, held: Sequence[int]) -> None:
 
 
 def check_completion(
-    request: CompletionRequest, completion: Completion, *, vocab_size: int | None, policy_version: int | None
+    request: CompletionRequest,
+    completion: Completion,
+    *,
+    vocab_size: int | None,
+    policy_version: int | None,
+    newest: int | None = None,
 ) -> None:
     """Raises `EngineLost`, which names what is wrong, unless `completion` can be an answer to `request`.
 
     Args:
         vocab_size: of the model; None if it is not known.
         policy_version: of the weights that were published last; None to accept any.
+        newest: of those that were published while it was sampled. Default: none were.
     """
-    faults = itertools.chain(_wrong_types(completion), _faults(request, completion, vocab_size, policy_version))
+    versions = None if policy_version is None else (policy_version, policy_version if newest is None else newest)
+    faults = itertools.chain(_wrong_types(completion), _faults(request, completion, vocab_size, versions))
     if fault := next(faults, None):
         raise EngineLost(f"the engine returned an invalid completion: the completion of request {request.id} {fault}.")
 
@@ -288,13 +298,15 @@ def _wrong_types(completion: Completion) -> Iterator[str]:
         elif not set(map(type, figures)) <= {kind}:
             place = next(index for index, each in enumerate(figures) if type(each) is not kind)
             yield f"has {name} {figures[place]!r} at position {place}, which is no {kind.__name__}"
-    for name in ("cached_tokens", "policy_version"):
-        if type(number := getattr(completion, name)) is not int:
-            yield f"has {number!r} as {name}, which is no int"
+    if type(completion.cached_tokens) is not int:
+        yield f"has {completion.cached_tokens!r} as cached_tokens, which is no int"
+    spans = completion.spans
+    if type(spans) is not tuple or any(tuple(map(type, span)) != (int, int) for span in spans):
+        yield f"has {spans!r} as spans, which are no pairs of a policy version and a number of tokens"
 
 
 def _faults(
-    request: CompletionRequest, completion: Completion, vocab_size: int | None, policy_version: int | None
+    request: CompletionRequest, completion: Completion, vocab_size: int | None, versions: tuple[int, int] | None
 ) -> Iterator[str]:
     ids, length = completion.ids, len(completion.ids)
     if not 0 < length <= request.max_tokens:
@@ -324,5 +336,12 @@ def _faults(
             yield f"was stopped after {length} tokens, but min_tokens is {request.min_tokens}"
     if not 0 <= completion.cached_tokens <= len(request.ids):
         yield f"says that {completion.cached_tokens} of {len(request.ids)} ids were cached"
-    if policy_version is not None and completion.policy_version != policy_version:
-        yield f"was sampled from policy version {completion.policy_version}, but {policy_version} was published"
+    spans = completion.spans
+    if (total := sum(num for _, num in spans)) != length or min(num for _, num in spans) < 1:
+        yield f"has {length} ids, and spans of {total} tokens: {spans}"
+    if any(later <= earlier for (earlier, _), (later, _) in itertools.pairwise(spans)):
+        yield f"has spans whose policy versions do not rise: {spans}"
+    if versions is not None and (spans[0][0] < versions[0] or spans[-1][0] > versions[1]):
+        wrong = spans[0][0] if spans[0][0] < versions[0] else spans[-1][0]
+        published = " to ".join(dict.fromkeys(map(str, versions)))
+        yield f"was sampled from policy version {wrong}, but {published} was published"

@@ -42,10 +42,14 @@ class WeightSource(Protocol):
 
 
 class Publication:
-    """The weights of one version, for every engine that asks for them. Close it when no engine reads it any more."""
+    """The weights of one version, for every engine that asks for them. Close it when no engine reads it any more.
 
-    def __init__(self, source: WeightSource | None, *, version: int) -> None:
-        self.version = version
+    Args:
+        keeps_requests: whether requests go on with the new weights. Otherwise an engine that has any refuses the weights.
+    """
+
+    def __init__(self, source: WeightSource | None, *, version: int, keeps_requests: bool = False) -> None:
+        self.version, self.keeps_requests = version, keeps_requests
         self.error: Exception | None = None  # of the trainer, not of an engine
         self._source = source
         self._checksum = ""
@@ -57,9 +61,9 @@ class Publication:
         self._copying: dict[Node | None, asyncio.Lock] = {}
 
     @classmethod
-    def in_files(cls, directory: Path, *, version: int, checksum: str) -> Self:
+    def in_files(cls, directory: Path, *, version: int, checksum: str, keeps_requests: bool = False) -> Self:
         """Return a publication whose files another process wrote and removes."""
-        publication = cls(None, version=version)
+        publication = cls(None, version=version, keeps_requests=keeps_requests)
         publication._directory, publication._checksum = directory, checksum
         return publication
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 
 import torch
 
@@ -59,6 +60,7 @@ class _Hold:
     ids: tuple[int, ...]  # of its newest request and completion
     reserved_tokens: int
     running: asyncio.Task[Completion] | None
+    versions: list[int]  # of the weights since its newest request began
 
 
 class ScriptedEngine:
@@ -197,13 +199,14 @@ class ScriptedEngine:
 
     async def load_weights(self, publication: Publication) -> None:
         running = [request_id for request_id, hold in self._holds.items() if hold.running is not None]
-        if running or self._queue:
+        if (running or self._queue) and not publication.keeps_requests:
             raise StropError(f"weights cannot be loaded while completions run or wait: {[*running, *self._queue]}.")
         await self._may_answer.wait()
         if self._is_lost:
             raise EngineLost(self._last_words)
         self._is_proven = False
-        self._holds.clear()
+        if not publication.keeps_requests:
+            self._holds.clear()
         self.weights = {name: tensor.detach().to(self._dtype, copy=True) async for name, tensor in publication.tensors()}
         if self._has_wrong_weights:
             self.weights = {name: tensor + 1 for name, tensor in self.weights.items()}
@@ -211,6 +214,8 @@ class ScriptedEngine:
         if held != checksum:
             raise WeightsNotProven(f"version {version} was published with checksum {checksum}, but the engine holds {held}.")
         self._is_proven, self._policy_version = True, version
+        for hold in self._holds.values():
+            hold.versions.append(version)
 
     async def close(self) -> None:
         await self.kill("the engine was closed.")
@@ -243,7 +248,7 @@ class ScriptedEngine:
             del self._holds[request.extends]  # it goes on in place; its memory is its own
         else:
             await self._wait_for(request.id, tokens)
-        self._holds[request.id] = _Hold(ids=request.ids, reserved_tokens=tokens, running=None)
+        self._holds[request.id] = _Hold(ids=request.ids, reserved_tokens=tokens, running=None, versions=[self._policy_version])
         return cached_tokens
 
     async def _wait_for(self, request_id: str, tokens: int) -> None:
@@ -300,7 +305,7 @@ class ScriptedEngine:
             logprobs=reply.logprobs[:length],
             entropies=reply.entropies[:length],
             is_forced=(False,) * length,
-            policy_version=self._policy_version,
+            spans=_even_spans(self._holds[request.id].versions, length),
             finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
             cached_tokens=cached_tokens,
         )
@@ -322,6 +327,13 @@ class ScriptedEngine:
         return Reply(ids=tuple(said), logprobs=(0.0,) * len(said), entropies=(0.0,) * len(said))
 
 
+def _even_spans(versions: Sequence[int], length: int) -> tuple[tuple[int, int], ...]:
+    """As if every version had sampled equally many of the tokens."""
+    ends = [length * number // len(versions) for number in range(len(versions) + 1)]
+    spans = zip(versions, (end - start for start, end in pairwise(ends)), strict=True)
+    return tuple((version, num) for version, num in spans if num)
+
+
 def _damaged(completion: Completion, fault: Fault) -> Completion:
     match fault:
         case Fault.MISSING_LOGPROB:
@@ -331,5 +343,5 @@ def _damaged(completion: Completion, fault: Fault) -> Completion:
         case Fault.FOREIGN_ID:
             return replace(completion, ids=(-1, *completion.ids[1:]))
         case Fault.OLD_WEIGHTS:
-            return replace(completion, policy_version=completion.policy_version - 1)
+            return replace(completion, spans=((completion.policy_version - 1, len(completion.ids)),))
     return completion

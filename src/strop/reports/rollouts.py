@@ -158,12 +158,10 @@ class ShownRollout:
 
     @property
     def policy_version(self) -> str:
-        """The version of the sampling weights and how many publications it is behind its step."""
-        if "policy_version" not in self.line:
-            return ""
-        version = int(self.line["policy_version"])
-        behind = self.step - 1 - version
-        return f"{version} ({behind} behind)" if behind > 0 else str(version)
+        """The versions of the sampling weights and how many publications the oldest is behind its step."""
+        versions = sorted(map(int, self.line.get("weights", ())))
+        behind = self.step - 1 - versions[0] if versions else 0
+        return ", ".join(map(str, versions)) + (f" ({behind} behind)" if behind > 0 else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

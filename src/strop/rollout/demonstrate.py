@@ -127,7 +127,7 @@ def _spoken(ids: tuple[int, ...]) -> Completion:
         logprobs=(0.0,) * len(ids),
         entropies=(),
         is_forced=(False,) * len(ids),
-        policy_version=0,
+        spans=((0, len(ids)),),
         finish_reason=FinishReason.STOP,
         cached_tokens=0,
     )

@@ -63,7 +63,7 @@ class FragileEngine(ScriptedEngine):
             case "nan":
                 return _changed(completion, logprobs=(float("nan"),) * len(completion.ids))
             case "old weights":
-                return _changed(completion, policy_version=completion.policy_version - 1)
+                return _changed(completion, spans=((completion.policy_version - 1, len(completion.ids)),))
         return completion
 
     async def progress(self) -> int:

@@ -135,7 +135,7 @@ def completion_of(answer: Answer, request: CompletionRequest, *, server: str, vo
         logprobs=tuple(answer.logprobs),
         entropies=tuple(entropy_of(each, request.entropies, vocab_size=vocab_size) for each in needed),
         is_forced=(False,) * len(ids),
-        policy_version=version,
+        spans=((version, len(ids)),),
         finish_reason=FinishReason.STOP if is_stopped else FinishReason.LENGTH,
         cached_tokens=answer.cached_tokens,
     )

@@ -37,6 +37,7 @@ class Job:
     probe: Probe | None = None  # `tell` is called in the worker's thread
     awaits: Awaited | None = None  # columns that another conversation is about to compute
     cached_tokens: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)  # of older weights
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -58,19 +59,23 @@ class Batch:
         self, config: EngineConfig, decoder: Decoder, weights: PublishedWeights, detokenize: Detokenizer | None
     ) -> None:
         self.sizes: StepSizes = all_sizes(decoder)
-        self._is_loading = False  # nothing is admitted while weights change
+        self._is_loading = False  # nothing is admitted or computed while weights change
         self._config, self._decoder, self._weights, self._detokenize = config, decoder, weights, detokenize
         self._table = ConversationTable(config.slots)
         self._waiting: deque[Job] = deque()
+        self._arrived: list[Job] = []  # while weights change
         self._running: dict[Conversation, Job] = {}  # in order of their start
         self._static = open_static_steps(config, decoder)
 
     @property
     def is_running(self) -> bool:
-        return bool(self._running)
+        return bool(self._running) and not self._is_loading
 
     def arrive(self, job: Job) -> None:
         """Take a request in, at once if it goes on in place, else into the queue."""
+        if self._is_loading:
+            self._arrived.append(job)
+            return
         request = job.request
         parent = self._table.holder(request.extends)
         try:
@@ -123,11 +128,12 @@ class Batch:
 
     def discard(self, request_id: str) -> None:
         """Free the slot or queue place of a conversation, by its newest request. Cancels the request if it runs."""
-        for job in self._waiting:
-            if job.request.id == request_id:
-                self._waiting.remove(job)
-                job.future.cancel()
-                return
+        for jobs in (self._waiting, self._arrived):
+            for job in jobs:
+                if job.request.id == request_id:
+                    jobs.remove(job)
+                    job.future.cancel()
+                    return
         if conversation := self._table.by_tail(request_id):
             self._copy_awaited()
             if job_running := self._running.pop(conversation, None):
@@ -137,28 +143,55 @@ class Batch:
 
     def abandon(self, future: Future[Completion]) -> None:
         """Discard the request whose future this is, unless it has ended."""
-        for job in (*self._waiting, *self._running.values()):
+        for job in (*self._arrived, *self._waiting, *self._running.values()):
             if job.future is future:
                 self.discard(job.request.id)
                 return
 
-    def begin_load(self) -> None:
-        """Drop all KV caches; do not sample until weights are proven. Raises `StropError` while completions run or wait."""
-        if names := [job.request.id for job in (*self._running.values(), *self._waiting)]:
+    def begin_load(self, *, keeps_requests: bool) -> None:
+        """Drop all KV caches, or only what new conversations could read; do not sample until weights are proven.
+
+        Raises `StropError` if completions run or wait and are not kept.
+        """
+        names = [job.request.id for job in (*self._running.values(), *self._waiting)]
+        if names and not keeps_requests:
             raise StropError(
                 f"weights cannot be loaded while {len(names)} completions are running or waiting ({', '.join(names[:3])}, ...)."
                 " Await or abort them first."
             )
         self._is_loading = True
-        self._table.close_all()
-        self._decoder.cache.clear()
+        if keeps_requests:
+            self._table.keep_from_others()
+            for job in self._running.values():
+                job.spans = self._spans(job)
+        else:
+            self._table.close_all()
+            self._decoder.cache.clear()
         if self._static is not None:
             self._static.expect_load()
         self._weights.retract("the last publication did not reach its end")
 
     def end_load(self) -> None:
-        """Requests that arrived during the load start, or are refused if the load failed."""
+        """Requests go on, and those that arrived during the load start, or fail if the load failed."""
+        if not self._is_loading:
+            return
         self._is_loading = False
+        if self._running:
+            try:
+                self._weights.verify(is_idle=False)
+            except WeightsNotProven as error:
+                for job in list(self._running.values()):
+                    fail(job.future, WeightsNotProven(str(error)))
+                    self.discard(job.request.id)
+        arrived, self._arrived = self._arrived, []
+        for job in arrived:
+            self.arrive(job)
+
+    def _spans(self, job: Job) -> list[tuple[int, int]]:
+        """Up to the newest token."""
+        num_older = sum(num for _, num in job.spans)
+        newest = [(self._weights.version, len(job.ids) - num_older)] if len(job.ids) > num_older else []
+        return [*job.spans, *newest]
 
     def _is_in_use(self, request_id: str) -> bool:
         return self._table.is_held(request_id) or any(job.request.id == request_id for job in self._waiting)
@@ -308,7 +341,7 @@ class Batch:
                 logprobs=tuple(job.logprobs),
                 entropies=tuple(job.entropies),
                 is_forced=(False,) * len(job.ids),
-                policy_version=self._weights.version,
+                spans=tuple(self._spans(job)),
                 finish_reason=finish_reason,
                 cached_tokens=job.cached_tokens,
             ),

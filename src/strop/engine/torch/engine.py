@@ -154,18 +154,22 @@ class TorchEngine:
         self._worker.tell(partial(self._worker.batch.discard, request_id))
 
     async def load_weights(self, publication: Publication) -> None:
-        """See `InferenceEngine.load_weights`. Conversations lose their slots; requests that arrive meanwhile wait for the end.
+        """See `InferenceEngine.load_weights`. Requests that arrive meanwhile wait for the end.
+
+        Conversations lose their slots, unless the publication keeps requests: then they pause between two steps and go on
+        where they were, on the KV cache that they have. vLLM does the same (`/pause?mode=keep`).
 
         Raises:
             WeightsNotProven: a weight is missing, unknown or of another shape, or the checksum differs. The engine refuses
-                to sample until a load succeeds.
-            StropError: completions are running or waiting; nothing was changed.
+                to sample until a load succeeds, and requests that it kept fail.
+            StropError: completions are running or waiting, and the publication does not keep them; nothing was changed.
         """
         if self._is_loading:
             raise StropError("weights are already being loaded into this engine; loads come one at a time.")
         self._is_loading = True
         try:
-            await asyncio.wrap_future(self._worker.call(self._worker.batch.begin_load))
+            begin = partial(self._worker.batch.begin_load, keeps_requests=publication.keeps_requests)
+            await asyncio.wrap_future(self._worker.call(begin))
             some: list[NamedTensor] = []
             num_bytes = 0
             async for named in publication.tensors():

@@ -270,6 +270,12 @@ class ConversationTable:
         if not conversation.is_running:
             self._released[conversation.slot] = conversation
 
+    def keep_from_others(self) -> None:
+        """From now on only those who extend a conversation get what its slot holds, and nobody what was released."""
+        for conversation in self:
+            conversation.opening = ()
+        self._released.clear()
+
     def close_all(self) -> None:
         for conversation in list(self):
             self.close(conversation)

@@ -176,11 +176,14 @@ class RolloutBatch:
             EngineRemovedError: the engine was lost over this request or another one.
             MachineError: several engines were lost over this request, so no other engine is asked.
         """
+        pool = self._pool
         # One engine may fail by chance. More may, where more can be replaced.
         if (num_lost := self._num_lost_over[request.id]) >= max(2, self._pool.config.max_replacements):
             raise MachineError(f"{num_lost} engines were lost over request {request.id}; no other engine is asked.")
         try:
-            completion = await engine.complete(request, version=self._pool.policy_version, probe=probe)
+            completion = await engine.complete(
+                request, version=pool.oldest_version, newest=lambda: pool.policy_version, probe=probe
+            )
         except EngineLost as error:
             if not engine.loss:
                 self._num_lost_over[request.id] += 1

@@ -79,6 +79,7 @@ class EnginePool:
         self._report: BatchReport | None = None
         self._lost_before: list[str] = []  # engines that were lost since the last batch
         self._version = engines[0].policy_version if engines else -1
+        self.oldest_version = self._version  # that an engine may sample from: an older one while a newer one is on its way
         self._checksum = ""  # of the last publication
         self._publish: Publish | None = None  # of the current weights; None: engines were opened with them
         self._closing: set[asyncio.Task[None]] = set()
@@ -93,7 +94,7 @@ class EnginePool:
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that the next request samples from; -1 before the first publication."""
+        """Of the newest weights, which are proven or on their way; -1 before the first publication."""
         return self._version
 
     @property
@@ -120,8 +121,11 @@ class EnginePool:
         async with self.sending:
             self._publish, self._version, self._checksum, self.first_loss = publish, version, "", None
             engines = list(self._engines.values())
-            if engines:
-                await self._send(publish, engines)
+            try:
+                if engines:
+                    await self._send(publish, engines)
+            finally:
+                self.oldest_version = version
         self.may_send.set()
         for engine in engines:
             if engine.weights_error is not None and engine.name in self._engines:  # else the pool was closed in the meantime
@@ -275,8 +279,10 @@ class PooledEngine:
         has_slots = self.spec.block_tokens == self.spec.max_tokens
         return 1 if has_slots else self.spec.block_tokens
 
-    async def complete(self, request: CompletionRequest, *, version: int, probe: Probe | None = None) -> Completion:
-        """Return a completion from the weights of `version`. `probe` is called meanwhile if the engine can.
+    async def complete(
+        self, request: CompletionRequest, *, version: int, newest: Callable[[], int], probe: Probe | None = None
+    ) -> Completion:
+        """Return a completion from the weights of `version` up to the `newest`. `probe` is called meanwhile if the engine can.
 
         Raises:
             EngineLost: the engine died, hangs or failed, or its answer is invalid.
@@ -295,7 +301,7 @@ class PooledEngine:
             if asked.cancelled():
                 raise EngineLost(f"{self.name} cancelled request {request.id}, which was not aborted.")
             completion = asked.result()
-            check_completion(request, completion, vocab_size=None, policy_version=version)
+            check_completion(request, completion, vocab_size=None, policy_version=version, newest=newest())
         except StropError:
             raise
         except Exception as error:  # an engine that fails in any other way cannot be trusted either

@@ -167,9 +167,10 @@ def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:
 def _ages(groups: Sequence[Group], step: int) -> list[int]:
     """Of each sampled token the publications between its weights and those of `step`."""
     return [
-        step - 1 - turn.completion.policy_version
+        step - 1 - version
         for group in groups
         for scored in group.trajectories
         for turn in scored.trajectory.turns
-        for _ in turn.completion.ids
+        for version, num_tokens in turn.completion.spans
+        for _ in range(num_tokens)
     ]

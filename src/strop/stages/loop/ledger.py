@@ -42,9 +42,11 @@ _WALL_CLOCK = (ToolOutcome.TIMEOUT, ToolOutcome.KILLED)
 
 
 def read_rollouts(path: Path, *, weights: str | None = None) -> list[ScoredTrajectory]:
-    """The finished rollouts in `path`, in order of arrival; with `weights`, only those sampled from them."""
+    """The finished rollouts in `path`, in order of arrival; with `weights`, only those sampled from nothing else."""
     return [
-        _SCORED.validate_python(line["rollout"]) for line in read_lines(path) if weights is None or line["weights"] == weights
+        _SCORED.validate_python(line["rollout"])
+        for line in read_lines(path)
+        if weights is None or set(line["weights"].values()) <= {weights}
     ]
 
 
@@ -108,15 +110,19 @@ def void_reasons(rollouts: Path) -> list[str]:
 class StepLedger:
     """The two files of one step, open for appending. Implements `PlayObserver` and `ToolObserverFactory`."""
 
-    def __init__(self, rollouts: Path, *, weights: str, policy_version: int) -> None:
-        """`weights` is the checksum of the policy that this step samples from."""
+    def __init__(self, rollouts: Path, *, weights: str, published: Mapping[int, str]) -> None:
+        """
+        Args:
+            weights: checksum of the policy that this step begins with.
+            published: checksums by policy version; it may grow while the step is played.
+        """
         path = ledger_of(rollouts)
         self.finished_before = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=weights)}
         self._recorded = _wall_clock_results(path)
         self._lines = LineWriter(path)
         self._rollouts = LineWriter(rollouts)
         self._weights = weights
-        self._policy_version = policy_version
+        self._published = published
         self._displaced: list[Spent] = []
         self.num_replaced = 0  # rollouts whose tokens another one has
         self.void_tokens: list[int] = []  # of each void rollout, when it failed
@@ -127,7 +133,8 @@ class StepLedger:
 
     def finished(self, scored: ScoredTrajectory) -> None:
         rollout = _SCORED.dump_python(scored, mode="json")
-        self._rollouts.append({"rollout": rollout, "policy_version": self._policy_version, "weights": self._weights})
+        versions = sorted({version for turn in scored.trajectory.turns for version, _ in turn.completion.spans})
+        self._rollouts.append({"rollout": rollout, "weights": {str(each): self._published.get(each, "") for each in versions}})
         self._lines.append({"event": "finished", "key": asdict(scored.trajectory.key)})
 
     def voided(self, key: RolloutKey, *, reason: str, num_tokens: int) -> None:

@@ -52,6 +52,7 @@ class GroupPlayer:
         self._judged_by, self._reward = stage.reward, make_reward(stage.reward, context.runner)
         self.verdict = verdict_of(stage.reward)
         self._publish: _Publish | None = None
+        self._published: dict[int, str] = {}  # checksums by version
 
     def check(self, stage: PlayedKeys, tasks: TaskSource) -> None:
         """Raises `ConfigError` if no engine can hold a rollout of the first tasks, or of any of an evaluation."""
@@ -72,7 +73,8 @@ class GroupPlayer:
 
     def ledger(self, path: Path, weights: str) -> closing[StepLedger]:
         """The ledger of rollouts in the file `path`, sampled from the policy with checksum `weights`."""
-        return closing(StepLedger(path, weights=weights, policy_version=self.pool.policy_version))
+        self._published.setdefault(self.pool.policy_version, weights)
+        return closing(StepLedger(path, weights=weights, published=self._published))
 
     async def play(
         self,
@@ -119,7 +121,8 @@ class GroupPlayer:
         """
         before, self._publish = self._publish, _Publish(trainer, version=version, lasts=lasts)
         try:
-            return await self.pool.publish(self._publish, version=version)
+            weights = self._published[version] = await self.pool.publish(self._publish, version=version)
+            return weights
         finally:
             if before is not None:
                 await before.close()
