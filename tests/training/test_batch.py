@@ -1,7 +1,10 @@
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
-from strop.algorithms import Aggregation, Decision, Selection
+from strop.algorithms import GRPO, Aggregation, Column, Decision, Loss, LossInputs, Mismatch, Selection
 from strop.training import microbatches, pack, split_by_group
 from strop.training.batch import World, shares
 from strop.types import (
@@ -77,6 +80,36 @@ def test_law_2_only_tokens_that_the_policy_sampled_are_trained_on():
     assert batch.advantages.tolist() == [[0, 0, 1, 1, 0, 0, 1, 0]]
     assert batch.sampled_logprobs[0].tolist() == pytest.approx([0, 0, -0.5, -0.6, 0, 0, -0.7, -0.8])
     assert batch.temperature == 0.7
+
+
+def test_the_gradient_of_a_completion_of_two_versions_is_that_of_each_token_against_the_weights_that_sampled_it():
+    """Four tokens of a vocabulary of four: versions 1 and 2 sampled two each, and the policy is a free table of logits.
+
+    d loss / d logit of an id = -(advantage / 4) * min(pi_old / pi_sampled, 2) * ((1 if it is the token) - pi_old(id)).
+    """
+    policy = [[0.5, 0.2, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.25, 0.25], [0.1, 0.1, 0.1, 0.7]]
+    ids, sampled = (0, 1, 2, 3), (0.8, 0.05, 0.5, 0.5)  # the first two by version 1, the others by version 2
+    weights = [0.5 / 0.8, 2.0, 0.25 / 0.5, 0.7 / 0.5]  # 0.2 / 0.05 is above the cap
+    spliced = turn(ids, tuple(map(math.log, sampled)))
+    spliced = replace(spliced, completion=replace(spliced.completion, spans=((1, 2), (2, 2))))
+    chosen = [selection(0, [((1,), (spliced,))])]
+    batch = pack(chosen, [[torch.full((5,), 1.5)]], aggregation=Aggregation.TOKEN_MEAN, temperature=1.0)
+    logits = torch.tensor([policy[0], *policy]).log().requires_grad_()  # of each position of the row; the prompt's is masked
+    logprobs = logits.log_softmax(-1).gather(-1, batch.ids[0, :, None]).T
+    inputs = LossInputs(
+        loss_mask=batch.loss_mask,
+        advantages=batch.advantages,
+        sampled_logprobs=batch.sampled_logprobs,
+        entropies=torch.zeros(1, 5),
+        columns={Column.OLD_LOGPROBS: logprobs.detach()},
+    )
+    method = GRPO(loss=Loss.CLIP, mismatch=Mismatch.TRUNCATE_TOKEN, mismatch_cap=2.0)
+    (batch.loss_weights * method.token_loss(logprobs, inputs)).sum().backward()
+    expected = [
+        [-1.5 / 4 * weight * ((index == token) - p) for index, p in enumerate(row)]
+        for token, weight, row in zip(ids, weights, policy, strict=True)
+    ]
+    torch.testing.assert_close(logits.grad, torch.tensor([[0.0] * 4, *expected]), rtol=0, atol=1e-6)
 
 
 def test_law_4_rows_stand_in_canonical_order_whatever_closed_first():

@@ -71,6 +71,11 @@ class AnyEngine(Config):
         """Whether it computes in another process than its caller."""
         return True
 
+    @property
+    def can_keep_requests(self) -> bool:
+        """Whether requests can go on with weights that are published meanwhile."""
+        return False
+
     def only(self, place: int) -> Self:
         """Return the config of the engine with index `place`."""
         width = len(self.devices) // self.num_engines
@@ -105,6 +110,10 @@ class EngineConfig(AnyEngine):
     def is_apart(self) -> bool:
         first = self.only(0)
         return first.own_process or bool(first.devices)
+
+    @property
+    def can_keep_requests(self) -> bool:
+        return True
 
     def only(self, place: int) -> Self:
         one = super().only(place)

@@ -226,6 +226,7 @@ class Player:
     stop_strings: tuple[str, ...] = ()
     branching: Branching | None = None  # None: every rollout begins at the prompt
     max_attempts: int = 3  # tries of one rollout and its judgement, if the fault is ours
+    shares_engines: bool = False  # with rollouts of other calls of `collect`
 
     @property
     def engine_pool(self) -> EnginePool:
@@ -494,7 +495,7 @@ async def collect(
         EngineLost: no engine is left. Finished rollouts were reported to `observer`.
     """
     pool = player.engine_pool
-    async with pool.batch() as batch:
+    async with pool.batch(shared=player.shares_engines) as batch:
         batch_player = BatchPlayer(
             player=player,
             batch=batch,

@@ -61,7 +61,7 @@ class RLRun:
         # Rollout
         played = await (self.play(step, stage, weights) if self.ahead is None else self.ahead.take(step, weights))
         groups = played.groups
-        watch.lap()
+        watch.lap("time/ahead_wait_s" if self.ahead is not None else "")
 
         # Select
         selections = [self.select(step, group) for group in groups]
@@ -294,9 +294,8 @@ class RL(RolloutStage):
         if config.branching is not None and recipe.scheduler.policy == "static":
             why = "would wait for memory of rollouts that wait for its branches, with scheduler.policy = 'static'"
             yield ConfigError(f"{stage}.branching {why}. Set scheduler.policy = 'scheduler'.")
-        if config.staleness and not recipe.engine.is_apart:
-            why = "is set, but engine and trainer compute in one process, where they would take turns"
-            yield ConfigError(f"{stage}.async_rollouts {why}. Use a server engine, or Ray with engine.own_process = true.")
+        if config.async_rollouts is not None:
+            yield from config.async_rollouts.problems(f"{stage}.async_rollouts", recipe)
         yield from super().check(name, recipe, machine)
 
     def plan(self, name: str, recipe: Recipe, machine: Machine) -> Estimate:

@@ -24,7 +24,7 @@ from strop.rollout.scheduler.events import (
     ToolStarted,
     TurnFinished,
 )
-from strop.rollout.scheduler.report import BatchReport, EngineReport
+from strop.rollout.scheduler.report import BatchReport, EngineReport, Ledger
 from strop.rollout.scheduler.scheduler import make_scheduler
 from strop.types import Completion, RolloutKey
 
@@ -48,6 +48,7 @@ class RolloutBatch:
         self._pool = pool
         self._clock = asyncio.get_running_loop().time
         self._started_s = self._clock()
+        self._reported_s = 0.0  # until when, after the start
         self._scheduler = make_scheduler(pool.config)
         self._leases: dict[RolloutKey, Lease] = {}
         self._releasing: set[asyncio.Task[None]] = set()
@@ -133,17 +134,24 @@ class RolloutBatch:
             lease.wake()
 
     async def close(self, *, lost_before: tuple[str, ...]) -> BatchReport:
-        """End all rollouts, wait for the engines to free their memory, and return the report of the batch."""
+        """End all rollouts, wait for the engines to free their memory, and return the last report of the batch."""
         for lease in list(self._leases.values()):
             lease.close()
-        ended_s = self._clock() - self._started_s
+        report = self.report(lost_before=lost_before)
+        await asyncio.gather(*(engine.settle() for engine in self.engines.values()), *self._releasing)
+        return report
+
+    def report(self, *, lost_before: tuple[str, ...] = ()) -> BatchReport:
+        """Return what happened since the last report, and begin another one."""
+        scheduler, start_s, ended_s = self._scheduler, self._reported_s, self._clock() - self._started_s
         engines = sorted(self.engines.values(), key=lambda engine: (engine.index, engine.generation))
+        present = [each for each in engines if (left := scheduler.usage[each.name].left_s) is None or left >= start_s]
         report = BatchReport(
             policy=self._pool.config.policy,
-            duration_s=ended_s,
-            engines=tuple(self._report(engine, ended_s) for engine in engines),
-            ledger=self._scheduler.ledger,
-            queue=self._scheduler.queue_length,
+            duration_s=ended_s - start_s,
+            engines=tuple(self._report(engine, start_s, ended_s) for engine in present),
+            ledger=scheduler.ledger,
+            queue=scheduler.queue_length.since(start_s),
             evictions=self.num_evictions,
             cached_tokens=self._cached_tokens,
             request_tokens=self._request_tokens,
@@ -151,12 +159,18 @@ class RolloutBatch:
             branch_tokens=self._branch_tokens,
             lost_before=lost_before,
         )
-        await asyncio.gather(*(engine.settle() for engine in engines), *self._releasing)
+        self._reported_s, scheduler.ledger = ended_s, Ledger()
+        self.num_evictions = self._cached_tokens = self._request_tokens = 0
+        self._branch_cached_tokens = self._branch_tokens = 0
+        for usage in scheduler.usage.values():
+            usage.rows.forget()
+            usage.kv_share.forget()
+        scheduler.queue_length.forget()
         return report
 
-    def _report(self, engine: PooledEngine, ended_s: float) -> EngineReport:
-        usage, spec = self._scheduler.usage[engine.name], engine.spec
-        left_s = ended_s if usage.left_s is None else usage.left_s
+    def _report(self, engine: PooledEngine, start_s: float, ended_s: float) -> EngineReport:
+        usage, spec = self._scheduler.usage[engine.name].since(start_s), engine.spec
+        left_s = ended_s - start_s if usage.left_s is None else usage.left_s
         usage.record(left_s, 0, 0.0)
         return EngineReport(
             name=spec.name,

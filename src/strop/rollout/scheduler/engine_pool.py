@@ -76,6 +76,9 @@ class EnginePool:
         self._engines: dict[str, PooledEngine] = {}
         self._num_generations: Counter[int] = Counter()  # by index: engines that had it
         self._batch: RolloutBatch | None = None
+        self._is_shared = False  # the batch that runs
+        self._num_sharing = 0
+        self._turn = asyncio.Condition()
         self._report: BatchReport | None = None
         self._lost_before: list[str] = []  # engines that were lost since the last batch
         self._version = engines[0].policy_version if engines else -1
@@ -136,34 +139,57 @@ class EnginePool:
         return self._checksum
 
     @asynccontextmanager
-    async def batch(self) -> AsyncIterator[RolloutBatch]:
+    async def batch(self, *, shared: bool = False) -> AsyncIterator[RolloutBatch]:
         """Run a batch of rollouts. Afterwards `last_batch` is its report.
+
+        Args:
+            shared: join the batch that runs if it is shared, too. `last_batch` is then of the time since the last one left.
+                Shared batches wait for those that are not, and the other way round.
 
         Raises:
             EngineLost: there is no engine.
-            StropError: another batch is running.
+            StropError: another batch is running, and neither is shared.
         """
-        if self._batch is not None:
-            raise StropError("this engine pool is already running a batch. Run one batch at a time.")
+        async with self._turn:
+            if shared:
+                await self._turn.wait_for(lambda: self._batch is None or self._num_sharing > 0)
+            else:
+                await self._turn.wait_for(lambda: not self._is_shared)
+                if self._batch is not None:
+                    raise StropError("this engine pool is already running a batch. Run one batch at a time.")
+            batch = self._batch or self._open_batch()
+            self._is_shared, self._num_sharing = shared, self._num_sharing + shared
+        try:
+            yield batch
+        finally:
+            self._num_sharing -= shared
+            if self._num_sharing:
+                self._report = batch.report()
+            else:
+                await self._close_batch(batch)
+
+    def _open_batch(self) -> RolloutBatch:
         self.may_send.set()  # weights do not change while they are sampled from
         self._replacements.num_opened = 0
         if self._replacements.missing:
             self._replacements.replace_missing()
         self._check_not_empty()
-        lost_before, self._lost_before = self._lost_before, []
         batch = RolloutBatch(self)
         for engine in self._engines.values():
             batch.join(engine)
         self._batch = batch
-        try:
-            yield batch
-        finally:
-            if self._publish is not None:
-                self.may_send.clear()  # the trainer may now change the weights
-                async with self.sending:
-                    pass
-            self._report = await batch.close(lost_before=tuple(lost_before))
-            self._batch = None
+        return batch
+
+    async def _close_batch(self, batch: RolloutBatch) -> None:
+        if self._publish is not None:
+            self.may_send.clear()  # the trainer may now change the weights
+            async with self.sending:
+                pass
+        lost_before, self._lost_before = self._lost_before, []
+        self._report = await batch.close(lost_before=tuple(lost_before))
+        self._batch, self._is_shared = None, False
+        async with self._turn:
+            self._turn.notify_all()
 
     async def close(self) -> None:
         """Close every engine, and cancel replacements."""

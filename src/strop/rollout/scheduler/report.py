@@ -47,6 +47,16 @@ class StepFunction:
     def set(self, at_s: float, value: float) -> None:
         self.changes.append((at_s, value))
 
+    def since(self, start_s: float) -> StepFunction:
+        """The same function, with `start_s` as time 0."""
+        before = [value for at_s, value in self.changes if at_s < start_s][-1:]
+        later = [(at_s - start_s, value) for at_s, value in self.changes if at_s >= start_s]
+        return StepFunction([*((0.0, value) for value in before), *later])
+
+    def forget(self) -> None:
+        """Drop all changes but the last."""
+        del self.changes[:-1]
+
     @property
     def max(self) -> float:
         return max((value for _, value in self.changes), default=0.0)
@@ -93,6 +103,12 @@ class EngineUsage:
     def record(self, now_s: float, rows: int, kv_share: float) -> None:
         self.rows.set(now_s, rows)
         self.kv_share.set(now_s, kv_share)
+
+    def since(self, start_s: float) -> EngineUsage:
+        """The same with `start_s` as time 0."""
+        left_s = None if self.left_s is None else self.left_s - start_s
+        rows, kv_share = self.rows.since(start_s), self.kv_share.since(start_s)
+        return EngineUsage(joined_s=max(0.0, self.joined_s - start_s), left_s=left_s, rows=rows, kv_share=kv_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

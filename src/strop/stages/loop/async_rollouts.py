@@ -1,24 +1,31 @@
 """The rollouts of each RL step with `async_rollouts`: those of the next steps are sampled while one is trained on.
 
 A step's rollouts begin when at most `max_staleness` publications are left before the step itself. So at most
-`max_staleness + 1` batches are in flight or wait, the oldest is trained on first, and no rollout is older than
-`max_staleness` when it is. A publication waits until all that was begun is played. Which weights sample a step then follows
-from the step only, never from timing, so a run and its resumed twin sample from the same. A checkpoint is written when the
-rollouts of the next `max_staleness` steps are on disk, so a resumed run needs no older weights.
+`max_staleness + 1` batches are in flight or wait, the oldest is trained on first, and no token is older than `max_staleness`
+when it is.
+
+A publication waits until all that was begun is played. Which weights sample a step then follows from the step only, never
+from timing, so a run and its resumed twin sample from the same. A checkpoint is written when the rollouts of the next
+`max_staleness` steps are on disk, so a resumed run needs no older weights.
+
+With `partial` a publication waits for nothing: rollouts go on with the new weights, and those of several steps are in flight
+together. Such a run cannot be repeated. Resumed, it trains on whatever was finished, and counts what was sampled after its
+checkpoint, from weights that are gone, as sampled from those of the checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from strop.config import Config
-from strop.errors import RunError
+from strop.errors import ConfigError, RunError
 from strop.evaluation.metrics import num_sampled_tokens
 from strop.recipe.schedule import Done
 from strop.run_directory import read_lines
@@ -26,9 +33,13 @@ from strop.stages.context import StageContext
 from strop.stages.loop.ledger import ledger_of, read_rollouts
 from strop.stages.loop.rollouts import PlayedStep, StepRollouts
 from strop.stages.loop.training_stage import RolloutKeys
-from strop.types import Group, RolloutKey, Task
+from strop.types import Group, RolloutKey, ScoredTrajectory, Task, Turn
+
+if TYPE_CHECKING:
+    from strop.recipe.recipe import Recipe
 
 StageT = TypeVar("StageT", bound=RolloutKeys)
+DROPPED = "rollout/dropped_too_old"
 
 
 class AsyncRolloutsConfig(Config):
@@ -39,21 +50,44 @@ class AsyncRolloutsConfig(Config):
     )
     too_old: Literal["wait", "drop"] = Field(
         default="drop",
-        description="Rollouts that a resumed run finds and that are older, since max_staleness was lowered. drop: their tasks"
-        " are played again; wait: they are trained on in their turn.",
+        description="Rollouts that a resumed run finds and that are older. drop: their tasks are played again; wait: they are"
+        " trained on in their turn.",
     )
+    partial: bool = Field(
+        default=False,
+        description="Publications wait for no rollout: those in flight go on with the new weights. No two such runs are equal.",
+    )
+
+    @model_validator(mode="after")
+    def _is_ahead(self) -> Self:
+        if self.partial and not self.max_staleness:
+            raise ValueError("partial rollouts need max_staleness of at least 1: with 0 none is in flight at a publication.")
+        return self
+
+    def problems(self, key: str, recipe: Recipe) -> Iterator[ConfigError]:
+        """Why `recipe` cannot have it."""
+        engine = recipe.engine
+        if self.max_staleness and not engine.is_apart:
+            why = "is set, but engine and trainer compute in one process, where they would take turns"
+            yield ConfigError(f"{key} {why}. Set engine.own_process = true, or leave async_rollouts out.")
+        if self.partial and not engine.can_keep_requests:
+            why = f"is true, but engines of kind {engine.kind!r} end their requests when they take weights"
+            yield ConfigError(f"{key}.partial {why}. Leave it out, or use another kind.")
+        if self.partial and recipe.scheduler.policy == "static":
+            why = "is true, but scheduler.policy = 'static' waits for whole batches"
+            yield ConfigError(f"{key}.partial {why}. Set scheduler.policy = 'scheduler', or leave it out.")
 
 
 def read_closed(rollouts: Path, task_of: Callable[[int], Task]) -> tuple[list[Group], Mapping[str, Any]] | None:
     """The groups of that rollouts file's step, each rollout judged by itself, and the line that closed its ledger.
 
-    None if the step was not played to its end.
+    None if the step was not played to its end, or a later try did not end.
 
     Raises:
         RunError: a rollout is missing.
     """
-    closed = next((line for line in reversed(read_lines(ledger_of(rollouts))) if line["event"] == "closed"), None)
-    if closed is None:
+    lines = [line for line in read_lines(ledger_of(rollouts)) if line["event"] in ("opened", "closed")]
+    if not lines or (closed := lines[-1])["event"] != "closed":
         return None
     finished = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=closed["weights"])}
     groups = []
@@ -89,6 +123,9 @@ class AsyncRollouts(Generic[StageT]):
         self._begun: dict[int, asyncio.Future[PlayedStep]] = {}  # steps that are in flight or wait
         self._last = 0  # step that was begun
         self._version = -1  # of the weights that this try began with
+        self._num_dropped: Counter[int] = Counter()  # rollouts, by step
+        if config.partial:
+            rollouts.reuse = self._reuse
 
     async def take(self, step: int, weights: str) -> PlayedStep:
         """The rollouts of `step`, the oldest. Begins the steps that may be sampled from the policy with checksum `weights`.
@@ -106,8 +143,8 @@ class AsyncRollouts(Generic[StageT]):
         return played
 
     async def settle(self) -> None:
-        """Wait until everything that was begun is played and on disk. Raises its error."""
-        if self._begun:
+        """Wait until everything that was begun is played and on disk, unless it may be in flight. Raises its error."""
+        if self._begun and not self._config.partial:
             await asyncio.wait(self._begun.values())
             for each in self._begun.values():
                 each.result()
@@ -119,43 +156,85 @@ class AsyncRollouts(Generic[StageT]):
         await asyncio.gather(*self._begun.values(), return_exceptions=True)
 
     async def _find_or_play(self, step: int, weights: str, before: asyncio.Future[PlayedStep] | None) -> PlayedStep:
-        """The rollouts of `step`, played when those `before` are, unless an earlier try has played them."""
-        if before is not None:
+        """The rollouts of `step`, unless an earlier try has played them; if none is in flight, when those `before` are."""
+        if before is not None and not self._config.partial:
             await asyncio.wait({before})
             before.result()
         # The number of updates is not known yet; `RL.Config` refuses schedules that depend on it.
         stage = self._stage.at(Done(steps=step - 1, updates=0))
-        path, num_dropped = self._context.directory.rollouts(step), 0
+        path = self._context.directory.rollouts(step)
         if (found := read_closed(path, self._rollouts.tasks_of(stage).task)) is not None:
             groups, closed = found
-            oldest = step - 1 - max(_ages(groups, step), default=0)
-            if oldest <= self._version:  # else the weights are of a part of an earlier try that is repeated
-                if step - 1 - oldest <= self._config.max_staleness or self._config.too_old == "wait":
-                    return await self._judged(stage, groups, closed)
-                num_dropped = sum(len(group.trajectories) for group in groups)
-                self._drop(step, path, num_dropped, oldest)
+            finished = [scored for group in groups for scored in group.trajectories]
+            if self._config.partial or max(map(_newest, finished), default=0) <= self._version:
+                if len(self._usable(step, finished)) == len(finished):
+                    return self._judged(stage, groups, closed)
+                if not self._config.partial:  # else its ledger drops them
+                    self._reuse(step, finished)
+                    path.unlink()
+                    ledger_of(path).unlink()
         played = await self._play(step, stage, weights)
-        return replace(played, figures={**played.figures, "rollout/dropped_too_old": float(num_dropped)})
+        return replace(played, figures={**played.figures, DROPPED: float(self._num_dropped[step])})
 
-    def _drop(self, step: int, path: Path, num_dropped: int, version: int) -> None:
-        path.unlink()
-        ledger_of(path).unlink()
-        self._context.event("rollouts_dropped", step=step, rollouts=num_dropped, policy_version=version)
-        self._context.warn(
-            f"step {step}: {num_dropped} rollouts of policy version {version} are dropped and their tasks played again: they"
-            f" would be {step - 1 - version} publications old, and max_staleness is {self._config.max_staleness}."
-        )
+    def _usable(self, step: int, finished: Sequence[ScoredTrajectory]) -> list[ScoredTrajectory]:
+        """Those of a step's rollouts from earlier tries that are trained on: all of a task or none."""
+        known = [_as_sampled_from(each, upto=self._version) for each in finished]
+        if self._config.too_old == "wait":
+            return known
+        too_old = {each.trajectory.key.task_index for each in known if step - 1 - _oldest(each) > self._config.max_staleness}
+        return [each for each in known if each.trajectory.key.task_index not in too_old]
 
-    async def _judged(self, stage: StageT, groups: Sequence[Group], closed: Mapping[str, Any]) -> PlayedStep:
-        await self._rollouts.player.judge_by(stage.reward)
-        groups = [self._rollouts.player.judge(group) for group in groups]
+    def _reuse(self, step: int, finished: list[ScoredTrajectory]) -> list[ScoredTrajectory]:
+        """`_usable`; counts and logs the others."""
+        usable = self._usable(step, finished)
+        if num_dropped := len(finished) - len(usable):
+            self._num_dropped[step] += num_dropped
+            version = min(min(map(_oldest, finished)), self._version)
+            self._context.event("rollouts_dropped", step=step, rollouts=num_dropped, policy_version=version)
+            self._context.warn(
+                f"step {step}: {num_dropped} rollouts of earlier tries are dropped and their tasks played again. The oldest"
+                f" would be {step - 1 - version} publications old; max_staleness is {self._config.max_staleness}."
+            )
+        return usable
+
+    def _judged(self, stage: StageT, groups: Sequence[Group], closed: Mapping[str, Any]) -> PlayedStep:
+        player = self._rollouts.player
+        player.judge_by(stage.reward)
+        known = [
+            replace(group, trajectories=tuple(_as_sampled_from(each, upto=self._version) for each in group.trajectories))
+            for group in groups
+        ]
+        judged = [player.judge(group) for group in known]
         return PlayedStep(
-            groups=groups,
-            verdict=self._rollouts.player.verdict,
-            figures={**closed["figures"], "rollout/dropped_too_old": 0.0},
+            groups=judged,
+            verdict=player.verdict,
+            figures={**closed["figures"], DROPPED: 0.0},
             time_s=closed["time_s"],
-            num_tokens=num_sampled_tokens(groups),
+            num_tokens=num_sampled_tokens(judged),
         )
+
+
+def _oldest(scored: ScoredTrajectory) -> int:
+    return min((version for turn in scored.trajectory.turns for version, _ in turn.completion.spans), default=0)
+
+
+def _newest(scored: ScoredTrajectory) -> int:
+    return max((version for turn in scored.trajectory.turns for version, _ in turn.completion.spans), default=0)
+
+
+def _as_sampled_from(scored: ScoredTrajectory, *, upto: int) -> ScoredTrajectory:
+    """The rollout with `upto` as the version of all tokens that newer weights sampled."""
+    if _newest(scored) <= upto:
+        return scored
+
+    def known(turn: Turn) -> Turn:
+        spans = turn.completion.spans
+        older = tuple(span for span in spans if span[0] < upto)
+        newer = sum(num for version, num in spans if version >= upto)
+        return replace(turn, completion=replace(turn.completion, spans=(*older, (upto, newer)) if newer else older))
+
+    trajectory = replace(scored.trajectory, turns=tuple(map(known, scored.trajectory.turns)))
+    return replace(scored, trajectory=trajectory)
 
 
 def staleness_metrics(groups: Sequence[Group], step: int) -> dict[str, float]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
 
@@ -34,6 +34,7 @@ from strop.stages.context import StageContext
 from strop.tools.protocol import ToolResult
 from strop.types import Group, RolloutKey, ScoredTrajectory, Task, ToolOutcome
 
+Rollouts: TypeAlias = list[ScoredTrajectory]
 _SCORED = TypeAdapter(ScoredTrajectory)
 _SAMPLE_TASKS = 8  # of an old step
 _TASK_INDEX = re.compile(rb'"task_index": (\d+)')
@@ -110,18 +111,23 @@ def void_reasons(rollouts: Path) -> list[str]:
 class StepLedger:
     """The two files of one step, open for appending. Implements `PlayObserver` and `ToolObserverFactory`."""
 
-    def __init__(self, rollouts: Path, *, weights: str, published: Mapping[int, str]) -> None:
+    def __init__(
+        self, rollouts: Path, *, weights: str, published: Mapping[int, str], reuse: Callable[[Rollouts], Rollouts] | None = None
+    ) -> None:
         """
         Args:
             weights: checksum of the policy that this step begins with.
             published: checksums by policy version; it may grow while the step is played.
+            reuse: chooses from the rollouts that earlier tries finished. Default: those that were sampled from `weights`.
         """
         path = ledger_of(rollouts)
-        self.finished_before = {scored.trajectory.key: scored for scored in read_rollouts(rollouts, weights=weights)}
+        found = {each.trajectory.key: each for each in read_rollouts(rollouts, weights=None if reuse else weights)}
+        reused = list(found.values()) if reuse is None else reuse(list(found.values()))
+        self.finished_before = {scored.trajectory.key: scored for scored in reused}
         self._recorded = _wall_clock_results(path)
         self._lines = LineWriter(path)
         self._rollouts = LineWriter(rollouts)
-        self._weights = weights
+        self._weights, self._is_mixed = weights, reuse is not None
         self._published = published
         self._displaced: list[Spent] = []
         self.num_replaced = 0  # rollouts whose tokens another one has
@@ -172,7 +178,13 @@ class StepLedger:
             for group in groups
         ]
         self._lines.append(
-            {"event": "closed", "weights": self._weights, "groups": members, "figures": dict(figures), "time_s": time_s}
+            {
+                "event": "closed",
+                "weights": None if self._is_mixed else self._weights,
+                "groups": members,
+                "figures": dict(figures),
+                "time_s": time_s,
+            }
         )
 
     def __call__(self, task: Task, *, seed: int) -> ToolObserver:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean
@@ -32,7 +33,7 @@ from strop.run_directory import write_json
 from strop.stages.context import StageContext, load_chat
 from strop.stages.data import tasks_to_play
 from strop.stages.loop.engines import check_longest, open_engine_pool
-from strop.stages.loop.ledger import StepLedger, write_timeline
+from strop.stages.loop.ledger import Rollouts, StepLedger, write_timeline
 from strop.stages.loop.training_stage import RolloutKeys
 from strop.tasks.protocol import TaskSource
 from strop.tools.protocol import Tool
@@ -50,6 +51,7 @@ class GroupPlayer:
         self._vocab_size: int = config_of(model).vocab_size  # a tokenizer may have fewer ids
         self._prompt = load_prompt(stage.prompt)
         self._judged_by, self._reward = stage.reward, make_reward(stage.reward, context.runner)
+        self._rewards = [self._reward]
         self.verdict = verdict_of(stage.reward)
         self._publish: _Publish | None = None
         self._published: dict[int, str] = {}  # checksums by version
@@ -60,21 +62,21 @@ class GroupPlayer:
         limit = f"{held}, which is what the KV memory of the largest engine holds"
         check_longest(context.recipe, context.name, stage, self.chat, context.tools, held=held, limit=limit, source=tasks)
 
-    async def judge_by(self, reward: Reward) -> None:
+    def judge_by(self, reward: Reward) -> None:
         """Judge from now on by `reward`, which a schedule may have changed."""
         if reward != self._judged_by:
-            await self._reward.close()
             self._judged_by, self._reward = reward, make_reward(reward, self.context.runner)
+            self._rewards.append(self._reward)  # rollouts in flight are still judged by the one before
             self.verdict = verdict_of(reward)
 
     def judge(self, group: Group) -> Group:
         """Compare the rollouts of a group, each of which is scored."""
         return judge_group(self._reward, group)
 
-    def ledger(self, path: Path, weights: str) -> closing[StepLedger]:
-        """The ledger of rollouts in the file `path`, sampled from the policy with checksum `weights`."""
+    def ledger(self, path: Path, weights: str, *, reuse: Callable[[Rollouts], Rollouts] | None = None) -> closing[StepLedger]:
+        """The ledger of rollouts in the file `path`; see `StepLedger`."""
         self._published.setdefault(self.pool.policy_version, weights)
-        return closing(StepLedger(path, weights=weights, published=self._published))
+        return closing(StepLedger(path, weights=weights, published=self._published, reuse=reuse))
 
     async def play(
         self,
@@ -85,6 +87,7 @@ class GroupPlayer:
         num_rollouts: int,
         seed: int,
         tools: Sequence[Tool] | None = None,
+        shares_engines: bool = False,
     ) -> AsyncIterator[Group]:
         """Yield the judged group of each task, in the order in which they end.
 
@@ -93,42 +96,48 @@ class GroupPlayer:
         Args:
             stage: as its schedule has it now.
             tools: instead of the recipe's.
+            shares_engines: with tasks of other calls that do.
         """
+        reward = self._reward
         tools = self.context.tools if tools is None else tools
         environments = ToolEnvironments(self.chat, self._prompt, tools, stage.limits, ledger, stage.environment)
         player = Player(
             engine=self.pool,
             environments=environments,
-            judge=Judge(reward=self._reward, weights=stage.reward.weights),
+            judge=Judge(reward=reward, weights=stage.reward.weights),
             sampling=stage.sampling,
             stop_ids=self.chat.stop_ids,
             stop_strings=environments.stop_strings,
             branching=self.branching(stage),
+            shares_engines=shares_engines,
         )
         finished = ledger.finished_before
         async for group in collect(tasks, player, num_rollouts=num_rollouts, seed=seed, observer=ledger, finished=finished):
-            yield self.judge(group)
+            yield judge_group(reward, group)
 
     def branching(self, stage: PlayedKeys) -> Branching | None:
         """Where the rollouts of `stage` fork; None where they do not."""
         return None if stage.forks is None else Branching(config=stage.forks, vocab_size=self._vocab_size)
 
-    async def publish(self, trainer: Trainer, *, version: int, lasts: bool = False) -> str:
+    async def publish(self, trainer: Trainer, *, version: int, lasts: bool = False, keeps_requests: bool = False) -> str:
         """Give the trainer's weights to every engine; returns their checksum.
 
         Args:
             lasts: an engine that joins before the next publication gets these weights, though the trainer has changed them.
+            keeps_requests: see `Publication`; only if it lasts.
         """
-        before, self._publish = self._publish, _Publish(trainer, version=version, lasts=lasts)
+        publish = _Publish(trainer, version=version, lasts=lasts, keeps_requests=keeps_requests)
+        before, self._publish = self._publish, publish
         try:
-            weights = self._published[version] = await self.pool.publish(self._publish, version=version)
+            weights = self._published[version] = await self.pool.publish(publish, version=version)
             return weights
         finally:
             if before is not None:
                 await before.close()
 
     async def close(self) -> None:
-        await self._reward.close()
+        for reward in self._rewards:
+            await reward.close()
         if self._publish is not None:
             await self._publish.close()
 
@@ -136,8 +145,8 @@ class GroupPlayer:
 class _Publish:
     """Publishes a trainer's weights as one version: `strop.rollout.scheduler.engine_pool.Publish`."""
 
-    def __init__(self, trainer: Trainer, *, version: int, lasts: bool) -> None:
-        self._trainer, self._version, self._lasts = trainer, version, lasts
+    def __init__(self, trainer: Trainer, *, version: int, lasts: bool, keeps_requests: bool) -> None:
+        self._trainer, self._version, self._lasts, self._keeps_requests = trainer, version, lasts, keeps_requests
         self._publication: Publication | None = None  # whose files last
 
     async def __call__(self, engines: TakesWeights) -> str:
@@ -146,6 +155,7 @@ class _Publish:
             return await self._trainer.publish(engines, version=self._version)
         if self._publication is None:
             publication = await self._trainer.publication(engines.capabilities.dtype, version=self._version)
+            publication.keeps_requests = self._keeps_requests
             await publication.files()
             self._publication = publication
         await engines.load_weights(self._publication)
@@ -193,6 +203,7 @@ class StepRollouts:
     def __init__(self, player: GroupPlayer, stage: RolloutKeys) -> None:
         """Raises `UserError` if there are no tasks, or no engine can hold a rollout of them."""
         self.player, self._context, self._stage = player, player.context, stage
+        self.reuse: Callable[[int, Rollouts], Rollouts] | None = None  # in flight over publications: `StepLedger`'s, by step
         self._sources: list[tuple[TaskSource, TaskSource]] = []
         for each in stage.with_each_tasks():
             source = tasks_to_play(player.context, each)
@@ -201,7 +212,8 @@ class StepRollouts:
 
     async def publish(self, trainer: Trainer, *, version: int) -> str:
         """Give the trainer's weights to every engine; returns their checksum."""
-        return await self.player.publish(trainer, version=version, lasts=self._stage.staleness > 0)
+        in_flight = self.reuse is not None
+        return await self.player.publish(trainer, version=version, lasts=self._stage.staleness > 0, keeps_requests=in_flight)
 
     def tasks_of(self, stage: RolloutKeys) -> TaskSource:
         """The tasks of `stage`, as its schedule has it now."""
@@ -228,20 +240,23 @@ class StepRollouts:
             is_used: whether anything is learned from a group.
         """
         context, tasks, started = self._context, self.tasks_of(stage), time.perf_counter()
-        await self.player.judge_by(stage.reward)
         first = (step - 1) * stage.tasks_per_step
         refills = self._refills(step, refill_rounds)
         indices = list(range(first, first + stage.tasks_per_step))
         groups: list[Group] = []
         reports: list[BatchReport] = []
-        with self.player.ledger(context.directory.rollouts(step), weights) as ledger:
+        reuse = None if self.reuse is None else partial(self.reuse, step)
+        with self.player.ledger(context.directory.rollouts(step), weights, reuse=reuse) as ledger:
             while indices:
+                self.player.judge_by(stage.reward)
+                verdict = self.player.verdict
                 playing = self.player.play(
                     stage,
                     [(index, tasks.task(index)) for index in indices],
                     ledger,
                     num_rollouts=stage.rollouts_per_task,
                     seed=context.seed("rollouts", step),
+                    shares_engines=self.reuse is not None,
                 )
                 groups += [group async for group in playing]
                 reports.append(self.player.pool.last_batch)
@@ -259,7 +274,7 @@ class StepRollouts:
                     figures["branching/replaced"] = float(ledger.num_replaced)
             played = PlayedStep(
                 groups=groups,
-                verdict=self.player.verdict,
+                verdict=verdict,
                 figures=figures,
                 time_s=time.perf_counter() - started,
                 num_tokens=num_sampled_tokens(groups, but=ledger.finished_before),

@@ -31,10 +31,10 @@ class Stopwatch:
         self._times: dict[str, float] = {}
 
     def lap(self, name: str = "") -> None:
-        """The phase `name` ends now; without a name it is not kept."""
+        """The phase `name`, or a further part of it, ends now; without a name it is not kept."""
         now = time.perf_counter()
         if name:
-            self._times[name] = now - self._last
+            self._times[name] = self._times.get(name, 0.0) + now - self._last
         self._last = now
 
     @property
